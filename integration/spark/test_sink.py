@@ -14,6 +14,7 @@ from pyspark.sql.functions import col
 from integration.support.spark import bodies_of, drain
 from integration.support.spark_tasks import interrupted, small_arrow_batches
 from reliable_mq import Publisher, Queue
+from reliable_mq.deadletters import DeadLetterQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,6 +99,33 @@ def test_an_unroutable_row_fails_the_task_with_its_id_and_the_reason(spark: Spar
     with pytest.raises(PySparkException, match=r"row 0: message id-a .*312 NO_ROUTE") as failed:
         write(rows, vhost, routingKey="nowhere")
     assert "guest:guest" not in str(failed.value)
+
+
+def test_rows_that_cannot_be_sent_do_not_end_a_query(spark: SparkSession, vhost: VirtualHost, tmp_path: Path) -> None:
+    """With onUnsendableRow=deadLetter: their letters say why, and the batch is committed."""
+    source = tmp_path / "source"
+    spark.range(0, 50, 1, 2).selectExpr(
+        "cast(id as string) as body", "cast(id as string) as message_id",
+        "if(id % 10 = 3, 'nowhere', 'orders') as routing_key",
+        "if(id = 7, timestamp_seconds(id * 100000000000), null) as timestamp",
+    ).write.parquet(str(source))  # fmt: skip
+    schema = spark.read.parquet(str(source)).schema
+    query = (
+        spark.readStream.schema(schema).parquet(str(source)).writeStream.format("rabbitmq")
+        .options(url=vhost.url, onUnsendableRow="deadLetter", deadLetterQueue="orders.rows")
+        .option("checkpointLocation", str(tmp_path / "checkpoint"))
+        .trigger(availableNow=True)
+        .start()
+    )  # fmt: skip
+    assert query.awaitTermination(120)
+    assert query.exception() is None
+    unsent = {number for number in range(50) if number % 10 == 3} | {7}
+    assert {int(body) for body in bodies_of(drain(vhost, "orders"))} == set(range(50)) - unsent
+    with DeadLetterQueue(vhost.url, "orders.rows") as letters:
+        reasons = {letter.message_id: letter.reason for letter in letters.browse()}
+    assert {int(name or "") for name in reasons} == unsent
+    assert "timestamp lies outside" in reasons["7"]
+    assert all("312 NO_ROUTE" in reason for name, reason in reasons.items() if name != "7")
 
 
 def test_f59_a_task_that_fails_and_is_retried_publishes_the_same_ids(

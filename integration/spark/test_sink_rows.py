@@ -11,6 +11,8 @@ import pytest
 
 from integration.support.spark import bodies_of, drain
 from reliable_mq import Binding, Exchange, Publisher, PublishError, Queue, RetryPolicy
+from reliable_mq.core import headers
+from reliable_mq.deadletters import DeadLetterQueue, DeadMessage, Origin
 from reliable_mq.spark import sink
 from reliable_mq.spark.options import WriteOptions
 from reliable_mq.spark.sink import BatchSink, WrittenPartition
@@ -165,6 +167,93 @@ def test_a_row_without_a_body_is_named(vhost: VirtualHost) -> None:
     with pytest.raises(PublishError, match="row 1: column body is null"):
         write(vhost, batch, routing_key="orders")
     assert bodies_of(drain(vhost, "orders")) == [b""]
+
+
+def dead_letters(vhost: VirtualHost, queue: str = "dead") -> dict[str, DeadMessage]:
+    """The dead letters of a queue, by their bodies' first eight bytes."""
+    with DeadLetterQueue(vhost.url, queue) as letters:
+        return {letter.body[:8].decode(): letter for letter in letters.browse()}
+
+
+def test_rows_that_cannot_be_sent_are_dead_lettered_and_the_others_written(vhost: VirtualHost) -> None:
+    """Of each kind: no message can be made of it, it has no queue, no exchange, or is too large for the broker."""
+    raw = pa.array([b"x"] * 5 + [b"\xff"] + [b"x"] * 4, pa.binary())
+    batch = pa.RecordBatch.from_pydict(
+        {
+            "body": [*"abcdefgh", "large " * 3_000_000, "j"],
+            "message_id": [f"id-{name}" for name in "abcdefghij"],
+            "exchange": ["", "", "missing", "", "", "", "", "", "", ""],
+            "routing_key": ["orders", "nowhere", "orders", "k" * 256, *["orders"] * 6],
+            "timestamp": pa.array([0, 0, 0, 0, 2**62, 0, 0, 0, 0, 0], pa.timestamp("us", "UTC")),
+            "type": pa.Array.from_buffers(pa.string(), 10, raw.buffers()),
+            "priority": [0, 0, 0, 0, 0, 0, 256, 0, 0, 0],
+            "user_id": [None, None, None, None, None, None, None, "nobody", None, None],
+        }
+    )
+    written = write(vhost, batch, dead_letter_queue="dead")
+    assert (written.rows, written.dead_lettered) == (10, 8)
+    assert set(bodies_of(drain(vhost, "orders"))) == {b"a", b"j"}  # perhaps twice: channels were lost
+    letters = dead_letters(vhost)
+    reasons = {
+        "b": "312 NO_ROUTE",
+        "c": "404 NOT_FOUND - no exchange 'missing'",
+        "d": "routing_key is 256 bytes long",
+        "e": "timestamp lies outside of the years",
+        "f": "column type holds bytes that are not UTF-8",
+        "g": "priority must be an int from 0 to 255, not 256",
+        "h": "406 PRECONDITION_FAILED - user_id property set to 'nobody'",
+        "large la": "max_message_bytes is 16777216",
+    }
+    assert set(letters) == set(reasons)
+    for name, reason in reasons.items():
+        assert reason in letters[name].reason
+        assert letters[name].message_id == f"id-{'i' if name == 'large la' else name}"
+        assert letters[name].consumer == "spark-sink"
+    assert letters["b"].origin == Origin("nowhere", "", "nowhere")
+    assert letters["large la"].headers[headers.ORIGINAL_SIZE] == 18_000_000
+    assert "18000000 bytes" in letters["large la"].unreadable
+
+
+def test_dead_letters_of_rows_are_replayed(vhost: VirtualHost) -> None:
+    """Once what was missing is there: to the queue, or the exchange, with the id of the row."""
+    batch = pa.RecordBatch.from_pydict(
+        {"body": ["a", "b"], "message_id": ["id-a", "id-b"], "exchange": ["", "events"], "routing_key": ["late", "l"]}
+    )
+    write(vhost, batch, dead_letter_queue="dead")
+    late = Queue("late", dead_letter=None)
+    declare(vhost, late, Binding(Exchange("events", type="direct"), late, "l"))
+    with DeadLetterQueue(vhost.url, "dead") as letters:
+        assert letters.replay().replayed == 2
+    assert {(properties.message_id, body) for properties, body in drain(vhost, "late")} == {
+        ("id-a", b"a"),
+        ("id-b", b"b"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"), [({"routing_key": "nowhere"}, "312 NO_ROUTE"), ({"exchange": "missing"}, "404 NOT_FOUND")]
+)
+def test_what_the_options_name_and_is_not_there_fails_the_task(
+    vhost: VirtualHost, options: dict[str, str], reason: str
+) -> None:
+    """Each row would be dead-lettered over one mistake."""
+    batch = pa.RecordBatch.from_pydict({"body": ["a"]})
+    with pytest.raises(PublishError, match=reason):
+        write(vhost, batch, dead_letter_queue="dead", **options)
+    assert drain(vhost, "dead") == []
+
+
+def test_a_dead_letter_that_is_not_confirmed_fails_the_task(
+    vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its queue is full, say: the row is neither here nor there, and the error has both reasons."""
+    impatient = partial(Publisher, retry=RetryPolicy(max_attempts=2, delays=(0.1,)))
+    monkeypatch.setattr(sink, "Publisher", impatient)
+    bound = {"x-max-length": 1, "x-overflow": "reject-publish"}
+    monkeypatch.setattr(sink, "Queue", partial(Queue, type="classic", arguments=bound))
+    batch = pa.RecordBatch.from_pydict({"body": ["a", "b", "c", "d"], "routing_key": ["nowhere"] * 3 + ["orders"]})
+    with pytest.raises(PublishError, match=r"row 1: .*312 NO_ROUTE.*its dead letter was not confirmed.*nacked"):
+        write(vhost, batch, dead_letter_queue="dead")
 
 
 def test_connections_cut_in_the_middle_lose_nothing(

@@ -15,7 +15,7 @@ ATTEMPTS               int        of a dead letter: how many attempts were made 
 DEAD_LETTER_REASON     str        why it was dead-lettered
 EXCEPTION_TYPE         str        class of the exception that the last attempt raised, with its module
 EXCEPTION_MESSAGE      str        its text, cut
-ORIGINAL_QUEUE         str        the queue that it was first consumed from
+ORIGINAL_QUEUE         str        the queue that it was first consumed from, or that Spark's sink meant it for
 ORIGINAL_EXCHANGE      str        the exchange that it was first published to
 ORIGINAL_ROUTING_KEY   str        with which routing key
 FIRST_FAILURE          timestamp  when an attempt first failed
@@ -28,6 +28,8 @@ ORIGINAL_BCC           list[str]  its ``BCC``, for the same reason
 ORIGINAL_USER_ID       str        its ``user_id``, which RabbitMQ accepts from its owner only
 ORIGINAL_EXPIRATION    str        its ``expiration`` (milliseconds, as on the wire), which would cut a delay short
 ORIGINAL_PROPERTIES    bytes      all its properties, as on the wire, where they are broken and cannot be sent as such
+ORIGINAL_COLUMNS       table      of a row of Spark's that could not be sent: columns that no message can carry, as text
+ORIGINAL_SIZE          int        bytes of its body, which was too large to be sent, and is cut here
 ====================== ========== =====================================================================================
 """
 
@@ -58,6 +60,8 @@ ORIGINAL_BCC: Final = "x-reliable-mq-original-bcc"
 ORIGINAL_USER_ID: Final = "x-reliable-mq-original-user-id"
 ORIGINAL_EXPIRATION: Final = "x-reliable-mq-original-expiration"
 ORIGINAL_PROPERTIES: Final = "x-reliable-mq-original-properties"
+ORIGINAL_COLUMNS: Final = "x-reliable-mq-original-columns"
+ORIGINAL_SIZE: Final = "x-reliable-mq-original-size"
 
 #: Before the name of a header, in lower case, that is renamed until the message is dispatched again.
 ORIGINAL: Final = "x-reliable-mq-original-"

@@ -42,7 +42,7 @@ class Origin(NamedTuple):
     """Where a dead letter was before it died.
 
     Attributes:
-        queue: that it was consumed from, or expired in.
+        queue: that it was consumed from, or expired in; empty if it was in none.
         exchange, routing_key: of its publish; None if unknown.
     """
 
@@ -110,7 +110,7 @@ class DeadMessage:
         self.properties = _without_counts(delivery.properties, table)
         self.headers: Mapping[str, object] = {name: table[name] for name in table if name not in BROKER_COUNTS}
         self.message_id = _readable(view, "message_id")
-        self.unreadable = _newer_format(table)
+        self.unreadable = _newer_format(table) or _cut(table, len(self.body))
         ours = table if table.get(headers.FORMAT) == headers.FORMAT_VERSION else _NOTHING
         death = _first_death(table)
         self.origin = _origin(ours, table, death)
@@ -244,17 +244,27 @@ def _newer_format(table: Mapping[str, object]) -> str:
     )
 
 
+def _cut(table: Mapping[str, object], size: int) -> str:
+    whole = _whole(table.get(headers.ORIGINAL_SIZE))
+    if whole is None or whole <= size:
+        return ""
+    return (
+        f"its body had {whole} bytes, more than the broker takes, and {size} of them are here: send the row again from "
+        "where it came, in parts or with a higher max_message_size of the broker"
+    )
+
+
 def _origin(ours: Mapping[str, object], table: Mapping[str, object], death: Mapping[str, object]) -> Origin | None:
     queue = _text(ours.get(headers.ORIGINAL_QUEUE))
-    if queue:
-        exchange, key = ours.get(headers.ORIGINAL_EXCHANGE), ours.get(headers.ORIGINAL_ROUTING_KEY)
-        return Origin(queue, _name(exchange), _name(key))
+    exchange, key = _name(ours.get(headers.ORIGINAL_EXCHANGE)), _name(ours.get(headers.ORIGINAL_ROUTING_KEY))
+    if queue or exchange:
+        return Origin(queue, exchange, key)
     queue = _text(table.get("x-first-death-queue")) or _text(death.get("queue"))
     if not queue:
         return None
-    exchange = table.get("x-first-death-exchange", death.get("exchange"))
+    first = table.get("x-first-death-exchange", death.get("exchange"))
     keys = death.get("routing-keys")
-    return Origin(queue, _name(exchange), _name(keys[0]) if isinstance(keys, list) and keys else None)
+    return Origin(queue, _name(first), _name(keys[0]) if isinstance(keys, list) and keys else None)
 
 
 def _reason(table: Mapping[str, object], death: Mapping[str, object]) -> str:

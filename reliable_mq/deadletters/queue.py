@@ -490,7 +490,9 @@ def _routing(own: str, to: str | Target | None, *, as_published: bool) -> Routin
 
 
 def _to_queue(message: DeadMessage) -> Target | None:
-    return None if message.origin is None else Target("", message.origin.queue)
+    if message.origin is None or not message.origin.queue:
+        return _as_published(message)  # it has never been in a queue
+    return Target("", message.origin.queue)
 
 
 def _as_published(message: DeadMessage) -> Target | None:

@@ -312,7 +312,7 @@ class Replay:
 
     def _key(self, message: DeadMessage) -> str | None:
         """Return the key that a consumer claims, unless it has an ``idempotency_key``."""
-        if message.origin is None or not message.message_id:
+        if message.origin is None or not message.origin.queue or not message.message_id:
             return None
         claiming = ClaimPolicy(
             queue=message.origin.queue, namespace=self._namespace, key=_message_id, lease=1.0, max_attempts=1

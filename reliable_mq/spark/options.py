@@ -17,6 +17,7 @@ from typing import Final, NoReturn
 
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.spark.queue_prefetch import LARGEST_PREFETCH
+from reliable_mq.topology import Queue
 from reliable_mq.url import parse_url
 
 __all__ = [
@@ -59,7 +60,15 @@ _PUBLISHER: Final = (
     "publisher.deliveryTimeout",
     "publisher.mandatory",
 )
-_WRITE: Final = ("url", "exchange", "routingKey", "metricsDirectory", *_PUBLISHER)
+_WRITE: Final = (
+    "url",
+    "exchange",
+    "routingKey",
+    "onUnsendableRow",
+    "deadLetterQueue",
+    "metricsDirectory",
+    *_PUBLISHER,
+)
 # Spark hands these to a sink beside the options that are its own.
 _SPARKS_OWN: Final = frozenset({"checkpointlocation", "queryname"})
 _ASYNC_PROGRESS: Final = "asyncprogresstrackingenabled"
@@ -161,6 +170,7 @@ class WriteOptions:
         url: of the broker.
         exchange: for all rows, in place of the column of that name; None where it is not given.
         routing_key: likewise.
+        dead_letter_queue: for rows that cannot be sent; None where such a row fails its task.
         metrics_directory: where processes keep their metrics; None for nowhere.
         publisher: arguments of each task's `Publisher`, as pairs; what is not given has its default.
     """
@@ -168,6 +178,7 @@ class WriteOptions:
     url: str = field(repr=False)
     exchange: str | None = None
     routing_key: str | None = None
+    dead_letter_queue: str | None = None
     metrics_directory: str | None = None
     publisher: tuple[tuple[str, float | bool], ...] = ()
 
@@ -279,6 +290,7 @@ def write_options(given: Mapping[str, str]) -> WriteOptions:
         url=options.url(),
         exchange=options.short_text("exchange"),
         routing_key=options.short_text("routingKey"),
+        dead_letter_queue=options.dead_letter_queue(),
         metrics_directory=options.text("metricsDirectory"),
         publisher=options.publisher(),
     )
@@ -333,6 +345,24 @@ class _Options:
         if value is not None and len(value.encode()) > _SHORT_STRING:
             _refuse(f"{name} has {len(value.encode())} bytes in UTF-8, and AMQP allows {_SHORT_STRING}")
         return value
+
+    def dead_letter_queue(self) -> str | None:
+        """Return the queue for rows that cannot be sent; None where they fail their task."""
+        mode, queue = self.text("onUnsendableRow") or "fail", self.text("deadLetterQueue")
+        if mode.lower() not in ("fail", "deadletter"):
+            _refuse(f"onUnsendableRow must be 'fail' or 'deadLetter', not {mode[:40]!r}")
+        if mode.lower() == "fail":
+            if queue is not None:
+                _refuse("deadLetterQueue is given, and nothing goes there: give onUnsendableRow=deadLetter, too")
+            return None
+        if queue is None:
+            _refuse("onUnsendableRow is deadLetter: give deadLetterQueue, the queue for such rows, which is declared")
+        if not self.truth("publisher.mandatory", default=True):
+            _refuse("publisher.mandatory is false, and RabbitMQ would drop dead letters, too: leave it out")
+        try:
+            return Queue(queue, dead_letter=None).name
+        except ConfigurationError as error:
+            raise ConfigurationError(f"deadLetterQueue is wrong: {error}") from error
 
     def duration(self, name: str, default: float) -> float:
         """Return a time with its unit, in seconds."""

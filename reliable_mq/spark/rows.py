@@ -7,7 +7,7 @@ and how many equal rows came before. Equal rows are interchangeable.
 
 Invariants:
 
-- A row that cannot be a message is an error that names the row; the messages of the rows before it were returned.
+- A row that cannot be a message is an `UnsendableRow` in its place; the rows around it are not touched.
 - Within one partition no two rows have the same id. Attempts that see the same rows, in whatever order, make the same
   ids. They contain nothing random, and nothing that differs between processes (``hash`` does).
 """
@@ -25,29 +25,29 @@ from reliable_mq.errors import ConfigurationError
 from reliable_mq.message import Message
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from reliable_mq.spark.options import WriteOptions
 
-__all__ = ["MessageIds", "Outgoing", "RowPlan", "UnsendableRow"]
+__all__ = ["MessageIds", "Outgoing", "RowPlan", "UnsendableRow", "moment"]
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-class UnsendableRow(Exception):
-    """A row cannot be a message. The sink turns it into an error with the partition.
+class UnsendableRow(NamedTuple):
+    """A row that cannot be a message.
 
     Attributes:
         number: of the row in its partition, from 0.
         message_id: of its message, where it has one.
-        reason: the error.
+        reason: why.
+        values: of its columns: times in microseconds, bytes that are not UTF-8 as surrogate escapes.
     """
 
-    def __init__(self, number: int, message_id: str | None, reason: str) -> None:
-        super().__init__(reason)
-        self.number = number
-        self.message_id = message_id
-        self.reason = reason
+    number: int
+    message_id: str | None
+    reason: str
+    values: Mapping[str, Any]
 
 
 class Outgoing(NamedTuple):
@@ -84,26 +84,35 @@ class RowPlan:
         """The content that all rows share, for `MessageIds`."""
         return self._exchange, self._routing_key, *self._properties
 
-    def messages(self, batch: pa.RecordBatch, ids: MessageIds, first: int) -> Iterator[Outgoing]:
-        """Return the messages of a batch, in order.
+    @property
+    def chooses_exchange(self) -> bool:
+        """Whether each row names its exchange."""
+        return "exchange" in self._positions
+
+    @property
+    def chooses_route(self) -> bool:
+        """Whether a row decides on its queues, as headers do at some exchanges."""
+        return self._routed or "headers" in self._positions
+
+    def messages(self, batch: pa.RecordBatch, ids: MessageIds, first: int) -> Iterator[Outgoing | UnsendableRow]:
+        """Return the messages of a batch in order, or rows that cannot be one.
 
         Args:
             batch: with the columns that the plan was made for.
             ids: for the rows whose ``message_id`` is null or missing.
             first: the number of the batch's first row in its partition.
-
-        Raises:
-            UnsendableRow: a row cannot be a message.
         """
         try:
             yield from self._messages(batch, ids, first)
-        except UnicodeDecodeError as error:  # of a whole column, before the first message
-            unfit, name, message_id = self._first_without_text(batch)
-            yield from self._messages(batch.slice(0, unfit), ids, first)
-            reason = f"column {name} holds bytes that are not UTF-8: decode them, or put them into body"
-            raise UnsendableRow(first + unfit, message_id, reason) from error
+        except UnicodeDecodeError:  # of a whole column, before the first message
+            if batch.num_rows == 1:
+                yield self._undecodable(batch, first)
+                return
+            half = batch.num_rows // 2
+            yield from self.messages(batch.slice(0, half), ids, first)
+            yield from self.messages(batch.slice(half), ids, first + half)
 
-    def _messages(self, batch: pa.RecordBatch, ids: MessageIds, first: int) -> Iterator[Outgoing]:
+    def _messages(self, batch: pa.RecordBatch, ids: MessageIds, first: int) -> Iterator[Outgoing | UnsendableRow]:
         names = self._properties
         columns = [self._values(batch, name) for name in names]
         rows: Iterable[tuple[Any, ...]] = zip(*columns, strict=True) if columns else repeat(())
@@ -122,26 +131,28 @@ class RowPlan:
                 properties = _properties(names, values) if values else {}
                 message = Message(body, message_id=message_id, **properties)
             except (ConfigurationError, UnicodeError) as error:
+                reason = str(error)
                 if body is None:
                     reason = "column body is null: leave such rows out, or give them an empty one"
-                    raise UnsendableRow(number, message_id, reason) from error
-                raise UnsendableRow(number, message_id, str(error)) from error
-            yield Outgoing(message, exchange or "", routing_key or "")
+                given = dict(zip(names, values, strict=True)) if values else {}
+                given |= {"body": body, "exchange": exchange, "routing_key": routing_key, "message_id": message_id}
+                yield UnsendableRow(number, message_id, reason, given)
+            else:
+                yield Outgoing(message, exchange or "", routing_key or "")
 
-    def _first_without_text(self, batch: pa.RecordBatch) -> tuple[int, str, str | None]:
-        """Return the first row whose text is not UTF-8, its column and its message id."""
-        names = sorted(self._positions, key=lambda name: name != "message_id")
-        for number in range(batch.num_rows):
-            row = batch.slice(number, 1)
-            message_id = None
-            for name in names:
-                try:
-                    (value,) = self._values(row, name)
-                except UnicodeDecodeError:
-                    return number, name, message_id
-                if name == "message_id":
-                    message_id = value
-        raise AssertionError("every row can be decoded, and all of them together cannot")
+    def _undecodable(self, row: pa.RecordBatch, number: int) -> UnsendableRow:
+        """Return a row, the only one of its batch, with text that is not UTF-8."""
+        given: dict[str, Any] = {"exchange": self._exchange, "routing_key": self._routing_key}
+        unfit = []
+        for name in sorted(self._positions, key=lambda name: name != "message_id"):
+            try:
+                (given[name],) = self._values(row, name)
+            except UnicodeDecodeError:
+                unfit.append(name)
+                given[name] = _escaped(row.column(self._positions[name]))
+        message_id = None if "message_id" in unfit else given.get("message_id")
+        reason = f"column {unfit[0]} holds bytes that are not UTF-8: decode them, or put them into body"
+        return UnsendableRow(number, message_id, reason, given)
 
     def _values(self, batch: pa.RecordBatch, name: str, otherwise: object = None) -> Iterable[Any]:
         position = self._positions.get(name)
@@ -153,11 +164,16 @@ def _properties(names: tuple[str, ...], values: tuple[Any, ...]) -> dict[str, An
     if "headers" in properties:
         properties["headers"] = dict(properties["headers"])
     if "timestamp" in properties:
-        properties["timestamp"] = _moment(properties["timestamp"])
+        properties["timestamp"] = moment(properties["timestamp"])
     return properties
 
 
-def _moment(microseconds: int) -> datetime:
+def moment(microseconds: int) -> datetime:
+    """Return a time since 1970, in whole seconds.
+
+    Raises:
+        ConfigurationError: Python has no such year.
+    """
     try:
         return _EPOCH + timedelta(seconds=microseconds // 1_000_000)
     except OverflowError as error:  # Spark's timestamps end in the year 294247
@@ -190,6 +206,17 @@ def _entries(column: pa.Array) -> list[Any]:
 
 def _name(entry: tuple[str, str | None]) -> str:
     return entry[0]
+
+
+def _escaped(column: pa.Array) -> Any:
+    """Return the only value of a column of text or of headers, with surrogate escapes."""
+    text = pa.types.is_map(column.type)
+    (value,) = column.cast(pa.map_(pa.binary(), pa.binary()) if text else pa.binary()).to_pylist()
+    return sorted((_unescaped(name), _unescaped(each)) for name, each in value) if text else _unescaped(value)
+
+
+def _unescaped(value: bytes | None) -> str | None:
+    return None if value is None else value.decode("utf-8", "surrogateescape")
 
 
 _CONVERTERS: Final[dict[str, Callable[[pa.Array], list[Any]]]] = {

@@ -14,6 +14,9 @@ Invariants:
 
 - A writer does nothing when it is made, and can be pickled.
 - After the first failure no further row is sent; outstanding rows are waited for, so that the error has their outcome.
+- With a queue for dead letters, a row that cannot be sent is no failure: its dead letter is confirmed before its task
+  is done (`reliable_mq.spark.dead_rows`). What another row would meet, too, is one: a full queue, a lost broker, an
+  exchange or a routing key of the options.
 - No message, log line or error of a writer holds the URL.
 - A publisher belongs to one task at a time, and is kept only if that task has seen everything confirmed. An unused one
   is closed in good order before Spark kills its worker for being idle (60 s). A worker that is not reused keeps none.
@@ -34,17 +37,21 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
 from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, at_fork
-from reliable_mq.errors import ConfigurationError, PublishError, ReliableMQError
+from reliable_mq.core import headers
+from reliable_mq.errors import ConfigurationError, PublishError, PublishRefused, PublishReturned, ReliableMQError
+from reliable_mq.spark.dead_rows import letter_of_message, letter_of_row
 from reliable_mq.spark.metrics import exporter
 from reliable_mq.spark.pickling import PicklableByName
-from reliable_mq.spark.rows import MessageIds, RowPlan, UnsendableRow
+from reliable_mq.spark.rows import MessageIds, Outgoing, RowPlan, UnsendableRow
 from reliable_mq.sync.publisher import Publisher
+from reliable_mq.topology import Queue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import pyarrow as pa
 
+    from reliable_mq.message import Message
     from reliable_mq.spark.options import WriteOptions
     from reliable_mq.sync.confirmation import Confirmation
 
@@ -56,20 +63,22 @@ _IDLE_SECONDS: Final = 30.0
 _CLOSE_SECONDS: Final = 5.0
 _KEPT: Final = 4
 
-_Key = tuple[str, str | None, tuple[tuple[str, float | bool], ...]]
+_Key = tuple[str, str | None, str | None, tuple[tuple[str, float | bool], ...]]
 
 _lock = threading.Lock()
-# By URL, directory for metrics and options of publishers, the one that was used last at the end.
+# By URL, directory for metrics, dead-letter queue and options of publishers, the one that was used last at the end.
 _idle: dict[_Key, tuple[Publisher, threading.Timer]] = {}
 
 
 @contextmanager
 def publisher_pool(options: WriteOptions) -> Iterator[Publisher]:
     """Lend a publisher; keep it after a clean exit, discard it after an exception."""
-    key = options.url, options.metrics_directory, options.publisher
+    key = options.url, options.metrics_directory, options.dead_letter_queue, options.publisher
     metrics = exporter(options.metrics_directory)
     registry = None if metrics is None else metrics.registry
     arguments: dict[str, Any] = dict(options.publisher)
+    if options.dead_letter_queue is not None:
+        arguments["topology"] = [Queue(options.dead_letter_queue, dead_letter=None)]
     publisher = _take(key) or Publisher(options.url, name="spark-sink", registry=registry, **arguments)
     try:
         yield publisher
@@ -141,6 +150,8 @@ at_fork(ForkStage.FORGET, _idle.clear)
 _WAITED_FOR_BEYOND: Final = 8000  # confirmations kept; more where the first of them is slow, and its rows need memory
 _FAILURES_NAMED: Final = 5
 _FAILURES_KEPT: Final = 100
+_LETTERS: Final = 1000  # dead letters whose confirms are not looked at yet
+_NO_EXCHANGE: Final = (403, 404)  # not permitted, or not there
 _BATCH_ID: Final = "streaming.sql.batchId"  # local properties that Spark sets for each micro-batch
 _QUERY_ID: Final = "sql.streaming.queryId"
 
@@ -152,10 +163,12 @@ class WrittenPartition(WriterCommitMessage):
     Attributes:
         rows: how many messages.
         bytes: of their bodies.
+        dead_lettered: those of the rows that could not be sent: their dead letters are confirmed.
     """
 
     rows: int
     bytes: int
+    dead_lettered: int = 0
 
 
 class BatchSink(PicklableByName, DataSourceArrowWriter):
@@ -225,10 +238,14 @@ class _Partition:
     prefix: str
     number: int
     ids: MessageIds = field(init=False)
+    publisher: Publisher = field(init=False)
     confirmations: deque[Confirmation] = field(default_factory=deque)
+    letters: deque[tuple[int, Confirmation]] = field(default_factory=deque)
     rows: int = 0  # submitted
     settled: int = 0  # rows at the beginning, in order; the next one is the first of `confirmations`
+    unsent: deque[int] = field(default_factory=deque)  # rows that have no confirmation, in order
     bytes: int = 0
+    dead_lettered: int = 0
     failures: list[str] = field(default_factory=list)
     errors: list[PublishError] = field(default_factory=list)
 
@@ -236,48 +253,106 @@ class _Partition:
         self.ids = MessageIds(self.prefix, self.plan.constant)
         for batch in batches:
             if batch.num_rows:
-                with publisher_pool(self.options) as publisher:
-                    self._publish(publisher, batch)
+                with publisher_pool(self.options) as self.publisher:
+                    self._publish(batch)
                     for each in batches:
-                        self._publish(publisher, each)
+                        self._publish(each)
                     self._settle(0)
-        return WrittenPartition(self.rows, self.bytes)
+                    self._settle_letters(0)
+        return WrittenPartition(self.rows, self.bytes, self.dead_lettered)
 
-    def _publish(self, publisher: Publisher, batch: pa.RecordBatch) -> None:
+    def _publish(self, batch: pa.RecordBatch) -> None:
         confirmations = self.confirmations
-        submit = publisher.submit
+        submit = self.publisher.submit
+        for outgoing in self.plan.messages(batch, self.ids, self.rows):
+            self.rows += 1
+            if isinstance(outgoing, UnsendableRow):
+                self._unsendable(outgoing)
+                continue
+            message, exchange, routing_key = outgoing
+            try:
+                confirmations.append(submit(message, exchange=exchange, routing_key=routing_key))
+            except (PublishError, ConfigurationError) as error:  # the latter of its exchange or routing key
+                self._not_submitted(outgoing, error)
+                continue
+            self.bytes += len(message.body)
+            if confirmations[0].outcome is not None:
+                self._settle(_WAITED_FOR_BEYOND)
+
+    def _unsendable(self, row: UnsendableRow) -> None:
+        """Take a row that no message can be made of."""
+        self.unsent.append(row.number)
+        if self.options.dead_letter_queue is not None:
+            self._dead_letter(row.number, letter_of_row(row, self.ids))
+            return
+        self._settle(0)
+        self._failed(row.number, row.message_id, PublishError(row.reason, message_id=row.message_id))
+        self._check()
+
+    def _not_submitted(self, outgoing: Outgoing, error: PublishError | ConfigurationError) -> None:
+        """Take a message that was refused before it was sent."""
+        row = self.rows - 1
+        self.unsent.append(row)
+        if self._is_of_the_row(error):
+            self._dead_letter(row, letter_of_message(outgoing, error))
+            return
+        failure = error if isinstance(error, PublishError) else PublishError(str(error))
+        self._settle(0)
+        self._failed(row, outgoing.message.message_id, failure)
+        self._check()
+
+    def _is_of_the_row(self, error: PublishError | ConfigurationError) -> bool:
+        """Whether to dead-letter a row over an error; not where each row would meet it."""
+        if self.options.dead_letter_queue is None:
+            return False
+        if isinstance(error, PublishReturned):
+            return self.plan.chooses_route
+        if isinstance(error, PublishRefused) and error.reply_code in _NO_EXCHANGE:
+            return self.plan.chooses_exchange
+        return isinstance(error, (PublishRefused, ConfigurationError))
+
+    def _dead_letter(self, row: int, letter: Message) -> None:
+        queue = self.options.dead_letter_queue or ""
         try:
-            for message, exchange, routing_key in self.plan.messages(batch, self.ids, self.rows):
-                self.rows += 1
-                try:
-                    confirmations.append(submit(message, exchange=exchange, routing_key=routing_key))
-                except (PublishError, ConfigurationError) as error:  # the latter of its exchange or routing key
-                    failure = error if isinstance(error, PublishError) else PublishError(str(error))
-                    self._settle(0)
-                    self._failed(self.rows - 1, message.message_id, failure)
-                    self._check()
-                self.bytes += len(message.body)
-                if confirmations[0].outcome is not None:
-                    self._settle(_WAITED_FOR_BEYOND)
-        except UnsendableRow as row:
+            self.letters.append((row, self.publisher.submit(letter, routing_key=queue)))
+        except (PublishError, ConfigurationError) as error:
             self._settle(0)
-            self.rows = row.number + 1
-            refused = PublishError(row.reason, message_id=row.message_id)
-            self._failed(row.number, row.message_id, refused)
+            self._failed(row, letter.message_id, _not_dead_lettered(letter, error))
             self._check()
+        self.dead_lettered += 1
+        if len(self.letters) > _LETTERS:
+            self._settle_letters(_LETTERS // 2)
 
     def _settle(self, beyond: int) -> None:
         """Remove settled confirmations from the front until ``beyond`` are left at most."""
         confirmations = self.confirmations
         while confirmations and (confirmations[0].outcome is not None or len(confirmations) > beyond):
             confirmation = confirmations.popleft()
-            error = confirmation.exception()
-            if error is not None:
-                self._failed(self.settled, confirmation.message_id, error)
-                beyond = 0  # nothing more is sent: wait for all outcomes
+            while self.unsent and self.unsent[0] == self.settled:
+                self.unsent.popleft()
+                self.settled += 1
+            row, error = self.settled, confirmation.exception()
             self.settled += 1
+            if error is None:
+                continue
+            if not self.errors and self._is_of_the_row(error):
+                self.bytes -= len(confirmation.message.body)
+                self._dead_letter(row, letter_of_message(confirmation, error))
+            else:
+                self._failed(row, confirmation.message_id, error)
+                beyond = 0  # nothing more is sent: wait for all outcomes
         if not confirmations:
             self._check()
+
+    def _settle_letters(self, beyond: int) -> None:
+        """Wait until all but ``beyond`` dead letters are confirmed."""
+        while len(self.letters) > beyond:
+            row, confirmation = self.letters.popleft()
+            error = confirmation.exception()
+            if error is not None:
+                self._settle(0)
+                self._failed(row, confirmation.message_id, _not_dead_lettered(confirmation.message, error))
+        self._check()
 
     def _failed(self, row: int, message_id: str | None, error: PublishError) -> None:
         self.errors.append(error)
@@ -300,6 +375,14 @@ class _Partition:
         )
 
 
+def _not_dead_lettered(letter: Message, error: Exception) -> PublishError:
+    reason = letter.headers[headers.DEAD_LETTER_REASON]
+    return PublishError(
+        f"{reason if isinstance(reason, str) else ''}; and its dead letter was not confirmed: {error}",
+        message_id=letter.message_id,
+    )
+
+
 def _partition() -> int:
     context = TaskContext.get()
     return 0 if context is None else context.partitionId()
@@ -308,6 +391,9 @@ def _partition() -> int:
 def _log_commit(what: str, messages: Sequence[Any]) -> None:
     written = [message for message in messages if isinstance(message, WrittenPartition)]
     logger.info("%s is written: %d messages are confirmed", what, sum(message.rows for message in written))
+    dead_lettered = sum(message.dead_lettered for message in written)
+    if dead_lettered:
+        logger.warning("%s: %d rows could not be sent, and are dead-lettered", what, dead_lettered)
 
 
 def _log_abort(what: str, messages: Sequence[Any]) -> None:

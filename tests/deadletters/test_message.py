@@ -29,6 +29,18 @@ def with_headers(table: dict[str, object]) -> DeadMessage:
     return dead(encode_properties(Message(b"", headers=table, message_id="m")))  # type: ignore[arg-type]
 
 
+def test_a_body_that_was_cut_is_not_replayed() -> None:
+    """A sink of Spark's cuts what is too large for the broker: the rest is where the row came from."""
+    assert "its body had 5 bytes" in with_headers({headers.ORIGINAL_SIZE: 5}).unreadable
+    assert with_headers({headers.ORIGINAL_SIZE: 0}).unreadable == ""
+
+
+def test_what_was_in_no_queue_has_the_exchange_of_its_publish() -> None:
+    """A row that a sink could not send."""
+    table = {headers.FORMAT: 1, headers.ORIGINAL_EXCHANGE: "events", headers.ORIGINAL_ROUTING_KEY: "k"}
+    assert with_headers(table).origin == Origin("", "events", "k")
+
+
 def test_our_own_dead_letters_are_read_with_our_own_names() -> None:
     original = Delivery("", 1, False, "shop", "order.new", encode_properties(Message(b"", message_id="m")), b"x")
     original.came_from(ChannelGeneration(1, 1, "orders"))

@@ -147,6 +147,13 @@ def test_a_sink_takes_where_to_write() -> None:
     assert write_options({"url": URL}).publisher == ()
 
 
+def test_a_sink_takes_a_queue_for_dead_letters() -> None:
+    """With the mode that sends there; without it, such a row fails its task."""
+    options = write_options({"url": URL, "onUnsendableRow": "DeadLetter", "deadLetterQueue": "orders.dead"})
+    assert options.dead_letter_queue == "orders.dead"
+    assert write_options({"url": URL, "onUnsendableRow": "fail"}).dead_letter_queue is None
+
+
 def test_a_sink_passes_options_on_to_its_publishers() -> None:
     given = {"maxOutstanding": "500", "confirmTimeout": "10s", "deliveryTimeout": "5m", "mandatory": "false"}
     options = write_options({"url": URL, **{f"publisher.{name}": value for name, value in given.items()}})
@@ -161,6 +168,14 @@ def test_a_sink_passes_options_on_to_its_publishers() -> None:
         ({"queue": "a"}, "unknown option 'queue'"),
         ({"asyncProgressTrackingEnabled": "true"}, "asyncProgressTrackingEnabled is on"),
         ({"path": "x"}, "a path is given"),
+        ({"onUnsendableRow": "skip"}, "onUnsendableRow must be 'fail' or 'deadLetter', not 'skip'"),
+        ({"onUnsendableRow": "deadLetter"}, "give deadLetterQueue"),
+        ({"deadLetterQueue": "d"}, "give onUnsendableRow=deadLetter"),
+        ({"onUnsendableRow": "deadLetter", "deadLetterQueue": "amq.d"}, "deadLetterQueue is wrong: .*amq"),
+        (
+            {"onUnsendableRow": "deadLetter", "deadLetterQueue": "d", "publisher.mandatory": "false"},
+            "would drop dead letters",
+        ),
         ({"routingKey": "\N{SNOWMAN}" * 100}, "routingKey has 300 bytes in UTF-8, and AMQP allows 255"),
         ({"exchange": "x" * 256}, "exchange has 256 bytes"),
         ({"publisher.confirmTimeout": "10"}, "publisher.confirmTimeout must be a time with its unit"),

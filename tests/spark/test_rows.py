@@ -21,7 +21,17 @@ def plan(*names: str, **options: str) -> RowPlan:
 def messages(columns: dict[str, Any], **options: str) -> list[Outgoing]:
     batch = pa.RecordBatch.from_pydict(columns)
     made = plan(*columns, **options)
-    return list(made.messages(batch, MessageIds("q/0/0", made.constant), 0))
+    return [sendable(row) for row in made.messages(batch, MessageIds("q/0/0", made.constant), 0)]
+
+
+def sendable(row: Outgoing | UnsendableRow) -> Outgoing:
+    assert isinstance(row, Outgoing), row
+    return row
+
+
+def unsendable(row: Outgoing | UnsendableRow) -> UnsendableRow:
+    assert isinstance(row, UnsendableRow), row
+    return row
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.large_binary()])
@@ -74,15 +84,16 @@ def test_the_zone_of_a_session_changes_neither_time_nor_id() -> None:
 
 
 def test_a_row_that_cannot_be_a_message_says_which_one_it_is() -> None:
-    """Those before it are given; numbers go on over batches."""
-    batch = pa.RecordBatch.from_pydict({"body": ["a", "b"], "priority": [1, -1]})
+    """Those around it are given; numbers go on over batches."""
+    batch = pa.RecordBatch.from_pydict({"body": ["a", "b", "c"], "priority": [1, -1, 2]})
     made = plan("body", "priority", routing_key="q")
-    rows = made.messages(batch, MessageIds("q"), 1000)
-    assert next(rows).message.body == b"a"
-    with pytest.raises(UnsendableRow, match="priority must be an int") as refused:
-        next(rows)
-    assert refused.value.number == 1001
-    assert refused.value.message_id is not None
+    first, second, third = made.messages(batch, MessageIds("q"), 1000)
+    assert (sendable(first).message.body, sendable(third).message.body) == (b"a", b"c")
+    refused = unsendable(second)
+    assert refused.reason.startswith("priority must be an int")
+    assert refused.number == 1001
+    assert refused.message_id is not None
+    assert refused.values["priority"] == -1
 
 
 @pytest.mark.parametrize("years", [10_000, -3_000])
@@ -90,16 +101,16 @@ def test_a_time_that_python_has_not_is_an_error_of_its_row(years: int) -> None:
     """Spark's timestamps begin in the year 1 and end in the year 294247, and bad data is not the year 1970."""
     far = pa.array([0, years * 366 * 86_400 * 1_000_000], pa.timestamp("us", "UTC"))
     batch = pa.RecordBatch.from_pydict({"body": ["a", "b"], "timestamp": far})
-    rows = plan("body", "timestamp", routing_key="q").messages(batch, MessageIds("q"), 0)
-    assert next(rows).message.body == b"a"
-    with pytest.raises(UnsendableRow, match="timestamp lies outside of the years 1 to 9999") as refused:
-        next(rows)
-    assert (refused.value.number, refused.value.message_id is not None) == (1, True)
+    first, second = plan("body", "timestamp", routing_key="q").messages(batch, MessageIds("q"), 0)
+    assert sendable(first).message.body == b"a"
+    refused = unsendable(second)
+    assert refused.reason.startswith("timestamp lies outside of the years 1 to 9999")
+    assert (refused.number, refused.message_id is not None) == (1, True)
 
 
 @pytest.mark.parametrize("name", ["message_id", "type", "routing_key", "headers"])
 def test_text_that_is_not_utf_8_is_an_error_of_its_row(name: str) -> None:
-    """Spark makes a string of any bytes; those before it are given. A body may be any bytes."""
+    """Spark makes a string of any bytes; those around it are given. A body may be any bytes."""
     text = pa.array([b"fine", b"\xff", None], pa.binary())
     column = pa.Array.from_buffers(pa.string(), 3, text.buffers())
     body = column
@@ -108,15 +119,17 @@ def test_text_that_is_not_utf_8_is_an_error_of_its_row(name: str) -> None:
         column = pa.MapArray.from_arrays(pa.array([0, 1, 2, 3], pa.int32()), keys, column)
     columns = {"message_id": pa.array(["1", "2", "3"]), "body": body, name: column}
     batch = pa.RecordBatch.from_pydict(columns)
-    rows = plan(*columns).messages(batch, MessageIds("q"), 1000)
-    assert next(rows).message.body == b"fine"
-    with pytest.raises(UnsendableRow, match=f"column {name} holds bytes that are not UTF-8") as refused:
-        next(rows)
-    assert (refused.value.number, refused.value.message_id) == (1001, None if name == "message_id" else "2")
+    first, second, _ = plan(*columns).messages(batch, MessageIds("q"), 1000)
+    assert sendable(first).message.body == b"fine"
+    refused = unsendable(second)
+    assert refused.reason.startswith(f"column {name} holds bytes that are not UTF-8")
+    assert (refused.number, refused.message_id) == (1001, None if name == "message_id" else "2")
+    assert refused.values[name] == ([("b", "\udcff")] if name == "headers" else "\udcff")
 
 
 def test_carbon_copies_of_text_are_refused() -> None:
     """RabbitMQ closes the channel over a ``CC`` header that is no list, and a map of strings cannot hold one."""
     headers = pa.array([[("CC", "other")]], pa.map_(pa.string(), pa.string()))
-    with pytest.raises(UnsendableRow, match="'CC'"):
-        messages({"body": ["a"], "headers": headers}, routing_key="q")
+    batch = pa.RecordBatch.from_pydict({"body": ["a"], "headers": headers})
+    (row,) = plan("body", "headers", routing_key="q").messages(batch, MessageIds("q"), 0)
+    assert "'CC'" in unsendable(row).reason

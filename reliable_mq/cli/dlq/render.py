@@ -84,7 +84,7 @@ def summary(message: DeadMessage, now: datetime) -> list[Text]:
         Text(str(message.position), style="dim"),
         Text(escaped(message.message_id or "-", 64)),
         Text(age(message.died_at, now)),
-        Text(escaped("?" if message.origin is None else message.origin.queue, 64)),
+        Text(escaped("?" if message.origin is None else message.origin.queue or "?", 64)),
         Text("?" if message.attempts is None else str(message.attempts)),
         Text(escaped(message.unreadable or died_of, 200)),
         Text(f"{len(message.body):,}"),
@@ -106,7 +106,8 @@ def details(message: DeadMessage, most: int) -> Table:
     table.add_row("position", Text(str(message.position), style="bold"))
     origin = message.origin
     if origin is not None:
-        row("was in queue", origin.queue)
+        if origin.queue:
+            row("was in queue", origin.queue)
         if origin.exchange is not None:
             row("published to", f"exchange {origin.exchange!r} with routing key {origin.routing_key!r}")
     for name, attribute in _FACTS:

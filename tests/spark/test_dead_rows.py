@@ -1,0 +1,104 @@
+"""Dead letters of rows: what is kept of a row that no message can carry."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from reliable_mq.core import headers
+from reliable_mq.errors import PublishRefused, PublishReturned
+from reliable_mq.message import Message
+from reliable_mq.spark.dead_rows import letter_of_message, letter_of_row
+from reliable_mq.spark.rows import MessageIds, Outgoing, UnsendableRow
+
+
+def letter(**values: Any) -> Message:
+    row = UnsendableRow(7, None, "the reason", {"exchange": "", "routing_key": "orders", **values})
+    return letter_of_row(row, MessageIds("query/0/0"))
+
+
+def test_what_a_message_can_carry_stays_and_the_rest_is_text() -> None:
+    """The reason is in the headers that all dead letters have."""
+    made = letter(
+        body=b"b", message_id="id", type="\udcff", priority=-1, app_id="shop", timestamp=2**62,
+        content_type="text/plain",
+        headers=[("fine", "1"), ("CC", "other"), ("bad", "\udcff"), ("\udcfe", "v")],
+    )  # fmt: skip
+    assert (made.body, made.message_id, made.app_id, made.content_type) == (b"b", "id", "shop", "text/plain")
+    assert (made.type, made.priority, made.timestamp, made.persistent) == (None, None, None, True)
+    assert made.headers["fine"] == "1"
+    assert "CC" not in made.headers
+    assert made.headers[headers.DEAD_LETTER_REASON] == "the reason"
+    assert made.headers[headers.ORIGINAL_QUEUE] == made.headers[headers.ORIGINAL_ROUTING_KEY] == "orders"
+    assert made.headers[headers.ORIGINAL_COLUMNS] == {
+        "type": b"\xff",
+        "priority": "-1",
+        "timestamp": f"{2**62} microseconds since 1970",
+        "headers[CC]": "other",
+        "headers[bad]": b"\xff",
+        "headers[\\udcfe]": "v",
+    }
+
+
+def test_a_letter_neither_expires_nor_asks_for_a_user() -> None:
+    """Both travel in headers, as those of a consumer's dead letters do."""
+    made = letter(body=b"b", user_id="somebody", expiration=1.5, priority=300)
+    assert (made.user_id, made.expiration) == (None, None)
+    assert made.headers[headers.ORIGINAL_USER_ID] == "somebody"
+    assert made.headers[headers.ORIGINAL_EXPIRATION] == "1500"
+
+
+@pytest.mark.parametrize("message_id", [None, "x" * 256, "\udcff", ""])
+def test_a_letter_has_the_same_id_at_every_attempt(message_id: str | None) -> None:
+    """And another than that of another row."""
+    first, again = letter(body=None, message_id=message_id), letter(body=None, message_id=message_id)
+    assert first.message_id == again.message_id
+    assert first.message_id.startswith("query/0/0/")
+    assert first.message_id != letter(body=b"", message_id=message_id).message_id
+
+
+def test_a_letter_fits_into_a_frame_whatever_the_row_holds() -> None:
+    """Its body is cut where a broker would not take it, and says how long it was."""
+    made = letter(
+        body=bytes(2**24 + 1), headers=[("large", "x" * 10**6)], routing_key="k" * 10**6, type="\udcff" * 10**6
+    )
+    assert len(made.encoded_properties or b"") < 8192
+    assert (len(made.body), made.headers[headers.ORIGINAL_SIZE]) == (2**16, 2**24 + 1)
+    assert made.headers[headers.ORIGINAL_COLUMNS] == {"headers": "headers, which are too large for a dead letter"}
+
+
+def test_a_message_that_is_refused_keeps_its_properties() -> None:
+    """But for those that would route it, let it expire, or have it refused again."""
+    when = datetime(2026, 1, 2, tzinfo=UTC)
+    message = Message(
+        b"b", headers={"tenant": "a", "CC": ["other"]}, message_id="id", user_id="u", expiration=2, timestamp=when,
+        persistent=False,
+    )  # fmt: skip
+    error = PublishReturned(
+        "no queue", message_id="id", reply_code=312, reply_text="NO_ROUTE", exchange="e", routing_key="k"
+    )
+    made = letter_of_message(Outgoing(message, "e", "k"), error)
+    assert (made.message_id, made.timestamp, made.user_id, made.expiration) == ("id", when, None, None)
+    assert made.persistent
+    assert {name: made.headers[name] for name in made.headers if name != headers.PACKAGE_VERSION} == {
+        "tenant": "a",
+        headers.FORMAT: 1,
+        headers.DEAD_LETTER_REASON: "no queue",
+        headers.CONSUMER: "spark-sink",
+        headers.ORIGINAL_EXCHANGE: "e",
+        headers.ORIGINAL_ROUTING_KEY: "k",
+        headers.ORIGINAL_CC: ["other"],
+        headers.ORIGINAL_USER_ID: "u",
+        headers.ORIGINAL_EXPIRATION: "2000",
+    }
+
+
+def test_a_body_is_cut_only_if_it_was_refused_for_its_size() -> None:
+    """A broker may be set to take less than ours does."""
+    outgoing = Outgoing(Message(bytes(10**6)), "", "orders")
+    text = "PRECONDITION_FAILED - message size 1000000 is larger than configured max size 500000"
+    cut = letter_of_message(outgoing, PublishRefused("refused", reply_code=406, reply_text=text))
+    whole = letter_of_message(outgoing, PublishRefused("refused", reply_code=406, reply_text="PRECONDITION_FAILED"))
+    assert (len(cut.body), len(whole.body)) == (2**16, 10**6)
