@@ -128,6 +128,7 @@ _LONGEST = (
     "test_spark_examples.py",
     "test_sink.py",
     "test_connect.py",
+    "test_staged_kills.py",
     "test_outages.py",
 )
 _CLUSTER = "cluster"  # the directory of tests that share one, and take longer than any file

@@ -1,22 +1,18 @@
-"""Staged mode with real Spark: rows whole and once, whatever dies; rows 59, 60, 68 of the fault matrix."""
+"""Staged mode with real Spark: rows whole and once, and as the batches were; `test_staged_kills` kills its parts."""
 
 from __future__ import annotations
 
-import os
-import signal
-from pathlib import Path
-from threading import Event
 from typing import TYPE_CHECKING
 
 import pytest
 
 from integration.programs.spark_queries import start
-from integration.support.seeds import soaking
-from integration.support.spark_application import Application, committed_rows, descendants, killed_in_each_phase
+from integration.support.spark_application import committed_rows, killed_in_each_phase
 from reliable_mq import ConfigurationError, Message, Publisher, Queue
 
 if TYPE_CHECKING:
     import random
+    from pathlib import Path
 
     from pyspark.sql import SparkSession
 
@@ -63,54 +59,6 @@ def test_what_was_ready_is_moved_and_read_and_the_query_ends(
     assert row.headers == {"n": "7", "items": '[1, {"two": "2"}]'}
     assert (row.user_id, row.redelivered, row.persistent) == ("guest", False, True)
     assert all(row.offset is not None for row in read)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1800)
-def test_f60_a_killed_application_costs_and_repeats_nothing(
-    spark: SparkSession, vhost: VirtualHost, tmp_path: Path, rng: random.Random
-) -> None:
-    """SIGKILL at random moments, of the application or of its reader with the relay: 0 lost, 0 twice in a file sink."""
-    kills = 20 if soaking() else 2
-    sources = {"queue": {"url": vhost.url, "maxMessagesPerTrigger": "200", "minPartitions": "2", **STAGED}}
-    settings = {"sources": sources, "directory": str(tmp_path), "pause": 0.001}
-    output = tmp_path / "queue" / "output"
-
-    def rows_so_far() -> int:
-        return sum(committed_rows(output).values()) if (output / "_spark_metadata").exists() else 0
-
-    orders = publish(vhost, 100)
-    for kill in range(kills):
-        orders += publish(vhost, 500)
-        enough = rows_so_far() + rng.randrange(1, 400)
-        with Application("spark_queries", settings, tmp_path / "log") as application:
-
-            def read(enough: int = enough) -> bool:
-                return rows_so_far() >= enough
-
-            application.wait_until(read, timeout=240, what=f"{enough} rows", interval=0.05)
-            Event().wait(rng.uniform(0.0, 0.5))
-            if kill % 3 == 2:
-                kill_python(application)
-            application.kill()
-    for query in start(spark, {**settings, "pause": 0.0, "drain": True}):
-        assert query.awaitTermination(240)
-    rows = committed_rows(output)
-    print(f"{kills} kills: {len(orders)} published, {sum(rows.values())} rows, {len(rows)} different")
-    assert rows == dict.fromkeys(orders, 1)
-    assert ready(vhost) == 0
-
-
-def kill_python(application: Application) -> None:
-    """SIGKILL a Python process of Spark's: the reader with its relay, or workers."""
-    for pid in descendants(application.process.pid):
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if b"python" in command and b"java" not in command:
-            os.kill(pid, signal.SIGKILL)
-            return
 
 
 @pytest.mark.soak
