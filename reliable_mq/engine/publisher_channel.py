@@ -60,6 +60,7 @@ CLOSE_GRACE = 2.0
 _BUFFERED_BYTES = 512 * 1024  # not yet taken by the socket, above which nothing more is encoded
 _FAILURES_KEPT = 100  # failed confirmations that no user has looked at, to be raised when the publisher is left
 _LOG_FAILURES_EVERY = 10.0  # seconds, at least, between two log lines about such failures
+_SMALL_HEADERS = 1024  # bytes, for which a frame has room beside an id: it holds 4096 at least
 
 
 class PublisherConnection(Protocol):
@@ -216,7 +217,9 @@ class BasePublisherChannel(Generic[P]):
 
     def observe(self, confirmation: P, trace: SendTrace) -> None:
         """Record a publish that is not accepted yet."""
-        if not self._fits_frame(confirmation.message, trace.header_bytes, self.session.frame_max):
+        message = confirmation.message
+        plain = message.encoded_properties is None and trace.header_bytes < _SMALL_HEADERS  # most are: they fit
+        if not plain and not self._fits_frame(message, trace.header_bytes, self.session.frame_max):
             trace = trace.without_headers()
         confirmation.trace = trace
         if trace.recording:

@@ -45,7 +45,6 @@ DEFAULT_RETRY: Final = RetryPolicy(max_attempts=6, delays=(0.1, 0.3, 1.0, 3.0, 5
 
 _CONTENT_TOO_LARGE: Final = 311  # the AMQP reply code for a body that is too large
 _TARGETS_KEPT: Final = 4096  # pairs of exchange and routing key known to be valid
-_SMALL_HEADERS: Final = 1024  # bytes, for which a frame has room beside an id: it holds 4096 at least
 _DUPLICATE_HEADER_BYTES: Final = 64  # of the header that marks a possible duplicate, at most
 
 
@@ -232,8 +231,6 @@ class PublisherOptions:
     @staticmethod
     def fits_frame(message: Message, header_bytes: int, frame_max: int) -> bool:
         """Whether a frame holds the headers of a message and so many bytes more."""
-        if message.encoded_properties is None and header_bytes < _SMALL_HEADERS:
-            return True
         header = header_frame_size(encode_properties(message))
         return header + header_bytes + _DUPLICATE_HEADER_BYTES <= frame_max
 

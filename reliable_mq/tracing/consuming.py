@@ -35,12 +35,12 @@ from reliable_mq.core.statistics import Histogram
 from reliable_mq.errors import ConsumeError
 from reliable_mq.retry import DeadLetter, RetryLater
 from reliable_mq.tracing import conventions
-from reliable_mq.tracing.propagation import Propagation, attempt_context, context_of_attempt, ids_of
+from reliable_mq.tracing.propagation import AttemptContext, Propagation, context_of, context_of_attempt, ids_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from opentelemetry.trace import Span
+    from opentelemetry.trace import Span, SpanContext
 
     from reliable_mq.core.consumer.delivery import Delivery
     from reliable_mq.core.consumer.settlement import SettledDeliveries
@@ -56,15 +56,11 @@ _EMPTY: Final = Context()
 
 
 class _Handling(NamedTuple):
-    """What a handler runs in: nothing of ours, a context, or a context with a span."""
+    """A span around a handler, and the context with it."""
 
-    context: Context | None = None
-    span: Span | None = None
-    began: float = 0.0
-
-
-_PLAIN: Final = _Handling()
-_CLEARED: Final = _Handling(_EMPTY)
+    context: Context
+    span: Span
+    began: float
 
 
 class ConsumerTracer:
@@ -99,21 +95,16 @@ class ConsumerTracer:
         begin = self._begin_batch if batch else self._begin
 
         def handle(argument: Any) -> object:
-            context, span, began = begin(argument)
-            if context is None:
+            begun = begin(argument)
+            if isinstance(begun, _Handling):
+                return self._handle(handler, argument, *begun)
+            if not begun and not get_current():
                 return handler(argument)
-            token = attach(context)
+            token = attach(begun)
             try:
-                answer = handler(argument)
-                if span is not None:
-                    self._end(span, began, answer)
-            except BaseException as error:
-                if span is not None:
-                    self._end_failed(span, began, error)
-                raise
+                return handler(argument)
             finally:
                 detach(token)
-            return answer
 
         return handle
 
@@ -122,23 +113,19 @@ class ConsumerTracer:
         begin = self._begin_batch if batch else self._begin
 
         async def handle(argument: Any) -> object:
-            context, span, began = begin(argument)
-            if context is None:
+            begun = begin(argument)
+            if isinstance(begun, _Handling):
+                return await self._await(handler, argument, *begun)
+            if not begun and not get_current():
                 return await handler(argument)
-            token = attach(context)
+            token = attach(begun)
             try:
                 answer = await handler(argument)
-            except GeneratorExit as error:  # the task is thrown away, in no context of its own
-                if span is not None:
-                    self._end_failed(span, began, error)
+            except GeneratorExit:  # the task is thrown away, in no context of its own
                 raise
-            except BaseException as error:
-                if span is not None:
-                    self._end_failed(span, began, error)
+            except BaseException:
                 detach(token)
                 raise
-            if span is not None:
-                self._end(span, began, answer)
             detach(token)
             return answer
 
@@ -148,60 +135,88 @@ class ConsumerTracer:
     def attempt(self, delivery: Delivery) -> Iterator[None]:
         """Be in the context of the last attempt at a delivery, or in none."""
         before = context_of_attempt(delivery.attempt_context or "")
-        token = attach(set_span_in_context(NonRecordingSpan(before), _EMPTY) if before.is_valid else _EMPTY)
+        token = attach(context_of(before) if before.is_valid else _EMPTY)
         try:
             yield
         finally:
             detach(token)
 
-    def _begin(self, delivery: Delivery) -> _Handling:
+    def _handle(
+        self, handler: Callable[[Any], object], argument: Any, context: Context, span: Span, began: float
+    ) -> object:
+        token = attach(context)
         try:
-            return self._process(delivery)
+            answer = handler(argument)
+            self._end(span, began, answer)
+        except BaseException as error:
+            self._end_failed(span, began, error)
+            raise
+        finally:
+            detach(token)
+        return answer
+
+    async def _await(
+        self, handler: Callable[[Any], Any], argument: Any, context: Context, span: Span, began: float
+    ) -> object:
+        token = attach(context)
+        try:
+            answer = await handler(argument)
+        except BaseException as error:
+            self._end_failed(span, began, error)
+            if not isinstance(error, GeneratorExit):  # with that the task is thrown away, in no context of its own
+                detach(token)
+            raise
+        self._end(span, began, answer)
+        detach(token)
+        return answer
+
+    def _begin(self, delivery: Delivery) -> Context | _Handling:
+        """Begin the span of a delivery; return a context alone if it has none."""
+        try:
+            if delivery.attempt_context is not None:
+                return self._process(delivery, *self._carried(delivery))
+            context = (self._known_propagation or self._propagation).passed_on(delivery.properties)
+            if context is None:
+                return self._process(delivery, *self._carried(delivery))
+            if context or self._tracing.root_ratio == 0:
+                return context
+            return self._process(delivery, context, None)
         except Exception:
             logger.exception("a span could not be begun; the handler runs without one")
-            return _PLAIN
+            return _EMPTY
 
-    def _process(self, delivery: Delivery) -> _Handling:
-        propagation, previous = self._propagation, delivery.attempt_context
-        if previous is None:
-            passed_on = propagation.not_sampled(delivery.properties)
-            if passed_on is not None:
-                return _Handling(passed_on)
-        context = self._context_of(propagation, delivery)
-        parent = get_current_span(context).get_span_context()
-        links = [Link(parent)] if parent.is_valid else []
-        if previous is not None:
-            before = context_of_attempt(previous)
+    def _process(self, delivery: Delivery, context: Context, message: SpanContext | None) -> Context | _Handling:
+        """Begin the span of a delivery in the context that it carries."""
+        links = [] if message is None else [Link(message)]
+        parent = message
+        if delivery.attempt_context is not None:
+            before = context_of_attempt(delivery.attempt_context)
             if before.is_valid:
                 links.append(Link(before))
-                if not parent.is_valid:
+                if parent is None:
                     parent, context = before, set_span_in_context(NonRecordingSpan(before), context)
-        if parent.is_valid:
-            if not parent.trace_flags.sampled:
-                return _Handling(context)
-        elif random.random() >= self._tracing.root_ratio:
-            return _Handling(context) if context or get_current() else _PLAIN
-        destination = self._destination(delivery)
-        span = self._start("process", SpanKind.CONSUMER, context, destination, links)
+        if random.random() >= self._tracing.root_ratio if parent is None else not parent.trace_flags.sampled:
+            return context
+        span = self._start("process", SpanKind.CONSUMER, context, self._destination(delivery), links)
         if span.is_recording():
-            delivery.attempt_context = attempt_context(span.get_span_context())
-            _describe(span, delivery)
+            delivery.attempt_context = AttemptContext(span.get_span_context(), message)
+            span.set_attributes(_describe(delivery))
         return _Handling(set_span_in_context(span, context), span, time.perf_counter())
 
-    def _begin_batch(self, deliveries: list[Delivery]) -> _Handling:
+    def _begin_batch(self, deliveries: list[Delivery]) -> Context | _Handling:
         try:
             return self._process_batch(deliveries)
         except Exception:
             logger.exception("a span could not be begun; the batch handler runs without one")
-            return _PLAIN
+            return _EMPTY
 
-    def _process_batch(self, deliveries: list[Delivery]) -> _Handling:
+    def _process_batch(self, deliveries: list[Delivery]) -> Context | _Handling:
         links, decided = self._links(deliveries)
         if not links and (decided or random.random() >= self._tracing.root_ratio):
-            return _CLEARED if get_current() else _PLAIN
+            return _EMPTY
         span = self._start("process", SpanKind.CONSUMER, _EMPTY, self._common_destination(deliveries), links)
         if span.is_recording():
-            text = attempt_context(span.get_span_context())
+            text = AttemptContext(span.get_span_context(), None)
             for delivery in deliveries:
                 delivery.attempt_context = text
             span.set_attribute(conventions.BATCH_COUNT, len(deliveries))
@@ -266,10 +281,10 @@ class ConsumerTracer:
         destination = self._common_destination(deliveries)
         span = self._start("receive", SpanKind.CLIENT, context, destination, links, began)
         if span.is_recording():
-            sampled = {link.context.span_id for link in links}
             for delivery in deliveries:
-                if not sampled.isdisjoint(self._span_ids(delivery)):
-                    delivery.attempt_context = attempt_context(span.get_span_context())
+                message = self._carried(delivery)[1]
+                if message is not None and message.trace_flags.sampled:
+                    delivery.attempt_context = AttemptContext(span.get_span_context(), message)
             span.set_attribute(conventions.BATCH_COUNT, len(deliveries))
         span.end()
 
@@ -287,15 +302,19 @@ class ConsumerTracer:
         for settlement in settlements:
             first = settlement.deliveries[0]
             links, _ = self._links(settlement.deliveries)
-            context = set_span_in_context(NonRecordingSpan(context_of_attempt(first.attempt_context or "")), _EMPTY)
+            context = context_of(context_of_attempt(first.attempt_context or ""))
             destination = self._common_destination(settlement.deliveries)
             span = self._start(settlement.method, SpanKind.CLIENT, context, destination, links, at)
             if settlement.total > 1:
                 span.set_attribute(conventions.BATCH_COUNT, settlement.total)
             else:
-                span.set_attribute(conventions.DELIVERY_TAG, first.delivery_tag)
-                if (message_id := _text(first, "message_id")) is not None:
-                    span.set_attribute(conventions.MESSAGE_ID, message_id)
+                message_id = _text(first, "message_id")
+                span.set_attributes(
+                    {
+                        conventions.DELIVERY_TAG: first.delivery_tag,
+                        **({} if message_id is None else {conventions.MESSAGE_ID: message_id}),
+                    }
+                )
             span.end(at)
 
     # Parts of spans
@@ -350,22 +369,31 @@ class ConsumerTracer:
         links: list[Link] = []
         decided = True
         for delivery in deliveries:
-            carried = propagation.carries(delivery.properties)
-            if carried and propagation.not_sampled(delivery.properties) is None:
-                context = get_current_span(self._context_of(propagation, delivery)).get_span_context()
-                if context.is_valid and context.trace_flags.sampled:
-                    links.append(Link(context))
-            if delivery.attempt_context is not None:
-                before = context_of_attempt(delivery.attempt_context)
-                if before.is_valid and not carried:
+            previous = delivery.attempt_context
+            message = previous.message if isinstance(previous, AttemptContext) else None
+            passed_on = None if message is not None else propagation.passed_on(delivery.properties)
+            carried = message is not None or bool(passed_on)
+            if passed_on is None:
+                carried = carried or propagation.carries(delivery.properties)
+                message = message or self._carried(delivery)[1]
+                if message is not None and message.trace_flags.sampled:
+                    links.append(Link(message))
+            if previous is not None and not carried:
+                before = context_of_attempt(previous)
+                if before.is_valid:
                     links.append(Link(before))
             decided &= carried
         return links, decided
 
-    def _span_ids(self, delivery: Delivery) -> set[int]:
-        if not self._propagation.carries(delivery.properties):
-            return set()
-        return {get_current_span(self._context_of(self._propagation, delivery)).get_span_context().span_id}
+    def _carried(self, delivery: Delivery) -> tuple[Context, SpanContext | None]:
+        """Return the context that a delivery carries, and its span's, if valid."""
+        propagation, properties = self._propagation, delivery.properties
+        found = None if propagation.has_baggage(properties) else propagation.span_context(properties)
+        if found is not None and found.is_valid:
+            return context_of(found), found
+        context = self._context_of(propagation, delivery)
+        span = get_current_span(context).get_span_context()
+        return context, span if span.is_valid else None
 
     def _context_of(self, propagation: Propagation, delivery: Delivery) -> Context:
         """Return the context that a delivery carries; an empty one if none can be read."""
@@ -379,17 +407,20 @@ class ConsumerTracer:
             return _EMPTY
 
 
-def _describe(span: Span, delivery: Delivery) -> None:
-    """Add the attributes of one delivery."""
-    span.set_attribute(conventions.BODY_SIZE, len(delivery.body))
-    span.set_attribute(conventions.DELIVERY_TAG, delivery.delivery_tag)
-    span.set_attribute(conventions.ATTEMPT, delivery.attempt)
+def _describe(delivery: Delivery) -> dict[str, str | int | bool]:
+    """Return the attributes of one delivery."""
+    attributes: dict[str, str | int | bool] = {
+        conventions.BODY_SIZE: len(delivery.body),
+        conventions.DELIVERY_TAG: delivery.delivery_tag,
+        conventions.ATTEMPT: delivery.attempt,
+    }
     if delivery.redelivered:
-        span.set_attribute(conventions.REDELIVERED, True)
+        attributes[conventions.REDELIVERED] = True
     for attribute, name in ((conventions.MESSAGE_ID, "message_id"), (conventions.CONVERSATION_ID, "correlation_id")):
         value = _text(delivery, name)
         if value is not None:
-            span.set_attribute(attribute, value)
+            attributes[attribute] = value
+    return attributes
 
 
 def _text(delivery: Delivery, name: str) -> str | None:

@@ -1,19 +1,23 @@
 """Contexts in the headers of messages.
 
 Headers are decoded for a message that carries a context alone: whether one does is a search in the encoded properties.
+The usual context, a ``traceparent`` without ``tracestate`` and ``baggage``, is read there without decoding anything.
 
 Invariant: a context that a message carries is never replaced, nor a single header of it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import re
+from typing import TYPE_CHECKING, Final, Self
 
 from opentelemetry.context import Context
 from opentelemetry.propagators.textmap import Getter
 from opentelemetry.trace import (
+    INVALID_SPAN,
     NonRecordingSpan,
     SpanContext,
+    TraceFlags,
     format_span_id,
     format_trace_id,
     get_current_span,
@@ -28,14 +32,20 @@ if TYPE_CHECKING:
 
     from opentelemetry.propagators.textmap import TextMapPropagator
 
-__all__ = ["Propagation", "attempt_context", "context_of_attempt", "ids_of"]
+__all__ = ["AttemptContext", "Propagation", "context_of", "context_of_attempt", "ids_of"]
 
 _BAGGAGE: Final = "baggage"  # no context of a trace
 _W3C: Final = frozenset({"traceparent", "tracestate"})
-_TRACEPARENT: Final = b"\x0btraceparentS\x00\x00\x00\x37"  # the name of the header, the type and size of its value
-_FLAGS: Final = len(_TRACEPARENT) + 53  # behind the beginning of the header
+_BAGGAGE_MARK: Final = b"\x07baggage"
+_TRACESTATE_MARK: Final = b"\x0atracestate"
+_TRACEPARENT_MARK: Final = b"\x0btraceparent"
+_TRACEPARENT: Final = _TRACEPARENT_MARK + b"S\x00\x00\x00\x37"  # the name of the header, the type and size of its value
+_ONLY_TRACEPARENT: Final = b"\x00\x00\x00\x48" + _TRACEPARENT  # with the size of the table that has no other header
+_LAST_FLAG: Final = len(_TRACEPARENT) + 54  # behind the beginning of the header
 _SAMPLED: Final = frozenset((b"1", b"3", b"5", b"7", b"9", b"b", b"d", b"f"))  # the last digit of the flags
+_PARTS: Final = re.compile(re.escape(_TRACEPARENT) + rb"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 _EMPTY: Final = Context()
+(_SPAN_KEY,) = set_span_in_context(INVALID_SPAN, _EMPTY)  # under which a context has its span
 
 
 class Propagation:
@@ -49,7 +59,7 @@ class Propagation:
         self._propagator = propagator
         self._fields = frozenset(propagator.fields) - {_BAGGAGE}
         self._marks = tuple(bytes((len(name),)) + name.encode() for name in self._fields)
-        self._is_w3c = self._fields <= _W3C
+        self._is_w3c = "traceparent" in self._fields and self._fields <= _W3C
 
     def carries(self, properties: bytes | None) -> bool:
         """Whether encoded properties carry the context of a trace."""
@@ -60,17 +70,48 @@ class Propagation:
         except CodecError:
             return True  # what cannot be read is not replaced
 
-    def not_sampled(self, properties: bytes) -> Context | None:
-        """Return the context of a message that is not sampled; None if it may be.
+    def passed_on(self, properties: bytes) -> Context | None:
+        """Return the context of a message that needs no span.
 
         It is decoded if somebody reads it: most handlers look at none.
+
+        Returns:
+            An empty context if the message carries none, that of the message if it is not sampled; None if it is
+            sampled, or takes decoding.
         """
-        if not self._is_w3c or b"\x07baggage" in properties:
+        if not self._is_w3c:
             return None
-        at = properties.find(_TRACEPARENT)
-        if at < 0 or properties[at + _FLAGS + 1 : at + _FLAGS + 2] in _SAMPLED:
+        at = properties.find(_ONLY_TRACEPARENT)
+        if at >= 0:
+            at += 4
+        elif _BAGGAGE_MARK in properties:
             return None
-        return set_span_in_context(_PassedOnSpan(self, properties), _EMPTY)
+        else:
+            at = properties.find(_TRACEPARENT_MARK)
+            if at < 0:
+                return _EMPTY
+            if not properties.startswith(_TRACEPARENT, at):
+                return None
+        last = at + _LAST_FLAG
+        if properties[last : last + 1] in _SAMPLED:
+            return None
+        span = _new_span(_PassedOnSpan)
+        span.properties = properties
+        return Context({_SPAN_KEY: span})
+
+    def span_context(self, properties: bytes) -> SpanContext | None:
+        """Return the span context of a message; None if that takes decoding."""
+        if not self._is_w3c or _TRACESTATE_MARK in properties:
+            return None
+        found = _PARTS.search(properties)
+        if found is None:
+            return None
+        trace_id, span_id, flags = found.groups()
+        return SpanContext(int(trace_id, 16), int(span_id, 16), True, TraceFlags(int(flags, 16)))
+
+    def has_baggage(self, properties: bytes) -> bool:
+        """Whether a message may carry more than the context of a span."""
+        return not self._is_w3c or _BAGGAGE_MARK in properties
 
     def headers(self, context: Context) -> dict[str, str]:
         """Return the headers that carry a context."""
@@ -92,21 +133,28 @@ class Propagation:
 
 
 class _PassedOnSpan(NonRecordingSpan):
-    """The span of a message that is not sampled; its context is decoded when needed."""
+    """The span of a message that is not sampled; its context is decoded when needed.
 
-    def __init__(self, propagation: Propagation, properties: bytes) -> None:
-        self._propagation = propagation
-        self._properties = properties
-        self._decoded: SpanContext | None = None
+    Made without its ``__init__``, as one is made for each message.
+
+    Attributes:
+        properties: encoded, with a context as W3C's.
+    """
+
+    properties: bytes
+    _decoded: SpanContext | None = None
 
     def get_span_context(self) -> SpanContext:
         if self._decoded is None:
             try:
-                context = self._propagation.extract(Properties(self._properties).headers)
+                context = TraceContextTextMapPropagator().extract(Properties(self.properties).headers, _EMPTY, _GETTER)
             except CodecError:
                 context = _EMPTY
             self._decoded = get_current_span(context).get_span_context()
         return self._decoded
+
+
+_new_span: Final = _PassedOnSpan.__new__
 
 
 def ids_of(context: SpanContext) -> dict[str, str]:
@@ -114,14 +162,37 @@ def ids_of(context: SpanContext) -> dict[str, str]:
     return {"trace_id": format_trace_id(context.trace_id), "span_id": format_span_id(context.span_id)}
 
 
-def attempt_context(context: SpanContext) -> str:
-    """Return the text by which the next attempt finds the span of this one."""
-    flags = int(context.trace_flags)
-    return f"00-{format_trace_id(context.trace_id)}-{format_span_id(context.span_id)}-{flags:02x}"
+class AttemptContext(str):
+    """The text by which the next attempt finds the span of this one.
+
+    Attributes:
+        span: the context of that span.
+        message: the sampled context that the message carries; None if there is none.
+    """
+
+    __slots__ = ("message", "span")
+
+    message: SpanContext | None
+    span: SpanContext
+
+    def __new__(cls, span: SpanContext, message: SpanContext | None) -> Self:
+        """Make the text."""
+        flags = int(span.trace_flags)
+        text = f"00-{format_trace_id(span.trace_id)}-{format_span_id(span.span_id)}-{flags:02x}"
+        self = super().__new__(cls, text)
+        self.span, self.message = span, message
+        return self
+
+
+def context_of(span: SpanContext) -> Context:
+    """Return a context with the span of this context and nothing else."""
+    return Context({_SPAN_KEY: NonRecordingSpan(span)})
 
 
 def context_of_attempt(text: str) -> SpanContext:
     """Return the context of an earlier attempt; an invalid one if it cannot be read."""
+    if isinstance(text, AttemptContext):
+        return text.span
     context = TraceContextTextMapPropagator().extract({"traceparent": text}, _EMPTY)
     return get_current_span(context).get_span_context()
 

@@ -208,11 +208,12 @@ class SendTrace:
         span: None if it is not sampled; the same object then serves many publishes.
 
     Attributes:
+        recording: whether there is a span to end.
         header_bytes: bytes that the headers take, encoded, at most.
         plain_head: the encoded properties of a message with these headers and an id, up to that.
     """
 
-    __slots__ = ("_span", "header_bytes", "headers", "ids", "plain_head")
+    __slots__ = ("_span", "header_bytes", "headers", "ids", "plain_head", "recording")
 
     def __init__(self, headers: Mapping[str, str], span: Span | None = None) -> None:
         self.headers = headers
@@ -220,11 +221,7 @@ class SendTrace:
         self.header_bytes = len(self.plain_head)
         self.ids = _NOTHING if span is None else ids_of(span.get_span_context())
         self._span = span
-
-    @property
-    def recording(self) -> bool:
-        """Whether there is a span to end."""
-        return self._span is not None
+        self.recording = span is not None
 
     def without_headers(self) -> SendTrace:
         """Return the trace of a message whose headers leave no room for the context."""
@@ -232,7 +229,7 @@ class SendTrace:
 
     def ended(self) -> None:
         """End the span, of which nothing more is known."""
-        span, self._span = self._span, None
+        span = self._take_span()
         if span is not None:
             span.end()
 
@@ -259,18 +256,18 @@ class SendTrace:
             publication: settled.
             at: when it was, in nanoseconds since 1970.
         """
-        span, self._span = self._span, None
+        span = self._take_span()
         if span is None or publication.outcome is None:
             return
         attributes: dict[str, str | int] = {conventions.OUTCOME: publication.outcome.value}
         if publication.sends:
             attributes[conventions.ATTEMPTS] = publication.sends
-        span.set_attributes(attributes)
         if publication.in_doubt:
-            span.set_attribute(conventions.POSSIBLE_DUPLICATE, True)
+            attributes[conventions.POSSIBLE_DUPLICATE] = True
         if publication.reply is not None and publication.reply.code:
-            span.set_attribute(conventions.REPLY_CODE, publication.reply.code)
-            span.set_attribute(conventions.REPLY_TEXT, publication.reply.text)
+            attributes[conventions.REPLY_CODE] = publication.reply.code
+            attributes[conventions.REPLY_TEXT] = publication.reply.text
+        span.set_attributes(attributes)
         error = publication.failure()
         if error is not None:
             _fail(span, error)
@@ -278,7 +275,7 @@ class SendTrace:
 
     def failed(self, error: BaseException) -> None:
         """End the span of a publish that was not accepted."""
-        span, self._span = self._span, None
+        span = self._take_span()
         if span is None:
             return
         outcome = _OUTCOMES.get(type(error))
@@ -286,6 +283,11 @@ class SendTrace:
             span.set_attribute(conventions.OUTCOME, outcome.value)
         _fail(span, error)
         span.end()
+
+    def _take_span(self) -> Span | None:
+        """Return the span that has not ended; it ends now."""
+        span, self._span, self.recording = self._span, None, False
+        return span
 
 
 def with_headers(message: Message, headers: Mapping[str, str]) -> Message:

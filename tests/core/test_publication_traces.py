@@ -20,6 +20,7 @@ class Trace:
         self.headers = {"traceparent": "00-1-2-01"}
         self.plain_head = plain_properties_head(self.headers)
         self.ids: dict[str, str] = {}
+        self.recording = True
         self.events: list[tuple[str, int]] = []
 
     def failed(self, error: BaseException) -> None:

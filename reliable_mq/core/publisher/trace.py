@@ -50,6 +50,10 @@ class PublicationTrace(Protocol):
     """Records the life of one publish. Called by the session: it must not block."""
 
     @property
+    def recording(self) -> bool:
+        """Whether events are recorded; otherwise there are headers alone."""
+
+    @property
     def headers(self) -> Mapping[str, str]:
         """Headers to set on the message, beside its own."""
 
@@ -86,5 +90,6 @@ def encode_traced(publication: Publication) -> bytes:
 def record(publications: Iterable[Publication], event: PublicationEvent) -> None:
     """Record an event in the traces of publishes that have one."""
     for publication in publications:
-        if publication.trace is not None:
-            publication.trace.event(event, publication)
+        trace = publication.trace
+        if trace is not None and trace.recording:
+            trace.event(event, publication)
