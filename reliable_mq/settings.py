@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import quote
 
-from reliable_mq._util.validation import Duration, seconds, whole_number
+from reliable_mq._util.validation import Duration, is_text, seconds, whole_number
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 from reliable_mq.tls import TLSOptions
 
@@ -66,8 +66,8 @@ class Credentials:
             gets another one from the callback before that. None for a password that does not expire.
 
     Raises:
-        ConfigurationError: not text, an empty password (RabbitMQ refuses it), a NUL character, which SASL PLAIN
-            uses as its separator, or no duration.
+        ConfigurationError: not text, not UTF-8, an empty password (RabbitMQ refuses it), a NUL character, which SASL
+            PLAIN uses as its separator, or no duration.
     """
 
     username: str
@@ -81,9 +81,16 @@ class Credentials:
                 raise ConfigurationError(f"{name} must be text, not {type(value).__name__}")
             if "\0" in value:
                 raise ConfigurationError(f"{name} holds a NUL character, which SASL PLAIN cannot carry")
+            if not is_text(value):  # a driver's error would hold it
+                raise ConfigurationError(
+                    f"{name} holds bytes that are not UTF-8, as of a variable in another encoding: store it in UTF-8"
+                )
         if not self.password:
             raise ConfigurationError(f"the password of user {self.username!r} is empty, which RabbitMQ refuses")
+        lifetime: object = self.expires_in
         if self.expires_in is not None:
+            if isinstance(lifetime, str | bytes):  # perhaps the token
+                raise ConfigurationError("expires_in must be a number of seconds or a timedelta, not text")
             object.__setattr__(self, "expires_in", seconds("expires_in", self.expires_in, positive=True))
 
     @property
@@ -170,6 +177,8 @@ class ConnectionSettings:
             return self.credentials
         try:
             answer: object = self.credentials()
+        except ConfigurationError as error:  # of `Credentials`: a token that has expired may be followed by a good one
+            raise BrokerUnavailable(f"the credentials callback raised {type(error).__name__}: {error}") from error
         except Exception as error:
             # Its text may hold a secret, so it stays in the cause.
             raise BrokerUnavailable(f"the credentials callback raised {type(error).__name__}") from error
@@ -204,5 +213,7 @@ class ConnectionSettings:
 def _check_short_string(name: str, value: object) -> None:
     if not isinstance(value, str) or not value:
         raise ConfigurationError(f"{name} must be text that is not empty, not {value!r}")
+    if not is_text(value):
+        raise ConfigurationError(f"{name} must be text that UTF-8 can carry, not {value!r}")
     if len(value.encode()) > _SHORT_STRING_BYTES:
         raise ConfigurationError(f"{name} has {len(value.encode())} bytes in UTF-8; {_SHORT_STRING_BYTES} is the most")

@@ -72,6 +72,7 @@ def test_loopback_is_known_without_a_resolver(host: str, loopback: bool) -> None
         ({"virtual_host": ""}, "virtual_host must be text"),
         ({"virtual_host": "é" * 128}, "virtual_host has 256 bytes"),
         ({"virtual_host": 5}, "virtual_host must be text"),
+        ({"virtual_host": "\udcff"}, "virtual_host must be text that UTF-8 can carry"),
         ({"tls": True}, "tls must be TLSOptions, not bool"),
         ({"credentials": None}, "credentials must be"),
         ({"credentials": ("u", CANARY)}, "credentials must be Credentials or a callable, not tuple"),
@@ -116,6 +117,8 @@ def test_an_endpoint_is_a_host_and_a_port(host: Any, port: Any) -> None:
         ("u", CANARY.encode(), "password must be text, not bytes"),
         ("u\0", CANARY, "username holds a NUL"),
         ("u", CANARY + "\0", "password holds a NUL"),
+        ("u\udcff", CANARY, "username holds bytes that are not UTF-8"),
+        ("u", CANARY + "\udcff", "password holds bytes that are not UTF-8"),
     ],
 )
 def test_credentials_that_sasl_cannot_carry_are_refused(username: Any, password: Any, message: str) -> None:
@@ -149,6 +152,21 @@ def test_what_the_callback_raises_is_wrapped_without_its_text() -> None:
         settings(credentials=fail).resolve_credentials()
     assert isinstance(caught.value.__cause__, LookupError)
     assert not caught.value.permanent
+    assert CANARY not in str(caught.value)
+
+
+def test_the_callback_may_make_credentials_that_are_refused() -> None:
+    """A token that has expired is named, and the callback is called again."""
+    with pytest.raises(BrokerUnavailable, match=r"raised ConfigurationError: expires_in must be .*, not -3") as caught:
+        settings(credentials=lambda: Credentials("u", CANARY, expires_in=-3)).resolve_credentials()
+    assert not caught.value.permanent
+    assert CANARY not in str(caught.value)
+
+
+def test_a_token_in_the_place_of_its_lifetime_is_not_shown() -> None:
+    expires_in: Any = CANARY
+    with pytest.raises(ConfigurationError, match="expires_in must be a number of seconds") as caught:
+        Credentials("u", "p", expires_in)
     assert CANARY not in str(caught.value)
 
 

@@ -6,7 +6,8 @@ token has expired and beyond: the broker decides when that costs the connection.
 token at the next connect.
 
 Invariants: at most one call of the callback, or one update, is under way; nothing is due without a connection, or for a
-token that does not expire; a failure is followed by another try, sooner as the end comes nearer.
+token that does not expire; on an open connection, the callback is called once in a second at most; a failure is
+followed by another try, sooner as the end comes nearer.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["TRANSITIONS", "RenewalState", "TokenRenewal"]
 
 RENEW_AFTER: Final = 0.6  # of the lifetime
+RENEW_AT_LEAST: Final = 1.0  # seconds from one token to the next, or a tiny lifetime would keep the callback busy
 RETRY_AT_LEAST: Final = 1.0  # seconds from one failure to the next try
 _RETRY_PART: Final = 1 / 3  # of the time that is left
 
@@ -102,4 +104,4 @@ class TokenRenewal:
 
     def _plan(self, read_at: float, lifetime: float) -> None:
         self.state, self._expires_at = RenewalState.PLANNED, read_at + lifetime
-        self.due_at = read_at + lifetime * RENEW_AFTER
+        self.due_at = read_at + max(lifetime * RENEW_AFTER, RENEW_AT_LEAST)

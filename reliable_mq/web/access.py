@@ -164,7 +164,7 @@ class Guard:
         if request.method == "POST":
             same = site == "same-origin" if site is not None else "origin" in headers
             if same and "origin" in headers:
-                same = urlsplit(headers["origin"]).netloc.lower() == named[0].lower()
+                same = _host_and_port(headers["origin"]) == named[0].lower()
             return None if same else _refused("the request was not made by this page")
         followed = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
         if site is not None and site not in ("same-origin", "none") and not followed:
@@ -215,6 +215,14 @@ def _host(text: str) -> str:
     if text.startswith("["):
         return text[1:].partition("]")[0]
     return text if text.count(":") > 1 else text.partition(":")[0].removesuffix(".")
+
+
+def _host_and_port(origin: str) -> str:
+    """Return those of an origin in lower case; empty if it is none."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""
 
 
 def _address(request: Request) -> str:

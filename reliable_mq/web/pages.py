@@ -21,6 +21,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 
+from reliable_mq._util.validation import is_text
+from reliable_mq.codec.tables import encode_short_string
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ReliableMQError, UsageError
 from reliable_mq.web.address import FIELDS, Choice, Fields, ago, encoded, exactly
 from reliable_mq.web.content import (
@@ -117,6 +119,7 @@ class Pages:
             reading = self._operations.reading(queue)
             if reading is None:
                 return self._reading_page(request, queue, job)
+        self._source.remember(queue)
         try:
             choice, wrong = Choice.of(fields), ""
         except ConfigurationError as error:
@@ -345,13 +348,9 @@ class Pages:
     async def _queue(self, fields: Fields) -> str:
         """Return the name of a queue that may be opened."""
         queue = fields.get("queue")
-        try:
-            queue.encode()
-        except UnicodeEncodeError:
-            queue = ""
-        if not await run_in_threadpool(self._source.allows, queue):
+        encode_short_string(queue, "queue")  # else one address would spoil the list for everybody
+        if not is_text(queue) or not await run_in_threadpool(self._source.allows, queue):
             raise HTTPException(404, f"This page shows no queue “{queue}”.")
-        self._source.remember(queue)
         return queue
 
     def _find(self, queue: str, fingerprint: str) -> tuple[QueueReading | None, Letter | None]:

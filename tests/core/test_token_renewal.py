@@ -5,7 +5,14 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from reliable_mq.core.token_renewal import RENEW_AFTER, RETRY_AT_LEAST, TRANSITIONS, RenewalState, TokenRenewal
+from reliable_mq.core.token_renewal import (
+    RENEW_AFTER,
+    RENEW_AT_LEAST,
+    RETRY_AT_LEAST,
+    TRANSITIONS,
+    RenewalState,
+    TokenRenewal,
+)
 from tests.properties import machine
 
 LIFETIMES = st.none() | st.sampled_from([0.5, 5.0, 3600.0])
@@ -41,6 +48,16 @@ def test_the_next_token_is_due_before_the_end_of_the_one_before() -> None:
     renewal.accepted()
     assert renewal.due_at == 131.0 + 50.0 * RENEW_AFTER
     assert renewal.seconds_left(140.0) == 41.0
+
+
+def test_a_tiny_lifetime_does_not_keep_the_callback_busy() -> None:
+    renewal = CheckedRenewal()
+    renewal.connected(100.0, 0.001)
+    assert renewal.due_at == 100.0 + RENEW_AT_LEAST
+    assert renewal.begin(101.0)
+    renewal.read(101.0, 1e-9)
+    renewal.accepted()
+    assert renewal.due_at == 101.0 + RENEW_AT_LEAST
 
 
 def test_a_password_that_does_not_expire_is_never_renewed() -> None:

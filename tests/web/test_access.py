@@ -65,6 +65,7 @@ def test_only_allowed_hosts_are_served(page: Page, host: str, status: int) -> No
         ({"Origin": "http://evil.example"}, 403),
         ({"Origin": "http://localhost:9999"}, 403),
         ({"Origin": "null"}, 403),
+        ({"Origin": "http://["}, 403),
     ],
 )
 def test_only_its_own_forms_are_accepted(page: Page, headers: dict[str, str], status: int) -> None:

@@ -151,6 +151,17 @@ def test_only_the_queues_that_were_named_can_be_opened(page: Page, broker: Memor
     assert "id-2" in page(lambda: ["orders"]).get("/letters?queue=orders").text
 
 
+@pytest.mark.parametrize(("name", "status"), [("%00", 400), ("a" * 256, 400), ("%ff", 404), ("", 404), ("nosuch", 503)])
+def test_a_name_that_is_no_queue_is_not_listed(page: Page, broker: MemoryBroker, name: str, status: int) -> None:
+    """Or a link of another site would spoil the list for everybody."""
+    broker.add("orders.dead", letter(1))
+    browser = page((), any_queue=True)
+    assert browser.get(f"/letters?queue={name}").status_code == status
+    assert "id-1" in browser.get("/letters?queue=orders.dead").text
+    listed = browser.get("/").text
+    assert ("orders.dead" in listed, listed.count('<th scope="row">')) == (True, 1)
+
+
 def test_a_broker_that_is_away_is_an_error_with_a_way_on(page: Page, broker: MemoryBroker) -> None:
     broker.add("orders.dead", letter(1))
     broker.away = True
