@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup venv image images databases prometheus chromium check test test-unit test-core test-rest test-fast t \
-	test-integration test-brokers test-spark test-pythons docs demo dashboards demo-spark java bench soak soak-integration soak-unit soak-tests fmt clean
+	test-integration test-brokers test-spark test-pythons docs demo demo-cluster dashboards demo-spark java bench bench-recovery soak soak-integration soak-unit soak-tests fmt clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -83,6 +83,9 @@ docs: venv  ## the manual, into docs/_build/html; every warning is an error
 demo: venv image  ## publish and consume orders while the broker is killed under them
 	@$(BIN)/python -m integration.demo $(ARGS)
 
+demo-cluster: venv image  ## orders on three nodes: the leader killed, a partition, a rolling restart, and the account
+	@$(BIN)/python -m integration.demo_cluster $(ARGS)
+
 dashboards: venv image prometheus  ## the pictures of the dashboards in the manual, drawn from real data
 	@$(BIN)/python -m integration.draw_dashboards
 
@@ -98,6 +101,9 @@ bench: venv image databases  ## throughput and CPU per message, ours beside othe
 	$(BIN)/python -m integration.bench.outboxes
 	$(BIN)/python -m integration.bench.poison
 	$(BIN)/python -m integration.bench.tracing
+
+bench-recovery: venv image  ## seconds until messages flow again after faults of a cluster, ours beside others (ten minutes)
+	$(BIN)/python -m integration.bench.recovery $(ARGS)
 
 # Both broker lines and many seeds (RELIABLE_MQ_SOAK_SEEDS, 20 if not set), drawn from one that is printed; RELIABLE_MQ_SEED
 # repeats a run. Property tests take so many times the examples. A part of it:

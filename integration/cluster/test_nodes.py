@@ -73,7 +73,9 @@ def test_f22_a_leader_cut_off_with_its_clients_confirms_nothing(
     def pinned() -> dict[str, list[ClusterNode]]:
         alone = leader()
         others = [node for node in rabbitmq_cluster.nodes if node is not alone]
-        return {DIRECT[0]: [alone], DIRECT[1]: others, "sync orders": [alone], "asyncio orders": others}
+        # Of each queue a consumer stays with either side: one whose node is cut off gets nothing until it is healed.
+        apart = {name: [alone] for name in (DIRECT[0], "sync orders", "sync plain")}
+        return apart | dict.fromkeys((DIRECT[1], "asyncio orders", "asyncio plain"), others)
 
     with traffic(pinned=pinned) as flow:
         alone = leader()

@@ -111,6 +111,7 @@ class Shop:
         self._dead: set[str] = set()
         self._lock = threading.Lock()
         self._closing = threading.Event()
+        self._enough = threading.Event()
         self._all_settled = threading.Event()
         self._queue = Queue(f"reliable-mq-demo-{secrets.token_hex(4)}")
         self.queues = (self._queue.name, f"{self._queue.name}{DEAD_SUFFIX}")
@@ -176,6 +177,10 @@ class Shop:
             duplicates=received.duplicates,
         )
 
+    def end(self) -> None:
+        """Publish no more orders; those that are published are settled and handled."""
+        self._enough.set()
+
     def is_done(self) -> bool:
         """Whether all orders are settled, and all confirmed ones handled or dead-lettered."""
         if not self._all_settled.is_set():
@@ -203,6 +208,8 @@ class Shop:
                     due = max(due, now) + _AT_A_TIME / self._rate  # time lost in an outage is not made up for
                 if self._closing.is_set():
                     return
+                if self._enough.is_set():
+                    break
                 self._publish(number)
             self.publisher.flush()
         except Exception as error:  # noqa: BLE001  # reported by the watching thread
