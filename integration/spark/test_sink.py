@@ -128,6 +128,33 @@ def test_rows_that_cannot_be_sent_do_not_end_a_query(spark: SparkSession, vhost:
     assert all("312 NO_ROUTE" in reason for name, reason in reasons.items() if name != "7")
 
 
+def test_headers_of_any_type_go_out_and_come_back(spark: SparkSession, vhost: VirtualHost, tmp_path: Path) -> None:
+    """Lists, tables, numbers and times, as a struct; ``CC``, which is a list, routes to a second queue."""
+    with Publisher(vhost.url, topology=[Queue("copies", dead_letter=None)]) as publisher:
+        publisher.connect()
+    headers = (
+        "named_struct('CC', array('copies'), 'n', id, 'at', timestamp_seconds(1700000000), 'price', 1.5, 'none', "
+        "cast(null as string), 'tables', map('one', named_struct('hops', array(1, 2))))"
+    )
+    write(spark.range(7, 8, 1, 1).selectExpr("'a' as body", f"{headers} as headers"), vhost, routingKey="orders")
+    ((properties, _),) = drain(vhost, "copies")
+    assert properties.headers["tables"] == {"one": {"hops": [1, 2]}}
+    kind = "struct<n bigint, at timestamp, tables map<string, struct<hops: array<int>>>, none string, CC array<string>>"
+    query = (
+        spark.readStream.format("rabbitmq").options(url=vhost.url, queue="orders").schema(f"headers {kind}").load()
+        .selectExpr("to_json(headers) as body")
+        .writeStream.format("rabbitmq").options(url=vhost.url, routingKey="copies")
+        .option("checkpointLocation", str(tmp_path / "checkpoint"))
+        .trigger(availableNow=True)
+        .start()
+    )  # fmt: skip
+    assert query.awaitTermination(120)
+    ((_, body),) = drain(vhost, "copies")
+    found = json.loads(body)
+    assert found.pop("at").startswith("2023-11-14T")
+    assert found == {"n": 7, "tables": {"one": {"hops": [1, 2]}}, "CC": ["copies"]}
+
+
 def test_f59_a_task_that_fails_and_is_retried_publishes_the_same_ids(
     spark: SparkSession, vhost: VirtualHost, tmp_path: Path
 ) -> None:

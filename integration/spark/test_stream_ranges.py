@@ -17,6 +17,7 @@ from reliable_mq.spark import stream_reader
 from reliable_mq.spark.datasource import RabbitMQDataSource
 from reliable_mq.spark.options import read_options
 from reliable_mq.spark.stream_broker import StreamChannel, StreamEnd
+from reliable_mq.spark.stream_filters import ValueFilter
 from reliable_mq.spark.stream_offsets import StreamRange
 from reliable_mq.spark.stream_reader import RangeReader
 from reliable_mq.testing.waiting import wait_until
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("baseline")
 
 EVENTS = Queue("events", type="stream")
+VALUE = "x-stream-filter-value"
 COLUMNS = ("offset", "body", "queue")
 ANY = ReadMaxRows(2**62)
 
@@ -100,6 +102,38 @@ def test_a_range_is_read_exactly(vhost: VirtualHost, start: int, end: int, prefe
         ) == numbered(start, end)
 
 
+def test_a_filter_reads_the_messages_of_its_values_and_no_other(
+    vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker leaves whole chunks out, and the reader what else is in the others; to the end, whatever it holds."""
+    values = ["a", "b", "c", None, "a", "b", "a", "a"]  # by chunk; every tenth message is of another
+    with Publisher(vhost.url, topology=[EVENTS]) as publisher:
+        for chunk, value in enumerate(values):
+            of = [value if number % 10 else "ab"[chunk % 2] for number in range(100)]
+            publisher.publish_many(
+                (
+                    Message(b"%d" % (100 * chunk + number), headers=None if each is None else {VALUE: each})
+                    for number, each in enumerate(of)
+                ),
+                routing_key="events",
+            )
+    wanted = [value if number % 10 else "ab"[chunk % 2] for chunk, value in enumerate(values) for number in range(100)]
+    seen: list[object] = []
+    passes = ValueFilter.passes
+    monkeypatch.setattr(ValueFilter, "passes", lambda *given: seen.append(given) or passes(*given))
+
+    def found(prefetch: str = "2000", **given: str) -> list[int]:
+        chosen = options(vhost.url, prefetch=prefetch, **given)
+        return [offset for offset, _ in read(RangeReader(chosen, StreamRange("events", 5, 795), COLUMNS))]
+
+    assert found(streamFilter="c") == [n for n in range(5, 795) if wanted[n] == "c"]
+    assert len(seen) <= 100, "the broker has not filtered"
+    assert found(prefetch="3", streamFilter="b, c") == [n for n in range(5, 795) if wanted[n] in ("b", "c")]
+    assert found(streamFilter="nobody has it") == []
+    unfiltered = found(streamFilter="c", streamFilterMatchUnfiltered="true")
+    assert unfiltered == [n for n in range(5, 795) if wanted[n] in ("c", None)]
+
+
 def test_a_range_is_read_exactly_over_lost_connections(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
@@ -140,9 +174,9 @@ def test_a_task_asks_for_as_many_messages_as_it_can_hold(vhost: VirtualHost, mon
     asked: list[int] = []
     consume = StreamChannel.consume
 
-    def asking(channel: StreamChannel, stream: str, offset: int, prefetch: int) -> str:
+    def asking(channel: StreamChannel, stream: str, offset: int, prefetch: int, *more: Any) -> str:
         asked.append(prefetch)
-        return consume(channel, stream, offset, prefetch)
+        return consume(channel, stream, offset, prefetch, *more)
 
     monkeypatch.setattr(StreamChannel, "consume", asking)
     publish(vhost, 80, size=2**20)

@@ -32,6 +32,7 @@ from pyspark.sql.types import (
 from reliable_mq.codec import CodecError, Properties, RawDelivery
 from reliable_mq.core.stage.envelope import HEADER, unstaged
 from reliable_mq.errors import ConfigurationError
+from reliable_mq.spark.header_values import TypedHeaders, arrow_type, refusal_of, value_of
 
 if TYPE_CHECKING:
     from reliable_mq.spark.options import WriteOptions
@@ -82,7 +83,7 @@ WRITTEN: Final[Mapping[str, tuple[type[DataType], ...]]] = {
     "body": (BinaryType, StringType),
     "exchange": (StringType,),
     "routing_key": (StringType,),
-    "headers": (MapType,),
+    "headers": (MapType, StructType),
     "message_id": (StringType,),
     "correlation_id": (StringType,),
     "content_type": (StringType,),
@@ -136,6 +137,8 @@ _LATEST: Final = 253_402_300_799  # the last second of the year 9999
 def check_read_schema(schema: StructType) -> tuple[str, ...]:
     """Check the schema of ``.schema(...)``, or ours; return its column names in order.
 
+    Headers of another type than ours are named by `TypedHeaders`.
+
     Raises:
         ConfigurationError: it has no column, one twice, one that is not read or is of another type, or says that it is
             never null.
@@ -153,6 +156,11 @@ def check_read_schema(schema: StructType) -> tuple[str, ...]:
                 f"the schema has a column {field.name!r}, and RabbitMQ has {', '.join(READ_SCHEMA.fieldNames())}"
             )
         ours = READ_SCHEMA[field.name].dataType
+        if field.name == "headers" and isinstance(field.dataType, (MapType, StructType)):
+            refusal = refusal_of(field.dataType, read=True)
+            if refusal:
+                raise ConfigurationError(f"column 'headers' of the schema {refusal}")
+            ours = field.dataType
         if field.dataType.simpleString() != ours.simpleString():
             raise ConfigurationError(
                 f"column {field.name!r} of the schema is {field.dataType.simpleString()}, and RabbitMQ gives "
@@ -163,7 +171,10 @@ def check_read_schema(schema: StructType) -> tuple[str, ...]:
                 f"column {field.name!r} of the schema, or a value in it, is NOT NULL, and Spark takes the columns of a "
                 "source in Python as they are, which may be null: leave NOT NULL out"
             )
-    return names
+    return tuple(
+        TypedHeaders.of(field.dataType) if field.name == "headers" and field.dataType != _HEADERS else field.name
+        for field in schema
+    )
 
 
 def check_written_schema(schema: StructType, options: WriteOptions) -> tuple[str, ...]:
@@ -187,14 +198,14 @@ def check_written_schema(schema: StructType, options: WriteOptions) -> tuple[str
             )
         if not isinstance(field.dataType, accepted):
             wanted = " or ".join(dict.fromkeys(kind().simpleString() for kind in accepted if kind is not MapType))
+            if field.name == "headers":
+                wanted = f"{_HEADERS.simpleString()}, another map, or a struct"
             raise ConfigurationError(
-                f"column {field.name!r} is {field.dataType.simpleString()}, and must be "
-                f"{wanted or _HEADERS.simpleString()}: cast it"
+                f"column {field.name!r} is {field.dataType.simpleString()}, and must be {wanted}: cast it"
             )
-        if isinstance(field.dataType, MapType) and field.dataType.simpleString() != _HEADERS.simpleString():
-            raise ConfigurationError(
-                f"column {field.name!r} is {field.dataType.simpleString()}, and must be {_HEADERS.simpleString()}"
-            )
+        refusal = refusal_of(field.dataType, read=False) if field.name == "headers" else ""
+        if refusal:
+            raise ConfigurationError(f"column 'headers' {refusal}")
     if "body" not in names:
         raise ConfigurationError(
             "column 'body' is missing: it is what the message carries, binary or string; e.g. "
@@ -256,16 +267,19 @@ def decode(raw: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
         properties = [Properties(each) for each in encoded]
         for first in {each[:2] for each in encoded}:
             flags |= int.from_bytes(first) if len(first) == 2 else _ALL
-    arrays = []
+    arrays, types = [], []
     for name in names:
-        read = _READERS.get(name)
+        read, kind = _READERS.get(name), _TYPES[name]
+        if isinstance(name, TypedHeaders):
+            read, kind = _typed_headers(name.kind), arrow_type(name.kind)
+        types.append(kind)
         if read is None:
             arrays.append(raw.column(name))
         elif name in _FLAGS and not flags & _FLAGS[name]:  # none of the messages has it
-            arrays.append(pa.nulls(raw.num_rows, _TYPES[name]))
+            arrays.append(pa.nulls(raw.num_rows, kind))
         else:
-            arrays.append(pa.array([_value(read, each) for each in properties], _TYPES[name]))
-    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema([(name, _TYPES[name]) for name in names]))
+            arrays.append(pa.array([_value(read, each) for each in properties], kind))
+    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(list(zip(names, types, strict=True))))
 
 
 def record_batch(deliveries: Sequence[RawDelivery], queue: str, names: Sequence[str]) -> pa.RecordBatch:
@@ -341,6 +355,16 @@ def _headers(properties: Properties) -> list[tuple[str, str | None]]:
     if _has_only_offset(properties.raw):  # to decode nothing else costs as much as the rest of the row
         return []
     return [(_clean(name), _as_text(value)) for name, value in properties.headers.items() if name != _STREAM_OFFSET]
+
+
+def _typed_headers(kind: DataType) -> Callable[[Properties], Any]:
+    """Return a reader of headers of another type than ours."""
+
+    def read(properties: Properties) -> Any:
+        own = {name: value for name, value in properties.headers.items() if name != _STREAM_OFFSET}
+        return value_of(kind, own, _as_text)
+
+    return read
 
 
 def _offset(properties: Properties) -> int | None:

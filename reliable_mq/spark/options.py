@@ -53,6 +53,8 @@ _STREAM: Final = (
     "endingTimestamp",
     "endingOffsetsByTimestamp",
     "filterPushdown",
+    "streamFilter",
+    "streamFilterMatchUnfiltered",
 )
 _PUBLISHER: Final = (
     "publisher.maxOutstanding",
@@ -145,6 +147,8 @@ class StreamOptions(_ReadOptions):
         ending_offsets: where a batch ends; ``latest`` where it is not given.
         ending_timestamp: in place of ``ending_offsets``.
         filter_pushdown: whether a batch takes filters of Spark's.
+        stream_filter: values of ``x-stream-filter-value`` that are read; None for all messages.
+        match_unfiltered: whether messages without that header are read, too.
         max_messages: rows of a micro-batch at most; None for no limit.
         max_bytes: bytes of the bodies of a micro-batch at most; None for no limit.
         prefetch: deliveries of a task that may be unacked.
@@ -157,6 +161,8 @@ class StreamOptions(_ReadOptions):
     ending_offsets: StartingPositions = "latest"
     ending_timestamp: Timestamps | None = None
     filter_pushdown: bool = False
+    stream_filter: tuple[str, ...] | None = None
+    match_unfiltered: bool = False
     max_messages: int | None = None
     max_bytes: int | None = None
     prefetch: int = _DEFAULT_PREFETCH
@@ -250,6 +256,9 @@ def read_options(given: Mapping[str, str], *, streaming: bool) -> QueueOptions |
     pushdown = options.truth("filterPushdown", default=False)
     if pushdown and streaming:
         _refuse("filterPushdown is for batch reads: Spark pushes no filters into streaming sources")
+    chosen, unfiltered = options.text("streamFilter"), options.truth("streamFilterMatchUnfiltered", default=False)
+    if unfiltered and chosen is None:
+        _refuse("streamFilterMatchUnfiltered is given without streamFilter: all messages are read")
     max_messages = options.whole("maxMessagesPerTrigger", 1)
     least, delay = options.least_messages(max_messages)
     return StreamOptions(
@@ -261,6 +270,8 @@ def read_options(given: Mapping[str, str], *, streaming: bool) -> QueueOptions |
         ending_offsets="latest" if ending is None else ending,
         ending_timestamp=until,
         filter_pushdown=pushdown,
+        stream_filter=None if chosen is None else _names("streamFilter", chosen),
+        match_unfiltered=unfiltered,
         max_messages=max_messages,
         min_messages=least,
         max_trigger_delay=delay,

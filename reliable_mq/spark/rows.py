@@ -14,7 +14,6 @@ Invariants:
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
 from hashlib import blake2b
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -23,15 +22,14 @@ import pyarrow as pa
 
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.message import Message
+from reliable_mq.spark.header_values import moment, written_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from reliable_mq.spark.options import WriteOptions
 
-__all__ = ["MessageIds", "Outgoing", "RowPlan", "UnsendableRow", "moment"]
-
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+__all__ = ["MessageIds", "Outgoing", "RowPlan", "UnsendableRow"]
 
 
 class UnsendableRow(NamedTuple):
@@ -168,18 +166,6 @@ def _properties(names: tuple[str, ...], values: tuple[Any, ...]) -> dict[str, An
     return properties
 
 
-def moment(microseconds: int) -> datetime:
-    """Return a time since 1970, in whole seconds.
-
-    Raises:
-        ConfigurationError: Python has no such year.
-    """
-    try:
-        return _EPOCH + timedelta(seconds=microseconds // 1_000_000)
-    except OverflowError as error:  # Spark's timestamps end in the year 294247
-        raise ConfigurationError("timestamp lies outside of the years 1 to 9999: correct it, or null it") from error
-
-
 def _plain(column: pa.Array) -> list[Any]:
     values: list[Any] = column.to_pylist()
     return values
@@ -200,7 +186,9 @@ def _microseconds(column: pa.Array) -> list[Any]:
 
 
 def _entries(column: pa.Array) -> list[Any]:
-    """Return the entries of maps, sorted: Spark promises no order."""
+    """Return headers; the entries of maps are sorted, since Spark promises no order."""
+    if not pa.types.is_map(column.type) or not pa.types.is_string(column.type.item_type):
+        return written_values(column)
     return [None if entries is None else sorted(entries, key=_name) for entries in _plain(column)]
 
 
@@ -210,13 +198,11 @@ def _name(entry: tuple[str, str | None]) -> str:
 
 def _escaped(column: pa.Array) -> Any:
     """Return the only value of a column of text or of headers, with surrogate escapes."""
-    text = pa.types.is_map(column.type)
-    (value,) = column.cast(pa.map_(pa.binary(), pa.binary()) if text else pa.binary()).to_pylist()
-    return sorted((_unescaped(name), _unescaped(each)) for name, each in value) if text else _unescaped(value)
-
-
-def _unescaped(value: bytes | None) -> str | None:
-    return None if value is None else value.decode("utf-8", "surrogateescape")
+    if pa.types.is_map(column.type) or pa.types.is_struct(column.type):
+        (value,) = written_values(column, escaped=True)
+        return value
+    (encoded,) = _binary(column)
+    return encoded.decode("utf-8", "surrogateescape")
 
 
 _CONVERTERS: Final[dict[str, Callable[[pa.Array], list[Any]]]] = {

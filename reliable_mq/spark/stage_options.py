@@ -69,6 +69,8 @@ def staged_options(given: Mapping[str, str], *, streaming: bool) -> StagedOption
         _refuse(f"stage is for spark.readStream: spark.read reads the stage with the option stream={stage!r}")
     if "stream" in lower:
         _refuse("stream and stage are both given: with stage, the option queue says where messages come from")
+    if "streamfilter" in lower:
+        _refuse("streamFilter is for streams: a stage has the headers of messages in one of ours, which no filter sees")
     if not queue or "," in queue:
         _refuse("with stage, the option queue must name one queue; give each queue a stage and a query of its own")
     by = lower.get("stageby", "query")

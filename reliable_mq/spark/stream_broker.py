@@ -28,6 +28,7 @@ from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 from reliable_mq.sync.admin_channel import AdminChannel
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from datetime import datetime
 
     from reliable_mq.codec import RawDelivery
@@ -69,13 +70,20 @@ class StreamChannel(AdminChannel):
         with self._changed:
             return self._ready and self._loss is None and not self._cancelled
 
-    def consume(self, stream: str, offset: int | str | datetime, prefetch: int) -> str:
+    def consume(
+        self,
+        stream: str,
+        offset: int | str | datetime,
+        prefetch: int,
+        arguments: Mapping[str, object] | None = None,
+    ) -> str:
         """Subscribe. Blocks for two round trips; deliveries may come before it returns.
 
         Args:
             stream: its name.
             offset: a number, a time, ``"first"``, ``"last"`` (the last chunk) or ``"next"``.
             prefetch: deliveries that may be unacked.
+            arguments: further ones of the consumer.
 
         Returns:
             The consumer tag, to cancel with.
@@ -91,7 +99,7 @@ class StreamChannel(AdminChannel):
         with self._changed:
             self._loss, self._cancelled = None, False
         try:
-            self.perform(Consume(stream, tag, arguments={_OFFSET: offset}))
+            self.perform(Consume(stream, tag, arguments={**(arguments or {}), _OFFSET: offset}))
         except StepRefused as refused:
             if refused.code == _PRECONDITION_FAILED and _OFFSET in refused.text:
                 raise ConfigurationError(

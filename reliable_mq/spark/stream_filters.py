@@ -1,14 +1,17 @@
-"""The filters of a batch read that become ranges: on ``offset`` and on ``queue``.
+"""Filters on offset and queue, which become ranges, and the broker's by a header.
 
-Spark hands over the filters of a query that are joined by AND, and applies each of them to the rows again. So a filter
+Spark hands over the filters of a batch that are joined by AND, and applies each of them to the rows again. So a filter
 that is not understood here costs time and nothing else.
 
-Invariant: no message that passes all filters is left out of the ranges.
+RabbitMQ keeps a Bloom filter of the ``x-stream-filter-value`` of each chunk, and leaves chunks out that have none of a
+consumer's values. Chunks that it sends have other messages, too: `ValueFilter` leaves these out.
+
+Invariant: no message that passes all filters is left out.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from pyspark.sql.datasource import (
     EqualNullSafe,
@@ -20,14 +23,48 @@ from pyspark.sql.datasource import (
     LessThanOrEqual,
 )
 
+from reliable_mq.codec import CodecError, Properties
 from reliable_mq.spark.stream_offsets import StreamRange
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
 
     from pyspark.sql.datasource import Filter
 
-__all__ = ["RangeFilters"]
+    from reliable_mq.codec import RawDelivery
+
+__all__ = ["RangeFilters", "ValueFilter"]
+
+_VALUE: Final = "x-stream-filter-value"
+
+
+class ValueFilter:
+    """Messages of a stream by their ``x-stream-filter-value``.
+
+    Args:
+        values: those to read.
+        unfiltered: whether to read messages without one.
+    """
+
+    def __init__(self, values: Sequence[str], *, unfiltered: bool) -> None:
+        self._values = frozenset(values)
+        self._unfiltered = unfiltered
+
+    @property
+    def arguments(self) -> Mapping[str, object]:
+        """The arguments of a consumer."""
+        return {"x-stream-filter": sorted(self._values), "x-stream-match-unfiltered": self._unfiltered}
+
+    def passes(self, delivery: RawDelivery) -> bool:
+        """Whether to read a message."""
+        raw = delivery.properties
+        if _VALUE.encode() not in raw:
+            return self._unfiltered
+        try:
+            value = Properties(raw).headers_beginning(_VALUE).get(_VALUE)
+        except CodecError:
+            return self._unfiltered
+        return value in self._values if isinstance(value, str) else self._unfiltered
 
 
 class RangeFilters:

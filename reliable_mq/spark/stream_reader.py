@@ -5,7 +5,8 @@ Invariants:
 - The result is every message of the range that the stream still has, in order, each once, however often the connection
   is lost on the way.
 - A range ends only when an offset at or behind its end was seen, so it never ends early: one that does not fill in time
-  is an error.
+  is an error. With a filter, which leaves offsets out, it ends when the broker has read to the end of the stream: it
+  does so as far as acks allow before it answers the next method of the channel.
 - Messages that the stream has dropped before they were read are data loss: an error unless ``failOnDataLoss`` is false.
 - Memory is bounded by twice the prefetch, and, as far as the sizes of messages can be predicted from those before them,
   by twice `_HELD` bytes.
@@ -19,12 +20,14 @@ import time
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Final
 
+from reliable_mq.codec.methods import CheckQueue
 from reliable_mq.errors import BrokerUnavailable, ConsumeError, TopologyMismatch
 from reliable_mq.spark.columns import record_batch
 from reliable_mq.spark.metrics import exporter
 from reliable_mq.spark.queue_batches import size_of
 from reliable_mq.spark.queue_prefetch import PrefetchController
 from reliable_mq.spark.stream_broker import StreamChannel, end_of, first_offset, offset_of
+from reliable_mq.spark.stream_filters import ValueFilter
 from reliable_mq.spark.stream_offsets import StreamRange
 from reliable_mq.url import parse_url
 
@@ -71,6 +74,11 @@ class RangeReader:
         self._patience = patience
         self._progress_at = time.monotonic()
         self._metrics = exporter(options.metrics_directory)
+        self._filter = (
+            None
+            if options.stream_filter is None
+            else ValueFilter(options.stream_filter, unfiltered=options.match_unfiltered)
+        )
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """Return the range, batch by batch. Blocks for a minute while the broker is away.
@@ -108,16 +116,29 @@ class RangeReader:
                 threading.Event().wait(_BETWEEN_ATTEMPTS)
 
     def _read(self, channel: StreamChannel) -> Iterator[pa.RecordBatch]:
+        if self._filter is not None and not self._has_range(channel):
+            self._wait_on()
+            threading.Event().wait(_BETWEEN_ATTEMPTS)
+            return
         while self._position < self._range.end:
             yield from self._subscription(channel)
 
     def _subscription(self, channel: StreamChannel) -> Iterator[pa.RecordBatch]:
         """Read to the end, or until the sizes of messages require quite another prefetch."""
         stream, end, prefetch = self._range.stream, self._range.end, self._prefetch.prefetch
-        tag = channel.consume(stream, self._position, prefetch)
+        arguments = None if self._filter is None else self._filter.arguments
+        tag = channel.consume(stream, self._position, prefetch, arguments)
         joined = False
         while self._position < end:
             deliveries = channel.take(_GATHER, min(max(prefetch // 2, 1), _ROWS, end - self._position))
+            if not deliveries and self._filter is not None:
+                channel.carry_out(CheckQueue(stream))  # answered after all that the filter lets through
+                deliveries = channel.take(0.0)
+                if not deliveries:
+                    if not joined:
+                        self._check_truncated()
+                    self._position = end
+                    return
             if not deliveries:
                 self._wait_on()
                 continue
@@ -132,16 +153,24 @@ class RangeReader:
             after, rows = bisect_left(offsets, end), min(_ROWS, wanted)
             for first in range(bisect_left(offsets, self._position), after, rows):
                 last = min(first + rows, after)
-                yield record_batch(deliveries[first:last], stream, self._names)
+                chosen = deliveries[first:last]
+                if self._filter is not None:
+                    chosen = [delivery for delivery in chosen if self._filter.passes(delivery)]
+                if chosen:
+                    yield record_batch(chosen, stream, self._names)
                 self._progress_at = time.monotonic()  # whoever takes the rows may take their time
                 if self._metrics is not None:
-                    self._metrics.streams.rows[stream] += last - first
+                    self._metrics.streams.rows[stream] += len(chosen)
                 self._position = offsets[last - 1] + 1
             if offsets[-1] >= end - 1:
                 self._position = end
             elif 2 * wanted <= prefetch or (2 * prefetch <= wanted and prefetch < end - self._position):
                 channel.cancel(tag)
                 return
+
+    def _has_range(self, channel: StreamChannel) -> bool:
+        """Whether the node of a channel has the range: its copy may lag behind."""
+        return end_of(channel, self._range.stream, _PROBE).position >= self._range.end
 
     def _wait_on(self) -> None:
         """Raise the reason once nothing has come for too long."""

@@ -60,6 +60,8 @@ def test_every_option_of_a_stream_is_taken() -> None:
     assert read(stream="s", startingOffsetsByTimestamp='{"s": 5}').starting_timestamp == {"s": 5}
     assert read(stream="s", startingOffsetsByTimestampStrategy="Latest").latest_without_match
     assert read(stream="s", endingTimestamp="7", streaming=False).ending_timestamp == 7
+    filtered = read(stream="s", streamFilter="eu, us", streamFilterMatchUnfiltered="true")
+    assert (filtered.stream_filter, filtered.match_unfiltered) == (("eu", "us"), True)
     waiting = read(stream="s", minMessagesPerTrigger="7", maxTriggerDelay="30s")
     assert (waiting.min_messages, waiting.max_trigger_delay) == (7, 30.0)
     assert read(stream="s", startingOffsets="EARLIEST").starting_offsets == "earliest"
@@ -99,6 +101,8 @@ def test_every_option_of_a_stream_is_taken() -> None:
         ({"stream": "s", "maxTriggerDelay": "5s"}, "maxTriggerDelay is given without minMessagesPerTrigger"),
         ({"queue": "a", "minMessagesPerTrigger": "9", "maxMessagesPerTrigger": "8"}, "is 9, and maxMessagesPerTrigger"),
         ({"queue": "a", "minMessagesPerTrigger": "9", "prefetch": "8"}, "is 9, and prefetch lets 8"),
+        ({"stream": "s", "streamFilterMatchUnfiltered": "true"}, "is given without streamFilter"),
+        ({"stream": "s", "streamFilter": "eu,,us"}, "streamFilter has an empty name"),
         ({"stream": "s", "exchange": "x"}, "unknown option 'exchange'"),
     ],
 )

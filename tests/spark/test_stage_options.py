@@ -67,6 +67,7 @@ def test_without_a_relay_there_are_no_options_of_one() -> None:
         ({"stageKey": "body"}, "key must be message_id"),
         ({"stage": "orders"}, "queue and stage are both"),
         ({"endingOffsets": "latest"}, "endingOffsets"),
+        ({"streamFilter": "eu"}, "streamFilter is for streams"),
     ],
 )
 def test_a_wrong_option_is_refused_by_name(changed: dict[str, str], text: str) -> None:
