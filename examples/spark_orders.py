@@ -3,9 +3,10 @@
     spark-submit examples/spark_orders.py amqp://guest:guest@localhost/ /tmp/orders-checkpoint
 
 Reads the queue ``orders`` (JSON with ``order``, ``customer``, ``cents`` and ``placed``), and publishes an alert to the
-queue ``alerts`` for every customer who has ordered for more than 1000.00 within a minute. Messages may come twice,
-after a crash: duplicates have the same ``message_id`` and are dropped. An alert that is published twice has the same
-``message_id``, too, so that whoever handles alerts can tell (an idempotency store does).
+queue ``alerts`` for every customer who has ordered for more than 1000.00 within a minute. In staged mode: a relay
+beside the driver moves orders into the stream ``orders.stage``, each once, and the executors read that. An order that
+was published twice has the same ``message_id``, and is dropped. So has an alert that is published twice, so that
+whoever handles alerts can tell (an idempotency store does).
 
 It runs until it is stopped. Stop it, kill it, and start it again with the same checkpoint: no order is lost.
 """
@@ -30,6 +31,7 @@ def start(spark: SparkSession, url: str, checkpoint: str, **trigger: str) -> Str
         spark.readStream.format("rabbitmq")
         .option("url", url)
         .option("queue", "orders")
+        .option("stage", "orders.stage")
         .option("maxMessagesPerTrigger", 1000)
         .load()
     )

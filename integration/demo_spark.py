@@ -1,8 +1,8 @@
 """``make demo-spark``: orders in, aggregated, alerts out, on a real broker and a real standalone cluster of Spark.
 
-`examples/spark_orders.py` runs on the cluster. In the middle an executor is killed, later the whole application, which
-is then started again on the same checkpoint. At the end the account: what the alerts should be is known from the
-orders, so one that is missing, wrong or too many shows.
+`examples/spark_orders.py` runs on the cluster, in staged mode. In the middle an executor is killed, later the whole
+application with its relay, which is then started again on the same checkpoint. At the end the account: what the alerts
+should be is known from the orders, so one that is missing, wrong or too many shows.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def run(url: str, cluster: StandaloneCluster, directory: Path, expected: dict[st
     checkpoint = directory / "checkpoint"
     began = time.monotonic()
     application = submit(url, cluster, directory)
-    say("examples/spark_orders.py is submitted to the cluster, and starts")
+    say("examples/spark_orders.py is submitted to the cluster, and stages the queue in a stream")
     try:
         wait_until(
             lambda: running(application, directory) and batches_in(checkpoint, "commits") >= 2,

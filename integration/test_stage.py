@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 from collections import Counter
@@ -16,7 +17,7 @@ import pytest
 from integration.support.command_line import start_cli
 from integration.support.processes import Process
 from integration.support.seeds import soaking
-from reliable_mq import Message, Publisher, Queue
+from reliable_mq import Binding, Exchange, Message, Publisher, Queue
 from reliable_mq.codec import RawDelivery
 from reliable_mq.codec.methods import Consume, SetPrefetch
 from reliable_mq.core.stage.envelope import Original, unstaged
@@ -29,7 +30,7 @@ from reliable_mq.url import parse_url
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from reliable_mq.testing import Audit, FaultProxyFactory, VirtualHost
+    from reliable_mq.testing import Audit, FaultProxyFactory, RabbitMQ, VirtualHost
 
 DEADLINE = 60.0
 
@@ -70,6 +71,20 @@ def originals(url: str, *streams: str, count: int) -> list[Original]:
             reader.wait_quiet()  # what came twice may come last
             found += staged()
     return found
+
+
+def delivered_of(url: str, stream: str, count: int) -> list[RawDelivery]:
+    """All messages of a stream, once there are so many, as they come."""
+    with StageReader(url) as reader:
+        reader.perform(SetPrefetch(65_535))
+        reader.perform(Consume(stream, "all", arguments={"x-stream-offset": "first"}))
+        wait_until(lambda: len(reader.arrived) >= count, timeout=DEADLINE, what=lambda: f"{len(reader.arrived)} came")
+        reader.wait_quiet()
+        return list(reader.arrived)
+
+
+def message_of(delivery: RawDelivery) -> Message:
+    return Message.from_wire(delivery.body, delivery.properties)
 
 
 def ids(messages: Iterable[Original]) -> Counter[str]:
@@ -318,6 +333,59 @@ def test_f70_of_two_relays_one_moves_and_the_other_takes_over(vhost: VirtualHost
             wait_until(lambda: second.statistics.moved == 500, timeout=DEADLINE, what="the second one moves")
     counts = ids(originals(vhost.url, "stage", count=1500))
     assert sum(counts.values()) == len(counts) == 1500
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+def test_a_shovel_in_place_of_the_relay_loses_nothing(private_vhost: VirtualHost, private_broker: RabbitMQ) -> None:
+    """Killed with its broker: at least once. Headers that are lists go; exchange and routing key are the shovel's."""
+    private_broker.execute("rabbitmq-plugins", "--quiet", "enable", "rabbitmq_shovel")
+    publish(private_vhost.url, "orders", 20_000, type="quorum")
+    with Publisher(private_vhost.url, topology=[Queue("stage", type="stream")]) as publisher:
+        publisher.publish(Message(b"x", message_id="headers", headers={"n": 1, "items": [1, 2]}), routing_key="orders")
+    uri = f"amqp:///{private_vhost.name}"
+    shovel = {
+        "src-protocol": "amqp091",
+        "src-uri": uri,
+        "src-queue": "orders",
+        "dest-protocol": "amqp091",
+        "dest-uri": uri,
+        "dest-queue": "stage",
+        "ack-mode": "on-confirm",
+    }
+    private_broker.rabbitmqctl("set_parameter", "-p", private_vhost.name, "shovel", "stage", json.dumps(shovel))
+    wait_until(lambda: 0 < ready(private_vhost, "orders") < 19_000, timeout=DEADLINE, what="some messages moved")
+    private_broker.kill()
+    private_broker.start()
+    wait_until(lambda: private_vhost.live_counts(["orders"])["orders"] == 0, timeout=120, what="an empty queue")
+    found = delivered_of(private_vhost.url, "stage", 20_001)
+    counts = Counter(message_of(each).message_id for each in found)
+    print(f"a shovel that was killed with its broker moved {counts.total() - len(counts)} of {len(counts)} twice")
+    assert len(counts) == 20_001
+    [one] = [each for each in found if message_of(each).message_id == "headers"]
+    headers = message_of(one).headers
+    assert headers["n"] == 1
+    assert "items" not in headers
+    assert (one.exchange, one.routing_key) == ("", "stage")
+
+
+@pytest.mark.soak
+def test_a_binding_in_place_of_the_relay_is_covered_by_the_confirm(
+    private_vhost: VirtualHost, private_broker: RabbitMQ
+) -> None:
+    """What is confirmed is in the queue and in the stage, once, also when the broker is killed then."""
+    exchange, orders, stage = Exchange("shop"), Queue("orders"), Queue("stage", type="stream")
+    bindings = [Binding(exchange, queue, routing_key="order") for queue in (orders, stage)]
+    with Publisher(private_vhost.url, topology=[exchange, orders, stage, *bindings], new_queue_grace=2) as publisher:
+        messages = (Message(b"x", message_id=f"m{n}", headers={"n": n, "items": [1]}) for n in range(3000))
+        assert publisher.publish_many(messages, exchange="shop", routing_key="order").ok
+        private_broker.kill()
+    private_broker.start()
+    found = delivered_of(private_vhost.url, "stage", 3000)
+    assert [message_of(each).message_id for each in found] == [f"m{n}" for n in range(3000)]
+    assert {(each.exchange, each.routing_key) for each in found} == {("shop", "order")}
+    assert [name for name in message_of(found[7]).headers if name != "x-stream-offset"] == ["n"]
+    assert private_vhost.live_counts(["orders"])["orders"] == 3000
 
 
 def test_a_message_without_id_ends_the_relay(vhost: VirtualHost) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from pyspark.sql.streaming.datasource import ReadMaxRows
 
 from integration.programs.spark_queries import start
 from integration.support.spark_application import committed_rows, killed_in_each_phase
-from reliable_mq import ConfigurationError, Message, Publisher, Queue
+from reliable_mq import ConfigurationError, ConsumeError, Message, Publisher, Queue
+from reliable_mq.spark.datasource import RabbitMQDataSource
+from reliable_mq.spark.metrics import exporter
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     import random
@@ -88,6 +93,58 @@ def test_without_a_relay_the_query_reads_what_a_binding_has_put_into_the_stage(
     query = writer.option("checkpointLocation", f"{tmp_path}/checkpoint").trigger(availableNow=True).start()
     assert query.awaitTermination(240)
     assert sorted(row.message_id for row in spark.read.parquet(f"{tmp_path}/output").collect()) == sorted(published)
+
+
+def test_f69_a_stage_that_drops_unread_messages_is_seen_before(
+    vhost: VirtualHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a warning and a metric while the query is near the oldest message; one that is behind it fails."""
+    monkeypatch.setattr("reliable_mq.spark.stage_source._LOOK_EVERY", 0.0)
+    messages = [Message(bytes(60_000)) for _ in range(100)]
+    published = [message.message_id for message in messages]
+    with Publisher(vhost.url, topology=[ORDERS]) as publisher:
+        assert publisher.publish_many(messages, routing_key=ORDERS.name).ok
+    options = {"url": vhost.url, "stageMaxBytes": "2000000", "metricsDirectory": str(tmp_path), **STAGED}
+    made = RabbitMQDataSource(options)
+    source: Any = made.streamReader(made.schema())
+    metrics = exporter(str(tmp_path))
+    assert metrics is not None
+
+    def planned(position: int) -> int:
+        caplog.clear()
+        end: int = source.latestOffset({"orders.stage": position}, ReadMaxRows(1000))["orders.stage"]
+        return end
+
+    def warned() -> bool:
+        return "drops its oldest messages" in caplog.text
+
+    def follow() -> None:
+        source.initialOffset()
+        while not source._relay.wait_moved(60):
+            pass
+        wait_until(lambda: planned(0) > 100, timeout=60, what="all messages seen")  # and the relay's marker
+        begin, end = metrics.streams.begin["orders.stage"], planned(0)
+        assert 0 < begin < end
+        assert warned()
+        planned(end)
+        assert not warned()
+        planned(begin + 1)
+        assert warned()
+        [kept] = source.partitions({"orders.stage": begin}, {"orders.stage": end})
+        ids = [row["message_id"] for rows in source.read(kept) for row in rows.to_pylist()]
+        assert ids == published[-len(ids) :]
+        [gone] = source.partitions({"orders.stage": 0}, {"orders.stage": end})
+        with pytest.raises(ConsumeError, match="are gone"):
+            list(source.read(gone))
+
+    try:
+        with ThreadPoolExecutor(1) as thread:  # the main thread would have its signals handled
+            thread.submit(follow).result()
+        metrics.write()
+        assert "reliable_mq_spark_stream_begin{" in metrics.path.read_text()
+    finally:
+        source.stop()
+        metrics.close()
 
 
 def test_a_batch_read_of_a_stage_is_refused_with_the_way_out(spark: SparkSession, vhost: VirtualHost) -> None:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 MOMENTS = 20  # for each kind of kill, in `make soak`
 DEADLINE = 400.0
+GIVEN_UP = "Python worker failed to connect back"
 STAGED = {"queue": "orders", "stage": "orders.stage", "maxMessagesPerTrigger": "100", "minPartitions": "2"}
 
 
@@ -55,6 +56,7 @@ class Pipeline:
     Attributes:
         settings: of the query, as `spark_queries` takes them.
         restarts: of the query.
+        ended: why it was down the last time.
     """
 
     def __init__(self, vhost: VirtualHost, directory: Path, rng: random.Random, kind: str = "quorum") -> None:
@@ -64,6 +66,7 @@ class Pipeline:
             "pause": 0.001,
         }
         self.restarts = 0
+        self.ended = ""
         self._queue = Queue("orders", type=kind, dead_letter=None)  # type: ignore[arg-type]
         self._vhost = vhost
         self._rng = rng
@@ -114,7 +117,8 @@ class Pipeline:
 
         def running() -> None:
             if not queries or not queries[-1].isActive:
-                self.restarts += bool(queries)
+                if queries:
+                    self._has_ended(str(queries[-1].exception()))
                 queries.extend(start(spark, settings))
 
         try:
@@ -130,7 +134,8 @@ class Pipeline:
 
         def running() -> None:
             if not applications or applications[-1].process.poll() is not None:
-                self.restarts += bool(applications)
+                if applications:
+                    self._has_ended(applications[-1].said())
                 applications.append(Application("spark_queries", {**self.settings, **settings}, log))
 
         try:
@@ -138,6 +143,11 @@ class Pipeline:
         finally:
             for application in applications:
                 application.__exit__()
+
+    def _has_ended(self, why: str) -> None:
+        """Count a restart, unless Spark has given up on a new Python process, which on a busy machine takes it 10 s."""
+        self.restarts += GIVEN_UP not in why
+        self.ended = why[-2000:]
 
     def _publish(self, count: int, at_a_time: int = 200) -> None:
         with Publisher(self._vhost.url, topology=[self._queue]) as publisher:
@@ -152,7 +162,10 @@ class Pipeline:
             running()
             return self._commits() >= count
 
-        wait_until(committed, timeout=DEADLINE, what=f"{count} batches", interval=0.05)
+        wait_until(committed, timeout=DEADLINE, what=lambda: f"{count} batches: {self}", interval=0.05)
+
+    def __repr__(self) -> str:
+        return f"{self._commits()} batches, {self.restarts} restarts, the last one since {self.ended or '-'}"
 
     def _commits(self) -> int:
         return batches_in(self._directory / "checkpoint", "commits")

@@ -60,6 +60,12 @@ STALE_ACKS = Family(
 )
 STREAM_END = Family("spark_stream_end", "gauge", "The offset behind the newest message, as last looked up.", _STREAM)
 STREAM_PLANNED = Family("spark_stream_planned", "gauge", "The offset up to which batches are planned.", _STREAM)
+STREAM_BEGIN = Family(
+    "spark_stream_begin",
+    "gauge",
+    "The offset of the oldest message of a stage, as last looked up: nothing is lost while it is at most that planned.",
+    _STREAM,
+)
 STREAM_ROWS = Family("spark_stream_rows", "counter", "Rows that tasks have read.", _STREAM)
 STREAM_RECONNECTS = Family("spark_stream_reconnects", "counter", "Connections of tasks lost and made again.", _STREAM)
 
@@ -78,8 +84,9 @@ class QueueStatistics:
 
 @dataclass(slots=True)
 class StreamStatistics:
-    """Counters of stream mode, by stream: two on the driver, the others in tasks."""
+    """Counters of stream mode, by stream: three on the driver, the others in tasks."""
 
+    begin: dict[str, int] = field(default_factory=dict)
     end: dict[str, int] = field(default_factory=dict)
     planned: dict[str, int] = field(default_factory=dict)
     rows: Counter[str] = field(default_factory=Counter)
@@ -88,6 +95,7 @@ class StreamStatistics:
     def readings(self) -> Iterator[Reading]:
         """Yield one reading of them."""
         values: tuple[tuple[Family, Mapping[str, int]], ...] = (
+            (STREAM_BEGIN, self.begin),
             (STREAM_END, self.end),
             (STREAM_PLANNED, self.planned),
             (STREAM_ROWS, self.rows),

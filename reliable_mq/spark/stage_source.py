@@ -120,9 +120,12 @@ class StagedSource(StreamSource):
         super()._show_no_more()
 
     def _check_retention(self, position: Mapping[str, int]) -> None:
-        """Warn where the stage is about to drop messages that the query has not read."""
-        ends = self._planner.known_ends() or {}
-        for name, first in self._planner.beginnings().items():
+        """Show where the stage begins; warn where it is about to drop messages that the query has not read."""
+        ends, beginnings = self._planner.known_ends() or {}, self._planner.beginnings()
+        metrics = exporter(self._options.metrics_directory)
+        if metrics is not None:
+            metrics.streams.begin.update(beginnings)
+        for name, first in beginnings.items():
             at, end = position.get(name, 0), ends.get(name, 0)
             if first and at < end and at - first < _NEAR * (end - first):
                 logger.warning(

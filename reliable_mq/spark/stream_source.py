@@ -191,6 +191,7 @@ class StreamSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvail
     def _show_no_more(self) -> None:
         metrics = exporter(self._options.metrics_directory)
         if metrics is not None:
+            metrics.streams.begin.clear()
             metrics.streams.end.clear()
             metrics.streams.planned.clear()
             metrics.write()
