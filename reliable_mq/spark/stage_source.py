@@ -120,7 +120,7 @@ class StagedSource(StreamSource):
         super()._show_no_more()
 
     def _check_retention(self, position: Mapping[str, int]) -> None:
-        """Show where the stage begins; warn where it is about to drop messages that the query has not read."""
+        """Show the stage's oldest offset; warn where unread messages are about to go."""
         ends, beginnings = self._planner.known_ends() or {}, self._planner.beginnings()
         metrics = exporter(self._options.metrics_directory)
         if metrics is not None:
