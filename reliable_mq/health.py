@@ -7,7 +7,8 @@ Invariants:
 
 - a probe is answered while the program is stuck: the thread of a `HealthServer` shares no loop and no lock with a
   publisher or consumer that is held for longer than moments;
-- a client that sends nothing, or too much, holds up no other client and is dropped after a few seconds;
+- a client that sends nothing, sends too much, or does not read its answer holds up no other client, and is dropped
+  after a few seconds;
 - the socket is closed in a forked child, and at exit after all publishers and consumers;
 - an answer names hosts and reasons, and never credentials.
 """
@@ -45,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 _PATIENCE: Final = 5.0  # seconds for one request
 _HEAD_BYTES: Final = 16 * 1024
-_CONNECTIONS: Final = 100  # at a time; more are dropped
+_CONNECTIONS: Final = 100  # at a time; of more, the oldest is dropped
 _END_TIMEOUT: Final = 2.0  # seconds for the thread to end
 _QUESTIONS: Final = {"/livez": "live", "/readyz": "ready", "/progressz": "progressing"}
 _TEXT, _JSON = "text/plain; charset=utf-8", "application/json"
@@ -161,7 +162,7 @@ class HealthServer(_Probes):
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._over: asyncio.Event | None = None
-        self._connections = 0
+        self._clients: dict[asyncio.WriteTransport, None] = {}  # the oldest first
 
     @property
     def url(self) -> str:
@@ -240,18 +241,24 @@ class HealthServer(_Probes):
         server.close()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._connections += 1
+        transport = writer.transport
+        self._clients[transport] = None
+        if len(self._clients) > _CONNECTIONS:
+            # The oldest goes: the newest may be a probe, which takes moments.
+            oldest = next(iter(self._clients))
+            del self._clients[oldest]
+            oldest.abort()
         try:
-            if self._connections <= _CONNECTIONS:
-                async with asyncio.timeout(_PATIENCE):
-                    head = await reader.readuntil(b"\r\n\r\n")
-                    writer.write(self._response(head))
-                    await writer.drain()
+            async with asyncio.timeout(_PATIENCE):
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(self._response(head))
+                writer.close()
+                await writer.wait_closed()
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError) as error:
-            logger.debug("a client of the probes left, or sent no request: %r", error)
+            logger.debug("a client of the probes left, sent no request, or did not read its answer: %r", error)
         finally:
-            self._connections -= 1
-            writer.close()
+            self._clients.pop(transport, None)
+            transport.abort()  # with the part of an answer that nobody reads
 
     def _response(self, head: bytes) -> bytes:
         line, *headers = head.decode("latin-1").split("\r\n")

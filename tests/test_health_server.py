@@ -160,6 +160,41 @@ def test_slow_clients_hold_up_no_probe_and_are_dropped() -> None:
         assert get(server, "/livez")[0] == 200
 
 
+def test_many_silent_clients_hold_up_no_probe() -> None:
+    """More of them than the server keeps: the oldest goes, not the probe."""
+    with HealthServer(Part(), port=0) as server:
+        address = "127.0.0.1", urlsplit(server.url).port or 0
+        silent = [socket.create_connection(address, timeout=30) for _ in range(150)]
+        try:
+            assert [get(server, "/livez")[0] for _ in range(3)] == [200] * 3
+        finally:
+            for client in silent:
+                client.close()
+
+
+def test_a_client_that_does_not_read_its_answer_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or each would hold a copy of all metrics, for as long as it likes."""
+    monkeypatch.setattr("reliable_mq.health._PATIENCE", 1.0)
+    registry = CollectorRegistry()
+    Counter("large", "x" * 20_000_000, registry=registry)
+    with HealthServer(Part(), port=0, registry=registry) as server, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(30)
+        client.connect(("127.0.0.1", urlsplit(server.url).port or 0))
+        client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        assert client.recv(4)  # it is answered
+        # Not until the client reads it or leaves: the server has no connection any more.
+        wait_until(lambda: not _connected_to(server), timeout=30, what="the end of the connection")
+
+
+def _connected_to(server: HealthServer) -> list[str]:
+    """Return the connections of this process that a server holds."""
+    port = f":{urlsplit(server.url).port or 0:04X}"
+    lines = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()]
+    established = [line for line in lines[1:] if line[1].endswith(port) and line[3] in ("01", "08")]
+    return [line[9] for line in established]
+
+
 @pytest.mark.parametrize(
     ("name", "make"),
     [
