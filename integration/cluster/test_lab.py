@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pika
 import pytest
 
+from reliable_mq.errors import UsageError
 from reliable_mq.testing import wait_until
 
 if TYPE_CHECKING:
@@ -90,3 +91,73 @@ def test_leaders_move_and_drained_nodes_accept_nobody(rabbitmq_cluster: RabbitMQ
     assert not node.answers()
     rabbitmq_cluster.revive(node)
     assert node.answers()
+
+
+def test_an_alarm_of_one_node_blocks_publishing_on_all(rabbitmq_cluster: RabbitMQCluster, orders: VirtualHost) -> None:
+    starved, other, _ = rabbitmq_cluster.nodes
+    starved.alarm("memory")
+    heard: list[str] = []
+
+    with connect(other, orders) as connection:
+        connection.add_on_connection_blocked_callback(lambda *_: heard.append("blocked"))
+        connection.add_on_connection_unblocked_callback(lambda *_: heard.append("unblocked"))
+        connection.channel().basic_publish("", "orders", b"")
+        wait_until(lambda: connection.process_data_events(0.1) or heard, timeout=60, what="blocked")
+        starved.clear_alarm("memory")
+        wait_until(lambda: connection.process_data_events(0.1) or len(heard) == 2, timeout=60, what="unblocked")
+
+    assert heard == ["blocked", "unblocked"]
+    assert is_confirmed(other, orders, within=30)
+
+
+def test_a_node_that_lost_its_disk_has_copies_of_every_queue_again(
+    rabbitmq_cluster: RabbitMQCluster, orders: VirtualHost
+) -> None:
+    leader = rabbitmq_cluster.leader_of("orders", orders.name)
+    node = next(node for node in rabbitmq_cluster.nodes if node is not leader)
+    assert is_confirmed(leader, orders, within=30)
+
+    rabbitmq_cluster.lose_disk(node)
+
+    assert node.status() == "exited"
+    assert is_confirmed(leader, orders, within=30)
+    rabbitmq_cluster.heal()
+    rabbitmq_cluster.transfer_leader("orders", node, orders.name)  # which needs a copy that is up to date
+    orders.wait_for_messages("orders", 2)
+
+
+@pytest.mark.soak
+def test_what_was_confirmed_is_there_when_all_nodes_were_dead(
+    rabbitmq_cluster: RabbitMQCluster, orders: VirtualHost
+) -> None:
+    for node in rabbitmq_cluster.nodes:
+        assert is_confirmed(node, orders, within=30)
+
+    for node in rabbitmq_cluster.nodes:
+        node.kill()
+
+    with pytest.raises(UsageError, match="no node of the cluster runs"):
+        rabbitmq_cluster.leader_of("orders", orders.name)
+    rabbitmq_cluster.start()
+    rabbitmq_cluster.wait_ready()
+    orders.wait_for_messages("orders", 3)
+    assert is_confirmed(rabbitmq_cluster.nodes[0], orders, within=30)
+
+
+@pytest.mark.soak
+def test_a_node_that_starts_while_it_is_cut_off_stays_cut_off(
+    rabbitmq_cluster: RabbitMQCluster, orders: VirtualHost
+) -> None:
+    """It waits for the others, and takes no clients before it finds them."""
+    alone, *others = rabbitmq_cluster.nodes
+    rabbitmq_cluster.partition(alone)
+    alone.kill()
+
+    with pytest.raises(TimeoutError):
+        alone.start(timeout=20)
+
+    assert alone.status() == "running"
+    assert alone.name not in rabbitmq_cluster.evaluate("rabbit_nodes:list_running()")
+    assert is_confirmed(others[0], orders, within=30)
+    rabbitmq_cluster.heal()
+    assert is_confirmed(alone, orders, within=60)

@@ -457,6 +457,32 @@ def test_f37_f38_exactly_the_unfinished_come_back_and_late_results_are_dropped(
     assert vhost.live_counts(["orders"])["orders"] == 0
 
 
+@pytest.mark.both_apis
+def test_f38_a_late_result_acks_nothing_on_the_new_channel(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
+    """The broker counts delivery tags from 1 again: each late result has the tag of a delivery that is unfinished."""
+    proxy = fault_proxy(vhost.url)
+    bodies = numbered(8)
+    with (
+        Gate(lambda delivery: delivery.body in bodies and not delivery.redelivered) as late,
+        Gate(lambda delivery: delivery.redelivered) as current,
+    ):
+        handler = Handler(then=lambda delivery: (late(delivery), current(delivery)))
+        with Consumer(proxy.url, ORDERS, handler, concurrency=20, ack_interval=0.1, reconnect_wait=SOON) as consumer:
+            publish(vhost, "orders", bodies)
+            handler.wait_begun(8)
+            proxy.cut()
+            handler.wait_begun(16)
+            late.open()
+            wait_until(lambda: consumer.statistics.stale == 8, timeout=30, what="the late results are dropped")
+            publish(vhost, "orders", [b"one more"])
+            wait_until(lambda: consumer.statistics.acked, timeout=30, what="what came after them is acked")
+            assert consumer.statistics.acked == 1
+            wait_until(lambda: vhost.live_counts()["orders"] == 8, timeout=30, what="the broker knows of that one")
+            current.open()
+            wait_until(lambda: consumer.statistics.acked == 9, timeout=30, what="all acked")
+    assert vhost.live_counts()["orders"] == 0
+
+
 @pytest.mark.parametrize("batch", [False, True])
 @pytest.mark.both_apis
 def test_f51_a_handler_that_blocks_for_three_heartbeats_keeps_the_connection(
