@@ -31,7 +31,7 @@ fixture              scope      what it is
 ["4.0"], indirect=True)`` chooses. `make soak` runs each such test on both lines and with many seeds, unless it chose.
 So it is with `consumer_api`: the sync one, or with ``@pytest.mark.both_apis`` or in `make soak` both. The other APIs
 are both in every run, unless ``@pytest.mark.one_api("aio")`` says that one is enough outside of `make soak`. There,
-publishers are on uvloop, too. `any_broker` is both lines, with ``@pytest.mark.one_line`` in `make soak` only.
+publishers are on uvloop, too. `any_broker` is the newest line, with ``@pytest.mark.both_lines`` or in `make soak` both.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ _tests_begun = count()
 def pytest_configure(config: pytest.Config) -> None:
     properties.load(config)
     config.addinivalue_line("markers", "both_apis: a test of `consumer_api` that is for both in every run")
-    config.addinivalue_line("markers", "one_line: a test of `any_broker` that is for both lines in `make soak` only")
+    config.addinivalue_line("markers", "both_lines: a test of `any_broker` that is for both lines in every run")
     config.addinivalue_line("markers", "one_api(API): a long one of `publisher_api`, for both in `make soak` only")
     # A job that a shell runs in the background has SIGINT ignored, and so have its children; tests send it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -163,8 +163,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             on_uvloop = ["uvloop"] if soaking() and name == "publisher_api" else []
             metafunc.parametrize(name, [*apis, *on_uvloop], indirect=True)
     if "any_broker" in metafunc.fixturenames and not _chosen(metafunc, "any_broker"):
-        one = not soaking() and metafunc.definition.get_closest_marker("one_line") is not None
-        metafunc.parametrize("any_broker", ["newest"] if one else LINES, indirect=True, scope="session")
+        both = soaking() or metafunc.definition.get_closest_marker("both_lines") is not None
+        metafunc.parametrize("any_broker", LINES if both else ["newest"], indirect=True, scope="session")
     for name in ("broker", "private_broker"):
         if soaking() and name in metafunc.fixturenames and not _chosen(metafunc, name):
             metafunc.parametrize(name, LINES, indirect=True)

@@ -39,6 +39,7 @@ timer:sleep(100)
 """
 
 
+@pytest.mark.both_lines
 def test_both_lines_run_with_the_plugins_that_tests_rely_on(any_broker: RabbitMQ) -> None:
     enabled = any_broker.evaluate("rabbit_plugins:active()")
 
@@ -132,7 +133,6 @@ def test_a_broker_that_waits_for_the_disk_is_frozen_when_it_has_its_answer(priva
         private_broker.execute("rm", "/tmp/on")
 
 
-@pytest.mark.parametrize("private_broker", ["newest", "4.0"], indirect=True)
 @pytest.mark.parametrize("alarm", ["memory", "disk"])
 def test_an_alarm_blocks_publishers_until_it_ends(private_vhost: VirtualHost, alarm: str) -> None:
     broker = private_vhost.broker

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from reliable_mq.testing import RabbitMQ, VirtualHost
 
 SECRET = "canary-password"
-pytestmark = pytest.mark.one_line
 
 
 def declare(vhost: VirtualHost, name: str = "orders", **arguments: object) -> None:

@@ -192,7 +192,6 @@ def test_a_super_stream_has_each_message_in_the_partition_of_its_key(vhost: Virt
     assert sorted(each["destination"] for each in bindings) == ["stage-0", "stage-1", "stage-2"]
 
 
-@pytest.mark.one_line
 @pytest.mark.parametrize("kind", ["quorum", "classic"])
 def test_f68_a_killed_relay_moves_each_message_once(
     any_vhost: VirtualHost, kind: str, checker: Audit, rng: random.Random

@@ -146,7 +146,8 @@ def test_each_task_is_done_by_keyboard_alone(vhost: VirtualHost, browser: Browse
     assert ended == ["replay", "replay", "export", "purge"]
 
 
-@pytest.mark.parametrize(("dark", "size"), [(False, "wide"), (True, "narrow")])
+@pytest.mark.parametrize("size", ["narrow", pytest.param("wide", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("dark", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_axe_finds_nothing(vhost: VirtualHost, browser: Browser, dark: bool, size: str) -> None:
     """On every page and in every state; no page is wider than the window."""
     publish(vhost, letters(60))

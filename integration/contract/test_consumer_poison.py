@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from reliable_mq import Delivery
     from reliable_mq.testing import Audit, FaultProxyFactory, VirtualHost
 
-pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
+pytestmark = [pytest.mark.usefixtures("baseline", "consumer_api"), pytest.mark.both_lines]
 
 ORDERS = Queue("orders")
 NOT_UTF_8 = b"\xff\xfe\xc3("

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from reliable_mq import Confirmation
     from reliable_mq.testing import Audit, FaultProxyFactory, RabbitMQ, VirtualHost
 
-pytestmark = pytest.mark.usefixtures("baseline", "publisher_api")
+pytestmark = [pytest.mark.usefixtures("baseline", "publisher_api"), pytest.mark.both_lines]
 
 ORDERS = Queue("orders", dead_letter=None)
 

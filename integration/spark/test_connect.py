@@ -68,6 +68,7 @@ def test_a_client_registers_the_format_and_reads_and_writes(vhost: VirtualHost, 
     assert "guest:guest" not in json.dumps(said)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_client_without_the_package_uses_what_the_server_finds(vhost: VirtualHost, tmp_path: Path) -> None:
     """Where the wheel is installed, nothing is registered."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from integration.support.programs import output_of
+from integration.support.spark import JAVA_OPTIONS
 from integration.test_examples import EXAMPLES, ROOT, assert_prints
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def test_the_examples_print_what_they_say(vhost: VirtualHost) -> None:
             "PYTHONPATH": str(ROOT),
             "RELIABLE_MQ_URL": vhost.url,
             "PYSPARK_PYTHON": sys.executable,
-            "JDK_JAVA_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",  # for the start of it
+            "JDK_JAVA_OPTIONS": JAVA_OPTIONS,  # for the start of it
         },
         timeout=350,
     )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Self
 import pyspark
 
 from integration.support.programs import ROOT, environment
-from integration.support.spark import SETTINGS
+from integration.support.spark import JAVA_OPTIONS, SETTINGS
 from integration.support.spark_application import descendants
 from reliable_mq.testing.waiting import wait_until
 
@@ -30,7 +30,6 @@ _MASTER = re.compile(r"Starting Spark master at (spark://\S+)")
 _WORKER = re.compile("(Successfully registered) with master")
 _CONNECT = re.compile(r"Spark Connect server started at: (\S+)")
 _HERE = "127.0.0.1"
-_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 
 
 class _Servers:
@@ -139,7 +138,7 @@ class StandaloneCluster(_Servers):
             SPARK_LOCAL_IP=host,
             SPARK_WORKER_DIR=str(self._directory / "work"),
             SPARK_DAEMON_MEMORY="300m",
-            SPARK_DAEMON_JAVA_OPTS=_OPTIONS,
+            SPARK_DAEMON_JAVA_OPTS=JAVA_OPTIONS,
         )
 
     @property
