@@ -13,7 +13,7 @@ from pyspark.sql.functions import col
 
 from integration.support.spark import bodies_of, drain
 from integration.support.spark_tasks import interrupted, small_arrow_batches
-from reliable_mq import Publisher, Queue
+from reliable_mq import Message, Publisher, Queue
 from reliable_mq.deadletters import DeadLetterQueue
 
 if TYPE_CHECKING:
@@ -73,6 +73,20 @@ def test_a_write_does_not_return_before_the_broker_has_confirmed(
         returned.set()
         assert not confirmed.result(60)
     assert len(drain(vhost, "orders")) == 100
+
+
+def test_traces_pass_through_source_and_sink(spark: SparkSession, vhost: VirtualHost) -> None:
+    """From a header into its column and back; one that a row has among its headers stays."""
+    events, trace = Queue("events", type="stream"), "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    with Publisher(vhost.url, topology=[events]) as publisher:
+        publisher.publish(Message(b"1", headers={"traceparent": trace}), routing_key="events")
+    source = spark.read.format("rabbitmq").options(url=vhost.url, stream="events")
+    read = source.schema("body binary, traceparent string").load()
+    own = trace.replace("-01", "-00")
+    write(read, vhost, routingKey="orders")
+    write(read.selectExpr("*", f"map('traceparent', '{own}') as headers"), vhost, routingKey="orders")
+    sent = [properties.headers["traceparent"] for properties, _ in drain(vhost, "orders")]
+    assert sent == [trace, own]
 
 
 @pytest.mark.parametrize(

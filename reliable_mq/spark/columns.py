@@ -76,6 +76,10 @@ READ_SCHEMA: Final = StructType(
     ]
 )
 
+#: Columns that can be read if the schema names them: most queries do not, and to decode them costs.
+_ON_REQUEST: Final = StructType([StructField("traceparent", StringType())])
+_READABLE: Final = StructType([*READ_SCHEMA, *_ON_REQUEST])
+
 _WHOLE: Final = (ByteType, ShortType, IntegerType, LongType)
 
 #: The columns that a sink accepts, with their types. Only ``body`` is required.
@@ -84,6 +88,7 @@ WRITTEN: Final[Mapping[str, tuple[type[DataType], ...]]] = {
     "exchange": (StringType,),
     "routing_key": (StringType,),
     "headers": (MapType, StructType),
+    "traceparent": (StringType,),
     "message_id": (StringType,),
     "correlation_id": (StringType,),
     "content_type": (StringType,),
@@ -108,8 +113,9 @@ _ARROW: Final[Mapping[str, Any]] = {
     "timestamp": pa.timestamp("us", tz="UTC"),
     "map<string,string>": pa.map_(pa.string(), pa.string()),
 }
-_TYPES: Final = {field.name: _ARROW[field.dataType.simpleString()] for field in READ_SCHEMA}
+_TYPES: Final = {field.name: _ARROW[field.dataType.simpleString()] for field in _READABLE}
 _STREAM_OFFSET: Final = "x-stream-offset"
+_TRACEPARENT: Final = b"\x0btraceparent"  # the name in a table
 _STAGED: Final = HEADER.encode()
 _OFFSET_ENTRY: Final = bytes((len(_STREAM_OFFSET),)) + _STREAM_OFFSET.encode() + b"l"
 _ONLY_OFFSET: Final = (len(_OFFSET_ENTRY) + 8).to_bytes(4) + _OFFSET_ENTRY  # a table that has nothing else
@@ -120,6 +126,7 @@ _FLAGS: Final = {
     "content_type": 0x8000,
     "content_encoding": 0x4000,
     "offset": 0x2000,
+    "traceparent": 0x2000,
     "delivery_count": 0x2000,
     "priority": 0x0800,
     "correlation_id": 0x0400,
@@ -151,11 +158,11 @@ def check_read_schema(schema: StructType) -> tuple[str, ...]:
     if len(set(names)) < len(names):
         raise ConfigurationError(f"the schema has a column twice: {', '.join(names)}")
     for field in schema:
-        if field.name not in READ_SCHEMA.fieldNames():
+        if field.name not in _READABLE.fieldNames():
             raise ConfigurationError(
-                f"the schema has a column {field.name!r}, and RabbitMQ has {', '.join(READ_SCHEMA.fieldNames())}"
+                f"the schema has a column {field.name!r}, and RabbitMQ has {', '.join(_READABLE.fieldNames())}"
             )
-        ours = READ_SCHEMA[field.name].dataType
+        ours = _READABLE[field.name].dataType
         if field.name == "headers" and isinstance(field.dataType, (MapType, StructType)):
             refusal = refusal_of(field.dataType, read=True)
             if refusal:
@@ -367,6 +374,14 @@ def _typed_headers(kind: DataType) -> Callable[[Properties], Any]:
     return read
 
 
+def _traceparent(properties: Properties) -> str | None:
+    """Return the context of the trace that a message is in, as W3C's header has it."""
+    if _TRACEPARENT not in properties.raw:
+        return None
+    value = properties.headers.get("traceparent")
+    return _as_text(value)
+
+
 def _offset(properties: Properties) -> int | None:
     raw = properties.raw
     at = _has_only_offset(raw)
@@ -463,6 +478,7 @@ _READERS: Final[Mapping[str, Callable[[Properties], Any]]] = {
     "offset": _offset,
     "delivery_count": _number_in_headers("x-delivery-count"),
     "headers": _headers,
+    "traceparent": _traceparent,
     "priority": lambda properties: properties.priority,
     "expiration": _expiration,
     "timestamp": _timestamp,

@@ -47,7 +47,10 @@ def letter_of_row(row: UnsendableRow, ids: MessageIds) -> Message:
     values = dict(row.values)
     body = values.pop("body", None)
     exchange, routing_key = values.pop("exchange", None), values.pop("routing_key", None)
-    table, unfit = _fit_headers(dict(values.pop("headers", None) or ()))
+    given = dict(values.pop("headers", None) or ())
+    if (traceparent := values.pop("traceparent", None)) is not None:
+        given.setdefault("traceparent", traceparent)
+    table, unfit = _fit_headers(given)
     fit: dict[str, Any] = {}
     for name, value in values.items():
         if value is None or name == "persistent":

@@ -14,6 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
+import re
 from hashlib import blake2b
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from reliable_mq.spark.options import WriteOptions
 
 __all__ = ["MessageIds", "Outgoing", "RowPlan", "UnsendableRow"]
+
+_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]{1,64})?")
 
 
 class UnsendableRow(NamedTuple):
@@ -161,6 +164,13 @@ def _properties(names: tuple[str, ...], values: tuple[Any, ...]) -> dict[str, An
     properties = {name: value for name, value in zip(names, values, strict=True) if value is not None}
     if "headers" in properties:
         properties["headers"] = dict(properties["headers"])
+    if "traceparent" in properties:  # unless the row has a context among its headers
+        traceparent = properties.pop("traceparent")
+        if not _TRACEPARENT.fullmatch(traceparent):
+            raise ConfigurationError(
+                f"traceparent must be a context in W3C's form, 00-TRACE-SPAN-01 say, not {traceparent[:80]!r}: null it"
+            )
+        properties["headers"] = {"traceparent": traceparent, **properties.get("headers", {})}
     if "timestamp" in properties:
         properties["timestamp"] = moment(properties["timestamp"])
     return properties

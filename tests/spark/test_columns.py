@@ -241,3 +241,17 @@ def test_rows_must_go_somewhere() -> None:
         check_written_schema(schema("body string"), nowhere)
     check_written_schema(schema("body string"), WriteOptions(url="amqp://localhost/", exchange="fanout"))
     check_written_schema(schema("body string, routing_key string"), nowhere)
+
+
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def test_the_context_of_a_trace_is_read_if_the_schema_names_it() -> None:
+    wanted = check_read_schema(schema("body binary, traceparent string"))
+    for message, expected in (
+        (Message(b"x", headers={"traceparent": TRACE, "n": 1}), TRACE),
+        (Message(b"x", headers={"n": 1}), None),
+        (Message(b"x"), None),
+    ):
+        assert row(of(message), *wanted) == [b"x", expected]
+    assert "traceparent" not in READ_SCHEMA.fieldNames()

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from reliable_mq.spark.dead_rows import letter_of_row
 from reliable_mq.spark.options import WriteOptions
 from reliable_mq.spark.rows import MessageIds, Outgoing, RowPlan, UnsendableRow
 
@@ -133,3 +134,30 @@ def test_carbon_copies_of_text_are_refused() -> None:
     batch = pa.RecordBatch.from_pydict({"body": ["a"], "headers": headers})
     (row,) = plan("body", "headers", routing_key="q").messages(batch, MessageIds("q"), 0)
     assert "'CC'" in unsendable(row).reason
+
+
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def test_the_context_of_a_trace_is_a_header_unless_the_row_has_one() -> None:
+    kind = pa.map_(pa.string(), pa.string())
+    own = {"traceparent": TRACE.replace("-01", "-00")}
+    columns = {
+        "body": ["a", "b", "c"],
+        "traceparent": [TRACE, TRACE, None],
+        "headers": pa.array([[("n", "1")], list(own.items()), None], kind),
+    }
+    found = [dict(out.message.headers) for out in messages(columns, routing_key="q")]
+    assert found == [{"n": "1", "traceparent": TRACE}, own, {}]
+    assert dict(messages({"body": ["a"], "traceparent": [TRACE]}, routing_key="q")[0].message.headers) == {
+        "traceparent": TRACE
+    }
+
+
+def test_a_context_of_another_form_is_refused_by_its_column() -> None:
+    batch = pa.RecordBatch.from_pydict({"body": ["a"], "traceparent": ["0af7"]})
+    made = plan("body", "traceparent", routing_key="q")
+    [refused] = made.messages(batch, MessageIds("q/0/0", made.constant), 0)
+    row = unsendable(refused)
+    assert row.reason == "traceparent must be a context in W3C's form, 00-TRACE-SPAN-01 say, not '0af7': null it"
+    assert letter_of_row(row, MessageIds("q/0/0")).headers["traceparent"] == "0af7"
