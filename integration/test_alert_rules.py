@@ -107,6 +107,10 @@ FAULTS = {
     "ReliableMQStoreFailing": Fault(
         {f"reliable_mq_consumer_store_failures_total{{{CONSUMER}}}": "5+0x39 5+1x160"}, 105, 135, 0, CONSUMER
     ),
+    "ReliableMQTokensNotRenewed": Fault(
+        {f'reliable_mq_consumer_token_renewals_total{{{CONSUMER},outcome="refused"}}': "0+0x39 1+0x160"},
+        -15, 15, 16 * MINUTES, f'{CONSUMER},outcome="refused"',
+    ),
     "ReliableMQEventLoopStalled": Fault(
         {f"reliable_mq_consumer_event_loop_stalled_seconds_total{{{CONSUMER}}}": "3+0x39 35+0x160"},
         -15, 15, 16 * MINUTES, CONSUMER,

@@ -16,7 +16,17 @@ from integration.support.blocking import BlockingPublisher
 from integration.support.command_line import run_cli
 from integration.support.monitored import MonitoredShop
 from integration.support.prometheus import Prometheus
-from reliable_mq import Consumer, DeadLetter, KillSwitch, Message, Publisher, PublishError, Queue, RetryPolicy
+from reliable_mq import (
+    Consumer,
+    Credentials,
+    DeadLetter,
+    KillSwitch,
+    Message,
+    Publisher,
+    PublishError,
+    Queue,
+    RetryPolicy,
+)
 from reliable_mq.errors import IdempotencyStoreError
 from reliable_mq.monitoring import QueueDepths
 from reliable_mq.monitoring.alerts import ALERTS
@@ -123,6 +133,7 @@ class Faults:
             "ReliableMQConsumerDisconnected": self._consumer_cut,
             "ReliableMQHandlersOverdue": self._handler_hangs,
             "ReliableMQStoreFailing": self._store_down,
+            "ReliableMQTokensNotRenewed": self._no_further_token,
             "ReliableMQEventLoopStalled": self._loop_blocked,
         }
         return methods[alert](alert)
@@ -192,6 +203,17 @@ class Faults:
 
     def _store_down(self, name: str) -> Callable[[], object]:
         return self._consumer(name, lambda _delivery: None, idempotency=Down())
+
+    def _no_further_token(self, name: str) -> Callable[[], object]:
+        over = threading.Event()
+
+        def credentials() -> Credentials:
+            if over.is_set():
+                raise OSError("the authorization server is away")
+            return Credentials("guest", "guest", expires_in=2)
+
+        self._publisher(name, credentials=credentials)
+        return over.set
 
     def _loop_blocked(self, name: str) -> Callable[[], object]:
         publisher = BlockingPublisher(self._url, registry=self.registry, name=name, heartbeat=5)

@@ -203,6 +203,20 @@ ALERTS: Final = (
         description="Deliveries that the store cannot claim or complete are not acked, and come again.",
     ),
     Alert(
+        name="ReliableMQTokensNotRenewed",
+        severity="warning",
+        expression=(
+            'increase(reliable_mq_publisher_token_renewals_total{outcome!="accepted"}[WINDOW]) > 0\n'
+            "or\n"
+            'increase(reliable_mq_consumer_token_renewals_total{outcome!="accepted"}[WINDOW]) > 0'
+        ),
+        summary=(
+            "A token was not renewed ({{ $labels.outcome }}): "
+            "{{ $labels.publisher }}{{ $labels.consumer }} of {{ $labels.job }} ({{ $labels.instance }})"
+        ),
+        description="The broker has refused the next token, or the credentials callback has failed.",
+    ),
+    Alert(
         name="ReliableMQEventLoopStalled",
         severity="warning",
         expression=(

@@ -1,7 +1,7 @@
 """The dashboards for Grafana: which panels there are, and what each of them asks.
 
-A panel is declared once, here; `reliable_mq.monitoring.grafana` writes Grafana's JSON. ``FILTER`` in an expression
-stands for the label matchers of the variables of its dashboard. ``$__rate_interval`` and ``$__range`` are Grafana's.
+A panel is declared once, here, of what `reliable_mq.monitoring.panels` has; `reliable_mq.monitoring.grafana` writes
+Grafana's JSON.
 
 Invariants: an expression has data as soon as its metrics exist, also while all is well; the colours of thresholds mean
 the same everywhere: green for healthy, yellow for look at it, red for act.
@@ -9,106 +9,11 @@ the same everywhere: green for healthy, yellow for look at it, red for act.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
-__all__ = ["DASHBOARDS", "Dashboard", "Panel", "PanelQuery", "Row", "Variable"]
+from reliable_mq.monitoring.panels import Dashboard, Panel, PanelQuery, Row, Variable, growth, quantiles, rates, stat
 
-Unit = Literal["short", "ops", "s", "percentunit"]
-"""Grafana's name of a unit: a count, a number per second, seconds, a share of 1."""
-
-
-@dataclass(frozen=True, slots=True)
-class PanelQuery:
-    """A query of a panel.
-
-    Attributes:
-        expression: in PromQL, with ``FILTER``.
-        legend: the name of a series; ``{{label}}`` stands for the value of a label.
-    """
-
-    expression: str
-    legend: str
-
-
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """A panel.
-
-    Attributes:
-        title: in the words of the metrics.
-        help: what it shows, and when to worry.
-        queries: at least one.
-        unit: of all its values.
-        kind: one number, or lines over time.
-        warn, alarm: from these values on it is yellow, or red; None for never.
-    """
-
-    title: str
-    help: str
-    queries: tuple[PanelQuery, ...]
-    unit: Unit = "short"
-    kind: Literal["stat", "timeseries"] = "timeseries"
-    warn: float | None = None
-    alarm: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A row of panels under a title."""
-
-    title: str
-    panels: tuple[Panel, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Variable:
-    """A choice at the top of a dashboard, of a label; it narrows the ones after it."""
-
-    label: str
-    metric: str
-
-
-@dataclass(frozen=True, slots=True)
-class Dashboard:
-    """A dashboard."""
-
-    name: str
-    title: str
-    description: str
-    variables: tuple[Variable, ...]
-    rows: tuple[Row, ...]
-
-
-def _stat(
-    title: str, description: str, expression: str, unit: Unit = "short", *, warn: float | None = None,
-    alarm: float | None = None,
-) -> Panel:  # fmt: skip
-    return Panel(title, description, (PanelQuery(expression, ""),), unit, "stat", warn, alarm)
-
-
-def _rate(metric: str, by: str, more: str = "") -> str:
-    """Return the rate of a counter per second."""
-    return f"sum by ({by}) (rate(reliable_mq_{metric}_total{{FILTER{more}}}[$__rate_interval]))"
-
-
-def _rates(by: str, *metrics: tuple[str, str], more: str = "") -> tuple[PanelQuery, ...]:
-    """Return a query for the rate of each metric, given with its legend."""
-    return tuple(PanelQuery(_rate(metric, by, more), legend) for metric, legend in metrics)
-
-
-def _quantiles(metric: str, by: str, legend: str) -> tuple[PanelQuery, ...]:
-    rate = f"sum by (le, {by}) (rate(reliable_mq_{metric}_bucket{{FILTER}}[$__rate_interval]))"
-    return tuple(
-        PanelQuery(f"histogram_quantile({quantile}, {rate})", f"{legend} p{quantile * 100:g}")
-        for quantile in (0.5, 0.99)
-    )
-
-
-def _range(metric: str, more: str = "") -> str:
-    """Return the growth of a counter over the time shown; 0 where it does not exist."""
-    return f"sum(increase(reliable_mq_{metric}_total{{FILTER{more}}}[$__range])) or vector(0)"
-
+__all__ = ["DASHBOARDS"]
 
 _NOT_CONFIRMED: Final = ', outcome!="confirmed"'
 
@@ -125,19 +30,19 @@ PUBLISHERS: Final = Dashboard(
         Row(
             "Health",
             (
-                _stat(
+                stat(
                     "Not connected",
                     "Publishers that have no channel on which the broker takes messages. They go on trying.",
                     "count(reliable_mq_publisher_connected{FILTER} == 0) or vector(0)",
                     alarm=1,
                 ),
-                _stat(
+                stat(
                     "Blocked",
                     "Publishers that the broker blocks: it has a memory or disk alarm.",
                     "sum(reliable_mq_publisher_blocked{FILTER})",
                     alarm=1,
                 ),
-                _stat(
+                stat(
                     "Oldest outstanding",
                     "Age of the oldest message that is submitted and not settled. Above a minute, the broker does not "
                     "confirm it.",
@@ -146,20 +51,20 @@ PUBLISHERS: Final = Dashboard(
                     warn=10,
                     alarm=60,
                 ),
-                _stat(
+                stat(
                     "Confirmed per second",
                     "Messages that the broker has confirmed.",
                     'sum(rate(reliable_mq_publisher_settled_total{FILTER, outcome="confirmed"}[$__rate_interval]))',
                     "ops",
                 ),
-                _stat(
+                stat(
                     "Not confirmed",
                     "Messages in the time shown that were nacked, returned, refused, or have an unknown outcome. The "
                     "publisher raised an error for each.",
-                    _range("publisher_settled", _NOT_CONFIRMED),
+                    growth("publisher_settled", _NOT_CONFIRMED),
                     warn=1,
                 ),
-                _stat(
+                stat(
                     "Set aside in outboxes",
                     "Messages that stay unpublished until an operator decides: reliable-mq outbox status.",
                     "sum(reliable_mq_outbox_set_aside{FILTER}) or vector(0)",
@@ -173,14 +78,14 @@ PUBLISHERS: Final = Dashboard(
                 Panel(
                     "Settled per second",
                     "Messages settled, by outcome. Everything but confirmed is an error for its caller.",
-                    _rates("outcome", ("publisher_settled", "{{outcome}}")),
+                    rates("outcome", ("publisher_settled", "{{outcome}}")),
                     "ops",
                 ),
                 Panel(
                     "Time to confirm",
                     "From submission to the confirm of the broker, median and 99th percentile. Both rise if the broker "
                     "or its disks are slow.",
-                    _quantiles("publisher_confirm_seconds", "publisher", "{{publisher}}"),
+                    quantiles("publisher_confirm_seconds", "publisher", "{{publisher}}"),
                     "s",
                     warn=1,
                     alarm=10,
@@ -214,7 +119,7 @@ PUBLISHERS: Final = Dashboard(
                     "Published again",
                     "Attempts beyond the first of a message, attempts in doubt (their channel was lost before the "
                     "confirm), and nacks. Bursts belong to lost connections; a steady rate of nacks is a full queue.",
-                    _rates(
+                    rates(
                         "publisher",
                         ("publisher_republished", "{{publisher}} again"),
                         ("publisher_in_doubt", "{{publisher}} in doubt"),
@@ -226,7 +131,7 @@ PUBLISHERS: Final = Dashboard(
                     "Ignored frames per second",
                     "Returns and confirms that matched no outstanding message: late, repeated or of an older channel. "
                     "They change nothing.",
-                    _rates(
+                    rates(
                         "publisher",
                         ("publisher_stray_returns", "{{publisher}} returns"),
                         ("publisher_stale_confirms", "{{publisher}} confirms"),
@@ -251,13 +156,13 @@ PUBLISHERS: Final = Dashboard(
                 Panel(
                     "Reconnects per second",
                     "Connections lost and made again.",
-                    _rates("instance, publisher", ("publisher_reconnects", "{{publisher}} {{instance}}")),
+                    rates("instance, publisher", ("publisher_reconnects", "{{publisher}} {{instance}}")),
                     "ops",
                 ),
                 Panel(
                     "Share of time blocked",
                     "By a memory or disk alarm of the broker. 100 %: nothing is published.",
-                    _rates("instance, publisher", ("publisher_blocked_seconds", "{{publisher}} {{instance}}")),
+                    rates("instance, publisher", ("publisher_blocked_seconds", "{{publisher}} {{instance}}")),
                     "percentunit",
                     warn=0.01,
                     alarm=0.5,
@@ -266,11 +171,18 @@ PUBLISHERS: Final = Dashboard(
                     "Event loop stood still",
                     "Share of time for which the event loop was blocked, half a heartbeat or more at a time (asyncio "
                     "only). Something that blocks runs on the loop.",
-                    _rates(
+                    rates(
                         "instance, publisher", ("publisher_event_loop_stalled_seconds", "{{publisher}} {{instance}}")
                     ),
                     "percentunit",
                     warn=0.001,
+                ),
+                Panel(
+                    "Tokens renewed per second",
+                    "Renewals of the tokens of open connections, by outcome. Refused by the broker, or failed (the "
+                    "credentials callback gave none): the connection is lost when its token expires.",
+                    rates("publisher, outcome", ("publisher_token_renewals", "{{publisher}} {{outcome}}")),
+                    "ops",
                 ),
             ),
         ),
@@ -311,8 +223,8 @@ PUBLISHERS: Final = Dashboard(
                     "Stored and relayed per second",
                     "Messages made durable, and attempts to publish a row by outcome.",
                     (
-                        *_rates("publisher", ("outbox_stored", "{{publisher}} stored")),
-                        *_rates("publisher, outcome", ("outbox_relayed", "{{publisher}} {{outcome}}")),
+                        *rates("publisher", ("outbox_stored", "{{publisher}} stored")),
+                        *rates("publisher, outcome", ("outbox_relayed", "{{publisher}} {{outcome}}")),
                     ),
                     "ops",
                 ),
@@ -320,7 +232,7 @@ PUBLISHERS: Final = Dashboard(
                     "Failures per second",
                     "Messages that could not be stored; pauses of the relay, because it could not reach the broker or "
                     "the outbox.",
-                    _rates("publisher, what", ("outbox_failures", "{{publisher}} {{what}}")),
+                    rates("publisher, what", ("outbox_failures", "{{publisher}} {{what}}")),
                     "ops",
                 ),
             ),
@@ -342,25 +254,25 @@ CONSUMERS: Final = Dashboard(
         Row(
             "Health",
             (
-                _stat(
+                stat(
                     "Not subscribed",
                     "Consumers that are not subscribed to their queue. They go on trying.",
                     "count(reliable_mq_consumer_connected{FILTER} == 0) or vector(0)",
                     alarm=1,
                 ),
-                _stat(
+                stat(
                     "Paused",
                     "Consumers that their kill switch pauses: nearly all handlers fail.",
                     "sum(reliable_mq_consumer_paused{FILTER})",
                     alarm=1,
                 ),
-                _stat(
+                stat(
                     "Handled per second",
                     "Deliveries that a handler finished.",
                     "sum(rate(reliable_mq_consumer_handled_total{FILTER}[$__rate_interval]))",
                     "ops",
                 ),
-                _stat(
+                stat(
                     "Failed attempts",
                     "Share of deliveries whose handler failed.",
                     "sum(rate(reliable_mq_consumer_failed_attempts_total{FILTER}[$__rate_interval]))\n"
@@ -369,17 +281,17 @@ CONSUMERS: Final = Dashboard(
                     warn=0.1,
                     alarm=0.5,
                 ),
-                _stat(
+                stat(
                     "Dead-lettered",
                     "Messages in the time shown that were given up: reliable-mq dlq stats.",
-                    _range("consumer_dead_lettered"),
+                    growth("consumer_dead_lettered"),
                     warn=1,
                 ),
-                _stat(
+                stat(
                     "Rejected",
                     "Messages in the time shown that ended without a dead-letter queue of ours. The broker may have "
                     "dropped them.",
-                    _range("consumer_rejected"),
+                    growth("consumer_rejected"),
                     alarm=1,
                 ),
             ),
@@ -390,7 +302,7 @@ CONSUMERS: Final = Dashboard(
                 Panel(
                     "Deliveries per second",
                     "Received, handled and acked. Lines that part for long mean that handlers fall behind.",
-                    _rates(
+                    rates(
                         "queue",
                         ("consumer_deliveries", "{{queue}} delivered"),
                         ("consumer_handled", "{{queue}} handled"),
@@ -401,7 +313,7 @@ CONSUMERS: Final = Dashboard(
                 Panel(
                     "Time in the handler",
                     "Per call, median and 99th percentile.",
-                    _quantiles("consumer_handler_seconds", "consumer", "{{consumer}}"),
+                    quantiles("consumer_handler_seconds", "consumer", "{{consumer}}"),
                     "s",
                 ),
                 Panel(
@@ -418,7 +330,7 @@ CONSUMERS: Final = Dashboard(
                 Panel(
                     "Acks per second",
                     "Frames sent, and deliveries acked without a frame of their own.",
-                    _rates(
+                    rates(
                         "queue",
                         ("consumer_acks_sent", "{{queue}} frames"),
                         ("consumer_acks_saved", "{{queue}} saved"),
@@ -433,7 +345,7 @@ CONSUMERS: Final = Dashboard(
                 Panel(
                     "Failed attempts per second",
                     "Attempts that failed, failures that are tried again, and messages moved to a delay queue.",
-                    _rates(
+                    rates(
                         "queue",
                         ("consumer_failed_attempts", "{{queue}} failed"),
                         ("consumer_retried", "{{queue}} retried"),
@@ -445,7 +357,7 @@ CONSUMERS: Final = Dashboard(
                     "Dead letters per second",
                     "Messages given up; of these, messages without a handler (undecodable, too large, newer format); "
                     "messages moved to quarantine; messages rejected without a dead-letter queue of ours.",
-                    _rates(
+                    rates(
                         "queue",
                         ("consumer_dead_lettered", "{{queue}} dead-lettered"),
                         ("consumer_rejected_unseen", "{{queue}} without a handler"),
@@ -476,7 +388,7 @@ CONSUMERS: Final = Dashboard(
                 Panel(
                     "Retries and dead letters that were not confirmed",
                     "Their originals stay unacked, and are tried again. A steady rate: the broker does not take them.",
-                    _rates("queue", ("consumer_republish_failed", "{{queue}}")),
+                    rates("queue", ("consumer_republish_failed", "{{queue}}")),
                     "ops",
                 ),
                 Panel(
@@ -484,7 +396,7 @@ CONSUMERS: Final = Dashboard(
                     "Consumers paused by their kill switch now, and pauses per second.",
                     (
                         PanelQuery("sum by (consumer) (reliable_mq_consumer_paused{FILTER})", "{{consumer}} paused"),
-                        *_rates("consumer", ("consumer_pauses", "{{consumer}} pauses")),
+                        *rates("consumer", ("consumer_pauses", "{{consumer}} pauses")),
                     ),
                     alarm=1,
                 ),
@@ -497,7 +409,7 @@ CONSUMERS: Final = Dashboard(
                     "Redelivered and duplicates per second",
                     "Deliveries that the broker flagged as redelivered, deliveries that the idempotency store has as "
                     "done, and deliveries that waited for another holder of their claim.",
-                    _rates(
+                    rates(
                         "queue",
                         ("consumer_redelivered", "{{queue}} redelivered"),
                         ("consumer_duplicates", "{{queue}} duplicates"),
@@ -508,7 +420,7 @@ CONSUMERS: Final = Dashboard(
                 Panel(
                     "Failures of the idempotency store per second",
                     "Nothing is acked without it: the queue grows while it fails.",
-                    _rates("queue", ("consumer_store_failures", "{{queue}}")),
+                    rates("queue", ("consumer_store_failures", "{{queue}}")),
                     "ops",
                     warn=0.001,
                 ),
@@ -531,7 +443,7 @@ CONSUMERS: Final = Dashboard(
                     "Reconnects and cancellations per second",
                     "Connections lost and made again, and subscriptions that the broker ended (queue deleted or moved, "
                     "consumer timeout).",
-                    _rates(
+                    rates(
                         "consumer",
                         ("consumer_reconnects", "{{consumer}} reconnects"),
                         ("consumer_cancelled", "{{consumer}} cancelled"),
@@ -542,7 +454,7 @@ CONSUMERS: Final = Dashboard(
                     "Deliveries that come again, per second",
                     "Unsettled when their channel was lost, requeued by us, or taken back by the consumer timeout; "
                     "overdue: close to that; stale: results of an older channel, dropped.",
-                    _rates(
+                    rates(
                         "consumer",
                         ("consumer_lost_deliveries", "{{consumer}} lost"),
                         ("consumer_requeued", "{{consumer}} requeued"),
@@ -556,9 +468,16 @@ CONSUMERS: Final = Dashboard(
                     "Event loop stood still",
                     "Share of time for which the event loop was blocked, half a heartbeat or more at a time (asyncio "
                     "only). Something that blocks runs on the loop.",
-                    _rates("instance, consumer", ("consumer_event_loop_stalled_seconds", "{{consumer}} {{instance}}")),
+                    rates("instance, consumer", ("consumer_event_loop_stalled_seconds", "{{consumer}} {{instance}}")),
                     "percentunit",
                     warn=0.001,
+                ),
+                Panel(
+                    "Tokens renewed per second",
+                    "Renewals of the tokens of open connections, by outcome. Refused by the broker, or failed (the "
+                    "credentials callback gave none): the connection is lost when its token expires.",
+                    rates("consumer, outcome", ("consumer_token_renewals", "{{consumer}} {{outcome}}")),
+                    "ops",
                 ),
             ),
         ),
