@@ -109,10 +109,13 @@ class ConsumerSigns(Signs):
     Attributes:
         paused: whether the kill switch pauses it.
         paused_at: since when; None if it has just begun.
+        republisher: of its connection for retries and dead letters, whose work are messages that are not confirmed;
+            None if there was no message yet.
     """
 
     paused: bool = False
     paused_at: float | None = None
+    republisher: PublisherSigns | None = None
 
 
 class _Problem(NamedTuple):
@@ -190,12 +193,19 @@ def _of_outbox(outbox: OutboxSigns, signs: PublisherSigns, now: float) -> list[_
 
 
 def _of_consumer(signs: ConsumerSigns, now: float) -> list[_Problem]:
+    problems = [] if signs.republisher is None else _of_republisher(signs.republisher, now)
     if not signs.connected:
-        return [] if signs.given_up else [_not_connected(signs)]
+        return problems if signs.given_up else [_not_connected(signs), *problems]
     if signs.paused:
         since = now if signs.paused_at is None else signs.paused_at
-        return [_Problem("paused by the kill switch: its handlers fail", since, progressing=False)]
-    return []
+        return [_Problem("paused by the kill switch: its handlers fail", since, progressing=False), *problems]
+    return problems
+
+
+def _of_republisher(signs: PublisherSigns, now: float) -> list[_Problem]:
+    """Find what keeps retries and dead letters back, if there are any."""
+    problems = _common(signs, now) + (_of_publisher(signs, now) if signs.work else [])
+    return [problem._replace(text=f"its retries and dead letters: {problem.text}") for problem in problems]
 
 
 def _not_connected(signs: Signs) -> _Problem:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from reliable_mq.core.consumer.delivery import message_names
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
+    from reliable_mq.core.health import PublisherSigns
     from reliable_mq.core.retry.dead_letters import RepublishRequest
     from reliable_mq.tracing.consuming import ConsumerTracer
 
@@ -44,6 +46,22 @@ class BaseRepublisher:
     def put(self, republish: RepublishRequest) -> None:
         """Publish a message. Does not block."""
         raise NotImplementedError
+
+    def signs(self, now: float, work: int) -> PublisherSigns | None:
+        """Return the signs of health; None before it has tried to connect.
+
+        Any thread; does not wait.
+
+        Args:
+            now: on the monotonic clock, in seconds.
+            work: messages that are to be published.
+        """
+        publisher = self._publisher
+        channel = publisher._started_channel  # noqa: SLF001  # no user has this publisher
+        if channel is None or not channel.tried:
+            return None
+        signs: PublisherSigns = channel.signs(now, publisher._options.confirm_timeout, None)  # noqa: SLF001
+        return replace(signs, work=max(signs.work, work))
 
     def _attempt(self, republish: RepublishRequest) -> AbstractContextManager[object]:
         """Return a block in the context of the last attempt."""

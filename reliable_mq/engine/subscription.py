@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -229,7 +230,10 @@ class BaseSubscription:
 
     def signs(self, now: float, stuck_after: float) -> ConsumerSigns:
         """Return the signs of health. Any thread; does not wait."""
-        return self._vitals.signs(self.session, self._io, self.error, now, stuck_after)
+        signs = self._vitals.signs(self.session, self._io, self.error, now, stuck_after)
+        if self.republisher is None:
+            return signs
+        return replace(signs, republisher=self.republisher.signs(now, self.session.republishing))
 
     def report(self, results: Sequence[Result]) -> None:
         """Pass the results of dispatched deliveries on to the session.

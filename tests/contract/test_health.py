@@ -194,5 +194,25 @@ def test_a_paused_consumer_is_not_ready(broker: ScriptedBroker, new_consumer: Ne
         assert "kill switch" in health.reason
 
 
+def test_a_consumer_whose_dead_letters_cannot_be_published_is_not_ready(
+    broker: ScriptedBroker, new_consumer: NewClient
+) -> None:
+    """They have a connection of their own, made for the first of them."""
+
+    def fail(_delivery: Any) -> None:
+        raise ValueError("no stock")
+
+    with new_consumer(fail, retry=RetryPolicy(1), dead_letter="orders.dead") as consumer:
+        wait_health(consumer, lambda health: health.ready)
+        broker.refusals["Connection.Open"] = 541, "INTERNAL_ERROR - starting"
+        broker.consuming.deliver(b"fails")
+        health = wait_health(consumer, lambda health: not health.ready)
+        assert states(health) == (True, False, True)
+        assert health.reason.startswith("its retries and dead letters: not connected")
+        broker.script = lambda published: published.channel.ack(published.number)
+        del broker.refusals["Connection.Open"]
+        wait_health(consumer, lambda health: health.ready)
+
+
 def test_both_apis_have_it() -> None:
     assert AsyncPublisher.health is Publisher.health

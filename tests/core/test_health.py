@@ -83,6 +83,21 @@ def test_a_paused_consumer_is_live_and_neither_ready_nor_progressing() -> None:
     assert judge(replace(CONSUMER, paused=True)).since == WALL_CLOCK
 
 
+def test_the_connection_for_retries_counts_while_some_wait_for_it() -> None:
+    away = replace(PUBLISHER, connected=False, changed_at=NOW - 5, disconnected_reason="refused")
+    assert judge(replace(CONSUMER, republisher=away)) == WELL
+    waits = judge(replace(CONSUMER, republisher=replace(away, work=2)))
+    assert waits == Health(True, False, True, WALL_CLOCK - 5, "its retries and dead letters: not connected: refused")
+    stuck = judge(replace(CONSUMER, republisher=replace(PUBLISHER, work=2, worked_at=NOW - 30)))
+    assert (stuck.live, stuck.ready, stuck.progressing) == (True, True, False)
+    ended = judge(replace(CONSUMER, paused=True, republisher=replace(away, given_up="403")))
+    assert (ended.live, ended.ready, ended.progressing) == (False, False, False)
+    assert ended.reason.endswith("; its retries and dead letters: given up: 403")
+    lost = judge(replace(CONSUMER, connected=False, republisher=replace(away, loop_over=True)))
+    assert lost.reason.startswith("not connected")
+    assert not lost.live
+
+
 def test_with_an_outbox_the_broker_is_not_needed_to_be_ready() -> None:
     away = replace(PUBLISHER, connected=False, outbox=OutboxSigns(open=True))
     assert judge(away) == WELL

@@ -485,6 +485,11 @@ class ConsumerSession:
         return self._running
 
     @property
+    def republishing(self) -> int:
+        """The number of retries and dead letters that are being published."""
+        return self._settlement.republish.publishing
+
+    @property
     def held(self) -> int:
         """The number of deliveries held: for their next attempt, or to be published."""
         return self._settlement.held

@@ -66,6 +66,11 @@ class RepublishQueue:
         self._ready: list[RepublishRequest] = []
         self._publishing: set[RepublishRequest] = set()
 
+    @property
+    def publishing(self) -> int:
+        """How many are being published: handed over, without an outcome."""
+        return len(self._publishing)
+
     def opened(self) -> None:
         """Begin with a channel on which the queues of the policy are declared."""
         delays = self._delay_queues
