@@ -11,16 +11,18 @@ from pyspark import cloudpickle
 from pyspark.sql.datasource import DataSourceReader, EqualTo, GreaterThanOrEqual
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
 
-from reliable_mq import Message, Publisher, Queue
+from reliable_mq import Binding, Exchange, Message, Publisher, Queue
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError, TopologyMismatch
-from reliable_mq.spark import stream_reader
+from reliable_mq.spark import stream_reader, super_streams
 from reliable_mq.spark.datasource import RabbitMQDataSource
 from reliable_mq.spark.options import read_options
 from reliable_mq.spark.stream_broker import StreamChannel, StreamEnd
 from reliable_mq.spark.stream_filters import ValueFilter
 from reliable_mq.spark.stream_offsets import StreamRange
 from reliable_mq.spark.stream_reader import RangeReader
+from reliable_mq.spark.super_streams import PartitionFinder
 from reliable_mq.testing.waiting import wait_until
+from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
     from random import Random
@@ -352,6 +354,53 @@ def test_a_super_stream_is_its_partitions(vhost: VirtualHost) -> None:
     ]
     with pytest.raises(ConfigurationError, match="there is no stream 'missing'"):
         batch(vhost.url, stream="missing").partitions()
+
+
+def bind(vhost: VirtualHost, partitions: dict[str, int]) -> None:
+    """Bind streams to the super stream ``orders``, each with a message, in the order that is given."""
+    for name, order in partitions.items():
+        queue = Queue(name, type="stream")
+        publish(vhost, 1, queue=queue)
+        place = Binding(Exchange("orders"), queue, name, arguments={"x-stream-partition-order": order})
+        with Publisher(vhost.url, topology=[place]) as publisher:
+            publisher.connect()
+
+
+def test_partitions_are_found_by_their_bindings(vhost: VirtualHost) -> None:
+    """With the management API: whatever they are called, in the order that the bindings have."""
+    bind(vhost, {"orders-de": 2, "orders-at": 1, "orders-ch": 0})
+    api = vhost.broker.management.url
+    settings = parse_url(vhost.url)
+    with StreamChannel(settings, name="test") as channel:
+        assert PartitionFinder(settings, ["orders"], api).streams(channel) == ["orders-ch", "orders-at", "orders-de"]
+    publish(vhost, 1)
+    both = batch(vhost.url, stream="orders,events", managementUrl=api)
+    names = ["events", "orders-at", "orders-ch", "orders-de"]
+    assert both.partitions() == [StreamRange(name, 0, 1) for name in names]
+    with pytest.raises(ConfigurationError, match="no stream 'missing', and no super stream"):
+        batch(vhost.url, stream="missing", managementUrl=api).partitions()
+    wrong = f"http://nobody:s3cret@{api.removeprefix('http://').rpartition('@')[2]}"
+    with pytest.raises(BrokerUnavailable, match=r"bindings of 'orders' cannot be read: .*401") as refused:
+        batch(vhost.url, stream="orders", managementUrl=wrong).partitions()
+    assert "s3cret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("by_bindings", [True, False])
+def test_a_new_partition_is_read_by_a_query_that_runs(
+    vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch, by_bindings: bool
+) -> None:
+    """From its first message, after a batch that pins that; the others go on where they were."""
+    monkeypatch.setattr(super_streams, "_LOOK_AGAIN", 0.0)
+    bind(vhost, {"orders-0": 0, "orders-1": 1})
+    given = {"managementUrl": vhost.broker.management.url} if by_bindings else {}
+    reader = source(vhost.url, stream="orders", startingOffsets="earliest", **given)
+    start = restored(reader.latestOffset(restored(reader.initialOffset()), ANY))
+    assert ranges_from(reader, start) == [StreamRange("orders-0", 0, 1), StreamRange("orders-1", 0, 1)]
+    bind(vhost, {"orders-2": 2})
+    read_so_far = {"orders-0": 1, "orders-1": 1}
+    wait_until(lambda: reader.latestOffset(read_so_far, ANY) != read_so_far, timeout=60, what="it is found")
+    assert ranges_from(reader, read_so_far) == [StreamRange("orders-2", 0, 1)]
+    reader.stop()
 
 
 # -- streaming reads ---------------------------------------------------------------------------------------------------

@@ -163,8 +163,9 @@ def _is_loopback(host: str) -> bool:
 
 def _found_by(settings: ConnectionSettings, management_url: str | None) -> Callable[[], list[str]]:
     """Return a function that finds the queues in which dead letters end."""
-    from reliable_mq.cli.doctor.management import ManagementAPI, ManagementError, Snapshot
+    from reliable_mq.cli.doctor.management import Snapshot
     from reliable_mq.cli.doctor.queues import dead_letter_queues
+    from reliable_mq.monitoring.management import ManagementAPI, ManagementError
 
     def find() -> list[str]:
         apis = [ManagementAPI.at(management_url, settings)] if management_url else ManagementAPI.beside(settings)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final, NoReturn
 
 from reliable_mq.errors import ConfigurationError
+from reliable_mq.monitoring.management import ManagementAPI
 from reliable_mq.spark.queue_prefetch import LARGEST_PREFETCH
 from reliable_mq.topology import Queue
 from reliable_mq.url import parse_url
@@ -55,6 +56,7 @@ _STREAM: Final = (
     "filterPushdown",
     "streamFilter",
     "streamFilterMatchUnfiltered",
+    "managementUrl",
 )
 _PUBLISHER: Final = (
     "publisher.maxOutstanding",
@@ -147,6 +149,7 @@ class StreamOptions(_ReadOptions):
         ending_offsets: where a batch ends; ``latest`` where it is not given.
         ending_timestamp: in place of ``ending_offsets``.
         filter_pushdown: whether a batch takes filters of Spark's.
+        management_url: of the API that lists the partitions of super streams; None to find them by their names.
         stream_filter: values of ``x-stream-filter-value`` that are read; None for all messages.
         match_unfiltered: whether messages without that header are read, too.
         max_messages: rows of a micro-batch at most; None for no limit.
@@ -161,6 +164,7 @@ class StreamOptions(_ReadOptions):
     ending_offsets: StartingPositions = "latest"
     ending_timestamp: Timestamps | None = None
     filter_pushdown: bool = False
+    management_url: str | None = field(default=None, repr=False)
     stream_filter: tuple[str, ...] | None = None
     match_unfiltered: bool = False
     max_messages: int | None = None
@@ -270,6 +274,7 @@ def read_options(given: Mapping[str, str], *, streaming: bool) -> QueueOptions |
         ending_offsets="latest" if ending is None else ending,
         ending_timestamp=until,
         filter_pushdown=pushdown,
+        management_url=options.management_url(url),
         stream_filter=None if chosen is None else _names("streamFilter", chosen),
         match_unfiltered=unfiltered,
         max_messages=max_messages,
@@ -342,6 +347,13 @@ class _Options:
             _refuse("the option url is missing: give the broker's, e.g. amqp://user:password@host/")
         parse_url(url)
         return url
+
+    def management_url(self, url: str) -> str | None:
+        """Return the URL of the management API, checked."""
+        given = self.text("managementUrl")
+        if given is not None:
+            ManagementAPI.at(given, parse_url(url))
+        return given
 
     def text(self, name: str, *, empty: bool = False) -> str | None:
         """Return a text; an empty one only if that has a meaning."""

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from reliable_mq.core.reconnect import ConnectionLoss
     from reliable_mq.settings import ConnectionSettings
 
-__all__ = ["StreamChannel", "StreamEnd", "end_of", "first_offset", "offset_at", "offset_of", "partitions_of"]
+__all__ = ["StreamChannel", "StreamEnd", "end_of", "exists", "first_offset", "offset_at", "offset_of"]
 
 _OFFSET: Final = "x-stream-offset"
 _ENTRY: Final = bytes((len(_OFFSET),)) + _OFFSET.encode() + b"l"  # name and type, as RabbitMQ encodes them
@@ -206,7 +206,6 @@ _PREFETCH: Final = 2000  # of the search for the end; a chunk has some thousand 
 _LOOKS: Final = 100  # so many times the prefetch, where messages come in as fast as they are looked at
 _SLOWEST: Final = 30.0  # seconds for the first message of a stream that has some
 _NOT_FOUND: Final = 404
-_MOST_PARTITIONS: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,31 +264,6 @@ def offset_at(channel: StreamChannel, stream: str, when: datetime, patience: flo
     return _first_from(channel, stream, when, patience)
 
 
-def partitions_of(channel: StreamChannel, name: str) -> list[str]:
-    """Return the streams of a name: itself, or the partitions of a super stream.
-
-    Partitions are called ``name-0`` and so on.
-
-    Raises:
-        ConfigurationError: there is neither.
-        BrokerUnavailable: the connection is lost.
-    """
-    if _exists(channel, name):
-        return [name]
-    partitions = []
-    for number in range(_MOST_PARTITIONS):
-        partition = f"{name}-{number}"
-        if not _exists(channel, partition):
-            break
-        partitions.append(partition)
-    if not partitions:
-        raise ConfigurationError(
-            f"there is no stream {name!r}, and no super stream with a partition '{name}-0': create it, or, where the "
-            "partitions of a super stream have other names, give these, separated by commas"
-        )
-    return partitions
-
-
 def _first_from(channel: StreamChannel, stream: str, offset: str | datetime, patience: float) -> int | None:
     tag = channel.consume(stream, offset, 1)
     arrived = _first_of(channel, stream, patience) if offset == "first" else channel.take(patience)
@@ -321,7 +295,12 @@ def _offset(delivery: RawDelivery, stream: str) -> int:
     return offset
 
 
-def _exists(channel: StreamChannel, queue: str) -> bool:
+def exists(channel: StreamChannel, queue: str) -> bool:
+    """Whether there is a queue of this name.
+
+    Raises:
+        BrokerUnavailable: it cannot be told, or the connection is lost.
+    """
     try:
         channel.perform(CheckQueue(queue))
     except StepRefused as refused:

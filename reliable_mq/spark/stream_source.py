@@ -29,10 +29,11 @@ from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeErr
 from reliable_mq.spark.metrics import exporter
 from reliable_mq.spark.pickling import PicklableByName
 from reliable_mq.spark.queue_source import on_termination
-from reliable_mq.spark.stream_broker import StreamChannel, StreamEnd, end_of, first_offset, offset_at, partitions_of
+from reliable_mq.spark.stream_broker import StreamChannel, StreamEnd, end_of, first_offset, offset_at
 from reliable_mq.spark.stream_filters import RangeFilters
 from reliable_mq.spark.stream_offsets import StreamRange, from_checkpoint, limited, marked_initial, ranges_of, split
 from reliable_mq.spark.stream_reader import RangeReader
+from reliable_mq.spark.super_streams import PartitionFinder
 from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
@@ -248,7 +249,7 @@ class _Planner:
     def __init__(self, options: StreamOptions) -> None:
         self._options = options
         self._channel: StreamChannel | None = None
-        self._streams: list[str] = []
+        self._finder: PartitionFinder | None = None
         self._ends: dict[str, StreamEnd] = {}
         self._looked_at = float("-inf")
 
@@ -395,10 +396,10 @@ class _Planner:
         return {name: given[name] for name in names}
 
     def _names(self, channel: StreamChannel) -> list[str]:
-        if not self._streams:
-            found = [part for name in self._options.streams for part in partitions_of(channel, name)]
-            self._streams = list(dict.fromkeys(found))
-        return self._streams
+        if self._finder is None:
+            options = self._options
+            self._finder = PartitionFinder(parse_url(options.url), options.streams, options.management_url)
+        return self._finder.streams(channel)
 
     def _connected(self) -> StreamChannel:
         if self._channel is None or not self._channel.usable:

@@ -13,12 +13,14 @@ import pytest
 from typer.testing import CliRunner
 
 from reliable_mq.cli.app import app
-from reliable_mq.cli.doctor import broker, examine, management
+from reliable_mq.cli.doctor import broker, examine
 from reliable_mq.cli.doctor.broker import HostEntry, examine_alarms
 from reliable_mq.cli.doctor.finding import Finding, Status
-from reliable_mq.cli.doctor.management import ManagementAPI, ManagementError, Snapshot
+from reliable_mq.cli.doctor.management import Snapshot
 from reliable_mq.core.channel_setup import ServerInfo
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
+from reliable_mq.monitoring import management
+from reliable_mq.monitoring.management import ManagementAPI, ManagementError
 from reliable_mq.tls import TLSOptions
 from reliable_mq.url import parse_url
 

@@ -8,12 +8,13 @@ from typing import Final
 from reliable_mq.cli.doctor.broker import HostEntry, examine_alarms, examine_host, examine_limits, examine_version
 from reliable_mq.cli.doctor.cluster import examine_cluster
 from reliable_mq.cli.doctor.finding import Finding, Status
-from reliable_mq.cli.doctor.management import ManagementAPI, ManagementError, Snapshot
+from reliable_mq.cli.doctor.management import Snapshot
 from reliable_mq.cli.doctor.permissions import examine_permissions
 from reliable_mq.cli.doctor.queues import examine_queues
 from reliable_mq.codec.methods import CheckQueue, QueueState
 from reliable_mq.core.channel_setup import StepRefused
 from reliable_mq.errors import BrokerUnavailable
+from reliable_mq.monitoring.management import ManagementAPI, ManagementError
 from reliable_mq.settings import ConnectionSettings
 from reliable_mq.sync.admin_channel import AdminChannel
 

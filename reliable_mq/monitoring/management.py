@@ -1,0 +1,194 @@
+"""A client of RabbitMQ's management API. Read only.
+
+``doctor`` uses it, and Spark's source where it looks for the partitions of a super stream: AMQP lists no bindings.
+"""
+
+from __future__ import annotations
+
+import base64
+import http
+import http.client
+import json
+import re
+import ssl
+from typing import Any, Final, Self
+from urllib.parse import quote, unquote, urlsplit
+
+from reliable_mq.errors import ConfigurationError
+from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
+
+__all__ = ["ManagementAPI", "ManagementError"]
+
+_PORTS: Final = {"http": 15672, "https": 15671}
+_HOST: Final = re.compile(r"[A-Za-z0-9._:-]+")
+_SHOWN: Final = 200  # characters of an error's body
+
+
+class ManagementError(Exception):
+    """The API did not respond, or with an error.
+
+    Attributes:
+        status: of HTTP; 0 without a response.
+    """
+
+    def __init__(self, text: str, status: int = 0) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class ManagementAPI:
+    """One node's management API; reads only.
+
+    Args:
+        scheme: ``"http"`` or ``"https"``, which is verified.
+        host, port: where it listens.
+        credentials: whom to be; None to send none.
+        context: for ``https``.
+        prefix: of its paths, where it is configured to have one.
+        timeout: seconds for each response.
+    """
+
+    def __init__(
+        self,
+        scheme: str,
+        host: str,
+        port: int,
+        credentials: Credentials | None,
+        *,
+        context: ssl.SSLContext | None = None,
+        prefix: str = "",
+        timeout: float = 10.0,
+    ) -> None:
+        self._scheme = scheme
+        self._host = host
+        self._port = port
+        self._context = context
+        self._prefix = prefix
+        self._timeout = timeout
+        self._headers = {"Accept": "application/json"}
+        if credentials is not None:
+            token = base64.b64encode(f"{credentials.username}:{credentials.password}".encode()).decode()
+            self._headers["Authorization"] = f"Basic {token}"
+
+    @classmethod
+    def at(cls, url: str, settings: ConnectionSettings) -> Self:
+        """Return the API at ``http[s]://[user:password@]host[:port][/prefix]``.
+
+        Without a user it takes that of `settings`.
+
+        Raises:
+            ConfigurationError: the URL is none, or there is no user.
+        """
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            parts, host, port = urlsplit(""), None, None
+        if not host or not _HOST.fullmatch(host) or parts.scheme not in _PORTS:
+            raise ConfigurationError("the management URL must be http[s]://[user:password@]host[:port]")
+        credentials = settings.resolve_credentials()
+        if parts.username is not None:
+            credentials = Credentials(unquote(parts.username), unquote(parts.password or ""))
+        if credentials is None:
+            raise ConfigurationError("the management URL needs a user: http[s]://user:password@host[:port]")
+        return cls(
+            parts.scheme,
+            host,
+            port or _PORTS[parts.scheme],
+            credentials,
+            context=_context(settings) if parts.scheme == "https" else None,
+            prefix=parts.path.rstrip("/"),
+        )
+
+    @classmethod
+    def beside(cls, settings: ConnectionSettings) -> list[Self]:
+        """Return the API at its default address: on each host, with TLS if AMQP has it.
+
+        That is a guess, and something else may listen there. So the password goes only to this machine, or to a host
+        whose certificate verifies (`sends_password`).
+        """
+        credentials = settings.resolve_credentials()
+        scheme = "http" if settings.tls is None else "https"
+        context = _context(settings) if settings.tls is not None else None
+        verified = context is not None and context.verify_mode is ssl.CERT_REQUIRED and context.check_hostname
+        return [
+            cls(
+                scheme,
+                each.host,
+                _PORTS[scheme],
+                credentials if verified or each.is_loopback else None,
+                context=context,
+                timeout=settings.connect_timeout,
+            )
+            for each in settings.endpoints
+        ]
+
+    @property
+    def sends_password(self) -> bool:
+        """Whether requests carry a password."""
+        return "Authorization" in self._headers
+
+    @property
+    def is_readable_on_the_way(self) -> bool:
+        """Whether a password goes to another machine in plaintext."""
+        return self._scheme == "http" and not Endpoint(self._host, self._port).is_loopback
+
+    @property
+    def is_there(self) -> bool:
+        """Whether something there requires a login for ``/api``. Sends no password."""
+        connection = self._connection()
+        try:
+            connection.request("GET", f"{self._prefix}/api/whoami", headers={"Accept": "application/json"})
+            return connection.getresponse().status == http.HTTPStatus.UNAUTHORIZED
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def __str__(self) -> str:
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"{self._scheme}://{host}:{self._port}{self._prefix}"
+
+    def get(self, *segments: str) -> Any:
+        """Return the decoded response to ``GET /api/<segments>``, percent-encoded here.
+
+        Raises:
+            ManagementError: no response, or one with an error.
+        """
+        path = f"{self._prefix}/api/" + "/".join(quote(segment, safe="") for segment in segments)
+        connection = self._connection()
+        try:
+            connection.request("GET", path, headers=self._headers)
+            response = connection.getresponse()
+            content = response.read()
+        except ssl.SSLCertVerificationError as error:
+            raise ManagementError(f"{self}: the certificate does not verify: {error.verify_message}") from error
+        except (OSError, http.client.HTTPException) as error:
+            why = "no answer in time" if isinstance(error, TimeoutError) else getattr(error, "strerror", None) or error
+            raise ManagementError(f"{self}: {why}") from error
+        finally:
+            connection.close()
+        if response.status >= 400:
+            raise ManagementError(f"{self}: {response.status} {_reason(content)}", response.status)
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise ManagementError(f"{self}: the answer is not JSON; is this RabbitMQ's management API?") from error
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if self._scheme == "https":
+            return http.client.HTTPSConnection(self._host, self._port, timeout=self._timeout, context=self._context)
+        return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout)
+
+
+def _context(settings: ConnectionSettings) -> ssl.SSLContext:
+    return ssl.create_default_context() if settings.tls is None else settings.tls.build_context()
+
+
+def _reason(content: bytes) -> str:
+    text = content.decode(errors="replace")
+    try:
+        answer = json.loads(text)
+    except (ValueError, RecursionError):
+        return text[:_SHOWN]
+    return str(answer.get("reason") or answer.get("error") if isinstance(answer, dict) else answer)[:_SHOWN]
