@@ -87,6 +87,28 @@ def test_f03_connection_is_reset_after_frame_n(
     checker.close()
 
 
+def test_f04_each_confirm_settles_its_own_message(
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
+) -> None:
+    """Three of six confirms arrive before the connection is lost: the other three messages are published again."""
+    proxy = fault_proxy(vhost.url)
+    with Publisher(proxy.url, topology=[ORDERS], new_queue_grace=0) as publisher:
+        publisher.connect()
+        proxy.hold_confirms()
+        confirmations = []
+        for number in range(1, 7):  # one by one, for a confirm each
+            confirmations.append(submit(checker, publisher, "orders"))
+            proxy.wait_for(lambda number=number: proxy.held_confirms == number, timeout=30)
+        proxy.release_confirms(3)
+        wait_until(confirmations[2].done, timeout=30, what="the third is confirmed")
+        proxy.cut()
+        proxy.heal()
+        assert [book(checker, one) for one in confirmations] == [None] * 6
+        assert [one.result().possible_duplicate for one in confirmations] == [False] * 3 + [True] * 3
+    checker.drain(vhost, ["orders"])
+    assert len(checker.close().duplicated) == 3
+
+
 def test_f04_connection_is_reset_between_publish_and_ack(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
