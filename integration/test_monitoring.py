@@ -18,7 +18,6 @@ from integration.support.monitored import MonitoredShop
 from integration.support.prometheus import Prometheus
 from reliable_mq import (
     Consumer,
-    Credentials,
     DeadLetter,
     KillSwitch,
     Message,
@@ -33,6 +32,7 @@ from reliable_mq.monitoring.alerts import ALERTS
 from reliable_mq.monitoring.dashboards import DASHBOARDS
 from reliable_mq.monitoring.grafana import dashboard_json
 from reliable_mq.outbox import SQLiteOutbox
+from reliable_mq.settings import Credentials
 from reliable_mq.stage import StageOptions, StageRelay
 from reliable_mq.stores import MemoryStore
 from reliable_mq.testing import connection_blocked

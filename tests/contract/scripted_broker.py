@@ -282,6 +282,9 @@ class Connection(threading.Thread):
                 self.send(commands.Connection.Tune(2047, self.broker.frame_max, self.broker.heartbeat))
             case commands.Connection.Open():
                 self.send(commands.Connection.OpenOk())
+            case commands.Connection.UpdateSecret():
+                if not self.broker.secrets_unanswered:
+                    self.send(commands.Connection.UpdateSecretOk())
             case commands.Connection.Close():
                 self.closed_in_good_order = True
                 self.send(commands.Connection.CloseOk())
@@ -369,6 +372,7 @@ class ScriptedBroker:
         missing: queues that do not exist before they are declared; all others do.
         declare_seconds: how long a queue takes to declare, or to find.
         frame_max, heartbeat: as offered to the clients to come; bytes and seconds.
+        secrets_unanswered: whether ``connection.update-secret`` gets no answer, as while it is blocked.
         seen: the names of all methods read, in order.
         published, settlements: what was read.
         ready: bodies that ``basic.get`` takes.
@@ -384,6 +388,7 @@ class ScriptedBroker:
         self.gates: dict[str, threading.Event] = {}
         self.missing: set[str] = set()
         self.declare_seconds = 0.0
+        self.secrets_unanswered = False
         self.frame_max = 131072
         self.heartbeat = 60
         self.seen: list[str] = []

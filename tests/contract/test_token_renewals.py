@@ -1,0 +1,111 @@
+"""Tokens of open connections, on either API: a callback that raises or hangs, and a broker that has blocked."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from reliable_mq import Message
+from reliable_mq.settings import Credentials
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.contract.scripted_broker import Published, ScriptedBroker
+
+NewPublisher = "Callable[..., Any]"
+
+LIFETIME = 1.5  # seconds: renewed after one
+
+
+def acking(published: Published) -> None:
+    published.channel.ack(published.number)
+
+
+class Issuer:
+    """A callback that is called at each connect, and before a token ends."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.next: Callable[[], object] | None = None  # called in place of the first renewal
+
+    def __call__(self) -> Credentials:
+        self.calls += 1
+        if self.calls > 1 and (behave := self.next) is not None:
+            self.next = None
+            behave()
+        return Credentials("guest", f"token {self.calls}", expires_in=LIFETIME)
+
+
+def renewals(broker: ScriptedBroker) -> int:
+    return broker.seen.count("Connection.UpdateSecret")
+
+
+def test_a_callback_that_raises_is_called_again_and_the_connection_stays(
+    broker: ScriptedBroker, new_publisher: NewPublisher, caplog: Any
+) -> None:
+    def away() -> None:
+        raise OSError("the authorization server is away")
+
+    broker.script = acking
+    issuer = Issuer()
+    issuer.next = away
+    url = f"amqp://127.0.0.1:{broker.port}/"
+    with new_publisher(url, credentials=issuer) as publisher:
+        publisher.publish(Message(b"1"), routing_key="orders", timeout=20)
+        connection = broker.connection
+        broker.wait(lambda: renewals(broker) >= 1, "a renewal after the failure")
+        publisher.publish(Message(b"2"), routing_key="orders", timeout=20)
+        assert broker.connection is connection
+    assert "the credentials callback raised OSError" in caplog.text
+
+
+def test_a_callback_that_hangs_blocks_nothing_and_is_called_again(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    broker.script = acking
+    hangs, release = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        hangs.set()
+        release.wait(60)
+
+    issuer = Issuer()
+    issuer.next = hang
+    url = f"amqp://127.0.0.1:{broker.port}/"
+    with new_publisher(url, credentials=issuer, connect_timeout=2) as publisher:
+        try:
+            publisher.publish(Message(b"1"), routing_key="orders", timeout=20)
+            connection = broker.connection
+            assert hangs.wait(20)
+            publisher.publish(Message(b"2"), routing_key="orders", timeout=20)
+            broker.wait(lambda: renewals(broker) >= 1, "a renewal while the first call hangs")
+        finally:
+            release.set()
+        publisher.publish(Message(b"3"), routing_key="orders", timeout=20)
+        assert broker.connection is connection
+
+
+def test_a_renewal_without_an_answer_waits_while_the_broker_blocks(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    """RabbitMQ reads nothing from a connection that it blocks: the answer comes after it."""
+    broker.script = acking
+    broker.secrets_unanswered = True
+    url = f"amqp://127.0.0.1:{broker.port}/"
+    with new_publisher(url, credentials=Issuer(), connect_timeout=1) as publisher:
+        publisher.publish(Message(b"1"), routing_key="orders", timeout=20)
+        connection = broker.connection
+        connection.block("low on memory")
+        broker.wait(lambda: renewals(broker) >= 1, "a renewal")
+        waiting = publisher.submit(Message(b"2"), routing_key="orders", timeout=60)
+        over = threading.Event()
+        timer = threading.Timer(2.5, over.set)  # more than twice the time for an answer
+        timer.start()
+        assert over.wait(60)
+        timer.join()
+        assert broker.connection is connection
+        connection.unblock()
+        assert waiting.exception(60) is None
+        broker.wait(lambda: broker.connection is not connection, "another one, as no answer comes")
+        broker.secrets_unanswered = False
