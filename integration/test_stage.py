@@ -28,7 +28,7 @@ from reliable_mq.testing.waiting import wait_until
 from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from reliable_mq.testing import Audit, FaultProxyFactory, RabbitMQ, VirtualHost
 
@@ -192,6 +192,7 @@ def test_a_super_stream_has_each_message_in_the_partition_of_its_key(vhost: Virt
     assert sorted(each["destination"] for each in bindings) == ["stage-0", "stage-1", "stage-2"]
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", ["quorum", "classic"])
 def test_f68_a_killed_relay_moves_each_message_once(
     any_vhost: VirtualHost, kind: str, checker: Audit, rng: random.Random
@@ -219,7 +220,10 @@ def test_f68_a_killed_relay_moves_each_message_once(
     assert sum(counts.values()) == len(counts) == total + 1
 
 
-def test_f68_two_hundred_kills_spend_no_message(vhost: VirtualHost, rng: random.Random) -> None:
+@pytest.mark.timeout(1800)
+def test_f68_two_hundred_kills_spend_no_message(
+    vhost: VirtualHost, rng: random.Random, report: Callable[[str], None]
+) -> None:
     """On a queue with the delivery limit of 20: each life moves some, so none comes back that often."""
     kills = 200 if soaking() else 16
     arguments = {
@@ -246,6 +250,7 @@ def test_f68_two_hundred_kills_spend_no_message(vhost: VirtualHost, rng: random.
         wait_until(lambda: ready(vhost, "orders") == 0, timeout=DEADLINE, what="an empty queue")
     assert ready(vhost, "dead") == 0
     counts = ids(originals(vhost.url, "stage", count=total))
+    report(f"{kills} kills of the relay: {total} messages, {len(counts)} staged, {counts.total() - len(counts)} twice")
     assert sum(counts.values()) == len(counts) == total
 
 

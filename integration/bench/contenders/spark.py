@@ -83,6 +83,40 @@ def run_queue(job: Job) -> Sample:
     return measure_reading(job, read)
 
 
+def run_staged(job: Job) -> Sample:
+    """Read in staged mode, while the relay moves, until all is read; with default options."""
+    broker, queries = BenchBroker(job.url), []
+
+    def read(spark: SparkSession, queue: str, expected: int, meter: Meter) -> None:
+        options = {"url": job.url, "queue": queue, "stage": f"{queue}.stage", "stageMissingId": "repeat"}
+        query = (
+            spark.readStream.format("rabbitmq")
+            .schema(DRAINED)
+            .options(**options)
+            .load()
+            .writeStream.format("noop")
+            .option("checkpointLocation", f"{directory}/{len(queries)}")
+            .start()
+        )
+        queries.append(query)
+        broker.wait_for_first_delivery(queue, expected)
+        meter.start()
+        rows: dict[int, int] = {}
+        while sum(rows.values()) < expected:
+            meter.look()
+            if query.awaitTermination(LOOK_EVERY):
+                raise RuntimeError(f"the query has ended: {query.exception()}")
+            rows |= {each["batchId"]: each["numInputRows"] for each in query.recentProgress}
+
+    def tidy(queue: str) -> None:
+        queries[-1].stop()
+        for each in (f"{queue}.stage", f"{queue}.stage.relay"):
+            broker.delete_queue(each)
+
+    with tempfile.TemporaryDirectory() as directory:
+        return measure_reading(job, read, tidy)
+
+
 def run_drain(job: Job) -> Sample:
     """What a ``foreachBatch`` does that fetches its messages itself: all of them pass through the driver."""
 
@@ -153,8 +187,12 @@ def measure_writing(job: Job, write: Callable[[DataFrame], object]) -> Sample:
         return measured(job, lambda: write(rows(job.messages)))
 
 
-def measure_reading(job: Job, read: Callable[[SparkSession, str, int, Meter], None]) -> Sample:
+def measure_reading(
+    job: Job, read: Callable[[SparkSession, str, int, Meter], None], tidy: Callable[[str], object] = str
+) -> Sample:
     """Measure ``read(spark, queue, messages, meter)``, which starts the clock at its first delivery.
+
+    ``tidy(queue)`` comes after each, when the clock has stopped.
 
     It has read as many messages before, more than once: the JVM compiles what it has run for some time, and a query
     that goes on for days is no slower for its first minute.
@@ -167,9 +205,12 @@ def measure_reading(job: Job, read: Callable[[SparkSession, str, int, Meter], No
                 messages = (Message(job.body) for _ in range(job.messages))
                 publisher.publish_many(messages, routing_key=queue).raise_for_failures()
             read(spark, queue, job.messages, meter)
+            tidy(queue)
             broker.delete_queue(queue)
         read(spark, job.queue, job.messages, meter)
-        return meter.stop(job.messages)
+        sample = meter.stop(job.messages)
+        tidy(job.queue)
+        return sample
 
 
 def measured(job: Job, work: Callable[[], object]) -> Sample:
@@ -222,6 +263,9 @@ CONTENDERS = [
         name="spark-queue", label="reliable_mq Spark queue mode, to a noop sink", role=Role.CONSUMER, run=run_queue
     ),
     Contender(
+        name="spark-staged", label="reliable_mq Spark staged mode, to a noop sink", role=Role.CONSUMER, run=run_staged
+    ),
+    Contender(
         name="spark-drain",
         label="pika BlockingConnection drained on the driver, createDataFrame",
         role=Role.CONSUMER,
@@ -242,6 +286,7 @@ BARS = [
     Bar("spark-sink", (Limit(Measure.RATE, 0.6, "ours-submit"),)),
     Bar("spark-sink", (Limit(Measure.RATE, 8, "spark-foreach-partition"),)),
     Bar("spark-queue", (Limit(Measure.RATE, 0.5, "pika-consumer"),)),
+    Bar("spark-staged", (Limit(Measure.RATE, 1.0, "spark-queue"),)),
     *[Bar(f"spark-stream-{count}", (Limit(Measure.RATE, 0.7, "pika-stream"),)) for count in (1, 2)],
 ]
 

@@ -1,0 +1,79 @@
+"""A queue into a stream: our relay, and the loop of our consumer and publisher that one would write in its place.
+
+The loop confirms a batch, then acks it: at least once. The relay moves each message once, whatever dies.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from integration.bench import child
+from integration.bench.broker import BenchBroker
+from integration.bench.contender import Bar, Contender, Job, Limit, Measure, Meter, Role, Sample
+from reliable_mq import Delivery, Message, Queue
+from reliable_mq.stage import MissingId, StageOptions, StageRelay
+from reliable_mq.sync.consumer import Consumer
+from reliable_mq.sync.publisher import Publisher
+
+OUTSTANDING = 2000
+BATCH = 500
+
+
+def run_relay(job: Job) -> Sample:
+    """From its first delivery until everything is confirmed and acked."""
+    stage, broker, meter = f"{job.queue}.stage", BenchBroker(job.url), Meter()
+    # The messages of a bench have no ids.
+    relay = StageRelay(StageOptions(url=job.url, queue=job.queue, stage=stage, missing_id=MissingId.REPEAT))
+    relay.start()
+    broker.wait_for_first_delivery(job.queue, job.messages)
+    meter.start()
+    while relay.statistics.moved < job.messages:
+        threading.Event().wait(0.01)
+    sample = meter.stop(job.messages)
+    relay.close(10)
+    for queue in (stage, f"{stage}.relay"):
+        broker.delete_queue(queue)
+    return sample
+
+
+def run_loop(job: Job) -> Sample:
+    """Likewise; as many messages in a batch as are confirmed fast."""
+    stage, broker, meter = f"{job.queue}.stage", BenchBroker(job.url), Meter()
+    finished = threading.Event()
+    samples: list[Sample] = []
+    count = 0
+
+    with Publisher(job.url, topology=[Queue(stage, type="stream")]) as publisher:
+        publisher.connect()
+
+        def move(deliveries: list[Delivery]) -> None:
+            nonlocal count
+            if not count:
+                meter.start()
+            messages = [Message(each.body, message_id=each.message_id) for each in deliveries]
+            publisher.publish_many(messages, routing_key=stage).raise_for_failures()
+            count += len(deliveries)
+            if count == job.messages:
+                samples.append(meter.stop(job.messages))
+                finished.set()
+
+        with Consumer(job.url, job.queue, move, prefetch=OUTSTANDING, batch_size=BATCH):
+            finished.wait()
+    broker.delete_queue(stage)
+    return samples[0]
+
+
+CONTENDERS = [
+    Contender(name="stage-relay", label="reliable_mq relay into a stage", role=Role.CONSUMER, run=run_relay),
+    Contender(
+        name="stage-loop",
+        label="reliable_mq Consumer, batches of 500 through a Publisher into a stream",
+        role=Role.CONSUMER,
+        run=run_loop,
+    ),
+]
+
+BARS = [Bar("stage-relay", (Limit(Measure.RATE, 0.8, "stage-loop"),))]
+
+if __name__ == "__main__":
+    child.main(CONTENDERS)
