@@ -212,7 +212,7 @@ class Faults:
                 raise OSError("the authorization server is away")
             return Credentials("guest", "guest", expires_in=2)
 
-        self._publisher(name, credentials=credentials)
+        self._publisher(name, self._url.replace("guest:guest@", ""), credentials=credentials)
         return over.set
 
     def _loop_blocked(self, name: str) -> Callable[[], object]:
