@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 
 __all__ = ["main"]
@@ -46,9 +47,11 @@ def main() -> int:
 
 
 def _hold_streams() -> bool:
-    """Keep files and sockets from replacing a closed standard stream.
+    """Keep standard streams from being replaced, or failing over a character.
 
-    A closed stream stays None for Python, so that readers of standard input notice.
+    No file or socket takes the number of a closed one. A closed stream stays None for Python, so that readers of
+    standard input notice. What the encoding of a terminal lacks, such as the tick marks of ``doctor`` in ISO 8859-1, is
+    shown as an escape.
 
     Returns:
         Whether there is a standard output.
@@ -60,4 +63,7 @@ def _hold_streams() -> bool:
             os.open(os.devnull, os.O_RDWR)
     if sys.stderr is None:
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # for as long as the process lives
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     return sys.stdout is not None

@@ -53,7 +53,10 @@ def _ask(url: str, timeout: float) -> tuple[int, dict[str, Any]]:
     """Return the status and the report of a probe; refuse other answers."""
     import http.client
     import json
+    from queue import Empty, SimpleQueue
     from urllib.parse import urlsplit
+
+    from reliable_mq._util.threads import call_in_background
 
     try:
         parts = urlsplit(url)
@@ -64,19 +67,33 @@ def _ask(url: str, timeout: float) -> tuple[int, dict[str, Any]]:
         raise ConfigurationError("the URL of a probe begins with http:// or https://, such as http://127.0.0.1:8080")
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(host, port, timeout=timeout)
+
+    def get() -> tuple[int, str, bytes]:
+        try:
+            connection.request("GET", parts.path.rstrip("/") or "/readyz", headers={"Connection": "close"})
+            response = connection.getresponse()
+            return response.status, response.reason, response.read(_MOST_BYTES)
+        finally:
+            connection.close()
+
+    # The timeout of a socket is one for each read: a server that trickles would hold up the probe for ever.
+    answers: SimpleQueue[tuple[int, str, bytes] | Exception] = SimpleQueue()
+    call_in_background("probe", get, answers.put)
     try:
-        connection.request("GET", parts.path.rstrip("/") or "/readyz", headers={"Connection": "close"})
-        response = connection.getresponse()
-        body = response.read(_MOST_BYTES)
-    except (OSError, http.client.HTTPException) as error:
-        raise BrokerUnavailable(f"no answer from {host}: {str(error) or type(error).__name__}") from error
-    finally:
-        connection.close()
-    if response.status not in _ANSWERS:
-        raise ConfigurationError(f"{host} answered {response.status} {response.reason}: is this the URL of a probe?")
+        answer = answers.get(timeout=timeout)
+    except Empty:
+        raise BrokerUnavailable(f"no answer from {host}: not complete within {timeout:g} s") from None
+    if isinstance(answer, UnicodeError):
+        raise ConfigurationError("the URL of the probe holds a character that is not ASCII: percent-encode it")
+    if isinstance(answer, Exception):
+        raise BrokerUnavailable(f"no answer from {host}: {str(answer) or type(answer).__name__}") from answer
+    status, reason, body = answer
+    if status not in _ANSWERS:
+        raise ConfigurationError(f"{host} answered {status} {reason}: is this the URL of a probe?")
     try:
         report = json.loads(body)
         report["parts"][0]["live"]
-    except (ValueError, TypeError, KeyError, IndexError):
+        [part.keys() for part in report["parts"]]
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         raise ConfigurationError(f"{host} did not answer as a probe does: is this its URL?") from None
-    return response.status, report
+    return status, report

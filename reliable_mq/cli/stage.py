@@ -70,6 +70,10 @@ def stage(
     staged = list(zip(pairs[::2], pairs[1::2], strict=True))
     if len({name for _, name in staged}) < len(staged):
         raise ConfigurationError("two queues have the same STREAM: a stage has one relay, give each queue its own")
+    queues = [name for name, _ in staged]
+    for name in queues:
+        if queues.count(name) > 1:
+            raise ConfigurationError(f"{name} is named twice: each of its messages would be in one of the stages only")
     options = [
         StageOptions(
             url=url,

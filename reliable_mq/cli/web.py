@@ -146,7 +146,10 @@ def _serve(server: object, listening: socket.socket) -> int:
 def _token(file: Path | None) -> str | None:
     if file is None:
         return os.environ.get(_TOKEN) or None
-    text = file.read_text().strip()
+    try:
+        text = file.read_text("utf-8").strip()
+    except UnicodeDecodeError:  # whose text would show a part of the token
+        raise ConfigurationError(f"--token-file: it is no UTF-8 text: {file}") from None
     if not text:
         raise typer.BadParameter(f"--token-file: {file} is empty")
     return text

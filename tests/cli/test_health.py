@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import http.server
+import socket
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -58,9 +60,9 @@ def other_server() -> Iterator[str]:
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(200 if self.path == "/json" else 404)
+            self.send_response(404 if self.path == "/other" else 200)
             self.end_headers()
-            self.wfile.write(b'{"parts": []}')
+            self.wfile.write(b'{"parts": [{"live": true}, 5]}' if self.path == "/parts" else b'{"parts": []}')
 
         def log_message(self, *_: object) -> None: ...
 
@@ -72,9 +74,40 @@ def other_server() -> Iterator[str]:
         thread.join()
 
 
-@pytest.mark.parametrize(("path", "text"), [("/json", "did not answer as a probe"), ("/other", "answered 404")])
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("/json", "did not answer as a probe"),
+        ("/parts", "did not answer as a probe"),
+        ("/other", "answered 404"),
+        ("/é", "not ASCII"),
+    ],
+)
 def test_another_server_is_not_taken_for_a_probe(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], other_server: str, path: str, text: str
 ) -> None:
     assert run(monkeypatch, other_server + path) == 1
     assert text in capsys.readouterr().err
+
+
+def test_a_server_that_trickles_does_not_hold_up_the_probe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each byte comes in time; the answer does not."""
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def trickle() -> None:
+            client, _ = listening.accept()
+            with client, suppress(OSError):
+                while not over.wait(0.1):
+                    client.sendall(b"H")
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        try:
+            assert run(monkeypatch, f"http://127.0.0.1:{listening.getsockname()[1]}/livez", "--timeout", "1") == 1
+        finally:
+            over.set()
+            thread.join()
+    assert "not complete within 1 s" in capsys.readouterr().err

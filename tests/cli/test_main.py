@@ -135,6 +135,10 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
         ("$CLI --help | head -0; exit ${PIPESTATUS[0]}", None, ""),
         ("$CLI dlq show amqp://u:canary@h $'\\xff\\xfe'", 1, "reliable-mq: queue is no UTF-8"),
         ("$CLI dlq list $'\\xff\\x1b[2J' q", 1, "reliable-mq: the URL"),
+        ("PYTHONIOENCODING=ascii $CLI doctor amqp://127.0.0.1:1", 1, ""),
+        ("LC_ALL=C PYTHONIOENCODING=latin-1 $CLI health http://127.0.0.1:1", 1, "no answer from 127.0.0.1"),
+        ("$CLI web amqp://h --token-file <(printf '\\xff\\xfe')", 1, "--token-file: it is no UTF-8 text"),
+        ("$CLI stage amqp://h orders one orders two", 1, "orders is named twice"),
         ("$CLI dlq replay amqp://h q --idempotency ..:x", 2, "--idempotency: importing '..' raised"),
     ],
 )
@@ -143,6 +147,7 @@ def test_streams_that_fail_and_names_that_are_none_end_in_a_line(line: str, stat
     assert status in (None, done.returncode)
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
+    assert "a flaw in" not in done.stderr
     assert text in done.stderr
     assert "\x1b" not in done.stderr
 
