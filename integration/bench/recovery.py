@@ -4,10 +4,9 @@ In each round every contender publishes into a quorum queue of its own and consu
 queues have their leader on one node, and the clients are connected to one. Then that node is harmed. Each contender
 waits for a confirm before it publishes the next message, some twenty a second.
 
-Counted are the seconds from the fault to the end of the longest silence after it: of confirms, and of handled
-deliveries. Each contender is used with the settings of its library, but for heartbeats of 5 s. `pika` stands for the
-loop that comes to mind first: connect to the next host and begin again. aio-pika's `connect_robust` takes one host,
-which is the harmed one.
+Counted are the seconds of the longest silence after the fault: of confirms, and of handled deliveries. Each contender
+is used with the settings of its library, but for heartbeats of 5 s. `pika` stands for the loop that comes to mind
+first: connect to the next host and begin again. aio-pika's `connect_robust` takes one host, which is the harmed one.
 """
 
 from __future__ import annotations
@@ -338,11 +337,10 @@ def _flow(contenders: Sequence[Contender], *, timeout: float) -> None:
 
 
 def _silence(moments: Sequence[float], since: float, until: float) -> float:
-    """Return the seconds from ``since`` to the end of the longest silence; infinite if none ended it."""
+    """Return the seconds of the longest silence; infinite if none of these moments ended it."""
     after = [moment for moment in list(moments) if since < moment <= until]
-    gaps = list(pairwise([since, *after, until]))
-    begin, end = max(gaps, key=lambda gap: gap[1] - gap[0])
-    return float("inf") if end == until and end - begin > _LASTS else end - since
+    begin, end = max(pairwise([since, *after, until]), key=lambda gap: gap[1] - gap[0])
+    return float("inf") if end == until and end - begin > _LASTS else end - begin
 
 
 def _last() -> None:
