@@ -66,6 +66,7 @@ def test_the_broker_loses_what_it_confirmed_in_a_queue_that_it_made_just_before(
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.one_api("sync")
 @pytest.mark.parametrize("private_broker", ["4.0"], indirect=True)
 def test_rabbitmq_4_0_leaves_a_queue_that_it_has_lost_without_a_leader(
     private_vhost: VirtualHost, publisher_api: str, caplog: pytest.LogCaptureFixture
