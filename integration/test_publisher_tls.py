@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
 import pytest
 import tenacity
 
 from integration.support.certificates import DAY, Authority, Certificate
 from integration.support.publishing import book, submit
 from reliable_mq import BrokerUnavailable, Message, Publisher, Queue, TLSOptions
+from reliable_mq.spark.options import StreamOptions, read_options, write_options
+from reliable_mq.spark.sink import BatchSink
+from reliable_mq.spark.stream_offsets import StreamRange
+from reliable_mq.spark.stream_reader import RangeReader
 from reliable_mq.testing import RabbitMQ, VirtualHost
 from reliable_mq.testing.waiting import wait_until
 
@@ -21,6 +26,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("baseline", "publisher_api")
 
 ORDERS = Queue("orders", dead_letter=None)
+EVENTS = Queue("events", type="stream")
 QUICK = tenacity.wait_fixed(0.1)
 CONF = """
 listeners.ssl.default = 5671
@@ -129,6 +135,23 @@ def test_f53_certificate_of_nobody_the_broker_knows(tls_vhost: VirtualHost, auth
     with pytest.raises(BrokerUnavailable, match="403") as caught:
         publisher.connect()
     assert caught.value.permanent
+
+
+def test_spark_reads_the_certificates_that_its_options_name(tls_vhost: VirtualHost, authority: Authority) -> None:
+    """A sink and a range, each on its own connection."""
+    own = authority.issue("guest")
+    given = {
+        "url": url(tls_vhost, user="") + "?auth_mechanism=external", "connection.caFile": str(authority.file),
+        "connection.certFile": str(own.cert_file), "connection.keyFile": str(own.key_file),
+    }  # fmt: skip
+    with Publisher(url(tls_vhost), tls=TLSOptions(ca_file=authority.file), topology=[EVENTS]) as publisher:
+        publisher.connect()
+    sink = BatchSink(write_options(given | {"routingKey": "events"}), ("body",))
+    assert sink.write(iter([pa.RecordBatch.from_pydict({"body": ["a", "b"]})])).rows == 2
+    options = read_options(given | {"stream": "events"}, streaming=False)
+    assert isinstance(options, StreamOptions)
+    batches = RangeReader(options, StreamRange("events", 0, 2), ("body",)).batches()
+    assert [row["body"] for batch in batches for row in batch.to_pylist()] == [b"a", b"b"]
 
 
 @BAD

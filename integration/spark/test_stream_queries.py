@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from integration.programs.spark_queries import start
+from integration.support import spark_credentials
 from integration.support.spark_application import committed_rows
 from reliable_mq import Message, Publisher, Queue
 
@@ -55,6 +56,26 @@ def test_a_batch_read_is_split_among_tasks(spark: SparkSession, vhost: VirtualHo
     assert sorted(row.offset for row in rows.select("offset", "message_id").collect()) == list(range(1000))
     narrow = source.schema("body binary, offset bigint").load()
     assert {(row.offset, bytes(row.body)) for row in narrow.collect()} == {(n, b"%d" % n) for n in range(1000)}
+
+
+def test_a_provider_logs_in_the_driver_and_the_executors(
+    spark: SparkSession, vhost: VirtualHost, checker: Audit
+) -> None:
+    """Sink, plan and tasks have no password in their URL, and call the function wherever they connect."""
+    publish(vhost, checker, 10)
+    scheme, _, rest = vhost.url.partition("://")
+    given = {
+        "url": f"{scheme}://{rest.partition('@')[2]}",
+        "credentialsProvider": f"{spark_credentials.__name__}:guest",
+    }
+    given |= {"connection.heartbeat": "30s", "connection.timeout": "20s"}
+    rows = spark.range(10, 20).selectExpr("cast(id as string) as body")
+    rows.write.format("rabbitmq").options(**given, routingKey="events").mode("append").save()
+    found = spark.read.format("rabbitmq").options(**given, stream="events").load().select("body").collect()
+    assert sorted(int(row.body) for row in found) == list(range(20))
+    missing = given | {"credentialsProvider": "missing:login"}
+    with pytest.raises(Exception, match="credentialsProvider 'missing:login' cannot be imported on host"):
+        spark.read.format("rabbitmq").options(**missing, stream="events").load().count()
 
 
 def test_a_stream_is_read_by_sql_alone(spark: SparkSession, vhost: VirtualHost, checker: Audit) -> None:

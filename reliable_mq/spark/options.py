@@ -12,14 +12,15 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NoReturn
 
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.monitoring.management import ManagementAPI
+from reliable_mq.settings import ConnectionSettings, Credentials
+from reliable_mq.spark.connections import ConnectionOptions
 from reliable_mq.spark.queue_prefetch import LARGEST_PREFETCH
 from reliable_mq.topology import Queue
-from reliable_mq.url import parse_url
 
 __all__ = [
     "QueueOptions",
@@ -31,8 +32,18 @@ __all__ = [
     "write_options",
 ]
 
+_CONNECTION: Final = (
+    "connection.heartbeat",
+    "connection.timeout",
+    "connection.caFile",
+    "connection.certFile",
+    "connection.keyFile",
+    "connection.serverName",
+    "credentialsProvider",
+)
 _COMMON: Final = (
     "url",
+    *_CONNECTION,
     "maxMessagesPerTrigger",
     "maxBytesPerTrigger",
     "minMessagesPerTrigger",
@@ -66,6 +77,7 @@ _PUBLISHER: Final = (
 )
 _WRITE: Final = (
     "url",
+    *_CONNECTION,
     "exchange",
     "routingKey",
     "onUnsendableRow",
@@ -98,6 +110,7 @@ class _ReadOptions:
 
     Attributes:
         url: of the broker.
+        connection: beside the URL.
         min_partitions: tasks that a batch is split into at least, as far as they are worth it; None for as many as its
             size requires, or one for each stream.
         max_records: messages of a task at most; None for no limit.
@@ -109,6 +122,7 @@ class _ReadOptions:
     """
 
     url: str = field(repr=False)
+    connection: ConnectionOptions = field(default_factory=ConnectionOptions)
     min_partitions: int | None = None
     max_records: int | None = None
     min_messages: int | None = None
@@ -178,6 +192,7 @@ class WriteOptions:
 
     Attributes:
         url: of the broker.
+        connection: beside the URL.
         exchange: for all rows, in place of the column of that name; None where it is not given.
         routing_key: likewise.
         dead_letter_queue: for rows that cannot be sent; None where such a row fails its task.
@@ -186,6 +201,7 @@ class WriteOptions:
     """
 
     url: str = field(repr=False)
+    connection: ConnectionOptions = field(default_factory=ConnectionOptions)
     exchange: str | None = None
     routing_key: str | None = None
     dead_letter_queue: str | None = None
@@ -215,7 +231,8 @@ def read_options(given: Mapping[str, str], *, streaming: bool) -> QueueOptions |
             "give one of the options queue and stream: "
             + ("neither is there" if queue is None else "both are there, and a query reads either queues or streams")
         )
-    url = options.url()
+    connection = options.connection()
+    url = options.url(connection)
     if queue is not None:
         options.check_known((*_COMMON, *_QUEUE), others=_STREAM, why="an option of stream mode, and queue is given")
         given_messages, prefetch = (
@@ -227,6 +244,7 @@ def read_options(given: Mapping[str, str], *, streaming: bool) -> QueueOptions |
             _refuse(f"minMessagesPerTrigger is {least}, and prefetch lets {prefetch} messages wait")
         return QueueOptions(
             url=url,
+            connection=connection,
             queues=_names("queue", queue),
             max_messages=given_messages or LARGEST_PREFETCH,
             min_messages=least,
@@ -267,6 +285,7 @@ def read_options(given: Mapping[str, str], *, streaming: bool) -> QueueOptions |
     least, delay = options.least_messages(max_messages)
     return StreamOptions(
         url=url,
+        connection=connection,
         streams=_names("stream", stream or ""),
         starting_offsets=starting if starting is not None else "latest" if streaming else "earliest",
         starting_timestamp=since,
@@ -274,7 +293,7 @@ def read_options(given: Mapping[str, str], *, streaming: bool) -> QueueOptions |
         ending_offsets="latest" if ending is None else ending,
         ending_timestamp=until,
         filter_pushdown=pushdown,
-        management_url=options.management_url(url),
+        management_url=options.management_url(connection.settings(url)),
         stream_filter=None if chosen is None else _names("streamFilter", chosen),
         match_unfiltered=unfiltered,
         max_messages=max_messages,
@@ -302,8 +321,10 @@ def write_options(given: Mapping[str, str]) -> WriteOptions:
             "leave it out"
         )
     options.check_known((*_WRITE, "asyncProgressTrackingEnabled"), allowed=_SPARKS_OWN)
+    connection = options.connection()
     return WriteOptions(
-        url=options.url(),
+        url=options.url(connection),
+        connection=connection,
         exchange=options.short_text("exchange"),
         routing_key=options.short_text("routingKey"),
         dead_letter_queue=options.dead_letter_queue(),
@@ -340,19 +361,37 @@ class _Options:
             hint = f"; did you mean {by_name[near[0]]}?" if near else ""
             _refuse(f"unknown option {name[:40]!r}{hint} (known: {', '.join(known)})")
 
-    def url(self) -> str:
-        """Return the URL, checked."""
+    def connection(self) -> ConnectionOptions:
+        """Return how to connect, beside the URL."""
+        heartbeat, timeout, ca, cert, key, server, provider = _CONNECTION
+        seconds = self.duration(heartbeat, 0.0)
+        if seconds != int(seconds):
+            _refuse(f"{heartbeat} must be whole seconds")
+        return ConnectionOptions(
+            heartbeat=int(seconds) if heartbeat.lower() in self._given else None,
+            timeout=self.duration(timeout, 0.0) if timeout.lower() in self._given else None,
+            ca_file=self.text(ca),
+            cert_file=self.text(cert),
+            key_file=self.text(key),
+            server_name=self.text(server),
+            provider=self.text(provider),
+        )
+
+    def url(self, connection: ConnectionOptions) -> str:
+        """Return the URL, checked with the options beside it."""
         url = self._given.get("url", "")
         if not url:
             _refuse("the option url is missing: give the broker's, e.g. amqp://user:password@host/")
-        parse_url(url)
+        connection.settings(url)
         return url
 
-    def management_url(self, url: str) -> str | None:
+    def management_url(self, settings: ConnectionSettings) -> str | None:
         """Return the URL of the management API, checked."""
         given = self.text("managementUrl")
         if given is not None:
-            ManagementAPI.at(given, parse_url(url))
+            if callable(settings.credentials):  # which is not called to check a URL
+                settings = replace(settings, credentials=Credentials("user", "password"))
+            ManagementAPI.at(given, settings)
         return given
 
     def text(self, name: str, *, empty: bool = False) -> str | None:

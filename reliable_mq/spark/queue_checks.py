@@ -20,7 +20,6 @@ from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.topology import Queue
 from reliable_mq.topology.arguments import ARGUMENTS
-from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
     from reliable_mq.spark.options import QueueOptions
@@ -87,7 +86,7 @@ def check_queues(options: QueueOptions) -> list[QueueProfile]:
         BrokerUnavailable: the broker could not be asked.
     """
     profiles = []
-    with _quietly(), AdminChannel(parse_url(options.url), name=_NAME) as channel:
+    with _quietly(), AdminChannel(options.connection.settings(options.url), name=_NAME) as channel:
         version = channel.server.version_tuple
         for name in options.queues:
             try:

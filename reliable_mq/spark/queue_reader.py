@@ -36,7 +36,6 @@ from reliable_mq.spark.queue_batches import Batches, QueuePosition
 from reliable_mq.spark.queue_prefetch import PrefetchChange, PrefetchChoice, PrefetchController, times_returned
 from reliable_mq.spark.queue_subscriptions import Subscriptions
 from reliable_mq.sync.io_thread import IOThread
-from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -82,7 +81,7 @@ class QueueReader(NullListener):
         self.error: ReliableMQError | None = None
         self.statistics = QueueStatistics()
         self._options = options
-        self._settings = settings = parse_url(options.url)
+        self._settings = settings = options.connection.settings(options.url)
         # Shared by both threads, guarded by `_changed`.
         self._changed = threading.Condition()
         self._batches = Batches(session)

@@ -52,7 +52,6 @@ from reliable_mq.spark.queue_claims import QueueClaims, application_directory
 from reliable_mq.spark.queue_prefetch import choose
 from reliable_mq.spark.queue_reader import QueueReader
 from reliable_mq.spark.stream_offsets import worth_having
-from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
     from reliable_mq.core.consumer.delivery import Delivery
@@ -221,7 +220,7 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
     def _started_reader(self) -> QueueReader:
         """Return the reader; the first call connects it."""
         if self._reader is None:
-            self._claim(parse_url(self._given.url))
+            self._claim(self._given.connection.settings(self._given.url))
             prefetch = choose(self._given.prefetch, check_queues(self._given))
             logger.log(
                 logging.WARNING if prefetch.careful else logging.INFO,

@@ -39,6 +39,7 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, at_fork
 from reliable_mq.core import headers
 from reliable_mq.errors import ConfigurationError, PublishError, PublishRefused, PublishReturned, ReliableMQError
+from reliable_mq.spark.connections import ConnectionOptions
 from reliable_mq.spark.dead_rows import letter_of_message, letter_of_row
 from reliable_mq.spark.metrics import exporter
 from reliable_mq.spark.pickling import PicklableByName
@@ -63,20 +64,20 @@ _IDLE_SECONDS: Final = 30.0
 _CLOSE_SECONDS: Final = 5.0
 _KEPT: Final = 4
 
-_Key = tuple[str, str | None, str | None, tuple[tuple[str, float | bool], ...]]
+_Key = tuple[str, ConnectionOptions, str | None, str | None, tuple[tuple[str, float | bool], ...]]
 
 _lock = threading.Lock()
-# By URL, directory for metrics, dead-letter queue and options of publishers, the one that was used last at the end.
+# By all options that publishers differ in, the one that was used last at the end.
 _idle: dict[_Key, tuple[Publisher, threading.Timer]] = {}
 
 
 @contextmanager
 def publisher_pool(options: WriteOptions) -> Iterator[Publisher]:
     """Lend a publisher; keep it after a clean exit, discard it after an exception."""
-    key = options.url, options.metrics_directory, options.dead_letter_queue, options.publisher
+    key = options.url, options.connection, options.metrics_directory, options.dead_letter_queue, options.publisher
     metrics = exporter(options.metrics_directory)
     registry = None if metrics is None else metrics.registry
-    arguments: dict[str, Any] = dict(options.publisher)
+    arguments: dict[str, Any] = options.connection.arguments() | dict(options.publisher)
     if options.dead_letter_queue is not None:
         arguments["topology"] = [Queue(options.dead_letter_queue, dead_letter=None)]
     publisher = _take(key) or Publisher(options.url, name="spark-sink", registry=registry, **arguments)

@@ -97,7 +97,11 @@ class StagedSource(StreamSource):
     def _begin(self) -> StageRelay | None:
         """Return the relay, started; None where there is none, or no longer."""
         if self._relay is None and self._relay_options is not None and not self._closed:
-            relay = StageRelay(self._relay_options, registry=self._registry())
+            relay = StageRelay(
+                self._relay_options,
+                registry=self._registry(),
+                settings=self._options.connection.settings(self._options.url),
+            )
             on_termination(self._show_no_more)
             relay.start()
             self._relay = relay

@@ -29,7 +29,6 @@ from reliable_mq.spark.queue_prefetch import PrefetchController
 from reliable_mq.spark.stream_broker import StreamChannel, end_of, first_offset, offset_of
 from reliable_mq.spark.stream_filters import ValueFilter
 from reliable_mq.spark.stream_offsets import StreamRange
-from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,7 +65,7 @@ class RangeReader:
         self, options: StreamOptions, each: StreamRange, names: tuple[str, ...], *, patience: float = _PATIENCE
     ) -> None:
         self._options = options
-        self._settings = parse_url(options.url)
+        self._settings = options.connection.settings(options.url)
         self._range = each
         self._names = names
         self._position = each.start  # all before it was given

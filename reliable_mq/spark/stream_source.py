@@ -34,7 +34,6 @@ from reliable_mq.spark.stream_filters import RangeFilters
 from reliable_mq.spark.stream_offsets import StreamRange, from_checkpoint, limited, marked_initial, ranges_of, split
 from reliable_mq.spark.stream_reader import RangeReader
 from reliable_mq.spark.super_streams import PartitionFinder
-from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -398,13 +397,15 @@ class _Planner:
     def _names(self, channel: StreamChannel) -> list[str]:
         if self._finder is None:
             options = self._options
-            self._finder = PartitionFinder(parse_url(options.url), options.streams, options.management_url)
+            self._finder = PartitionFinder(
+                options.connection.settings(options.url), options.streams, options.management_url
+            )
         return self._finder.streams(channel)
 
     def _connected(self) -> StreamChannel:
         if self._channel is None or not self._channel.usable:
             self.close()
-            channel = StreamChannel(parse_url(self._options.url), name="spark-streams")
+            channel = StreamChannel(self._options.connection.settings(self._options.url), name="spark-streams")
             self._channel = channel.__enter__()
         return self._channel
 

@@ -45,7 +45,7 @@ class PartitionFinder:
     def __init__(self, settings: ConnectionSettings, names: Sequence[str], management_url: str | None) -> None:
         self._settings = settings
         self._names = names
-        self._api = None if management_url is None else ManagementAPI.at(management_url, settings)
+        self._management_url = management_url
         self._found: dict[str, list[str]] = {}  # by name; a stream is its own
         self._looked_at = float("-inf")
 
@@ -70,9 +70,13 @@ class PartitionFinder:
             self._found[name] = [name]
             return
         try:
-            found = _numbered(channel, name, known) if self._api is None else self._bound(self._api, name)
+            found = (
+                _numbered(channel, name, known)
+                if self._management_url is None
+                else self._bound(self._management_url, name)
+            )
         except BrokerUnavailable as error:
-            if not known or self._api is None:
+            if not known or self._management_url is None:
                 raise
             logger.warning("the partitions of super stream %r are not looked up for now: %s", name, error)
             return
@@ -81,7 +85,8 @@ class PartitionFinder:
                 logger.info("super stream %r has a new partition %r: it is read from its first message", name, stream)
         self._found[name] = found
 
-    def _bound(self, api: ManagementAPI, name: str) -> list[str]:
+    def _bound(self, management_url: str, name: str) -> list[str]:
+        api = ManagementAPI.at(management_url, self._settings)  # each time: a token may have expired
         try:
             bindings = api.get("exchanges", self._settings.virtual_host, name, "bindings", "source")
         except ManagementError as error:

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from reliable_mq.core.statistics import StageStatistics
     from reliable_mq.errors import ReliableMQError
     from reliable_mq.metrics.registry import Reading
+    from reliable_mq.settings import ConnectionSettings
     from reliable_mq.stage.options import StageOptions
 
 __all__ = ["StageRelay"]
@@ -73,13 +74,21 @@ class StageRelay(NullListener):
     Args:
         options: what to move where.
         registry: where to register Prometheus metrics; None for none.
+        settings: how to connect; None for what the URL of the options says.
 
     Attributes:
         statistics: counts.
     """
 
-    def __init__(self, options: StageOptions, *, registry: CollectorRegistry | None = None) -> None:
-        settings = parse_url(options.url)
+    def __init__(
+        self,
+        options: StageOptions,
+        *,
+        registry: CollectorRegistry | None = None,
+        settings: ConnectionSettings | None = None,
+    ) -> None:
+        if settings is None:
+            settings = parse_url(options.url)
         self._options = options
         self._session = StageSession(options.settings(), shard)
         self.statistics: StageStatistics = self._session.statistics

@@ -1,0 +1,95 @@
+"""Options of connections, and providers of credentials by their import path."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError
+from reliable_mq.settings import Credentials
+from reliable_mq.spark.connections import ConnectionOptions
+from reliable_mq.spark.options import read_options, write_options
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from reliable_mq.settings import ConnectionSettings
+
+NOWHERE = "amqp://broker.example/"
+
+
+def settings(url: str, **given: str) -> ConnectionSettings:
+    options = write_options({"url": url, "routingKey": "k", **given})
+    assert pickle.loads(pickle.dumps(options)) == options
+    return options.connection.settings(options.url)
+
+
+def test_each_option_is_taken() -> None:
+    """By sources and sinks, as the arguments of a publisher are."""
+    given = {"connection.heartbeat": "30s", "connection.timeout": "1500ms", "connection.caFile": "/ca.pem"}
+    given |= {"connection.certFile": "/c.pem", "connection.keyFile": "/k.pem", "connection.serverName": "mq"}
+    made = settings("amqps://u:p@broker.example/", **given)
+    assert (made.heartbeat, made.connect_timeout) == (30, 1.5)
+    assert made.tls is not None
+    files = (made.tls.ca_file, made.tls.cert_file, made.tls.key_file, made.tls.server_name)
+    assert files == ("/ca.pem", "/c.pem", "/k.pem", "mq")
+    for mode in ({"queue": "q"}, {"stream": "s"}):
+        read = read_options({"url": "amqps://u:p@broker.example/", **mode, **given}, streaming=True)
+        assert read.connection.settings(read.url) == made
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"connection.heartbeat": "0s"}, "heartbeat must be"),
+        ({"connection.heartbeat": "1500ms"}, "connection.heartbeat must be whole seconds"),
+        ({"connection.timeout": "10"}, "connection.timeout must be a time with its unit"),
+        ({"connection.timeout": "0s"}, "connect_timeout must be"),
+        ({"connection.caFile": "/ca.pem"}, "use amqps"),
+        ({"connection.cafiles": "/ca.pem"}, "did you mean connection.caFile"),
+        ({"credentialsProvider": "os.getpid"}, "must be package.module:function"),
+        ({"credentialsProvider": "no.such.module:function"}, "No module named 'no'"),
+        ({"credentialsProvider": "os:no_such"}, "no attribute 'no_such'"),
+        ({"credentialsProvider": "os:sep"}, "is a str, and no function"),
+        ({"credentialsProvider": "os:getpid"}, "credentials are given twice"),
+    ],
+)
+def test_what_is_not_understood_is_refused(given: dict[str, str], says: str) -> None:
+    """On the driver, before anything connects."""
+    with pytest.raises(ConfigurationError, match=says):
+        settings("amqp://u:p@broker.example/", **given)
+
+
+def test_a_provider_is_imported_where_it_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An executor without it says so, with its host and Python; nothing of its secrets is shown."""
+    (tmp_path / "vault.py").write_text("import reliable_mq\ndef login():\n    return ('user', 's3cret')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    options = ConnectionOptions(provider="vault:login")
+    made = options.settings(NOWHERE)
+    assert made.resolve_credentials() == Credentials("user", "s3cret")
+    assert "s3cret" not in repr((options, made))
+    monkeypatch.undo()
+    monkeypatch.delitem(sys.modules, "vault")
+    with pytest.raises(ConfigurationError, match=f"cannot be imported on host .* by {sys.executable}: No module named"):
+        options.settings(NOWHERE)
+
+
+@pytest.mark.parametrize("when", ["import", "call"])
+def test_the_text_of_a_provider_that_fails_is_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Spark prints whole tracebacks, causes included."""
+    failing = "raise RuntimeError('s3cret')"
+    (tmp_path / "broken.py").write_text(failing if when == "import" else f"def login():\n    {failing}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
+    with pytest.raises((ConfigurationError, BrokerUnavailable)) as raised:
+        ConnectionOptions(provider="broken:login").settings(NOWHERE).resolve_credentials()
+    errors: list[BaseException] = [raised.value]
+    while (before := errors[-1].__cause__ or errors[-1].__context__) is not None:
+        errors.append(before)
+    assert any("RuntimeError" in str(error) for error in errors)
+    assert not any("s3cret" in str(error) for error in errors)
