@@ -1,4 +1,4 @@
-"""How a source or a sink connects, beside its URL: ``connection.*`` and a provider of credentials.
+"""How a source or a sink connects: ``connection.*`` and credentials.
 
 Invariants: what is sent to executors is text and numbers; a provider is imported where it is called, and neither its
 result nor the text of an exception of it is shown.
@@ -74,7 +74,7 @@ class ConnectionOptions:
 
 
 class _Provider:
-    """Calls a function for user and password; the text of an exception may hold a secret."""
+    """Calls a function for user and password, and hides the text of its errors."""
 
     def __init__(self, path: str, function: Callable[[], Any]) -> None:
         self._path = path
