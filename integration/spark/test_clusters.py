@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from integration.support.spark_cluster import StandaloneCluster
 from reliable_mq import Message, Publisher, Queue
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from reliable_mq.testing import VirtualHost
@@ -43,6 +45,43 @@ def test_a_local_cluster_reads_a_queue_to_its_end(vhost: VirtualHost, tmp_path: 
     rows = committed_rows(tmp_path / "orders" / "output")
     assert rows.keys() == expected
     assert rows.total() == len(expected)
+
+
+def test_executors_read_a_stage_in_parallel_and_rows_do_not_pass_the_driver(
+    vhost: VirtualHost, tmp_path: Path, report: Callable[[str], None]
+) -> None:
+    """By Spark's own log of its tasks: both executors have rows; the driver may send or get 1 MiB, of 20."""
+    expected = published(vhost, 1000, padding=bytes(20_000))
+    given = settings(
+        vhost, tmp_path, "local-cluster[2,1,1024]", queue="orders", stage="orders.stage", minPartitions="4",
+        maxMessagesPerTrigger="1000",
+    )  # fmt: skip
+    log = tmp_path / "events"
+    log.mkdir()
+    given["spark"] = {
+        "spark.cores.max": "2",
+        "spark.scheduler.minRegisteredResourcesRatio": "1.0",
+        "spark.scheduler.maxRegisteredResourcesWaitingTime": "300s",
+        "spark.rpc.message.maxSize": "1",
+        "spark.driver.maxResultSize": "1m",
+        "spark.eventLog.enabled": "true",
+        "spark.eventLog.compress": "false",
+        "spark.eventLog.dir": log.as_uri(),
+    }
+    with Application("spark_queries", {**given, "pause": 0.002}, tmp_path / "log") as application:
+        application.wait(400)
+    rows = committed_rows(tmp_path / "orders" / "output")
+    assert rows == dict.fromkeys(expected, 1)
+    events = [json.loads(line) for path in log.rglob("[!.]*") if path.is_file() for line in path.open() if line.strip()]
+    tasks = [event for event in events if event["Event"] == "SparkListenerTaskEnd"]
+    read: Counter[str] = Counter()
+    for task in tasks:
+        read[task["Task Info"]["Executor ID"]] += task["Task Metrics"]["Output Metrics"]["Records Written"]
+    results = sum(task["Task Metrics"]["Result Size"] for task in tasks)
+    report(f"rows by executor: {dict(read)}; bytes of results of {len(tasks)} tasks to the driver: {results}")
+    assert read.total() == len(expected)
+    assert len(+read) == 2
+    assert results < 2**20
 
 
 @pytest.mark.parametrize("kind", ["queue", "stream"])
