@@ -149,7 +149,7 @@ def _token(file: Path | None) -> str | None:
     try:
         text = file.read_text("utf-8").strip()
     except UnicodeDecodeError:  # whose text would show a part of the token
-        raise ConfigurationError(f"--token-file: it is no UTF-8 text: {file}") from None
+        raise ConfigurationError(f"the file of --token-file is no UTF-8 text: {file}") from None
     if not text:
         raise typer.BadParameter(f"--token-file: {file} is empty")
     return text

@@ -137,7 +137,7 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
         ("$CLI dlq list $'\\xff\\x1b[2J' q", 1, "reliable-mq: the URL"),
         ("PYTHONIOENCODING=ascii $CLI doctor amqp://127.0.0.1:1", 1, ""),
         ("LC_ALL=C PYTHONIOENCODING=latin-1 $CLI health http://127.0.0.1:1", 1, "no answer from 127.0.0.1"),
-        ("$CLI web amqp://h --token-file <(printf '\\xff\\xfe')", 1, "--token-file: it is no UTF-8 text"),
+        ("$CLI web amqp://h --token-file <(printf '\\xff\\xfe')", 1, "the file of --token-file is no UTF-8 text"),
         ("$CLI stage amqp://h orders one orders two", 1, "orders is named twice"),
         ("$CLI dlq replay amqp://h q --idempotency ..:x", 2, "--idempotency: importing '..' raised"),
     ],
