@@ -64,9 +64,9 @@ T ?= tests/core
 t: venv  ## some tests, in this process: make t T=tests/core/test_confirms.py
 	$(PYTEST) -q -n 0 $(T) $(ARGS)
 
-# Spark's tests mostly wait for Spark: they run beside the others.
+# Not side by side: Spark gives a Python process 10 s to start, which it needs more than once beside the other tests.
 test-integration: venv images java databases prometheus chromium  ## the tests against real brokers, databases and Spark
-	@tests/parts.sh test-brokers+test-spark
+	@tests/parts.sh test-brokers test-spark
 
 test-brokers: venv images databases prometheus chromium
 	$(PYTEST) integration --ignore=integration/spark -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)

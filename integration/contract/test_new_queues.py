@@ -313,9 +313,9 @@ def test_a_queue_is_old_for_a_connection_whose_broker_has_answered_since(
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=[ORDERS], new_queue_grace=GRACE, reconnect_wait=SOON) as publisher:
         publisher.connect()
-        asked = proxy.seen("confirm.select-ok")
-        wait_until(lambda: proxy.seen("confirm.select-ok") > asked, timeout=30, what="an answer after the grace")
-        proxy.cut()
+        asked = proxy.forwarded("confirm.select-ok")
+        proxy.wait_for(lambda: proxy.forwarded("confirm.select-ok") > asked, 30, what="an answer after the grace")
+        proxy.cut(reset=False)  # behind the answer, which the publisher reads first
         proxy.heal()
         wait_until(lambda: proxy.connections == 2 and publisher.connected, timeout=30, what="connected again")
         asked = proxy.seen("confirm.select-ok")
