@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 __all__ = ["stage"]
 
 _DRAIN: Final = 30.0  # seconds for outstanding confirms at the end
+_NAMES: Final = {
+    "queue": "QUEUE",
+    "stage": "STREAM",
+    "partitions": "--partitions",
+    "key": "--key",
+    "retention": "--retention",
+    "max_bytes": "--max-bytes",
+}  # of the options, as the user writes them
 _LOOK_EVERY: Final = 0.2  # seconds between two looks at the relays
 
 
@@ -84,6 +92,7 @@ def stage(
             retention=None if retention == "0" else retention,
             max_bytes=max_bytes,
             missing_id=missing,
+            names=_NAMES,
         )
         for queue, name in staged
     ]

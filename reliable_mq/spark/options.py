@@ -23,11 +23,13 @@ from reliable_mq.spark.queue_prefetch import LARGEST_PREFETCH
 from reliable_mq.topology import Queue
 
 __all__ = [
+    "STREAM_MODE_OPTIONS",
     "QueueOptions",
     "StartingPositions",
     "StreamOptions",
     "Timestamps",
     "WriteOptions",
+    "check_known",
     "read_options",
     "write_options",
 ]
@@ -69,6 +71,8 @@ _STREAM: Final = (
     "streamFilterMatchUnfiltered",
     "managementUrl",
 )
+#: The options that a source has in stream mode.
+STREAM_MODE_OPTIONS: Final = (*_COMMON, *_STREAM)
 _PUBLISHER: Final = (
     "publisher.maxOutstanding",
     "publisher.confirmTimeout",
@@ -257,7 +261,7 @@ def read_options(given: Mapping[str, str], *, streaming: bool) -> QueueOptions |
             fail_on_data_loss=options.truth("failOnDataLoss", default=True),
             metrics_directory=options.text("metricsDirectory"),
         )
-    options.check_known((*_COMMON, *_STREAM))
+    options.check_known(STREAM_MODE_OPTIONS)
     starting = options.positions("startingOffsets")
     since = options.timestamps("startingTimestamp", "startingOffsetsByTimestamp")
     if starting is not None and since is not None:
@@ -306,6 +310,15 @@ def read_options(given: Mapping[str, str], *, streaming: bool) -> QueueOptions |
         prefetch=options.whole("prefetch", 1, LARGEST_PREFETCH) or _DEFAULT_PREFETCH,
         metrics_directory=options.text("metricsDirectory"),
     )
+
+
+def check_known(given: Mapping[str, str], known: tuple[str, ...]) -> None:
+    """Refuse options that are not ``known``.
+
+    Raises:
+        ConfigurationError: one is not; the text names it, and the one that was perhaps meant.
+    """
+    _Options(given).check_known(known)
 
 
 def write_options(given: Mapping[str, str]) -> WriteOptions:

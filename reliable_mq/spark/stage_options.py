@@ -5,13 +5,12 @@ Invariant: as in `reliable_mq.spark.options`, a value that is not understood is 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from reliable_mq.errors import ConfigurationError
-from reliable_mq.spark.options import StreamOptions, read_options
+from reliable_mq.spark.options import STREAM_MODE_OPTIONS, StreamOptions, check_known, read_options
 from reliable_mq.stage import MissingId, StageOptions
 from reliable_mq.stage.options import DEFAULT_RETENTION
 
@@ -30,6 +29,16 @@ STAGE_OPTIONS: Final = (
     "stageMaxBytes",
     "stageMissingId",
 )
+#: What the user calls the options of the relay.
+_NAMES: Final = {
+    "partitions": "stagePartitions",
+    "key": "stageKey",
+    "retention": "stageRetention",
+    "max_bytes": "stageMaxBytes",
+    "missing_id": "stageMissingId",
+}
+_KNOWN: Final = (*STAGE_OPTIONS, "queue", *(name for name in STREAM_MODE_OPTIONS if name != "stream"))
+_LONGEST: Final = 255  # bytes of a name in AMQP
 _BEGINNINGS: Final = ("startingoffsets", "startingtimestamp", "startingoffsetsbytimestamp")
 _BY: Final = ("query", "none")
 
@@ -60,17 +69,16 @@ def staged_options(given: Mapping[str, str], *, streaming: bool) -> StagedOption
     """
     lower = {name.lower(): value for name, value in given.items()}
     known = {name.lower(): name for name in STAGE_OPTIONS}
-    for name in lower:
-        if name.startswith("stage") and name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            _refuse(f"option {name!r} is not known" + (f": did you mean {known[near[0]]}?" if near else ""))
-    stage, queue = lower["stage"], lower.get("queue", "")
+    stage, queue = lower["stage"].strip(), lower.get("queue", "").strip()
     if not streaming:
         _refuse(f"stage is for spark.readStream: spark.read reads the stage with the option stream={stage!r}")
     if "stream" in lower:
         _refuse("stream and stage are both given: with stage, the option queue says where messages come from")
     if "streamfilter" in lower:
         _refuse("streamFilter is for streams: a stage has the headers of messages in one of ours, which no filter sees")
+    check_known(given, _KNOWN)
+    if not stage or "," in stage or len(stage.encode()) > _LONGEST:
+        _refuse(f"stage must name one stream, in at most {_LONGEST} bytes, not {stage[:40]!r}")
     if not queue or "," in queue:
         _refuse("with stage, the option queue must name one queue; give each queue a stage and a query of its own")
     by = lower.get("stageby", "query")
@@ -87,19 +95,17 @@ def staged_options(given: Mapping[str, str], *, streaming: bool) -> StagedOption
             _refuse(f"{known[name]} is for the relay of the query, and stageBy is none")
         return StagedOptions(None, stream)
     retention = lower.get("stageretention", DEFAULT_RETENTION)
-    try:
-        relay = StageOptions(
-            url=stream.url,
-            queue=queue,
-            stage=stage,
-            partitions=_number(lower, "stagePartitions"),
-            key=lower.get("stagekey", "message_id"),
-            retention=None if retention == "0" else retention,
-            max_bytes=_number(lower, "stageMaxBytes"),
-            missing_id=_one_of(lower, "stageMissingId", MissingId, MissingId.REFUSE),
-        )
-    except ConfigurationError as error:
-        raise ConfigurationError(f"an option of the stage is wrong: {error}") from error
+    relay = StageOptions(
+        url=stream.url,
+        queue=queue,
+        stage=stage,
+        partitions=_number(lower, "stagePartitions"),
+        key=lower.get("stagekey", "message_id"),
+        retention=None if retention == "0" else retention,
+        max_bytes=_number(lower, "stageMaxBytes"),
+        missing_id=_one_of(lower, "stageMissingId", MissingId, MissingId.REFUSE),
+        names=_NAMES,
+    )
     return StagedOptions(relay, stream)
 
 

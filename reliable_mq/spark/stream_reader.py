@@ -197,7 +197,8 @@ class RangeReader:
         if self._options.fail_on_data_loss:
             raise ConsumeError(
                 f"{what}. Messages were dropped before they were read: let the stream keep them longer (max-age, "
-                "max-length-bytes), read more often, or set failOnDataLoss to false to go on without them"
+                "max-length-bytes; of a stage, stageRetention and stageMaxBytes), read more often, or set "
+                "failOnDataLoss to false to go on without them"
             )
         logger.warning("%s; going on, since failOnDataLoss is false", what)
 

@@ -9,7 +9,7 @@ enforce an exclusive consumer of a quorum queue.)
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 from zlib import crc32
@@ -63,6 +63,7 @@ class StageOptions:
         confirm_timeout: seconds without a confirm after which the connection is replaced.
         new_stage_grace: seconds for which a stage that was just made is left alone: a broker that is killed in its
             first second has forgotten the stream, with everything that it had confirmed.
+        names: how errors call an option, by its name here; an option that is missing keeps its name.
 
     Raises:
         ConfigurationError: an option is wrong; the text names it.
@@ -80,13 +81,17 @@ class StageOptions:
     max_outstanding_bytes: int = 64 * 2**20
     confirm_timeout: float = 30.0
     new_stage_grace: float = NEW_QUEUE_GRACE
+    names: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, value in (("queue", self.queue), ("stage", self.stage)):
             if not is_text(value) or not value or len(value.encode()) > _LONGEST:
-                raise ConfigurationError(f"{name} must be a name of 1 to {_LONGEST} bytes, not {value!r}")
+                raise ConfigurationError(f"{self._called(name)} must be a name of 1 to {_LONGEST} bytes, not {value!r}")
         if self.queue == self.stage:
-            raise ConfigurationError(f"queue and stage are both {self.stage!r}: name a stream of its own for the stage")
+            raise ConfigurationError(
+                f"{self._called('queue')} and {self._called('stage')} are both {self.stage!r}: name a stream of its "
+                "own for the stage"
+            )
         for name, number, most in (
             ("partitions", self.partitions, _MOST_PARTITIONS),
             ("max_bytes", self.max_bytes, None),
@@ -95,19 +100,22 @@ class StageOptions:
         ):
             if number is not None and (not is_whole_number(number, 1) or (most is not None and number > most)):
                 limits = f"from 1 to {most}" if most is not None else "of at least 1"
-                raise ConfigurationError(f"{name} must be a whole number {limits}, not {number!r}")
+                raise ConfigurationError(f"{self._called(name)} must be a whole number {limits}, not {number!r}")
         if self.retention is not None and not (is_text(self.retention) and _AGE.fullmatch(self.retention)):
             raise ConfigurationError(
-                f"retention must be a number with a unit of Y, M, D, h, m or s, such as 7D, not {self.retention!r}"
+                f"{self._called('retention')} must be a number with a unit of Y, M, D, h, m or s, such as 7D, not "
+                f"{self.retention!r}"
             )
         if self.key not in {"message_id", "routing_key"} and not (
             is_text(self.key) and self.key.startswith(_HEADER_KEY) and len(self.key) > len(_HEADER_KEY)
         ):
-            raise ConfigurationError(f"key must be message_id, routing_key or header:NAME, not {self.key!r}")
+            raise ConfigurationError(
+                f"{self._called('key')} must be message_id, routing_key or header:NAME, not {self.key!r}"
+            )
         if not isinstance(self.missing_id, MissingId):
-            raise ConfigurationError(f"missing_id must be a MissingId, not {self.missing_id!r}")
-        seconds("confirm_timeout", self.confirm_timeout, positive=True)
-        seconds("new_stage_grace", self.new_stage_grace)
+            raise ConfigurationError(f"{self._called('missing_id')} must be a MissingId, not {self.missing_id!r}")
+        seconds(self._called("confirm_timeout"), self.confirm_timeout, positive=True)
+        seconds(self._called("new_stage_grace"), self.new_stage_grace)
 
     @property
     def streams(self) -> tuple[str, ...]:
@@ -153,6 +161,9 @@ class StageOptions:
             max_bytes=self.max_outstanding_bytes,
             confirm_timeout=self.confirm_timeout,
         )
+
+    def _called(self, option: str) -> str:
+        return self.names.get(option, option)
 
 
 def shard(key: bytes, partitions: int) -> int:

@@ -139,6 +139,7 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
         ("LC_ALL=C PYTHONIOENCODING=latin-1 $CLI health http://127.0.0.1:1", 1, "no answer from 127.0.0.1"),
         ("$CLI web amqp://h --token-file <(printf '\\xff\\xfe')", 1, "the file of --token-file is no UTF-8 text"),
         ("$CLI stage amqp://h orders one orders two", 1, "orders is named twice"),
+        ("$CLI stage amqp://h orders one --retention 7", 1, "--retention must be a number with a unit"),
         ("$CLI dlq replay amqp://h q --idempotency ..:x", 2, "--idempotency: importing '..' raised"),
     ],
 )
