@@ -84,6 +84,7 @@ _PLAIN: Final = tuple(
     _FLAGS_WORD.pack(_FLAGS["delivery_mode"] | _FLAGS["message_id"]) + _PERSISTENT + bytes((length,))
     for length in range(256)
 )
+_HEADERS_AND_ID: Final = _FLAGS_WORD.pack(_FLAGS["headers"] | _FLAGS["delivery_mode"] | _FLAGS["message_id"])
 _NO_HEADERS: Final[Mapping[str, FieldValue]] = MappingProxyType({})
 
 
@@ -127,8 +128,7 @@ def plain_properties_head(headers: Mapping[str, FieldValue]) -> bytes:
     Raises:
         ConfigurationError: a header cannot be encoded.
     """
-    segments = {"headers": encode_table(headers)} if headers else {}
-    return join_properties({**segments, "delivery_mode": _PERSISTENT, "message_id": b"\0"})[:-1]
+    return _HEADERS_AND_ID + encode_table(headers) + _PERSISTENT if headers else _PLAIN[0][:-1]
 
 
 def plain_properties(head: bytes, message_id: str) -> bytes:

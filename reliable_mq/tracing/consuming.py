@@ -14,7 +14,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import time
 from contextlib import contextmanager
@@ -49,8 +48,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ConsumerTracer"]
 
-logger = logging.getLogger(__name__)
-
 _DESTINATIONS_KEPT: Final = 1024  # attributes of spans, by exchange and routing key
 _EMPTY: Final = Context()
 
@@ -78,6 +75,7 @@ class ConsumerTracer:
 
     def __init__(self, tracing: Tracing, *, name: str, queue: str, endpoints: Sequence[Endpoint]) -> None:
         self._tracing = tracing
+        self._errors = tracing._errors  # noqa: SLF001  # of the same package
         self._queue = queue
         self._common: dict[str, Any] = {
             conventions.SYSTEM: conventions.RABBITMQ,
@@ -181,8 +179,8 @@ class ConsumerTracer:
             if context or self._tracing.root_ratio == 0:
                 return context
             return self._process(delivery, context, None)
-        except Exception:
-            logger.exception("a span could not be begun; the handler runs without one")
+        except Exception as error:  # noqa: BLE001  # logged
+            self._errors.log(error, "a span could not be begun; the handler runs without one")
             return _EMPTY
 
     def _process(self, delivery: Delivery, context: Context, message: SpanContext | None) -> Context | _Handling:
@@ -206,8 +204,8 @@ class ConsumerTracer:
     def _begin_batch(self, deliveries: list[Delivery]) -> Context | _Handling:
         try:
             return self._process_batch(deliveries)
-        except Exception:
-            logger.exception("a span could not be begun; the batch handler runs without one")
+        except Exception as error:  # noqa: BLE001  # logged
+            self._errors.log(error, "a span could not be begun; the batch handler runs without one")
             return _EMPTY
 
     def _process_batch(self, deliveries: list[Delivery]) -> Context | _Handling:
@@ -250,8 +248,8 @@ class ConsumerTracer:
             if span.is_recording():
                 self.exemplars.exemplify(time.perf_counter() - began, ids_of(span.get_span_context()), time.time())
             span.end()
-        except Exception:
-            logger.exception("a span could not be ended; the delivery is not affected")
+        except Exception as raised:  # noqa: BLE001  # logged
+            self._errors.log(raised, "a span could not be ended; the delivery is not affected")
 
     # Deliveries of `get`
 
@@ -266,8 +264,8 @@ class ConsumerTracer:
             return
         try:
             self._receive(deliveries, began)
-        except Exception:
-            logger.exception("a span could not be recorded; the deliveries are not affected")
+        except Exception as error:  # noqa: BLE001  # logged
+            self._errors.log(error, "a span could not be recorded; the deliveries are not affected")
 
     def _receive(self, deliveries: Sequence[Delivery], began: int) -> None:
         links, decided = self._links(deliveries)
@@ -300,22 +298,28 @@ class ConsumerTracer:
             at: when, in nanoseconds since 1970.
         """
         for settlement in settlements:
-            first = settlement.deliveries[0]
-            links, _ = self._links(settlement.deliveries)
-            context = context_of(context_of_attempt(first.attempt_context or ""))
-            destination = self._common_destination(settlement.deliveries)
-            span = self._start(settlement.method, SpanKind.CLIENT, context, destination, links, at)
-            if settlement.total > 1:
-                span.set_attribute(conventions.BATCH_COUNT, settlement.total)
-            else:
-                message_id = _text(first, "message_id")
-                span.set_attributes(
-                    {
-                        conventions.DELIVERY_TAG: first.delivery_tag,
-                        **({} if message_id is None else {conventions.MESSAGE_ID: message_id}),
-                    }
-                )
-            span.end(at)
+            try:
+                self._settle(settlement, at)
+            except Exception as error:  # noqa: BLE001  # logged
+                self._errors.log(error, "a settlement could not be recorded; the settlement itself is not affected")
+
+    def _settle(self, settlement: SettledDeliveries, at: int) -> None:
+        first = settlement.deliveries[0]
+        links, _ = self._links(settlement.deliveries)
+        context = context_of(context_of_attempt(first.attempt_context or ""))
+        destination = self._common_destination(settlement.deliveries)
+        span = self._start(settlement.method, SpanKind.CLIENT, context, destination, links, at)
+        if settlement.total > 1:
+            span.set_attribute(conventions.BATCH_COUNT, settlement.total)
+        else:
+            message_id = _text(first, "message_id")
+            span.set_attributes(
+                {
+                    conventions.DELIVERY_TAG: first.delivery_tag,
+                    **({} if message_id is None else {conventions.MESSAGE_ID: message_id}),
+                }
+            )
+        span.end(at)
 
     # Parts of spans
 

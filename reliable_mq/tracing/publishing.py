@@ -15,7 +15,6 @@ Invariants:
 
 from __future__ import annotations
 
-import logging
 import random
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -45,11 +44,9 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.publisher.publication import Publication
     from reliable_mq.settings import Endpoint
-    from reliable_mq.tracing.tracing import Tracing
+    from reliable_mq.tracing.tracing import TracerErrors, Tracing
 
 __all__ = ["PublisherTracer", "SendTrace", "with_headers"]
-
-logger = logging.getLogger(__name__)
 
 _DESTINATIONS_KEPT: Final = 1024  # names and attributes of spans, by exchange and routing key
 _NOTHING: Final[Mapping[str, str]] = {}
@@ -66,6 +63,7 @@ class PublisherTracer:
 
     def __init__(self, tracing: Tracing, *, name: str, endpoints: Sequence[Endpoint]) -> None:
         self._tracing = tracing
+        self._errors = tracing._errors  # noqa: SLF001  # of the same package
         self._name = name
         self._server = conventions.server(endpoints)
         self._propagation: Propagation | None = None
@@ -105,8 +103,8 @@ class PublisherTracer:
                 return None
         try:
             return self._begin(message, exchange, routing_key, operation, context)
-        except Exception:
-            logger.exception("a span could not be begun; the message is published without one")
+        except Exception as error:  # noqa: BLE001  # logged
+            self._errors.log(error, "a span could not be begun; the message is published without one")
             return None
 
     def _begin(
@@ -116,7 +114,9 @@ class PublisherTracer:
         propagation = self._propagation
         if propagation is None:
             propagation = self._propagation = Propagation(self._tracing.propagator)
-        carried = get_current_span(propagation.extract(message.headers)) if propagation.carries(properties) else None
+        carried = None
+        if properties is not None and propagation.carries(properties):
+            carried = get_current_span(propagation.extract(message.headers))
         if carried is not None and operation == "create":
             return None
         theirs = None if carried is None else carried.get_span_context()
@@ -135,15 +135,10 @@ class PublisherTracer:
             if properties is not None:
                 headers = propagation.added(headers, properties)
         if not span.is_recording():
-            return SendTrace(headers) if headers else None
-        attributes: dict[str, str | int] = {
-            conventions.MESSAGE_ID: message.message_id,
-            conventions.BODY_SIZE: len(message.body),
-        }
+            return SendTrace(headers, self._errors) if headers else None
         if properties is not None and (correlation_id := message.correlation_id) is not None:
-            attributes[conventions.CONVERSATION_ID] = correlation_id
-        span.set_attributes(attributes)
-        return SendTrace(headers, span)
+            span.set_attribute(conventions.CONVERSATION_ID, correlation_id)
+        return SendTrace(headers, self._errors, span)
 
     def _start(
         self,
@@ -154,9 +149,14 @@ class PublisherTracer:
         context: Context,
         theirs: SpanContext | None,
     ) -> Span:
-        destination, attributes = self._destination(exchange, routing_key)
+        destination, common = self._destination(exchange, routing_key)
+        attributes = {  # all at once: a span takes long to set one
+            **common,
+            conventions.MESSAGE_ID: message.message_id,
+            conventions.BODY_SIZE: len(message.body),
+        }
         if operation != "send":
-            attributes = {**attributes, conventions.OPERATION_NAME: operation, conventions.OPERATION_TYPE: operation}
+            attributes[conventions.OPERATION_NAME] = attributes[conventions.OPERATION_TYPE] = operation
         injected = theirs is None and not isinstance(self._tracing, CopyTracing)
         return self._tracing.tracer.start_span(
             f"{operation} {destination}",
@@ -173,13 +173,13 @@ class PublisherTracer:
         headers: Mapping[str, str] = propagation.headers(context)
         if properties is not None:
             headers = propagation.added(headers, properties)
-        trace = SendTrace(headers)
+        trace = SendTrace(headers, self._errors)
         if properties is None:
             self._unsampled = context, trace
         return trace
 
     def _destination(self, exchange: str, routing_key: str) -> tuple[str, dict[str, Any]]:
-        """Return the name of a destination, and the attributes that a sampler may look at."""
+        """Return the name of a destination, and the attributes of all spans to it."""
         found = self._destinations.get((exchange, routing_key))
         if found is not None:
             return found
@@ -205,6 +205,7 @@ class SendTrace:
 
     Args:
         headers: to set on the message.
+        errors: logs what the span raises.
         span: None if it is not sampled; the same object then serves many publishes.
 
     Attributes:
@@ -213,25 +214,24 @@ class SendTrace:
         plain_head: the encoded properties of a message with these headers and an id, up to that.
     """
 
-    __slots__ = ("_span", "header_bytes", "headers", "ids", "plain_head", "recording")
+    __slots__ = ("_errors", "_span", "header_bytes", "headers", "ids", "plain_head", "recording")
 
-    def __init__(self, headers: Mapping[str, str], span: Span | None = None) -> None:
+    def __init__(self, headers: Mapping[str, str], errors: TracerErrors, span: Span | None = None) -> None:
         self.headers = headers
         self.plain_head = plain_properties_head(headers)
         self.header_bytes = len(self.plain_head)
         self.ids = _NOTHING if span is None else ids_of(span.get_span_context())
+        self._errors = errors
         self._span = span
         self.recording = span is not None
 
     def without_headers(self) -> SendTrace:
         """Return the trace of a message whose headers leave no room for the context."""
-        return SendTrace(_NOTHING, self._span)
+        return SendTrace(_NOTHING, self._errors, self._span)
 
     def ended(self) -> None:
         """End the span, of which nothing more is known."""
-        span = self._take_span()
-        if span is not None:
-            span.end()
+        self._end({})
 
     def event(self, event: PublicationEvent, publication: Publication) -> None:
         """Record an event. Never raises: the session goes on whatever a tracer does."""
@@ -246,8 +246,8 @@ class SendTrace:
             attributes[conventions.REPLY_TEXT] = publication.reply.text
         try:
             span.add_event(f"reliable_mq.{event.value}", attributes)
-        except Exception:
-            logger.exception("a span of OpenTelemetry raised; the publish itself is not affected")
+        except Exception as error:  # noqa: BLE001  # logged
+            self._errors.log(error, "a span has not got an event; the publish itself is not affected")
 
     def settled(self, publication: Publication, at: int) -> None:
         """End the span with the outcome.
@@ -256,8 +256,7 @@ class SendTrace:
             publication: settled.
             at: when it was, in nanoseconds since 1970.
         """
-        span = self._take_span()
-        if span is None or publication.outcome is None:
+        if publication.outcome is None:
             return
         attributes: dict[str, str | int] = {conventions.OUTCOME: publication.outcome.value}
         if publication.sends:
@@ -267,27 +266,27 @@ class SendTrace:
         if publication.reply is not None and publication.reply.code:
             attributes[conventions.REPLY_CODE] = publication.reply.code
             attributes[conventions.REPLY_TEXT] = publication.reply.text
-        span.set_attributes(attributes)
-        error = publication.failure()
-        if error is not None:
-            _fail(span, error)
-        span.end(at)
+        self._end(attributes, publication.failure(), at)
 
     def failed(self, error: BaseException) -> None:
         """End the span of a publish that was not accepted."""
-        span = self._take_span()
+        outcome = _OUTCOMES.get(type(error))
+        self._end({} if outcome is None else {conventions.OUTCOME: outcome.value}, error)
+
+    def _end(self, attributes: dict[str, str | int], error: BaseException | None = None, at: int | None = None) -> None:
+        """End the span, unless it has ended. Never raises, whatever a tracer does."""
+        span, self._span, self.recording = self._span, None, False
         if span is None:
             return
-        outcome = _OUTCOMES.get(type(error))
-        if outcome is not None:
-            span.set_attribute(conventions.OUTCOME, outcome.value)
-        _fail(span, error)
-        span.end()
-
-    def _take_span(self) -> Span | None:
-        """Return the span that has not ended; it ends now."""
-        span, self._span, self.recording = self._span, None, False
-        return span
+        try:
+            if error is not None:
+                attributes[conventions.ERROR_TYPE] = type(error).__name__
+                span.set_status(StatusCode.ERROR, str(error))
+            if attributes:
+                span.set_attributes(attributes)
+            span.end(at)
+        except Exception as raised:  # noqa: BLE001  # logged
+            self._errors.log(raised, "a span could not be ended; the publish itself is not affected")
 
 
 def with_headers(message: Message, headers: Mapping[str, str]) -> Message:
@@ -300,8 +299,3 @@ _OUTCOMES: Final[Mapping[type[BaseException], Outcome]] = {
     PublishUnconfirmed: Outcome.UNKNOWN,
     PublishBlocked: Outcome.UNKNOWN,
 }
-
-
-def _fail(span: Span, error: BaseException) -> None:
-    span.set_attribute(conventions.ERROR_TYPE, type(error).__name__)
-    span.set_status(StatusCode.ERROR, str(error))

@@ -6,12 +6,17 @@ it. All other modules of this package are imported by publishers and consumers t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Final
 
 from reliable_mq._util.version import OWN_VERSION
 from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from opentelemetry.context import Context
     from opentelemetry.propagators.textmap import TextMapPropagator
     from opentelemetry.trace import Tracer, TracerProvider
@@ -19,10 +24,38 @@ if TYPE_CHECKING:
     from reliable_mq.core.consumer.delivery import Delivery
     from reliable_mq.message import Message
 
-__all__ = ["CopyTracing", "Tracing"]
+__all__ = ["CopyTracing", "TracerErrors", "Tracing"]
+
+logger = logging.getLogger(__name__)
 
 #: The version of the semantic conventions that names, kinds and attributes follow.
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
+
+_LOG_ERRORS_EVERY: Final = 60.0  # seconds: a tracer that is broken raises for every message
+
+
+class TracerErrors:
+    """Logs what a tracer raises, at most once a minute. Thread-safe.
+
+    Args:
+        clock: returns seconds, as ``time.monotonic``.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._count = 0  # not logged yet
+        self._logged_at = float("-inf")
+
+    def log(self, error: Exception, consequence: str) -> None:
+        """Count an exception; log it, unless another was logged in the last minute."""
+        with self._lock:
+            self._count += 1
+            now = self._clock()
+            if now - self._logged_at < _LOG_ERRORS_EVERY:
+                return
+            count, self._count, self._logged_at = self._count, 0, now
+        logger.error("OpenTelemetry raised, %d times since it was last logged; %s", count, consequence, exc_info=error)
 
 
 class Tracing:
@@ -70,6 +103,7 @@ class Tracing:
         )
         self._propagator = propagator
         self._root_ratio = float(root_ratio)
+        self._errors = TracerErrors()
 
     @property
     def tracer(self) -> Tracer:
@@ -128,3 +162,4 @@ class CopyTracing(Tracing):
         self._tracer = tracing.tracer
         self._propagator = tracing._propagator  # noqa: SLF001
         self._root_ratio = 0.0
+        self._errors = tracing._errors  # noqa: SLF001

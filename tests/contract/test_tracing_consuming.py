@@ -17,7 +17,7 @@ from reliable_mq import Ack, DeadLetter, Delivery, Message, Queue, RetryLater, R
 from reliable_mq.core import headers
 from reliable_mq.stores import MemoryStore
 from reliable_mq.testing.waiting import wait_until
-from tests.tracing.spans import Recorder, context_of, traceparent
+from tests.tracing.spans import BrokenEnd, BrokenSampler, Recorder, context_of, traceparent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -474,3 +474,23 @@ def test_times_of_handlers_have_exemplars(broker: ScriptedBroker, consume: Any) 
         text = generate_latest(registry).decode()
     [line] = [line for line in text.splitlines() if "handler_seconds_bucket" in line and " # " in line]
     assert f'trace_id="{TRACE}"' in line
+
+
+@pytest.mark.parametrize(("sampler", "processor"), [(BrokenSampler(), None), (None, BrokenEnd())])
+def test_a_tracer_that_raises_is_logged_once(
+    broker: ScriptedBroker,
+    consume: Any,
+    caplog: pytest.LogCaptureFixture,
+    sampler: BrokenSampler | None,
+    processor: BrokenEnd | None,
+) -> None:
+    recorder = Recorder(sampler)
+    if processor is not None:
+        recorder.provider.add_span_processor(processor)
+    handler = Contexts()
+    with consume(handler, tracing=recorder.tracing):
+        for _ in range(3):
+            broker.consuming.deliver(b"1", headers={"traceparent": THEIRS})
+        handler.wait(3)
+    [logged] = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert logged.getMessage().startswith("OpenTelemetry raised, 1 times")

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.exposition import generate_latest
 
 from reliable_mq import (
+    ConfigurationError,
     Message,
     PublishBlocked,
     PublishNacked,
@@ -23,7 +24,7 @@ from reliable_mq import (
 )
 from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.testing.waiting import wait_until
-from tests.tracing.spans import Recorder, context_of, traceparent
+from tests.tracing.spans import BrokenEnd, BrokenSampler, Recorder, context_of, traceparent
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -435,3 +436,32 @@ def test_a_message_for_anothers_outbox_gets_the_current_context() -> None:
     assert again is message
     assert message.headers == {"mine": 1, "traceparent": traceparent(recorder.named("create orders"))}
     assert recorder.golden()[1]["parent"] == "HTTP"
+
+
+@pytest.mark.parametrize(("sampler", "processor"), [(BrokenSampler(), None), (None, BrokenEnd())])
+def test_a_tracer_that_raises_is_logged_once(
+    broker: ScriptedBroker,
+    new_publisher: NewPublisher,
+    caplog: pytest.LogCaptureFixture,
+    sampler: BrokenSampler | None,
+    processor: BrokenEnd | None,
+) -> None:
+    broker.script = acking
+    recorder = Recorder(sampler)
+    if processor is not None:
+        recorder.provider.add_span_processor(processor)
+    with new_publisher(tracing=recorder.tracing) as publisher:
+        for _ in range(3):
+            publisher.publish(Message(b""), routing_key="orders")
+    [logged] = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert logged.getMessage().startswith("OpenTelemetry raised, 1 times")
+    assert len(broker.published) == 3
+
+
+def test_a_span_that_cannot_end_leaves_the_error_of_a_publish(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    recorder = Recorder()
+    recorder.provider.add_span_processor(BrokenEnd())
+    with new_publisher(tracing=recorder.tracing) as publisher, pytest.raises(ConfigurationError, match="routing_key"):
+        publisher.submit(Message(b""), routing_key="k" * 256)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import Sampler, SamplingResult
 from opentelemetry.semconv._incubating.attributes import messaging_attributes
 from opentelemetry.semconv.attributes import error_attributes, exception_attributes, server_attributes
 from opentelemetry.trace import format_span_id, format_trace_id
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import ReadableSpan, Span
-    from opentelemetry.sdk.trace.sampling import Sampler
     from opentelemetry.trace import SpanContext, Tracer
 
 #: The names of attributes, in OpenTelemetry's model of its conventions.
@@ -89,6 +89,23 @@ class Recorder:
         spans = sorted(self.spans, key=lambda span: span.start_time or 0)
         names = {format_span_id(context_of(span).span_id): span.name for span in spans}
         return [_golden(span, names) for span in spans]
+
+
+class BrokenSampler(Sampler):
+    """Raises for every span."""
+
+    def should_sample(self, *_: Any, **__: Any) -> SamplingResult:
+        raise RuntimeError("no sample")
+
+    def get_description(self) -> str:
+        return "broken"
+
+
+class BrokenEnd(SpanProcessor):
+    """Raises as a span ends."""
+
+    def on_end(self, span: ReadableSpan) -> None:
+        raise RuntimeError("no end")
 
 
 class _Started(SpanProcessor):

@@ -11,6 +11,7 @@ from opentelemetry.semconv._incubating.attributes import messaging_attributes
 
 from reliable_mq import ConfigurationError, Consumer, Message, Publisher, Tracing
 from reliable_mq.tracing import conventions
+from reliable_mq.tracing.tracing import TracerErrors
 from tests.tracing.spans import CONVENTIONS, OURS
 
 URL = "amqp://localhost/"
@@ -39,6 +40,22 @@ def test_a_publisher_refuses_another_object_for_tracing() -> None:
 def test_a_consumer_refuses_another_object_for_tracing() -> None:
     with pytest.raises(ConfigurationError, match="tracing must be a Tracing, not True"):
         Consumer(URL, "orders", print, tracing=True)  # type: ignore[arg-type]
+
+
+def test_what_a_tracer_raises_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    errors = TracerErrors(lambda: now)
+    errors.log(ValueError("first"), "no span")
+    now = 59.0
+    for _ in range(3):
+        errors.log(ValueError("second"), "no span")
+    assert [record.getMessage() for record in caplog.records] == [
+        "OpenTelemetry raised, 1 times since it was last logged; no span"
+    ]
+    now = 60.0
+    errors.log(ValueError("third"), "no span")
+    assert "raised, 4 times since it was last logged" in caplog.records[1].getMessage()
+    assert "ValueError: third" in caplog.text
 
 
 def run(program: str) -> str:
