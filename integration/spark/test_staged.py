@@ -147,6 +147,35 @@ def test_f69_a_stage_that_drops_unread_messages_is_seen_before(
         metrics.close()
 
 
+@pytest.mark.parametrize(
+    ("options", "schema", "trigger", "text"),
+    [
+        (
+            {**STAGED, "stageRetention": "7 days"},
+            None,
+            {"processingTime": "1 second"},
+            "stageRetention must be a number with a unit",
+        ),
+        ({"queue": "orders"}, "nobody string", {"availableNow": True}, "the schema has a column 'nobody', and"),
+    ],
+)
+def test_the_error_of_a_refused_query_is_ours_alone(
+    spark: SparkSession,
+    checkpoint: str,
+    options: dict[str, str],
+    schema: str | None,
+    trigger: dict[str, Any],
+    text: str,
+) -> None:
+    """PySpark raises another one in its place where a reader cannot be made."""
+    reader = spark.readStream.format("rabbitmq").options(url="amqp://localhost/", **options)
+    rows = (reader if schema is None else reader.schema(schema)).load()
+    query = rows.writeStream.format("noop").option("checkpointLocation", checkpoint).trigger(**trigger).start()
+    with pytest.raises(Exception, match=rf"reliable_mq\.errors\.ConfigurationError: {text}") as raised:
+        query.awaitTermination(240)
+    assert "UnboundLocalError" not in str(raised.value)
+
+
 def test_a_batch_read_of_a_stage_is_refused_with_the_way_out(spark: SparkSession, vhost: VirtualHost) -> None:
     """It reads the stream."""
     with pytest.raises(Exception, match=r"option stream='orders\.stage'") as raised:

@@ -2,15 +2,19 @@
 
 Spark makes this object anew in several short-lived processes beside the driver and pickles it to and fro. So it does
 nothing when it is made, and its readers and writers do not connect when they are made.
+
+Invariant: `streamReader` raises none of our errors: PySpark would raise an `UnboundLocalError` in its place, since it
+stops a reader that it has not got. The reader that it returns then raises the error at its first call.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from pyspark.sql.datasource import DataSource
+from pyspark.sql.datasource import DataSource, DataSourceStreamReader
+from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow
 
-from reliable_mq.errors import ConfigurationError
+from reliable_mq.errors import ConfigurationError, ReliableMQError
 from reliable_mq.spark.columns import READ_SCHEMA, check_read_schema, check_written_schema
 from reliable_mq.spark.options import QueueOptions, read_options, write_options
 from reliable_mq.spark.pickling import PicklableByName, PicklableByNameMeta
@@ -24,12 +28,13 @@ if TYPE_CHECKING:
     from pyspark.sql.datasource import (
         DataSourceReader,
         DataSourceStreamArrowWriter,
-        DataSourceStreamReader,
         DataSourceWriter,
+        InputPartition,
     )
+    from pyspark.sql.streaming.datasource import ReadLimit
     from pyspark.sql.types import StructType
 
-__all__ = ["RabbitMQDataSource"]
+__all__ = ["RabbitMQDataSource", "RefusedStream"]
 
 
 class RabbitMQDataSource(PicklableByName, DataSource, metaclass=PicklableByNameMeta):
@@ -65,12 +70,11 @@ class RabbitMQDataSource(PicklableByName, DataSource, metaclass=PicklableByNameM
         return (FilteredStreamBatch if options.filter_pushdown else StreamBatch)(options, names)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802
-        """Return the reader of a streaming query."""
-        if is_staged(self.options):
-            return StagedSource(staged_options(self.options, streaming=True), check_read_schema(schema))
-        options = read_options(self.options, streaming=True)
-        names = check_read_schema(schema)
-        return QueueSource(options, names) if isinstance(options, QueueOptions) else StreamSource(options, names)
+        """Return the reader of a query: a `RefusedStream` if something is wrong."""
+        try:
+            return self._stream_reader(schema)
+        except ReliableMQError as error:
+            return RefusedStream(error)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         """Return the writer of a batch."""
@@ -90,3 +94,51 @@ class RabbitMQDataSource(PicklableByName, DataSource, metaclass=PicklableByNameM
             )
         options = write_options(self.options)
         return StreamSink(options, check_written_schema(schema, options))
+
+    def _stream_reader(self, schema: StructType) -> DataSourceStreamReader:
+        if is_staged(self.options):
+            return StagedSource(staged_options(self.options, streaming=True), check_read_schema(schema))
+        options = read_options(self.options, streaming=True)
+        names = check_read_schema(schema)
+        return QueueSource(options, names) if isinstance(options, QueueOptions) else StreamSource(options, names)
+
+
+class RefusedStream(PicklableByName, DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """The reader of a query that is refused: its calls raise why.
+
+    All but `stop` do: which one is the first depends on the trigger and the checkpoint.
+    """
+
+    def __init__(self, error: ReliableMQError) -> None:
+        self._error = error
+
+    def initialOffset(self) -> NoReturn:  # noqa: N802
+        """Raise the error."""
+        raise self._error
+
+    def getDefaultReadLimit(self) -> NoReturn:  # noqa: N802
+        """Raise the error."""
+        raise self._error
+
+    def prepareForTriggerAvailableNow(self) -> NoReturn:  # noqa: N802
+        """Raise the error."""
+        raise self._error
+
+    def latestOffset(self, start: dict[str, object], limit: ReadLimit) -> NoReturn:  # noqa: N802
+        """Raise the error."""
+        raise self._error
+
+    def partitions(self, start: dict[str, object], end: dict[str, object]) -> NoReturn:
+        """Raise the error."""
+        raise self._error
+
+    def read(self, partition: InputPartition) -> NoReturn:
+        """Raise the error."""
+        raise self._error
+
+    def commit(self, end: dict[str, object]) -> NoReturn:
+        """Raise the error."""
+        raise self._error
+
+    def stop(self) -> None:
+        """Do nothing: there is nothing to close."""

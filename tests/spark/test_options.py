@@ -6,8 +6,11 @@ import pickle
 from typing import Any
 
 import pytest
+from pyspark import cloudpickle
 
 from reliable_mq.errors import ConfigurationError
+from reliable_mq.spark.columns import READ_SCHEMA
+from reliable_mq.spark.datasource import RabbitMQDataSource
 from reliable_mq.spark.options import QueueOptions, StreamOptions, read_options, write_options
 
 URL = "amqp://user:s3cret@localhost/"
@@ -135,6 +138,25 @@ def test_without_any_option_a_table_is_explained() -> None:
     """Spark gives a table in Python none of its options."""
     with pytest.raises(ConfigurationError, match="CREATE TEMPORARY VIEW"):
         read_options({}, streaming=False)
+
+
+def test_each_call_of_spark_at_a_refused_query_raises_why() -> None:
+    """Whichever is the first, as that depends on the checkpoint and on the trigger; it travels, and stops."""
+    source: Any = RabbitMQDataSource({"url": URL, "queue": "orders", "prefetch": "0"}).streamReader(READ_SCHEMA)
+    calls: dict[str, tuple[object, ...]] = {
+        "initialOffset": (),
+        "getDefaultReadLimit": (),
+        "prepareForTriggerAvailableNow": (),
+        "latestOffset": ({}, None),
+        "partitions": ({}, {}),
+        "read": (None,),
+        "commit": ({},),
+    }
+    for reader in (source, cloudpickle.loads(cloudpickle.dumps(source))):
+        for name, arguments in calls.items():
+            with pytest.raises(ConfigurationError, match="prefetch must be a whole number"):
+                getattr(reader, name)(*arguments)
+        reader.stop()
 
 
 def test_options_show_no_url_and_can_be_pickled() -> None:
