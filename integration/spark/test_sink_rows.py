@@ -14,11 +14,13 @@ from reliable_mq import Binding, Exchange, Publisher, PublishError, Queue, Retry
 from reliable_mq.core import headers
 from reliable_mq.deadletters import DeadLetterQueue, DeadMessage, Origin
 from reliable_mq.spark import sink
+from reliable_mq.spark.metrics import Exporter, exporter
 from reliable_mq.spark.options import WriteOptions
 from reliable_mq.spark.sink import BatchSink, WrittenPartition
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
     from random import Random
 
     from reliable_mq.testing import FaultProxyFactory, VirtualHost
@@ -175,7 +177,17 @@ def dead_letters(vhost: VirtualHost, queue: str = "dead") -> dict[str, DeadMessa
         return {letter.body[:8].decode(): letter for letter in letters.browse()}
 
 
-def test_rows_that_cannot_be_sent_are_dead_lettered_and_the_others_written(vhost: VirtualHost) -> None:
+@pytest.fixture
+def metrics(tmp_path: Path) -> Iterator[Exporter]:
+    made = exporter(str(tmp_path / "metrics"))
+    assert made is not None
+    yield made
+    made.close()
+
+
+def test_rows_that_cannot_be_sent_are_dead_lettered_and_the_others_written(
+    vhost: VirtualHost, metrics: Exporter
+) -> None:
     """Of each kind: no message can be made of it, it has no queue, no exchange, or is too large for the broker."""
     raw = pa.array([b"x"] * 5 + [b"\xff"] + [b"x"] * 4, pa.binary())
     batch = pa.RecordBatch.from_pydict(
@@ -190,8 +202,9 @@ def test_rows_that_cannot_be_sent_are_dead_lettered_and_the_others_written(vhost
             "user_id": [None, None, None, None, None, None, None, "nobody", None, None],
         }
     )
-    written = write(vhost, batch, dead_letter_queue="dead")
+    written = write(vhost, batch, dead_letter_queue="dead", metrics_directory=str(metrics.path.parent))
     assert (written.rows, written.dead_lettered) == (10, 8)
+    assert 'reliable_mq_spark_sink_dead_lettered_total{queue="dead",worker="0"} 8.0' in metrics.path.read_text()
     assert set(bodies_of(drain(vhost, "orders"))) == {b"a", b"j"}  # perhaps twice: channels were lost
     letters = dead_letters(vhost)
     reasons = {
@@ -244,16 +257,17 @@ def test_what_the_options_name_and_is_not_there_fails_the_task(
 
 
 def test_a_dead_letter_that_is_not_confirmed_fails_the_task(
-    vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch
+    vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch, metrics: Exporter
 ) -> None:
-    """Its queue is full, say: the row is neither here nor there, and the error has both reasons."""
+    """Its queue is full, say: the row is neither here nor there, the error has both reasons, and it is not counted."""
     impatient = partial(Publisher, retry=RetryPolicy(max_attempts=2, delays=(0.1,)))
     monkeypatch.setattr(sink, "Publisher", impatient)
     bound = {"x-max-length": 1, "x-overflow": "reject-publish"}
     monkeypatch.setattr(sink, "Queue", partial(Queue, type="classic", arguments=bound))
     batch = pa.RecordBatch.from_pydict({"body": ["a", "b", "c", "d"], "routing_key": ["nowhere"] * 3 + ["orders"]})
     with pytest.raises(PublishError, match=r"row 1: .*312 NO_ROUTE.*its dead letter was not confirmed.*nacked"):
-        write(vhost, batch, dead_letter_queue="dead")
+        write(vhost, batch, dead_letter_queue="dead", metrics_directory=str(metrics.path.parent))
+    assert metrics.sink.dead_lettered == {"dead": 1}
 
 
 def test_connections_cut_in_the_middle_lose_nothing(

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from prometheus_client import Metric
 
-__all__ = ["Exporter", "QueueStatistics", "StreamStatistics", "exporter", "queue_readings"]
+__all__ = ["Exporter", "QueueStatistics", "SinkStatistics", "StreamStatistics", "exporter", "queue_readings"]
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,12 @@ STREAM_BEGIN = Family(
 )
 STREAM_ROWS = Family("spark_stream_rows", "counter", "Rows that tasks have read.", _STREAM)
 STREAM_RECONNECTS = Family("spark_stream_reconnects", "counter", "Connections of tasks lost and made again.", _STREAM)
+SINK_DEAD_LETTERED = Family(
+    "spark_sink_dead_lettered",
+    "counter",
+    "Rows that could not be sent, whose dead letters are confirmed: again where a task or a batch runs again.",
+    _QUEUE,
+)
 
 
 @dataclass(slots=True)
@@ -106,6 +112,18 @@ class StreamStatistics:
                 yield Reading(family, (stream,), value)
 
 
+@dataclass(slots=True)
+class SinkStatistics:
+    """Counters of the sink beside those of its publishers, by dead-letter queue."""
+
+    dead_lettered: Counter[str] = field(default_factory=Counter)
+
+    def readings(self) -> Iterator[Reading]:
+        """Yield one reading of them."""
+        for queue, value in dict(self.dead_lettered).items():
+            yield Reading(SINK_DEAD_LETTERED, (queue,), value)
+
+
 def queue_readings(
     queues: Iterable[str],
     statistics: QueueStatistics,
@@ -137,6 +155,7 @@ class Exporter:
         registry: the metrics to write; register with it.
         path: of the file.
         streams: the counters of stream mode; registered.
+        sink: the counters of the sink; registered.
 
     Raises:
         OSError: the directory cannot be written to.
@@ -146,7 +165,9 @@ class Exporter:
         directory.mkdir(parents=True, exist_ok=True)
         self.registry = CollectorRegistry()
         self.streams = StreamStatistics()
+        self.sink = SinkStatistics()
         register(self.registry, self.streams.readings)
+        register(self.registry, self.sink.readings)
         self._worker, self._claim = _claimed(directory)
         self.path = _file(directory, self._worker)
         self._writing = threading.Lock()

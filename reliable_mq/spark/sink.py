@@ -350,10 +350,17 @@ class _Partition:
         while len(self.letters) > beyond:
             row, confirmation = self.letters.popleft()
             error = confirmation.exception()
-            if error is not None:
+            if error is None:
+                self._count_letter()
+            else:
                 self._settle(0)
                 self._failed(row, confirmation.message_id, _not_dead_lettered(confirmation.message, error))
         self._check()
+
+    def _count_letter(self) -> None:
+        metrics = exporter(self.options.metrics_directory)
+        if metrics is not None:
+            metrics.sink.dead_lettered[self.options.dead_letter_queue or ""] += 1
 
     def _failed(self, row: int, message_id: str | None, error: PublishError) -> None:
         self.errors.append(error)

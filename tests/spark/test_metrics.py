@@ -74,6 +74,7 @@ def test_a_process_writes_its_metrics_into_a_file_that_the_node_exporter_reads(
         lambda: queue_readings(["orders"], statistics, ready={"orders": 7}, held_bytes=100, connected=True),
     )
     metrics_of_one.streams.rows["events"] = 3
+    metrics_of_one.sink.dead_lettered["orders.rows"] = 4
     metrics_of_one.write()
     assert metrics_of_one.path.name == "reliable_mq_spark_0.prom"
     assert [path.name for path in metrics_of_one.path.parent.glob("[!.]*")] == ["reliable_mq_spark_0.prom"]
@@ -84,6 +85,7 @@ def test_a_process_writes_its_metrics_into_a_file_that_the_node_exporter_reads(
     assert found["reliable_mq_spark_queue_connected", "worker=0"] == 1
     assert found["reliable_mq_spark_queue_reconnects_total", "worker=0"] == 1
     assert found["reliable_mq_spark_stream_rows_total", "stream=events", "worker=0"] == 3
+    assert found["reliable_mq_spark_sink_dead_lettered_total", "queue=orders.rows", "worker=0"] == 4
 
 
 def test_no_two_living_processes_have_the_same_number(tmp_path: Path, started: Callable[[Path], Exporter]) -> None:
