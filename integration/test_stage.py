@@ -339,6 +339,27 @@ def test_f70_of_two_relays_one_moves_and_the_other_takes_over(vhost: VirtualHost
     assert sum(counts.values()) == len(counts) == 1500
 
 
+@pytest.mark.parametrize("kind", ["quorum", "classic"])
+def test_two_stages_of_one_queue_are_warned_of(vhost: VirtualHost, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """By both relays, once each; not by two relays of one stage, of which one waits."""
+    publish(vhost.url, "orders", 3000, type=kind)
+
+    def warned() -> list[str]:
+        return [text.partition(":")[0] for text in caplog.messages if "the queue has other consumers (1)" in text]
+
+    with relaying(vhost.url, stage="one") as first:
+        assert first.wait_active(DEADLINE)
+        with relaying(vhost.url, stage="one") as waiting:
+            wait_until(lambda: first.status().ready == 0, timeout=DEADLINE, what="a count after the last message")
+            assert not waiting.active
+            assert warned() == []
+        with relaying(vhost.url, stage="two"):
+            wait_until(lambda: len(warned()) >= 2, timeout=DEADLINE, what="two warnings")
+            publish(vhost.url, "orders", 100, first=3000)
+            wait_until(lambda: ready(vhost, "orders") == 0, timeout=DEADLINE, what="an empty queue")
+    assert sorted(warned()) == ["<StageRelay orders -> one>", "<StageRelay orders -> two>"]
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(400)
 def test_a_shovel_in_place_of_the_relay_loses_nothing(private_vhost: VirtualHost, private_broker: RabbitMQ) -> None:

@@ -58,6 +58,7 @@ logger = logging.getLogger(__name__)
 
 _TICK: Final = 0.5  # seconds between two looks at the clock
 _COUNT_EVERY: Final = 2.0  # seconds between two counts of the queue
+_CROWDED_COUNTS: Final = 2  # in a row that find other consumers: one that has just gone may be counted once
 _LONGEST_WAIT: Final = 2.0  # seconds between two attempts: a relay that waits takes over soon
 _MISSING: Final = 60.0  # seconds for which a queue or a stage that is not there is waited for
 _TAIL_PREFETCH: Final = 2000
@@ -113,6 +114,9 @@ class StageRelay(NullListener):
         self._tail_of = ""
         self._changing = False
         self._paused = False
+        self._others_after = 0  # messages moved before which consumers of ours that are cancelled may be counted
+        self._crowded_counts = 0  # in a row
+        self._warned_of_others = False
         self._blocked = False
         self._waits_for_lock = False
         self._missing_since: float | None = None
@@ -416,6 +420,7 @@ class StageRelay(NullListener):
     def _subscribe(self) -> None:
         prefetch = self._session.prefetch
         self._session.prefetch_granted = prefetch
+        self._others_after = self._handled + self._session.outstanding
         before, self._work_tag = self._work_tag, self._new_tag("work")
         cancel = () if before is None else (Cancel(before),)
         self._change((*cancel, SetPrefetch(prefetch), Consume(self._options.queue, self._work_tag)))
@@ -470,10 +475,33 @@ class StageRelay(NullListener):
         self._quiet = self._quiet + 1 if empty else 0
         if self._quiet >= 2:
             session.drained(time.monotonic())
+        self._look_for_others(outcome.consumers)
         with self._changed:
             self._ready = outcome.messages
             self._empty_counts = self._empty_counts + 1 if empty else 0
             self._changed.notify_all()
+
+    def _look_for_others(self, consumers: int) -> None:
+        """Warn once of other consumers of the queue.
+
+        They take messages that the stage then lacks. AMQP shows only how many there are. A quorum queue counts a
+        cancelled consumer until its deliveries are acked.
+        """
+        if self._work_tag is None or self._changing or self._handled < self._others_after:
+            self._crowded_counts = 0
+        elif consumers <= 1:
+            self._crowded_counts = 0
+            self._warned_of_others = False
+        else:
+            self._crowded_counts += 1
+            if self._crowded_counts >= _CROWDED_COUNTS and not self._warned_of_others:
+                self._warned_of_others = True
+                logger.warning(
+                    "%s: the queue has other consumers (%d), such as a relay of another stage: each message goes to "
+                    "one of them, so the stage has a part only. Move the queue into one stage, which all read",
+                    self,
+                    consumers - 1,
+                )
 
     # -- on the I/O thread: the end ------------------------------------------------------------------------------------
 
