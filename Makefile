@@ -101,6 +101,7 @@ bench: venv image databases  ## throughput and CPU per message, ours beside othe
 	$(BIN)/python -m integration.bench.outboxes
 	$(BIN)/python -m integration.bench.poison
 	$(BIN)/python -m integration.bench.tracing
+	$(BIN)/python -m integration.bench.tracing_alone
 
 bench-recovery: venv image  ## seconds until messages flow again after faults of a cluster, ours beside others (ten minutes)
 	$(BIN)/python -m integration.bench.recovery $(ARGS)
