@@ -311,6 +311,19 @@ def test_f69_a_deleted_stage_is_not_made_anew_in_silence(vhost: VirtualHost, mon
     vhost.wait_for_messages("orders", 10)
 
 
+def test_a_stage_that_exists_otherwise_ends_the_relay_with_the_options_behind_it(vhost: VirtualHost) -> None:
+    """By the names that the user knows; the queue is left alone."""
+    publish(vhost.url, "orders", 10, type="quorum")
+    with vhost.connect() as connection:
+        arguments = {"x-queue-type": "stream", "x-max-age": "86400s"}
+        connection.channel().queue_declare("stage", durable=True, arguments=arguments)
+    with relaying(vhost.url, names={"retention": "stageRetention"}) as relay:
+        with pytest.raises(TopologyMismatch, match="The stage has this of stageRetention: give what") as raised:
+            relay.wait_declared(DEADLINE)
+        assert (raised.value.name, raised.value.argument) == ("stage", "x-max-age")
+    vhost.wait_for_messages("orders", 10)
+
+
 def test_a_queue_that_is_deleted_ends_the_relay_by_name(vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a while: it may come back."""
     monkeypatch.setattr("reliable_mq.stage.relay._MISSING", 1.0)

@@ -18,7 +18,7 @@ from reliable_mq._util.validation import is_text, is_whole_number, seconds
 from reliable_mq.codec import CodecError, Properties
 from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
 from reliable_mq.core.stage.session import MissingId, StageSettings
-from reliable_mq.errors import ConfigurationError
+from reliable_mq.errors import ConfigurationError, TopologyMismatch
 from reliable_mq.topology import Binding, Exchange, Queue
 
 if TYPE_CHECKING:
@@ -40,6 +40,11 @@ _SEGMENTS: Final = 8  # of a stage with a limit of bytes: whole segments are dro
 _LARGEST_SEGMENT: Final = 500_000_000  # RabbitMQ's default
 _SMALLEST_SEGMENT: Final = 1_000_000
 _HEADER_KEY: Final = "header:"
+_OPTIONS: Final = {  # by the argument that the stage has of them
+    "x-max-age": "retention",
+    "x-max-length-bytes": "max_bytes",
+    "x-stream-max-segment-size-bytes": "max_bytes",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +154,20 @@ class StageOptions:
             for number, stream in enumerate(streams)
         ]
         return [exchange, *streams, *bindings, lock]
+
+    def explained(self, mismatch: TopologyMismatch) -> TopologyMismatch:
+        """Return the error for a stage that exists otherwise, with the options behind it."""
+        differing = [_OPTIONS.get(difference.argument) for difference in mismatch.differences]
+        named = dict.fromkeys(self._called(option) for option in differing if option is not None)
+        if not named:
+            return mismatch
+        return TopologyMismatch(
+            f"{mismatch}. The stage has this of {' and '.join(named)}: give what it exists with; messages in a stage "
+            "that is deleted are lost",
+            kind=mismatch.kind,
+            name=mismatch.name,
+            differences=mismatch.differences,
+        )
 
     def settings(self) -> StageSettings:
         """Return what the session needs."""

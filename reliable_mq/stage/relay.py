@@ -30,7 +30,7 @@ from reliable_mq.core.channel_setup import StepRefused, is_missing, publisher_se
 from reliable_mq.core.reconnect import ReconnectPolicy
 from reliable_mq.core.stage.session import EpochState, StageSession
 from reliable_mq.core.statistics import StageStatus
-from reliable_mq.errors import BrokerUnavailable, ConsumeError
+from reliable_mq.errors import BrokerUnavailable, ConsumeError, TopologyMismatch
 from reliable_mq.metrics.families import stage_readings
 from reliable_mq.metrics.registry import register
 from reliable_mq.stage.options import shard
@@ -241,7 +241,10 @@ class StageRelay(NullListener):
         """Declare the stage once, check it from then on; get the lock."""
         options = self._options
         if not self._declared:
-            yield from publisher_setup(options.topology(), server.version_tuple)
+            try:
+                yield from publisher_setup(options.topology(), server.version_tuple)
+            except TopologyMismatch as mismatch:
+                raise options.explained(mismatch) from mismatch
             self._declared_at = time.monotonic()
             with self._changed:
                 self._declared = True

@@ -6,10 +6,11 @@ import pytest
 
 from reliable_mq.codec import RawDelivery, encode_table, join_properties, split_properties
 from reliable_mq.core.stage.envelope import marker, names_of, parts_of, staged
-from reliable_mq.errors import ConfigurationError
+from reliable_mq.errors import ConfigurationError, Difference
 from reliable_mq.spark.columns import record_batch
 from reliable_mq.spark.stage_options import is_staged, staged_options
 from reliable_mq.stage import MissingId
+from reliable_mq.topology import mismatch_from_differences
 from tests.core.deliveries import properties
 
 GIVEN = {"url": "amqp://localhost/", "queue": "orders", "stage": "orders.stage"}
@@ -82,6 +83,19 @@ def test_a_wrong_option_is_refused_by_name(changed: dict[str, str], text: str) -
     assert is_staged(GIVEN)
     with pytest.raises(ConfigurationError, match=text):
         staged_options({**GIVEN, **changed}, streaming=True)
+
+
+def test_a_stage_that_exists_otherwise_is_explained_by_its_options() -> None:
+    """Where one is behind it; another difference has the text of all queues."""
+    relay = staged_options(GIVEN, streaming=True).relay
+    assert relay is not None
+    names = ("x-max-age", "x-max-length-bytes", "x-stream-max-segment-size-bytes")
+    differences = [Difference(name, "1", "2") for name in names]
+    explained = relay.explained(mismatch_from_differences("queue", "orders.stage", differences))
+    assert "The stage has this of stageRetention and stageMaxBytes: give what it exists with" in str(explained)
+    assert (explained.kind, explained.name, len(explained.differences)) == ("queue", "orders.stage", 3)
+    other = mismatch_from_differences("queue", "orders.stage", [Difference("x-queue-type", "stream", "quorum")])
+    assert relay.explained(other) is other
 
 
 def test_a_stage_is_for_streaming_queries() -> None:
