@@ -214,6 +214,7 @@ def test_a_blocked_broker_is_an_event(broker: ScriptedBroker, new_publisher: New
         wait_until(lambda: publisher.outstanding, timeout=30, what="a publish")
         with pytest.raises(PublishBlocked):
             publisher.publish(Message(b""), routing_key="orders", timeout=0.1)
+        recorder.wait(1)  # its caller may give up before the connection does
         connection.unblock()
         confirmation.result(30)
         spans = recorder.wait(2)
