@@ -48,6 +48,7 @@ def test_the_doctor_looks_at_the_nodes_of_a_cluster(
     wait_until(
         lambda: findings(cluster_vhost.url, first) == {("ok", "broker", "nodes"), *together},
         timeout=90,
+        interval=1,
         what=lambda: f"a cluster that is whole: {findings(cluster_vhost.url, first)}",
     )
     last.kill()
@@ -56,5 +57,6 @@ def test_the_doctor_looks_at_the_nodes_of_a_cluster(
     wait_until(
         lambda: findings(alone, first) == {("warning", "broker", "nodes"), one_host, *together, *offline},
         timeout=90,
+        interval=1,
         what=lambda: f"a node that is down: {findings(alone, first)}",
     )

@@ -133,8 +133,8 @@ class ClusterNode(RabbitMQ):
 
     def unreachable(self, rules: Iterable[tuple[str, str]]) -> None:
         """Drop packets from (``"INPUT"``) and to (``"OUTPUT"``) other addresses."""
-        self._unreachable = set(rules)
-        if self.status() in ("running", "paused"):
+        before, self._unreachable = self._unreachable, set(rules)
+        if self._unreachable != before and self.status() in ("running", "paused"):
             self._set_packet_filter()
 
 
