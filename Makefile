@@ -89,7 +89,7 @@ demo-cluster: venv image  ## orders on three nodes: the leader killed, a partiti
 dashboards: venv image prometheus  ## the pictures of the dashboards in the manual, drawn from real data
 	@$(BIN)/python -m integration.draw_dashboards
 
-java: venv
+java:
 	@$(SETUP) java
 
 demo-spark: venv image java  ## orders in, aggregated by a Spark cluster, alerts out, while parts of it are killed

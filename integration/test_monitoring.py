@@ -16,16 +16,7 @@ from integration.support.blocking import BlockingPublisher
 from integration.support.command_line import run_cli
 from integration.support.monitored import MonitoredShop
 from integration.support.prometheus import Prometheus
-from reliable_mq import (
-    Consumer,
-    DeadLetter,
-    KillSwitch,
-    Message,
-    Publisher,
-    PublishError,
-    Queue,
-    RetryPolicy,
-)
+from reliable_mq import Consumer, DeadLetter, KillSwitch, Message, Publisher, PublishError, Queue, RetryPolicy
 from reliable_mq.errors import IdempotencyStoreError
 from reliable_mq.monitoring import QueueDepths
 from reliable_mq.monitoring.alerts import ALERTS

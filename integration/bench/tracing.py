@@ -30,14 +30,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.sampling import Sampler
     from opentelemetry.trace import Span
 
-__all__ = ["Kind", "main", "table"]
+__all__ = ["BODY", "SAMPLE_EVERY", "Kind", "main", "provider_with", "table"]
 
 TITLE = "Traces: CPU time of the client, in µs per message"
 ORDERS = Queue("bench.traces", type="classic")
 BODY = b"x" * 1024
-_SAMPLE_EVERY = 100
+SAMPLE_EVERY = 100
 
 
 class _Drop(SpanExporter):
@@ -45,10 +46,15 @@ class _Drop(SpanExporter):
         return SpanExportResult.SUCCESS
 
 
-def _tracing(*, sampled: bool = True, root_ratio: float = 1.0) -> Tracing:
-    provider = TracerProvider(sampler=ParentBased(ALWAYS_ON if sampled else ALWAYS_OFF))
+def provider_with(sampler: Sampler) -> TracerProvider:
+    """Return a provider that drops its spans, in batches; the sampler is asked about roots."""
+    provider = TracerProvider(sampler=ParentBased(sampler))
     provider.add_span_processor(BatchSpanProcessor(_Drop(), max_queue_size=100_000))
-    return Tracing(tracer_provider=provider, root_ratio=root_ratio)
+    return provider
+
+
+def _tracing(*, sampled: bool = True, root_ratio: float = 1.0) -> Tracing:
+    return Tracing(tracer_provider=provider_with(ALWAYS_ON if sampled else ALWAYS_OFF), root_ratio=root_ratio)
 
 
 def _remote(*, sampled: bool) -> Span:
@@ -93,7 +99,7 @@ KINDS = (
     Kind("the sampler declines each root", lambda: _tracing(sampled=False)),
     Kind("no traces, messages with a context", None, 0),
     Kind("context not sampled", _tracing, 0),
-    Kind("1 % sampled", _tracing, _SAMPLE_EVERY),
+    Kind("1 % sampled", _tracing, SAMPLE_EVERY),
     Kind("all sampled", _tracing, 1),
 )
 
@@ -104,11 +110,11 @@ def publish(url: str, kind: Kind, count: int) -> float:
     with Publisher(url, topology=[ORDERS], tracing=tracing, new_queue_grace=0) as publisher:
         publisher.publish(Message(BODY), routing_key=ORDERS.name)
         began = time.process_time()
-        for start in range(0, count, _SAMPLE_EVERY):
+        for start in range(0, count, SAMPLE_EVERY):
             with kind.current(start):
                 publisher.submit(Message(BODY), routing_key=ORDERS.name)
             with kind.current(start + 1) if kind.parents != 1 else kind.current(start):
-                for _ in range(min(_SAMPLE_EVERY, count - start) - 1):
+                for _ in range(min(SAMPLE_EVERY, count - start) - 1):
                     publisher.submit(Message(BODY), routing_key=ORDERS.name)
         publisher.flush(120)
         return time.process_time() - began
@@ -122,11 +128,11 @@ def publish_on_asyncio(url: str, kind: Kind, count: int) -> float:
         async with AsyncPublisher(url, topology=[ORDERS], tracing=tracing, new_queue_grace=0) as publisher:
             await publisher.publish(Message(BODY), routing_key=ORDERS.name)
             began = time.process_time()
-            for start in range(0, count, _SAMPLE_EVERY):
+            for start in range(0, count, SAMPLE_EVERY):
                 with kind.current(start):
                     await publisher.submit(Message(BODY), routing_key=ORDERS.name)
                 with kind.current(start + 1) if kind.parents != 1 else kind.current(start):
-                    for _ in range(min(_SAMPLE_EVERY, count - start) - 1):
+                    for _ in range(min(SAMPLE_EVERY, count - start) - 1):
                         await publisher.submit(Message(BODY), routing_key=ORDERS.name)
             await publisher.flush(120)
             return time.process_time() - began

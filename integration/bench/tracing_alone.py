@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opentelemetry.context import Context, attach, detach
 from opentelemetry.propagate import get_global_textmap
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, Sampler
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON
 from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, SpanKind, TraceFlags, set_span_in_context
 
 from integration.bench.report import Table
+from integration.bench.tracing import BODY, SAMPLE_EVERY, provider_with
 from reliable_mq import Message, Publisher, Tracing
 from reliable_mq.codec import encode_properties
 from reliable_mq.core.channel_setup import ServerInfo
@@ -33,25 +32,12 @@ from reliable_mq.tracing.consuming import ConsumerTracer
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.sampling import Sampler
 
 __all__ = ["main"]
 
 TITLE = "Traces without a broker: CPU time, in µs per message"
-BODY = b"x" * 1024
 MESSAGES = 300  # of a round
-_SAMPLE_EVERY = 100
-
-
-class _Drop(SpanExporter):
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        return SpanExportResult.SUCCESS
-
-
-def _provider(sampler: Sampler) -> TracerProvider:
-    provider = TracerProvider(sampler=ParentBased(sampler))
-    provider.add_span_processor(BatchSpanProcessor(_Drop(), max_queue_size=100_000))
-    return provider
 
 
 def _context(*, sampled: bool) -> Context:
@@ -79,11 +65,9 @@ class Kind(NamedTuple):
     root_ratio: float = 1.0
 
     def tracing(self) -> Tracing | None:
-        return (
-            None
-            if self.sampler is None
-            else Tracing(tracer_provider=_provider(self.sampler), root_ratio=self.root_ratio)
-        )
+        if self.sampler is None:
+            return None
+        return Tracing(tracer_provider=provider_with(self.sampler), root_ratio=self.root_ratio)
 
 
 KINDS = (
@@ -91,7 +75,7 @@ KINDS = (
     Kind("root_ratio=0, no context", lambda _: _NONE, root_ratio=0.0),
     Kind("not sampled, one context for all", lambda _: _NOT_SAMPLED),
     Kind("not sampled, a context for each", lambda _: _context(sampled=False)),
-    Kind("1 % sampled", lambda number: _NOT_SAMPLED if number % _SAMPLE_EVERY else _SAMPLED),
+    Kind("1 % sampled", lambda number: _NOT_SAMPLED if number % SAMPLE_EVERY else _SAMPLED),
     Kind("the sampler declines each root", lambda _: _NONE, ALWAYS_OFF),
     Kind("all sampled", lambda _: _SAMPLED),
 )
@@ -173,11 +157,11 @@ class Handling:
             if sdk is not None:
                 sdk.trace(context)
             handle(delivery)
-        for start in range(0, MESSAGES, _SAMPLE_EVERY):
-            end = start + _SAMPLE_EVERY
+        for start in range(0, MESSAGES, SAMPLE_EVERY):
+            end = start + SAMPLE_EVERY
             traced = [one for one in deliveries[start:end] if one.attempt_context is not None]
             if tracer is not None and traced:
-                tracer.settled([SettledDeliveries("ack", traced, _SAMPLE_EVERY)], time.time_ns())
+                tracer.settled([SettledDeliveries("ack", traced, SAMPLE_EVERY)], time.time_ns())
             if sdk is not None:
                 sdk.acked(contexts[start:end])
         return time.process_time() - began
@@ -209,7 +193,7 @@ class SDK:
     def __init__(self, kind: Kind, *, consuming: bool) -> None:
         self._asks = kind.root_ratio > 0
         self._consuming = consuming
-        self._tracer = _provider(kind.sampler or ALWAYS_OFF).get_tracer("alone")
+        self._tracer = provider_with(kind.sampler or ALWAYS_OFF).get_tracer("alone")
         self._attributes = {f"messaging.attribute.{number}": "value" for number in range(10)}
         self._last: Context | None = None
 

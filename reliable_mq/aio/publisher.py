@@ -244,7 +244,7 @@ class AsyncPublisher(
             raise
 
     def _abort(self) -> None:
-        """Give up outstanding messages, and disconnect without waiting for it."""
+        """Abandon outstanding messages, and disconnect without waiting for it."""
         if not self._is_closed:
             self._leave_open()
         for channel in (self._started_outbox_channel, self._started_channel):

@@ -378,8 +378,7 @@ def _traceparent(properties: Properties) -> str | None:
     """Return the context of the trace that a message is in, as W3C's header has it."""
     if _TRACEPARENT not in properties.raw:
         return None
-    value = properties.headers.get("traceparent")
-    return _as_text(value)
+    return _as_text(properties.headers.get("traceparent"))
 
 
 def _offset(properties: Properties) -> int | None:
