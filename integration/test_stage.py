@@ -374,6 +374,32 @@ def test_two_stages_of_one_queue_are_warned_of(vhost: VirtualHost, kind: str, ca
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("kind", ["quorum", "classic"])
+def test_two_stages_of_a_queue_with_a_single_active_consumer_have_a_part_each(
+    vhost: VirtualHost, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As soon as the active one changes. A quorum queue does not count the other, so its relays cannot warn."""
+    publish(vhost.url, "orders", 1000, type=kind, single_active_consumer=True)
+
+    def warned() -> set[str]:
+        text = "(with a single active consumer, to the active one)"
+        return {each.partition(":")[0] for each in caplog.messages if text in each}
+
+    with relaying(vhost.url, stage="one") as first:
+        assert first.wait_moved(DEADLINE)
+        with relaying(vhost.url, stage="two") as second:
+            assert second.wait_active(DEADLINE)
+            if kind == "classic":
+                wait_until(lambda: len(warned()) == 2, timeout=DEADLINE, what="two warnings")
+            first.close(10)
+            publish(vhost.url, "orders", 1000, first=1000)
+            wait_until(lambda: first.statistics.moved + second.statistics.moved == 2000, timeout=DEADLINE, what="moved")
+        assert (first.statistics.moved, second.statistics.moved) == (1000, 1000)
+    counts = ids(originals(vhost.url, "one", "two", count=2000))
+    assert sum(counts.values()) == len(counts) == 2000
+
+
+@pytest.mark.soak
 @pytest.mark.timeout(400)
 def test_a_shovel_in_place_of_the_relay_loses_nothing(private_vhost: VirtualHost, private_broker: RabbitMQ) -> None:
     """Killed with its broker: at least once. Headers that are lists go; exchange and routing key are the shovel's."""

@@ -487,8 +487,10 @@ class StageRelay(NullListener):
     def _look_for_others(self, consumers: int) -> None:
         """Warn once of other consumers of the queue.
 
-        They take messages that the stage then lacks. AMQP shows only how many there are. A quorum queue counts a
-        cancelled consumer until its deliveries are acked.
+        They take messages that the stage then lacks. AMQP shows only how many there are, not whether one at a time is
+        active: that one is another than this relay, or becomes so when this relay changes its subscription, so the
+        warning holds there, too. A quorum queue counts a cancelled consumer until its deliveries are acked, and of
+        those of which one at a time is active that one alone.
         """
         if self._work_tag is None or self._changing or self._handled < self._others_after:
             self._crowded_counts = 0
@@ -501,7 +503,8 @@ class StageRelay(NullListener):
                 self._warned_of_others = True
                 logger.warning(
                     "%s: the queue has other consumers (%d), such as a relay of another stage: each message goes to "
-                    "one of them, so the stage has a part only. Move the queue into one stage, which all read",
+                    "one of them (with a single active consumer, to the active one), so the stage may lack some. Move "
+                    "the queue into one stage, which all read",
                     self,
                     consumers - 1,
                 )
