@@ -1,4 +1,4 @@
-"""The names of the headers that this package writes.
+"""The headers that this package writes, and the ids in the header of a trace.
 
 Nobody else should use them. All begin with ``x-reliable-mq-``. They travel in the header table of a message; times are
 AMQP timestamps (whole seconds, UTC).
@@ -35,6 +35,7 @@ ORIGINAL_SIZE          int        bytes of its body, which was too large to be s
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 PREFIX: Final = "x-reliable-mq-"
@@ -68,6 +69,20 @@ ORIGINAL: Final = "x-reliable-mq-original-"
 
 #: The value of FORMAT.
 FORMAT_VERSION: Final = 1
+
+
+#: W3C's ``traceparent``, the header of a trace. As in the recommendation, an id of zeros alone and version ff are
+#: invalid, and only a later version than 00 may have more fields.
+_TRACEPARENT: Final = re.compile(
+    "(?!ff|00.{54})[0-9a-f]{2}-(?P<trace_id>(?!0{32})[0-9a-f]{32})-(?P<span_id>(?!0{16})[0-9a-f]{16})-[0-9a-f]{2}"
+    "(?:-[!-~]{0,64})?"
+)
+
+
+def trace_ids(traceparent: str) -> dict[str, str] | None:
+    """Return ``trace_id`` and ``span_id`` of a ``traceparent``; None if it is invalid."""
+    found = _TRACEPARENT.fullmatch(traceparent)
+    return None if found is None else found.groupdict()
 
 
 def wire_text(value: str) -> str | bytes:

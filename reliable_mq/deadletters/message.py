@@ -16,7 +16,6 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
-import re
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -35,7 +34,6 @@ __all__ = ["DeadMessage", "Origin"]
 _DEATHS: Final = ("x-death", "x-first-death-", "x-last-death-")
 _KEPT: Final = (headers.FORMAT, headers.POSSIBLE_DUPLICATE, headers.TRACE_CONTEXT, headers.PREFIX + "original-")
 _NOTHING: Final[Mapping[str, object]] = {}
-_TRACE_ID: Final = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-")  # in W3C's traceparent
 
 
 class Origin(NamedTuple):
@@ -149,9 +147,9 @@ class DeadMessage:
     def trace_id(self) -> str:
         """The id of its trace: that of the message, or of its last attempt; empty if none."""
         for name in ("traceparent", headers.TRACE_CONTEXT):
-            found = _TRACE_ID.match(_text(self.headers.get(name)))
-            if found is not None:
-                return found[1]
+            ids = headers.trace_ids(_text(self.headers.get(name)))
+            if ids is not None:
+                return ids["trace_id"]
         return ""
 
     def replayed(self, body: bytes | None = None) -> Message:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 from weakref import WeakSet
 
 from reliable_mq._util.hooks import ForkStage, at_fork
+from reliable_mq._util.logs import LogLimit
 from reliable_mq.core.publisher.publication import StoredPublication
 from reliable_mq.core.publisher.window import PublishWindow
 from reliable_mq.core.statistics import OutboxStatistics
@@ -122,7 +123,7 @@ class BaseOutboxChannel(Generic[C]):
         self._outbox_closed = False  # or about to be
         self._failures: deque[C] = deque(maxlen=_FAILURES_KEPT)
         self._unobserved = 0
-        self._logged_at = float("-inf")
+        self._failure_log = LogLimit(_LOG_FAILURES_EVERY)
         self._left_logged = False  # by one of the callers of close
         statistics = OutboxStatistics()
         self._writer: OutboxWriter[C] = OutboxWriter(
@@ -297,10 +298,8 @@ class BaseOutboxChannel(Generic[C]):
             self._unobserved += 1
 
     def _log_failures(self, count: int, error: OutboxError) -> None:
-        now = time.monotonic()
-        if now - self._logged_at >= _LOG_FAILURES_EVERY:
-            self._logged_at = now
-            logger.error("%d messages were not stored: %s", count, error)
+        if due := self._failure_log.count(count):
+            logger.error("%d messages were not stored: %s", due, error)
 
     def _log_left(self, left: int) -> None:
         if left and not self._left_logged:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
 from reliable_mq._util.hooks import ForkStage, at_fork
+from reliable_mq._util.logs import LogLimit
 from reliable_mq.codec import CodecError, Properties
 from reliable_mq.connection.new_queues import QueueRecord
 from reliable_mq.connection.wakeup import LoopWatch, Wakeup
@@ -152,8 +153,7 @@ class BasePublisherChannel(Generic[P]):
         self._closed = False
         self._failures: deque[P] = deque(maxlen=_FAILURES_KEPT)
         self._unobserved = 0  # failures that no user has looked at, those that _failures has dropped included
-        self._unwatched = 0  # of those, not logged yet
-        self._unwatched_logged_at = float("-inf")
+        self._unwatched_log = LogLimit(_LOG_FAILURES_EVERY)
         self._attempts_failed = 0
         self._last_error: ReliableMQError | None = None
         self._generation = 0
@@ -470,14 +470,15 @@ class BasePublisherChannel(Generic[P]):
             return
         settled, session.settled = session.settled, []
         self._settled_at = time.monotonic()
-        unwatched: P | None = None
+        unwatched: P | None = None  # the last that nobody waits for
+        unwatched_count = 0
         confirmed = Outcome.CONFIRMED
         with self._guard:
             for confirmation in settled:
                 if confirmation.outcome is not confirmed:
                     if not confirmation.result_observed and not _is_watched(confirmation):
                         unwatched = confirmation
-                        self._unwatched += 1
+                        unwatched_count += 1
                     if not confirmation.result_observed:
                         self._failures.append(confirmation)
                         self._unobserved += 1
@@ -491,18 +492,16 @@ class BasePublisherChannel(Generic[P]):
                 self._oldest = first.accepted_at
             self._notify_settled()
         if unwatched is not None:
-            self._log_unwatched(unwatched)
+            self._log_unwatched(unwatched, unwatched_count)
 
-    def _log_unwatched(self, latest: P) -> None:
-        now = time.monotonic()
-        if now - self._unwatched_logged_at >= _LOG_FAILURES_EVERY:
+    def _log_unwatched(self, latest: P, count: int) -> None:
+        if due := self._unwatched_log.count(count):
             unwatched_logger.warning(
                 "%d publishes failed that nobody waits for; the last: %s",
-                self._unwatched,
+                due,
                 latest.failure(),
                 extra=None if latest.trace is None else latest.trace.ids,
             )
-            self._unwatched, self._unwatched_logged_at = 0, now
 
     def _end(self) -> None:
         """Settle everything: the channel ends."""

@@ -16,6 +16,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final, Protocol
 
+from reliable_mq._util.logs import LogLimit
 from reliable_mq.core.outbox import RelaySession, RowOutcome, RowSettlement
 from reliable_mq.core.statistics import OutboxStatistics
 from reliable_mq.errors import ReliableMQError
@@ -117,7 +118,8 @@ class OutboxRelay:
         self._keep_at = 0.0
         self._count_at = 0.0 if measured else float("inf")
         self._counted: tuple[OutboxStatus, float] | None = None  # and when
-        self._error_logged_at = float("-inf")
+        self._count_log = LogLimit(_LOG_ERRORS_EVERY)
+        self._pause_log = LogLimit(_LOG_ERRORS_EVERY)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self, leases: RowLeases) -> None:
@@ -297,7 +299,8 @@ class OutboxRelay:
         except ReliableMQError as error:
             self._counted = None
             self.statistics.interruptions += 1
-            self._log_error("the rows of %r cannot be counted: %s", error)
+            if self._count_log.count():
+                logger.error("the rows of %r cannot be counted: %s", self._outbox, error)  # noqa: TRY400
         ended = time.monotonic()
         self._count_at = ended + max(_COUNT_EVERY, _COUNT_SHARE * (ended - began))
 
@@ -314,13 +317,8 @@ class OutboxRelay:
         self.error = error
         self._paused_until = now + _PAUSES[min(self._pauses, len(_PAUSES) - 1)]
         self._pauses += 1
-        self._log_error("nothing of %r can be published for now, and it is tried again: %s", error)
-
-    def _log_error(self, text: str, error: Exception) -> None:
-        now = time.monotonic()
-        if now - self._error_logged_at >= _LOG_ERRORS_EVERY:
-            self._error_logged_at = now
-            logger.error(text, self._outbox, error)
+        if self._pause_log.count():
+            logger.error("nothing of %r can be published for now, and it is tried again: %s", self._outbox, error)
 
     def _wait(self) -> None:
         now = time.monotonic()

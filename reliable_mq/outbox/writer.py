@@ -16,6 +16,7 @@ import time
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 
+from reliable_mq._util.logs import LogLimit
 from reliable_mq.core.outbox import NewRow, RowSettlement
 from reliable_mq.errors import OutboxError, ReliableMQError
 
@@ -73,7 +74,7 @@ class OutboxWriter(Generic[T]):
         self._queue: SimpleQueue[_QueuedMessage[T] | list[RowSettlement] | Callable[[], object] | None] = SimpleQueue()
         self._settlements: list[RowSettlement] = []
         self._settle_at = 0.0
-        self._error_logged_at = float("-inf")
+        self._error_log = LogLimit(_LOG_ERRORS_EVERY)
         self._ending = False
         self._calls: list[Callable[[], object]] = []
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -192,10 +193,8 @@ class OutboxWriter(Generic[T]):
             self._call(lambda: self._on_settled(settlements))
 
     def _settle_later(self, error: OutboxError) -> None:
-        now = time.monotonic()
-        self._settle_at = now + _RETRY_AFTER
-        if now - self._error_logged_at >= _LOG_ERRORS_EVERY:
-            self._error_logged_at = now
+        self._settle_at = time.monotonic() + _RETRY_AFTER
+        if self._error_log.count():
             logger.error("%s; %d rows that were published stay there for now", error, len(self._settlements))
 
     def _report(self, messages: Sequence[_QueuedMessage[T]], error: OutboxError | None) -> None:

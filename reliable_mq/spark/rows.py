@@ -14,13 +14,13 @@ Invariants:
 
 from __future__ import annotations
 
-import re
 from hashlib import blake2b
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pyarrow as pa
 
+from reliable_mq.core.headers import trace_ids
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.message import Message
 from reliable_mq.spark.header_values import moment, written_values
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from reliable_mq.spark.options import WriteOptions
 
 __all__ = ["MessageIds", "Outgoing", "RowPlan", "UnsendableRow"]
-
-_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]{1,64})?")
 
 
 class UnsendableRow(NamedTuple):
@@ -166,7 +164,7 @@ def _properties(names: tuple[str, ...], values: tuple[Any, ...]) -> dict[str, An
         properties["headers"] = dict(properties["headers"])
     if "traceparent" in properties:  # unless the row has a context among its headers
         traceparent = properties.pop("traceparent")
-        if not _TRACEPARENT.fullmatch(traceparent):
+        if trace_ids(traceparent) is None:
             raise ConfigurationError(
                 f"traceparent must be a context in W3C's form, 00-TRACE-SPAN-01 say, not {traceparent[:80]!r}: null it"
             )

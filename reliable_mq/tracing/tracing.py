@@ -7,10 +7,10 @@ it. All other modules of this package are imported by publishers and consumers t
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from typing import TYPE_CHECKING, Final
 
+from reliable_mq._util.logs import LogLimit
 from reliable_mq._util.version import OWN_VERSION
 from reliable_mq.errors import ConfigurationError
 
@@ -42,20 +42,13 @@ class TracerErrors:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._count = 0  # not logged yet
-        self._logged_at = float("-inf")
+        self._limit = LogLimit(_LOG_ERRORS_EVERY, clock)
 
     def log(self, error: Exception, consequence: str) -> None:
         """Count an exception; log it, unless another was logged in the last minute."""
-        with self._lock:
-            self._count += 1
-            now = self._clock()
-            if now - self._logged_at < _LOG_ERRORS_EVERY:
-                return
-            count, self._count, self._logged_at = self._count, 0, now
-        logger.error("OpenTelemetry raised, %d times since it was last logged; %s", count, consequence, exc_info=error)
+        if count := self._limit.count():
+            text = "OpenTelemetry raised, %d times since it was last logged; %s"
+            logger.error(text, count, consequence, exc_info=error)
 
 
 class Tracing:

@@ -21,7 +21,7 @@ from reliable_mq.core.consumer.attempts import printable
 if TYPE_CHECKING:
     from reliable_mq.deadletters import DeadMessage
 
-__all__ = ["FORMS", "Body", "body_as", "is_editable", "rows_of_headers", "trace_id", "visible"]
+__all__ = ["FORMS", "Body", "body_as", "is_editable", "rows_of_headers", "visible"]
 
 #: The forms of a body.
 FORMS: Final = ("json", "text", "hex")
@@ -33,7 +33,6 @@ _HEADERS: Final = 200
 _VALUE: Final = 2000  # characters of a header's value
 _EDITABLE: Final = 128 * 1024  # bytes
 _DEEPEST: Final = 20  # levels of a header's value
-_TRACE: Final = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
 # A string, a bracket, or something between: JSON's text in pieces, all of it.
 _PIECE: Final = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{},:]|[^\s"\[\]{},:]+', re.DOTALL)
 
@@ -100,15 +99,6 @@ def rows_of_headers(message: DeadMessage) -> list[tuple[str, str]]:
     if len(rows) > _HEADERS:
         return [*rows[:_HEADERS], ("…", f"and {len(rows) - _HEADERS} more")]
     return rows
-
-
-def trace_id(message: DeadMessage) -> str | None:
-    """Return the id of the message's trace; None without a valid ``traceparent``."""
-    value = message.headers.get("traceparent")
-    if isinstance(value, bytes):
-        value = value.decode("latin-1")
-    match = _TRACE.fullmatch(value) if isinstance(value, str) else None
-    return match[1] if match is not None else None
 
 
 def rows_of_properties(message: DeadMessage) -> list[tuple[str, str]]:

@@ -31,7 +31,6 @@ from reliable_mq.web.content import (
     is_editable,
     rows_of_headers,
     rows_of_properties,
-    trace_id,
     visible,
 )
 from reliable_mq.web.jobs import Job, JobState
@@ -429,7 +428,6 @@ class Pages:
             "body": body_as(message.body, form if form in FORMS else "", content_type),
             "headers": rows_of_headers(message),
             "properties": properties,
-            "trace": trace_id(message),
             "editable": is_editable(message.body),
         }
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from reliable_mq.connection.driver_logs import demoted_driver_logs
+from reliable_mq._util.logs import demoted_driver_logs
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -121,7 +121,7 @@ def test_letters_are_grouped_by_exception_and_reason(page: Page, broker: MemoryB
 
 def test_a_letter_is_shown_in_full(page: Page, broker: MemoryBroker) -> None:
     trace = "4bf92f3577b34da6a3ce929d0e0e4736"
-    broker.add("orders.dead", letter(1, tenant="north", traceparent=f"00-{trace}-00f067aa0ba902b7-01"))
+    broker.add("orders.dead", letter(1, tenant="north", **{headers.TRACE_CONTEXT: f"00-{trace}-00f067aa0ba902b7-01"}))
     browser = page()
     address = f"/letter?queue=orders.dead&id={first_letter(browser)}"
     text = plain(browser.get(address).text)

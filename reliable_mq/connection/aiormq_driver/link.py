@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import aiormq
 
+from reliable_mq._util.logs import demoted_driver_logs
 from reliable_mq._util.threads import call_in_background
 from reliable_mq.codec import CodecError, InboundReader, methods
 from reliable_mq.connection.aiormq_driver.connection import Connection, Transports
 from reliable_mq.connection.aiormq_driver.errors import Aborted, link_error
 from reliable_mq.connection.channel import ChannelTable
-from reliable_mq.connection.driver_logs import demoted_driver_logs
 from reliable_mq.core.channel_setup import ServerInfo
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.reconnect import ConnectionLoss

@@ -12,7 +12,7 @@ Invariants:
 - A link reports ``on_closed`` exactly once, last, and its descriptors are closed when the loop has run once more.
 - No exception of pika leaves the package: `broker_error` maps every one. No text contains a credential.
 - The clock is monotonic (pika's timers are).
-- pika's log records on a loop's thread have level DEBUG (`reliable_mq.connection.driver_logs`).
+- pika's log records on a loop's thread have level DEBUG (`reliable_mq._util.logs`).
 """
 
 from reliable_mq.connection.pika_driver.errors import broker_error

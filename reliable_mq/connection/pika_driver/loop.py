@@ -19,8 +19,8 @@ import pika
 from pika.adapters.select_connection import IOLoop
 from pika.adapters.utils.selector_ioloop_adapter import SelectorIOServicesAdapter
 
+from reliable_mq._util.logs import demoted_driver_logs
 from reliable_mq._util.threads import call_in_background
-from reliable_mq.connection.driver_logs import demoted_driver_logs
 
 if TYPE_CHECKING:
     from collections.abc import Callable

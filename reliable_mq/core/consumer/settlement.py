@@ -20,7 +20,6 @@ from __future__ import annotations
 import enum
 import heapq
 import itertools
-import re
 from itertools import chain
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -28,6 +27,7 @@ from reliable_mq.codec import encode_ack, encode_nack, encode_reject
 from reliable_mq.core.consumer.acks import AckBatcher
 from reliable_mq.core.consumer.attempts import AttemptTracker
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery, DeliveryState, message_name
+from reliable_mq.core.headers import trace_ids
 from reliable_mq.core.retry.dead_letters import RepublishReason, RepublishRequest, Target
 from reliable_mq.core.retry.retry_headers import encode_retry_headers
 
@@ -215,9 +215,6 @@ _FINISHED: Final = DeliveryState.FINISHED  # a global is looked up faster than a
 _LAST: Final = frozenset({LogEventKind.DEAD_LETTERED, LogEventKind.REJECTED})
 
 
-_IDS: Final = re.compile("[0-9a-f]{2}-(?P<trace_id>[0-9a-f]{32})-(?P<span_id>[0-9a-f]{16})-")  # W3C's traceparent
-
-
 class LogEvent(NamedTuple):
     """A line to log, most often about a delivery."""
 
@@ -229,8 +226,7 @@ class LogEvent(NamedTuple):
     def ids(self) -> dict[str, str] | None:
         """The ids of the span of the last attempt, if that is sampled."""
         context = None if self.delivery is None else self.delivery.attempt_context
-        found = _IDS.match(context or "")
-        return None if found is None else found.groupdict()
+        return trace_ids(context or "")
 
     def line(self, consumer: str) -> str:
         """Return the line for the log: the message, its failed attempts, the reason."""

@@ -1,4 +1,7 @@
-"""Lower the driver's log records of our connections to DEBUG.
+"""Log lines with a limit in time, and the drivers' records, lowered to DEBUG.
+
+What may happen for every message is logged at most once in an interval. Each line has a limit of its own: a line about
+one trouble does not hide that of another.
 
 pika logs a lost connection as two errors with tracebacks and a failed attempt as six, on loggers of its own. We get the
 same failures as exceptions and log each once; the driver's records help only those who debug the driver.
@@ -12,14 +15,44 @@ Invariants:
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-__all__ = ["demoted_driver_logs"]
+__all__ = ["LogLimit", "demoted_driver_logs"]
+
+
+class LogLimit:
+    """A count of events, of which a line is logged once in an interval. Thread-safe.
+
+    The first event is logged at once, later ones when ``interval`` has passed since the last line.
+
+    Args:
+        interval: seconds between two lines, at least.
+        clock: returns seconds, as ``time.monotonic``.
+    """
+
+    def __init__(self, interval: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._interval = interval
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._count = 0  # not logged yet
+        self._logged_at = float("-inf")
+
+    def count(self, events: int = 1) -> int:
+        """Count events. If a line is due, return how many it is about; else return 0."""
+        with self._lock:
+            self._count += events
+            now = self._clock()
+            if now - self._logged_at < self._interval:
+                return 0
+            due, self._count, self._logged_at = self._count, 0, now
+            return due
 
 
 @contextmanager
