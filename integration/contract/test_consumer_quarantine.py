@@ -42,7 +42,7 @@ def test_f27_messages_that_kill_their_consumer_are_dead_lettered_and_their_neigh
     declare(any_vhost)
     send(any_vhost, "orders", messages, checker)
     with Killed(any_vhost.url, tmp_path / "calls", Settings(attempts=2, api=consumer_api)) as program:
-        program.run_until_settled(any_vhost, dead=1, timeout=90)
+        program.run_until_settled(any_vhost, dead=1, patience=90)
         calls = program.counts()
     assert program.deaths == calls["kill-1"] == 2 + 2
     assert set(calls) == set(bodies)
@@ -142,7 +142,7 @@ def run(vhost: VirtualHost, bodies: list[str], load: Load, log: Path, checker: A
         vhost.wait_for_consumers("orders", load.settings.workers)
         vhost.wait_for_consumers("orders.quarantine", load.settings.workers)
         sent = publish_steadily(vhost, bodies, load.rate, checker)
-        program.run_until_settled(vhost, dead=dead, timeout=240)
+        program.run_until_settled(vhost, dead=dead, patience=60)
     first: dict[str, float] = {}
     for call in program.calls():
         first.setdefault(call.body, call.at)
@@ -187,7 +187,7 @@ def check(program: Killed, bodies: list[str], load: Load, dead: list[dict[str, A
     )
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("store", ["", "done"], ids=["plain", "idempotent"])
 @pytest.mark.parametrize("load", [SMALL, pytest.param(WHOLE, marks=pytest.mark.soak)], ids=["small", "whole"])
 def test_f27_f30_poison_killers_and_transient_failures_leave_their_neighbours_alone(
@@ -211,7 +211,7 @@ def test_f27_f30_poison_killers_and_transient_failures_leave_their_neighbours_al
     program, percentile = run(vhost, bodies, load, tmp_path / "calls", checker)
     told = check(program, bodies, load, vhost.peek("orders.dead", 10_000))
     print(f"{told}; 99th percentile {percentile * 1000:.0f} ms, without any of it {clean * 1000:.0f} ms")
-    if clean:
-        assert percentile <= 2 * clean + (LEASE + CLAIM_WAIT if store else 0.0)
     checker.drain(vhost, ["orders", "orders.quarantine"], dead_letters=["orders.dead"])
     checker.close()
+    if clean:  # last: a machine that is too busy for the rate says nothing of what was lost
+        assert percentile <= 2 * clean + (LEASE + CLAIM_WAIT if store else 0.0)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from integration.programs.killed_by_messages import Settings
 from integration.support.processes import Process
-from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -79,12 +79,21 @@ class Killed:
         lines = self._log.read_text().splitlines() if self._log.exists() else []
         return [Call(body, int(attempt), float(at)) for body, attempt, at in map(str.split, lines)]
 
-    def run_until_settled(self, vhost: VirtualHost, dead: int, timeout: float) -> None:
-        """Keep it alive until so many (or some of them twice) are dead-lettered, and nothing is left anywhere else."""
+    def run_until_settled(self, vhost: VirtualHost, dead: int, patience: float) -> None:
+        """Keep it alive until so many (or some of them twice) are dead-lettered, and nothing is left anywhere else.
 
-        def settled() -> bool:
+        Raises:
+            TimeoutError: no count has changed for ``patience`` seconds. A busy machine takes as long as it needs.
+        """
+        counts: dict[str, int] = {}
+        changed_at = time.monotonic()
+        while True:
             self.revive()
-            counts = vhost.live_counts(["orders.dead"])
-            return counts.pop("orders.dead") >= dead and not any(counts.values())
-
-        wait_until(settled, timeout=timeout, what=lambda: f"settled: {vhost.live_counts()}", interval=0.5)
+            before, counts = counts, vhost.live_counts(["orders.dead"])
+            if counts["orders.dead"] >= dead and not any(counts[name] for name in counts.keys() - {"orders.dead"}):
+                return
+            if counts != before:
+                changed_at = time.monotonic()
+            elif time.monotonic() - changed_at > patience:
+                raise TimeoutError(f"nothing has changed for {patience:g} s: {counts}")
+            time.sleep(0.5)
