@@ -1,13 +1,14 @@
-"""A stream on a cluster: its leader dies while a replica lags, and what is read is what is there."""
+"""A stream on a cluster: a replica lags, or its leader dies meanwhile, and what is read is what is there."""
 
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
 
-from integration.support.traffic import GRACE, LATE, OPTIONS
+from integration.support.traffic import GRACE, LATE, OPTIONS, url_of
 from reliable_mq import Consumer, Message, Publisher, PublishError, Queue
 from reliable_mq.spark.options import read_options
 from reliable_mq.spark.stream_offsets import StreamRange
@@ -43,6 +44,13 @@ def content(vhost: VirtualHost) -> list[tuple[int, bytes]]:
         channel.cancel()
     assert len(found) >= end > 0
     return found
+
+
+def read(url: str, end: int, **options: str) -> list[tuple[int, bytes]]:
+    """Offset and body of what a task of Spark's source reads, up to an offset."""
+    chosen = read_options({"url": url, "stream": EVENTS.name, **options}, streaming=False)
+    reader = RangeReader(chosen, StreamRange(EVENTS.name, 0, end), ("offset", "body"), patience=300)  # type: ignore[arg-type]
+    return [(row["offset"], row["body"]) for batch in reader.batches() for row in batch.to_pylist()]
 
 
 def test_f65_what_is_read_from_a_stream_whose_leader_died_is_what_is_there(
@@ -105,14 +113,52 @@ def test_f65_what_is_read_from_a_stream_whose_leader_died_is_what_is_there(
         publisher.flush(120)
         there = content(cluster_vhost)
         wait_until(lambda: seen and seen[-1][0] == there[-1][0], timeout=60, what="all handled")
-    options = read_options({"url": cluster_vhost.url, "stream": EVENTS.name}, streaming=False)
-    each = StreamRange(EVENTS.name, 0, there[-1][0] + 1)
-    batches = RangeReader(options, each, ("offset", "body")).batches()  # type: ignore[arg-type]
-    rows = [(row["offset"], row["body"]) for batch in batches for row in batch.to_pylist()]
-    assert rows == there
+    assert read(cluster_vhost.url, there[-1][0] + 1) == there
     assert sorted(set(seen)) == there
     for _, body in there:
         checker.handled(body.decode())
     balance = checker.balance()
     report(str(balance))
     assert not balance.unexpected
+
+
+@pytest.mark.parametrize("fault", ["cut off", "paused"])
+def test_f65_what_is_read_with_a_filter_from_a_replica_that_lags_is_what_is_there(
+    rabbitmq_cluster: RabbitMQCluster, cluster_vhost: VirtualHost, rng: Random, fault: str
+) -> None:
+    """A filter leaves offsets out, so only the replica's own end shows that it has the range; the task waits for it."""
+    values, part = ["a", "b", "c"], 5000
+
+    def publish(url: str) -> None:
+        messages = (
+            Message(value.encode() + bytes(1000), headers={"x-stream-filter-value": value})
+            for value in rng.choices(values, k=part)
+        )
+        with Publisher(url, topology=[EVENTS], **OPTIONS) as publisher:
+            assert publisher.publish_many(messages, routing_key=EVENTS.name).ok
+
+    publish(cluster_vhost.url)
+    leader = rabbitmq_cluster.leader_of(EVENTS.name, cluster_vhost.name)
+    lagging = rng.choice([node for node in rabbitmq_cluster.nodes if node is not leader])
+    others = [node for node in rabbitmq_cluster.nodes if node is not lagging]
+    if fault == "paused":
+        lagging.pause()
+    else:
+        rabbitmq_cluster.partition(lagging)
+    publish(url_of(cluster_vhost, others))
+    there = content(cluster_vhost)
+    end = there[-1][0] + 1
+    assert len(there) >= 2 * part
+    behind = lagging.url_of(cluster_vhost.name)
+    with ThreadPoolExecutor(3) as threads:
+        filtered = threads.submit(read, behind, end, streamFilter="a,b")
+        rare = threads.submit(read, behind, end, streamFilter="nobody has it")
+        whole = threads.submit(read, behind, end)
+        try:
+            threading.Event().wait(5)  # in which a task may not take the replica's end for the end of the range
+            assert not any(task.done() for task in (filtered, rare, whole))
+        finally:
+            rabbitmq_cluster.heal()
+        assert filtered.result(300) == [each for each in there if each[1][:1] in b"ab"]
+        assert rare.result(300) == []
+        assert whole.result(300) == there

@@ -5,26 +5,16 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from integration.programs.spark_queries import start
 from integration.support.processes import Process
 from integration.support.seeds import soak_seeds
-from integration.support.spark_application import (
-    Application,
-    batches_in,
-    committed_rows,
-    kill_reader,
-    kill_worker,
-)
+from integration.support.spark_application import kill_reader, kill_worker
 from integration.support.spark_cluster import StandaloneCluster
-from reliable_mq import Message, Publisher, Queue
-from reliable_mq.testing.waiting import wait_until
+from integration.support.staged_pipeline import Pipeline
 
 if TYPE_CHECKING:
     import random
@@ -32,143 +22,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pyspark.sql import SparkSession
-    from pyspark.sql.streaming import StreamingQuery
 
     from reliable_mq.testing import RabbitMQ, VirtualHost
 
-    Running = Callable[[], object]  # starts the query where it is down
-
 MOMENTS = 20  # for each kind of kill, in `make soak`
-DEADLINE = 400.0
-GIVEN_UP = "Python worker failed to connect back"
-STAGED = {"queue": "orders", "stage": "orders.stage", "maxMessagesPerTrigger": "100", "minPartitions": "2"}
-
-
-class Pipeline:
-    """Messages on their way into files, through a query in staged mode of which a test kills parts.
-
-    Args:
-        vhost: of the queue.
-        directory: of the query.
-        rng: decides on the moments.
-        kind: of the queue.
-
-    Attributes:
-        settings: of the query, as `spark_queries` takes them.
-        restarts: of the query.
-        ended: why it was down the last time.
-    """
-
-    def __init__(self, vhost: VirtualHost, directory: Path, rng: random.Random, kind: str = "quorum") -> None:
-        self.settings: dict[str, Any] = {
-            "sources": {"staged": {"url": vhost.url, **STAGED}},
-            "directory": str(directory),
-            "pause": 0.001,
-        }
-        self.restarts = 0
-        self.ended = ""
-        self._queue = Queue("orders", type=kind, dead_letter=None)  # type: ignore[arg-type]
-        self._vhost = vhost
-        self._rng = rng
-        self._directory = directory / "staged"
-        self._published: list[str] = []
-        self._publish(0)  # the queue exists
-
-    def moments(self, kills: int, running: Running, *, broker: bool = False) -> Iterator[int]:
-        """Yield at a random moment while messages are published, moved and read; so many times.
-
-        Args:
-            kills: how many.
-            running: starts the query where it is down.
-            broker: whether it is what dies: all is published then, or the publisher would publish some again.
-        """
-        for number in range(kills):
-            reached = self._commits() + self._rng.randrange(1, 3)
-            self._publish(200)  # two batches or more
-            self._wait_for_commits(reached, running)
-            with ThreadPoolExecutor(1) as thread:
-                publishing = thread.submit(self._publish, 200, at_a_time=200 if broker else 2)
-                if broker:
-                    publishing.result(DEADLINE)
-                Event().wait(self._rng.uniform(0.0, 0.2 if broker else 1.0))
-                yield number
-                publishing.result(DEADLINE)
-
-    def check(self, spark: SparkSession, kills: str) -> str:
-        """Read the rest, compare the files with what was published, and return the account."""
-        for query in start(spark, {**self.settings, "pause": 0.0, "drain": True}):
-            assert query.awaitTermination(DEADLINE)
-        rows = committed_rows(self._directory / "output")
-        account = (
-            f"staged mode, {kills}: {len(self._published)} confirmed, "
-            f"{len(set(self._published) - rows.keys())} lost, {rows.total() - len(rows)} twice; "
-            f"the query was started again {self.restarts} times"
-        )
-        assert rows == dict.fromkeys(self._published, 1), account
-        assert self._vhost.live_counts(["orders"])["orders"] == 0
-        return account
-
-    @contextmanager
-    def in_session(self, spark: SparkSession, **options: str) -> Iterator[Running]:
-        """Run the query in the session of the tests; start it again where it has failed."""
-        source = {**self.settings["sources"]["staged"], **options}
-        settings = {**self.settings, "sources": {"staged": source}}
-        queries: list[StreamingQuery] = []
-
-        def running() -> None:
-            if not queries or not queries[-1].isActive:
-                if queries:
-                    self._has_ended(str(queries[-1].exception()))
-                queries.extend(start(spark, settings))
-
-        try:
-            yield running
-        finally:
-            if queries:
-                queries[-1].stop()
-
-    @contextmanager
-    def apart(self, log: Path, **settings: Any) -> Iterator[tuple[Running, Callable[[], Application]]]:
-        """Run the query in an application of its own; start that again where it has ended."""
-        applications: list[Application] = []
-
-        def running() -> None:
-            if not applications or applications[-1].process.poll() is not None:
-                if applications:
-                    self._has_ended(applications[-1].said())
-                applications.append(Application("spark_queries", {**self.settings, **settings}, log))
-
-        try:
-            yield running, lambda: applications[-1]
-        finally:
-            for application in applications:
-                application.__exit__()
-
-    def _has_ended(self, why: str) -> None:
-        """Count a restart, unless Spark has given up on a new Python process, which on a busy machine takes it 10 s."""
-        self.restarts += GIVEN_UP not in why
-        self.ended = why[-2000:]
-
-    def _publish(self, count: int, at_a_time: int = 200) -> None:
-        with Publisher(self._vhost.url, topology=[self._queue]) as publisher:
-            publisher.connect()
-            for _ in range(count // at_a_time):
-                messages = [Message(b"body") for _ in range(at_a_time)]
-                assert publisher.publish_many(messages, routing_key="orders").ok
-                self._published += [message.message_id for message in messages]
-
-    def _wait_for_commits(self, count: int, running: Running) -> None:
-        def committed() -> bool:
-            running()
-            return self._commits() >= count
-
-        wait_until(committed, timeout=DEADLINE, what=lambda: f"{count} batches: {self}", interval=0.05)
-
-    def __repr__(self) -> str:
-        return f"{self._commits()} batches, {self.restarts} restarts, the last one since {self.ended or '-'}"
-
-    def _commits(self) -> int:
-        return batches_in(self._directory / "checkpoint", "commits")
 
 
 def moments() -> int:
@@ -216,11 +73,11 @@ def test_f68_parts_of_a_query_are_killed_and_files_have_all_once(
     with relays(private_vhost.url) as kill_relay, pipeline.in_session(spark) as running:
         for number in pipeline.moments(len(parts), running, broker=True):
             if parts[number] == "reader":
-                kill_reader(spark)
+                kill_reader(spark, running)
             elif parts[number] == "relay":
                 kill_relay()
             elif parts[number] == "worker":
-                kill_worker(spark)
+                kill_worker(spark, running)
             else:
                 private_broker.kill()
                 private_broker.start()
@@ -249,8 +106,8 @@ def test_f68_a_reader_with_its_relay_is_killed_and_files_have_all_once(
     pipeline = Pipeline(vhost, tmp_path, rng, kind=rng.choice(["quorum", "classic"]))
     with pipeline.in_session(spark) as running:
         for _ in pipeline.moments(moments(), running):
-            kill_reader(spark)
-    assert pipeline.restarts >= moments() - 1
+            kill_reader(spark, running)
+    assert pipeline.restarts + pipeline.given_up >= moments() - 1
     report(pipeline.check(spark, f"{moments()} kills of the reader with its relay"))
 
 

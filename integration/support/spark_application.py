@@ -179,20 +179,23 @@ def _came_to(condition: Callable[[], bool], application: Application, phase: str
     return True
 
 
-def kill_reader(spark: SparkSession) -> None:
-    """SIGKILL the reader's process of a query in a session, once there is one."""
-    _kill_of(spark, lambda pid: [pid] if "python_streaming_source_runner" in _command(pid) else [], "a reader")
+def kill_reader(spark: SparkSession, running: Callable[[], object]) -> None:
+    """SIGKILL the reader's process of a query in a session; `running` starts the query where it is down."""
+    _kill_of(spark, lambda pid: [pid] if "python_streaming_source_runner" in _command(pid) else [], running, "a reader")
 
 
-def kill_worker(spark: SparkSession) -> None:
-    """SIGKILL a Python process in which tasks of a session read, a child of Spark's daemon, once there is one."""
-    _kill_of(spark, lambda pid: descendants(pid) if "plan_data_source_read" in _command(pid) else [], "a worker")
+def kill_worker(spark: SparkSession, running: Callable[[], object]) -> None:
+    """SIGKILL a Python process in which tasks of a session read, a child of Spark's daemon; `running` as before."""
+    _kill_of(
+        spark, lambda pid: descendants(pid) if "plan_data_source_read" in _command(pid) else [], running, "a worker"
+    )
 
 
-def _kill_of(spark: SparkSession, wanted: Callable[[int], list[int]], what: str) -> None:
+def _kill_of(spark: SparkSession, wanted: Callable[[int], list[int]], running: Callable[[], object], what: str) -> None:
     gateway: Any = spark.sparkContext._gateway
 
     def found() -> list[int]:
+        running()
         return [pid for below in descendants(gateway.proc.pid) for pid in wanted(below)]
 
     _kill(wait_until(found, timeout=120, what=what)[0])

@@ -1,0 +1,173 @@
+"""Messages on their way into files, through a query in staged mode of which a test kills parts."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Event
+from typing import TYPE_CHECKING, Any
+
+from integration.programs.spark_queries import start
+from integration.support.spark_application import Application, batches_in, committed_rows
+from reliable_mq import Message, Publisher, Queue
+from reliable_mq.testing.waiting import wait_until
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from pyspark.sql import SparkSession
+    from pyspark.sql.streaming import StreamingQuery
+
+    from reliable_mq.testing import VirtualHost
+
+    Running = Callable[[], object]  # starts the query where it is down
+
+DEADLINE = 400.0
+GIVEN_UP = "Python worker failed to connect back"
+STAGED = {"queue": "orders", "stage": "orders.stage", "maxMessagesPerTrigger": "100", "minPartitions": "2"}
+
+
+class Pipeline:
+    """Messages on their way into files, through a query in staged mode of which a test kills parts.
+
+    Args:
+        vhost: of the queue.
+        directory: of the query.
+        rng: decides on the moments.
+        kind: of the queue.
+
+    Attributes:
+        settings: of the query, as `spark_queries` takes them.
+        restarts: of the query.
+        given_up: those beside them for which Spark had given up on a new Python process, which on a busy machine takes
+            it 10 s.
+        ended: why it was down the last time.
+    """
+
+    def __init__(self, vhost: VirtualHost, directory: Path, rng: random.Random, kind: str = "quorum") -> None:
+        self.settings: dict[str, Any] = {
+            "sources": {"staged": {"url": vhost.url, **STAGED}},
+            "directory": str(directory),
+            "pause": 0.001,
+        }
+        self.restarts = self.given_up = 0
+        self.ended = ""
+        self._queue = Queue("orders", type=kind, dead_letter=None)  # type: ignore[arg-type]
+        self._vhost = vhost
+        self._rng = rng
+        self._directory = directory / "staged"
+        self._published: list[str] = []
+        self._publish(0)  # the queue exists
+
+    def moments(self, kills: int, running: Running, *, broker: bool = False) -> Iterator[int]:
+        """Yield at a random moment while messages are published, moved and read; so many times.
+
+        Args:
+            kills: how many.
+            running: starts the query where it is down.
+            broker: whether it is what dies: all is published then, or the publisher would publish some again.
+        """
+        for number in range(kills):
+            reached = self._commits() + self._rng.randrange(1, 3)
+            self._publish(200)  # two batches or more
+            self._wait_for_commits(reached, running)
+            with ThreadPoolExecutor(1) as thread:
+                publishing = thread.submit(self._publish, 200, at_a_time=200 if broker else 2)
+                if broker:
+                    publishing.result(DEADLINE)
+                Event().wait(self._rng.uniform(0.0, 0.2 if broker else 1.0))
+                yield number
+                publishing.result(DEADLINE)
+
+    def check(self, spark: SparkSession, kills: str) -> str:
+        """Read the rest, compare the files with what was published, and return the account."""
+        for query in start(spark, self._rest):
+            assert query.awaitTermination(DEADLINE)
+        return self._account(kills)
+
+    def check_apart(self, log: Path, kills: str) -> str:
+        """Do as `check`, in an application of its own."""
+        with Application("spark_queries", self._rest, log) as application:
+            application.wait(DEADLINE)
+        return self._account(kills)
+
+    @property
+    def _rest(self) -> dict[str, Any]:
+        return {**self.settings, "pause": 0.0, "drain": True}
+
+    def _account(self, kills: str) -> str:
+        rows = committed_rows(self._directory / "output")
+        account = (
+            f"staged mode, {kills}: {len(self._published)} confirmed, "
+            f"{len(set(self._published) - rows.keys())} lost, {rows.total() - len(rows)} twice; "
+            f"the query was started again {self.restarts} times"
+        )
+        assert rows == dict.fromkeys(self._published, 1), account
+        assert self._vhost.live_counts(["orders"])["orders"] == 0
+        return account
+
+    @contextmanager
+    def in_session(self, spark: SparkSession, **options: str) -> Iterator[Running]:
+        """Run the query in the session of the tests; start it again where it has failed."""
+        source = {**self.settings["sources"]["staged"], **options}
+        settings = {**self.settings, "sources": {"staged": source}}
+        queries: list[StreamingQuery] = []
+
+        def running() -> None:
+            if not queries or not queries[-1].isActive:
+                if queries:
+                    self._has_ended(str(queries[-1].exception()))
+                queries.extend(start(spark, settings))
+
+        try:
+            yield running
+        finally:
+            if queries:
+                queries[-1].stop()
+
+    @contextmanager
+    def apart(self, log: Path, **settings: Any) -> Iterator[tuple[Running, Callable[[], Application]]]:
+        """Run the query in an application of its own; start that again where it has ended."""
+        applications: list[Application] = []
+
+        def running() -> None:
+            if not applications or applications[-1].process.poll() is not None:
+                if applications:
+                    self._has_ended(applications[-1].said())
+                applications.append(Application("spark_queries", {**self.settings, **settings}, log))
+
+        try:
+            yield running, lambda: applications[-1]
+        finally:
+            for application in applications:
+                application.__exit__()
+
+    def _has_ended(self, why: str) -> None:
+        if GIVEN_UP in why:
+            self.given_up += 1
+        else:
+            self.restarts += 1
+        self.ended = why[-2000:]
+
+    def _publish(self, count: int, at_a_time: int = 200) -> None:
+        with Publisher(self._vhost.url, topology=[self._queue]) as publisher:
+            publisher.connect()
+            for _ in range(count // at_a_time):
+                messages = [Message(b"body") for _ in range(at_a_time)]
+                assert publisher.publish_many(messages, routing_key="orders").ok
+                self._published += [message.message_id for message in messages]
+
+    def _wait_for_commits(self, count: int, running: Running) -> None:
+        def committed() -> bool:
+            running()
+            return self._commits() >= count
+
+        wait_until(committed, timeout=DEADLINE, what=lambda: f"{count} batches: {self}", interval=0.05)
+
+    def __repr__(self) -> str:
+        return f"{self._commits()} batches, {self.restarts} restarts, the last one since {self.ended or '-'}"
+
+    def _commits(self) -> int:
+        return batches_in(self._directory / "checkpoint", "commits")
