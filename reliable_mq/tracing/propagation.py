@@ -3,17 +3,21 @@
 Headers are decoded for a message that carries a context alone: whether one does is a search in the encoded properties.
 The usual context, a ``traceparent`` without ``tracestate`` and ``baggage``, is read there without decoding anything.
 
+Nor is a propagator asked to write that: its call takes as long as publishing a message. One that writes it as W3C has
+it is recognised by what it writes, not by its class.
+
 Invariant: a context that a message carries is never replaced, nor a single header of it.
 """
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from opentelemetry.context import Context
 from opentelemetry.propagators.textmap import Getter
 from opentelemetry.trace import (
+    DEFAULT_TRACE_STATE,
     INVALID_SPAN,
     NonRecordingSpan,
     SpanContext,
@@ -25,17 +29,19 @@ from opentelemetry.trace import (
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from reliable_mq.codec import CodecError, Properties
+from reliable_mq.codec import CodecError, Properties, plain_properties_head
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from opentelemetry.propagators.textmap import TextMapPropagator
+    from opentelemetry.trace import Span
 
 __all__ = ["AttemptContext", "Propagation", "context_of", "context_of_attempt", "ids_of"]
 
+TRACEPARENT: Final = "traceparent"
 _BAGGAGE: Final = "baggage"  # no context of a trace
-_W3C: Final = frozenset({"traceparent", "tracestate"})
+_W3C: Final = frozenset({TRACEPARENT, "tracestate"})
 _BAGGAGE_MARK: Final = b"\x07baggage"
 _TRACESTATE_MARK: Final = b"\x0atracestate"
 _TRACEPARENT_MARK: Final = b"\x0btraceparent"
@@ -44,8 +50,13 @@ _ONLY_TRACEPARENT: Final = b"\x00\x00\x00\x48" + _TRACEPARENT  # with the size o
 _LAST_FLAG: Final = len(_TRACEPARENT) + 54  # behind the beginning of the header
 _SAMPLED: Final = frozenset((b"1", b"3", b"5", b"7", b"9", b"b", b"d", b"f"))  # the last digit of the flags
 _PARTS: Final = re.compile(re.escape(_TRACEPARENT) + rb"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
+_PLACE: Final = "-" * 55  # of a value
+_HEAD_BEGIN, _HEAD_END = plain_properties_head({TRACEPARENT: _PLACE}).split(_PLACE.encode())
+_HEAD: Final = b"00-%032x-%016x-%02x".join(part.replace(b"%", b"%%") for part in (_HEAD_BEGIN, _HEAD_END))
+_NO_TRACE, _NO_SPAN = b"0" * 32, b"0" * 16
 _EMPTY: Final = Context()
 (_SPAN_KEY,) = set_span_in_context(INVALID_SPAN, _EMPTY)  # under which a context has its span
+_SPAN_ALONE: Final = frozenset((_SPAN_KEY,))
 
 
 class Propagation:
@@ -59,7 +70,8 @@ class Propagation:
         self._propagator = propagator
         self._fields = frozenset(propagator.fields) - {_BAGGAGE}
         self._marks = tuple(bytes((len(name),)) + name.encode() for name in self._fields)
-        self._is_w3c = "traceparent" in self._fields and self._fields <= _W3C
+        self._is_w3c = TRACEPARENT in self._fields and self._fields <= _W3C
+        self._writes_w3c: bool | None = None  # not known
 
     def carries(self, properties: bytes | None) -> bool:
         """Whether encoded properties carry the context of a trace."""
@@ -113,8 +125,32 @@ class Propagation:
         """Whether a message may carry more than the context of a span."""
         return not self._is_w3c or _BAGGAGE_MARK in properties
 
+    def unsampled_head(self, context: Context) -> bytes | None:
+        """Return the `plain_properties_head` that passes on a context that is not sampled.
+
+        Returns:
+            None if it is sampled, has no valid span, or the propagator is to write it.
+        """
+        span: Any = context.get(_SPAN_KEY)
+        if span is None or len(context) != 1 or not (self._writes_w3c or self._does_write_w3c()):
+            return None
+        if type(span) is _PassedOnSpan and (header := span.undecoded()) is not None:
+            return _HEAD_BEGIN + header + _HEAD_END
+        found: SpanContext = span.get_span_context()
+        return None if found.trace_flags & TraceFlags.SAMPLED else _plain_head(found)
+
+    def head_of(self, span: Span, context: Context) -> bytes | None:
+        """Return the `plain_properties_head` that carries a span in a context.
+
+        Returns:
+            None if the propagator is to write it.
+        """
+        if context.keys() <= _SPAN_ALONE and (self._writes_w3c or self._does_write_w3c()):
+            return _plain_head(span.get_span_context())
+        return None
+
     def headers(self, context: Context) -> dict[str, str]:
-        """Return the headers that carry a context."""
+        """Return the headers that carry a context, as the propagator writes them."""
         headers: dict[str, str] = {}
         self._propagator.inject(headers, context)
         return headers
@@ -131,6 +167,28 @@ class Propagation:
         """Return the context that headers carry, without any of this thread or task."""
         return self._propagator.extract(headers, Context(), _GETTER)
 
+    def _does_write_w3c(self) -> bool:
+        """Whether the propagator writes a span alone as `_plain_head` does."""
+        if self._writes_w3c is None:
+            spans = [SpanContext(1 << 100, 1 << 50, False, TraceFlags(flags)) for flags in (0, 1)]
+            self._writes_w3c = self._is_w3c and all(
+                plain_properties_head(self.headers(context_of(span))) == _plain_head(span) for span in spans
+            )
+        return self._writes_w3c
+
+
+def _plain_head(span: SpanContext) -> bytes | None:
+    """Return the head with W3C's header for a span; None if that is not all."""
+    trace_id, span_id, _, flags, state, is_valid = span
+    if not is_valid or (state is not DEFAULT_TRACE_STATE and state):
+        return None
+    return _HEAD % (trace_id, span_id, flags)
+
+
+def traceparent_in(head: bytes) -> str:
+    """Return the header in a `plain_properties_head` that has no other."""
+    return head[len(_HEAD_BEGIN) : -len(_HEAD_END)].decode()
+
 
 class _PassedOnSpan(NonRecordingSpan):
     """The span of a message that is not sampled; its context is decoded when needed.
@@ -143,6 +201,16 @@ class _PassedOnSpan(NonRecordingSpan):
 
     properties: bytes
     _decoded: SpanContext | None = None
+
+    def undecoded(self) -> bytes | None:
+        """Return the header as it came; None if it takes decoding."""
+        found = _PARTS.search(self.properties)
+        if found is None or _TRACESTATE_MARK in self.properties:
+            return None
+        trace_id, span_id, _ = found.groups()
+        if trace_id == _NO_TRACE or span_id == _NO_SPAN:
+            return None
+        return found.group()[len(_TRACEPARENT) :]
 
     def get_span_context(self) -> SpanContext:
         if self._decoded is None:
@@ -193,7 +261,7 @@ def context_of_attempt(text: str) -> SpanContext:
     """Return the context of an earlier attempt; an invalid one if it cannot be read."""
     if isinstance(text, AttemptContext):
         return text.span
-    context = TraceContextTextMapPropagator().extract({"traceparent": text}, _EMPTY)
+    context = TraceContextTextMapPropagator().extract({TRACEPARENT: text}, _EMPTY)
     return get_current_span(context).get_span_context()
 
 

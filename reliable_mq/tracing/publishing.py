@@ -34,7 +34,7 @@ from reliable_mq.core.publisher.trace import PublicationEvent
 from reliable_mq.errors import PublishBlocked, PublishRefused, PublishUnconfirmed
 from reliable_mq.message import Message
 from reliable_mq.tracing import conventions
-from reliable_mq.tracing.propagation import Propagation, ids_of
+from reliable_mq.tracing.propagation import TRACEPARENT, Propagation, ids_of, traceparent_in
 from reliable_mq.tracing.tracing import CopyTracing
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class PublisherTracer:
 
     def __init__(self, tracing: Tracing, *, name: str, endpoints: Sequence[Endpoint]) -> None:
         self._tracing = tracing
+        self._injects = not isinstance(tracing, CopyTracing)
         self._errors = tracing._errors  # noqa: SLF001  # of the same package
         self._name = name
         self._server = conventions.server(endpoints)
@@ -107,13 +108,19 @@ class PublisherTracer:
             self._errors.log(error, "a span could not be begun; the message is published without one")
             return None
 
+    def _new_propagation(self) -> Propagation:
+        self._propagation = Propagation(self._tracing.propagator)
+        return self._propagation
+
     def _begin(
         self, message: Message, exchange: str, routing_key: str, operation: str, context: Context
     ) -> SendTrace | None:
         properties = message.encoded_properties if isinstance(message, Message) else None
-        propagation = self._propagation
-        if propagation is None:
-            propagation = self._propagation = Propagation(self._tracing.propagator)
+        propagation = self._propagation or self._new_propagation()
+        if properties is None and self._injects and (head := propagation.unsampled_head(context)) is not None:
+            trace = SendTrace(head)
+            self._unsampled = context, trace
+            return trace
         carried = None
         if properties is not None and propagation.carries(properties):
             carried = get_current_span(propagation.extract(message.headers))
@@ -129,16 +136,18 @@ class PublisherTracer:
         elif random.random() >= self._tracing.root_ratio:
             return None
         span = self._start(message, exchange, routing_key, operation, context, theirs)
-        headers = _NOTHING
-        if theirs is None and not isinstance(self._tracing, CopyTracing):
-            headers = propagation.headers(set_span_in_context(span, context))
-            if properties is not None:
-                headers = propagation.added(headers, properties)
+        head, headers = None, _NOTHING
+        if theirs is None and self._injects:
+            head = propagation.head_of(span, context) if properties is None else None
+            if head is None:
+                headers = propagation.headers(set_span_in_context(span, context))
+                if properties is not None:
+                    headers = propagation.added(headers, properties)
         if not span.is_recording():
-            return SendTrace(headers, self._errors) if headers else None
+            return SendTrace(head, headers) if head or headers else None
         if properties is not None and (correlation_id := message.correlation_id) is not None:
             span.set_attribute(conventions.CONVERSATION_ID, correlation_id)
-        return SendTrace(headers, self._errors, span)
+        return RecordedTrace(head, headers, self._errors, span)
 
     def _start(
         self,
@@ -157,7 +166,7 @@ class PublisherTracer:
         }
         if operation != "send":
             attributes[conventions.OPERATION_NAME] = attributes[conventions.OPERATION_TYPE] = operation
-        injected = theirs is None and not isinstance(self._tracing, CopyTracing)
+        injected = theirs is None and self._injects
         return self._tracing.tracer.start_span(
             f"{operation} {destination}",
             context,
@@ -168,12 +177,12 @@ class PublisherTracer:
 
     def _pass_on(self, propagation: Propagation, context: Context, properties: bytes | None) -> SendTrace | None:
         """Return the trace of a message whose context is not sampled."""
-        if isinstance(self._tracing, CopyTracing):
+        if not self._injects:
             return None
         headers: Mapping[str, str] = propagation.headers(context)
         if properties is not None:
             headers = propagation.added(headers, properties)
-        trace = SendTrace(headers, self._errors)
+        trace = SendTrace(None, headers)
         if properties is None:
             self._unsampled = context, trace
         return trace
@@ -201,40 +210,86 @@ class PublisherTracer:
 
 
 class SendTrace:
-    """The trace of one publish: its headers, and its span if it is sampled.
+    """The trace of a publish that is not sampled: headers alone.
+
+    One object may serve many publishes.
 
     Args:
-        headers: to set on the message.
-        errors: logs what the span raises.
-        span: None if it is not sampled; the same object then serves many publishes.
+        plain_head: with ``traceparent`` and no other header; None for ``headers``.
+        headers: to set on the message, if there is no ``plain_head``.
 
     Attributes:
         recording: whether there is a span to end.
-        header_bytes: bytes that the headers take, encoded, at most.
+        ids: of the span, for logs and exemplars; empty without one.
         plain_head: the encoded properties of a message with these headers and an id, up to that.
     """
 
-    __slots__ = ("_errors", "_span", "header_bytes", "headers", "ids", "plain_head", "recording")
+    __slots__ = ("_headers", "plain_head")
 
-    def __init__(self, headers: Mapping[str, str], errors: TracerErrors, span: Span | None = None) -> None:
-        self.headers = headers
-        self.plain_head = plain_properties_head(headers)
-        self.header_bytes = len(self.plain_head)
-        self.ids = _NOTHING if span is None else ids_of(span.get_span_context())
-        self._errors = errors
-        self._span = span
-        self.recording = span is not None
+    recording: bool = False
+    ids: Mapping[str, str] = _NOTHING
+
+    def __init__(self, plain_head: bytes | None, headers: Mapping[str, str] = _NOTHING) -> None:
+        self._headers = headers if plain_head is None else None
+        self.plain_head = plain_properties_head(headers) if plain_head is None else plain_head
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes that the headers take, encoded, at most."""
+        return len(self.plain_head)
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The headers to set on the message."""
+        return {TRACEPARENT: traceparent_in(self.plain_head)} if self._headers is None else self._headers
 
     def without_headers(self) -> SendTrace:
         """Return the trace of a message whose headers leave no room for the context."""
-        return SendTrace(_NOTHING, self._errors, self._span)
+        return SendTrace(None)
 
     def ended(self) -> None:
         """End the span, of which nothing more is known."""
+
+    def event(self, event: PublicationEvent, publication: Publication) -> None:
+        """Record an event."""
+
+    def settled(self, publication: Publication, at: int) -> None:
+        """End the span with the outcome.
+
+        Args:
+            publication: settled.
+            at: when it was, in nanoseconds since 1970.
+        """
+
+    def failed(self, error: BaseException) -> None:
+        """End the span of a publish that was not accepted."""
+
+
+class RecordedTrace(SendTrace):
+    """The trace of one publish that is sampled. No method raises.
+
+    Args:
+        plain_head, headers: as for `SendTrace`.
+        errors: logs what the span raises.
+        span: of the publish.
+    """
+
+    __slots__ = ("_errors", "_span", "ids", "recording")
+
+    def __init__(self, plain_head: bytes | None, headers: Mapping[str, str], errors: TracerErrors, span: Span) -> None:
+        super().__init__(plain_head, headers)
+        self.recording = True
+        self.ids = ids_of(span.get_span_context())
+        self._errors = errors
+        self._span: Span | None = span
+
+    def without_headers(self) -> SendTrace:
+        return self if self._span is None else RecordedTrace(None, _NOTHING, self._errors, self._span)
+
+    def ended(self) -> None:
         self._end({})
 
     def event(self, event: PublicationEvent, publication: Publication) -> None:
-        """Record an event. Never raises: the session goes on whatever a tracer does."""
         span = self._span
         if span is None:
             return
@@ -250,12 +305,6 @@ class SendTrace:
             self._errors.log(error, "a span has not got an event; the publish itself is not affected")
 
     def settled(self, publication: Publication, at: int) -> None:
-        """End the span with the outcome.
-
-        Args:
-            publication: settled.
-            at: when it was, in nanoseconds since 1970.
-        """
         if publication.outcome is None:
             return
         attributes: dict[str, str | int] = {conventions.OUTCOME: publication.outcome.value}
@@ -269,7 +318,6 @@ class SendTrace:
         self._end(attributes, publication.failure(), at)
 
     def failed(self, error: BaseException) -> None:
-        """End the span of a publish that was not accepted."""
         outcome = _OUTCOMES.get(type(error))
         self._end({} if outcome is None else {conventions.OUTCOME: outcome.value}, error)
 
