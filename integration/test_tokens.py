@@ -11,6 +11,8 @@ from prometheus_client import CollectorRegistry
 
 from integration.support.blocking import BlockingPublisher
 from integration.support.blocking_consumer import BlockingConsumer
+from integration.support.seeds import soaking
+from integration.support.set_up import LINES, broker_image
 from integration.support.tokens import CONF, Issuer
 from reliable_mq import Consumer, Message, Publisher, Queue
 from reliable_mq.testing import RabbitMQ
@@ -29,9 +31,9 @@ def issuer() -> Issuer:
     return Issuer(LIFETIME)
 
 
-@pytest.fixture(scope="module")
-def url(issuer: Issuer) -> Iterator[str]:
-    with RabbitMQ(conf=CONF, files=issuer.files) as broker:
+@pytest.fixture(scope="module", params=LINES if soaking() else ["newest"])
+def url(request: pytest.FixtureRequest, issuer: Issuer) -> Iterator[str]:
+    with RabbitMQ(broker_image(request.param), conf=CONF, files=issuer.files) as broker:
         yield broker.url.replace("guest:guest@", "")
 
 
