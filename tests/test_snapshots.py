@@ -131,7 +131,7 @@ def metric_names() -> Iterator[str]:
 
 def header_names() -> Iterator[str]:
     for name, value in sorted(vars(headers).items()):
-        if name.isupper():
+        if name.isupper() and not name.startswith("_"):
             yield f"{name} = {value!r}"
 
 

@@ -11,7 +11,8 @@ Invariants:
   recalled; deliveries are begun in the order in which they were put; an exception, whatever it is, ends no other
   delivery;
 - a handler whose task is cancelled has not failed, and one that raises ``CancelledError`` by itself has (a message that
-  always makes it do so would come again for ever);
+  always makes it do so would come again for ever), as one that raises ``GeneratorExit``, with which a task that is
+  thrown away ends, too;
 - handlers that never wait for anything leave the loop to others after `_SLICE` seconds; after `stop` no task is left,
   unless a handler refuses to be cancelled;
 - a call to a store is waited for though the task that made it is cancelled meanwhile: a claim that nobody knows of
@@ -41,6 +42,7 @@ from reliable_mq.core.consumer.handler import (
     Skipped,
     SkipReason,
     check_answer,
+    failure_of_handler,
     handling,
     settling,
 )
@@ -395,9 +397,11 @@ class TaskPool:
         except KeyboardInterrupt as error:
             detail = self._interrupted(error)
             return [Skipped(delivery, SkipReason.CANCELLED, detail) for delivery in _deliveries(item)]
-        except GeneratorExit as error:  # its own, or the loop is gone and the task is thrown away
-            self._sink.report(all_failed(_deliveries(item), error))
-            raise
+        except GeneratorExit as error:
+            if not _runs(task):
+                self._sink.report(all_failed(_deliveries(item), error))
+                raise
+            return all_failed(_deliveries(item), error)
         except BaseException as error:  # noqa: BLE001  # SystemExit in a handler is a failed attempt, too
             return all_failed(_deliveries(item), error)
         finally:
@@ -453,6 +457,10 @@ class TaskPool:
                             continue
                         cancelled += _deliveries(step.argument)
                     step = steps.throw(NotStarted())
+                except GeneratorExit as error:
+                    if not isinstance(step, RunHandler) or not _runs(task):  # nothing can be awaited, no store either
+                        raise
+                    step = steps.throw(failure_of_handler(error))
                 except BaseException as error:  # noqa: BLE001  # the generator decides
                     step = steps.throw(error)
                 else:
@@ -486,6 +494,14 @@ class TaskPool:
 
 class _Interrupted(asyncio.CancelledError):
     """A handler that ended with ``KeyboardInterrupt``, which was for the program."""
+
+
+def _runs(task: asyncio.Task[None]) -> bool:
+    """Whether a task runs. One that is thrown away, as its loop is gone, gets a ``GeneratorExit`` while it waits."""
+    try:
+        return asyncio.current_task() is task
+    except RuntimeError:  # no loop runs
+        return False
 
 
 def _deliveries(item: Work) -> list[Delivery]:

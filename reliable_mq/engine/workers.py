@@ -39,6 +39,7 @@ from reliable_mq.core.consumer.handler import (
     Skipped,
     SkipReason,
     check_answer,
+    failure_of_handler,
     handling,
     settling,
 )
@@ -476,7 +477,7 @@ class _ClaimingWorker(_Worker):
                     else:
                         raise NotStarted  # noqa: TRY301
                 except BaseException as error:  # noqa: BLE001  # the generator decides
-                    step = steps.throw(error)
+                    step = steps.throw(failure_of_handler(error) if type(step) is RunHandler else error)
                 else:
                     step = steps.send(answer)
         except StopIteration as stop:

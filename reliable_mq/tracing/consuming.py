@@ -119,10 +119,9 @@ class ConsumerTracer:
             token = attach(begun)
             try:
                 answer = await handler(argument)
-            except GeneratorExit:  # the task is thrown away, in no context of its own
-                raise
-            except BaseException:
-                detach(token)
+            except BaseException as error:
+                if not _is_thrown_away(error, begun):
+                    detach(token)
                 raise
             detach(token)
             return answer
@@ -160,8 +159,10 @@ class ConsumerTracer:
         try:
             answer = await handler(argument)
         except BaseException as error:
-            self._end_failed(span, began, error)
-            if not isinstance(error, GeneratorExit):  # with that the task is thrown away, in no context of its own
+            if _is_thrown_away(error, context):
+                self._finish(span, began, "cancelled")
+            else:
+                self._end_failed(span, began, error)
                 detach(token)
             raise
         self._end(span, began, answer)
@@ -232,7 +233,7 @@ class ConsumerTracer:
         """End the span of a handler that has raised."""
         if isinstance(error, (RetryLater, DeadLetter)):
             self._end(span, began, error)
-        elif isinstance(error, (asyncio.CancelledError, GeneratorExit)):
+        elif isinstance(error, asyncio.CancelledError):
             self._finish(span, began, "cancelled")
         else:
             self._finish(span, began, "failed", error)
@@ -409,6 +410,11 @@ class ConsumerTracer:
         except ConsumeError:
             delivery.flaw = flaw  # the handler has not read the broken part
             return _EMPTY
+
+
+def _is_thrown_away(error: BaseException, context: Context) -> bool:
+    """Whether a handler ends since its task is thrown away: in no context of its own, so there is none to detach."""
+    return isinstance(error, GeneratorExit) and get_current() is not context
 
 
 def _describe(delivery: Delivery) -> dict[str, str | int | bool]:

@@ -14,7 +14,7 @@ from reliable_mq import Ack, DeadLetter, RetryLater
 from reliable_mq.aio.handlers import TaskPool
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.handler import ClaimPolicy, Failed, Result, Skipped, SkipReason
-from reliable_mq.core.idempotency import Claim
+from reliable_mq.core.idempotency import Claim, ClaimStatus
 from reliable_mq.stores import MemoryStore
 from tests.core.deliveries import delivery
 from tests.hostile_exceptions import NotYet, Textless
@@ -170,6 +170,37 @@ def test_whatever_a_handler_raises_is_its_own_failure(error: BaseException, stor
             tasks.put(items(3))
             await sink.wait_for(3)
             assert failures(sink.results) == [type(error).__name__]
+            if store is not None:
+                check_that_it_may_be_tried_again(store)
+
+    asyncio.run(main())
+
+
+def check_that_it_may_be_tried_again(store: MemoryStore) -> None:
+    """The claim of the first delivery is released, and the attempt counted."""
+    (claim,) = MemoryStore.claim_many(store, ["q|orders|m1"], 60.0)
+    assert (claim.status, claim.attempts) == (ClaimStatus.NEW, 1)
+
+
+def test_a_task_that_is_thrown_away_asks_no_store() -> None:
+    """Its coroutine is closed, as that of a task whose loop is gone: it cannot wait for anything."""
+    began = asyncio.Event()
+
+    async def handle(_: Delivery) -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        store = Awaiting()
+        async with running(handle, store=store) as (tasks, sink):
+            tasks.put(items(1))
+            await began.wait()
+            (task,) = tasks._tasks
+            task.get_coro().close()  # type: ignore[union-attr]
+            assert failures(sink.results) == ["GeneratorExit"]
+            (claim,) = MemoryStore.claim_many(store, ["q|orders|m1"], 60.0)
+            assert claim.status is ClaimStatus.IN_PROGRESS
+            tasks.cancel()
 
     asyncio.run(main())
 

@@ -205,6 +205,7 @@ def outcomes(recorder: Recorder) -> list[tuple[object, object, str]]:
         (RetryLater(0.01), ("retry_later", None, "UNSET")),
         (DeadLetter("wrong"), ("dead_letter", None, "UNSET")),
         (SystemExit(1), ("failed", "SystemExit", "ERROR")),
+        (GeneratorExit(), ("failed", "GeneratorExit", "ERROR")),
     ],
 )
 def test_the_span_ends_with_the_outcome_of_the_handler(

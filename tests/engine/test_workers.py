@@ -170,6 +170,9 @@ def test_whatever_a_handler_raises_is_its_own_failure_and_ends_no_worker(
         workers.put(items(3)[1:])
         sink.wait_for(3)
         assert failures(sink.results) == [type(error).__name__]
+    if store is not None:
+        (claim,) = store.claim_many(["q|orders|m1"], 60.0)
+        assert (claim.status, claim.attempts) == (ClaimStatus.NEW, 1), "its claim was not released"
 
 
 def test_a_handler_that_returns_what_has_not_run_has_failed(store: MemoryStore | None) -> None:

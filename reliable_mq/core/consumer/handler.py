@@ -64,6 +64,7 @@ __all__ = [
     "Step",
     "check_answer",
     "check_handler",
+    "failure_of_handler",
     "handling",
     "is_coroutine_function",
     "settling",
@@ -95,6 +96,18 @@ class SkipReason(enum.Enum):
 
 class NotStarted(Exception):
     """Raised into the generator when the handler is not to be called now."""
+
+
+class _HandlerExit(Exception):
+    """Stands for a ``GeneratorExit`` of the handler, which would close the generator before it releases the claim."""
+
+    def __init__(self, error: GeneratorExit) -> None:
+        self.error = error
+
+
+def failure_of_handler(error: BaseException) -> BaseException:
+    """Return the exception to throw into `handling` if the handler raised ``error``."""
+    return _HandlerExit(error) if isinstance(error, GeneratorExit) else error
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +306,7 @@ def _call_handler(
             except GeneratorExit:
                 raise
             except BaseException as error:  # noqa: BLE001 -- the handler's, whatever it is: sys.exit() too
-                failed.append(Failed(delivery, describe(error, wall_clock())))
+                failed.append(Failed(delivery, _describe(error, wall_clock())))
             else:
                 handled.append(delivery)
     elif deliveries:
@@ -305,7 +318,7 @@ def _call_handler(
         except GeneratorExit:
             raise
         except BaseException as error:  # noqa: BLE001 -- the handler's, whatever it is: sys.exit() too
-            failure = describe(error, wall_clock())
+            failure = _describe(error, wall_clock())
             failed.extend(Failed(delivery, failure, alone=len(deliveries) == 1) for delivery in deliveries)
         else:
             for delivery, verdict in found:
@@ -314,6 +327,10 @@ def _call_handler(
                 else:
                     failed.append(Failed(delivery, describe(verdict, wall_clock())))
     return handled, failed, left
+
+
+def _describe(error: BaseException, at: float) -> Failure:
+    return describe(error.error if isinstance(error, _HandlerExit) else error, at)
 
 
 def _claim(

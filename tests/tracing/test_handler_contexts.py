@@ -1,0 +1,43 @@
+"""The context in which a coroutine handler runs: it ends with the handler, however that ends."""
+
+from __future__ import annotations
+
+import asyncio
+from contextvars import copy_context
+from typing import TYPE_CHECKING
+
+import pytest
+from opentelemetry.context import get_current
+
+from reliable_mq.tracing.consuming import ConsumerTracer
+from tests.core.deliveries import delivery
+from tests.tracing.spans import Recorder
+
+if TYPE_CHECKING:
+    from reliable_mq import Delivery
+
+SAMPLED = f"00-{'a' * 32}-{'b' * 16}-01"
+
+
+@pytest.mark.parametrize("context", [SAMPLED, SAMPLED[:-1] + "0"], ids=["a span", "no span"])
+@pytest.mark.parametrize("thrown_away", [False, True])
+def test_a_context_ends_with_its_handler(context: str, thrown_away: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Also by a GeneratorExit: the handler's own leaves no context; that of a task thrown away detaches no other's."""
+
+    async def handle(_: Delivery) -> None:
+        if not thrown_away:
+            raise GeneratorExit
+        await asyncio.sleep(0)
+
+    tracer = ConsumerTracer(Recorder().tracing, name="test", queue="orders", endpoints=())
+    running = tracer.traced_coroutine(handle, batch=False)(delivery(headers={"traceparent": context}))
+    task = copy_context()
+    if thrown_away:
+        task.run(running.send, None)
+        running.close()
+    else:
+        with pytest.raises(GeneratorExit):
+            task.run(running.send, None)
+        assert task.run(get_current) == {}
+    assert get_current() == {}
+    assert caplog.messages == []
