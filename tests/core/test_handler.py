@@ -24,6 +24,7 @@ from reliable_mq.core.consumer.handler import (
     Skipped,
     SkipReason,
     Step,
+    failure_of_handler,
     handling,
     settling,
 )
@@ -88,7 +89,7 @@ class Runner:
             try:
                 answer, send = self.perform(step), steps.send
             except BaseException as error:
-                answer, send = error, steps.throw
+                answer, send = failure_of_handler(error) if isinstance(step, RunHandler) else error, steps.throw
 
     def perform(self, step: Step) -> object:
         if type(step) in self.broken:
@@ -126,7 +127,7 @@ def test_without_a_store_the_handler_is_called_for_each() -> None:
     assert runner(*items) == items == seen
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
 @pytest.mark.parametrize("batch", [False, True])
 def test_a_handler_that_would_end_its_thread_has_failed_as_any_other(error: BaseException, batch: bool) -> None:
     """One of several that share their claims: the others are handled, and none stays claimed."""
