@@ -1,9 +1,8 @@
-"""Handlers in the asyncio API: their tasks and threads, and calls to the store.
+"""Handlers in the asyncio API: their tasks and threads.
 
 There is one task per coroutine handler that may run at a time, not one per delivery: it handles one delivery after the
 other. Tasks are started when there is work for them. Plain handlers run on the threads of the sync API, whose end a
-task waits for. A store is called on the event loop: an asyncio store is awaited, one in memory is called, any other has
-a thread.
+task waits for.
 
 Invariants:
 
@@ -14,25 +13,22 @@ Invariants:
   always makes it do so would come again for ever), as one that raises ``GeneratorExit``, with which a task that is
   thrown away ends, too;
 - handlers that never wait for anything leave the loop to others after `_SLICE` seconds; after `stop` no task is left,
-  unless a handler refuses to be cancelled;
-- a call to a store is waited for though the task that made it is cancelled meanwhile: a claim that nobody knows of
-  would keep its message until the lease ends. Only `abandon` ends that, for a store that hangs.
+  unless a handler refuses to be cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import inspect
 import itertools
 import logging
 import time
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from reliable_mq._util.threads import DaemonExecutor
+from reliable_mq.aio.store_calls import BlockingStore, StoreAdapter, awaits
 from reliable_mq.core.consumer.attempts import shown
 from reliable_mq.core.consumer.delivery import Delivery, message_names
 from reliable_mq.core.consumer.dispatch import verdicts
@@ -55,105 +51,16 @@ from reliable_mq.engine.workers import (
     all_lost,
     batch_results,
     pauses,
-    store_call,
 )
-from reliable_mq.errors import IdempotencyStoreError
-from reliable_mq.stores import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Sequence
 
     from reliable_mq.core.consumer.dispatch import Work
-    from reliable_mq.core.consumer.handler import ClaimPolicy, Handling, Result, Step
-    from reliable_mq.core.idempotency import Claim
+    from reliable_mq.core.consumer.handler import ClaimPolicy, Handling, Result
     from reliable_mq.engine.workers import ResultSink
 
-__all__ = ["BlockingStore", "StoreAdapter", "TaskPool", "ThreadPool", "awaits"]
-
-T = TypeVar("T")
-
-
-class StoreAdapter:
-    """The calls to one store. Made on the loop that it is for.
-
-    Args:
-        store: an `IdempotencyStore` or an `AsyncIdempotencyStore`.
-        name: of threads.
-        most: threads at a time.
-    """
-
-    def __init__(self, store: Any, name: str, most: int) -> None:
-        self._store = store
-        self._threads: DaemonExecutor | None = None
-        self._begin: Callable[[Callable[[], Any]], asyncio.Future[Any]] | None = None
-        if awaits(store):
-            self._begin = _as_task
-        elif type(store) is not MemoryStore:  # one that is made of it may well block
-            self._threads = DaemonExecutor(name, most)
-            self._begin = self._threads.future
-        self._asked: set[asyncio.Future[Any]] = set()
-
-    async def ask(self, step: Step) -> Any:
-        """Call the store, and wait for its answer. Raises its exceptions."""
-        call = store_call(self._store, step)
-        if self._begin is None:
-            return call()
-        answer = self._begin(call)
-        self._asked.add(answer)
-        try:
-            while not answer.done():
-                try:
-                    await asyncio.wait([answer])
-                except asyncio.CancelledError:  # it is looked at when there is an answer
-                    continue
-        finally:
-            self._asked.discard(answer)
-        return answer.result()
-
-    def abandon(self) -> None:
-        """Stop waiting for answers."""
-        for answer in self._asked:
-            answer.cancel()
-        if self._threads is not None:
-            self._threads.close()
-
-
-def awaits(store: Any) -> bool:
-    """Whether the methods of a store are coroutine functions."""
-    return inspect.iscoroutinefunction(store.claim_many)
-
-
-def _as_task(question: Callable[[], Any]) -> asyncio.Future[Any]:
-    answer: asyncio.Future[Any] = asyncio.ensure_future(question())
-    return answer
-
-
-class BlockingStore:
-    """An `AsyncIdempotencyStore` for threads, which wait for the loop that it runs on."""
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-        self._loop = asyncio.get_running_loop()
-
-    def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
-        """Claim keys, as `IdempotencyStore.claim_many`."""
-        return self._wait(self._store.claim_many(keys, lease))
-
-    def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
-        """Complete claims, as `IdempotencyStore.complete_many`."""
-        return self._wait(self._store.complete_many(claims))
-
-    def release_many(self, claims: Sequence[Claim], *, failed: bool) -> list[bool]:
-        """Release claims, as `IdempotencyStore.release_many`."""
-        return self._wait(self._store.release_many(claims, failed=failed))
-
-    def _wait(self, question: Coroutine[Any, Any, T]) -> T:
-        try:
-            return asyncio.run_coroutine_threadsafe(question, self._loop).result()
-        except (concurrent.futures.CancelledError, RuntimeError) as error:  # the loop ends, or is closed
-            question.close()
-            raise IdempotencyStoreError(f"the event loop of the store has ended: {error!r}") from error
-
+__all__ = ["TaskPool", "ThreadPool"]
 
 logger = logging.getLogger(__name__)
 
@@ -313,10 +220,13 @@ class TaskPool:
             _wake(self._idle.popleft())
             missing -= 1
         while missing and len(self._tasks) < self._count and not self._closed:
-            task = self._loop.create_task(self._run(), name=f"{self._name}-handler-{next(self._numbers)}")
-            self._tasks[task] = ()
-            task.add_done_callback(self._ended)
+            self._start(self._run())
             missing -= 1
+
+    def _start(self, coroutine: Coroutine[Any, Any, None], deliveries: Sequence[Delivery] = ()) -> None:
+        task = self._loop.create_task(coroutine, name=f"{self._name}-handler-{next(self._numbers)}")
+        self._tasks[task] = deliveries
+        task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         unreported = self._tasks.pop(task)
@@ -397,11 +307,9 @@ class TaskPool:
         except KeyboardInterrupt as error:
             detail = self._interrupted(error)
             return [Skipped(delivery, SkipReason.CANCELLED, detail) for delivery in _deliveries(item)]
-        except GeneratorExit as error:
-            if not _runs(task):
-                self._sink.report(all_failed(_deliveries(item), error))
-                raise
-            return all_failed(_deliveries(item), error)
+        except GeneratorExit as error:  # its own, or the loop is gone and the task is thrown away
+            self._sink.report(all_failed(_deliveries(item), error))
+            raise
         except BaseException as error:  # noqa: BLE001  # SystemExit in a handler is a failed attempt, too
             return all_failed(_deliveries(item), error)
         finally:
@@ -412,11 +320,31 @@ class TaskPool:
         """Carry out the steps of `handling` with a store."""
         self._tasks[task] = deliveries = groups.take(item)
         steps = handling(deliveries, batch=self._batch, claiming=self._claiming, wall_clock=time.time)
+        return await self._carry_out_all(task, steps, groups, None)
+
+    async def _resume(self, steps: Handling, groups: ClaimBatcher, failure: BaseException) -> None:
+        """Go on after a handler that raised ``failure``, which ended its task."""
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("a coroutine runs in a task")
+        self._sink.report(await self._carry_out_all(task, steps, groups, failure))
+        self._tasks[task] = ()
+
+    async def _carry_out_all(
+        self, task: asyncio.Task[None], steps: Handling, groups: ClaimBatcher, failure: BaseException | None
+    ) -> Sequence[Result]:
+        """Carry out steps, the first after a ``failure`` of the handler, if any.
+
+        Returns:
+            The results to report.
+        """
+        deliveries = list(self._tasks[task])
         cancelled: list[Delivery] = []
         try:
-            results = await self._carry_out(task, steps, groups, cancelled)
+            results = await self._carry_out(task, steps, groups, cancelled, failure)
         except GeneratorExit as error:
-            self._sink.report(all_failed(deliveries, error))
+            if self._tasks[task]:  # no other task goes on with them
+                self._sink.report(all_failed(deliveries, error))
             raise
         except KeyboardInterrupt as error:
             detail = self._interrupted(error)
@@ -425,7 +353,8 @@ class TaskPool:
             logger.exception("handling %s was ended by an exception of no handler", message_names(deliveries))
             return all_failed(deliveries, error)
         finally:
-            steps.close()
+            if self._tasks[task]:
+                steps.close()
         self._tasks[task] = ()
         begun, left = groups.end([one for one in results if not _of(one, cancelled)])
         if left:
@@ -433,14 +362,19 @@ class TaskPool:
         return [*begun, *(Skipped(delivery, SkipReason.CANCELLED, _CANCELLED) for delivery in cancelled)]
 
     async def _carry_out(
-        self, task: asyncio.Task[None], steps: Handling, groups: ClaimBatcher, cancelled: list[Delivery]
+        self,
+        task: asyncio.Task[None],
+        steps: Handling,
+        groups: ClaimBatcher,
+        cancelled: list[Delivery],
+        failure: BaseException | None,
     ) -> list[Result]:
         """Carry out steps to their end; add to ``cancelled`` deliveries whose handler was."""
         store = self._store
         if store is None:
             raise RuntimeError("there is no store")
         try:
-            step = next(steps)
+            step = next(steps) if failure is None else steps.throw(failure)
             while True:
                 try:
                     answer: object
@@ -458,9 +392,12 @@ class TaskPool:
                         cancelled += _deliveries(step.argument)
                     step = steps.throw(NotStarted())
                 except GeneratorExit as error:
-                    if not isinstance(step, RunHandler) or not _runs(task):  # nothing can be awaited, no store either
-                        raise
-                    step = steps.throw(failure_of_handler(error))
+                    # The handler's own, or of a future that it awaited. That was thrown into this task, too, which may
+                    # await nothing after it: another task asks the store.
+                    if isinstance(step, RunHandler) and _runs(task):
+                        deliveries, self._tasks[task] = self._tasks[task], ()
+                        self._start(self._resume(steps, groups, failure_of_handler(error)), deliveries)
+                    raise
                 except BaseException as error:  # noqa: BLE001  # the generator decides
                     step = steps.throw(error)
                 else:
@@ -497,7 +434,10 @@ class _Interrupted(asyncio.CancelledError):
 
 
 def _runs(task: asyncio.Task[None]) -> bool:
-    """Whether a task runs. One that is thrown away, as its loop is gone, gets a ``GeneratorExit`` while it waits."""
+    """Whether a task runs.
+
+    One that is thrown away, as its loop is gone, gets a ``GeneratorExit`` while it waits.
+    """
     try:
         return asyncio.current_task() is task
     except RuntimeError:  # no loop runs

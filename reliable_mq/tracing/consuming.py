@@ -413,7 +413,10 @@ class ConsumerTracer:
 
 
 def _is_thrown_away(error: BaseException, context: Context) -> bool:
-    """Whether a handler ends since its task is thrown away: in no context of its own, so there is none to detach."""
+    """Whether a handler ends since its task is thrown away.
+
+    It is in no context of its own then, so there is none to detach.
+    """
     return isinstance(error, GeneratorExit) and get_current() is not context
 
 

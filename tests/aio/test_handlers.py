@@ -160,9 +160,16 @@ def test_as_many_handlers_run_at_a_time_as_told_and_no_more_tasks_than_work(stor
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), GeneratorExit(), StopAsyncIteration()])
-def test_whatever_a_handler_raises_is_its_own_failure(error: BaseException, store: Any) -> None:
+@pytest.mark.parametrize("awaited", [False, True])
+def test_whatever_a_handler_raises_is_its_own_failure(error: BaseException, awaited: bool, store: Any) -> None:
+    """Of its own, or of a future that it awaits: a GeneratorExit of that is thrown into the task."""
+
     async def handle(item: Delivery) -> None:
         if item.delivery_tag == 1:
+            if awaited:
+                failing = asyncio.get_running_loop().create_future()
+                asyncio.get_running_loop().call_soon(failing.set_exception, error)
+                await failing
             raise error
 
     async def main() -> None:

@@ -99,7 +99,10 @@ class NotStarted(Exception):
 
 
 class _HandlerExit(Exception):
-    """Stands for a ``GeneratorExit`` of the handler, which would close the generator before it releases the claim."""
+    """Stands for a ``GeneratorExit`` of the handler.
+
+    That would close the generator before it releases the claim.
+    """
 
     def __init__(self, error: GeneratorExit) -> None:
         self.error = error
