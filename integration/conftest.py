@@ -23,7 +23,7 @@ fixture              scope      what it is
 `publisher_api`      test       each API in turn: `Publisher` of the test's module is the sync or the asyncio one
 `consumer_api`       test       each API (see below): `Consumer` of the test's module is the sync or the asyncio one
 `connection_api`     test       each API in turn: a `Recorded` connection is the sync or the asyncio one
-`run_async`          test       a function `(coroutine)`: runs it on a loop of asyncio, then uvloop; none of it may stay
+`run_async`          test       a function `(coroutine)`: runs it on a fresh event loop; none of it may stay there
 `baseline`           test       afterwards, threads and descriptors must be back to where they were
 ===================  =========  ========================================================================================
 
@@ -31,7 +31,8 @@ fixture              scope      what it is
 ["4.0"], indirect=True)`` chooses. `make soak` runs each such test on both lines and with many seeds, unless it chose.
 So it is with `consumer_api`: the sync one, or with ``@pytest.mark.both_apis`` or in `make soak` both. The other APIs
 are both in every run, unless ``@pytest.mark.one_api("aio")`` says that one is enough outside of `make soak`. There,
-publishers are on uvloop, too. `any_broker` is the newest line, with ``@pytest.mark.both_lines`` or in `make soak` both.
+publishers are on uvloop, too, and so is `run_async`. `any_broker` is the newest line, with ``@pytest.mark.both_lines``
+or in `make soak` both.
 """
 
 from __future__ import annotations
@@ -84,19 +85,17 @@ treat_new_queues_as_old()
 # What takes longest comes first, so that no process is left with it when the others have nothing more to do. The first
 # are files whose tests go to any process, one by one; those of any other file go to one, with the servers they share.
 _SPLIT = (
-    "test_bench.py",
-    "test_outbox_sqlalchemy.py",
-    "test_cli_outbox.py",
     "test_consumer_connection_faults.py",
-    "test_consumer_stores.py",
     "test_new_queues.py",
     "test_examples.py",
     "test_cli_dlq.py",
-    "test_row_leases.py",
     "test_publisher_races.py",
 )
 _LONGEST = (
+    "test_outbox_sqlalchemy.py",
     *_SPLIT,
+    "test_consumer_stores.py",
+    "test_cli_outbox.py",
     "test_wheel.py",
     "test_publisher_tls.py",
     "test_outbox_sqlite.py",
@@ -132,6 +131,7 @@ _LONGEST = (
     "test_outages.py",
 )
 _CLUSTER = "cluster"  # the directory of tests that share one, and take longer than any file
+_OLD_LINE = "4.0"  # whose tests share one broker
 _TESTS_BETWEEN_FREEZES = 20
 _tests_begun = count()
 
@@ -176,6 +176,8 @@ class _Scheduling(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
         folder, _, name = file.rpartition("/")
+        if _OLD_LINE in nodeid.partition("[")[2]:
+            return _OLD_LINE
         if folder.rpartition("/")[2] == _CLUSTER:  # which they share
             return folder
         return nodeid if name in _SPLIT else file
@@ -190,11 +192,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileS
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     properties.allow_time(items)
     ranks = {file: rank for rank, file in enumerate(_LONGEST)}
-    items.sort(key=lambda item: -1 if item.path.parent.name == _CLUSTER else ranks.get(item.path.name, len(ranks)))
+
+    def rank(item: pytest.Item) -> int:
+        first = item.path.parent.name == _CLUSTER or _OLD_LINE in item.name.partition("[")[2]
+        return -1 if first else ranks.get(item.path.name, len(ranks))
+
+    items.sort(key=rank)
     if not soaking():
-        kept = [item for item in items if item.get_closest_marker("soak") is None]
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = kept
+        repeated = [item for item in items if item.get_closest_marker("soak") is not None or _repeats(item)]
+        config.hook.pytest_deselected(items=repeated)
+        items[:] = [item for item in items if item not in set(repeated)]
+
+
+def _repeats(item: pytest.Item) -> bool:
+    """Whether it is a test of MariaDB, on MySQL. What every database must keep is a class, and for all in every run."""
+    parameters: dict[str, object] = getattr(getattr(item, "callspec", None), "params", {})
+    return any(str(value).startswith("mysql") for value in parameters.values()) and getattr(item, "cls", None) is None
 
 
 def pytest_report_header() -> list[str]:
@@ -260,10 +273,10 @@ def broker(request: pytest.FixtureRequest, _shared_brokers: Callable[[str], Rabb
     return _shared_brokers(getattr(request, "param", "newest"))
 
 
-@pytest.fixture(scope="session")
-def broker_40(_shared_brokers: Callable[[str], RabbitMQ]) -> RabbitMQ:
+@pytest.fixture(scope="session", params=[_OLD_LINE])  # which is in the test's name then
+def broker_40(request: pytest.FixtureRequest, _shared_brokers: Callable[[str], RabbitMQ]) -> RabbitMQ:
     """The shared broker of line 4.0."""
-    return _shared_brokers("4.0")
+    return _shared_brokers(request.param)
 
 
 @pytest.fixture(scope="session")

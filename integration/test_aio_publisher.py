@@ -255,7 +255,7 @@ def test_f49_who_is_cancelled_while_it_waits_for_room_has_sent_nothing(
     vhost.wait_for_messages("orders", 7)
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("loop", ["asyncio", pytest.param("uvloop", marks=pytest.mark.soak)])
 def test_f48_a_keyboard_interrupt_ends_the_program_and_what_was_submitted_arrives(
     vhost: VirtualHost, tmp_path: Path, loop: str
 ) -> None:

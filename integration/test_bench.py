@@ -19,7 +19,8 @@ from reliable_mq import RetryPolicy
 from reliable_mq.testing import VirtualHost
 
 
-@pytest.mark.timeout(900 if soaking() else 200)
+@pytest.mark.soak
+@pytest.mark.timeout(900)
 def test_every_contender_does_its_job(vhost: VirtualHost, tmp_path: Path) -> None:
     """All that is published is in the queue, all that is consumed is gone: the runner looks.
 
@@ -62,6 +63,7 @@ def test_what_stores_answer_is_counted_key_by_key_and_in_batches() -> None:
         assert all(kind in done.stdout for kind in KINDS), done.stdout + done.stderr
 
 
+@pytest.mark.soak
 def test_what_poison_messages_cost_beside_a_requeue_loop(vhost: VirtualHost, tmp_path: Path) -> None:
     """Ours ends after its attempts; the loop goes on for as long as it is let. Both are in the report."""
     ours, loop = measure(vhost, 5, RetryPolicy(3, delays=(0.1,)), 1.0)

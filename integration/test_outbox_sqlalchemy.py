@@ -34,6 +34,12 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("baseline")
 
 ORDERS = Queue("orders", type="classic", dead_letter=None)
+# For tests that take long.
+ON_POSTGRESQL = pytest.mark.parametrize(
+    "database_url",
+    ["postgresql", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("sqlite", "mariadb", "mysql"))],
+    indirect=True,
+)
 
 
 @pytest.fixture(params=["sqlite", "postgresql", "mariadb", "mysql"])
@@ -156,6 +162,7 @@ def test_a_connection_goes_back_to_its_pool_as_it_came(
     engine.dispose()
 
 
+@ON_POSTGRESQL
 def test_relays_share_the_rows_and_none_is_published_twice(
     vhost: VirtualHost,
     new_engine: Callable[[], Engine],
@@ -186,6 +193,7 @@ def test_relays_share_the_rows_and_none_is_published_twice(
     assert len({message_id for message_id, _ in found}) == len(found) == 1020
 
 
+@ON_POSTGRESQL
 def test_rows_of_a_key_are_published_in_order_by_several_relays(
     vhost: VirtualHost, new_engine: Callable[[], Engine], outbox: SQLAlchemyOutbox
 ) -> None:
@@ -201,6 +209,7 @@ def test_rows_of_a_key_are_published_in_order_by_several_relays(
     assert [int(body) for _, body in vhost.bodies("orders")] == list(range(count))
 
 
+@ON_POSTGRESQL
 def test_f33_a_relay_killed_at_any_line_loses_no_row(
     vhost: VirtualHost, database_url: str, outbox: SQLAlchemyOutbox, checker: Audit, rng: random.Random
 ) -> None:

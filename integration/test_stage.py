@@ -254,7 +254,7 @@ def test_f68_two_hundred_kills_spend_no_message(
     assert sum(counts.values()) == len(counts) == total
 
 
-@pytest.mark.parametrize("kind", ["quorum", "classic"])
+@pytest.mark.parametrize("kind", ["quorum", pytest.param("classic", marks=pytest.mark.soak)])
 def test_f68_a_killed_broker_costs_and_repeats_nothing(private_vhost: VirtualHost, kind: str) -> None:
     """A classic queue forgets its last acks, and delivers those messages again: they are in the tail."""
     publish(private_vhost.url, "orders", 3000, type=kind)

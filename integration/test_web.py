@@ -300,6 +300,7 @@ def test_a_broker_that_dies_in_mid_replay_loses_nothing(
     assert len(checker.close().duplicated) <= 5 * 200
 
 
+@pytest.mark.soak
 def test_two_people_replay_at_once(vhost: VirtualHost, browser: Browser, checker: Audit) -> None:
     """In one process one after another, in two at the same time: each letter goes back once."""
     messages = letters(900)

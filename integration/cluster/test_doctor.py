@@ -15,7 +15,7 @@ from reliable_mq.testing import wait_until
 if TYPE_CHECKING:
     from reliable_mq.testing import ClusterNode, RabbitMQCluster, VirtualHost
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 
 QUEUES = [
     *(Queue(f"orders-{number}", dead_letter=None) for number in range(3)),

@@ -32,8 +32,16 @@ ORDERS = Queue("orders")
 SOON = tenacity.wait_fixed(0.1)
 
 
-@pytest.mark.parametrize("graceful", [False, True], ids=["f01_killed", "f02_restarted"])
-@pytest.mark.both_apis
+@pytest.mark.parametrize(
+    ("consumer_api", "graceful"),
+    [
+        pytest.param("sync", False, id="sync-f01_killed"),
+        pytest.param("aio", False, id="aio-f01_killed"),
+        pytest.param("sync", True, id="sync-f02_restarted"),
+        pytest.param("aio", True, id="aio-f02_restarted", marks=pytest.mark.soak),
+    ],
+    indirect=["consumer_api"],
+)
 def test_f01_f02_broker_dies_while_messages_are_handled(
     private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Audit, rng: Random, graceful: bool
 ) -> None:

@@ -50,6 +50,7 @@ def kill_and_start(broker: RabbitMQ) -> None:
         wait_until(lambda: not elect_leaders(broker), timeout=PLENTY, what="leaders")
 
 
+@pytest.mark.soak
 def test_the_broker_loses_what_it_confirmed_in_a_queue_that_it_made_just_before(private_vhost: VirtualHost) -> None:
     """What the grace is for. Where this fails, RabbitMQ is mended, and the grace is needed up to that version only."""
     broker = private_vhost.broker
@@ -65,8 +66,8 @@ def test_the_broker_loses_what_it_confirmed_in_a_queue_that_it_made_just_before(
     assert lost
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
-@pytest.mark.one_api("sync")
 @pytest.mark.parametrize("private_broker", ["4.0"], indirect=True)
 def test_rabbitmq_4_0_leaves_a_queue_that_it_has_lost_without_a_leader(
     private_vhost: VirtualHost, publisher_api: str, caplog: pytest.LogCaptureFixture

@@ -67,7 +67,7 @@ def query(spark: SparkSession, url: str) -> None:
         (True, write),
         pytest.param(False, write, marks=pytest.mark.soak),
         pytest.param(False, read, marks=pytest.mark.soak),
-        (False, query),
+        pytest.param(False, query, marks=pytest.mark.soak),
     ],
 )
 def test_a_missing_package_is_an_error_that_says_where_and_what_to_install(

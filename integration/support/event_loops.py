@@ -21,9 +21,14 @@ def _uvloop() -> None:
     uvloop.new_event_loop().close()
 
 
-@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+@pytest.fixture(
+    params=[
+        pytest.param(asyncio.new_event_loop, id="asyncio"),
+        pytest.param(uvloop.new_event_loop, id="uvloop", marks=pytest.mark.soak),
+    ]
+)
 def run_async(request: pytest.FixtureRequest, _uvloop: None) -> Callable[[Coroutine[Any, Any, None]], None]:
-    """Run a coroutine on a fresh loop of each kind: no task may be left, nothing may be complained of."""
+    """Run a coroutine on a fresh loop, of each kind in `make soak`: no task may be left, nothing be complained of."""
 
     def run(main: Coroutine[Any, Any, None]) -> None:
         complaints: list[object] = []
