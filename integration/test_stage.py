@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import signal
 from collections import Counter
@@ -17,6 +16,7 @@ import pytest
 from integration.support.command_line import start_cli
 from integration.support.processes import Process
 from integration.support.seeds import soaking
+from integration.support.shovels import shovel
 from reliable_mq import Binding, Exchange, Message, Publisher, Queue
 from reliable_mq.codec import RawDelivery
 from reliable_mq.codec.methods import Consume, SetPrefetch
@@ -401,30 +401,21 @@ def test_two_stages_of_a_queue_with_a_single_active_consumer_have_a_part_each(
 
 @pytest.mark.soak
 @pytest.mark.timeout(400)
-def test_a_shovel_in_place_of_the_relay_loses_nothing(private_vhost: VirtualHost, private_broker: RabbitMQ) -> None:
+def test_a_shovel_in_place_of_the_relay_loses_nothing(
+    private_vhost: VirtualHost, private_broker: RabbitMQ, report: Callable[[str], None]
+) -> None:
     """Killed with its broker: at least once. Headers that are lists go; exchange and routing key are the shovel's."""
-    private_broker.execute("rabbitmq-plugins", "--quiet", "enable", "rabbitmq_shovel")
     publish(private_vhost.url, "orders", 20_000, type="quorum")
     with Publisher(private_vhost.url, topology=[Queue("stage", type="stream")]) as publisher:
         publisher.publish(Message(b"x", message_id="headers", headers={"n": 1, "items": [1, 2]}), routing_key="orders")
-    uri = f"amqp:///{private_vhost.name}"
-    shovel = {
-        "src-protocol": "amqp091",
-        "src-uri": uri,
-        "src-queue": "orders",
-        "dest-protocol": "amqp091",
-        "dest-uri": uri,
-        "dest-queue": "stage",
-        "ack-mode": "on-confirm",
-    }
-    private_broker.rabbitmqctl("set_parameter", "-p", private_vhost.name, "shovel", "stage", json.dumps(shovel))
+    shovel(private_broker, private_vhost, "orders", "stage")
     wait_until(lambda: 0 < ready(private_vhost, "orders") < 19_000, timeout=DEADLINE, what="some messages moved")
     private_broker.kill()
     private_broker.start()
     wait_until(lambda: private_vhost.live_counts(["orders"])["orders"] == 0, timeout=120, what="an empty queue")
     found = delivered_of(private_vhost.url, "stage", 20_001)
     counts = Counter(message_of(each).message_id for each in found)
-    print(f"a shovel that was killed with its broker moved {counts.total() - len(counts)} of {len(counts)} twice")
+    report(f"a shovel that was killed with its broker moved {counts.total() - len(counts)} of {len(counts)} twice")
     assert len(counts) == 20_001
     [one] = [each for each in found if message_of(each).message_id == "headers"]
     headers = message_of(one).headers

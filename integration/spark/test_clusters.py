@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,11 +16,15 @@ from reliable_mq import Message, Publisher, Queue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from reliable_mq.testing import VirtualHost
 
 ORDERS, EVENTS, COPIES = Queue("orders"), Queue("events", type="stream"), Queue("copies")
+BOTH_EXECUTORS = {
+    "spark.cores.max": "2",
+    "spark.scheduler.minRegisteredResourcesRatio": "1.0",
+    "spark.scheduler.maxRegisteredResourcesWaitingTime": "300s",
+}
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
 
@@ -59,9 +64,7 @@ def test_executors_read_a_stage_in_parallel_and_rows_do_not_pass_the_driver(
     log = tmp_path / "events"
     log.mkdir()
     given["spark"] = {
-        "spark.cores.max": "2",
-        "spark.scheduler.minRegisteredResourcesRatio": "1.0",
-        "spark.scheduler.maxRegisteredResourcesWaitingTime": "300s",
+        **BOTH_EXECUTORS,
         "spark.rpc.message.maxSize": "1",
         "spark.driver.maxResultSize": "1m",
         "spark.eventLog.enabled": "true",
@@ -82,6 +85,38 @@ def test_executors_read_a_stage_in_parallel_and_rows_do_not_pass_the_driver(
     assert read.total() == len(expected)
     assert len(+read) == 2
     assert results < 2**20
+
+
+def test_a_provider_of_credentials_is_called_on_the_executors(vhost: VirtualHost, tmp_path: Path) -> None:
+    """It is installed there, as the package is. Nobody else may log in, and tasks of both executors do."""
+    expected = published(vhost, 1000)
+    user = "vault-of-tests"  # and its password
+    vhost.add_user(user)
+    vhost.broker.rabbitmqctl("clear_permissions", "-p", vhost.name, "guest")
+    calls = tmp_path / "calls"
+    calls.mkdir()
+    installed = tmp_path / "wheel"
+    installed.mkdir()
+    (installed / "company_vault.py").write_text(
+        "import os, tempfile\n"
+        "def rabbitmq():\n"
+        f"    with tempfile.NamedTemporaryFile('w', dir={str(calls)!r}, delete=False) as call:\n"
+        "        call.write(os.getcwd())\n"
+        f"    return {user!r}, {user!r}\n"
+    )
+    given = settings(
+        vhost, tmp_path, "local-cluster[2,1,1024]", queue="orders", stage="orders.stage", minPartitions="4",
+        url=vhost.url.replace("guest:guest@", ""), credentialsProvider="company_vault:rabbitmq",
+    )  # fmt: skip
+    given |= {"spark": BOTH_EXECUTORS, "pause": 0.002, "register": False}
+    with Application("spark_queries", given, tmp_path / "log", discovered=True) as application:
+        application.wait(400)
+    assert committed_rows(tmp_path / "orders" / "output") == dict.fromkeys(expected, 1)
+    directories = {Path(call.read_text()) for call in calls.iterdir()}
+    executors = {each for each in directories if each.parent.name.startswith("app-")}
+    assert len(executors) == 2
+    assert len(directories - executors) == 1, "that of the driver"
+    assert user not in (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize("kind", ["queue", "stream"])

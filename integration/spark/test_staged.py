@@ -9,7 +9,8 @@ import pytest
 from pyspark.sql.streaming.datasource import ReadMaxRows
 
 from integration.programs.spark_queries import start
-from integration.support.spark_application import committed_rows, killed_in_each_phase
+from integration.support.shovels import shovel
+from integration.support.spark_application import batches_in, committed_rows, killed_in_each_phase
 from reliable_mq import ConfigurationError, ConsumeError, Message, Publisher, Queue
 from reliable_mq.spark.datasource import RabbitMQDataSource
 from reliable_mq.spark.metrics import exporter
@@ -17,11 +18,12 @@ from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Callable
     from pathlib import Path
 
     from pyspark.sql import SparkSession
 
-    from reliable_mq.testing import VirtualHost
+    from reliable_mq.testing import RabbitMQ, VirtualHost
 
 ORDERS = Queue("orders", dead_letter=None)
 STAGED = {"queue": "orders", "stage": "orders.stage"}
@@ -95,6 +97,39 @@ def test_without_a_relay_the_query_reads_what_a_binding_has_put_into_the_stage(
     assert sorted(row.message_id for row in spark.read.parquet(f"{tmp_path}/output").collect()) == sorted(published)
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_without_a_relay_the_query_reads_what_a_shovel_moves_at_least_once(
+    spark: SparkSession,
+    private_vhost: VirtualHost,
+    private_broker: RabbitMQ,
+    tmp_path: Path,
+    report: Callable[[str], None],
+) -> None:
+    """The broker is killed meanwhile: the query outlives it, and what the shovel repeats is there twice."""
+    published = publish(private_vhost, 20_000)
+    published += publish(private_vhost, 1, Queue("orders.stage", type="stream"))
+    source = {"url": private_vhost.url, "stageBy": "none", "maxMessagesPerTrigger": "2000", **STAGED}
+    settings = {"sources": {"shoveled": source}, "directory": str(tmp_path)}
+    checkpoint = tmp_path / "shoveled" / "checkpoint"
+    [query] = start(spark, settings)
+    try:
+        wait_until(lambda: batches_in(checkpoint, "commits"), timeout=240, what="a query that has begun")
+        shovel(private_broker, private_vhost, "orders", "orders.stage")
+        wait_until(lambda: 0 < ready(private_vhost) < 19_000, timeout=240, what="some messages moved")
+        private_broker.kill()
+        private_broker.start()
+        wait_until(lambda: private_vhost.live_counts(["orders"])["orders"] == 0, timeout=240, what="an empty queue")
+        assert query.isActive
+    finally:
+        query.stop()
+    [query] = start(spark, {**settings, "drain": True})
+    assert query.awaitTermination(240)
+    rows = committed_rows(tmp_path / "shoveled" / "output")
+    report(f"a shovel that was killed with its broker: {rows.total() - len(rows)} of {len(published)} twice in files")
+    assert rows.keys() == set(published)
+
+
 def test_f69_a_stage_that_drops_unread_messages_is_seen_before(
     vhost: VirtualHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -122,9 +157,12 @@ def test_f69_a_stage_that_drops_unread_messages_is_seen_before(
         source.initialOffset()
         while not source._relay.wait_moved(60):
             pass
-        wait_until(lambda: planned(0) > 100, timeout=60, what="all messages seen")  # and the relay's marker
-        begin, end = metrics.streams.begin["orders.stage"], planned(0)
-        assert 0 < begin < end
+        begins = metrics.streams.begin
+        wait_until(  # 100 messages, and the relay's marker
+            lambda: planned(0) > 100 and begins.get("orders.stage"), timeout=60, what="all messages seen, some dropped"
+        )
+        begin, end = begins["orders.stage"], planned(0)
+        assert begin < end
         assert warned()
         planned(end)
         assert not warned()

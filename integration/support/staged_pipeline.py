@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
+from pyspark.errors import StreamingQueryException
+
 from integration.programs.spark_queries import start
 from integration.support.spark_application import Application, batches_in, committed_rows
 from reliable_mq import Message, Publisher, Queue
@@ -83,15 +85,27 @@ class Pipeline:
 
     def check(self, spark: SparkSession, kills: str) -> str:
         """Read the rest, compare the files with what was published, and return the account."""
-        for query in start(spark, self._rest):
-            assert query.awaitTermination(DEADLINE)
-        return self._account(kills)
+        while True:
+            [query] = start(spark, self._rest)
+            try:
+                assert query.awaitTermination(DEADLINE)
+            except StreamingQueryException as error:
+                if GIVEN_UP not in str(error):
+                    raise
+            else:
+                return self._account(kills)
 
     def check_apart(self, log: Path, kills: str) -> str:
         """Do as `check`, in an application of its own."""
-        with Application("spark_queries", self._rest, log) as application:
-            application.wait(DEADLINE)
-        return self._account(kills)
+        while True:
+            with Application("spark_queries", self._rest, log) as application:
+                try:
+                    application.wait(DEADLINE)
+                except AssertionError:
+                    if GIVEN_UP not in application.said():
+                        raise
+                else:
+                    return self._account(kills)
 
     @property
     def _rest(self) -> dict[str, Any]:
