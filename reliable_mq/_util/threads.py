@@ -23,10 +23,12 @@ import logging
 import os
 import socket
 import threading
+import time
+from collections import deque
 from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -304,8 +306,14 @@ async def call_on_thread(name: str, fn: Callable[[], T]) -> T:
     return await executor.future(fn)
 
 
+_LATER: Final = 0.05  # seconds
+_LATER_KEPT: Final = 100  # callbacks
+
+
 class CallbackThread:
     """Run callbacks one after the other. Thread-safe.
+
+    To wake a thread takes longer than most callbacks. Those that may wait run together, a twentieth of a second later.
 
     A signal handler that interrupts a method may call any other.
     """
@@ -313,6 +321,8 @@ class CallbackThread:
     def __init__(self, name: str) -> None:
         self._name = name
         self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._later: deque[Callable[[], object]] = deque()
+        self._collecting = False  # the thread looks at them by itself
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._stopped: threading.Thread | None = None
@@ -337,9 +347,19 @@ class CallbackThread:
             self._queue.put(None)
             start_daemon(self._name, self._run)
 
+    def put_later(self, callback: Callable[[], object]) -> None:
+        """As `put`, in no order with others, and up to 50 ms later. Does not block."""
+        if len(self._later) >= _LATER_KEPT:
+            self.put(callback)
+            return
+        self._later.append(callback)
+        if not self._collecting or self._over:
+            self._collecting = True
+            self.put(_collect)
+
     @property
     def backlog(self) -> int:
-        """The number of callbacks that wait."""
+        """The number of callbacks that wait, without those of `put_later`."""
         return self._queue.qsize()
 
     @property
@@ -370,11 +390,43 @@ class CallbackThread:
         return not thread.is_alive()
 
     def _run(self) -> None:
-        while (callback := self._queue.get()) is not None:
+        due: float | None = None  # when to run those of `put_later`
+        while True:
+            rest = None if due is None else due - time.monotonic()
+            if rest is not None and rest <= 0:
+                self._collecting = self._run_later()
+                due = time.monotonic() + _LATER if self._collecting or self._later else None
+                continue
             try:
-                callback()
-            except BaseException:  # sys.exit() included: it would end the callbacks, not the program
-                logger.exception("a callback raised")
+                callback = self._queue.get(timeout=rest)
+            except Empty:
+                continue
+            if callback is None:
+                self._run_later()
+                return
+            if callback is _collect:
+                due = due or time.monotonic() + _LATER
+            else:
+                _run_one(callback)
+
+    def _run_later(self) -> bool:
+        """Run those of `put_later`; return whether there were any."""
+        count = len(self._later)
+        with suppress(IndexError):  # a thread that was started after `stop` takes them, too
+            for _ in range(count):
+                _run_one(self._later.popleft())
+        return count > 0
+
+
+def _collect() -> None:
+    """Wake the thread for those of `put_later`."""
+
+
+def _run_one(callback: Callable[[], object]) -> None:
+    try:
+        callback()
+    except BaseException:  # sys.exit() included: it would end the callbacks, not the program
+        logger.exception("a callback raised")
 
 
 class Condition(threading.Condition):

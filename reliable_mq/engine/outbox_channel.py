@@ -278,11 +278,15 @@ class BaseOutboxChannel(Generic[C]):
             confirmation.callbacks = [partial(self._end_trace, trace, confirmation)]
 
     def _end_trace(self, trace: SendTrace, confirmation: C) -> None:
-        self._call_outside(partial(trace.settled, confirmation, time.time_ns()))
+        self._call_outside_later(partial(trace.settled, confirmation, time.time_ns()))
 
     def _call_outside(self, call: Callable[[], object]) -> None:
         """Run code that is not ours, soon, and not here. Does not block."""
         raise NotImplementedError
+
+    def _call_outside_later(self, call: Callable[[], object]) -> None:
+        """As `_call_outside`, for code that may wait for more of its kind."""
+        self._call_outside(call)
 
     def _call_back(self, confirmation: C) -> None:
         """Call the callbacks of one message; a failure concerns no other message."""

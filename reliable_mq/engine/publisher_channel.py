@@ -192,6 +192,10 @@ class BasePublisherChannel(Generic[P]):
         """Run code that is not ours, soon, and not here. Does not block."""
         raise NotImplementedError
 
+    def _call_outside_later(self, call: Callable[[], object]) -> None:
+        """As `_call_outside`, for code that may wait for more of its kind."""
+        self._call_outside(call)
+
     # For callers
 
     def take_failures(self) -> tuple[list[P], int]:
@@ -218,7 +222,7 @@ class BasePublisherChannel(Generic[P]):
     def observe(self, confirmation: P, trace: SendTrace) -> None:
         """Record a publish that is not accepted yet."""
         message = confirmation.message
-        plain = message.encoded_properties is None and trace.header_bytes < _SMALL_HEADERS  # most are: they fit
+        plain = message.encoded_properties is None and len(trace.plain_head) < _SMALL_HEADERS  # most are: they fit
         if not plain and not self._fits_frame(message, trace.header_bytes, self.session.frame_max):
             trace = trace.without_headers()
         confirmation.trace = trace
@@ -229,7 +233,7 @@ class BasePublisherChannel(Generic[P]):
         if confirmation.outcome is Outcome.CONFIRMED:
             seconds = time.monotonic() - confirmation.accepted_at
             self.session.statistics.confirm_seconds.exemplify(seconds, trace.ids, time.time())
-        self._call_outside(partial(trace.settled, confirmation, time.time_ns()))
+        self._call_outside_later(partial(trace.settled, confirmation, time.time_ns()))
 
     def failure_observed(self) -> None:
         """Note that a user looked at a failure; the caller holds the lock."""

@@ -206,6 +206,10 @@ class BaseSubscription:
         """Run code that is not ours, soon, and not here. Does not block."""
         raise NotImplementedError
 
+    def _call_outside_later(self, call: Callable[[], object]) -> None:
+        """As `_call_outside`, for code that may wait for more of its kind."""
+        self._call_outside(call)
+
     # For callers, on any thread
 
     def start(self) -> None:
@@ -452,7 +456,7 @@ class BaseSubscription:
 
     def _record_settled(self, actions: Actions) -> None:
         if actions.settled and self.tracer is not None:
-            self._call_outside(partial(self.tracer.settled, actions.settled, time.time_ns()))
+            self._call_outside_later(partial(self.tracer.settled, actions.settled, time.time_ns()))
 
     def _change_subscription(self, change: SubscriptionChange) -> None:
         if isinstance(change, Resubscribe):

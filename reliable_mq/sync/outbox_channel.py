@@ -283,6 +283,9 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
     def _call_outside(self, call: Callable[[], object]) -> None:
         self._callbacks.put(call)
 
+    def _call_outside_later(self, call: Callable[[], object]) -> None:
+        self._callbacks.put_later(call)
+
     def _notify_window(self) -> None:
         self._admit_waiters()
         self._changed.notify_all()

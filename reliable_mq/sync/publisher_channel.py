@@ -322,6 +322,9 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
     def _call_outside(self, call: Callable[[], object]) -> None:
         self._callbacks.put(call)
 
+    def _call_outside_later(self, call: Callable[[], object]) -> None:
+        self._callbacks.put_later(call)
+
     def _check_waiters(self) -> None:
         with self.lock:
             if self._waiting:

@@ -115,6 +115,9 @@ class Subscription(BaseSubscription):
     def _call_outside(self, call: Callable[[], object]) -> None:
         self._outside.put(call)
 
+    def _call_outside_later(self, call: Callable[[], object]) -> None:
+        self._outside.put_later(call)
+
     def _new_event(self) -> threading.Event:
         return threading.Event()
 

@@ -34,3 +34,20 @@ def test_one_that_was_never_started_stops_at_once() -> None:
     callbacks.stop()
     assert callbacks.join(0)
     assert not threads()
+
+
+def test_callbacks_that_may_wait_run_together_and_at_the_end() -> None:
+    callbacks = CallbackThread(NAME)
+    called: list[int] = []
+    for number in range(250):  # more than are kept
+        callbacks.put_later(lambda number=number: called.append(number))
+    wait_until(lambda: len(called) == 250, timeout=10, what="all of them")
+    callbacks.put_later(lambda: called.append(250))
+    callbacks.put(lambda: called.append(251))
+    wait_until(lambda: len(called) == 252, timeout=10, what="both kinds")
+    callbacks.put_later(lambda: called.append(252))
+    callbacks.stop()
+    assert callbacks.join(10)
+    callbacks.put_later(lambda: called.append(253))
+    wait_until(lambda: not threads(), timeout=10, what="the end of the threads")
+    assert sorted(called) == list(range(254))
