@@ -26,8 +26,10 @@ from reliable_mq.codec import encode_properties
 from reliable_mq.core.channel_setup import ServerInfo
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.settlement import SettledDeliveries
+from reliable_mq.settings import Endpoint
 from reliable_mq.sync.publisher_channel import PublisherChannel
 from reliable_mq.tracing.consuming import ConsumerTracer
+from reliable_mq.tracing.conventions import peer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -84,6 +86,8 @@ KINDS = (
 
 class _Connection:
     """Takes every frame."""
+
+    peer = Endpoint("127.0.0.1", 5672)
 
     def write(self, data: bytes) -> None:
         pass
@@ -195,6 +199,9 @@ class SDK:
         self._consuming = consuming
         self._tracer = provider_with(kind.sampler or ALWAYS_OFF).get_tracer("alone")
         self._attributes = {f"messaging.attribute.{number}": "value" for number in range(10)}
+        self._ends: dict[str, str | int] = {"reliable_mq.outcome": "confirmed", "reliable_mq.attempts": 1}
+        if not consuming:
+            self._ends.update(peer(_Connection.peer))
         self._last: Context | None = None
 
     def trace(self, context: Context) -> None:
@@ -221,7 +228,7 @@ class SDK:
             if span.is_recording():
                 span.add_event("reliable_mq.sent", {"reliable_mq.attempt": 1})
         if span.is_recording():
-            span.set_attributes({"reliable_mq.outcome": "confirmed", "reliable_mq.attempts": 1})
+            span.set_attributes(self._ends)
         span.end()
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
     from reliable_mq.core.reconnect import ReconnectPolicy
     from reliable_mq.core.statistics import TokenStatistics
-    from reliable_mq.settings import ConnectionSettings
+    from reliable_mq.settings import ConnectionSettings, Endpoint
 
 __all__ = ["AsyncConnection"]
 
@@ -80,6 +80,11 @@ class AsyncConnection:
     def tokens(self) -> TokenStatistics:
         """Counts of renewed tokens."""
         return self._connector.tokens
+
+    @property
+    def peer(self) -> Endpoint | None:
+        """The address of the host that it was connected to last."""
+        return self._connector.peer
 
     @property
     def over(self) -> bool:

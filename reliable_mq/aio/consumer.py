@@ -259,7 +259,7 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
         began = time.time_ns()
         deliveries = await subscription.take(max_messages, wait)
         if subscription.tracer is not None:
-            subscription.tracer.received(deliveries, began)
+            subscription.tracer.received(deliveries, began, subscription.peer)
         if not deliveries and subscription.error is not None:
             raise subscription.error
         try:

@@ -101,6 +101,7 @@ class Connector:
         write: sends whole frames for the channel in one piece; does nothing while no channel is ready.
         callback_errors: exceptions that callbacks raised.
         tokens: counts of renewed tokens.
+        peer: the address of the host that it was connected to last; None before, or if it is not known.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class Connector:
             name, loop, settings, self._credentials_calls, self.discard, lambda: self._blocked is not None
         )
         self.tokens = self._renewer.statistics
+        self.peer: Endpoint | None = None
         self._link: Link | None = None
         self._dying: set[Link] = set()  # aborted; their sockets are not closed yet
         self._channel: Channel | None = None
@@ -337,6 +339,7 @@ class Connector:
         self._cancel_timer()
         self._reconnect_policy.ready()
         self._live = True
+        self.peer = link.peer
         self._enter(ConnectionState.READY)
         logger.info("%s: connected to %s, %s %s", self._name, link.endpoint, link.server.product, link.server.version)
         self._notify(self._client.ready, channel.generation, channel.number, link.frame_max, link.server)

@@ -66,6 +66,10 @@ class Link(Protocol):
         """The negotiated maximum size of a frame, bytes; once open."""
 
     @property
+    def peer(self) -> Endpoint | None:
+        """The address at the other end; None if it is not known."""
+
+    @property
     def write_buffer_size(self) -> int:
         """Bytes that the kernel has not taken yet."""
 

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from reliable_mq.core.statistics import TokenStatistics
     from reliable_mq.engine.publisher_options import PublisherOptions
     from reliable_mq.errors import ReliableMQError
+    from reliable_mq.settings import Endpoint
     from reliable_mq.tracing.publishing import SendTrace
 
 __all__ = ["CLOSE_GRACE", "BasePublisherChannel", "ObservedPublication", "PublisherConnection", "unwatched_logger"]
@@ -74,6 +75,10 @@ class PublisherConnection(Protocol):
     @property
     def write_buffer_size(self) -> Callable[[], int]:
         """Bytes written that the kernel has not taken yet."""
+
+    @property
+    def peer(self) -> Endpoint | None:
+        """The address of the host that it was connected to last."""
 
     @property
     def tokens(self) -> TokenStatistics:
@@ -233,7 +238,7 @@ class BasePublisherChannel(Generic[P]):
         if confirmation.outcome is Outcome.CONFIRMED:
             seconds = time.monotonic() - confirmation.accepted_at
             self.session.statistics.confirm_seconds.exemplify(seconds, trace.ids, time.time())
-        self._call_outside_later(partial(trace.settled, confirmation, time.time_ns()))
+        self._call_outside_later(partial(trace.settled, confirmation, time.time_ns(), self._io.peer))
 
     def failure_observed(self) -> None:
         """Note that a user looked at a failure; the caller holds the lock."""

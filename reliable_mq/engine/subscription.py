@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from reliable_mq.core.statistics import TokenStatistics
     from reliable_mq.engine.consumer_options import ConsumerOptions
     from reliable_mq.engine.republisher import BaseRepublisher
-    from reliable_mq.settings import ConnectionSettings
+    from reliable_mq.settings import ConnectionSettings, Endpoint
     from reliable_mq.topology import Queue
     from reliable_mq.tracing.consuming import ConsumerTracer
 
@@ -88,6 +88,10 @@ class ConsumerConnection(WatchedLoop, Protocol):
 
     def call_later(self, delay: float, fn: Callable[[], None], /) -> TimerHandle:
         """Run `fn` on the loop in `delay` seconds."""
+
+    @property
+    def peer(self) -> Endpoint | None:
+        """The address of the host that it was connected to last."""
 
     @property
     def write(self) -> Callable[[bytes], None]:
@@ -226,6 +230,11 @@ class BaseSubscription:
         if self.connected:
             return None
         return self.error or self._last_error or BrokerUnavailable(f"no answer within {waited:g} s")
+
+    @property
+    def peer(self) -> Endpoint | None:
+        """The address of the host that it was connected to last."""
+        return self._io.peer
 
     @property
     def tokens(self) -> TokenStatistics:
@@ -456,7 +465,7 @@ class BaseSubscription:
 
     def _record_settled(self, actions: Actions) -> None:
         if actions.settled and self.tracer is not None:
-            self._call_outside_later(partial(self.tracer.settled, actions.settled, time.time_ns()))
+            self._call_outside_later(partial(self.tracer.settled, actions.settled, time.time_ns(), self._io.peer))
 
     def _change_subscription(self, change: SubscriptionChange) -> None:
         if isinstance(change, Resubscribe):

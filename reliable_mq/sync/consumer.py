@@ -212,7 +212,7 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
         began = time.time_ns()
         deliveries = subscription.take(max_messages, wait)
         if subscription.tracer is not None:
-            subscription.tracer.received(deliveries, began)
+            subscription.tracer.received(deliveries, began, subscription.peer)
         if not deliveries and subscription.error is not None:
             raise subscription.error
         try:

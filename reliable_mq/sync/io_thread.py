@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
     from reliable_mq.core.reconnect import ReconnectPolicy
-    from reliable_mq.settings import ConnectionSettings
+    from reliable_mq.settings import ConnectionSettings, Endpoint
 
 __all__ = ["ConnectionListener", "IOThread", "TimerHandle"]
 
@@ -93,6 +93,11 @@ class IOThread:
     def tokens(self) -> TokenStatistics:
         """Counts of renewed tokens."""
         return self._connector.tokens if self._thread is not None else TokenStatistics()
+
+    @property
+    def peer(self) -> Endpoint | None:
+        """The address of the host that it was connected to last."""
+        return self._connector.peer if self._thread is not None else None
 
     @property
     def over(self) -> bool:

@@ -254,21 +254,22 @@ class ConsumerTracer:
 
     # Deliveries of `get`
 
-    def received(self, deliveries: Sequence[Delivery], began: int) -> None:
+    def received(self, deliveries: Sequence[Delivery], began: int, peer: Endpoint | None) -> None:
         """Record that a caller has got deliveries.
 
         Args:
             deliveries: any number.
             began: when it asked for them, in nanoseconds since 1970.
+            peer: the host that it is connected to, if known.
         """
         if not deliveries:
             return
         try:
-            self._receive(deliveries, began)
+            self._receive(deliveries, began, peer)
         except Exception as error:  # noqa: BLE001  # logged
             self._errors.log(error, "a span could not be recorded; the deliveries are not affected")
 
-    def _receive(self, deliveries: Sequence[Delivery], began: int) -> None:
+    def _receive(self, deliveries: Sequence[Delivery], began: int, peer: Endpoint | None) -> None:
         links, decided = self._links(deliveries)
         context = get_current()
         ambient = get_current_span(context).get_span_context()
@@ -284,12 +285,12 @@ class ConsumerTracer:
                 message = self._carried(delivery)[1]
                 if message is not None and message.trace_flags.sampled:
                     delivery.attempt_context = AttemptContext(span.get_span_context(), message)
-            span.set_attribute(conventions.BATCH_COUNT, len(deliveries))
+            span.set_attributes({conventions.BATCH_COUNT: len(deliveries), **conventions.peer(peer)})
         span.end()
 
     # Settlements
 
-    def settled(self, settlements: Iterable[SettledDeliveries], at: int) -> None:
+    def settled(self, settlements: Iterable[SettledDeliveries], at: int, peer: Endpoint | None = None) -> None:
         """Record settlements of sampled messages; call it where a processor may block.
 
         Each is a child of the span of its first message, so that it is sampled, too.
@@ -297,29 +298,29 @@ class ConsumerTracer:
         Args:
             settlements: written to the connection.
             at: when, in nanoseconds since 1970.
+            peer: the host that they were written to, if known.
         """
         for settlement in settlements:
             try:
-                self._settle(settlement, at)
+                self._settle(settlement, at, peer)
             except Exception as error:  # noqa: BLE001  # logged
                 self._errors.log(error, "a settlement could not be recorded; the settlement itself is not affected")
 
-    def _settle(self, settlement: SettledDeliveries, at: int) -> None:
+    def _settle(self, settlement: SettledDeliveries, at: int, peer: Endpoint | None) -> None:
         first = settlement.deliveries[0]
         links, _ = self._links(settlement.deliveries)
         context = context_of(context_of_attempt(first.attempt_context or ""))
         destination = self._common_destination(settlement.deliveries)
         span = self._start(settlement.method, SpanKind.CLIENT, context, destination, links, at)
+        attributes: dict[str, str | int] = {**conventions.peer(peer)}
         if settlement.total > 1:
-            span.set_attribute(conventions.BATCH_COUNT, settlement.total)
+            attributes[conventions.BATCH_COUNT] = settlement.total
         else:
+            attributes[conventions.DELIVERY_TAG] = first.delivery_tag
             message_id = _text(first, "message_id")
-            span.set_attributes(
-                {
-                    conventions.DELIVERY_TAG: first.delivery_tag,
-                    **({} if message_id is None else {conventions.MESSAGE_ID: message_id}),
-                }
-            )
+            if message_id is not None:
+                attributes[conventions.MESSAGE_ID] = message_id
+        span.set_attributes(attributes)
         span.end(at)
 
     # Parts of spans

@@ -26,6 +26,8 @@ BATCH_COUNT: Final = "messaging.batch.message_count"
 CLIENT_ID: Final = "messaging.client.id"
 SERVER_ADDRESS: Final = "server.address"
 SERVER_PORT: Final = "server.port"
+PEER_ADDRESS: Final = "network.peer.address"
+PEER_PORT: Final = "network.peer.port"
 ERROR_TYPE: Final = "error.type"
 
 OUTCOME: Final = "reliable_mq.outcome"
@@ -56,3 +58,8 @@ def server(endpoints: Sequence[Endpoint]) -> Mapping[str, str | int]:
     if len(endpoints) != 1:
         return {}
     return {SERVER_ADDRESS: endpoints[0].host, SERVER_PORT: endpoints[0].port}
+
+
+def peer(endpoint: Endpoint | None) -> Mapping[str, str | int]:
+    """Return the attributes of the host that was contacted; empty if it is not known."""
+    return {} if endpoint is None else {PEER_ADDRESS: endpoint.host, PEER_PORT: endpoint.port}

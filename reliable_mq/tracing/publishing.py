@@ -253,12 +253,13 @@ class SendTrace:
     def event(self, event: PublicationEvent, publication: Publication) -> None:
         """Record an event."""
 
-    def settled(self, publication: Publication, at: int) -> None:
+    def settled(self, publication: Publication, at: int, peer: Endpoint | None = None) -> None:
         """End the span with the outcome.
 
         Args:
             publication: settled.
             at: when it was, in nanoseconds since 1970.
+            peer: the host that was contacted last, if any was.
         """
 
     def failed(self, error: BaseException) -> None:
@@ -304,12 +305,13 @@ class RecordedTrace(SendTrace):
         except Exception as error:  # noqa: BLE001  # logged
             self._errors.log(error, "a span has not got an event; the publish itself is not affected")
 
-    def settled(self, publication: Publication, at: int) -> None:
+    def settled(self, publication: Publication, at: int, peer: Endpoint | None = None) -> None:
         if publication.outcome is None:
             return
         attributes: dict[str, str | int] = {conventions.OUTCOME: publication.outcome.value}
         if publication.sends:
             attributes[conventions.ATTEMPTS] = publication.sends
+            attributes.update(conventions.peer(peer))
         if publication.in_doubt:
             attributes[conventions.POSSIBLE_DUPLICATE] = True
         if publication.reply is not None and publication.reply.code:

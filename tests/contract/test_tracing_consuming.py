@@ -113,7 +113,15 @@ def test_a_handler_is_a_process_span_in_the_trace_of_its_message(broker: Scripte
             "parent": "process orders",
             "links": ["another"],
             "attributes": dict(
-                sorted({**common, "messaging.operation.name": "ack", "messaging.operation.type": "settle"}.items())
+                sorted(
+                    {
+                        **common,
+                        "messaging.operation.name": "ack",
+                        "messaging.operation.type": "settle",
+                        "network.peer.address": "127.0.0.1",
+                        "network.peer.port": "...",
+                    }.items()
+                )
             ),
             "status": "UNSET",
         },

@@ -72,6 +72,8 @@ def test_a_confirmed_publish_is_a_send_span_in_the_callers_trace(
                 "messaging.operation.type": "send",
                 "messaging.rabbitmq.destination.routing_key": "orders.new",
                 "messaging.system": "rabbitmq",
+                "network.peer.address": "127.0.0.1",
+                "network.peer.port": "...",
                 "reliable_mq.attempts": 1,
                 "reliable_mq.outcome": "confirmed",
                 "server.address": "127.0.0.1",

@@ -9,7 +9,12 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import Sampler, SamplingResult
 from opentelemetry.semconv._incubating.attributes import messaging_attributes
-from opentelemetry.semconv.attributes import error_attributes, exception_attributes, server_attributes
+from opentelemetry.semconv.attributes import (
+    error_attributes,
+    exception_attributes,
+    network_attributes,
+    server_attributes,
+)
 from opentelemetry.trace import format_span_id, format_trace_id
 
 from reliable_mq import Tracing
@@ -25,7 +30,7 @@ if TYPE_CHECKING:
 #: The names of attributes, in OpenTelemetry's model of its conventions.
 CONVENTIONS = {
     value
-    for module in (messaging_attributes, error_attributes, exception_attributes, server_attributes)
+    for module in (messaging_attributes, error_attributes, exception_attributes, network_attributes, server_attributes)
     for name, value in vars(module).items()
     if name.isupper() and isinstance(value, str)
 }
@@ -41,7 +46,7 @@ OURS = {
 }
 
 #: Attributes that differ from run to run; a golden trace has only their names.
-_OWN = {"messaging.message.id", "server.port", "reliable_mq.seconds"}
+_OWN = {"messaging.message.id", "network.peer.port", "server.port", "reliable_mq.seconds"}
 
 
 class Recorder:

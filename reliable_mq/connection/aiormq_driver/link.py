@@ -23,13 +23,14 @@ from reliable_mq.connection.channel import ChannelTable
 from reliable_mq.core.channel_setup import ServerInfo
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.reconnect import ConnectionLoss
+from reliable_mq.settings import Endpoint
 
 if TYPE_CHECKING:
     from reliable_mq.codec import ChannelSink
     from reliable_mq.connection.aiormq_driver.loop import EventLoop, Timer
     from reliable_mq.connection.channel import Channel
     from reliable_mq.connection.interfaces import ChannelEvents, ConnectCredentials, LinkEvents
-    from reliable_mq.settings import ConnectionSettings, Endpoint
+    from reliable_mq.settings import ConnectionSettings
 
 __all__ = ["Link"]
 
@@ -103,6 +104,12 @@ class Link:
     def frame_max(self) -> int:
         """The negotiated maximum size of a frame, bytes; once open."""
         return self._tune.frame_max
+
+    @property
+    def peer(self) -> Endpoint | None:
+        """The address at the other end; None if it is not known."""
+        name = None if self._transport is None else self._transport.get_extra_info("peername")
+        return None if name is None else Endpoint(name[0], name[1])
 
     @property
     def write_buffer_size(self) -> int:

@@ -17,6 +17,7 @@ from reliable_mq.codec import CodecError, InboundReader, methods
 from reliable_mq.connection.channel import ChannelTable
 from reliable_mq.connection.pika_driver.errors import Aborted
 from reliable_mq.core.consumer.delivery import Delivery
+from reliable_mq.settings import Endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from reliable_mq.connection.interfaces import ConnectCredentials
     from reliable_mq.connection.pika_driver.loop import EventLoop
-    from reliable_mq.settings import ConnectionSettings, Endpoint
+    from reliable_mq.settings import ConnectionSettings
 
 __all__ = ["Connection", "connection_parameters"]
 
@@ -89,6 +90,15 @@ class Connection(SelectConnection):  # type: ignore[misc]
 
     def buffered(self) -> int:
         return 0 if self._transport is None else int(self._transport.get_write_buffer_size())
+
+    def peer(self) -> Endpoint | None:
+        if self._transport is None:
+            return None
+        try:
+            host, port = self._transport._sock.getpeername()[:2]  # noqa: SLF001
+        except OSError:  # it has gone
+            return None
+        return Endpoint(host, port)
 
     def abort(self, cause: Exception) -> None:
         if not self._aborted:

@@ -74,6 +74,11 @@ class Link:
         return int(self._connection.params.frame_max)
 
     @property
+    def peer(self) -> Endpoint | None:
+        """The address at the other end; None if it is not known."""
+        return self._connection.peer()
+
+    @property
     def write_buffer_size(self) -> int:
         """Bytes that the kernel has not taken yet."""
         return self._connection.buffered()
