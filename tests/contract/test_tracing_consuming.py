@@ -388,6 +388,7 @@ def test_get_is_a_receive_span(broker: ScriptedBroker, consume: Any) -> None:
     assert receive.attributes is not None
     assert receive.attributes["messaging.batch.message_count"] == 2
     assert receive.attributes["messaging.operation.type"] == "receive"
+    assert receive.attributes["network.peer.address"] == "127.0.0.1"
 
 
 def test_a_publish_in_a_handler_goes_on_with_the_trace(
