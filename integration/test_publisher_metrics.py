@@ -165,7 +165,8 @@ def test_an_outage_is_logged_once_for_each_attempt_and_in_our_words(
     assert not any(record.exc_info for record in caplog.records)
     assert "connection lost" in lines[0]
     assert all("Connection refused; next attempt in" in line for line in lines[1:-1])
-    assert "connected to" in lines[-1]
+    assert "connected again to" in lines[-1]
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}, "the end is seen where the loss is"
 
 
 def test_failures_that_nobody_waits_for_are_logged_now_and_then(

@@ -24,8 +24,8 @@ __all__ = ["ConnectionSettings", "Credentials", "CredentialsCallback", "Endpoint
 
 Mechanism = Literal["PLAIN", "EXTERNAL"]
 
-# AMQP carries these names as short strings.
-_SHORT_STRING_BYTES = 255
+#: The most bytes of a name in AMQP, which carries it as a short string.
+SHORT_STRING_BYTES = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,5 +215,5 @@ def _check_short_string(name: str, value: object) -> None:
         raise ConfigurationError(f"{name} must be text that is not empty, not {value!r}")
     if not is_text(value):
         raise ConfigurationError(f"{name} must be text that UTF-8 can carry, not {value!r}")
-    if len(value.encode()) > _SHORT_STRING_BYTES:
-        raise ConfigurationError(f"{name} has {len(value.encode())} bytes in UTF-8; {_SHORT_STRING_BYTES} is the most")
+    if len(value.encode()) > SHORT_STRING_BYTES:
+        raise ConfigurationError(f"{name} has {len(value.encode())} bytes in UTF-8; {SHORT_STRING_BYTES} is the most")

@@ -81,7 +81,7 @@ class AsyncPublisher(
             ConfigurationError, UsageError: a wrong argument; closed, on another event loop, or on the wrong side of a
                 fork.
         """
-        return await (await self.submit(message, exchange=exchange, routing_key=routing_key, timeout=timeout))
+        return await (await self._submit(message, exchange, routing_key, timeout, reported=True))
 
     async def submit(
         self, message: Message, *, exchange: str = "", routing_key: str = "", timeout: Duration | None = None
@@ -265,7 +265,7 @@ class AsyncPublisher(
     async def _submit(
         self, message: Message, exchange: str, routing_key: str, timeout: Duration | None, *, reported: bool = False
     ) -> AsyncConfirmation:
-        """Submit. ``reported``: a failure is for a report, and not raised at the end."""
+        """Submit. ``reported``: a failure is told to the caller, and not raised at the end."""
         accepted_at = time.monotonic()
         limit = None if timeout is None else seconds("timeout", timeout)
         if self._outbox is not None:

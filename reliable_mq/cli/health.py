@@ -53,10 +53,9 @@ def _ask(url: str, timeout: float) -> tuple[int, dict[str, Any]]:
     """Return the status and the report of a probe; refuse other answers."""
     import http.client
     import json
-    from queue import Empty, SimpleQueue
     from urllib.parse import urlsplit
 
-    from reliable_mq._util.threads import call_in_background
+    from reliable_mq._util.threads import DaemonExecutor
 
     try:
         parts = urlsplit(url)
@@ -68,7 +67,7 @@ def _ask(url: str, timeout: float) -> tuple[int, dict[str, Any]]:
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(host, port, timeout=timeout)
 
-    def get() -> tuple[int, str, bytes]:
+    def get(_: object) -> tuple[int, str, bytes]:
         try:
             connection.request("GET", parts.path.rstrip("/") or "/readyz", headers={"Connection": "close"})
             response = connection.getresponse()
@@ -77,17 +76,16 @@ def _ask(url: str, timeout: float) -> tuple[int, dict[str, Any]]:
             connection.close()
 
     # The timeout of a socket is one for each read: a server that trickles would hold up the probe for ever.
-    answers: SimpleQueue[tuple[int, str, bytes] | Exception] = SimpleQueue()
-    call_in_background("probe", get, answers.put)
     try:
-        answer = answers.get(timeout=timeout)
-    except Empty:
+        status, reason, body = DaemonExecutor("probe", 1).call(get, timeout)
+    except UnicodeError:
+        raise ConfigurationError(
+            "the URL of the probe holds a character that is not ASCII: percent-encode it"
+        ) from None
+    except TimeoutError:  # of the call, or of the socket
         raise BrokerUnavailable(f"no answer from {host}: not complete within {timeout:g} s") from None
-    if isinstance(answer, UnicodeError):
-        raise ConfigurationError("the URL of the probe holds a character that is not ASCII: percent-encode it")
-    if isinstance(answer, Exception):
-        raise BrokerUnavailable(f"no answer from {host}: {str(answer) or type(answer).__name__}") from answer
-    status, reason, body = answer
+    except Exception as error:
+        raise BrokerUnavailable(f"no answer from {host}: {str(error) or type(error).__name__}") from error
     if status not in _ANSWERS:
         raise ConfigurationError(f"{host} answered {status} {reason}: is this the URL of a probe?")
     try:

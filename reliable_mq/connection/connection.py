@@ -142,6 +142,7 @@ class Connector:
         self._live = False  # ready was reported, lost was not
         self._blocked: str | None = None  # the reason, while the broker has blocked the connection
         self._blocked_reported = False
+        self._warned = False  # of a loss, or an attempt that failed, since it was last ready
         self._set_up: SetupRunner | None = None
         self._answered_at = float("-inf")  # when the broker last answered a step of a set-up
         self._runs: deque[SetupRunner] = deque()  # on the ready channel; the first one is under way
@@ -341,7 +342,13 @@ class Connector:
         self._live = True
         self.peer = link.peer
         self._enter(ConnectionState.READY)
-        logger.info("%s: connected to %s, %s %s", self._name, link.endpoint, link.server.product, link.server.version)
+        # After a warning of a loss or a failed attempt, its end is found at the same level.
+        level, again = (logging.WARNING, " again") if self._warned else (logging.INFO, "")
+        self._warned = False
+        server = link.server
+        logger.log(
+            level, "%s: connected%s to %s, %s %s", self._name, again, link.endpoint, server.product, server.version
+        )
         self._notify(self._client.ready, channel.generation, channel.number, link.frame_max, link.server)
         self._report_blocked()
         if self._state is ConnectionState.READY:  # the client may have ended it in `ready`
@@ -380,6 +387,7 @@ class Connector:
         else:
             self._enter(ConnectionState.WAITING)
             self._set_timer(wait, self._reconnect)
+            self._warned = True
             logger.warning("%s: %s; next attempt in %.1f s", self._name, error, wait)
         self._notify(self._client.failed, error, wait is not None)
 
@@ -430,6 +438,7 @@ class Connector:
         wait = self._reconnect_policy.lost(loss, time.monotonic())
         self._enter(ConnectionState.WAITING)
         self._set_timer(wait, self._reconnect)
+        self._warned |= level >= logging.WARNING
         logger.log(
             level,
             "%s: %s lost: %s%s; next attempt in %.1f s",

@@ -400,7 +400,7 @@ class BasePublisherChannel(Generic[P]):
 
     def unblocked(self) -> None:
         """Publish again: ``connection.unblocked``."""
-        logger.info("the broker takes publishes again")
+        logger.warning("the broker takes publishes again")  # where whoever read that it blocks finds it
         self._blocked_seconds, self._blocked_since = self.blocked_seconds, None
         self.session.unblocked(time.monotonic())
         self._advance()

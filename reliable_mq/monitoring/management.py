@@ -12,7 +12,7 @@ import json
 import re
 import ssl
 from typing import Any, Final, Self
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
@@ -79,26 +79,24 @@ class ManagementAPI:
         Raises:
             ConfigurationError: the URL is none, or there is no user.
         """
-        try:
-            parts = urlsplit(url)
-            host, port = parts.hostname, parts.port
-        except ValueError:
-            parts, host, port = urlsplit(""), None, None
-        if not host or not _HOST.fullmatch(host) or parts.scheme not in _PORTS:
-            raise ConfigurationError("the management URL must be http[s]://[user:password@]host[:port]")
-        credentials = settings.resolve_credentials()
+        parts, host = _checked(url, settings)
         if parts.username is not None:
-            credentials = Credentials(unquote(parts.username), unquote(parts.password or ""))
-        if credentials is None:
-            raise ConfigurationError("the management URL needs a user: http[s]://user:password@host[:port]")
+            credentials: Credentials | None = Credentials(unquote(parts.username), unquote(parts.password or ""))
+        else:
+            credentials = settings.resolve_credentials()
         return cls(
             parts.scheme,
             host,
-            port or _PORTS[parts.scheme],
+            parts.port or _PORTS[parts.scheme],
             credentials,
             context=_context(settings) if parts.scheme == "https" else None,
             prefix=parts.path.rstrip("/"),
         )
+
+    @staticmethod
+    def check(url: str, settings: ConnectionSettings) -> None:
+        """Raise what `at` raises for such a URL. Calls no function for credentials."""
+        _checked(url, settings)
 
     @classmethod
     def beside(cls, settings: ConnectionSettings) -> list[Self]:
@@ -192,3 +190,17 @@ def _reason(content: bytes) -> str:
     except (ValueError, RecursionError):
         return text[:_SHOWN]
     return str(answer.get("reason") or answer.get("error") if isinstance(answer, dict) else answer)[:_SHOWN]
+
+
+def _checked(url: str, settings: ConnectionSettings) -> tuple[SplitResult, str]:
+    """Return the parts of a management URL, and its host."""
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError:
+        parts, host = urlsplit(""), None
+    if not host or not _HOST.fullmatch(host) or parts.scheme not in _PORTS:
+        raise ConfigurationError("the management URL must be http[s]://[user:password@]host[:port]")
+    if parts.username is None and settings.credentials is None:
+        raise ConfigurationError("the management URL needs a user: http[s]://user:password@host[:port]")
+    return parts, host

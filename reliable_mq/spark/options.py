@@ -12,12 +12,12 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, NoReturn
 
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.monitoring.management import ManagementAPI
-from reliable_mq.settings import ConnectionSettings, Credentials
+from reliable_mq.settings import SHORT_STRING_BYTES, ConnectionSettings
 from reliable_mq.spark.connections import ConnectionOptions
 from reliable_mq.spark.queue_prefetch import LARGEST_PREFETCH
 from reliable_mq.topology import Queue
@@ -100,7 +100,6 @@ _LATEST: Final = 253_402_300_799_999  # milliseconds: the end of the year 9999, 
 _WHOLE: Final = re.compile(r"[0-9]{1,18}")
 _DURATION: Final = re.compile(r"([0-9]{1,9})(ms|s|m|min|h|d)")
 _SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_SHORT_STRING: Final = 255  # bytes of a name in AMQP
 
 #: ``earliest``, ``latest``, or an offset (or one of these two) by stream.
 StartingPositions = str | Mapping[str, int | str]
@@ -402,9 +401,7 @@ class _Options:
         """Return the URL of the management API, checked."""
         given = self.text("managementUrl")
         if given is not None:
-            if callable(settings.credentials):  # which is not called to check a URL
-                settings = replace(settings, credentials=Credentials("user", "password"))
-            ManagementAPI.at(given, settings)
+            ManagementAPI.check(given, settings)
         return given
 
     def text(self, name: str, *, empty: bool = False) -> str | None:
@@ -417,8 +414,8 @@ class _Options:
     def short_text(self, name: str) -> str | None:
         """Return a text that AMQP can carry as a name; it may be empty."""
         value = self.text(name, empty=True)
-        if value is not None and len(value.encode()) > _SHORT_STRING:
-            _refuse(f"{name} has {len(value.encode())} bytes in UTF-8, and AMQP allows {_SHORT_STRING}")
+        if value is not None and len(value.encode()) > SHORT_STRING_BYTES:
+            _refuse(f"{name} has {len(value.encode())} bytes in UTF-8, and AMQP allows {SHORT_STRING_BYTES}")
         return value
 
     def dead_letter_queue(self) -> str | None:
@@ -536,7 +533,7 @@ def _names(option: str, text: str) -> tuple[str, ...]:
     if len(set(names)) < len(names):
         _refuse(f"{option} names one twice: {text!r}")
     for name in names:
-        if len(name.encode()) > _SHORT_STRING:
+        if len(name.encode()) > SHORT_STRING_BYTES:
             _refuse(f"{option} has a name of more than 255 bytes: {name[:40]!r}...")
     return names
 

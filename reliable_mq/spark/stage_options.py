@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from reliable_mq.errors import ConfigurationError
+from reliable_mq.settings import SHORT_STRING_BYTES
 from reliable_mq.spark.options import STREAM_MODE_OPTIONS, StreamOptions, check_known, read_options
 from reliable_mq.stage import MissingId, StageOptions
 from reliable_mq.stage.options import DEFAULT_RETENTION
@@ -38,7 +39,6 @@ _NAMES: Final = {
     "missing_id": "stageMissingId",
 }
 _KNOWN: Final = (*STAGE_OPTIONS, "queue", *(name for name in STREAM_MODE_OPTIONS if name != "stream"))
-_LONGEST: Final = 255  # bytes of a name in AMQP
 _BEGINNINGS: Final = ("startingoffsets", "startingtimestamp", "startingoffsetsbytimestamp")
 _BY: Final = ("query", "none")
 
@@ -77,8 +77,8 @@ def staged_options(given: Mapping[str, str], *, streaming: bool) -> StagedOption
     if "streamfilter" in lower:
         _refuse("streamFilter is for streams: a stage has the headers of messages in one of ours, which no filter sees")
     check_known(given, _KNOWN)
-    if not stage or "," in stage or len(stage.encode()) > _LONGEST:
-        _refuse(f"stage must name one stream, in at most {_LONGEST} bytes, not {stage[:40]!r}")
+    if not stage or "," in stage or len(stage.encode()) > SHORT_STRING_BYTES:
+        _refuse(f"stage must name one stream, in at most {SHORT_STRING_BYTES} bytes, not {stage[:40]!r}")
     if not queue or "," in queue:
         _refuse("with stage, the option queue must name one queue; give each queue a stage and a query of its own")
     by = lower.get("stageby", "query")

@@ -78,7 +78,7 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
             BrokerUnavailable, TopologyMismatch: this was the first call, and connecting cannot succeed.
             ConfigurationError, UsageError: a wrong argument; closed, or on the wrong side of a fork.
         """
-        return self.submit(message, exchange=exchange, routing_key=routing_key, timeout=timeout).result()
+        return self._submit(message, exchange, routing_key, timeout, reported=True).result()
 
     def submit(
         self, message: Message, *, exchange: str = "", routing_key: str = "", timeout: Duration | None = None
@@ -243,7 +243,7 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
     def _submit(
         self, message: Message, exchange: str, routing_key: str, timeout: Duration | None, *, reported: bool = False
     ) -> Confirmation:
-        """Submit. ``reported``: a failure is for a report, and not raised at the end."""
+        """Submit. ``reported``: a failure is told to the caller, and not raised at the end."""
         accepted_at = time.monotonic()
         limit = None if timeout is None else seconds("timeout", timeout)
         if self._outbox is not None:

@@ -21,6 +21,7 @@ from reliable_mq.core.channel_setup import ServerInfo
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 from reliable_mq.monitoring import management
 from reliable_mq.monitoring.management import ManagementAPI, ManagementError
+from reliable_mq.settings import Credentials
 from reliable_mq.tls import TLSOptions
 from reliable_mq.url import parse_url
 
@@ -218,6 +219,21 @@ def test_a_guessed_place_is_sent_the_password_on_this_machine_or_verified_only(u
     (guess,) = ManagementAPI.beside(parse_url(url))
     assert guess.sends_password is sends
     assert ManagementAPI.at("http://elsewhere", parse_url(url)).sends_password
+
+
+def test_credentials_are_asked_for_where_the_url_names_no_user() -> None:
+    calls: list[int] = []
+
+    def credentials() -> Credentials:
+        calls.append(1)
+        return Credentials("user", SECRET)
+
+    settings = parse_url("amqp://localhost", credentials=credentials)
+    assert ManagementAPI.at(f"http://user:{SECRET}@localhost", settings).sends_password
+    ManagementAPI.check("http://localhost", settings)
+    assert not calls
+    assert ManagementAPI.at("http://localhost", settings).sends_password
+    assert len(calls) == 1
 
 
 def test_without_verification_a_guessed_place_is_sent_no_password() -> None:

@@ -748,6 +748,32 @@ def test_what_a_report_tells_is_not_said_in_the_log_as_well(
     assert "1 publishes failed that nobody waits for" in caplog.text
 
 
+def test_a_publish_that_fails_at_once_is_not_said_to_be_waited_for_by_nobody(
+    broker: ScriptedBroker, new_publisher: NewPublisher, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its caller gets the error, though it may be settled before the caller has begun to wait."""
+    broker.script = lambda _published: None
+    with new_publisher() as publisher:
+        publisher.connect()
+        for _ in range(50):
+            with pytest.raises(PublishUnconfirmed):
+                publisher.publish(Message(b"x"), routing_key=KEY, timeout=0)
+    assert "nobody waits" not in caplog.text
+
+
+def test_the_end_of_a_loss_is_logged_at_the_level_of_the_loss(
+    broker: ScriptedBroker, new_publisher: NewPublisher, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "reliable_mq.connection")
+    with new_publisher() as publisher:
+        publisher.connect()
+        broker.connection.cut()
+        wait_until(lambda: "connected again to" in caplog.text, timeout=30, what="connected again")
+    found = [(record.levelname, record.getMessage()) for record in caplog.records if "connected" in record.getMessage()]
+    assert [level for level, text in found if "connected to" in text] == ["INFO"]
+    assert [level for level, text in found if "connected again to" in text] == ["WARNING"]
+
+
 def test_a_callback_that_would_not_run_is_refused(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
     """The failure that it was for is still raised at the end."""
     broker.script = lambda published: published.channel.nack(published.number)
