@@ -265,7 +265,7 @@ class AsyncPublisher(
     async def _submit(
         self, message: Message, exchange: str, routing_key: str, timeout: Duration | None, *, reported: bool = False
     ) -> AsyncConfirmation:
-        """Submit. ``reported``: a failure is told to the caller, and not raised at the end."""
+        """Submit. ``reported``: its caller is told of a failure, the end raises none."""
         accepted_at = time.monotonic()
         limit = None if timeout is None else seconds("timeout", timeout)
         if self._outbox is not None:

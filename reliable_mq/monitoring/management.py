@@ -95,7 +95,7 @@ class ManagementAPI:
 
     @staticmethod
     def check(url: str, settings: ConnectionSettings) -> None:
-        """Raise what `at` raises for such a URL. Calls no function for credentials."""
+        """Raise what `at` raises for such a URL, and ask for no credentials."""
         _checked(url, settings)
 
     @classmethod

@@ -243,7 +243,7 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
     def _submit(
         self, message: Message, exchange: str, routing_key: str, timeout: Duration | None, *, reported: bool = False
     ) -> Confirmation:
-        """Submit. ``reported``: a failure is told to the caller, and not raised at the end."""
+        """Submit. ``reported``: its caller is told of a failure, the end raises none."""
         accepted_at = time.monotonic()
         limit = None if timeout is None else seconds("timeout", timeout)
         if self._outbox is not None:
