@@ -54,7 +54,7 @@ def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, None]],
 
         async def watched() -> set[str]:
             asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
-            await asyncio.wait_for(main, 30)
+            await asyncio.wait_for(main, 100)
             return {task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()}
 
         with asyncio.Runner(loop_factory=request.param) as runner:
