@@ -81,7 +81,7 @@ class AsyncPublisher(
             ConfigurationError, UsageError: a wrong argument; closed, on another event loop, or on the wrong side of a
                 fork.
         """
-        return await (await self._submit(message, exchange, routing_key, timeout, reported=True))
+        return await (await self.submit(message, exchange=exchange, routing_key=routing_key, timeout=timeout))
 
     async def submit(
         self, message: Message, *, exchange: str = "", routing_key: str = "", timeout: Duration | None = None
