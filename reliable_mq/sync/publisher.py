@@ -78,7 +78,15 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
             BrokerUnavailable, TopologyMismatch: this was the first call, and connecting cannot succeed.
             ConfigurationError, UsageError: a wrong argument; closed, or on the wrong side of a fork.
         """
-        return self._submit(message, exchange, routing_key, timeout, reported=True).result()
+        confirmation = self._submit(message, exchange, routing_key, timeout, reported=True)
+        try:
+            return confirmation.result()
+        except ReliableMQError:
+            raise
+        except BaseException:  # an exception of a signal handler: nobody has seen what became of it
+            if self._channel is not None:
+                self._channel.not_reported((confirmation,))
+            raise
 
     def submit(
         self, message: Message, *, exchange: str = "", routing_key: str = "", timeout: Duration | None = None

@@ -8,21 +8,23 @@ from __future__ import annotations
 import gc
 import linecache
 import logging
+import signal
 import socket
 import sys
 import threading
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reliable_mq import Consumer, Publisher, Queue
+from reliable_mq import Consumer, Message, Publisher, PublishUnconfirmed, Queue
 from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.sync.consumer import _open_consumers
 from reliable_mq.sync.publisher import _open_publishers
 from reliable_mq.testing.waiting import wait_until
+from tests.contract.scripted_broker import ScriptedBroker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -63,6 +65,26 @@ class Interruption:
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
                 raise Interrupted
         return self.line
+
+
+@contextmanager
+def signal_raises() -> Iterator[None]:
+    """Raise `Interrupted` at SIGUSR1."""
+
+    def interrupt(_signal: int, _frame: object) -> None:
+        raise Interrupted
+
+    former = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, former)
+
+
+def interrupt_when(condition: Callable[[], bool]) -> None:
+    """Send SIGUSR1 to the main thread once a condition holds."""
+    wait_until(condition, timeout=20, what="what is waited for before the signal")
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
 
 @pytest.fixture
@@ -147,3 +169,16 @@ def test_an_interrupted_leaving_closes_a_publisher(tmp_path: Path, caplog: pytes
     else:
         pytest.fail("it never came to its end")
     gc.collect()
+
+
+def test_a_failure_that_an_interrupted_publish_did_not_see_is_raised_at_the_end() -> None:
+    """It waits for a confirm that does not come, and its time is over after the interruption."""
+    with ScriptedBroker() as broker, ExitStack() as leaving:
+        publisher = leaving.enter_context(Publisher(broker.url))
+        interrupting = threading.Thread(target=interrupt_when, args=(lambda: len(broker.published) == 1,))
+        interrupting.start()
+        with signal_raises(), pytest.raises(Interrupted):
+            publisher.publish(Message(b""), routing_key="q", timeout=2)
+        interrupting.join()
+        with pytest.raises(PublishUnconfirmed):
+            leaving.close()
