@@ -2,9 +2,10 @@
 
 RabbitMQ saves the registration of a quorum queue half a second to a second after it made the queue (4.0 and 4.3). A
 node that is killed before that starts again with the queue empty, whatever it has confirmed. So a message that is
-confirmed in such a queue counts as unconfirmed until the node has answered a frame that was sent a grace after the
-queue was made. That the time has passed here proves nothing: the node may have frozen, or its answers may have waited
-in our own socket. Only the process that made the queue knows of it, so all of its connections share that knowledge.
+confirmed in such a queue counts as unconfirmed until the node has answered several frames, the last of which was sent a
+grace after the queue was made. That the time has passed here proves nothing: the node may have frozen, or its answers
+may have waited in our own socket. Only the process that made the queue knows of it, so all of its connections share
+that knowledge.
 
 Invariants: a queue is new from the moment before it is declared; a queue made or found again by another connection
 never becomes older; a forgotten queue is older than every grace, by more than any answer takes.

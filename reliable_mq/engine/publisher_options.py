@@ -110,8 +110,8 @@ class PublisherOptions:
                 Not together with an outbox, which stores messages whether or not the broker is there.
             new_queue_grace: seconds for which confirms of a quorum queue that this process has made are provisional:
                 RabbitMQ loses the messages of a queue younger than a second if it is killed. Until then, and until the
-                broker has answered a request sent after that, the message counts as outstanding, and is published
-                again if the connection is lost. 0 for confirms that are final at once.
+                broker has answered several requests, the last one sent after that, the message counts as outstanding,
+                and is published again if the connection is lost. 0 for confirms that are final at once.
             outbox: stores messages durably before they are published (`reliable_mq.outbox`). ``publish`` then returns
                 once a message is stored, whether or not the broker is there; a relay in this process publishes it until
                 it is confirmed, and at the next start the messages that this process has left.

@@ -106,7 +106,7 @@ def decode(data: bytes) -> list[Published]:
 
 EVENTS = {  # that a call of the session may carry out
     "accept": {"message_id taken"},
-    "acked": {"acked", "queue old enough", "message_id free"},
+    "acked": {"acked", "message_id free"},
     "nacked": {"nacked", "message_id free"},
     "round_trip_ended": {"queue old enough", "message_id free"},
     "channel_lost": {"channel lost", "connection lost", "message_id free"},

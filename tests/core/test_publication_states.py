@@ -81,8 +81,10 @@ def new_queues_and_lost_connections() -> None:
     shell.accept("safe", "lost", "not confirmed")
     shell.sent()
     shell.ack(1, now=1.5)
-    shell.session.round_trip_begun(GRACE)
-    shell.session.round_trip_ended(GRACE)
+    for number in range(7):
+        at = GRACE / 4 + number * GRACE / 8
+        shell.session.round_trip_begun(at)
+        shell.session.round_trip_ended(at)
     shell.new_queues.made(["orders"], GRACE)
     shell.ack(2, now=GRACE + 0.5)
     shell.lose()

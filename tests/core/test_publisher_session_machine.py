@@ -48,6 +48,8 @@ KINDS = st.lists(
 MESSAGE_IDS = st.sampled_from([None, None, None, "a", "b"])
 MAX_ATTEMPTS = 2
 GRACE = 2.0
+ROUND_TRIPS, PAUSE = 7, GRACE / 8
+WATCHED = (ROUND_TRIPS - 1) * PAUSE
 TIMEOUTS = st.sampled_from([None, None, None, 5.0, 500.0])
 MISSING = "missing"  # the exchange that NO_EXCHANGE names
 POSITIONS = st.sampled_from([0.0, 0.3, 0.6, 1.0])  # in a list, from its first to its last
@@ -96,8 +98,6 @@ class Channel:
     unconfirmed: list[int] = field(default_factory=list)
     returned: set[Expected] = field(default_factory=set)
     since: float | None = None  # whether it lives
-    ask_after: float = -inf
-    slow: bool = False  # it was at the last answer
     progress_at: float = 0.0
 
     @property
@@ -113,8 +113,11 @@ class PublishingMachine(RuleBasedStateMachine):
         self.session = new_session(MAX_ATTEMPTS, GRACE)
         self.new_queues = NewQueues()
         self.new_queues.longest = GRACE
-        self.proven = -inf  # when the broker is known to have lived
+        self.proven = -inf  # queues that were new until then are old
+        self.answered: list[float] = []  # when round trips on this connection began
+        self.ask_after = -inf
         self.made_at = float("-inf")  # when the queue was made; infinite while it is being made
+        self.other_made_at = float("-inf")
         self.sends = 0
         self.now = 100.0
         self.everyone: list[Expected] = []
@@ -199,6 +202,7 @@ class PublishingMachine(RuleBasedStateMachine):
         being_made = self.made_at == float("inf")
         if event == "other":
             self.new_queues.made(["other"], self.now)
+            self.other_made_at = self.now
         elif event == "begin" and not being_made:
             self.new_queues.begin(["good"])
             self.made_at = float("inf")
@@ -290,11 +294,11 @@ class PublishingMachine(RuleBasedStateMachine):
             return
         self.session.round_trip_ended(self.now)
         since, channel.since = channel.since, None
-        channel.slow = not channel.slow and self.now - since > GRACE / 2
-        if channel.slow:
-            channel.ask_after = self.now + GRACE
-        else:
-            self.prove(since)
+        assert not self.answered or since >= self.answered[-1] + PAUSE
+        self.answered.append(since)
+        self.ask_after = self.now + PAUSE
+        if len(self.answered) >= ROUND_TRIPS:
+            self.prove(self.answered[-ROUND_TRIPS] + WATCHED)
 
     def prove(self, moment: float) -> None:
         self.proven = max(self.proven, moment)
@@ -402,10 +406,6 @@ class PublishingMachine(RuleBasedStateMachine):
             channel.progress_at = self.now
         else:
             self.stale += 1
-        if tags and ack and self.proven < self.new_queues.latest + GRACE:
-            newest = max(channel.sent[held - 1].publication.accepted_at for held in tags)
-            if self.now - newest <= GRACE / 2:
-                self.prove(newest)
         for held in tags:
             channel.unconfirmed.remove(held)
             expected = channel.sent[held - 1]
@@ -414,14 +414,20 @@ class PublishingMachine(RuleBasedStateMachine):
                 continue
             if expected in channel.returned:
                 expected.outcome = Outcome.RETURNED
-            elif ack and self.proven < min(self.made_at, self.now) + GRACE and not expected.unroutable:
-                expected.final_at = min(self.made_at, self.now) + GRACE
+            elif ack and self.proven < self.new_since(expected) + GRACE and not expected.unroutable:
+                expected.final_at = self.new_since(expected) + GRACE
             elif ack:
                 expected.outcome = Outcome.CONFIRMED
             elif expected.nacks == MAX_ATTEMPTS:
                 expected.outcome = Outcome.NACKED
             else:
                 expected.due = self.now + DELAYS[expected.nacks - 1]
+
+    def new_since(self, expected: Expected) -> float:
+        """When the newest queue was made that a message may be in: any, if its headers cannot be read again."""
+        newest = min(self.made_at, self.now)
+        readable = expected.encodable > expected.sends
+        return newest if readable or self.made_at > self.now else max(newest, self.other_made_at)
 
     @rule(kind=st.integers(0, 3), data=st.data())
     def late_or_wrong_event(self, kind: int, data: st.DataObject) -> None:
@@ -483,7 +489,8 @@ class PublishingMachine(RuleBasedStateMachine):
 
     def lose_provisional(self) -> list[Expected]:
         lost = self.provisional
-        self.proven = -inf
+        self.ask_after = -inf
+        self.answered.clear()
         for expected in lost:
             expected.final_at = None
             expected.in_doubt = True
@@ -648,7 +655,7 @@ class PublishingMachine(RuleBasedStateMachine):
         ]
         if self.channel is not None and self.channel.since is None and not self.connection_blocked:
             final = [expected.final_at for expected in self.provisional if expected.final_at is not None]
-            moments += [max(at, self.channel.ask_after) for at in final]
+            moments += [max(at - WATCHED, self.ask_after) for at in final]
         if self.channel is not None and self.channel.unconfirmed and not self.connection_blocked:
             moments.append(self.channel.progress_at + CONFIRM_TIMEOUT)
         wakeup = self.session.next_wakeup()

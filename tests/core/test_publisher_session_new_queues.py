@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from reliable_mq.core.new_queues import NewQueues
 from reliable_mq.core.publisher.publication import Outcome, Publication
 from reliable_mq.errors import PublishUnconfirmed
 from tests.core.published import DELIVERY_TIMEOUT, FRAME_ERROR, MAX_ATTEMPTS, NO_EXCHANGE, Shell, Unencodable
 
 GRACE = 2.0
+ROUND_TRIPS, PAUSE = 7, 0.25
+FIRST = 0.5  # when the first one is due, of a queue that was made at 0; the last one then is at 2
 
 
 @pytest.fixture
@@ -19,12 +22,19 @@ def shell() -> Shell:
     return shell
 
 
-def answer(shell: Shell, at: float, took: float = 0.0) -> None:
-    """The shell asks whether the broker lives, and it does."""
+def answer(shell: Shell, at: float, took: float = 0.0) -> float:
+    """One round trip: the shell asks whether the broker lives, and it does. Return when it answered."""
     assert shell.session.round_trip_due(at)
     shell.session.round_trip_begun(at)
     assert not shell.session.round_trip_due(at), "once at a time"
     shell.session.round_trip_ended(at + took)
+    return at + took
+
+
+def answer_all(shell: Shell, at: float) -> None:
+    """All that are needed."""
+    for number in range(ROUND_TRIPS):
+        answer(shell, at + number * PAUSE)
 
 
 def confirmed(shell: Shell) -> list[str]:
@@ -39,10 +49,14 @@ def test_it_is_reported_as_confirmed_when_the_grace_is_over(shell: Shell) -> Non
     shell.ack(2, multiple=True, now=0.5)
     assert not shell.session.on_wire
     assert shell.session.outstanding == 2
-    assert shell.session.next_wakeup() == 2.0
-    assert not shell.session.round_trip_due(1.99)
+    assert shell.session.next_wakeup() == FIRST
+    assert not shell.session.round_trip_due(FIRST - 0.01)
+    for number in range(ROUND_TRIPS - 1):
+        answer(shell, FIRST + number * PAUSE)
+        assert shell.session.next_wakeup() == FIRST + (number + 1) * PAUSE
+    assert confirmed(shell) == []
     assert shell.session.freed_count == 0, "it keeps its place in the window"
-    answer(shell, 2.0)
+    answer(shell, GRACE)
     assert confirmed(shell) == ["a", "b"]
     assert (shell.session.freed_count, shell.session.freed_bytes) == (2, 2)
     assert shell.session.outstanding == 0
@@ -51,6 +65,7 @@ def test_it_is_reported_as_confirmed_when_the_grace_is_over(shell: Shell) -> Non
 
 
 def test_a_confirm_that_comes_after_the_grace_is_final_at_once(shell: Shell) -> None:
+    answer_all(shell, FIRST)
     shell.accept("a", at=2.0)
     shell.send(2.0)
     shell.ack(1, now=3.0)
@@ -64,7 +79,7 @@ def test_a_confirm_that_comes_late_of_what_was_sent_early_is_not_final(shell: Sh
     shell.send(0.1)
     shell.ack(1, now=50.0)
     assert confirmed(shell) == []
-    answer(shell, 50.0)
+    answer_all(shell, 50.0)
     assert confirmed(shell) == ["a"]
 
 
@@ -84,37 +99,56 @@ def test_the_time_alone_proves_nothing(shell: Shell) -> None:
     assert shell.sent(61.0) == ["a"]
 
 
-def test_what_was_confirmed_quickly_after_the_grace_proves_all_before(shell: Shell) -> None:
+def test_a_confirm_proves_nothing(shell: Shell) -> None:
+    """The broker may have frozen until then, and has yet to save the queue."""
     shell.accept("a")
     shell.send()
     shell.ack(1)
     shell.accept("b", at=2.0)
     shell.send(2.0)
     shell.ack(2, now=2.1)
+    assert confirmed(shell) == []
+    answer_all(shell, 2.1)
     assert confirmed(shell) == ["a", "b"]
 
 
-def test_what_was_confirmed_slowly_proves_nothing(shell: Shell) -> None:
+def test_one_answer_proves_nothing_however_quick(shell: Shell) -> None:
+    """A broker that was frozen answers, and has yet to save the queue."""
     shell.accept("a")
     shell.send()
     shell.ack(1)
-    shell.accept("b", at=2.0)
-    shell.send(2.0)
-    shell.ack(2, now=3.1)
+    at = answer(shell, FIRST, took=5.0)
+    for _ in range(ROUND_TRIPS - 2):
+        assert not shell.session.round_trip_due(at + 0.24)
+        at = answer(shell, at + PAUSE)
     assert confirmed(shell) == []
-    answer(shell, 3.1)
-    assert confirmed(shell) == ["a", "b"]
+    assert answer(shell, at + PAUSE, took=0.1) == 7.1, "it has run for a second and a half since it thawed"
+    assert confirmed(shell) == ["a"]
 
 
-def test_a_slow_answer_may_be_of_a_broker_that_was_frozen_so_it_is_asked_again(shell: Shell) -> None:
+def test_a_broker_that_is_always_slow_confirms_too(shell: Shell) -> None:
     shell.accept("a")
     shell.send()
     shell.ack(1)
-    answer(shell, 2.0, took=1.1)
-    assert confirmed(shell) == []
-    assert shell.session.next_wakeup() == 3.1 + GRACE
-    answer(shell, 3.1 + GRACE, took=5.0)
-    assert confirmed(shell) == ["a"], "a broker that is always slow confirms, too"
+    at = FIRST
+    for _ in range(ROUND_TRIPS):
+        assert confirmed(shell) == []
+        at = answer(shell, at, took=3.0) + PAUSE
+    assert confirmed(shell) == ["a"]
+
+
+def test_a_queue_that_is_made_meanwhile_begins_anew(shell: Shell) -> None:
+    for number in range(3):
+        answer(shell, FIRST + number * PAUSE)
+    shell.new_queues.made(["orders"], 1.5)
+    shell.accept("a", at=1.5)
+    shell.send(1.5)
+    shell.ack(1, now=1.5)
+    assert not shell.session.round_trip_due(1.99)
+    for number in range(ROUND_TRIPS):
+        assert confirmed(shell) == []
+        answer(shell, 2.0 + number * PAUSE)
+    assert confirmed(shell) == ["a"]
 
 
 def test_a_broker_that_blocks_publishing_is_not_asked(shell: Shell) -> None:
@@ -125,17 +159,26 @@ def test_a_broker_that_blocks_publishing_is_not_asked(shell: Shell) -> None:
     shell.session.blocked("low on memory")
     assert not shell.session.round_trip_due(2.0)
     shell.session.unblocked(3.0)
-    answer(shell, 3.0)
+    answer_all(shell, 3.0)
     assert confirmed(shell) == ["a"]
 
 
 def test_it_is_asked_where_nothing_is_provisional_too(shell: Shell) -> None:
     """So that a queue is known to be old when the connection is lost later."""
-    assert shell.session.next_wakeup() == 2.0
-    answer(shell, 2.0)
-    assert shell.session.proven == 2.0
+    assert shell.session.next_wakeup() == FIRST
+    answer_all(shell, FIRST)
+    assert shell.session.proven == GRACE
     assert shell.session.next_wakeup() is None
     shell.lose()
+    shell.reopen()
+    assert shell.session.proven == GRACE, "it is old for good"
+    shell.accept("a")
+    shell.send()
+    shell.ack(1)
+    assert confirmed(shell) == ["a"]
+    shell.lose()
+    shell.new_queues = NewQueues()
+    shell.reopen()
     assert shell.session.proven == float("-inf"), "of another broker nothing is known"
 
 
@@ -145,7 +188,7 @@ def test_confirms_of_other_queues_are_final_at_once(shell: Shell) -> None:
     shell.send()
     shell.ack(2, multiple=True)
     assert confirmed(shell) == ["b"]
-    answer(shell, 2.0)
+    answer_all(shell, 2.0)
     assert confirmed(shell) == ["a"]
 
 
@@ -163,7 +206,7 @@ def test_a_message_through_an_exchange_may_be_in_any_new_queue(shell: Shell) -> 
     shell.send()
     shell.ack(1)
     assert confirmed(shell) == []
-    answer(shell, 2.0)
+    answer_all(shell, 2.0)
     assert confirmed(shell) == ["a"]
 
 
@@ -180,9 +223,9 @@ def test_it_is_published_again_where_the_connection_is_lost(shell: Shell) -> Non
     assert [one.body for one in again] == [b"a", b"b", b"c", b"d", b"e"]
     assert [one.possible_duplicate for one in again] == [True, True, True, True, False]
     assert shell.session.statistics.in_doubt == 4
-    answer(shell, 50.0)
+    answer_all(shell, 50.0)
     assert confirmed(shell) == [], "its first confirm is void"
-    shell.ack(5, multiple=True, now=50.0)
+    shell.ack(5, multiple=True, now=52.0)
     assert confirmed(shell) == ["a", "b", "c", "d", "e"]
     assert shell.session.freed_count == 5
 
@@ -198,7 +241,7 @@ def test_it_stays_where_it_is_while_only_the_channel_is_lost(shell: Shell) -> No
     )
     shell.reopen(3.0)
     assert shell.sent(3.0) == ["b"]
-    answer(shell, 3.0)
+    answer_all(shell, 3.0)
     assert confirmed(shell) == ["a"]
 
 
@@ -224,7 +267,7 @@ def test_a_channel_that_the_broker_closes_blames_it_for_nothing(shell: Shell) ->
     assert [one.outcome for one in shell.take_settled()] == [Outcome.REFUSED], "the culprit is alone"
     shell.reopen()
     assert shell.sent() == []
-    answer(shell, 2.0)
+    answer_all(shell, 2.0)
     assert confirmed(shell) == ["a"]
 
 
@@ -273,8 +316,8 @@ def test_another_message_with_its_id_waits_until_it_is_final(shell: Shell) -> No
     assert shell.sent() == ["a"]
     shell.ack(1)
     assert shell.sent() == []
-    answer(shell, 2.0)
-    assert shell.sent(2.0) == ["b"]
+    answer_all(shell, 2.0)
+    assert shell.sent(4.0) == ["b"]
 
 
 def error(publication: Publication) -> PublishUnconfirmed:
@@ -293,7 +336,7 @@ def test_a_deadline_within_the_grace_says_why(shell: Shell) -> None:
     assert "new_queue_grace" in str(error(publication))
     assert shell.session.freed_count == 1
     assert shell.session.statistics.unknown == 1
-    answer(shell, 2.0)
+    answer_all(shell, 2.0)
     assert shell.take_settled() == []
     assert shell.session.statistics.confirmed == 0
 
@@ -302,7 +345,7 @@ def test_a_deadline_after_the_grace_is_kept(shell: Shell) -> None:
     shell.accept("a", timeout=2.1)
     shell.send()
     shell.ack(1)
-    answer(shell, 2.0)
+    answer_all(shell, FIRST)
     assert confirmed(shell) == ["a"]
 
 
@@ -360,5 +403,5 @@ def test_a_message_that_cannot_be_read_again_may_be_in_any_new_queue(shell: Shel
     assert shell.sent() == ["a"]
     shell.ack(1)
     assert confirmed(shell) == []
-    answer(shell, 2.0)
+    answer_all(shell, 2.0)
     assert confirmed(shell) == ["a"]
