@@ -142,7 +142,7 @@ class Connector:
         self._live = False  # ready was reported, lost was not
         self._blocked: str | None = None  # the reason, while the broker has blocked the connection
         self._blocked_reported = False
-        self._warned = False  # of a loss, or an attempt that failed, since it was last ready
+        self._warned = False  # of a loss or a failed attempt, whose end is logged at the same level
         self._set_up: SetupRunner | None = None
         self._answered_at = float("-inf")  # when the broker last answered a step of a set-up
         self._runs: deque[SetupRunner] = deque()  # on the ready channel; the first one is under way
@@ -342,7 +342,6 @@ class Connector:
         self._live = True
         self.peer = link.peer
         self._enter(ConnectionState.READY)
-        # After a warning of a loss or a failed attempt, its end is found at the same level.
         level, again = (logging.WARNING, " again") if self._warned else (logging.INFO, "")
         self._warned = False
         server = link.server

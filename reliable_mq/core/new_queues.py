@@ -7,6 +7,11 @@ grace after the queue was made. That the time has passed here proves nothing: th
 may have waited in our own socket. Only the process that made the queue knows of it, so all of its connections share
 that knowledge.
 
+One answer proves nothing, however quick: it may be the first of a broker that was frozen until then, and has yet to
+save its queues. Killed at that moment, RabbitMQ 4.3 lost them in five of five trials. Round trips with pauses, the
+first a quarter of the grace after the queue was made, show that it has run for more than the second that it needs,
+unless it freezes in several of the pauses.
+
 Invariants: a queue is new from the moment before it is declared; a queue made or found again by another connection
 never becomes older; a forgotten queue is older than every grace, by more than any answer takes.
 """

@@ -24,13 +24,8 @@ Invariants:
 - a place in the window is released once per accepted publish, when it is settled *and* off the wire: a late confirm
   still finds it;
 - nothing is reported as confirmed while a queue that it may have gone to is new (`NewQueues`): until then it keeps its
-  place in the window, and is published again, in its old order, if the connection is lost. The broker has to answer
-  several round trips on this connection, with pauses between them, the first a quarter of the grace after the queue was
-  made, the last after the grace. The close of a channel costs it nothing, and blames it for nothing; the round trips go
-  on on the next one;
-- one answer proves nothing, however quick: it may be the first of a broker that was frozen until then, and has yet to
-  save its queues. Killed at that moment, RabbitMQ 4.3 lost them in five of five trials. Round trips with pauses show
-  that it has run for more than the second that it needs, unless it freezes in several of the pauses.
+  place in the window, and is published again, in its old order, if the connection is lost. The close of a channel costs
+  it nothing, and blames it for nothing; the round trips that prove that the broker runs go on on the next channel.
 """
 
 from __future__ import annotations
@@ -65,10 +60,7 @@ P = TypeVar("P", bound=Publication)
 _WAITING, _READY, _SUSPECT = PublicationState.WAITING, PublicationState.READY, PublicationState.SUSPECT
 _ON_WIRE, _PROVISIONAL = PublicationState.ON_WIRE, PublicationState.PROVISIONAL
 _DELAYED, _ABANDONED, _SETTLED = PublicationState.DELAYED, PublicationState.ABANDONED, PublicationState.SETTLED
-# What proves that the broker has run: so many round trips, from the first to the last of which passes this share of the
-# grace.
-_ROUND_TRIPS = 7
-_WATCHED = 0.75
+_ROUND_TRIPS, _WATCHED = 7, 0.75  # so many prove that the broker has run, spread over this share of the grace
 _HEADS_KEPT = 1024  # encoded basic.publish frames, by exchange, routing key and mandatory
 _NEW = (
     "the broker has confirmed it, but made the queue so short a time ago that it loses what is in there if it dies now "
