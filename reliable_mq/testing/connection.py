@@ -464,7 +464,9 @@ class ProxiedSocket(asyncio.Protocol):
     def reset(self) -> None:
         """Close at once with a TCP reset."""
         if self._transport is not None and not self.lost:
-            self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_ZERO)
+            own = self._transport.get_extra_info("socket")
+            if own is not None:  # TLS has none any more once its handshake has failed
+                own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_ZERO)
             self._transport.abort()
 
     def _end(self, *, reset: bool) -> None:
