@@ -199,12 +199,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     items.sort(key=rank)
     if not soaking():
-        repeated = [item for item in items if item.get_closest_marker("soak") is not None or _repeats(item)]
-        config.hook.pytest_deselected(items=repeated)
-        items[:] = [item for item in items if item not in set(repeated)]
+        left = {item for item in items if item.get_closest_marker("soak") is not None or _is_repeated_on_mysql(item)}
+        config.hook.pytest_deselected(items=list(left))
+        items[:] = [item for item in items if item not in left]
 
 
-def _repeats(item: pytest.Item) -> bool:
+def _is_repeated_on_mysql(item: pytest.Item) -> bool:
     """Whether it is a test of MariaDB, on MySQL. What every database must keep is a class, and for all in every run."""
     parameters: dict[str, object] = getattr(getattr(item, "callspec", None), "params", {})
     return any(str(value).startswith("mysql") for value in parameters.values()) and getattr(item, "cls", None) is None

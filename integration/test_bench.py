@@ -22,22 +22,16 @@ from reliable_mq.testing import VirtualHost
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_every_contender_does_its_job(vhost: VirtualHost, tmp_path: Path) -> None:
-    """All that is published is in the queue, all that is consumed is gone: the runner looks.
-
-    One of each program has its turn here. The others, and those with Spark, a start of Spark each, have theirs in
-    `make soak`.
-    """
-    ours: tuple[str, ...] = ("submit", "consumer", "async-submit", "async-consumer", "outbox-relay", "consumer-sqlite")
-    others: tuple[str, ...] = ("pika-consumer", "aio-pika-tasks")
-    if soaking():
-        ours += ("many", "publish", "async-callers", "outbox-accept", "outbox-threads")
-        ours += tuple(f"consumer-{kind}" for kind in KINDS)
-        others += ("pika-select", "aio-pika-consumer", "faststream-tasks", "faststream-consumer")
+    """All that is published is in the queue, all that is consumed is gone: the runner looks."""
+    ours = ["submit", "many", "publish", "consumer", "async-submit", "async-callers", "async-consumer"]
+    ours += ["outbox-accept", "outbox-relay", "outbox-threads", "consumer-sqlite"]
+    ours += [f"consumer-{kind}" for kind in KINDS]
+    others = ["pika-select", "pika-consumer", "aio-pika-tasks", "aio-pika-consumer"]
+    others += ["faststream-tasks", "faststream-consumer"]
     named = [*(f"ours-{name}" for name in ours), *others]
-    types = ["classic", "quorum"] if soaking() else ["quorum"]
-    only = "*" if soaking() else ",".join([*named, "ours-memory"])
+    types = ["classic", "quorum"]
     sizes = ["--messages", "500", "--consumed", "1000", "--deadline", "60", "--queue-types", ",".join(types)]
-    command = [sys.executable, "-m", "integration.bench", "--quick", "--no-curves", "--only", only, *sizes]
+    command = [sys.executable, "-m", "integration.bench", "--quick", "--no-curves", "--only", "*", *sizes]
     command += ["--url", vhost.url, "--output", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

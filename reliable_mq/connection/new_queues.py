@@ -113,7 +113,10 @@ class QueueRecord:
         return replaced
 
     def lost(self, proven: float) -> None:
-        """Record the loss of the channel. The broker is known to have lived at ``proven``."""
+        """Record the loss of the channel.
+
+        Queues that were made a grace before ``proven`` are old.
+        """
         self._new_before = self.queues.new(proven, self._grace)
 
 

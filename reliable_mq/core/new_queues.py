@@ -101,7 +101,7 @@ class NewQueues:
             exchange: of the publish.
             routing_key: of the publish.
             now: the time of its confirm.
-            proven: when the broker is known to have lived.
+            proven: queues that were made a grace before are old.
             grace: seconds.
             copied: whether the message has a header that routes it elsewhere, too.
         """

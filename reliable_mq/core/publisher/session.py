@@ -85,8 +85,8 @@ class PublisherSession(Generic[P]):
 
     Attributes:
         statistics: counts, written here and read by anyone.
-        proven: queues that were new until then are old: the broker of this connection has run since. Minus infinity if
-            that is not known.
+        proven: queues that were made a grace before are old: the broker has run since. Minus infinity if that is not
+            known.
         frame_max: bytes that a frame may have on the latest channel.
         blocked_reason: the reason of the broker while it blocks publishing; else None.
         disconnected_reason: why there is no connection; None from an open channel on until the connection is lost, or
