@@ -29,10 +29,10 @@ fixture              scope      what it is
 
 `broker`, `private_broker` (and the virtual hosts on them) are the newest line; ``@pytest.mark.parametrize("broker",
 ["4.0"], indirect=True)`` chooses. `make soak` runs each such test on both lines and with many seeds, unless it chose.
-So it is with `consumer_api`: the sync one, or with ``@pytest.mark.both_apis`` or in `make soak` both. The other APIs
-are both in every run, unless ``@pytest.mark.one_api("aio")`` says that one is enough outside of `make soak`. There,
-publishers are on uvloop, too, and so is `run_async`. `any_broker` is the newest line, with ``@pytest.mark.both_lines``
-or in `make soak` both.
+So it is with `consumer_api`: the sync one, or what ``@pytest.mark.one_api("aio")`` names, or with
+``@pytest.mark.both_apis`` or in `make soak` both. The other APIs are both in every run, unless ``one_api`` says that
+one is enough outside of `make soak`. There, publishers are on uvloop, too, and so is `run_async`. `any_broker` is the
+newest line, with ``@pytest.mark.both_lines`` or in `make soak` both.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def pytest_configure(config: pytest.Config) -> None:
     properties.load(config)
     config.addinivalue_line("markers", "both_apis: a test of `consumer_api` that is for both in every run")
     config.addinivalue_line("markers", "both_lines: a test of `any_broker` that is for both lines in every run")
-    config.addinivalue_line("markers", "one_api(API): a long one of `publisher_api`, for both in `make soak` only")
+    config.addinivalue_line("markers", "one_api(API): a long one of any API, for both in `make soak` only")
     # A job that a shell runs in the background has SIGINT ignored, and so have its children; tests send it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     seeds()  # before there are processes that take it over
@@ -154,8 +154,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seed" in metafunc.fixturenames:
         metafunc.parametrize("seed", seeds(), ids=lambda seed: f"seed={seed}")
     if "consumer_api" in metafunc.fixturenames and not _chosen(metafunc, "consumer_api"):
+        alone = metafunc.definition.get_closest_marker("one_api")
         both = soaking() or metafunc.definition.get_closest_marker("both_apis") is not None
-        metafunc.parametrize("consumer_api", ["sync", "aio"] if both else ["sync"], indirect=True)
+        apis = ["sync", "aio"] if both else ["sync"] if alone is None else alone.args
+        metafunc.parametrize("consumer_api", apis, indirect=True)
     for name in ("publisher_api", "connection_api"):
         if name in metafunc.fixturenames and not _chosen(metafunc, name):
             alone = metafunc.definition.get_closest_marker("one_api")
@@ -205,9 +207,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_repeated_on_mysql(item: pytest.Item) -> bool:
-    """Whether it is a test of MariaDB, on MySQL. What every database must keep is a class, and for all in every run."""
+    """Whether it is a test of MariaDB, on MySQL."""
     parameters: dict[str, object] = getattr(getattr(item, "callspec", None), "params", {})
-    return any(str(value).startswith("mysql") for value in parameters.values()) and getattr(item, "cls", None) is None
+    return any(str(value).startswith("mysql") for value in parameters.values())
 
 
 def pytest_report_header() -> list[str]:

@@ -432,6 +432,7 @@ def test_publish_many_takes_plain_and_asynchronous_iterables(vhost: VirtualHost,
     run_async(main())
 
 
+@pytest.mark.soak
 def test_closing_while_the_broker_is_away_ends_in_time_and_can_be_cancelled(
     private_broker: RabbitMQ, private_vhost: VirtualHost, run_async: Any
 ) -> None:

@@ -91,6 +91,7 @@ def test_a_killed_broker_comes_back_at_the_same_place_with_its_messages(private_
     private_vhost.wait_for_messages("orders", 2)
 
 
+@pytest.mark.soak
 def test_an_orderly_restart_says_so_to_clients(private_vhost: VirtualHost) -> None:
     connection = private_vhost.connect()
 
@@ -165,6 +166,7 @@ def test_whatever_was_done_to_a_broker_heals(private_broker: RabbitMQ) -> None:
     assert private_broker.answers()
 
 
+@pytest.mark.soak
 def test_a_broker_can_be_given_configuration_and_files() -> None:
     with RabbitMQ(conf="heartbeat = 17\n", files={"/etc/reliable-mq/ca.pem": b"content"}) as broker:
         assert broker.execute("cat", "/etc/reliable-mq/ca.pem") == "content"

@@ -252,6 +252,7 @@ def test_ctrl_c_ends_a_publisher_and_says_how_far_it_came(vhost: VirtualHost) ->
         assert report == b"interrupted: 100 of 100 messages are confirmed\n"
 
 
+@pytest.mark.soak
 def test_lines_ride_over_a_kill_of_the_broker(private_broker: RabbitMQ, private_vhost: VirtualHost) -> None:
     """What a shell pipes in is all there after the broker was killed in the middle, at least once each."""
     declare(private_vhost)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from reliable_mq.testing import FaultProxyFactory, VirtualHost
 
 
-@pytest.fixture(params=["file", "postgresql"])
+@pytest.fixture(params=["file", pytest.param("postgresql", marks=pytest.mark.soak)])
 def where(request: pytest.FixtureRequest, tmp_path: Path, database: Callable[[str], Database]) -> str:
     """How the command line names an outbox."""
     path = tmp_path / "outbox"

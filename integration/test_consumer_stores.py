@@ -99,7 +99,6 @@ def new_store(consumer_api: str, database: Callable[[str], Database], tmp_path: 
         close()
 
 
-@pytest.mark.both_apis
 @pytest.mark.parametrize("kind", ["redis", "postgresql", "mariadb", "mysql", "sqlite"])
 def test_f36_copies_that_arrive_together_take_effect_once(
     vhost: VirtualHost, checker: Audit, new_store: Callable[..., Any], kind: str
@@ -119,7 +118,7 @@ def test_f36_copies_that_arrive_together_take_effect_once(
     assert checker.close(effects_once=True).effects == 30
 
 
-@pytest.mark.both_apis
+@pytest.mark.one_api("aio")
 @servers
 def test_f41_while_the_server_is_dead_nothing_is_handled_or_acked(
     vhost: VirtualHost, checker: Audit, database: Callable[[str], Database], new_store: Callable[..., Any], kind: str
@@ -441,7 +440,7 @@ def publish_orders(vhost: VirtualHost, count: int) -> list[str]:
     return [message.message_id for message in messages]
 
 
-@pytest.mark.parametrize("api", ["sync", "aio"])
+@pytest.mark.parametrize("api", [pytest.param("sync", marks=pytest.mark.soak), "aio"])
 def test_f36_eight_processes_of_eight_threads_or_tasks_effect_each_id_once(
     database: Callable[[str], Database], tmp_path: Path, api: str
 ) -> None:

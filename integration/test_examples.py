@@ -73,7 +73,10 @@ def test_an_example_prints_what_it_says(vhost: VirtualHost, example: str) -> Non
     assert_prints(example, again.stdout.decode())
 
 
-@pytest.mark.parametrize("example", ["inbox", "outbox", "asyncio_outbox"])
+@pytest.mark.parametrize(
+    "example",
+    ["inbox", pytest.param("outbox", marks=pytest.mark.soak), pytest.param("asyncio_outbox", marks=pytest.mark.soak)],
+)
 def test_an_example_with_a_database_runs_on_postgresql(
     vhost: VirtualHost, database: Callable[[str], Database], example: str
 ) -> None:

@@ -34,6 +34,7 @@ def rss() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("publisher_api", "consumer_api"), [("sync", "sync"), *([("aio", "aio")] if soaking() else [])], indirect=True
 )

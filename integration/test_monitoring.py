@@ -296,6 +296,7 @@ def fired(prometheus: Prometheus) -> set[tuple[str, str]]:
     return found
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(400)
 def test_each_alert_fires_under_its_fault_beside_what_is_well(
     vhost: VirtualHost, tmp_path: Path, fault_proxy: FaultProxyFactory

@@ -193,6 +193,7 @@ def test_relays_share_the_rows_and_none_is_published_twice(
     assert len({message_id for message_id, _ in found}) == len(found) == 1020
 
 
+@pytest.mark.soak
 @ON_POSTGRESQL
 def test_rows_of_a_key_are_published_in_order_by_several_relays(
     vhost: VirtualHost, new_engine: Callable[[], Engine], outbox: SQLAlchemyOutbox

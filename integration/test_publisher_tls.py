@@ -103,7 +103,7 @@ def url(vhost: VirtualHost, user: str = "guest:guest@", host: str = "localhost")
     return f"amqps://{user}{host}:{vhost.broker.tls_port}/{vhost.name}"
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+@pytest.mark.parametrize("host", ["localhost", pytest.param("127.0.0.1", marks=pytest.mark.soak)])
 def test_f53_good_certificate_is_accepted(
     tls_vhost: VirtualHost, checker: Audit, authority: Authority, host: str
 ) -> None:
@@ -168,6 +168,7 @@ def test_f53_bad_certificate_is_refused(
     assert tls_vhost.queue("orders") is None
 
 
+@pytest.mark.one_api("sync")
 @BAD
 def test_f53_certificate_goes_bad_and_is_renewed(
     tls_vhost: VirtualHost, checker: Audit, authority: Authority, good: Certificate, bad: Certificate, reason: str

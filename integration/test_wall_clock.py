@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from reliable_mq.testing import FaultProxyFactory, VirtualHost
 
 
-@pytest.mark.parametrize("api", ["sync", "aio"])
+@pytest.mark.parametrize("api", [pytest.param("sync", marks=pytest.mark.soak), "aio"])
 def test_f45_wall_clock_jumps_by_an_hour(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, tmp_path: Path, api: str
 ) -> None:

@@ -74,6 +74,7 @@ def publish(vhost: VirtualHost, messages: list[Message]) -> None:
         assert publisher.publish_many(messages, routing_key=DEAD).ok
 
 
+@pytest.mark.soak
 def test_each_task_is_done_by_keyboard_alone(vhost: VirtualHost, browser: Browser, tmp_path: Path) -> None:
     """Look, filter, open, export, dry run, replay one, edit, delete: Tab, Enter, Space, and letters."""
     publish(vhost, letters(12))
@@ -146,6 +147,7 @@ def test_each_task_is_done_by_keyboard_alone(vhost: VirtualHost, browser: Browse
     assert ended == ["replay", "replay", "export", "purge"]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("size", ["narrow", pytest.param("wide", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("dark", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_axe_finds_nothing(vhost: VirtualHost, browser: Browser, dark: bool, size: str) -> None:
@@ -270,6 +272,7 @@ def test_100_000_letters_are_read_in_proportion(vhost: VirtualHost, browser: Bro
         user.page.get_by_role("link", name="Download 100,000 letters").wait_for(timeout=600_000)
 
 
+@pytest.mark.soak
 def test_a_broker_that_dies_in_mid_replay_loses_nothing(
     private_vhost: VirtualHost, browser: Browser, checker: Audit
 ) -> None:

@@ -92,7 +92,7 @@ def test_an_alarm_of_one_node_blocks_publishing_on_all(rabbitmq_cluster: RabbitM
     assert is_confirmed(other, orders, within=30)
 
 
-@pytest.mark.parametrize("one_way", [False, True])
+@pytest.mark.parametrize("one_way", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_a_leader_that_is_cut_off_keeps_its_clients_and_confirms_nothing(
     rabbitmq_cluster: RabbitMQCluster, orders: VirtualHost, one_way: bool
 ) -> None:

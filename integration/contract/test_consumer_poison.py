@@ -105,7 +105,6 @@ POISON: dict[str, tuple[dict[str, bytes], Callable[[Delivery], object], object]]
 
 
 @pytest.mark.parametrize("name", POISON)
-@pytest.mark.both_apis
 def test_f29_headers_that_drivers_cannot_decode_are_read(any_vhost: VirtualHost, name: str) -> None:
     """The handler gets what is in them, and messages before and behind flow; nothing is redelivered."""
     segments, read, expected = POISON[name]

@@ -384,6 +384,7 @@ def test_a_consumer_in_a_forked_child_refuses_and_the_parents_works_on(vhost: Vi
         assert (consumer.reconnects, consumer.connected) == (0, True)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_f55_200_starts_and_stops_leave_nothing_behind(vhost: VirtualHost) -> None:
     """No thread, no descriptor, and no object per cycle."""

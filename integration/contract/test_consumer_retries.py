@@ -173,7 +173,7 @@ def test_a_retried_message_is_the_same_message_and_never_early(any_vhost: Virtua
     wait_until(lambda: nonzero(any_vhost.live_counts()) == {"copy": 1}, timeout=10, what="nothing left but the copy")
 
 
-@pytest.mark.both_apis
+@pytest.mark.one_api("aio")
 @BACKENDS
 def test_a_message_of_another_user_is_tried_again_and_dead_lettered(any_vhost: VirtualHost, backend: str) -> None:
     """Published again with its user_id, it would close the channel: 406, it is not the connection's user."""
@@ -233,8 +233,8 @@ def test_f27_f30_the_cap_holds_and_the_dead_letter_says_why(
     checker.close()
 
 
+@pytest.mark.one_api("aio")
 @BACKENDS
-@pytest.mark.both_apis
 def test_f28_f58_headers_of_ours_from_elsewhere_are_not_misread(any_vhost: VirtualHost, backend: str) -> None:
     """A count that a client made up costs no attempt; a format that is newer than ours is dead-lettered unseen."""
     handler = Attempts(failures=2)
@@ -259,7 +259,7 @@ def test_a_delay_that_no_queue_has_goes_through_several(vhost: VirtualHost) -> N
     check_gaps(handler.gaps, (2.3, 2.3, 2.3))
 
 
-@pytest.mark.both_apis
+@pytest.mark.one_api("aio")
 def test_f56_mixed_delays_do_not_wait_for_each_other(vhost: VirtualHost, checker: Audit) -> None:
     """Short ones behind long ones come back in their own time: nothing blocks at a head."""
     back: dict[bytes, float] = {}

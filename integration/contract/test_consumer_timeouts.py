@@ -39,7 +39,6 @@ def impatient(any_vhost: VirtualHost) -> Iterator[VirtualHost]:
     broker.evaluate(f"application:set_env(rabbit, channel_tick_interval, {usual})")
 
 
-@pytest.mark.both_apis
 def test_f26_a_message_that_hangs_its_handler_is_warned_of_and_bounded_and_its_neighbours_flow(
     impatient: VirtualHost, checker: Audit, caplog: pytest.LogCaptureFixture
 ) -> None:

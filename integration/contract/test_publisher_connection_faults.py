@@ -71,6 +71,7 @@ def test_f02_broker_is_restarted_gracefully(
     checker.close()
 
 
+@pytest.mark.one_api("aio")
 def test_f03_connection_is_reset_after_frame_n(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
@@ -284,6 +285,7 @@ def test_f09_narrow_network(vhost: VirtualHost, checker: Audit, fault_proxy: Fau
     checker.close()
 
 
+@pytest.mark.one_api("aio")
 def test_f10_peer_stops_reading_then_resets(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:

@@ -135,6 +135,7 @@ def test_f12_the_brokers_text_names_the_culprit(any_vhost: VirtualHost, flaw: st
         assert not any(one.result(30).possible_duplicate for one in after)
 
 
+@pytest.mark.one_api("sync")
 @pytest.mark.parametrize("queue_type", ["classic", "quorum"])
 def test_f15_nacked_messages_are_exactly_those_reported(vhost: VirtualHost, checker: Audit, queue_type: str) -> None:
     """A full queue nacks; after the retries exactly the nacked messages are reported, the others are in the queue.

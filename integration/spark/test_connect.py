@@ -48,6 +48,7 @@ def assert_moved(vhost: VirtualHost, published: dict[str, bytes]) -> None:
     assert drain(vhost, "orders") == []
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_client_registers_the_format_and_reads_and_writes(vhost: VirtualHost, tmp_path: Path) -> None:
     """Queue to queue, a batch into a stream, the stream into files and as a batch; errors say what they always do."""

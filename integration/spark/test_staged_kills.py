@@ -1,6 +1,6 @@
 """The kill matrix of staged mode: parts of a running query die at random moments; files have each message once.
 
-`make soak` kills each part at 20 moments or more, all seeds together; other runs kill each once, in one query.
+Part of `make soak` alone, which kills each part at 20 moments or more, all seeds together.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from integration.support.processes import Process
-from integration.support.seeds import soak_seeds, soaking
+from integration.support.seeds import soak_seeds
 from integration.support.spark_application import kill_reader, kill_worker
 from integration.support.spark_cluster import StandaloneCluster
 from integration.support.staged_pipeline import Pipeline
@@ -58,6 +58,7 @@ def relays(url: str) -> Iterator[Callable[[], None]]:
         end()
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_f68_parts_of_a_query_are_killed_and_files_have_all_once(
     spark: SparkSession,
@@ -67,12 +68,9 @@ def test_f68_parts_of_a_query_are_killed_and_files_have_all_once(
     rng: random.Random,
     report: Callable[[str], None],
 ) -> None:
-    """Reader, relay, worker and broker, in some order; the query has a relay, and another one waits, or moves.
-
-    Two of them, in `make soak` each once.
-    """
+    """Reader, relay, worker and broker, in some order; the query has a relay, and another one waits, or moves."""
     pipeline = Pipeline(private_vhost, tmp_path, rng)
-    parts = rng.sample(("reader", "relay", "worker", "broker"), 4 if soaking() else 2)
+    parts = rng.sample(("reader", "relay", "worker", "broker"), 4)
     with relays(private_vhost.url) as kill_relay, pipeline.in_session(spark) as running:
         for number in pipeline.moments(len(parts), running, broker=True):
             if parts[number] == "reader":

@@ -36,7 +36,7 @@ ASYNC_DRIVERS = {
 APIS = [
     ("postgresql", "sync", ""),
     ("postgresql", "aio", "psycopg_async"),
-    ("mariadb", "sync", ""),
+    pytest.param("mariadb", "sync", "", marks=pytest.mark.soak),
     pytest.param("postgresql", "aio", "asyncpg", marks=pytest.mark.soak),
     pytest.param("mariadb", "aio", "asyncmy", marks=pytest.mark.soak),
     pytest.param("mysql", "sync", "", marks=pytest.mark.soak),
