@@ -6,7 +6,7 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 ARGS ?=
 # Tests mostly wait, for a broker or a time to pass, so some run side by side: each process with brokers of its own.
-JOBS ?= 4
+JOBS ?= 6
 # Each of some hundred processes uses what an earlier one has compiled.
 unexport PYTHONDONTWRITEBYTECODE
 

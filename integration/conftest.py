@@ -20,19 +20,18 @@ fixture              scope      what it is
 `report`             test       a function `(line)`: have it printed at the end of the run
 `seed`, `rng`        test       a number that is part of the test's name; `random.Random(seed)`
 `fault_proxy`        test       a function `(url, *, seed=0) -> FaultProxy`
-`publisher_api`      test       each API in turn: `Publisher` of the test's module is the sync or the asyncio one
-`consumer_api`       test       each API (see below): `Consumer` of the test's module is the sync or the asyncio one
-`connection_api`     test       each API in turn: a `Recorded` connection is the sync or the asyncio one
+`publisher_api`      test       one API (see below): `Publisher` of the test's module is the sync or the asyncio one
+`consumer_api`       test       one API (see below): `Consumer` of the test's module is the sync or the asyncio one
+`connection_api`     test       one API (see below): a `Recorded` connection is the sync or the asyncio one
 `run_async`          test       a function `(coroutine)`: runs it on a fresh event loop; none of it may stay there
 `baseline`           test       afterwards, threads and descriptors must be back to where they were
 ===================  =========  ========================================================================================
 
 `broker`, `private_broker` (and the virtual hosts on them) are the newest line; ``@pytest.mark.parametrize("broker",
 ["4.0"], indirect=True)`` chooses. `make soak` runs each such test on both lines and with many seeds, unless it chose.
-So it is with `consumer_api`: the sync one, or what ``@pytest.mark.one_api("aio")`` names, or with
-``@pytest.mark.both_apis`` or in `make soak` both. The other APIs are both in every run, unless ``one_api`` says that
-one is enough outside of `make soak`. There, publishers are on uvloop, too, and so is `run_async`. `any_broker` is the
-newest line, with ``@pytest.mark.both_lines`` or in `make soak` both.
+Half of the tests of `publisher_api`, `consumer_api` and `connection_api` run on each API, in `make soak` all on both.
+There, publishers are on uvloop, too, and so is `run_async`. `any_broker` is the newest line, with
+``@pytest.mark.both_lines`` or in `make soak` both.
 """
 
 from __future__ import annotations
@@ -43,6 +42,7 @@ import signal
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 import pytest
 from xdist.scheduler import LoadFileScheduling
@@ -94,6 +94,8 @@ _SPLIT = (
 _LONGEST = (
     "test_outbox_sqlalchemy.py",
     *_SPLIT,
+    "test_stage.py",
+    "test_tokens.py",
     "test_consumer_stores.py",
     "test_cli_outbox.py",
     "test_wheel.py",
@@ -130,6 +132,7 @@ _LONGEST = (
     "test_staged_kills.py",
     "test_outages.py",
 )
+_APIS = ("sync", "aio")
 _CLUSTER = "cluster"  # the directory of tests that share one, and take longer than any file
 _OLD_LINE = "4.0"  # whose tests share one broker
 _TESTS_BETWEEN_FREEZES = 20
@@ -142,9 +145,7 @@ _tests_begun = count()
 @pytest.hookimpl(tryfirst=True)  # before the plug-in of hypothesis takes its seed
 def pytest_configure(config: pytest.Config) -> None:
     properties.load(config)
-    config.addinivalue_line("markers", "both_apis: a test of `consumer_api` that is for both in every run")
     config.addinivalue_line("markers", "both_lines: a test of `any_broker` that is for both lines in every run")
-    config.addinivalue_line("markers", "one_api(API): a long one of any API, for both in `make soak` only")
     # A job that a shell runs in the background has SIGINT ignored, and so have its children; tests send it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     seeds()  # before there are processes that take it over
@@ -153,17 +154,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seed" in metafunc.fixturenames:
         metafunc.parametrize("seed", seeds(), ids=lambda seed: f"seed={seed}")
-    if "consumer_api" in metafunc.fixturenames and not _chosen(metafunc, "consumer_api"):
-        alone = metafunc.definition.get_closest_marker("one_api")
-        both = soaking() or metafunc.definition.get_closest_marker("both_apis") is not None
-        apis = ["sync", "aio"] if both else ["sync"] if alone is None else alone.args
-        metafunc.parametrize("consumer_api", apis, indirect=True)
-    for name in ("publisher_api", "connection_api"):
+    for name in ("publisher_api", "consumer_api", "connection_api"):
         if name in metafunc.fixturenames and not _chosen(metafunc, name):
-            alone = metafunc.definition.get_closest_marker("one_api")
-            apis = ["sync", "aio"] if soaking() or alone is None else alone.args
-            on_uvloop = ["uvloop"] if soaking() and name == "publisher_api" else []
-            metafunc.parametrize(name, [*apis, *on_uvloop], indirect=True)
+            turn = crc32(metafunc.function.__qualname__.encode()) % len(_APIS)
+            on_uvloop = ["uvloop"] if name == "publisher_api" else []
+            apis = [*_APIS, *on_uvloop] if soaking() else [_APIS[turn]]
+            metafunc.parametrize(name, apis, indirect=True)
     if "any_broker" in metafunc.fixturenames and not _chosen(metafunc, "any_broker"):
         both = soaking() or metafunc.definition.get_closest_marker("both_lines") is not None
         metafunc.parametrize("any_broker", LINES if both else ["newest"], indirect=True, scope="session")

@@ -118,7 +118,6 @@ def test_f36_copies_that_arrive_together_take_effect_once(
     assert checker.close(effects_once=True).effects == 30
 
 
-@pytest.mark.one_api("aio")
 @servers
 def test_f41_while_the_server_is_dead_nothing_is_handled_or_acked(
     vhost: VirtualHost, checker: Audit, database: Callable[[str], Database], new_store: Callable[..., Any], kind: str

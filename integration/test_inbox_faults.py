@@ -88,7 +88,6 @@ def writing(api: str, then: Callable[[Delivery], object]) -> Callable[[Delivery]
     return handle if api == "sync" else handle_async
 
 
-@pytest.mark.both_apis
 def test_f42_a_server_that_hangs_in_the_transaction_of_a_handler_does_not_block_it(
     vhost: VirtualHost,
     database: Callable[[str], Database],
@@ -132,7 +131,6 @@ def test_f42_a_server_that_hangs_in_the_transaction_of_a_handler_does_not_block_
     assert effects(url) == Counter(ids)
 
 
-@pytest.mark.both_apis
 @pytest.mark.parametrize("kind", ["postgresql", "mariadb", "mysql"])
 def test_f43_a_commit_whose_answer_is_lost_is_no_attempt(
     vhost: VirtualHost,

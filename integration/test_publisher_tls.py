@@ -168,7 +168,6 @@ def test_f53_bad_certificate_is_refused(
     assert tls_vhost.queue("orders") is None
 
 
-@pytest.mark.one_api("sync")
 @BAD
 def test_f53_certificate_goes_bad_and_is_renewed(
     tls_vhost: VirtualHost, checker: Audit, authority: Authority, good: Certificate, bad: Certificate, reason: str

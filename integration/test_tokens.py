@@ -42,7 +42,7 @@ def honest(issuer: Issuer) -> None:
     issuer.forged = issuer.fails = False
 
 
-@pytest.fixture(params=["sync", "aio"])
+@pytest.fixture(params=[pytest.param("sync", marks=pytest.mark.soak), "aio"])
 def kinds(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     return (Publisher, Consumer) if request.param == "sync" else (BlockingPublisher, BlockingConsumer)
 

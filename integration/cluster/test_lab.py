@@ -111,6 +111,7 @@ def test_a_leader_that_is_cut_off_keeps_its_clients_and_confirms_nothing(
     assert is_confirmed(alone, orders, within=120)
 
 
+@pytest.mark.soak
 def test_a_node_that_lost_its_disk_has_copies_of_every_queue_again(
     rabbitmq_cluster: RabbitMQCluster, orders: VirtualHost
 ) -> None:

@@ -255,7 +255,6 @@ def test_frames_that_cannot_be_decoded_cost_the_connection_and_nothing_else(
         assert recorded.io.callback_errors == 0
 
 
-@pytest.mark.one_api("aio")
 def test_a_vanished_peer_is_noticed_by_heartbeats(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
     proxy = fault_proxy(vhost.url)
     with Recorded(proxy.url, heartbeat=1) as recorded:
@@ -918,7 +917,6 @@ def test_it_starts_once(vhost: VirtualHost) -> None:
 # -- secrets -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_api("sync")
 def test_no_log_of_ours_or_of_the_driver_holds_a_password(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture, connection_api: str
 ) -> None:

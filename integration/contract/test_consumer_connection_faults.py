@@ -75,7 +75,6 @@ def test_f01_f02_broker_dies_while_messages_are_handled(
     assert balance.left == 0
 
 
-@pytest.mark.one_api("aio")
 def test_f03_connection_is_reset_after_frame_n(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
@@ -96,7 +95,6 @@ def test_f03_connection_is_reset_after_frame_n(
     assert checker.close().left == 0
 
 
-@pytest.mark.both_apis
 def test_f03_buffered_deliveries_of_a_lost_channel_never_reach_a_handler(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
@@ -146,7 +144,6 @@ def test_f04_connection_is_reset_between_publish_and_ack(
     assert balance.effects == 100
 
 
-@pytest.mark.both_apis
 def test_f04_connection_is_reset_between_effect_and_ack(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
 ) -> None:
@@ -164,7 +161,6 @@ def test_f04_connection_is_reset_between_effect_and_ack(
     assert checker.close(effects_once=True).effects == 150
 
 
-@pytest.mark.both_apis
 def test_f05_connection_is_reset_in_the_middle_of_a_body(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
@@ -229,7 +225,6 @@ def test_f06_a_stop_on_a_dead_connection_ends_in_time(vhost: VirtualHost, fault_
     assert time.monotonic() - started < 20
 
 
-@pytest.mark.one_api("aio")
 def test_f08_slow_and_jittery_network(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, seed: int
 ) -> None:
@@ -310,7 +305,6 @@ def test_f09_what_this_side_holds_is_no_more_than_was_prefetched(
         assert (consumer.reconnects, consumer.statistics.delivered) == (0, 200)
 
 
-@pytest.mark.one_api("aio")
 def test_f10_peer_stops_reading_then_resets(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
@@ -367,7 +361,6 @@ def test_f11_broker_is_frozen(private_broker: RabbitMQ, private_vhost: VirtualHo
     checker.close()
 
 
-@pytest.mark.both_apis
 def test_f13_a_double_ack_from_outside_closes_the_channel_and_the_consumer_resumes(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
 ) -> None:
@@ -388,7 +381,6 @@ def test_f13_a_double_ack_from_outside_closes_the_channel_and_the_consumer_resum
     checker.close()
 
 
-@pytest.mark.one_api("aio")
 def test_f14_an_exclusive_queue_is_backed_off_from_until_its_dead_connection_is_gone(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -408,7 +400,6 @@ def test_f14_an_exclusive_queue_is_backed_off_from_until_its_dead_connection_is_
         handler.wait_done(2)
 
 
-@pytest.mark.both_apis
 def test_f14_an_exclusive_consumer_waits_for_the_one_before(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -463,7 +454,6 @@ def test_f37_f38_exactly_the_unfinished_come_back_and_late_results_are_dropped(
     assert vhost.live_counts(["orders"])["orders"] == 0
 
 
-@pytest.mark.both_apis
 def test_f38_a_late_result_acks_nothing_on_the_new_channel(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
     """The broker counts delivery tags from 1 again: each late result has the tag of a delivery that is unfinished."""
     proxy = fault_proxy(vhost.url)
@@ -489,7 +479,6 @@ def test_f38_a_late_result_acks_nothing_on_the_new_channel(vhost: VirtualHost, f
     assert vhost.live_counts()["orders"] == 0
 
 
-@pytest.mark.one_api("aio")
 @pytest.mark.parametrize("batch", [False, True])
 def test_f51_a_handler_that_blocks_for_three_heartbeats_keeps_the_connection(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, batch: bool

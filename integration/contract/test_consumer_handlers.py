@@ -81,7 +81,6 @@ def test_what_a_plain_handler_returns_is_ignored_unless_it_is_a_verdict(vhost: V
         assert (consumer.statistics.failed, consumer.statistics.handled) == (0, 2)
 
 
-@pytest.mark.both_apis
 def test_handlers_run_side_by_side_as_many_as_told(vhost: VirtualHost) -> None:
     """Each waits until all four are at it; a fifth does not begin."""
     together = threading.Barrier(5)
@@ -110,7 +109,6 @@ def test_one_handler_at_a_time_keeps_the_order(vhost: VirtualHost) -> None:
 # Trying again
 
 
-@pytest.mark.both_apis
 def test_a_handler_that_raises_is_tried_again_after_each_delay_then_dead_lettered(any_vhost: VirtualHost) -> None:
     """Attempts are counted and shown, on every broker; the original is acked when its dead letter is confirmed."""
     times: list[float] = []
@@ -151,7 +149,6 @@ def test_retry_later_chooses_the_delay_but_counts(vhost: VirtualHost) -> None:
 
 
 @pytest.mark.parametrize("store", [False, True])
-@pytest.mark.both_apis
 def test_a_verdict_that_is_returned_counts_as_one_that_is_raised(vhost: VirtualHost, store: bool) -> None:
     """The policy's delay is an hour; the handler's own is not waited an hour for."""
     verdicts = {b"0": DeadLetter("bad"), b"1": RetryLater(0.05), b"2": None}
@@ -172,7 +169,6 @@ def test_a_verdict_that_is_returned_counts_as_one_that_is_raised(vhost: VirtualH
     assert dead["properties"]["headers"][PREFIX + "dead-letter-reason"] == "bad"
 
 
-@pytest.mark.both_apis
 def test_verdicts_and_exceptions_in_a_group_are_seen(vhost: VirtualHost) -> None:
     """As a task group in a handler raises them: a dead letter wins, then what the policy gives up on, then delays."""
     raised = {
@@ -211,7 +207,6 @@ def changed() -> RetryLater:
 
 
 @pytest.mark.parametrize("store", [False, True])
-@pytest.mark.both_apis
 def test_an_exception_whose_description_fails_costs_its_delivery_an_attempt_and_nothing_else(
     vhost: VirtualHost, store: bool
 ) -> None:
@@ -267,7 +262,6 @@ def test_dead_letter_ends_it_at_once_with_its_reason(vhost: VirtualHost) -> None
 
 @pytest.mark.parametrize("store", [False, True])
 @pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit()])
-@pytest.mark.both_apis
 def test_a_handler_that_would_end_its_thread_has_failed(vhost: VirtualHost, error: BaseException, store: bool) -> None:
     """sys.exit() in a handler ends neither the worker nor the program."""
     check_that_only_the_attempt_ends(vhost, error, store)
@@ -342,7 +336,6 @@ def test_f27_a_requeue_loop_ends_at_our_cap_on_every_broker(any_vhost: VirtualHo
 # Dead letters
 
 
-@pytest.mark.both_apis
 def test_a_handler_cannot_change_what_is_tried_again_and_dead_lettered(vhost: VirtualHost) -> None:
     """A handler that unpacks the body in place, and then fails: the message stays as it came."""
     bodies: list[bytes] = []
@@ -542,7 +535,6 @@ TOUCHES: dict[str, Callable[[list[Delivery]], object]] = {
 
 @pytest.mark.parametrize("store", [False, True])
 @pytest.mark.parametrize("touch", TOUCHES.values(), ids=TOUCHES)
-@pytest.mark.both_apis
 def test_a_batch_handler_may_do_as_it_likes_with_its_list(
     vhost: VirtualHost, store: bool, touch: Callable[[list[Delivery]], object]
 ) -> None:

@@ -30,7 +30,6 @@ def copies(count: int, of: int) -> list[Message]:
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
-@pytest.mark.both_apis
 def test_f36_each_message_is_delivered_ten_times_concurrently(
     vhost: VirtualHost, checker: Audit, together: bool
 ) -> None:
@@ -102,7 +101,6 @@ class Noting(MemoryStore):
         return super().claim_many(keys, lease)
 
 
-@pytest.mark.both_apis
 def test_equal_queue_names_in_two_virtual_hosts_share_a_store(
     vhost: VirtualHost, new_vhost: Callable[[RabbitMQ], VirtualHost]
 ) -> None:
@@ -119,7 +117,6 @@ def test_equal_queue_names_in_two_virtual_hosts_share_a_store(
     assert set(store.keys) == {f"/{place.name}|orders|m0" for place in vhosts}
 
 
-@pytest.mark.both_apis
 def test_a_namespace_of_ones_own_is_one_for_several_places(
     vhost: VirtualHost, new_vhost: Callable[[RabbitMQ], VirtualHost]
 ) -> None:

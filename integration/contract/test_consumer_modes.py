@@ -54,7 +54,6 @@ def test_the_prefetch_may_change_in_flight(any_vhost: VirtualHost, kind: str) ->
     assert handler.bodies == numbered(100)
 
 
-@pytest.mark.both_apis
 def test_the_prefetch_is_kept_over_a_reconnect_and_may_be_set_before(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
@@ -194,7 +193,6 @@ def test_automatic_acks_are_at_most_once(vhost: VirtualHost, fault_proxy: FaultP
 
 
 @pytest.mark.parametrize("end", ["stop", "loss"])
-@pytest.mark.both_apis
 def test_what_was_acked_automatically_is_handled_though_its_channel_ends(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, end: str
 ) -> None:

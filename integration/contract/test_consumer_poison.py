@@ -125,7 +125,6 @@ def test_f29_headers_that_drivers_cannot_decode_are_read(any_vhost: VirtualHost,
 
 
 @pytest.mark.parametrize("reads", [False, True], ids=["unread", "read"])
-@pytest.mark.both_apis
 def test_f29_nesting_that_nobody_can_decode(any_vhost: VirtualHost, reads: bool) -> None:
     """2000 levels deep: handled where the handler does not look, else quarantined at once, with its properties kept."""
 
@@ -149,7 +148,6 @@ def test_f29_nesting_that_nobody_can_decode(any_vhost: VirtualHost, reads: bool)
             assert delivery.message_id == "poison"
 
 
-@pytest.mark.both_apis
 def test_f29_a_routing_key_that_is_not_utf_8(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
     """It arrives with surrogate escapes, and a dead letter keeps it as bytes."""
     proxy = fault_proxy(vhost.url)
@@ -211,7 +209,6 @@ def test_f30_a_body_that_cannot_be_parsed_is_dead_lettered_with_the_reason(
     checker.close()
 
 
-@pytest.mark.both_apis
 def test_f32_what_is_above_the_limits_is_quarantined_unseen(any_vhost: VirtualHost, checker: Audit) -> None:
     """A body or headers that are too large reach no handler, cost no attempt, and do not harm the consumer."""
     handler = Handler(account=checker)
@@ -237,7 +234,6 @@ def test_f32_what_is_above_the_limits_is_quarantined_unseen(any_vhost: VirtualHo
     checker.close()
 
 
-@pytest.mark.both_apis
 def test_f32_a_body_far_above_the_limit_is_dead_lettered_by_the_broker(any_vhost: VirtualHost, checker: Audit) -> None:
     """Byte for byte, though the consumer has never had it in memory; its neighbours are handled."""
     handler = Handler(account=checker)
@@ -255,7 +251,6 @@ def test_f32_a_body_far_above_the_limit_is_dead_lettered_by_the_broker(any_vhost
     checker.close()
 
 
-@pytest.mark.both_apis
 def test_f32_headers_larger_than_a_frame_of_the_connection_cost_no_connection(any_vhost: VirtualHost) -> None:
     """RabbitMQ sends properties in one frame, however small the frames are that this connection has agreed on."""
     handler = Handler()
@@ -268,7 +263,6 @@ def test_f32_headers_larger_than_a_frame_of_the_connection_cost_no_connection(an
     assert {len(str(one.headers.get("h", ""))) for one in handler.begun} == {0, 100_000}
 
 
-@pytest.mark.both_apis
 def test_f28_claims_of_earlier_attempts_that_are_not_ours_are_not_trusted(any_vhost: VirtualHost) -> None:
     """x-death, x-delivery-count and an attempt out of range, sent by a client: the first attempt is the first."""
     spoofs: list[dict[str, object]] = [
@@ -288,7 +282,6 @@ def test_f28_claims_of_earlier_attempts_that_are_not_ours_are_not_trusted(any_vh
     assert handler.attempts == [1] * len(spoofs)
 
 
-@pytest.mark.both_apis
 def test_f58_a_header_format_of_a_newer_version_is_dead_lettered_not_misread(vhost: VirtualHost) -> None:
     """With a reason that says so; no handler sees it."""
     handler = Handler()

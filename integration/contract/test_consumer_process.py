@@ -89,7 +89,6 @@ def left(vhost: VirtualHost) -> int:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.both_apis
 def test_f47_a_signal_in_a_handler_lets_it_finish_and_requeues_the_rest(
     any_vhost: VirtualHost, number: signal.Signals, consumer_api: str
 ) -> None:
@@ -111,7 +110,6 @@ def test_f47_a_signal_in_a_handler_lets_it_finish_and_requeues_the_rest(
     assert left(any_vhost) == 9
 
 
-@pytest.mark.both_apis
 def test_f47_a_second_signal_does_not_wait_for_the_handler(vhost: VirtualHost, consumer_api: str) -> None:
     """What it was at comes again."""
     declare(vhost)
@@ -151,7 +149,6 @@ def test_f47_a_signal_while_the_broker_is_away_ends_it_too(
         assert program.end() == 0
 
 
-@pytest.mark.both_apis
 def test_f34_after_a_sigkill_only_what_was_not_acked_comes_back(any_vhost: VirtualHost, consumer_api: str) -> None:
     """Three were handled and acked; the fourth was in work, the others waited."""
     declare(any_vhost)
@@ -169,7 +166,6 @@ def test_f34_after_a_sigkill_only_what_was_not_acked_comes_back(any_vhost: Virtu
     assert handler.attempts == [1] * 7
 
 
-@pytest.mark.both_apis
 def test_f34_after_a_sigkill_of_the_single_active_consumer_the_next_goes_on_in_order(
     any_vhost: VirtualHost, consumer_api: str
 ) -> None:
@@ -288,7 +284,6 @@ def test_a_handler_that_never_returns_does_not_keep_run_from_returning(
     assert left(vhost) == 3
 
 
-@pytest.mark.both_apis
 def test_a_stop_during_a_loss_waits_for_the_handler_and_subscribes_no_more(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:

@@ -43,7 +43,6 @@ def count(vhost: VirtualHost, queue: str = "orders") -> int:
     return vhost.live_counts([queue])[queue]
 
 
-@pytest.mark.both_apis
 def test_it_gives_what_is_there_and_acks_at_the_end_of_the_block(any_vhost: VirtualHost) -> None:
     """In order, up to as many as asked for; the rest stays."""
     with Consumer(any_vhost.url, ORDERS) as consumer:
@@ -90,7 +89,6 @@ def test_without_with_the_first_call_connects_and_close_ends_it(vhost: VirtualHo
         pass
 
 
-@pytest.mark.both_apis
 def test_after_an_exception_all_that_was_not_settled_is_requeued(any_vhost: VirtualHost) -> None:
     """Redelivered, in its place, and no attempt is counted."""
     with Consumer(any_vhost.url, ORDERS) as consumer:
@@ -159,7 +157,6 @@ def test_a_delay_may_be_chosen(vhost: VirtualHost) -> None:
             assert delivery.attempt == 2
 
 
-@pytest.mark.both_apis
 def test_no_more_are_unsettled_than_the_prefetch(vhost: VirtualHost) -> None:
     """The broker does not hold back basic.get; we do, what is held for a retry included."""
     with Consumer(vhost.url, ORDERS, prefetch=5, retry=HELD) as consumer:
@@ -244,7 +241,6 @@ def test_a_request_survives_the_loss_of_its_channel(vhost: VirtualHost, fault_pr
         assert got == numbered(1)
 
 
-@pytest.mark.both_apis
 def test_answers_that_were_lost_with_their_channel_are_asked_for_again(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
@@ -339,7 +335,6 @@ def test_a_deleted_queue_is_declared_again(vhost: VirtualHost) -> None:
             assert bodies(deliveries) == numbered(1)
 
 
-@pytest.mark.both_apis
 def test_f24_a_foreign_queue_that_was_deleted_is_reported_until_it_is_back(vhost: VirtualHost) -> None:
     """At once where there is no time to wait, else when the time is over: the queue may come back meanwhile."""
 

@@ -56,7 +56,6 @@ def test_f27_messages_that_kill_their_consumer_are_dead_lettered_and_their_neigh
     checker.close()
 
 
-@pytest.mark.both_apis
 def test_restarts_in_good_order_are_no_crashes(any_vhost: VirtualHost, consumer_api: str) -> None:
     """What is requeued as a consumer stops is suspect of nothing; all is handled, and no attempt is counted.
 

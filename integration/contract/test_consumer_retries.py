@@ -150,7 +150,6 @@ def backend_of(name: Any, *, max_attempts: int = 3) -> tuple[Queue, RetryPolicy]
     return DELAYED if name == "broker" else ORDERS, RetryPolicy(max_attempts, delays=(0.2, 0.4), backend=name)
 
 
-@pytest.mark.both_apis
 @BACKENDS
 def test_a_retried_message_is_the_same_message_and_never_early(any_vhost: VirtualHost, backend: str) -> None:
     """CC, user_id, expiration, float headers, exchange and routing key: each attempt sees what the first one saw."""
@@ -173,7 +172,6 @@ def test_a_retried_message_is_the_same_message_and_never_early(any_vhost: Virtua
     wait_until(lambda: nonzero(any_vhost.live_counts()) == {"copy": 1}, timeout=10, what="nothing left but the copy")
 
 
-@pytest.mark.one_api("aio")
 @BACKENDS
 def test_a_message_of_another_user_is_tried_again_and_dead_lettered(any_vhost: VirtualHost, backend: str) -> None:
     """Published again with its user_id, it would close the channel: 406, it is not the connection's user."""
@@ -193,7 +191,6 @@ def test_a_message_of_another_user_is_tried_again_and_dead_lettered(any_vhost: V
     assert dead["properties"]["headers"][headers.ORIGINAL_USER_ID] == "guest"
 
 
-@pytest.mark.both_apis
 @BACKENDS
 def test_f27_f30_the_cap_holds_and_the_dead_letter_says_why(
     any_vhost: VirtualHost, backend: str, checker: Audit
@@ -233,7 +230,6 @@ def test_f27_f30_the_cap_holds_and_the_dead_letter_says_why(
     checker.close()
 
 
-@pytest.mark.one_api("aio")
 @BACKENDS
 def test_f28_f58_headers_of_ours_from_elsewhere_are_not_misread(any_vhost: VirtualHost, backend: str) -> None:
     """A count that a client made up costs no attempt; a format that is newer than ours is dead-lettered unseen."""
@@ -259,7 +255,6 @@ def test_a_delay_that_no_queue_has_goes_through_several(vhost: VirtualHost) -> N
     check_gaps(handler.gaps, (2.3, 2.3, 2.3))
 
 
-@pytest.mark.one_api("aio")
 def test_f56_mixed_delays_do_not_wait_for_each_other(vhost: VirtualHost, checker: Audit) -> None:
     """Short ones behind long ones come back in their own time: nothing blocks at a head."""
     back: dict[bytes, float] = {}
@@ -289,7 +284,6 @@ def test_f56_mixed_delays_do_not_wait_for_each_other(vhost: VirtualHost, checker
     checker.close()
 
 
-@pytest.mark.both_apis
 def test_f57_a_delay_queue_that_was_deleted_is_declared_again(vhost: VirtualHost) -> None:
     """The retry is returned, its original stays unacked until the queue is there again."""
     handler = Attempts(failures=1)
@@ -310,7 +304,6 @@ def test_a_delay_queue_that_differs_is_said_at_the_start(vhost: VirtualHost) -> 
         consumer.connect()
 
 
-@pytest.mark.both_apis
 def test_a_delay_queue_that_differs_and_is_needed_later_is_left_alone(
     vhost: VirtualHost, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -361,7 +354,6 @@ def test_a_plain_name_gets_no_queues_beside_it(vhost: VirtualHost) -> None:
     assert set(vhost.live_counts()) == {"named"}
 
 
-@pytest.mark.both_apis
 def test_f28_a_way_through_delay_queues_that_a_client_made_up_makes_none(vhost: VirtualHost) -> None:
     """And without delay queues, such messages take nobody's place for longer than a retry would."""
     ways = [Message(b"x", headers={headers.FORMAT: 1, headers.RETRY: {"path": [301 + way]}}) for way in range(5)]

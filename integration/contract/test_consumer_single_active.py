@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from reliable_mq.testing import FaultProxyFactory, VirtualHost
 
-pytestmark = [pytest.mark.usefixtures("baseline", "consumer_api"), pytest.mark.both_apis]
+pytestmark = [pytest.mark.usefixtures("baseline", "consumer_api")]
 
 
 @pytest.fixture(params=["quorum", "classic"])

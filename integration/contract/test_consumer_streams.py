@@ -94,7 +94,6 @@ def test_from_a_time(any_vhost: VirtualHost) -> None:
     assert handler.bodies == numbered(5, first=5)
 
 
-@pytest.mark.one_api("aio")
 @pytest.mark.parametrize("concurrency", [1, 4])
 def test_after_a_loss_it_goes_on_where_it_was(
     any_vhost: VirtualHost, fault_proxy: FaultProxyFactory, rng: Random, concurrency: int

@@ -48,7 +48,6 @@ def fail(_delivery: Delivery) -> None:
 
 
 @pytest.mark.parametrize("kind", ["quorum", "classic"])
-@pytest.mark.both_apis
 def test_f24_a_declared_queue_that_is_deleted_is_declared_again(
     vhost: VirtualHost, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
@@ -128,7 +127,6 @@ def test_f24_a_queue_that_is_deleted_again_and_again(vhost: VirtualHost) -> None
         wait_until(lambda: subscriptions(vhost) == [108], timeout=10, what="one, with the last prefetch")
 
 
-@pytest.mark.both_apis
 def test_f25_a_queue_that_was_made_again_with_other_arguments_ends_the_consumer_loudly(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
@@ -153,7 +151,6 @@ def test_f25_a_queue_that_was_made_again_with_other_arguments_ends_the_consumer_
 
 
 @pytest.mark.parametrize("start", ["run", "with", "get", "connect"])
-@pytest.mark.both_apis
 def test_f25_a_queue_with_other_arguments_is_said_at_the_start(vhost: VirtualHost, start: str) -> None:
     """However the consumer is started."""
     declare(vhost, Queue("orders", type="classic", max_length=3))
@@ -240,7 +237,6 @@ def test_connect_begins_what_run_goes_on_with(vhost: VirtualHost) -> None:
 # Row 57
 
 
-@pytest.mark.both_apis
 def test_f57_without_its_dead_letter_queue_an_original_is_never_acked(
     vhost: VirtualHost, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -100,7 +100,6 @@ def test_rabbitmq_4_0_leaves_a_queue_that_it_has_lost_without_a_leader(
     assert "does a quorum queue have no leader?" in caplog.text
 
 
-@pytest.mark.one_api("sync")
 @pytest.mark.timeout(300)
 def test_f61_the_broker_is_killed_while_the_work_queue_is_new(
     private_vhost: VirtualHost, publisher_api: str, rng: Random, checker: Audit
@@ -157,7 +156,7 @@ def returned_twice(vhost: VirtualHost, queue: str) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        "delay queue",
+        pytest.param("delay queue", marks=pytest.mark.soak),
         pytest.param("dead-letter queue", marks=pytest.mark.soak),
         pytest.param("quarantine", marks=pytest.mark.soak),
     ],
@@ -263,7 +262,7 @@ def test_a_message_in_a_new_queue_is_published_again_where_the_connection_is_los
     vhost.wait_for_messages("orders", 2)
 
 
-@pytest.mark.one_api("aio")
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_f61_a_broker_that_froze_while_the_queue_was_new_is_killed(
     private_vhost: VirtualHost, publisher_api: str
@@ -293,7 +292,6 @@ def test_f61_a_broker_that_froze_while_the_queue_was_new_is_killed(
         assert connection.channel().queue_declare(queue.name, passive=True).method.message_count
 
 
-@pytest.mark.one_api("sync")
 @pytest.mark.timeout(300)
 def test_f61_a_broker_that_vanished_while_the_queue_was_new_is_missed_after_the_grace(
     private_vhost: VirtualHost, publisher_api: str, fault_proxy: FaultProxyFactory

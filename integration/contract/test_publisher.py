@@ -63,7 +63,6 @@ def test_f50_32_threads_share_a_publisher(vhost: VirtualHost, checker: Audit) ->
     assert not balance.duplicated
 
 
-@pytest.mark.one_api("aio")
 @pytest.mark.timeout(1200)
 def test_f55_many_reconnects_and_publishes_leave_memory_and_descriptors_flat(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, publisher_api: str
@@ -174,7 +173,6 @@ def test_use_after_close_is_refused(vhost: VirtualHost) -> None:
         unused.publish(Message(b"x"), routing_key="orders")
 
 
-@pytest.mark.one_api("aio")
 def test_closing_during_an_outage_ends_in_time_and_reports(
     private_broker: RabbitMQ, private_vhost: VirtualHost
 ) -> None:
@@ -191,7 +189,6 @@ def test_closing_during_an_outage_ends_in_time_and_reports(
     private_broker.start()
 
 
-@pytest.mark.one_api("sync")
 def test_an_unreachable_broker_is_said_at_once_by_connect_and_waited_for_by_with(
     private_broker: RabbitMQ, private_vhost: VirtualHost
 ) -> None:

@@ -36,7 +36,6 @@ def wait_for_confirms(load: Load, count: int) -> None:
     wait_until(lambda: load.confirmed >= count, timeout=60, what=f"{count} confirms")
 
 
-@pytest.mark.one_api("aio")
 def test_f01_broker_is_killed_while_messages_are_outstanding(
     private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Audit, rng: Random
 ) -> None:
@@ -56,7 +55,6 @@ def test_f01_broker_is_killed_while_messages_are_outstanding(
     checker.close()
 
 
-@pytest.mark.one_api("sync")
 def test_f02_broker_is_restarted_gracefully(
     private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Audit, rng: Random
 ) -> None:
@@ -71,7 +69,6 @@ def test_f02_broker_is_restarted_gracefully(
     checker.close()
 
 
-@pytest.mark.one_api("aio")
 def test_f03_connection_is_reset_after_frame_n(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
@@ -204,7 +201,6 @@ def test_f06_f07_connection_is_a_black_hole(
     checker.close()
 
 
-@pytest.mark.one_api("aio")
 def test_f06_every_connection_is_a_black_hole(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
@@ -224,7 +220,6 @@ def test_f06_every_connection_is_a_black_hole(
     checker.close()
 
 
-@pytest.mark.one_api("aio")
 def test_f08_slow_and_jittery_network(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, seed: int
 ) -> None:
@@ -240,7 +235,6 @@ def test_f08_slow_and_jittery_network(
     checker.close()
 
 
-@pytest.mark.one_api("aio")
 def test_f08_network_that_loses_packets(
     private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Audit, rng: Random
 ) -> None:
@@ -256,7 +250,6 @@ def test_f08_network_that_loses_packets(
     checker.close()
 
 
-@pytest.mark.one_api("aio")
 def test_f09_narrow_network(vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random) -> None:
     """At 64 kbit/s the window, not the memory, takes up what does not fit through."""
     proxy = fault_proxy(vhost.url)
@@ -285,7 +278,6 @@ def test_f09_narrow_network(vhost: VirtualHost, checker: Audit, fault_proxy: Fau
     checker.close()
 
 
-@pytest.mark.one_api("aio")
 def test_f10_peer_stops_reading_then_resets(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
@@ -305,7 +297,6 @@ def test_f10_peer_stops_reading_then_resets(
     checker.close()
 
 
-@pytest.mark.one_api("aio")
 @pytest.mark.parametrize("seconds", [5, pytest.param(90, marks=[pytest.mark.soak, pytest.mark.timeout(300)])])
 def test_f11_broker_is_frozen(
     private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Audit, rng: Random, seconds: int

@@ -114,7 +114,6 @@ TEXTS = {
 }
 
 
-@pytest.mark.one_api("sync")
 @pytest.mark.parametrize("flaw", TEXTS)
 def test_f12_the_brokers_text_names_the_culprit(any_vhost: VirtualHost, flaw: str) -> None:
     """One further channel is enough, and what came after the culprit is published once; on each line of the broker."""
@@ -135,7 +134,6 @@ def test_f12_the_brokers_text_names_the_culprit(any_vhost: VirtualHost, flaw: st
         assert not any(one.result(30).possible_duplicate for one in after)
 
 
-@pytest.mark.one_api("sync")
 @pytest.mark.parametrize("queue_type", ["classic", "quorum"])
 def test_f15_nacked_messages_are_exactly_those_reported(vhost: VirtualHost, checker: Audit, queue_type: str) -> None:
     """A full queue nacks; after the retries exactly the nacked messages are reported, the others are in the queue.
@@ -241,7 +239,6 @@ def test_f17_a_return_whose_ack_was_lost_is_asked_for_again(vhost: VirtualHost, 
         assert confirmation.result(20).possible_duplicate
 
 
-@pytest.mark.one_api("aio")
 @pytest.mark.parametrize("alarm", ["memory", "disk"])
 def test_f18_f19_alarm_blocks_publishing(
     private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Audit, alarm: str
