@@ -57,8 +57,8 @@ test-core: venv
 test-rest: venv
 	$(PYTEST) tests -m "not traced" -n $(JOBS) $(ARGS)
 
-test-fast: venv  ## the tests that need no broker, without the coverage (under a minute)
-	$(PYTEST) tests -q -n $(JOBS) $(ARGS)
+test-fast: venv  ## most tests that need no broker (under a minute)
+	$(PYTEST) tests -q -m "not slow" -n 3 $(ARGS)
 
 T ?= tests/core
 t: venv  ## some tests, in this process: make t T=tests/core/test_confirms.py

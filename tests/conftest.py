@@ -10,7 +10,6 @@ import gc
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ pytest.register_assert_rewrite("reliable_mq.testing.store_contract", "reliable_m
 treat_new_queues_as_old()
 
 Cost = Callable[[], float]
-TRACED = [Path(__file__).parent / name for name in ("core", "codec")]
+TRACED = tuple(f"tests/{name}/" for name in ("core", "codec"))
 
 
 @pytest.hookimpl(tryfirst=True)  # before the plug-in of hypothesis takes its seed
@@ -48,10 +47,14 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    if not isinstance(item, pytest.Function) or not any(path in item.path.parents for path in TRACED):
+    if not isinstance(item, pytest.Function):
         return
-    if not hasattr(item.obj, "is_hypothesis_test") and "assert_same_cost" not in item.fixturenames:
+    made_up = hasattr(item.obj, "is_hypothesis_test")
+    measured = "assert_same_cost" in item.fixturenames
+    if item.nodeid.startswith(TRACED) and not made_up and not measured:
         item.add_marker("traced")
+    if made_up or measured or "examples" in item.fixturenames or "[uvloop" in item.name:
+        item.add_marker("slow")
 
 
 def pytest_report_header() -> list[str]:

@@ -125,6 +125,7 @@ def test_every_file_that_the_pages_for_contributors_name_exists(page: Path) -> N
         assert (PACKAGE / name).exists() or (ROOT / name).exists(), name
 
 
+@pytest.mark.slow
 def test_every_table_of_transitions_is_drawn() -> None:
     """A diagram has every state of its table, and a change ends in one of them."""
     spec = importlib.util.spec_from_file_location("state_machines", DOCS / "_ext" / "state_machines.py")
@@ -140,6 +141,7 @@ def test_every_table_of_transitions_is_drawn() -> None:
         assert {edge.after for edge in machine.edges} <= set(machine.states)
 
 
+@pytest.mark.slow
 def test_every_test_that_is_named_exists() -> None:
     """A link to a file of tests has the name of a test in it as its text."""
     named = [
@@ -183,6 +185,7 @@ def test_every_known_bug_of_the_drivers_has_its_tests_named(driver: str) -> None
         assert f"[test_{driver}_{number:02}_" in tests
 
 
+@pytest.mark.slow
 def test_every_block_of_python_compiles_and_imports_what_there_is() -> None:
     """A reader copies Python, and it imports names that exist."""
     blocks = [(page, block) for page in PAGES for block in _BLOCK.findall(page.read_text())]
@@ -213,6 +216,7 @@ def texts_of_the_package() -> str:
     return "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
+@pytest.mark.slow
 def test_every_error_that_the_index_explains_has_such_a_text() -> None:
     """The fixed parts of each text, between the values that ``…`` stands for, are in the source."""
     index = ERRORS.read_text().partition("## By message text")[2].partition("## All texts")[0]

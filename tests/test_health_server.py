@@ -142,6 +142,7 @@ def test_other_requests_are_refused() -> None:
                 assert client.recv(100).startswith(b"HTTP/1.1 400 ")
 
 
+@pytest.mark.slow
 def test_slow_clients_hold_up_no_probe_and_are_dropped() -> None:
     """Neither one that sends nothing, nor one that sends too much."""
     with HealthServer(Part(), port=0) as server:
@@ -172,6 +173,7 @@ def test_many_silent_clients_hold_up_no_probe() -> None:
                 client.close()
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_its_answer_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or each would hold a copy of all metrics, for as long as it likes."""
     monkeypatch.setattr("reliable_mq.health._PATIENCE", 1.0)

@@ -170,6 +170,7 @@ RULES: Final[dict[str, Callable[[], Iterator[Place]]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_the_source_keeps_its_language(rule: str) -> None:
     places = list(RULES[rule]())

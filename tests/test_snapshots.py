@@ -175,6 +175,7 @@ PROMISES: dict[str, Callable[[Path], Iterator[str]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROMISES)
 def test_a_promise_is_as_it_was(name: str, tmp_path: Path) -> None:
     command = [sys.executable, __file__, name, str(tmp_path)]

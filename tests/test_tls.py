@@ -362,6 +362,7 @@ def test_a_file_that_cannot_be_read_is_named_with_its_field(authority: Authority
         TLSOptions(ca_path=missing).build_context()
 
 
+@pytest.mark.slow
 def test_a_file_that_holds_something_else_is_named_with_its_field(authority: Authority, tmp_path: Path) -> None:
     client, other = authority.issue("client-g"), authority.issue("client-h")
     encrypted = authority.issue("client-i", password=PASSWORD)

@@ -187,6 +187,7 @@ class HangingOutbox(SQLiteOutbox):
         return super().claims()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["open", "claims"])
 def test_deadlines_hold_beside_an_opening_that_hangs(tmp_path: Path, which: str) -> None:
     """The event loop goes on, and so does who publishes, flushes and closes; no hold on the outbox is left."""
@@ -241,6 +242,7 @@ class HangingClaims(SQLiteOutbox):
         return claims
 
 
+@pytest.mark.slow
 def test_a_relay_that_hangs_keeps_no_program_from_ending(tmp_path: Path) -> None:
     """Its end is waited for on a daemon thread: asyncio ends its own executor's threads with the loop, and at exit."""
     hanging = HangingClaims(tmp_path / "outbox")

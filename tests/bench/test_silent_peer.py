@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from integration.bench.contender import Job, Sample
 from integration.bench.paths import ROOT
 from integration.bench.silent_peer import serving
@@ -13,6 +15,7 @@ from integration.bench.silent_peer import serving
 HELD = 3000
 
 
+@pytest.mark.slow
 def test_a_publisher_holds_all_but_the_last_outstanding_and_its_growth_is_measured() -> None:
     with serving(HELD) as url:
         job = Job(url=url, queue="q", messages=HELD, size=10)

@@ -124,6 +124,7 @@ def test_a_signal_is_not_a_good_end() -> None:
     assert follower(io.BytesIO()).status == 130
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--ack", "--peek"]])
 def test_one_of_ack_and_peek_is_needed(options: list[str]) -> None:
     result = CliRunner().invoke(app, ["consume", "amqp://localhost", "q", *options])

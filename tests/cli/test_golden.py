@@ -68,6 +68,7 @@ def shown(*parts: Any, terminal: bool = False) -> str:
     return out.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command or "reliable-mq")
 def test_help(command: str) -> None:
     environment = {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"}

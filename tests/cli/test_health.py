@@ -74,6 +74,7 @@ def other_server() -> Iterator[str]:
         thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "text"),
     [
@@ -90,6 +91,7 @@ def test_another_server_is_not_taken_for_a_probe(
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_server_that_trickles_does_not_hold_up_the_probe(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,6 +32,7 @@ def test_a_module_that_is_missing_for_another_reason_is_not_explained_away(monke
         cli.main()
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_module() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "reliable_mq.cli", "--help"], capture_output=True, text=True, check=False
@@ -41,6 +42,7 @@ def test_it_runs_as_a_module() -> None:
         assert command in done.stdout
 
 
+@pytest.mark.slow
 def test_help_imports_no_driver_and_nothing_that_a_command_needs() -> None:
     """Most of the time that a command takes to start is imports."""
     code = (
@@ -54,6 +56,7 @@ def test_help_imports_no_driver_and_nothing_that_a_command_needs() -> None:
     assert not {"reliable_mq.sync", "reliable_mq.core", "reliable_mq.deadletters", "reliable_mq.outbox"} & loaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["rich.console", "typer", "pika"])
 def test_ctrl_c_during_an_import_ends_it_quietly(module: str) -> None:
     """As far as the entry point's own import goes, which is Python's."""
@@ -124,6 +127,7 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "status", "text"),
     [
@@ -153,6 +157,7 @@ def test_streams_that_fail_and_names_that_are_none_end_in_a_line(line: str, stat
     assert "\x1b" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_ends_a_command_quietly_with_the_status_of_sigpipe(tmp_path: Path) -> None:
     outbox = SQLiteOutbox(tmp_path / "outbox.db")
     outbox.status()  # which makes the file

@@ -136,6 +136,7 @@ def test_an_error_and_a_wrong_command_line_are_shown_harmlessly(
     assert "takes a number" in err
 
 
+@pytest.mark.slow
 @each_hostile
 def test_the_doctors_report_is_shown_harmlessly(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queue names and what a broker says are foreign, too."""

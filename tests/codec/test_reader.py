@@ -559,6 +559,7 @@ def test_the_body_of_a_channel_that_is_detached_takes_no_memory_any_more() -> No
     assert peak_of_feeding(recorder, b"", frame(3, bytes(100_000)), 1000) < 2**20
 
 
+@pytest.mark.slow
 def test_a_body_that_comes_in_tiny_frames_takes_little_more_than_its_size() -> None:
     """Empty ones take nothing, for ever."""
     recorder = attached()

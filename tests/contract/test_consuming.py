@@ -236,6 +236,7 @@ def test_an_original_is_acked_after_its_dead_letter_is_confirmed(
         wait_acked(broker, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["nacked", "returned", "lost"])
 def test_a_dead_letter_that_is_not_taken_keeps_its_original(
     broker: ScriptedBroker, new_consumer: NewConsumer, how: str
@@ -455,6 +456,7 @@ def test_what_a_stopping_consumer_owes_its_store_is_told_again(
     assert statuses(store, "m1", "m2") == [(ClaimStatus.DONE, 0), (ClaimStatus.NEW, 1)]
 
 
+@pytest.mark.slow
 def test_a_store_that_does_not_answer_holds_up_a_stop_for_its_time_and_no_longer(
     broker: ScriptedBroker, new_consumer: NewConsumer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -532,6 +534,7 @@ def test_a_cancel_by_the_broker_is_answered_with_another_subscription(
     assert len(broker.connections) == 1
 
 
+@pytest.mark.slow
 def test_a_kill_switch_that_has_nothing_to_probe_with_leaves_the_processor_alone(
     broker: ScriptedBroker, new_consumer: NewConsumer
 ) -> None:
@@ -549,6 +552,7 @@ def test_a_kill_switch_that_has_nothing_to_probe_with_leaves_the_processor_alone
         assert time.process_time() - began < 0.3
 
 
+@pytest.mark.slow
 def test_a_stop_ends_a_subscription_to_quarantine_that_is_under_way(
     broker: ScriptedBroker, new_consumer: NewConsumer
 ) -> None:
@@ -565,6 +569,7 @@ def test_a_stop_ends_a_subscription_to_quarantine_that_is_under_way(
     assert not channel.consumers
 
 
+@pytest.mark.slow
 def test_a_lost_connection_says_nothing_of_quarantine(
     broker: ScriptedBroker, new_consumer: NewConsumer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -581,6 +586,7 @@ def test_a_lost_connection_says_nothing_of_quarantine(
     assert "quarantine" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_refused_subscription_to_quarantine_is_logged(
     broker: ScriptedBroker, new_consumer: NewConsumer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -617,6 +623,7 @@ def test_a_run_that_ended_by_itself_is_over(broker: ScriptedBroker, new_consumer
     assert "reliable_mq_consumer_connected" not in shown
 
 
+@pytest.mark.slow
 def test_a_second_connection_is_made_for_dead_letters_only(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
     """An alarm blocks connections that publish; acks go on."""
     broker.script = confirming
@@ -713,6 +720,7 @@ class Feed:
                 self.settled[body] = one.verdict
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_whatever_happens_what_is_acked_was_handled_or_dead_lettered(
     broker: ScriptedBroker, new_consumer: NewConsumer, seed: int

@@ -88,6 +88,7 @@ class Beating(threading.Thread):
         self.join(5)
 
 
+@pytest.mark.slow
 def test_a_loop_that_stood_still_reads_before_it_gives_a_connection_up(
     broker: ScriptedBroker, run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -169,6 +170,7 @@ def test_standing_still_for_half_a_heartbeat_is_always_reported_and_for_a_quarte
         run(main())
 
 
+@pytest.mark.slow
 def test_a_connection_that_a_stall_has_cost_is_made_again_and_nothing_is_lost(
     broker: ScriptedBroker, run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -188,6 +190,7 @@ def test_a_connection_that_a_stall_has_cost_is_made_again_and_nothing_is_lost(
         run(main())
 
 
+@pytest.mark.slow
 def test_10_000_tasks_that_publish_hold_no_more_than_the_window(broker: ScriptedBroker, run: Any) -> None:
     """However many await their turn, only so many are unconfirmed, encoded or in a buffer of ours at a time."""
     owed: list[int] = [0, 0]  # by the broker, now and at most
@@ -225,6 +228,7 @@ def test_10_000_tasks_that_publish_hold_no_more_than_the_window(broker: Scripted
     assert [published.body for published in broker.published] == [b"%d" % number for number in range(10_000)]
 
 
+@pytest.mark.slow
 def test_10_000_tasks_whose_confirms_do_not_come_hold_no_copies_beyond_the_window(
     broker: ScriptedBroker, run: Any
 ) -> None:

@@ -93,6 +93,7 @@ def test_what_has_given_up_is_not_live(broker: ScriptedBroker, new_publisher: Ne
         assert "given up" in health.reason
 
 
+@pytest.mark.slow
 def test_an_event_loop_that_stands_still_is_not_live(broker: ScriptedBroker, new_publisher: NewClient) -> None:
     """That of asyncio, or that of the I/O thread: the second probe after a heartbeat sees it."""
     broker.heartbeat = 1
@@ -110,6 +111,7 @@ def test_an_event_loop_that_stands_still_is_not_live(broker: ScriptedBroker, new
         wait_health(publisher, lambda health: health.ready)
 
 
+@pytest.mark.slow
 def test_an_io_thread_that_died_is_not_live(broker: ScriptedBroker) -> None:
     """In a process of its own: nobody closes the sockets of such a thread."""
     program = """

@@ -45,6 +45,7 @@ def test_a_missing_queue_costs_one_channel_and_no_connection(
             publisher.close(0)
 
 
+@pytest.mark.slow
 def test_what_is_confirmed_of_a_new_queue_is_published_again_after_a_reconnect(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
@@ -61,6 +62,7 @@ def test_what_is_confirmed_of_a_new_queue_is_published_again_after_a_reconnect(
         assert confirmation.result(30).attempts == 2
 
 
+@pytest.mark.slow
 def test_a_broker_that_falls_silent_within_the_grace_confirms_nothing_by_that(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
@@ -80,6 +82,7 @@ def test_a_broker_that_falls_silent_within_the_grace_confirms_nothing_by_that(
         assert confirmation.result(30).attempts == 2
 
 
+@pytest.mark.slow
 def test_a_set_up_takes_as_long_as_the_broker_answers(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
     """A thousand quorum queues take longer than a connection may take to answer at all."""
     broker.script = acking

@@ -401,6 +401,7 @@ def test_a_deadline_ends_a_publish_and_a_late_ack_gives_its_place_back(
         assert [one.body for one in broker.published] == [b"x", b"z"]
 
 
+@pytest.mark.slow
 def test_a_channel_that_confirms_nothing_in_time_is_replaced(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
@@ -417,6 +418,7 @@ def test_a_channel_that_confirms_nothing_in_time_is_replaced(
         assert not broker.connections[0].closed_in_good_order
 
 
+@pytest.mark.slow
 def test_confirms_that_trickle_in_keep_the_channel(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
     with new_publisher(confirm_timeout=1.6) as publisher:
         confirmations = submit(publisher, 9)
@@ -519,6 +521,7 @@ def test_a_large_publish_that_gave_up_waiting_for_room_holds_up_no_small_one(
 # -- alarms ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_nothing_is_written_while_the_broker_blocks(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
     """And the confirm timeout does not run: what waits out an alarm is confirmed after it."""
     with new_publisher(confirm_timeout=1.2) as publisher:
@@ -685,6 +688,7 @@ def test_what_the_broker_refuses_for_good_is_raised_and_not_tried_again(
     assert len(broker.connections) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("greeting", [None, b"SSH-2.0-OpenSSH_9.6\r\n" * 20, b""], ids=["silence", "ssh", "nothing"])
 def test_a_peer_that_is_no_broker_is_said_by_connect(
     broker: ScriptedBroker, new_publisher: NewPublisher, greeting: bytes | None
@@ -867,6 +871,7 @@ def test_confirms_may_come_in_pieces_and_among_heartbeats(broker: ScriptedBroker
 # -- whatever comes ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_whatever_the_broker_does_each_outcome_is_what_it_said(
     broker: ScriptedBroker, new_publisher: NewPublisher, seed: int
@@ -935,6 +940,7 @@ def test_whatever_the_broker_does_each_outcome_is_what_it_said(
         assert publisher.outstanding == 0
 
 
+@pytest.mark.slow
 def test_a_credentials_callback_that_hangs_is_asked_again(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
     """By the next attempt, at the first connect and at a later one."""
     asked: list[int] = []
@@ -957,6 +963,7 @@ def test_a_credentials_callback_that_hangs_is_asked_again(broker: ScriptedBroker
     assert {published.body for published in broker.published} == {b"1", b"2"}
 
 
+@pytest.mark.slow
 def test_a_credentials_callback_that_always_hangs_has_a_bounded_number_of_threads(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:

@@ -36,6 +36,7 @@ def options(broker: ScriptedBroker) -> StreamOptions:
     return given  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @REFUSALS
 def test_nothing_is_new_while_a_stream_is_not_back_yet(
     broker: ScriptedBroker, method: str, code: int, text: str, caplog: pytest.LogCaptureFixture
@@ -69,6 +70,7 @@ def test_nothing_is_new_while_a_stream_is_not_back_yet(
     reader.stop()
 
 
+@pytest.mark.slow
 def test_a_task_waits_for_a_stream_that_is_not_back_yet(
     broker: ScriptedBroker, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from reliable_mq import Message
 from reliable_mq.settings import Credentials
 
@@ -41,6 +43,7 @@ def renewals(broker: ScriptedBroker) -> int:
     return broker.seen.count("Connection.UpdateSecret")
 
 
+@pytest.mark.slow
 def test_a_callback_that_raises_is_called_again_and_the_connection_stays(
     broker: ScriptedBroker, new_publisher: NewPublisher, caplog: Any
 ) -> None:
@@ -60,6 +63,7 @@ def test_a_callback_that_raises_is_called_again_and_the_connection_stays(
     assert "the credentials callback raised OSError" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_callback_that_hangs_blocks_nothing_and_is_called_again(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
@@ -86,6 +90,7 @@ def test_a_callback_that_hangs_blocks_nothing_and_is_called_again(
         assert broker.connection is connection
 
 
+@pytest.mark.slow
 def test_a_renewal_without_an_answer_waits_while_the_broker_blocks(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:

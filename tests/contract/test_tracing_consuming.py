@@ -206,6 +206,7 @@ def outcomes(recorder: Recorder) -> list[tuple[object, object, str]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("result", "expected"),
     [

@@ -93,6 +93,7 @@ class Silent(FirstIsReturned):
         self.looked_again.set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("timeout", [0.5, 0.0])
 def test_what_waits_for_its_turn_when_a_relay_stops_goes_back_untouched(outbox: Outbox, timeout: float) -> None:
     """It was not published: only outstanding rows may be duplicates for the next relay, however short its end is."""

@@ -24,6 +24,7 @@ def table(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     engine.dispose()
 
 
+@pytest.mark.slow
 class TestRowLeases(RowLeasesContract):
     pass
 

@@ -69,6 +69,7 @@ _KINDS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_arrow_types_are_those_that_spark_asks_for() -> None:
     """To the letter: Spark refuses a batch that differs."""
     batch = record_batch([delivery()], "q", EVERYTHING)

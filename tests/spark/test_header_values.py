@@ -70,6 +70,7 @@ def read(headers: dict[str, Any], kind: DataType) -> Any:
     return batch.column("headers").to_pylist()[0]
 
 
+@pytest.mark.slow
 def test_what_is_written_is_read_with_the_same_schema() -> None:
     """Lists, tables, numbers, bytes and times, through a message."""
     given = VALUE | {"table": {"inner": [("n", []), ("m", [1, None])]}}

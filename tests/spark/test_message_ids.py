@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -63,6 +64,7 @@ def test_partitions_batches_and_targets_have_ids_of_their_own() -> None:
     assert len({*made(row, "q/1/0"), *made(row, "q/1/1"), *made(row, "q/2/0"), *made(row, "q/1/0", ("events",))}) == 4
 
 
+@pytest.mark.slow
 def test_ids_are_the_same_in_another_process() -> None:
     """Whatever its hash seed is."""
     program = "from reliable_mq.spark.rows import MessageIds; print(MessageIds('p', ('e',)).of(b'x', ('a', None, 1)))"

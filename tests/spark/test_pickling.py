@@ -72,6 +72,7 @@ def test_what_travels_is_the_same_there(what: str) -> None:
     assert vars(travelled).keys() == vars(shipped).keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["class", *WHAT])
 def test_where_the_package_is_missing_the_error_says_what_to_do(what: str, tmp_path: Path) -> None:
     """On which host, with which Python, and how to install it."""

@@ -97,6 +97,7 @@ def test_a_row_that_cannot_be_a_message_says_which_one_it_is() -> None:
     assert refused.values["priority"] == -1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("years", [10_000, -3_000])
 def test_a_time_that_python_has_not_is_an_error_of_its_row(years: int) -> None:
     """Spark's timestamps begin in the year 1 and end in the year 294247, and bad data is not the year 1970."""

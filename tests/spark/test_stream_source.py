@@ -58,6 +58,7 @@ def source(url: str) -> StreamSource:
     return StreamSource(options, ["body"])
 
 
+@pytest.mark.slow
 def test_a_broker_that_is_away_is_asked_for_once_a_second(
     closing_server: Closing, caplog: pytest.LogCaptureFixture
 ) -> None:

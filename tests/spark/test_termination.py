@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 _LINES = 8
 _PROGRAM = f"""
 import os, signal, sys
@@ -33,6 +35,7 @@ for line in range({_LINES}):
 """
 
 
+@pytest.mark.slow
 def test_a_signal_that_interrupts_the_one_before_changes_nothing() -> None:
     """At each line of its handler, and of what that calls: the process requeues once, and ends."""
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _PROGRAM]  # that it has forked

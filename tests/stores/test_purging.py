@@ -77,6 +77,7 @@ def test_a_claim_and_its_purge_have_one_deadline(make: Make, tmp_path: Path, mon
     assert deadlines[0] == deadlines[1] is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [*in_sqlalchemy, subjects.sqlite])
 def test_a_table_holds_what_is_not_over_and_little_more(make: Make, tmp_path: Path) -> None:
     with make(tmp_path) as subject:

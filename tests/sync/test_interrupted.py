@@ -140,6 +140,7 @@ def interrupt(use: Callable[[str, Path], None], url: str, path: Path, step: int)
     return interruption.where
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "use", [publisher, publisher_with_outbox, consumer, consumer_that_pulls], ids=lambda use: use.__name__
 )
@@ -158,6 +159,7 @@ def test_an_interrupted_entering_leaves_no_thread(
     gc.collect()
 
 
+@pytest.mark.slow
 def test_an_interrupted_leaving_closes_a_publisher(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A time limit that strikes in the flush at the end of a block gives up what is left, and disconnects."""
     caplog.set_level(logging.CRITICAL)
@@ -171,6 +173,7 @@ def test_an_interrupted_leaving_closes_a_publisher(tmp_path: Path, caplog: pytes
     gc.collect()
 
 
+@pytest.mark.slow
 def test_a_failure_that_an_interrupted_publish_did_not_see_is_raised_at_the_end() -> None:
     """It waits for a confirm that does not come, and its time is over after the interruption."""
     with ScriptedBroker() as broker, ExitStack() as leaving:

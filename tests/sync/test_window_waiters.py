@@ -102,6 +102,7 @@ def test_room_is_given_in_the_order_in_which_it_was_asked_for(lane: Lane) -> Non
     assert lane.free(10)
 
 
+@pytest.mark.slow
 def test_who_is_late_holds_up_nobody(lane: Lane) -> None:
     """It asks for those behind it when it leaves, and has taken nothing."""
     lane.window.take(50)

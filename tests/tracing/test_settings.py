@@ -64,6 +64,7 @@ def run(program: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_opentelemetry_is_imported_with_the_first_tracing() -> None:
     program = (
         "import sys, reliable_mq\n"

@@ -90,6 +90,7 @@ def run(program: str, modules: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("modules", [MODULES, MODULES[::-1]], ids=["consumer-first", "publisher-first"])
 def test_hooks_in_a_forked_child_run_by_stage(modules: list[str]) -> None:
     """Copies are marked before the last references to them go; within a stage, hooks run as they were added."""
@@ -99,6 +100,7 @@ def test_hooks_in_a_forked_child_run_by_stage(modules: list[str]) -> None:
     assert said == [*expected, "FORGET 2", "status 0", ""], done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("modules", [MODULES, MODULES[::-1]], ids=["consumer-first", "publisher-first"])
 def test_consumers_are_closed_at_exit_before_publishers(modules: list[str]) -> None:
     """Handlers that run may publish until they return."""
@@ -107,6 +109,7 @@ def test_consumers_are_closed_at_exit_before_publishers(modules: list[str]) -> N
     assert said == ["consumer", "CONSUMERS", "KEPT", "publisher", "PUBLISHERS", "PROBES", ""], done.stderr
 
 
+@pytest.mark.slow
 def test_a_hook_that_fails_keeps_no_other_from_running() -> None:
     """What it raised is logged; an interruption is raised when the others have run."""
     done = run(FAILURES, MODULES)

@@ -152,6 +152,7 @@ def test_ages_are_in_two_units() -> None:
     assert ago(now + timedelta(minutes=1), now) == "in the future"
 
 
+@pytest.mark.slow
 def test_hostile_messages_are_text_on_every_page(page: Callable[..., TestClient], broker: MemoryBroker) -> None:
     """In each place that a sender fills: body, properties, header names and values, all that the package reads."""
     for text in HOSTILE:
