@@ -124,12 +124,9 @@ _LONGEST = (
     "test_wall_clock.py",
     "test_web.py",
     "test_queue_source.py",
-    "test_missing_package.py",
     "test_queue_kills.py",
     "test_spark_examples.py",
     "test_sink.py",
-    "test_connect.py",
-    "test_staged_kills.py",
     "test_outages.py",
 )
 _APIS = ("sync", "aio")

@@ -61,15 +61,8 @@ def query(spark: SparkSession, url: str) -> None:
     rows.writeStream.format("noop").trigger(availableNow=True).start().awaitTermination(120)
 
 
-@pytest.mark.parametrize(
-    ("everywhere", "act"),
-    [
-        (True, write),
-        pytest.param(False, write, marks=pytest.mark.soak),
-        pytest.param(False, read, marks=pytest.mark.soak),
-        pytest.param(False, query, marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("everywhere", "act"), [(True, write), (False, write), (False, read), (False, query)])
 def test_a_missing_package_is_an_error_that_says_where_and_what_to_install(
     spark: SparkSession,
     vhost: VirtualHost,
