@@ -57,6 +57,7 @@ test-core: venv
 test-rest: venv
 	$(PYTEST) tests -m "not traced" -n $(JOBS) $(ARGS)
 
+# Each process collects all tests, so that more of them take longer.
 test-fast: venv  ## most tests that need no broker (under a minute)
 	$(PYTEST) tests -q -m "not slow" -n 3 $(ARGS)
 

@@ -23,13 +23,14 @@ fixture              scope      what it is
 `publisher_api`      test       one API (see below): `Publisher` of the test's module is the sync or the asyncio one
 `consumer_api`       test       one API (see below): `Consumer` of the test's module is the sync or the asyncio one
 `connection_api`     test       one API (see below): a `Recorded` connection is the sync or the asyncio one
+`one_api`            test       the name of one API (see below): ``"sync"`` or ``"aio"``
 `run_async`          test       a function `(coroutine)`: runs it on a fresh event loop; none of it may stay there
 `baseline`           test       afterwards, threads and descriptors must be back to where they were
 ===================  =========  ========================================================================================
 
 `broker`, `private_broker` (and the virtual hosts on them) are the newest line; ``@pytest.mark.parametrize("broker",
 ["4.0"], indirect=True)`` chooses. `make soak` runs each such test on both lines and with many seeds, unless it chose.
-Half of the tests of `publisher_api`, `consumer_api` and `connection_api` run on each API, in `make soak` all on both.
+Half of the tests of one API run on each, in `make soak` all on both.
 There, publishers are on uvloop, too, and so is `run_async`. `any_broker` is the newest line, with
 ``@pytest.mark.both_lines`` or in `make soak` both.
 """
@@ -151,12 +152,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seed" in metafunc.fixturenames:
         metafunc.parametrize("seed", seeds(), ids=lambda seed: f"seed={seed}")
-    for name in ("publisher_api", "consumer_api", "connection_api"):
+    for name in ("publisher_api", "consumer_api", "connection_api", "one_api"):
         if name in metafunc.fixturenames and not _chosen(metafunc, name):
             turn = crc32(metafunc.function.__qualname__.encode()) % len(_APIS)
             on_uvloop = ["uvloop"] if name == "publisher_api" else []
             apis = [*_APIS, *on_uvloop] if soaking() else [_APIS[turn]]
-            metafunc.parametrize(name, apis, indirect=True)
+            metafunc.parametrize(name, apis, indirect=name != "one_api")
     if "any_broker" in metafunc.fixturenames and not _chosen(metafunc, "any_broker"):
         both = soaking() or metafunc.definition.get_closest_marker("both_lines") is not None
         metafunc.parametrize("any_broker", LINES if both else ["newest"], indirect=True, scope="session")

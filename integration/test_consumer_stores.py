@@ -284,9 +284,8 @@ def test_f44_a_duplicate_after_the_retention_takes_effect_again(
     assert handler.attempts == [1, 1]
 
 
-@pytest.mark.parametrize("api", ["sync", "aio"] if soaking() else ["sync"])
 def test_f45_leases_and_retention_do_not_look_at_the_wall_clock_of_a_consumer(
-    database: Callable[[str], Database], tmp_path: Path, api: str
+    database: Callable[[str], Database], tmp_path: Path, one_api: str
 ) -> None:
     """Those of servers are by their clock; those of a file by the time since the boot of the machine."""
     offset_file = tmp_path / "offset"
@@ -295,12 +294,12 @@ def test_f45_leases_and_retention_do_not_look_at_the_wall_clock_of_a_consumer(
     for url in (postgresql, f"sqlite:///{file}"):
         SQLAlchemyStore(create_engine(url, poolclass=NullPool)).create_table()
     urls = [f"sqlite:///{file}", database("redis").fresh(), postgresql]
-    if api == "aio":
+    if one_api == "aio":
         urls[0] = urls[0].replace("sqlite:", "sqlite+aiosqlite:")
     else:
         urls.append(f"file://{tmp_path / 'store.db'}")
     done = subprocess.run(
-        [sys.executable, "-m", "integration.programs.jumping_store", str(offset_file), api, *urls],
+        [sys.executable, "-m", "integration.programs.jumping_store", str(offset_file), one_api, *urls],
         env=environment() | faketime(offset_file),
         cwd=ROOT,
         capture_output=True,
@@ -439,22 +438,21 @@ def publish_orders(vhost: VirtualHost, count: int) -> list[str]:
     return [message.message_id for message in messages]
 
 
-@pytest.mark.parametrize("api", [pytest.param("sync", marks=pytest.mark.soak), "aio"])
 def test_f36_eight_processes_of_eight_threads_or_tasks_effect_each_id_once(
-    database: Callable[[str], Database], tmp_path: Path, api: str
+    database: Callable[[str], Database], tmp_path: Path, one_api: str
 ) -> None:
     """Each id is delivered ten times, to any of them; one attempt in ten fails and is made again."""
     ids, processes = (1000 if soaking() else 60), 8
     urls = [database("redis").fresh()]
-    if api == "sync":
+    if one_api == "sync":
         urls.append(f"file://{tmp_path / 'store.db'}")
     for kind, driver in (("postgresql", "asyncpg"), ("mariadb", "asyncmy"), ("mysql", "asyncmy")):
         url = database(kind).fresh()
         SQLAlchemyStore(create_engine(url, poolclass=NullPool)).create_table()
-        urls.append(with_driver(url, "" if api == "sync" else driver))
+        urls.append(with_driver(url, "" if one_api == "sync" else driver))
     arguments = [str(processes), str(ids), str(tmp_path / "effects"), *urls]
     name = "integration.programs.contending"
-    programs = [Process(name, api, str(number), *arguments) for number in range(processes)]
+    programs = [Process(name, one_api, str(number), *arguments) for number in range(processes)]
     errors = [program.communicate(timeout=110)[1] for program in programs]
     assert [program.returncode for program in programs] == [0] * processes, errors
     for position, url in enumerate(urls):

@@ -1,6 +1,6 @@
 """Publisher and consumer at work for a long time: memory, threads and descriptors stay where they are.
 
-`make test` looks for seconds, `make soak` for an hour (``RELIABLE_MQ_SOAK_SECONDS``).
+Part of `make soak` alone, which looks for an hour (``RELIABLE_MQ_SOAK_SECONDS``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from integration.support.seeds import soaking
 from reliable_mq import Consumer, Message, Publisher, Queue, RetryPolicy
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("baseline", "publisher_api", "consumer_api")
 
-SECONDS = float(os.environ.get("RELIABLE_MQ_SOAK_SECONDS", "3600" if soaking() else "15"))
+SECONDS = float(os.environ.get("RELIABLE_MQ_SOAK_SECONDS", "3600"))
 ROUND = 2000  # messages between two looks at a failure and a reconnect
 MOST_GROWTH = 16 * 1024 * 1024  # bytes of RSS: what the allocator keeps, independent of the time that passes
 
@@ -35,9 +34,7 @@ def rss() -> int:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    ("publisher_api", "consumer_api"), [("sync", "sync"), *([("aio", "aio")] if soaking() else [])], indirect=True
-)
+@pytest.mark.parametrize(("publisher_api", "consumer_api"), [("sync", "sync"), ("aio", "aio")], indirect=True)
 @pytest.mark.timeout(SECONDS * 1.5 + 120)
 def test_f55_memory_is_flat_while_messages_flow_fail_and_connections_are_cut(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, monkeypatch: pytest.MonkeyPatch

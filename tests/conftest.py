@@ -25,7 +25,7 @@ pytest.register_assert_rewrite("reliable_mq.testing.store_contract", "reliable_m
 treat_new_queues_as_old()
 
 Cost = Callable[[], float]
-TRACED = tuple(f"tests/{name}/" for name in ("core", "codec"))
+TRACED = ("tests/core/", "tests/codec/")
 
 
 @pytest.hookimpl(tryfirst=True)  # before the plug-in of hypothesis takes its seed

@@ -152,15 +152,9 @@ def returned_twice(vhost: VirtualHost, queue: str) -> None:
                 channel.close()
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param("delay queue", marks=pytest.mark.soak),
-        pytest.param("dead-letter queue", marks=pytest.mark.soak),
-        pytest.param("quarantine", marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.parametrize("kind", ["delay queue", "dead-letter queue", "quarantine"])
 def test_f61_the_broker_is_killed_while_a_queue_that_the_consumer_made_is_new(
     private_vhost: VirtualHost, consumer_api: str, kind: str, rng: Random, checker: Audit
 ) -> None:
