@@ -6,7 +6,7 @@
 #   setup.sh image newest|4.0  the broker image reliable-mq/rabbitmq:newest or :4.0
 #   setup.sh databases         the images reliable-mq/databases:latest, with Redis, PostgreSQL and MariaDB, and :mysql
 #   setup.sh python            an image with the newest Python of Debian sid; prints its name
-#   setup.sh java              a Java that Spark runs on (17 or newer), and .venv/spark.jsa, from which it starts faster
+#   setup.sh java              a Java that Spark runs on (17 or newer), and .venv/spark, from which it starts faster
 #   setup.sh faketime          libfaketime, for programs whose wall clock jumps; prints where the library is
 #   setup.sh strace            strace, for what a program has synchronised with the disk
 #   setup.sh chromium          Chromium, for the tests of the web page
@@ -96,9 +96,9 @@ ensure_java() {
         command -v java >/dev/null || die "Java is installed, and is not on the PATH."
     fi
     ensure_venv
-    [ "$ROOT/.venv/spark.jsa" -nt "$ROOT/.venv/.installed" ] && return
-    say "archiving the classes that Spark loads"
-    (cd "$ROOT" && .venv/bin/python -m integration.support.spark) >/dev/null || say "no archive: Spark starts without"
+    [ "$ROOT/.venv/spark/classes.jsa" -nt "$ROOT/.venv/.installed" ] && return
+    say "making what lets Spark start faster"
+    (cd "$ROOT" && .venv/bin/python -m integration.support.spark) >/dev/null || say "Spark starts without"
 }
 
 # -- libfaketime -----------------------------------------------------------------------------------------------------

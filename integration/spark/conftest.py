@@ -10,12 +10,13 @@ fixture              scope      what it is
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import TYPE_CHECKING
 
 import pytest
 
-from integration.support.spark import session
+from integration.support.spark import HOME, session
 from reliable_mq.spark import register
 
 if TYPE_CHECKING:
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pyspark.sql import SparkSession
+
+
+def pytest_configure() -> None:
+    if HOME.exists():
+        os.environ["SPARK_HOME"] = str(HOME)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
