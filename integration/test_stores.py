@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -277,7 +278,7 @@ def test_f41_a_store_whose_server_was_killed_fails_and_answers_again_when_it_is_
         breakable.claim("other")
     assert time.monotonic() - begun < 10
     breakable.server.start()
-    made = claimed_again(breakable, "done", "held", "other")
+    made = answered_again(partial(breakable.claim, "done", "held", "other"))
     assert [one.status for one in made] == [ClaimStatus.DONE, ClaimStatus.IN_PROGRESS, ClaimStatus.NEW]
     assert breakable.store.complete_many([held]) == [True]
 
@@ -293,16 +294,16 @@ def test_f42_a_store_whose_server_hangs_fails_in_time_and_finds_its_claim_again(
         breakable.store.complete_many([done])
     assert time.monotonic() - begun < 12
     breakable.server.unpause()
-    made = claimed_again(breakable, "a", "b")
+    made = answered_again(partial(breakable.claim, "a", "b"))
     assert [one.status for one in made] == [ClaimStatus.NEW] * 2
-    assert breakable.store.complete_many([done, *made]) == [True] * 3
+    assert answered_again(partial(breakable.store.complete_many, [done, *made])) == [True] * 3
 
 
-def claimed_again(breakable: Breakable, *keys: str) -> list[Any]:
-    """The first answers after a freeze, or a start, may be late as well."""
+def answered_again(call: Callable[[], list[Any]]) -> list[Any]:
+    """The first answers after a freeze, or a start, may be late: what was asked before it may still hold its locks."""
     for _ in range(10):
         try:
-            return breakable.claim(*keys)
+            return call()
         except IdempotencyStoreError as error:
             last = error
     raise last
@@ -448,7 +449,10 @@ def test_f42_a_server_that_hangs_for_long_costs_no_more_than_its_threads(breakab
     breakable.server.unpause()
     # Each of them was asked for in the name of another holder, and one of these has it: they are tried in turn.
     wait_until(
-        lambda: claimed_again(breakable, "a")[0].status is ClaimStatus.NEW, timeout=20, what="claimed", interval=0
+        lambda: answered_again(partial(breakable.claim, "a"))[0].status is ClaimStatus.NEW,
+        timeout=20,
+        what="claimed",
+        interval=0,
     )
 
 

@@ -15,8 +15,9 @@ import pytest
 import tenacity
 
 from integration.support.consuming import numbered, publish
-from integration.support.new_queues import elect_leaders, let_new_queues_age
+from integration.support.new_queues import elect_leaders, let_new_queues_age, signals_at_once
 from integration.support.publishing import Load
+from integration.support.seeds import soaking
 from reliable_mq import Consumer, DeadLetter, Delivery, Message, Publisher, Queue, RetryLater, RetryPolicy
 from reliable_mq.testing.waiting import wait_until
 
@@ -284,6 +285,32 @@ def test_f61_a_broker_that_froze_while_the_queue_was_new_is_killed(
         pytest.fail("five times, the broker froze too late")
     with private_vhost.connect() as connection:
         assert connection.channel().queue_declare(queue.name, passive=True).method.message_count
+
+
+@pytest.mark.timeout(300)
+def test_f61_a_broker_that_froze_while_the_queue_was_new_is_killed_once_it_answers(
+    private_vhost: VirtualHost, publisher_api: str
+) -> None:
+    """It runs again after the grace, and dies with the first confirm: it has run for less time than a queue needs."""
+    broker = private_vhost.broker
+    for number in range(3 if soaking() else 1):  # it saves twice a second, so a queue may be saved as soon as it runs
+        queue = Queue(f"orders-{number}", dead_letter=None)
+        with (
+            signals_at_once(broker) as send_signal,
+            Publisher(private_vhost.url, topology=[queue], new_queue_grace=GRACE, reconnect_wait=SOON) as publisher,
+        ):
+            confirmation = publisher.submit(Message(b"x"), routing_key=queue.name)
+            private_vhost.wait_for_messages(queue.name, 1)
+            send_signal("STOP")
+            confirmation.add_done_callback(lambda _: send_signal("KILL"))
+            with pytest.raises(TimeoutError):
+                confirmation.result(1.5 * GRACE)
+            send_signal("CONT")
+            confirmation.result(PLENTY)
+            broker.wait_for_status("exited")
+            broker.start()
+        with private_vhost.connect() as connection:
+            assert connection.channel().queue_declare(queue.name, passive=True).method.message_count
 
 
 @pytest.mark.timeout(300)

@@ -41,6 +41,14 @@ _LIVE_COUNTS: Final = """
     {{base64:encode(Name), Count}}
 end || Q <- rabbit_amqqueue:list(<<"{vhost}">>)]
 """
+# What `rabbitmqctl close_all_connections` has the broker do.
+_CLOSE_CONNECTIONS: Final = """
+begin
+    Open = rabbit_connection_tracking:list(<<"{vhost}">>),
+    rabbit_connection_tracking_handler:close_connections(Open, base64:decode_to_string("{reason}"), 0),
+    length(Open)
+end
+"""
 _COUNTED: Final = re.compile(r'\{<<"([^"]*)">>,(\d+)\}')
 
 
@@ -136,9 +144,8 @@ class VirtualHost:
 
     def close_connections(self, reason: str = "closed by the test") -> int:
         """Close every connection to it from the broker's side; return how many were known."""
-        output = self.broker.rabbitmqctl("close_all_connections", "--vhost", self.name, reason)
-        closed = re.search(r"Closed (\d+) connection", output)
-        return int(closed[1]) if closed else 0
+        encoded = base64.b64encode(reason.encode()).decode()
+        return int(self.broker.evaluate(_CLOSE_CONNECTIONS.format(vhost=self.name, reason=encoded)))
 
     def peek(self, queue: str, count: int = 1000) -> list[dict[str, Any]]:
         """Return messages at the head of a queue, as the broker's JSON.
