@@ -419,8 +419,8 @@ class ConsumerSession:
             if data:
                 lifecycle.sent(len(data), now)
         quarantined: Sequence[Work] = ()
-        if self._quarantine is not None:
-            quarantined = dispatcher.take_quarantined(lambda: settlement.republish.quarantining(settlement.source))
+        if dispatcher.has_quarantined and not settlement.republish.quarantining(settlement.source):
+            quarantined = dispatcher.take_quarantined()
             self._running += len(quarantined)
         subscribe: Sequence[SubscriptionChange] = ()
         if not steady:
