@@ -47,13 +47,11 @@ class Admission:
     """Checks deliveries. Not thread-safe.
 
     Args:
-        attempts: the failed attempts of messages, as far as they are remembered.
         max_attempts: the failed attempts after which a message is refused.
         max_body_bytes, max_header_bytes: above which a message is refused; None for no limit.
-        broker_counts: whether the broker's count of failures is that of attempts.
         keeps: whether a refused message is kept somewhere. Else one that cannot be decoded is passed as a first
             attempt.
-        statistics: where to count.
+        broker_counts: whether the broker's count of failures is that of attempts.
     """
 
     __slots__ = ("_attempts", "_broker_counts", "_keeps", "_max_attempts", "_max_body", "_max_header", "_statistics")

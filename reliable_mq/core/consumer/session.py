@@ -98,9 +98,6 @@ class ConsumerSession:
     """Events in, actions out. Not thread-safe: one thread, or one event loop, owns it.
 
     Args:
-        queue: the name of the queue.
-        retry: the policy for failed deliveries.
-        random: the source of the jitter.
         dead_letters: makes the dead letters; None where there is no queue for them: ``basic.reject`` ends a delivery
             that is given up.
         broker_dead_letters: whether the broker dead-letters rejected deliveries.
@@ -109,20 +106,13 @@ class ConsumerSession:
         batcher: groups deliveries for a batch handler; None for a plain one.
         max_body_bytes, max_header_bytes: larger deliveries are dead-lettered unseen; None for no limit.
         claim_wait: seconds until a delivery that is claimed elsewhere is dispatched again.
-        stream_offset: of a stream; None for queues.
         delay_queues: for failed deliveries; None where these are held here.
-        quarantine: of the queue; None where there is none.
-        kill_switch: watches the failures; None where there is none.
         broker_retries: whether the queue delays rejected deliveries, and counts them.
         consumer_timeout: the broker's, in seconds; None where it has none.
         grouped: whether several deliveries may be with one handler, or with the worker that calls it.
-        lifecycle: of the consumer.
 
     Attributes:
         automatic: whether the broker acks each delivery as it sends it.
-        stream_offset: as given.
-        lifecycle: as given.
-        statistics: counts, written here and read by anyone.
     """
 
     def __init__(
@@ -207,20 +197,8 @@ class ConsumerSession:
             ValueError: they break the protocol: a delivery tag does not follow the one before, or far more deliveries
                 are unacked than the prefetch allows.
         """
-        source = self._settlement.source
-        if source is None:
-            self.statistics.stale += len(deliveries)
+        if not self._receive(deliveries, now):
             return
-        self.statistics.delivered += len(deliveries)
-        if not self.automatic:
-            self._acks.delivered(deliveries[0].delivery_tag, deliveries[-1].delivery_tag)
-            if self._most is not None and self._acks.outstanding > self._most:
-                raise ValueError(f"{self._acks.outstanding} deliveries are unacked: the broker ignores the prefetch")
-            self._timeouts.delivered(deliveries, now)
-        for delivery in deliveries:
-            delivery.came_from(source)
-        if self.stream_offset is not None:
-            self.stream_offset.delivered(deliveries, self._acks.first_unfinished)
         if self.automatic:
             self.statistics.redelivered += sum(delivery.redelivered for delivery in deliveries)
         elif not self.lifecycle.consuming:
@@ -234,16 +212,8 @@ class ConsumerSession:
 
     def oversized(self, delivery: Delivery, size: int, now: float) -> None:
         """Take in a delivery without its body of `size` bytes, which only the broker has."""
-        source = self._settlement.source
-        if source is None:
-            self.statistics.stale += 1
+        if not self._receive([delivery], now):
             return
-        self.statistics.delivered += 1
-        self._acks.delivered(delivery.delivery_tag, delivery.delivery_tag)
-        self._timeouts.delivered([delivery], now)
-        delivery.came_from(source)
-        if self.stream_offset is not None:
-            self.stream_offset.delivered([delivery], self._acks.first_unfinished)
         if self._quarantine is not None and self._quarantine.has(delivery):
             self._quarantine.received()
         if self.lifecycle.consuming:
@@ -282,7 +252,11 @@ class ConsumerSession:
         if quarantine is not None and tag == quarantine.consumer_tag:
             found = [one for one in self._timeouts.unacked(0.0, now) if quarantine.has(one)]  # whatever the timeout is
         elif seconds:
-            found = [one for one in self._timeouts.unacked(seconds, now) if tag is None or not self._quarantined(one)]
+            found = [
+                one
+                for one in self._timeouts.unacked(seconds, now)
+                if tag is None or not self._outcomes.in_quarantine(one)
+            ]
         found = [delivery for delivery in found if delivery.state is DeliveryState.RUNNING]
         if quarantine is not None and found:
             quarantine.timed_out()
@@ -290,7 +264,7 @@ class ConsumerSession:
             alone = (
                 not self._grouped
                 or len(found) == 1
-                or self._quarantined(delivery)
+                or self._outcomes.in_quarantine(delivery)
                 or (delivery.failures is not None and delivery.failures.alone)
             )
             self._outcomes.timed_out(delivery, timeout=seconds, now=now, at=at, alone=alone)
@@ -511,6 +485,24 @@ class ConsumerSession:
 
     # Deliveries that came in
 
+    def _receive(self, deliveries: list[Delivery], now: float) -> bool:
+        """Stamp and record deliveries; False if their channel is lost."""
+        source = self._settlement.source
+        if source is None:
+            self.statistics.stale += len(deliveries)
+            return False
+        self.statistics.delivered += len(deliveries)
+        if not self.automatic:
+            self._acks.delivered(deliveries[0].delivery_tag, deliveries[-1].delivery_tag)
+            if self._most is not None and self._acks.outstanding > self._most:
+                raise ValueError(f"{self._acks.outstanding} deliveries are unacked: the broker ignores the prefetch")
+            self._timeouts.delivered(deliveries, now)
+        for delivery in deliveries:
+            delivery.came_from(source)
+        if self.stream_offset is not None:
+            self.stream_offset.delivered(deliveries, self._acks.first_unfinished)
+        return True
+
     def _admit(self, delivery: Delivery, now: float) -> bool:
         quarantine = self._quarantine
         forgiven = quarantine.received() if quarantine is not None and quarantine.has(delivery) else None
@@ -540,9 +532,6 @@ class ConsumerSession:
         if not (result.suspect or quarantine.suspects(delivery)):
             return False
         return self._outcomes.move_to_quarantine(delivery, known=result.suspect)
-
-    def _quarantined(self, delivery: Delivery) -> bool:
-        return self._quarantine is not None and self._quarantine.has(delivery)
 
     def _warn(self, overdue: list[Delivery]) -> None:
         self.statistics.overdue += len(overdue)

@@ -50,10 +50,6 @@ class RepublishQueue:
 
     A retry goes to the first delay queue of its path. A queue that is not known to exist on this channel's broker is
     declared first, and its messages wait for that; one that turns out to be missing is declared again. Not thread-safe.
-
-    Args:
-        dead_letters: makes the dead letters; None where there is no queue for them.
-        delay_queues: for retries; None where there are none.
     """
 
     def __init__(self, dead_letters: DeadLetters | None, delay_queues: DelayQueues | None) -> None:
@@ -258,24 +254,11 @@ class SettledDeliveries(NamedTuple):
 
 
 class Settlement:
-    """The deliveries that wait for no handler, and the frames to send.
-
-    Not thread-safe.
-
-    Args:
-        acks: batches the acks; None with automatic acks.
-        dead_letters: makes the dead letters; None where there is no queue for them.
-        delay_queues: for retries; None where there are none.
-        stream_offset: of a stream; None for queues.
-        lifecycle: says whether deliveries are dispatched, or requeued.
+    """The deliveries that wait for no handler, and the frames to send. Not thread-safe.
 
     Attributes:
         automatic: whether the broker forgets the deliveries that it sends.
-        acks: batches the acks.
-        republish: publishes messages in place of deliveries.
-        stream_offset: as given.
         attempts: the failed attempts of messages, as far as they are remembered.
-        statistics: counts.
         source: the open channel; None while there is none.
     """
 
@@ -368,14 +351,10 @@ class Settlement:
 
     def reject(self, delivery: Delivery, reason: str) -> None:
         """Send ``basic.reject``: the broker dead-letters the delivery, or drops it."""
-        if self._send_reject(delivery, requeue=False):
+        if self.send_reject(delivery, requeue=False):
             self.statistics.rejected += 1
             self.log(LogEventKind.REJECTED, delivery, reason)
             self.attempts.forget(delivery)
-
-    def reject_for_retry(self, delivery: Delivery) -> None:
-        """Reject and requeue: the broker counts a failure, and delays the delivery."""
-        self._send_reject(delivery, requeue=True)
 
     def requeue(self, deliveries: Iterable[Delivery]) -> None:
         """Requeue deliveries with the next output: a late one takes fewer frames."""
@@ -431,7 +410,8 @@ class Settlement:
         """The number of deliveries held."""
         return len(self._held)
 
-    def _send_reject(self, delivery: Delivery, *, requeue: bool) -> bool:
+    def send_reject(self, delivery: Delivery, *, requeue: bool) -> bool:
+        """Send ``basic.reject``; False where the delivery is settled."""
         source = delivery.source
         delivery.state = DeliveryState.SETTLED
         if not self.acks.take_out(source.generation, delivery.delivery_tag):
