@@ -48,17 +48,14 @@ Frames: TypeAlias = list[tuple[int, bool]]
 
 
 class AckBatcher:
-    """The acks of one channel at a time.
-
-    Not thread-safe: one thread, or one event loop, owns it.
+    """The acks of one channel at a time. Not thread-safe.
 
     Args:
         ack_every: finished contiguous deliveries that are acked together; None for half of the prefetch, whatever that
             is, and a hundred at most.
         ack_interval: seconds that a finished delivery waits for its ack at most.
-        prefetch: the consumer's prefetch; 0 for none.
+        prefetch: the consumer's; 0 for none.
         rest: seconds from one ack to the next, at least, that is sent since no handler runs; None for no such acks.
-        statistics: where to count.
 
     Raises:
         ConfigurationError: ``ack_every`` is below 1 or does not fit the prefetch, or ``ack_interval`` is negative.

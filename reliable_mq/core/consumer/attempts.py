@@ -95,12 +95,7 @@ class _Leaf(NamedTuple):
 
 
 def describe(error: BaseException, at: float) -> Failure:
-    """Describe an exception that a handler raised, or returned as a verdict.
-
-    Args:
-        error: the exception.
-        at: when, in seconds since 1970.
-    """
+    """Describe an exception that a handler raised, or returned as a verdict."""
     name, text = _name(error), _text(error)
     leaves = _leaves(error)
     if leaves[0].error is not error:
@@ -203,10 +198,8 @@ class AttemptHistory:
     """The failed attempts of one message.
 
     Attributes:
-        count: how many.
         first_at: when the first of them failed, in seconds since 1970; None where nobody said.
         lost: how many of them ended with the loss of their consumer.
-        last: the last of them, as far as it is known.
         due: before when, on the monotonic clock, the next attempt must not be made.
         verdict: why the message is to be dead-lettered, once that is decided.
         alone: whether it is to be handled by itself, since the batch that it was in did not end.
@@ -266,9 +259,6 @@ class AttemptTracker:
     """The failed attempts of messages, by ``message_id``. Not thread-safe.
 
     A message without an id is not remembered.
-
-    Args:
-        capacity: messages that are remembered at most.
     """
 
     __slots__ = ("_capacity", "_failures")

@@ -57,12 +57,7 @@ def consumer_timeout_of(loss: ConnectionLoss) -> ConsumerTimeout | None:
 class ConsumerTimeoutMonitor:
     """The unacked deliveries of one channel at a time, by age. Not thread-safe.
 
-    Args:
-        timeout: the broker's consumer timeout, in seconds; None where it has none.
-        acks: knows the unfinished deliveries.
-
-    Attributes:
-        timeout: as given.
+    ``timeout`` is the broker's, in seconds; None where it has none.
     """
 
     __slots__ = ("_acks", "_kept", "_old", "_young", "timeout")

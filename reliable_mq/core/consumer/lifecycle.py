@@ -84,15 +84,9 @@ class ChannelStep(enum.Enum):
 
 
 class Resubscribe(NamedTuple):
-    """Subscribe anew on the open channel, with another prefetch.
+    """Subscribe anew on the open channel, with another prefetch."""
 
-    Attributes:
-        before: the consumer tag to cancel.
-        consumer_tag: that of the new subscription.
-        prefetch: its prefetch.
-    """
-
-    before: str
+    before: str  # the consumer tag to cancel
     consumer_tag: str
     prefetch: int
 
@@ -105,17 +99,14 @@ class ConsumerLifecycle:
     """The state of one consumer. Not thread-safe; ``now`` is a monotonic clock.
 
     Args:
-        consumer_tag: of the first subscription.
-        prefetch: of the first subscription; 0 for none.
         stop_timeout: seconds that running handlers are waited for.
         single_active: whether the queue has one active consumer at a time.
         subscribes: False for a consumer that asks for each delivery (``basic.get``).
 
     Attributes:
-        state: the phase.
         connected: whether a channel is set up, and the consumer neither stops nor was cancelled.
         consumer_tag: of the newest subscription.
-        prefetch: of the newest subscription; another one may be wanted.
+        prefetch: of the newest subscription, 0 for none; another one may be wanted.
         gave_up: whether it ended because `stop_timeout` was over.
         keeps: whether unacked deliveries stay so until the channel is closed, which requeues them in one step.
     """

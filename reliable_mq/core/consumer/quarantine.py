@@ -66,18 +66,10 @@ del _S
 
 
 class Quarantine:
-    """A quarantine, and the evidence against the messages of its queue.
-
-    Not thread-safe.
-
-    Args:
-        queue: as it is declared.
-        consumer_tag: of the subscription to it.
+    """A quarantine, and the evidence against the messages of its queue. Not thread-safe.
 
     Attributes:
-        queue: as given.
-        consumer_tag: as given.
-        state: whether it is subscribed to.
+        queue: as it is declared.
         losses: channels that this process has lost, and lives, unless a delivery had been unacked for too long.
         forgiven: channels that it has lost, and lives, after something came from quarantine, unless they were lost for
             that.
