@@ -283,7 +283,6 @@ def decode_close(frame: bytes) -> tuple[int, str]:
 
 
 def encode_channel_open(channel: int) -> bytes:
-    """Encode ``channel.open``."""
     return _frame(channel, 20, 10, b"\0")
 
 
@@ -293,7 +292,6 @@ def encode_channel_close(channel: int) -> bytes:
 
 
 def encode_channel_close_ok(channel: int) -> bytes:
-    """Encode ``channel.close-ok``."""
     return _frame(channel, *CHANNEL_CLOSE_OK, b"")
 
 

@@ -333,7 +333,6 @@ class Properties:
 
     @property
     def headers(self) -> Mapping[str, FieldValue]:
-        """The headers, read-only."""
         headers = self._headers
         if headers is None:
             span = (self._values or self._decode()).get("headers")

@@ -135,7 +135,6 @@ class ServerInfo:
 
     @classmethod
     def of(cls, properties: Mapping[str, object]) -> ServerInfo:
-        """Read ``server-properties``."""
         version = printable(str(properties.get("version", "")))
         return cls(printable(str(properties.get("product", ""))), version, parse_version(version), dict(properties))
 
@@ -152,17 +151,11 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The differences of a declaration from the existing queue or exchange.
+    """The differences of a declaration from the existing queue or exchange."""
 
-    Attributes:
-        existing: the declaration that the broker agrees to; None if it is not known.
-        differences: the arguments in which the declaration differs, in the order in which the broker named them.
-        ended_by: the code and text of the refusal that ended the search; empty if `existing` is known.
-    """
-
-    existing: DeclareQueue | DeclareExchange | None
-    differences: tuple[Difference, ...]
-    ended_by: str = ""
+    existing: DeclareQueue | DeclareExchange | None  # the declaration that the broker agrees to, if it is known
+    differences: tuple[Difference, ...]  # in the order in which the broker named them
+    ended_by: str = ""  # the code and text of the refusal that ended the search; empty if `existing` is known
 
 
 StepGenerator = Generator[Step | Pipeline, Any, Any]
@@ -331,7 +324,6 @@ def compare(
 
 
 def refusal(step: Step, refused: StepRefused) -> ReliableMQError:
-    """Return the error for a step that the broker refused."""
     code, text = refused.code, refused.text
     kind, name = _subject(step)
     away = is_away(refused)

@@ -62,7 +62,6 @@ class NewQueues:
         self._being_made: dict[str, int] = {}  # how many connections are declaring it
 
     def begin(self, names: Iterable[str]) -> None:
-        """Note queues before they are declared."""
         for name in names:
             self._being_made[name] = self._being_made.get(name, 0) + 1
         self._look()

@@ -66,44 +66,27 @@ _REASON_CHARACTERS: Final = 1000
 
 
 class NewRow(NamedTuple):
-    """A message on its way into an outbox.
-
-    Attributes:
-        message: the message.
-        exchange: its exchange.
-        routing_key: its routing key.
-        mandatory: whether it is set aside if no queue is bound for it; otherwise the broker drops it then.
-        ordering_key: rows with the same key are published one after the other; None for no order.
-    """
+    """A message on its way into an outbox."""
 
     message: Message
     exchange: str
     routing_key: str
-    mandatory: bool
-    ordering_key: str | None
+    mandatory: bool  # whether it is set aside if no queue is bound for it; otherwise the broker drops it then
+    ordering_key: str | None  # rows with the same key are published one after the other
 
 
 class OutboxRow(NamedTuple):
-    """A row that a relay has leased.
+    """A row that a relay has leased."""
 
-    Attributes:
-        id: its place in the order in which rows were accepted.
-        message: with the ``message_id`` and the properties that it was accepted with, byte for byte.
-        exchange, routing_key, mandatory, ordering_key: as in `NewRow`.
-        attempts: publishes of it that were not confirmed.
-        possible_duplicate: whether it may have been published before.
-        claim: the lease, if relays share the outbox: its settlement is carried out while that holds.
-    """
-
-    id: int
-    message: Message
+    id: int  # its place in the order in which rows were accepted
+    message: Message  # with the `message_id` and the properties that it was accepted with, byte for byte
     exchange: str
     routing_key: str
     mandatory: bool
     ordering_key: str | None
-    attempts: int
-    possible_duplicate: bool
-    claim: str | None = None
+    attempts: int  # publishes of it that were not confirmed
+    possible_duplicate: bool  # whether it may have been published before
+    claim: str | None = None  # the lease, if relays share the outbox: it is settled while that holds
 
 
 class UnreadableRow(Exception):
@@ -119,7 +102,6 @@ class UnreadableRow(Exception):
 
 
 def values_of(row: NewRow) -> tuple[Any, ...]:
-    """Return the values of `COLUMNS`."""
     message = row.message
     return (
         FORMAT,
@@ -201,21 +183,13 @@ class RowOutcome(enum.Enum):
 
 
 class RowSettlement(NamedTuple):
-    """The settlement of one row.
-
-    Attributes:
-        row: the row.
-        outcome: its outcome.
-        delay: seconds until it may be published again.
-        reason: why it was not confirmed.
-        possible_duplicate: whether it may have arrived all the same.
-    """
+    """The settlement of one row."""
 
     row: OutboxRow
     outcome: RowOutcome
-    delay: float = 0.0
-    reason: str | None = None
-    possible_duplicate: bool = False
+    delay: float = 0.0  # seconds until it may be published again
+    reason: str | None = None  # why it was not confirmed
+    possible_duplicate: bool = False  # whether it may have arrived all the same
 
 
 def delay_after(attempts: int) -> float:
@@ -245,7 +219,6 @@ class RelaySession:
         return self._waiting
 
     def has(self, ordering_key: str) -> bool:
-        """Whether it has unsettled rows of that key."""
         return ordering_key in self._behind
 
     def add(self, rows: Iterable[OutboxRow]) -> None:

@@ -56,19 +56,12 @@ _LONGEST_WAIT: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLoss:
-    """The end of a channel that was ready, or of the connection under it.
+    """The end of a channel that was ready, or of the connection under it."""
 
-    Attributes:
-        code: the reply code of the broker (406, 320, ...), or None if it gave none.
-        text: the reply text of the broker, or our own reason.
-        scope: whether the connection was lost too. With ``"channel"`` it lives on.
-        by_broker: True if the broker closed it with a code; False for everything else (reset, heartbeat, `discard`).
-    """
-
-    code: int | None
-    text: str
-    scope: Literal["channel", "connection"]
-    by_broker: bool
+    code: int | None  # the reply code of the broker (406, 320, ...), if it gave one
+    text: str  # the reply text of the broker, or our own reason
+    scope: Literal["channel", "connection"]  # whether the connection was lost too
+    by_broker: bool  # True if the broker closed it with a code; else reset, heartbeat, `discard`, ...
 
 
 class ReconnectPolicy:
@@ -126,7 +119,6 @@ class ReconnectPolicy:
         return self._host
 
     def begin(self, now: float) -> None:
-        """Begin the first attempt."""
         self._outage(now)
 
     def ready(self) -> None:
@@ -232,7 +224,6 @@ class CredentialsCalls:
         return True
 
     def answered(self) -> None:
-        """Note that a call has returned, or raised."""
         self.unanswered -= 1
         self._begun = 0
 

@@ -77,12 +77,10 @@ class TokenRenewal:
         return True
 
     def read(self, now: float, lifetime: float | None) -> None:
-        """Note that the next token was read, and is sent."""
         self.state = RenewalState.SENT
         self._next = None if lifetime is None else (now, lifetime)
 
     def failed(self, now: float) -> None:
-        """Note that there is no next token yet."""
         self.state = RenewalState.PLANNED
         self.due_at = now + max(RETRY_AT_LEAST, (self._expires_at - now) * _RETRY_PART)
 

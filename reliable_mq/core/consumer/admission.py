@@ -28,19 +28,12 @@ _MOST_OF_OURS: Final = 4096  # bytes of headers of ours on a message that has wa
 
 
 class AdmissionResult(NamedTuple):
-    """The result of the checks of a delivery.
+    """The result of the checks of a delivery."""
 
-    Attributes:
-        refusal: why it is dead-lettered unseen; None if it is not.
-        path: the delay queues that are left before its next attempt.
-        suspect: whether it was in quarantine before.
-        lost: the attempts that failed since it was published last, with the loss of their consumer.
-    """
-
-    refusal: str | None
-    path: tuple[int, ...] = ()
-    suspect: bool = False
-    lost: int = 0
+    refusal: str | None  # why it is dead-lettered unseen
+    path: tuple[int, ...] = ()  # the delay queues that are left before its next attempt
+    suspect: bool = False  # whether it was in quarantine before
+    lost: int = 0  # the attempts that failed since it was published last, with the loss of their consumer
 
 
 class Admission:

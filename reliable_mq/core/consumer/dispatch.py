@@ -54,7 +54,6 @@ class Dispatcher:
         self.add(self._without_quarantined(deliveries), now)
 
     def add_alone(self, delivery: Delivery) -> None:
-        """Add a delivery that is tried again, by itself."""
         delivery.state = DeliveryState.QUEUED
         alone = self._without_quarantined([delivery])
         if alone:
@@ -136,7 +135,6 @@ class Dispatcher:
         return work if self._batcher is None else list(chain.from_iterable(work))
 
     def _without_quarantined(self, deliveries: list[Delivery]) -> list[Delivery]:
-        """Set those from quarantine aside."""
         quarantine = self._quarantine
         if quarantine is None:
             return deliveries
@@ -189,7 +187,6 @@ class Batcher:
         return [batch]
 
     def clear(self) -> list[Delivery]:
-        """Take the deliveries of the batch that is not full."""
         waiting, self._waiting = self._waiting, []
         return waiting
 

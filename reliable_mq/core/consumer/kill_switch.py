@@ -67,7 +67,6 @@ class KillSwitchMonitor:
 
     @property
     def paused(self) -> bool:
-        """Whether dispatch is paused."""
         return self._state is not KillSwitchState.RUNNING
 
     @property
@@ -76,7 +75,6 @@ class KillSwitchMonitor:
         return self._until if self._state is KillSwitchState.PAUSED else None
 
     def due(self, now: float) -> None:
-        """End the pause if it is over."""
         if self._state is KillSwitchState.PAUSED and now >= self._until:
             self._state, self._probe, self._beside = KillSwitchState.PROBING, False, False
 

@@ -151,7 +151,6 @@ class ConsumerLifecycle:
                 self.change_prefetch(self._wanted)
 
     def lost(self) -> None:
-        """Note that the channel is gone."""
         self.connected = self._open = False
         self._changes.clear()
         if self.state is ConsumerState.CANCELLING:
@@ -189,14 +188,12 @@ class ConsumerLifecycle:
             self._pause = now + PAUSE
 
     def end(self) -> None:
-        """End at once."""
         self.state = ConsumerState.ENDED
         self.connected = False
         self._changes.clear()
         self._patience = self._pause = self._renewal = None
 
     def sent(self, size: int, now: float) -> None:
-        """Note that so many bytes of acks were sent."""
         if now - self._burst_at > _BURST_SECONDS:
             self._burst_at, self._burst = now, 0
         self._burst += size
@@ -229,7 +226,6 @@ class ConsumerLifecycle:
         return self._subscribes and self.connected
 
     def subscribe_to_quarantine(self) -> None:
-        """Subscribe to quarantine, too."""
         self._changes.append(ChannelStep.SUBSCRIBE_TO_QUARANTINE)
 
     # Progress
@@ -284,12 +280,10 @@ class ConsumerLifecycle:
 
     @property
     def stopping(self) -> bool:
-        """Whether the consumer stops, or has ended."""
         return self.state in _STOPPING
 
     @property
     def silent(self) -> bool:
-        """Whether nothing is sent."""
         return self.state in _SILENT
 
     @property

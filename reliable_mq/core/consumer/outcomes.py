@@ -211,7 +211,6 @@ class OutcomeHandler:
         delivery.state = DeliveryState.SETTLED
 
     def in_quarantine(self, delivery: Delivery) -> bool:
-        """Whether the delivery came from quarantine."""
         return self._quarantine is not None and self._quarantine.has(delivery)
 
     def _count_for_kill_switch(self, kill_switch: KillSwitchMonitor, results: Sequence[Result], now: float) -> None:

@@ -429,7 +429,6 @@ class ConsumerSession:
 
     @property
     def state(self) -> ConsumerState:
-        """The phase of the consumer's life."""
         return self.lifecycle.state
 
     @property
@@ -450,12 +449,10 @@ class ConsumerSession:
 
     @property
     def paused(self) -> bool:
-        """Whether the kill switch pauses dispatch."""
         return self._kill_switch is not None and self._kill_switch.paused
 
     @property
     def running(self) -> int:
-        """The number of deliveries that are dispatched."""
         return self._running
 
     @property

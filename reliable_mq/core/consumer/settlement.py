@@ -155,7 +155,6 @@ class RepublishQueue:
         return []
 
     def settled(self, republish: RepublishRequest) -> None:
-        """End a publish, whatever its outcome."""
         self._publishing.discard(republish)
 
     def take_all(self) -> tuple[Sequence[Queue], Sequence[RepublishRequest]]:
@@ -183,7 +182,6 @@ class RepublishQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is being published, or is to be."""
         return not (self._publishing or self._ready or self._undeclared)
 
 
@@ -240,17 +238,11 @@ class LogEvent(NamedTuple):
 
 
 class SettledDeliveries(NamedTuple):
-    """A settlement that a trace shows.
+    """A settlement that a trace shows."""
 
-    Attributes:
-        method: ``"ack"``, ``"nack"`` or ``"reject"``.
-        deliveries: those with an `attempt_context`, at least one.
-        total: the number of all deliveries that were settled with them.
-    """
-
-    method: str
-    deliveries: list[Delivery]
-    total: int
+    method: str  # "ack", "nack" or "reject"
+    deliveries: list[Delivery]  # those with an `attempt_context`, at least one
+    total: int  # of all deliveries that were settled with them
 
 
 class Settlement:
@@ -289,7 +281,6 @@ class Settlement:
         self._flush = False  # everything that is finished is acked with the next output
 
     def opened(self, source: ChannelGeneration) -> None:
-        """Begin with a channel."""
         self.source = source
         self.acks.opened(source.generation)
         self.republish.opened()
@@ -366,11 +357,9 @@ class Settlement:
             self._record("nack", deliveries, len(deliveries))
 
     def log(self, kind: LogEventKind, delivery: Delivery | None, text: str) -> None:
-        """Add a line to the log."""
         self._log.append(LogEvent(kind, delivery, text))
 
     def take_log(self) -> Sequence[LogEvent]:
-        """Take the lines to log."""
         if not self._log:
             return ()
         events, self._log = self._log, []
@@ -407,7 +396,6 @@ class Settlement:
 
     @property
     def held(self) -> int:
-        """The number of deliveries held."""
         return len(self._held)
 
     def send_reject(self, delivery: Delivery, *, requeue: bool) -> bool:

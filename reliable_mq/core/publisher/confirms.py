@@ -61,11 +61,9 @@ class SequencedItems(Generic[T]):
 
     @property
     def next_number(self) -> int:
-        """The number of the next item."""
         return self._base + len(self._slots)
 
     def extend(self, items: Iterable[T]) -> None:
-        """Add all of ``items``, in order."""
         slots = self._slots
         before = len(slots)
         slots.extend(items)
@@ -173,7 +171,6 @@ class ConfirmTracker(Generic[T]):
 
     @property
     def open(self) -> bool:
-        """Whether a channel is open."""
         return self.generation is not None
 
     @property

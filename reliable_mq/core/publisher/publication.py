@@ -125,24 +125,7 @@ class Receipt:
 
 
 class Publication:
-    """A publish and its state, written by the publishing session alone.
-
-    Attributes:
-        message, exchange, routing_key, mandatory: the request.
-        size: bytes counted against the window.
-        accepted_at: on the monotonic clock, seconds.
-        timeout: seconds from ``accepted_at`` after which it is given up; None for the session's delivery timeout.
-        state: moved by the events of `TRANSITIONS` alone.
-        sends: times that it was written to a channel.
-        nacks: times that the broker nacked it.
-        in_doubt: whether an attempt ended without a confirm, so that a further one may be a duplicate.
-        reply: the return or the channel error that concerns it, or the reason why it was blocked or stayed provisional.
-        outcome: None until it is settled.
-        owner: its publisher, for the calls of its user.
-        callbacks: called when it is settled; None if there are none.
-        trace: records its life; None if nothing does.
-        result_observed: whether its user has asked for the outcome, or will be told.
-    """
+    """A publish and its state, written by the publishing session alone."""
 
     __slots__ = (
         "accepted_at",
@@ -179,19 +162,20 @@ class Publication:
         self.exchange = exchange
         self.routing_key = routing_key
         self.mandatory = mandatory
-        self.size = size
-        self.accepted_at = accepted_at
-        self.timeout = timeout
-        self.state = PublicationState.READY
-        self.sends = 0
+        self.size = size  # bytes counted against the window
+        self.accepted_at = accepted_at  # on the monotonic clock, seconds
+        self.timeout = timeout  # seconds from then after which it is given up; None for the session's delivery timeout
+        self.state = PublicationState.READY  # moved by the events of `TRANSITIONS` alone
+        self.sends = 0  # times that it was written to a channel
         self.nacks = 0
-        self.in_doubt = False
+        self.in_doubt = False  # an attempt ended without a confirm, so that a further one may be a duplicate
+        #: The return or the channel error that concerns it, or the reason why it was blocked or stayed provisional.
         self.reply: BrokerReply | None = None
-        self.outcome: Outcome | None = None
-        self.owner = owner
-        self.callbacks: list[Callable[[], object]] | None = None
+        self.outcome: Outcome | None = None  # once it is settled
+        self.owner = owner  # its publisher, for the calls of its user
+        self.callbacks: list[Callable[[], object]] | None = None  # called when it is settled
         self.trace: PublicationTrace | None = None
-        self.result_observed = False
+        self.result_observed = False  # whether its user has asked for the outcome, or will be told
 
     def receipt(self) -> Receipt:
         """The receipt of a confirmed publication."""

@@ -82,11 +82,6 @@ class PublisherSession(Generic[P]):
         new_queue_grace: seconds after a queue was made within which its confirms are provisional; 0 for never.
 
     Attributes:
-        statistics: counts, written here and read by anyone.
-        frame_max: bytes that a frame may have on the latest channel.
-        blocked_reason: the reason of the broker while it blocks publishing; else None.
-        disconnected_reason: why there is no connection; None from an open channel on until the connection is lost, or
-            another channel cannot be opened.
         settled: publishes settled since the caller last took and cleared the list.
         freed_count, freed_bytes: places of the window released since the caller last took and zeroed them.
     """
@@ -114,10 +109,11 @@ class PublisherSession(Generic[P]):
         self._heads: dict[tuple[str, str, bool], bytes] = {}
         self._provisional: ProvisionalConfirms[P] = ProvisionalConfirms(new_queue_grace)
         self._channel = 0
-        self.frame_max = 131072
+        self.frame_max = 131072  # of the latest channel, bytes
         self._progress_at = 0.0  # when the broker last settled anything, or last owed nothing
         self.statistics = PublisherStatistics()
-        self.blocked_reason: str | None = None
+        self.blocked_reason: str | None = None  # while the broker blocks publishing
+        #: None from an open channel on until the connection is lost, or another channel cannot be opened.
         self.disconnected_reason: str | None = "no attempt to connect has ended yet"
         self.settled: list[P] = []
         self.freed_count = self.freed_bytes = 0
@@ -152,7 +148,6 @@ class PublisherSession(Generic[P]):
         self._send_first({})
 
     def round_trip_begun(self, now: float) -> None:
-        """Note that the round trip of `round_trip_due` has begun."""
         self._provisional.round_trip_begun(now)
 
     def round_trip_ended(self, now: float) -> None:
@@ -211,7 +206,6 @@ class PublisherSession(Generic[P]):
             self.statistics.stray_returns += 1
 
     def disconnected(self, reason: str) -> None:
-        """Note that an attempt to connect, or to open another channel, has failed."""
         self.disconnected_reason = reason
 
     def channel_lost(self, generation: int, reply: BrokerReply | None, *, connection: bool, text: str = "lost") -> None:
@@ -361,7 +355,6 @@ class PublisherSession(Generic[P]):
 
     @property
     def outstanding(self) -> int:
-        """Publishes accepted and not settled."""
         return len(self._deadlines)
 
     @property
@@ -390,7 +383,6 @@ class PublisherSession(Generic[P]):
         return self._progress_at + self._confirm_timeout
 
     def _round_trip_at(self) -> float | None:
-        """Return the time of the next round trip."""
         if not self._tracker.open or self.blocked_reason is not None:
             return None
         return self._provisional.round_trip_at

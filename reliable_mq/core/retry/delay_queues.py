@@ -62,7 +62,6 @@ class DelayQueue(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name that `of` reads."""
         return f"{self.queue}.retry.{self.milliseconds}"
 
 
