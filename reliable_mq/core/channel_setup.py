@@ -80,32 +80,23 @@ __all__ = [
 ]
 
 _PROPERTIES = frozenset({"durable", "auto_delete", "internal", "type"})
-
-
-def corrected(
-    step: DeclareQueue | DeclareExchange, inequivalence: Inequivalence
-) -> DeclareQueue | DeclareExchange | None:
-    """Return a declaration with one argument as it exists; None if that is not known.
-
-    Args:
-        step: the declaration that was refused.
-        inequivalence: from the text of the refusal, code 406.
-    """
-    argument = inequivalence.argument
-    if not inequivalence.is_known:
-        return None
-    if argument in _PROPERTIES and hasattr(step, argument):
-        value = inequivalence.existing_value(getattr(step, argument))
-        fields: dict[str, Any] = {argument: value}
-        return None if value is None else replace(step, **fields)
-    arguments = dict(step.arguments)
-    declared = arguments.pop(argument, None)
-    value = inequivalence.existing_value(declared)
-    if type(value) is type(declared) and value == declared:  # True equals 1
-        return None
-    if value is not None:
-        arguments[argument] = value
-    return replace(step, arguments=arguments)
+_NOT_FOUND = 404
+_PRECONDITION_FAILED = 406
+_MOST_DIFFERENCES = 24  # rounds of a comparison, each of which costs a channel
+_AWAY_CODES = frozenset({_NOT_FOUND, _PRECONDITION_FAILED})
+# RabbitMQ has no code for these, only texts. AMQP is up before the replicas of streams and quorum queues are.
+_AWAY = (
+    "is down or inaccessible",
+    "due to timeout",
+    "process is stopped by supervisor",
+    "does not have a running replica on the local node",
+)
+_DELAYED_RETRY = (4, 3)
+# The second one is command-invalid: an exchange type that does not exist.
+_DIFFERENT = frozenset({_PRECONDITION_FAILED, 503})
+# access-refused, not-found, precondition-failed, command-invalid, not-allowed (a reserved name), not-implemented. The
+# others heal: resource-locked (the exclusive queue of a connection that is dying), internal-error, ...
+_PERMANENT = frozenset({403, _NOT_FOUND, *_DIFFERENT, 530, 540})
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,10 +181,8 @@ def publisher_setup(
 ) -> SetupGenerator:
     """Declare `topology`, in order, and select confirms.
 
-    Args:
-        topology: the declarations.
-        version: of the broker, which decides the arguments that it can be given.
-        maker: notified of the quorum queues that are made; if None, the broker is not asked for them first.
+    The version of the broker decides the arguments that it can be given. The maker is notified of the quorum queues
+    that are made; if it is None, the broker is not asked for them first.
 
     Raises:
         TopologyMismatch: something exists that differs, or something named is missing.
@@ -215,24 +204,9 @@ def consumer_setup(
     exclusive: bool = False,
     maker: NewQueueListener | None = None,
 ) -> SetupGenerator:
-    """Declare `topology` and `queue`, set the prefetch and consume.
-
-    Args:
-        queue: the queue to consume from; a name is checked to exist.
-        topology: further declarations, which come before the queue is checked.
-        version: of the broker.
-        prefetch: deliveries that may be unacked, for this consumer; 0 for no limit.
-        consumer_tag: unique on the channel.
-        arguments: of ``basic.consume``, e.g. ``x-stream-offset`` or ``x-priority``.
-        ack_mode: ``"automatic"`` for deliveries that need no ack.
-        exclusive: refuse other consumers of the queue.
-        maker: as in `publisher_setup`.
-
-    Raises:
-        TopologyMismatch: something exists that differs, or something named is missing.
-        BrokerUnavailable: the broker refused a step for another reason.
-    """
-    name = yield from _queue_setup(queue, topology, version, maker)
+    """Do as `pull_setup`, set the prefetch of this consumer, and consume."""
+    yield from pull_setup(queue, topology, version, maker)
+    name = queue.name if isinstance(queue, Queue) else queue
     yield from _carry_out(SetPrefetch(prefetch))
     yield from _carry_out(Consume(name, consumer_tag, ack_mode == "automatic", exclusive, arguments or {}))
 
@@ -240,19 +214,16 @@ def consumer_setup(
 def pull_setup(
     queue: Queue | str, topology: Iterable[Declaration], version: tuple[int, ...], maker: NewQueueListener | None = None
 ) -> SetupGenerator:
-    """Do as `consumer_setup`, up to the subscription: for ``basic.get``.
-
-    Args:
-        queue: the queue to get from.
-        topology: further declarations.
-        version: of the broker.
-        maker: as in `publisher_setup`.
+    """Declare `topology`, then the queue; a name is checked to exist.
 
     Raises:
-        TopologyMismatch: as `consumer_setup` does.
-        BrokerUnavailable: likewise.
+        TopologyMismatch, BrokerUnavailable: as `publisher_setup`.
     """
-    yield from _queue_setup(queue, topology, version, maker)
+    if isinstance(queue, Queue):
+        yield from _declare_all([*topology, queue], version, maker)
+    else:
+        yield from _declare_all(topology, version, maker)
+        yield from _carry_out(CheckQueue(queue))
 
 
 def declare(queue: Queue, version: tuple[int, ...], maker: NewQueueListener | None = None) -> SetupGenerator:
@@ -323,6 +294,27 @@ def compare(
     return Comparison(None, tuple(found.values()), f"{refused.code} {refused.text}")
 
 
+def corrected(
+    step: DeclareQueue | DeclareExchange, inequivalence: Inequivalence
+) -> DeclareQueue | DeclareExchange | None:
+    """Return a refused declaration with one argument as it exists, if that is known."""
+    argument = inequivalence.argument
+    if not inequivalence.is_known:
+        return None
+    if argument in _PROPERTIES and hasattr(step, argument):
+        value = inequivalence.existing_value(getattr(step, argument))
+        fields: dict[str, Any] = {argument: value}
+        return None if value is None else replace(step, **fields)
+    arguments = dict(step.arguments)
+    declared = arguments.pop(argument, None)
+    value = inequivalence.existing_value(declared)
+    if type(value) is type(declared) and value == declared:  # True equals 1
+        return None
+    if value is not None:
+        arguments[argument] = value
+    return replace(step, arguments=arguments)
+
+
 def refusal(step: Step, refused: StepRefused) -> ReliableMQError:
     code, text = refused.code, refused.text
     kind, name = _subject(step)
@@ -355,36 +347,6 @@ def parse_version(version: str) -> tuple[int, ...]:
     """Return the numbers of a version, e.g. ``(4, 3, 0)`` for ``"4.3.0-rc.1"``."""
     match = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
-
-
-_NOT_FOUND = 404
-_PRECONDITION_FAILED = 406
-_MOST_DIFFERENCES = 24  # rounds of a comparison, each of which costs a channel
-_AWAY_CODES = frozenset({_NOT_FOUND, _PRECONDITION_FAILED})
-# RabbitMQ has no code for these, only texts. AMQP is up before the replicas of streams and quorum queues are.
-_AWAY = (
-    "is down or inaccessible",
-    "due to timeout",
-    "process is stopped by supervisor",
-    "does not have a running replica on the local node",
-)
-_DELAYED_RETRY = (4, 3)
-# The second one is command-invalid: an exchange type that does not exist.
-_DIFFERENT = frozenset({_PRECONDITION_FAILED, 503})
-# access-refused, not-found, precondition-failed, command-invalid, not-allowed (a reserved name), not-implemented. The
-# others heal: resource-locked (the exclusive queue of a connection that is dying), internal-error, ...
-_PERMANENT = frozenset({403, _NOT_FOUND, *_DIFFERENT, 530, 540})
-
-
-def _queue_setup(
-    queue: Queue | str, topology: Iterable[Declaration], version: tuple[int, ...], maker: NewQueueListener | None
-) -> Generator[Step | Pipeline, Any, str]:
-    if isinstance(queue, Queue):
-        yield from _declare_all([*topology, queue], version, maker)
-        return queue.name
-    yield from _declare_all(topology, version, maker)
-    yield from _carry_out(CheckQueue(queue))
-    return queue
 
 
 def _declare_all(
@@ -475,17 +437,12 @@ def _carry_out_all(steps: tuple[DeclareQueue | DeclareExchange | Bind, ...]) -> 
     try:
         yield Pipeline(steps)
     except StepRefused as refused:
-        raise (yield from _explained(steps[len(refused.answered)], refused)) from refused
-
-
-def _explained(
-    step: DeclareQueue | DeclareExchange | Bind, refused: StepRefused
-) -> Generator[Pipeline, Any, ReliableMQError]:
-    """Return the error for a refused declaration, with every difference."""
-    if not isinstance(step, Bind):
-        comparison = yield from compare(step, refused)
-        return _mismatch(comparison, *_subject(step)) or refusal(step, refused)
-    return refusal(step, refused)
+        step = steps[len(refused.answered)]
+        mismatch = None
+        if not isinstance(step, Bind):
+            comparison = yield from compare(step, refused)
+            mismatch = _mismatch(comparison, *_subject(step))
+        raise mismatch or refusal(step, refused) from refused
 
 
 def _mismatch(comparison: Comparison, kind: str, name: str) -> TopologyMismatch | None:

@@ -211,12 +211,7 @@ class RelaySession:
         self.settlements: list[RowSettlement] = []
         self.trouble: ReliableMQError | None = None
         self._behind: dict[str, deque[OutboxRow]] = {}  # by ordering key: the rows behind the one that is outstanding
-        self._waiting = 0
-
-    @property
-    def waiting(self) -> int:
-        """Rows that wait for another of their ordering key."""
-        return self._waiting
+        self.waiting = 0  # rows that wait for another of their ordering key
 
     def has(self, ordering_key: str) -> bool:
         return ordering_key in self._behind
@@ -228,7 +223,7 @@ class RelaySession:
                 self.ready.append(row)
             elif row.ordering_key in self._behind:
                 self._behind[row.ordering_key].append(row)
-                self._waiting += 1
+                self.waiting += 1
             else:
                 self._behind[row.ordering_key] = deque()
                 self.ready.append(row)
@@ -261,7 +256,7 @@ class RelaySession:
             self._return_rows_behind(row)
         for key in [key for key, behind in self._behind.items() if behind]:
             self.settlements.extend(RowSettlement(row, RowOutcome.BACK) for row in self._behind[key])
-            self._waiting -= len(self._behind[key])
+            self.waiting -= len(self._behind[key])
             self._behind[key].clear()
 
     def _next(self, row: OutboxRow) -> None:
@@ -269,7 +264,7 @@ class RelaySession:
             return
         behind = self._behind[row.ordering_key]
         if behind:
-            self._waiting -= 1
+            self.waiting -= 1
             self.ready.append(behind.popleft())
         else:
             del self._behind[row.ordering_key]
@@ -278,5 +273,5 @@ class RelaySession:
         if row.ordering_key is None:
             return
         behind = self._behind.pop(row.ordering_key)
-        self._waiting -= len(behind)
+        self.waiting -= len(behind)
         self.settlements.extend(RowSettlement(one, RowOutcome.BACK) for one in behind)

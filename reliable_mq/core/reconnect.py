@@ -104,7 +104,7 @@ class ReconnectPolicy:
         self._wait: ReconnectWait = self._default_wait if wait is None else wait
         self._stop: ReconnectStop = tenacity.stop_never if stop is None else stop
         self.broken: Exception | None = None
-        self._host = 0
+        self.host = 0  # the index of the one to try next
         self._ever_ready = False
         self._outage_began = 0.0
         self._rounds = 0
@@ -112,11 +112,6 @@ class ReconnectPolicy:
         self._permanent = 0  # of those, refused for good
         self._channels = _Budget(CHANNEL_BURST, CHANNEL_REFILL)
         self._connections = _Budget(CONNECTION_BURST, CONNECTION_REFILL)
-
-    @property
-    def host(self) -> int:
-        """The index of the host to try next."""
-        return self._host
 
     def begin(self, now: float) -> None:
         self._outage(now)
@@ -174,7 +169,7 @@ class ReconnectPolicy:
         self._tried = self._permanent = 0
 
     def _next_host(self) -> None:
-        self._host = (self._host + 1) % self._hosts
+        self.host = (self.host + 1) % self._hosts
 
     def _ask(self, error: ReliableMQError, now: float) -> float | None:
         """Call wait and stop as tenacity does: a stop object may read the wait."""
@@ -205,8 +200,6 @@ class CredentialsCalls:
     Attributes:
         unanswered: calls that have not returned.
     """
-
-    __slots__ = ("_again_at", "_begun", "_patience", "unanswered")
 
     def __init__(self, patience: float) -> None:
         self.unanswered = 0
@@ -262,8 +255,6 @@ class _HalfJitter(wait_exponential):
 
 class _Budget:
     """A token bucket: `burst` at once, `refill` per second in the long run."""
-
-    __slots__ = ("_burst", "_refill", "_seen", "_tokens")
 
     def __init__(self, burst: int, refill: float) -> None:
         self._burst = float(burst)

@@ -56,8 +56,6 @@ class TokenRenewal:
         due_at: when the next token is to be read; None if it is not planned.
     """
 
-    __slots__ = ("_expires_at", "_next", "due_at", "state")
-
     def __init__(self) -> None:
         self.state = RenewalState.NONE
         self.due_at: float | None = None

@@ -47,8 +47,6 @@ class Admission:
         broker_counts: whether the broker's count of failures is that of attempts.
     """
 
-    __slots__ = ("_attempts", "_broker_counts", "_keeps", "_max_attempts", "_max_body", "_max_header", "_statistics")
-
     def __init__(
         self,
         *,

@@ -244,8 +244,6 @@ class AttemptTracker:
     A message without an id is not remembered.
     """
 
-    __slots__ = ("_capacity", "_failures")
-
     def __init__(self, capacity: int = 10_000) -> None:
         self._capacity = capacity
         self._failures: OrderedDict[str, AttemptHistory] = OrderedDict()

@@ -55,8 +55,6 @@ class ConsumerTimeoutMonitor:
     ``timeout`` is the broker's, in seconds; None where it has none.
     """
 
-    __slots__ = ("_acks", "_kept", "_old", "_young", "timeout")
-
     def __init__(self, timeout: float | None, acks: AckBatcher) -> None:
         self.timeout = timeout
         self._acks = acks

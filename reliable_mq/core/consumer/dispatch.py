@@ -34,8 +34,6 @@ Work: TypeAlias = Delivery | list[Delivery]
 class Dispatcher:
     """The deliveries that wait for a handler. Not thread-safe."""
 
-    __slots__ = ("_batcher", "_kill_switch", "_quarantine", "_quarantined", "_ready")
-
     def __init__(
         self, batcher: Batcher | None, quarantine: Quarantine | None, kill_switch: KillSwitchMonitor | None
     ) -> None:
@@ -152,8 +150,6 @@ class Batcher:
     Raises:
         ConfigurationError: a value is out of its range.
     """
-
-    __slots__ = ("_since", "_waiting", "batch_size", "batch_wait")
 
     def __init__(self, batch_size: int, batch_wait: float) -> None:
         if batch_size < 1:

@@ -185,8 +185,6 @@ class ClaimPolicy:
         transaction: the store's method of that name, for the handler; None where it has none.
     """
 
-    __slots__ = ("_namespace", "_prefix", "_queue", "key", "lease", "max_attempts", "retries", "transaction")
-
     def __init__(
         self,
         *,

@@ -54,8 +54,6 @@ class Transition(enum.Enum):
 class KillSwitchMonitor:
     """The state of a kill switch. Not thread-safe; ``now`` is a monotonic clock."""
 
-    __slots__ = ("_beside", "_parts", "_probe", "_state", "_switch", "_until", "pause")
-
     def __init__(self, switch: KillSwitch) -> None:
         self._switch = switch
         self._state = KillSwitchState.RUNNING

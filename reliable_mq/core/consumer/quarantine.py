@@ -66,7 +66,7 @@ del _S
 
 
 class Quarantine:
-    """A quarantine, and the evidence against the messages of its queue. Not thread-safe.
+    """The evidence against the messages of a queue. Not thread-safe.
 
     Attributes:
         queue: as it is declared.
@@ -80,7 +80,7 @@ class Quarantine:
         self.consumer_tag = consumer_tag
         self.losses = self.forgiven = 0
         self.state = QuarantineState.NO_CHANNEL
-        self._due: float | None = None  # when WAITING ends
+        self.deadline: float | None = None  # when WAITING ends; None if that is not known yet
         self._timed_out = False  # this process has seen the consumer timeout take a delivery back
         self._received = False  # a delivery has come from quarantine on this channel
 
@@ -103,13 +103,13 @@ class Quarantine:
 
     def opened(self) -> None:
         """Begin with a channel."""
-        self.state, self._due = QuarantineState.WAITING, None
+        self.state, self.deadline = QuarantineState.WAITING, None
 
     def lost(self, timed_out: Collection[Delivery] | None = None) -> None:
         """Forget the channel; ``timed_out``: the deliveries for which it was closed."""
         self.losses += self.state is not QuarantineState.NO_CHANNEL and timed_out is None
         self.forgiven += self._received and not any(map(self.has, timed_out or ()))
-        self.state, self._due, self._received = QuarantineState.NO_CHANNEL, None, False
+        self.state, self.deadline, self._received = QuarantineState.NO_CHANNEL, None, False
 
     def timed_out(self) -> None:
         """Note that the consumer timeout took a delivery back."""
@@ -117,7 +117,7 @@ class Quarantine:
 
     def ended(self) -> None:
         """Subscribe to quarantine no more on this channel: the consumer is stopping."""
-        self._due = None
+        self.deadline = None
         if self.state is QuarantineState.WAITING:
             self.state = QuarantineState.LEFT_OUT
 
@@ -125,17 +125,12 @@ class Quarantine:
         """Whether to subscribe now; true once per channel."""
         if self.state is not QuarantineState.WAITING:
             return False
-        if self._due is None:
-            self._due = now + AFTER
-        if now < self._due:
+        if self.deadline is None:
+            self.deadline = now + AFTER
+        if now < self.deadline:
             return False
-        self.state, self._due = QuarantineState.SUBSCRIBED, None
+        self.state, self.deadline = QuarantineState.SUBSCRIBED, None
         return True
-
-    @property
-    def deadline(self) -> float | None:
-        """When to subscribe; None if that is done, or not known yet."""
-        return self._due
 
     def has(self, delivery: Delivery) -> bool:
         """Whether the delivery came from quarantine."""

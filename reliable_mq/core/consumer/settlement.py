@@ -246,7 +246,7 @@ class SettledDeliveries(NamedTuple):
 
 
 class Settlement:
-    """The deliveries that wait for no handler, and the frames to send. Not thread-safe.
+    """Deliveries that wait for no handler, and frames to send. Not thread-safe.
 
     Attributes:
         automatic: whether the broker forgets the deliveries that it sends.

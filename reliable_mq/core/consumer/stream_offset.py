@@ -30,8 +30,6 @@ class StreamOffset:
         upcoming: the least offset of the next delivery on this channel; None likewise.
     """
 
-    __slots__ = ("_first", "_offsets", "_unseen", "following", "upcoming")
-
     def __init__(self) -> None:
         self.following: int | None = None
         self.upcoming: int | None = None

@@ -79,8 +79,6 @@ class ChannelErrorBisector(Generic[T]):
         active: whether suspects are being probed; nothing else may be published meanwhile.
     """
 
-    __slots__ = ("_groups", "_kind", "active")
-
     def __init__(self) -> None:
         self.active = False
         self._groups: list[_Group[T]] = []  # a stack: the next group to probe is last

@@ -47,8 +47,6 @@ _SPARSE = 4  # slots per item held from which on a dictionary is smaller
 class SequencedItems(Generic[T]):
     """Items, none of them None, under contiguous numbers. Not thread-safe."""
 
-    __slots__ = ("_base", "_head", "_held", "_slots", "_stragglers")
-
     def __init__(self) -> None:
         self._slots: list[T | None] = []
         self._base = 1  # the number of _slots[0]
@@ -157,8 +155,6 @@ class ConfirmTracker(Generic[T]):
         generation: of the channel that is open; None while none is.
         stale: confirms that settled nothing, counted over all generations.
     """
-
-    __slots__ = ("_items", "generation", "stale")
 
     def __init__(self) -> None:
         self.generation: int | None = None

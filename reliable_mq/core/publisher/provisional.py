@@ -1,8 +1,9 @@
-"""Provisional confirms: acked publishes that the broker may still lose, as a queue is new (`core.new_queues`).
+"""Provisional confirms: acked publishes that the broker may still lose.
 
-Round trips with pauses prove that the broker has run since the queue was made; then its confirms are final. Until then
-the publishes keep their places in the window, and are published again, in their old order, if the connection is lost.
-The close of a channel costs them nothing; the round trips go on on the next channel.
+They may be in a queue that is new (`core.new_queues`). Round trips with pauses prove that the broker has run since the
+queue was made; then its confirms are final. Until then the publishes keep their places in the window, and are published
+again, in their old order, if the connection is lost. The close of a channel costs them nothing; the round trips go on
+on the next channel.
 
 Invariants:
 
@@ -45,8 +46,6 @@ class ProvisionalConfirms(Generic[P]):
             known.
         new_queues: those of the broker.
     """
-
-    __slots__ = ("_answered", "_begun_at", "_final", "_next_at", "_order", "_places", "grace", "new_queues", "proven")
 
     def __init__(self, grace: float) -> None:
         self.grace = grace

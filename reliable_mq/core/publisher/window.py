@@ -67,8 +67,6 @@ class MessageIdQueue(Generic[P]):
     A publication that waits is `PublicationState.WAITING`.
     """
 
-    __slots__ = ("_admitted", "_waiting")
-
     def __init__(self) -> None:
         self._admitted: dict[str, P] = {}
         self._waiting: dict[str, deque[P]] = {}
