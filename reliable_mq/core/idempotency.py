@@ -65,12 +65,9 @@ class Claim(NamedTuple):
 class CommitStatus(enum.Enum):
     """The state of a transaction that marks a claim as done."""
 
-    NONE = "none"
-    """There is none, or it was not told to commit."""
-    UNKNOWN = "unknown"
-    """It was, or may have been, and nobody answered: the database knows whether the claim is done."""
-    DONE = "done"
-    """It was committed."""
+    NONE = "none"  # there is none, or it was not told to commit
+    UNKNOWN = "unknown"  # it was, or may have been, and nobody answered: the database knows whether the claim is done
+    DONE = "done"  # it was committed
 
 
 class InboxClaim:

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Protocol
 
+from reliable_mq.core.headers import may_copy
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
@@ -128,4 +130,4 @@ def is_copied(message: Message) -> bool:
         properties = message.encoded_properties
     except Exception:  # noqa: BLE001  # of a user's own message, or a damaged one: it was encoded once
         return True
-    return properties is not None and (b"\x02CC" in properties or b"\x03BCC" in properties)
+    return properties is not None and may_copy(properties)

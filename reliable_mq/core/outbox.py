@@ -22,7 +22,7 @@ from reliable_mq.errors import ConfigurationError, PublishError, PublishRefused,
 from reliable_mq.message import Message
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from reliable_mq.errors import ReliableMQError
 
@@ -124,13 +124,7 @@ def row_from(
     in_doubt: bool = False,
     claim: str | None = None,
 ) -> OutboxRow:
-    """Decode a row.
-
-    Args:
-        id: its place in the order.
-        values: of `COLUMNS`.
-        in_doubt: whether it may have been published before, as is known from elsewhere.
-        claim: its lease.
+    """Decode the values of `COLUMNS`; ``in_doubt``: it may have been published before.
 
     Raises:
         UnreadableRow: it is of a newer format, or damaged.
@@ -172,14 +166,10 @@ def row_from(
 class RowOutcome(enum.Enum):
     """The outcome of a row that a relay has leased."""
 
-    CONFIRMED = "confirmed"
-    """The broker has it: remove it."""
-    LATER = "later"
-    """It was not confirmed, which may change: publish it again after a delay."""
-    SET_ASIDE = "set aside"
-    """It cannot be confirmed as it is: keep it, with the reason, until an operator decides."""
-    BACK = "back"
-    """It was not published: leave it as it is."""
+    CONFIRMED = "confirmed"  # the broker has it: remove it
+    LATER = "later"  # it was not confirmed, which may change: publish it again after a delay
+    SET_ASIDE = "set aside"  # it cannot be confirmed as it is: keep it, with the reason, until an operator decides
+    BACK = "back"  # it was not published: leave it as it is
 
 
 class RowSettlement(NamedTuple):
@@ -235,14 +225,13 @@ class RelaySession:
             self.settlements.append(RowSettlement(row, RowOutcome.CONFIRMED))
             self._next(row)
             return
+        reason = f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS]
+        doubt = isinstance(error, PublishError) and error.may_have_arrived
         if isinstance(error, (PublishReturned, PublishRefused, ConfigurationError)):
-            reason = f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS]
-            doubt = isinstance(error, PublishError) and error.may_have_arrived
             self.settlements.append(RowSettlement(row, RowOutcome.SET_ASIDE, 0.0, reason, doubt))
         elif isinstance(error, PublishError):
-            reason = f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS]
             delay = delay_after(row.attempts + 1)
-            self.settlements.append(RowSettlement(row, RowOutcome.LATER, delay, reason, error.may_have_arrived))
+            self.settlements.append(RowSettlement(row, RowOutcome.LATER, delay, reason, doubt))
         else:  # it says nothing about this row
             self.trouble = error
             self.settlements.append(RowSettlement(row, RowOutcome.BACK))
@@ -254,10 +243,9 @@ class RelaySession:
             row = self.ready.popleft()
             self.settlements.append(RowSettlement(row, RowOutcome.BACK))
             self._return_rows_behind(row)
-        for key in [key for key, behind in self._behind.items() if behind]:
-            self.settlements.extend(RowSettlement(row, RowOutcome.BACK) for row in self._behind[key])
-            self.waiting -= len(self._behind[key])
-            self._behind[key].clear()
+        for behind in self._behind.values():
+            self._return(behind)
+            behind.clear()
 
     def _next(self, row: OutboxRow) -> None:
         if row.ordering_key is None:
@@ -272,6 +260,8 @@ class RelaySession:
     def _return_rows_behind(self, row: OutboxRow) -> None:
         if row.ordering_key is None:
             return
-        behind = self._behind.pop(row.ordering_key)
-        self.waiting -= len(behind)
-        self.settlements.extend(RowSettlement(one, RowOutcome.BACK) for one in behind)
+        self._return(self._behind.pop(row.ordering_key))
+
+    def _return(self, rows: Collection[OutboxRow]) -> None:
+        self.waiting -= len(rows)
+        self.settlements.extend(RowSettlement(row, RowOutcome.BACK) for row in rows)

@@ -191,18 +191,13 @@ class ReconnectPolicy:
 class CredentialsCalls:
     """The calls of a credentials callback whose earlier calls have not returned.
 
-    A call may hang for ever, and each one keeps a thread. So another one begins after `patience` seconds, the next
+    A call may hang for ever, and each one keeps a thread. So another one begins after ``patience`` seconds, the next
     after twice as long, and so on until one returns, with up to `MOST_UNANSWERED` at a time.
 
-    Args:
-        patience: seconds that a call may take before another one begins beside it.
-
-    Attributes:
-        unanswered: calls that have not returned.
     """
 
     def __init__(self, patience: float) -> None:
-        self.unanswered = 0
+        self.unanswered = 0  # calls that have not returned
         self._patience = patience
         self._begun = 0  # calls since one has returned
         self._again_at = 0.0

@@ -1,4 +1,4 @@
-"""When to acknowledge which deliveries, and with how few frames.
+"""When to acknowledge which deliveries, and with how few frames; where a stream goes on.
 
 The broker numbers the deliveries of a channel 1, 2, 3, ...; handlers finish them in any order. ``basic.ack`` with
 ``multiple`` settles every outstanding delivery up to its tag, so it may only reach as far as everything below is
@@ -27,18 +27,19 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import deque
 from math import inf
 from typing import TYPE_CHECKING, TypeAlias
 
 from reliable_mq.core.statistics import ConsumerStatistics
-from reliable_mq.errors import ConfigurationError
+from reliable_mq.errors import ConfigurationError, ConsumeError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from reliable_mq.core.consumer.delivery import Delivery
 
-__all__ = ["AckBatcher", "Frames"]
+__all__ = ["AckBatcher", "Frames", "StreamOffset"]
 
 _LARGEST_BATCH = 100  # acks that one frame stands for, unless more are asked for
 _STEPS = 64  # of tags that are worth walking over, at any size
@@ -283,3 +284,56 @@ class AckBatcher:
         statistics.acks_sent += frames
         statistics.acks_saved += deliveries - frames
         statistics.acked += deliveries
+
+
+class StreamOffset:
+    """The offset at which to resume a stream after a loss. Not thread-safe.
+
+    A stream keeps consumed messages, and no count of acks.
+
+    Invariants: the position is never beyond a delivery that is not settled, so nothing is left out; a settled delivery
+    behind an unsettled one is delivered again, and is marked as redelivered, which RabbitMQ does not do for streams.
+    Memory is bounded by the deliveries between the oldest unsettled one and the newest.
+    """
+
+    def __init__(self) -> None:
+        self.following: int | None = None  # where the next channel is to begin, once something came in
+        self.upcoming: int | None = None  # the least offset of the next delivery on this channel, likewise
+        self._offsets: deque[int | None] = deque()  # of deliveries, from the delivery tag _first on
+        self._first = 1
+        self._unseen = 0  # offsets below were delivered on this channel or an earlier one
+
+    def delivered(self, deliveries: Iterable[Delivery], lowest: int) -> None:
+        """Add deliveries, in order; all with a tag below ``lowest`` are settled."""
+        self._forget(lowest)
+        for delivery in deliveries:
+            offset = _offset(delivery)
+            if offset is None:
+                offset = self.upcoming
+            self._offsets.append(offset)
+            if offset is not None:
+                self.upcoming = offset + 1
+                if offset < self._unseen:
+                    delivery.redelivered = True
+                else:
+                    self._unseen = self.upcoming
+
+    def lost(self, lowest: int) -> None:
+        """Go on at the first delivery that is not below ``lowest``: the channel is lost."""
+        self._forget(lowest)
+        self.following = self.upcoming = self._offsets[0] if self._offsets else self.upcoming
+        self._offsets.clear()
+        self._first = 1
+
+    def _forget(self, lowest: int) -> None:
+        while self._first < lowest and self._offsets:
+            self._offsets.popleft()
+            self._first += 1
+
+
+def _offset(delivery: Delivery) -> int | None:
+    try:
+        return delivery.offset
+    except ConsumeError:
+        delivery.flaw = None  # the handler has not read the broken part
+        return None

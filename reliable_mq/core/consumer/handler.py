@@ -78,20 +78,13 @@ _UNREADABLE: Final = "its record was written by a newer version of this package:
 class SkipReason(enum.Enum):
     """Why the handler of a delivery was not called, or will be called again."""
 
-    DUPLICATE = "duplicate"
-    """The store has it as done."""
-    IN_PROGRESS = "in progress"
-    """Another holder has claimed it."""
-    EXHAUSTED = "exhausted"
-    """The store has counted as many failed attempts as there may be."""
-    UNIDENTIFIED = "unidentified"
-    """There is no key to claim."""
-    STORE_FAILED = "store failed"
-    """The store did not answer, or refused the token."""
-    NOT_BEGUN = "not begun"
-    """The handler was not called; the claim was given up."""
-    CANCELLED = "cancelled"
-    """The handler's task was cancelled; the claim was given up."""
+    DUPLICATE = "duplicate"  # the store has it as done
+    IN_PROGRESS = "in progress"  # another holder has claimed it
+    EXHAUSTED = "exhausted"  # the store has counted as many failed attempts as there may be
+    UNIDENTIFIED = "unidentified"  # there is no key to claim
+    STORE_FAILED = "store failed"  # the store did not answer, or refused the token
+    NOT_BEGUN = "not begun"  # the handler was not called; the claim was given up
+    CANCELLED = "cancelled"  # the handler's task was cancelled; the claim was given up
 
 
 class NotStarted(Exception):

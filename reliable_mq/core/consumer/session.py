@@ -38,14 +38,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from random import Random
 
-    from reliable_mq.core.consumer.acks import AckBatcher
+    from reliable_mq.core.consumer.acks import AckBatcher, StreamOffset
     from reliable_mq.core.consumer.dispatch import Batcher, Work
     from reliable_mq.core.consumer.handler import Result
     from reliable_mq.core.consumer.kill_switch import KillSwitchMonitor
     from reliable_mq.core.consumer.lifecycle import SubscriptionChange
     from reliable_mq.core.consumer.quarantine import Quarantine
     from reliable_mq.core.consumer.settlement import LogEvent, SettledDeliveries
-    from reliable_mq.core.consumer.stream_offset import StreamOffset
     from reliable_mq.core.retry.dead_letters import DeadLetters, RepublishRequest
     from reliable_mq.core.retry.delay_queues import DelayQueues
     from reliable_mq.core.statistics import ConsumerStatistics

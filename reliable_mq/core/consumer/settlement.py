@@ -34,9 +34,8 @@ from reliable_mq.core.retry.retry_headers import encode_retry_headers
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from reliable_mq.core.consumer.acks import Frames
+    from reliable_mq.core.consumer.acks import Frames, StreamOffset
     from reliable_mq.core.consumer.lifecycle import ConsumerLifecycle
-    from reliable_mq.core.consumer.stream_offset import StreamOffset
     from reliable_mq.core.retry.dead_letters import DeadLetters
     from reliable_mq.core.retry.delay_queues import DelayQueues
     from reliable_mq.core.statistics import ConsumerStatistics

@@ -183,74 +183,60 @@ class Publication:
 
     def failure(self) -> PublishError | None:
         """The error that a settled publication ended with; None if it was confirmed."""
+        if self.outcome is Outcome.UNKNOWN:
+            return self._unconfirmed()
+        error = self._refused()
+        if error is not None:
+            error.may_have_arrived = self.in_doubt
+        return error
+
+    def _refused(self) -> PublishError | None:
+        """The error of a publish that the broker did not take."""
+        message_id = self.message.message_id
+        doubt = " (an earlier attempt was never answered and may have arrived)" if self.in_doubt else ""
+        code, text = self.reply or BrokerReply(0, "")
         match self.outcome:
             case Outcome.NACKED:
-                return self._with_doubt(
-                    PublishNacked(
-                        f"{self} was nacked by the broker (attempts: {self.nacks}); "
-                        f"a queue it is routed to is full or cannot accept it{self._doubt}",
-                        message_id=self.message.message_id,
-                        attempts=self.nacks,
-                    )
+                return PublishNacked(
+                    f"{self} was nacked by the broker (attempts: {self.nacks}); "
+                    f"a queue it is routed to is full or cannot accept it{doubt}",
+                    message_id=message_id,
+                    attempts=self.nacks,
                 )
             case Outcome.RETURNED:
-                code, text = self.reply or BrokerReply(0, "")
-                return self._with_doubt(
-                    PublishReturned(
-                        f"{self} was returned: {code} {text}; bind a queue, or publish with mandatory=False to drop it"
-                        f"{self._doubt}",
-                        message_id=self.message.message_id,
-                        reply_code=code,
-                        reply_text=text,
-                        exchange=self.exchange,
-                        routing_key=self.routing_key,
-                    )
+                return PublishReturned(
+                    f"{self} was returned: {code} {text}; bind a queue, or publish with mandatory=False to drop it"
+                    f"{doubt}",
+                    message_id=message_id,
+                    reply_code=code,
+                    reply_text=text,
+                    exchange=self.exchange,
+                    routing_key=self.routing_key,
                 )
             case Outcome.REFUSED:
-                code, text = self.reply or BrokerReply(0, "")
                 why = f"the broker closed the channel with {code} {text}" if code else text
-                return self._with_doubt(
-                    PublishRefused(
-                        f"{self} was refused: {why}{self._doubt}",
-                        message_id=self.message.message_id,
-                        reply_code=code,
-                        reply_text=text,
-                    )
+                return PublishRefused(
+                    f"{self} was refused: {why}{doubt}", message_id=message_id, reply_code=code, reply_text=text
                 )
-            case Outcome.UNKNOWN:
-                return self._unconfirmed()
             case _:
                 return None
 
-    @property
-    def _doubt(self) -> str:
-        return " (an earlier attempt was never answered and may have arrived)" if self.in_doubt else ""
-
-    def _with_doubt(self, error: PublishError) -> PublishError:
-        error.may_have_arrived = self.in_doubt
-        return error
-
     def _unconfirmed(self) -> PublishError:
-        sent = self.sends > 0
-        if not sent and self.reply is not None:
+        message_id, sent, reason = self.message.message_id, self.sends > 0, self.reply and self.reply.text
+        if reason is not None and not sent:
             return PublishBlocked(
-                f"{self} was not sent: the broker has blocked publishing ({self.reply.text})",
-                message_id=self.message.message_id,
-                reason=self.reply.text,
+                f"{self} was not sent: the broker has blocked publishing ({reason})",
+                message_id=message_id,
+                reason=reason,
             )
-        if self.reply is not None:
-            return PublishUnconfirmed(
-                f"{self} was not confirmed for good in time: {self.reply.text}; it is published no more, and has "
-                "arrived unless that happens",
-                message_id=self.message.message_id,
-                sent=True,
+        if reason is not None:
+            text = (
+                f"was not confirmed for good in time: {reason}; it is published no more, and has arrived unless that "
             )
+            return PublishUnconfirmed(f"{self} {text}happens", message_id=message_id, sent=True)
         known = "it may have arrived" if sent else "it was never sent"
-        return PublishUnconfirmed(
-            f"{self} was not confirmed in time and is published no more; {known}",
-            message_id=self.message.message_id,
-            sent=sent,
-        )
+        text = f"was not confirmed in time and is published no more; {known}"
+        return PublishUnconfirmed(f"{self} {text}", message_id=message_id, sent=sent)
 
     def __str__(self) -> str:
         return f"message {self.message.message_id} to exchange {self.exchange!r} with routing key {self.routing_key!r}"

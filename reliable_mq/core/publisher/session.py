@@ -228,7 +228,8 @@ class PublisherSession(Generic[P]):
         lost = self._tracker.channel_lost()
         self._provisional.channel_lost()
         blames = reply is not None and (not connection or reply.code in BLAMES_A_PUBLISH)
-        unwritten = self._take_probe()
+        unwritten = list(self._probe)
+        self._probe.clear()
         named = named_by(reply, [*lost, *unwritten]) if reply is not None and blames else []
         doubted = processed(lost, named) if blames else len(lost)
         unsettled: list[P] = []
@@ -473,10 +474,6 @@ class PublisherSession(Generic[P]):
             self._bisector.innocent(publications)
         else:
             self._ready.extendleft(reversed(publications))
-
-    def _take_probe(self) -> list[P]:
-        rest, self._probe = list(self._probe), deque()
-        return rest
 
     def _give_up(self, publication: P) -> None:
         """Settle a publish in any state: as unknown, or as returned if the broker did so."""

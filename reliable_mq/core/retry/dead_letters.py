@@ -54,12 +54,9 @@ class Target(NamedTuple):
 class RepublishReason(enum.Enum):
     """The purpose of a message that is published again."""
 
-    DEAD_LETTER = "dead letter"
-    """It is given up."""
-    RETRY = "retry"
-    """It waits in a delay queue for its next attempt."""
-    QUARANTINE = "quarantine"
-    """It is suspected of killing its consumer, and is handled by itself from now on."""
+    DEAD_LETTER = "dead letter"  # it is given up
+    RETRY = "retry"  # it waits in a delay queue for its next attempt
+    QUARANTINE = "quarantine"  # it is suspected of killing its consumer, and is handled by itself from now on
 
 
 class RepublishRequest:
@@ -109,7 +106,7 @@ class DeadLetters:
             theirs = view.headers
         except CodecError:
             theirs = _readable(view)
-            sendable = not _may_copy(raw)
+            sendable = not headers.may_copy(raw)
         else:
             sendable = True
         ours = self._ours(delivery, theirs, reason)
@@ -170,11 +167,6 @@ def _readable(view: Properties) -> Mapping[str, object]:
         return view.headers_beginning(headers.PREFIX)
     except CodecError:
         return _EMPTY
-
-
-def _may_copy(properties: bytes) -> bool:
-    """Whether a header table that we cannot read may have a ``CC`` or ``BCC``."""
-    return b"\x02CC" in properties or b"\x03BCC" in properties
 
 
 def _time(seconds: float) -> datetime:
