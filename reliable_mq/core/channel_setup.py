@@ -101,19 +101,12 @@ _PERMANENT = frozenset({403, _NOT_FOUND, *_DIFFERENT, 530, 540})
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """The server properties of the broker.
+    """The server properties of the broker."""
 
-    Attributes:
-        product: ``"RabbitMQ"``.
-        version: as sent, e.g. ``"4.3.6"``.
-        version_tuple: its numbers, e.g. ``(4, 3, 6)``, for comparisons; empty if there are none.
-        properties: all of ``server-properties``.
-    """
-
-    product: str
-    version: str
-    version_tuple: tuple[int, ...]
-    properties: Mapping[str, object] = field(default_factory=dict, repr=False)
+    product: str  # "RabbitMQ"
+    version: str  # as sent, e.g. "4.3.6"
+    version_tuple: tuple[int, ...]  # its numbers, e.g. (4, 3, 6), for comparisons; empty if there are none
+    properties: Mapping[str, object] = field(default_factory=dict, repr=False)  # all of them
 
     @property
     def cluster_name(self) -> str:
@@ -158,12 +151,6 @@ class StepRefused(Exception):
 
     Thrown into generators; a user never sees it. The generator of a set-up may go on while the connection lives: the
     next step is carried out on a new channel.
-
-    Attributes:
-        code: the AMQP reply code.
-        text: the reply text.
-        answered: the replies to the steps of a `Pipeline` before the refused one.
-        connection: whether the connection is lost, too.
     """
 
     def __init__(
@@ -172,8 +159,8 @@ class StepRefused(Exception):
         super().__init__(f"{code} {text}")
         self.code = code
         self.text = text
-        self.answered = answered
-        self.connection = connection
+        self.answered = answered  # the replies to the steps of a `Pipeline` before the refused one
+        self.connection = connection  # whether the connection is lost, too
 
 
 def publisher_setup(
@@ -264,9 +251,7 @@ def compare(
     Nothing is changed on the broker. Each round declares with one more argument corrected, on a channel of its own. It
     checks in the same round trip that it still exists, so that a declaration creates no queue that was deleted.
 
-    Args:
-        declared: the declaration.
-        refused: the refusal of it by the broker; None if it was not declared yet.
+    The refusal is that of the broker; None if it was not declared yet.
     """
     kind, name = _subject(declared)
     check = CheckQueue(name) if isinstance(declared, DeclareQueue) else CheckExchange(name)

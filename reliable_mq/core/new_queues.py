@@ -49,17 +49,13 @@ class NewQueueListener(Protocol):
 
 
 class NewQueues:
-    """The new queues of one virtual host. Not thread-safe: its users share a lock.
-
-    Attributes:
-        latest: when the newest queue was made, on the monotonic clock; infinite while one is being made, minus infinity
-            if none is known. For any thread.
-        longest: the longest grace of its users, seconds.
-    """
+    """The new queues of one virtual host. Not thread-safe: its users share a lock."""
 
     def __init__(self) -> None:
+        #: When the newest queue was made, on the monotonic clock; infinite while one is being made, minus infinity if
+        #: none is known. For any thread.
         self.latest = _NEVER
-        self.longest = 0.0
+        self.longest = 0.0  # the longest grace of its users, seconds
         self._made: dict[str, float] = {}
         self._being_made: dict[str, int] = {}  # how many connections are declaring it
 
@@ -98,13 +94,7 @@ class NewQueues:
         another exchange, or a message that is copied to other queues, any new queue may have it. One that is being made
         may exist already.
 
-        Args:
-            exchange: of the publish.
-            routing_key: of the publish.
-            now: the time of its confirm.
-            proven: queues that were made a grace before are old.
-            grace: seconds.
-            copied: whether the message has a header that routes it elsewhere, too.
+        A ``copied`` message has a header that routes it elsewhere, too.
         """
         if exchange or copied:
             at = now if self._being_made else max(self._made.values(), default=_NEVER)

@@ -90,15 +90,11 @@ class OutboxRow(NamedTuple):
 
 
 class UnreadableRow(Exception):
-    """A row that cannot be decoded.
-
-    Attributes:
-        newer: whether a newer version of this package has written it, which is no fault of the row.
-    """
+    """A row that cannot be decoded."""
 
     def __init__(self, reason: str, *, newer: bool = False) -> None:
         super().__init__(reason)
-        self.newer = newer
+        self.newer = newer  # a newer version of this package has written it, which is no fault of the row
 
 
 def values_of(row: NewRow) -> tuple[Any, ...]:
@@ -188,17 +184,12 @@ def delay_after(attempts: int) -> float:
 
 
 class RelaySession:
-    """The leased rows of a relay: their order, and their settlements. Not thread-safe.
-
-    Attributes:
-        ready: rows to publish now, in order; the relay removes them.
-        settlements: settlements to carry out, in order; the relay removes them.
-        trouble: why nothing could be published at all, until something is; the relay pauses.
-    """
+    """The leased rows of a relay: their order, and their settlements. Not thread-safe."""
 
     def __init__(self) -> None:
-        self.ready: deque[OutboxRow] = deque()
-        self.settlements: list[RowSettlement] = []
+        self.ready: deque[OutboxRow] = deque()  # to publish now, in order; the relay removes them
+        self.settlements: list[RowSettlement] = []  # to carry out, in order; the relay removes them
+        #: Why nothing could be published at all, until something is; the relay pauses.
         self.trouble: ReliableMQError | None = None
         self._behind: dict[str, deque[OutboxRow]] = {}  # by ordering key: the rows behind the one that is outstanding
         self.waiting = 0  # rows that wait for another of their ordering key

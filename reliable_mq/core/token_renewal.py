@@ -49,16 +49,11 @@ del _S
 
 
 class TokenRenewal:
-    """The plan for one connection. Not thread-safe; ``now`` is a monotonic clock.
-
-    Attributes:
-        state: of the renewal.
-        due_at: when the next token is to be read; None if it is not planned.
-    """
+    """The plan for one connection. Not thread-safe; ``now`` is a monotonic clock."""
 
     def __init__(self) -> None:
         self.state = RenewalState.NONE
-        self.due_at: float | None = None
+        self.due_at: float | None = None  # when the next token is to be read, if that is planned
         self._expires_at = 0.0
         self._next: tuple[float, float] | None = None  # when the token that was sent was read, and its lifetime
 

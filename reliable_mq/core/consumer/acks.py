@@ -1,4 +1,4 @@
-"""When to acknowledge which deliveries, and with how few frames; where a stream goes on.
+"""When to acknowledge which deliveries, and with how few frames; stream offsets.
 
 The broker numbers the deliveries of a channel 1, 2, 3, ...; handlers finish them in any order. ``basic.ack`` with
 ``multiple`` settles every outstanding delivery up to its tag, so it may only reach as far as everything below is

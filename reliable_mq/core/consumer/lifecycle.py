@@ -102,13 +102,6 @@ class ConsumerLifecycle:
         stop_timeout: seconds that running handlers are waited for.
         single_active: whether the queue has one active consumer at a time.
         subscribes: False for a consumer that asks for each delivery (``basic.get``).
-
-    Attributes:
-        connected: whether a channel is set up, and the consumer neither stops nor was cancelled.
-        consumer_tag: of the newest subscription.
-        prefetch: of the newest subscription, 0 for none; another one may be wanted.
-        gave_up: whether it ended because `stop_timeout` was over.
-        keeps: whether unacked deliveries stay so until the channel is closed, which requeues them in one step.
     """
 
     def __init__(
@@ -121,15 +114,15 @@ class ConsumerLifecycle:
         subscribes: bool = True,
     ) -> None:
         self.state = ConsumerState.SUBSCRIBED
-        self.connected = False
+        self.connected = False  # a channel is set up, and the consumer neither stops nor was cancelled
         self._open = False  # there is a channel, and it is not asked to be reopened
-        self.consumer_tag = consumer_tag
-        self.gave_up = False
-        self.keeps = False
+        self.consumer_tag = consumer_tag  # of the newest subscription
+        self.gave_up = False  # it ended because `stop_timeout` was over
+        self.keeps = False  # unacked deliveries stay so until the channel is closed, which requeues them in one step
         self._stop_timeout = stop_timeout
         self._single_active = single_active
         self._subscribes = subscribes
-        self.prefetch = self._wanted = prefetch
+        self.prefetch = self._wanted = prefetch  # of the newest subscription, and of the next; 0 for none
         self._patience: float | None = None  # until when running handlers are waited for
         self._pause: float | None = None  # until when SETTLING, or LINGERING, lasts
         self._renewal: float | None = None  # when the channel is opened anew for another prefetch, if still idle

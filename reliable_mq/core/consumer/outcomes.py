@@ -41,12 +41,7 @@ _BLOCKED_TRIES: Final = 3  # tries to publish a dead letter while an alarm block
 
 
 class OutcomeHandler:
-    """Decides what follows the outcome of a handler, or of a publish. Not thread-safe.
-
-    Attributes:
-        recall: whether to recall dispatched deliveries: the kill switch pauses the consumer; for the reader to reset.
-        overrunning: handlers that run on with deliveries that timed out.
-    """
+    """Decides what follows the outcome of a handler, or of a publish. Not thread-safe."""
 
     def __init__(
         self,
@@ -69,8 +64,9 @@ class OutcomeHandler:
         self._claim_wait = claim_wait
         self._quarantine = quarantine
         self._kill_switch = kill_switch
+        #: Whether to recall dispatched deliveries: the kill switch pauses the consumer; for the reader to reset.
         self.recall = False
-        self.overrunning = 0
+        self.overrunning = 0  # handlers that run on with deliveries that timed out
         self._logged: Failure | None = None  # of the last batch that failed
 
     def finished(self, results: Sequence[Result], now: float, since: float) -> None:

@@ -66,19 +66,15 @@ del _S
 
 
 class Quarantine:
-    """The evidence against the messages of a queue. Not thread-safe.
-
-    Attributes:
-        queue: as it is declared.
-        losses: channels that this process has lost, and lives, unless a delivery had been unacked for too long.
-        forgiven: channels that it has lost, and lives, after something came from quarantine, unless they were lost for
-            that.
-    """
+    """The evidence against the messages of a queue. Not thread-safe."""
 
     def __init__(self, queue: Queue, consumer_tag: str) -> None:
         self.queue = queue
         self.consumer_tag = consumer_tag
-        self.losses = self.forgiven = 0
+        #: Channels that this process has lost, and lives, unless a delivery had been unacked for too long.
+        self.losses = 0
+        #: Those that it has lost, and lives, after something came from quarantine, unless they were lost for that.
+        self.forgiven = 0
         self.state = QuarantineState.NO_CHANNEL
         self.deadline: float | None = None  # when WAITING ends; None if that is not known yet
         self._timed_out = False  # this process has seen the consumer timeout take a delivery back

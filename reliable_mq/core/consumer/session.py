@@ -59,38 +59,24 @@ _SHORTEST_POLL: Final = 0.02  # seconds from one poll to the next while handlers
 
 
 class Actions(NamedTuple):
-    """The actions to carry out, in the order of the fields.
+    """The actions to carry out, in the order of the fields."""
 
-    Attributes:
-        state: of the consumer; once it has ENDED, the connection is to be closed after these actions.
-        recall: whether dispatched deliveries that no handler began with are to be recalled and `postponed`; then the
-            session is to be polled again, and there are no other actions.
-        dispatch: deliveries for handlers, or batches for a batch handler.
-        declare: queues to declare on the open channel; each is to be `declared`.
-        publish: messages to publish, mandatory and confirmed; each is to be `published`.
-        data: bytes to write on the open channel.
-        settled: settlements in these that a trace shows.
-        dispatch_quarantined: as `dispatch`, for the handler of quarantine. It comes after `data`, and is empty
-            while a delivery is moved to quarantine: that may be the one that comes from there, which is to kill no
-            process before its original is acked.
-        subscribe: changes of the subscription to make on the open channel.
-        log: lines to log.
-        wake_at: when to poll if nothing happens until then; None for never.
-        report_after: how many results of handlers to wait for before they are passed on, until `wake_at`.
-    """
-
-    state: ConsumerState
+    state: ConsumerState  # once it has ENDED, the connection is to be closed after these actions
+    #: Whether dispatched deliveries that no handler began with are to be recalled and `postponed`; then the session is
+    #: to be polled again, and there are no other actions.
     recall: bool = False
-    dispatch: Sequence[Work] = ()
-    declare: Sequence[Queue] = ()
-    publish: Sequence[RepublishRequest] = ()
-    data: bytes = b""
-    settled: Sequence[SettledDeliveries] = ()
+    dispatch: Sequence[Work] = ()  # deliveries for handlers, or batches for a batch handler
+    declare: Sequence[Queue] = ()  # on the open channel; each is to be `declared`
+    publish: Sequence[RepublishRequest] = ()  # mandatory and confirmed; each is to be `published`
+    data: bytes = b""  # to write on the open channel
+    settled: Sequence[SettledDeliveries] = ()  # settlements in these that a trace shows
+    #: As `dispatch`, for the handler of quarantine. It comes after `data`, and is empty while a delivery is moved to
+    #: quarantine: that may be the one that comes from there, which is to kill no process before its original is acked.
     dispatch_quarantined: Sequence[Work] = ()
-    subscribe: Sequence[SubscriptionChange] = ()
+    subscribe: Sequence[SubscriptionChange] = ()  # changes of the subscription to make on the open channel
     log: Sequence[LogEvent] = ()
-    wake_at: float | None = None
-    report_after: int = 1
+    wake_at: float | None = None  # when to poll if nothing happens until then; None for never
+    report_after: int = 1  # how many results of handlers to wait for before they are passed on, until `wake_at`
 
 
 class ConsumerSession:
@@ -109,9 +95,6 @@ class ConsumerSession:
         broker_retries: whether the queue delays rejected deliveries, and counts them.
         consumer_timeout: the broker's, in seconds; None where it has none.
         grouped: whether several deliveries may be with one handler, or with the worker that calls it.
-
-    Attributes:
-        automatic: whether the broker acks each delivery as it sends it.
     """
 
     def __init__(
@@ -149,7 +132,7 @@ class ConsumerSession:
             lifecycle=self.lifecycle,
         )
         self._acks = self._settlement.acks
-        self.automatic: Final = acks is None
+        self.automatic: Final = acks is None  # the broker acks each delivery as it sends it
         self.stream_offset: Final = stream_offset
         self.statistics: Final[ConsumerStatistics] = self._settlement.statistics
         self._dispatcher = Dispatcher(batcher, quarantine, kill_switch)

@@ -245,13 +245,7 @@ class SettledDeliveries(NamedTuple):
 
 
 class Settlement:
-    """Deliveries that wait for no handler, and frames to send. Not thread-safe.
-
-    Attributes:
-        automatic: whether the broker forgets the deliveries that it sends.
-        attempts: the failed attempts of messages, as far as they are remembered.
-        source: the open channel; None while there is none.
-    """
+    """Deliveries that wait for no handler, and frames to send. Not thread-safe."""
 
     def __init__(
         self,
@@ -262,13 +256,13 @@ class Settlement:
         stream_offset: StreamOffset | None,
         lifecycle: ConsumerLifecycle,
     ) -> None:
-        self.automatic: Final = acks is None
+        self.automatic: Final = acks is None  # the broker forgets the deliveries that it sends
         self.acks: Final = acks or AckBatcher(ack_every=1, ack_interval=0.0, prefetch=0)
         self.republish: Final = RepublishQueue(dead_letters, delay_queues)
         self.stream_offset: Final = stream_offset
         self.attempts: Final = AttemptTracker()
         self.statistics: Final[ConsumerStatistics] = self.acks.statistics
-        self.source: ChannelGeneration | None = None
+        self.source: ChannelGeneration | None = None  # the open channel
         self._lifecycle = lifecycle
         self._log: list[LogEvent] = []
         self._held: list[tuple[float, int, Delivery | RepublishRequest]] = []

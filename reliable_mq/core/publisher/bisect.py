@@ -73,14 +73,10 @@ class _Group(NamedTuple, Generic[T]):
 
 
 class ChannelErrorBisector(Generic[T]):
-    """Groups of suspects that remain to be probed. Not thread-safe.
-
-    Attributes:
-        active: whether suspects are being probed; nothing else may be published meanwhile.
-    """
+    """Groups of suspects that remain to be probed. Not thread-safe."""
 
     def __init__(self) -> None:
-        self.active = False
+        self.active = False  # suspects are being probed; nothing else may be published meanwhile
         self._groups: list[_Group[T]] = []  # a stack: the next group to probe is last
         self._kind: _Kind = "any"  # of the group that is probed
 

@@ -149,16 +149,11 @@ class SequencedItems(Generic[T]):
 
 
 class ConfirmTracker(Generic[T]):
-    """The outstanding publishes of one confirming channel at a time. Not thread-safe.
-
-    Attributes:
-        generation: of the channel that is open; None while none is.
-        stale: confirms that settled nothing, counted over all generations.
-    """
+    """The outstanding publishes of one confirming channel at a time. Not thread-safe."""
 
     def __init__(self) -> None:
-        self.generation: int | None = None
-        self.stale = 0
+        self.generation: int | None = None  # of the channel that is open
+        self.stale = 0  # confirms that settled nothing, counted over all generations
         self._items: SequencedItems[T] = SequencedItems()
 
     def __len__(self) -> int:

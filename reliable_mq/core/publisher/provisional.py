@@ -40,16 +40,12 @@ class ProvisionalConfirms(Generic[P]):
 
     Args:
         grace: seconds after a queue was made within which its confirms are provisional; 0 for never.
-
-    Attributes:
-        proven: queues that were made a grace before are old: the broker has run since. Minus infinity if that is not
-            known.
-        new_queues: those of the broker.
     """
 
     def __init__(self, grace: float) -> None:
         self.grace = grace
         self.new_queues = NewQueues()
+        #: Queues that were made a grace before are old: the broker has run since.
         self.proven = -inf
         self._places: dict[P, tuple[int, int]] = {}  # generation and number: the order of publishing
         self._final: list[tuple[float, int, list[P]]] = []  # what the broker must outlive to confirm those
