@@ -130,12 +130,10 @@ class ChannelSink(Protocol):
     """The content events of a channel; called inside `InboundReader.feed`.
 
     A callback may attach, detach and reset.
-
-    Attributes:
-        largest_body: bytes of a body that are kept. A larger one is dropped while it arrives; ``returned`` is called
-            without it, and `oversized` in place of ``delivered`` and ``got``. Read when the channel is attached.
     """
 
+    #: Bytes of a body that are kept. A larger one is dropped while it arrives; ``returned`` is called without it, and
+    #: `oversized` in place of ``delivered`` and ``got``. Read when the channel is attached.
     largest_body: int = LARGEST_BODY
 
     def acked(self, tag: int, multiple: bool, /) -> None:

@@ -78,9 +78,6 @@ class ReconnectPolicy:
             of the outage. Default: never.
         random: the randomness of the default wait; a seeded one makes it repeatable.
 
-    Attributes:
-        broken: the exception of the wait or the stop object at the last decision; None if there was none.
-
     Raises:
         ConfigurationError: a value that is none of these.
     """
@@ -103,7 +100,7 @@ class ReconnectPolicy:
         self._default_wait = _HalfJitter(random or SystemRandom())
         self._wait: ReconnectWait = self._default_wait if wait is None else wait
         self._stop: ReconnectStop = tenacity.stop_never if stop is None else stop
-        self.broken: Exception | None = None
+        self.broken: Exception | None = None  # of the wait or the stop object, at the last decision
         self.host = 0  # the index of the one to try next
         self._ever_ready = False
         self._outage_began = 0.0

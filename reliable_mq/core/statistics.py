@@ -46,22 +46,15 @@ class TracedObservation(NamedTuple):
 
 
 class Histogram:
-    """Observations counted by upper bound; cheap enough for one per message.
-
-    Attributes:
-        bounds: upper bounds, ascending; a value equal to a bound is counted under it.
-        counts: observations per bound, and one more for those above the last. Not cumulative.
-        total: the sum of all observations.
-        exemplars: the latest traced observation of a bucket, by its place in `counts`.
-    """
+    """Observations counted by upper bound; cheap enough for one per message."""
 
     __slots__ = ("bounds", "counts", "exemplars", "total")
 
     def __init__(self, bounds: tuple[float, ...] = LATENCY_BUCKETS) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-        self.exemplars: dict[int, TracedObservation] = {}
+        self.bounds = bounds  # ascending; a value equal to a bound is counted under it
+        self.counts = [0] * (len(bounds) + 1)  # per bound, and one more for those above the last. Not cumulative
+        self.total = 0.0  # the sum of all observations
+        self.exemplars: dict[int, TracedObservation] = {}  # the latest traced one of a bucket, by its place in `counts`
 
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1

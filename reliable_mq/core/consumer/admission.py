@@ -83,11 +83,8 @@ class Admission:
     def check(self, delivery: Delivery, *, forgiven: int | None = None) -> AdmissionResult:
         """Check a delivery.
 
-        One that has waited in a delay queue is restored, and gets its failed attempts.
-
-        Args:
-            delivery: as it came.
-            forgiven: of a delivery from quarantine, the returns that are no failed attempts; else None.
+        One that has waited in a delay queue is restored, and gets its failed attempts. For one from quarantine,
+        ``forgiven`` are the returns that are no failed attempts.
         """
         if delivery.redelivered:
             self._statistics.redelivered += 1

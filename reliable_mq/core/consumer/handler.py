@@ -442,9 +442,7 @@ def check_handler(handler: object) -> None:
 def check_answer(answer: object, *, batch: bool) -> None:
     """Raise a verdict that a handler returned; refuse a value of one that did nothing.
 
-    Args:
-        answer: the return value.
-        batch: whether the handler takes a list; its verdicts are read elsewhere.
+    The verdicts of a batch handler are read elsewhere.
 
     Raises:
         RetryLater, DeadLetter: the value is that, or that class.

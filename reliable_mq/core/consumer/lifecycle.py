@@ -239,11 +239,7 @@ class ConsumerLifecycle:
             self.end()
 
     def advance(self, now: float, *, drained: bool, unacked: bool) -> Sequence[SubscriptionChange]:
-        """Take the next steps, after data was sent; ``unacked``: some deliveries are.
-
-        Returns:
-            The changes of the subscription to carry out.
-        """
+        """Take the next steps, after data was sent. Return changes of the subscription."""
         if drained and self.state is ConsumerState.RESUBSCRIBING:
             self._reopen()
         elif drained and self.state is ConsumerState.STOPPING:

@@ -92,13 +92,8 @@ class OutcomeHandler:
     def timed_out(self, delivery: Delivery, *, timeout: float, now: float, at: float, alone: bool) -> None:
         """Count a failed attempt: the consumer timeout of the broker is over.
 
-        Args:
-            delivery: which; its handler runs on.
-            timeout: the consumer timeout in seconds, as far as it is known.
-            now: monotonic time.
-            at: the same, in seconds since 1970.
-            alone: whether its handler has no other delivery. Else nobody knows which one it hangs on: this is no
-                attempt, and the next one is made with this delivery alone.
+        The handler runs on. If it has other deliveries, too (not ``alone``), nobody knows which one it hangs on: this
+        is no attempt, and the next one is made with this delivery alone. ``at`` is ``now`` in seconds since 1970.
         """
         self._statistics.timed_out += 1
         self.overrunning += 1

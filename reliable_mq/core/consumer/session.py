@@ -218,12 +218,8 @@ class ConsumerSession:
         """Fail the deliveries that timed out: the broker has requeued them.
 
         Either `lost` follows, or the broker has `cancelled` the subscription. Deliveries that no handler began with are
-        to be `recalled` before. Nothing is requeued to a stream, which is read again.
-
-        Args:
-            timeout: the message of the broker.
-            now: monotonic time.
-            at: the same, in seconds since 1970.
+        to be `recalled` before. Nothing is requeued to a stream, which is read again. ``at`` is ``now`` in seconds
+        since 1970.
         """
         if self._settlement.source is None or self.stream_offset is not None or self.automatic:
             return

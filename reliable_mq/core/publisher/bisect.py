@@ -162,10 +162,6 @@ def processed(lost: Sequence[P], named: Sequence[P]) -> int:
 
     It processes a channel in order, so the culprit and the ones after it were not; and the last one that is named is
     the culprit, or came after it.
-
-    Args:
-        lost: the publishes of the channel, in order.
-        named: those of them that the text of the error can be about.
     """
     if len(lost) == 1:
         return 0

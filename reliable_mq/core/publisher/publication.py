@@ -271,12 +271,7 @@ class PublishReport:
 
 
 def summary(errors: Sequence[PublishError], count: int) -> PublishError:
-    """Return one error for ``count`` failures.
-
-    Args:
-        errors: the last of them, or all that are still known.
-        count: how many there are.
-    """
+    """Return one error for ``count`` failures, of which these are known."""
     if count == len(errors) == 1:
         return errors[0]
     what = f"{count} messages were not confirmed"

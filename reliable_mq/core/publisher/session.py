@@ -80,10 +80,6 @@ class PublisherSession(Generic[P]):
         delivery_timeout: seconds from acceptance after which a publish without a timeout of its own is given up.
         random: the source of the jitter.
         new_queue_grace: seconds after a queue was made within which its confirms are provisional; 0 for never.
-
-    Attributes:
-        settled: publishes settled since the caller last took and cleared the list.
-        freed_count, freed_bytes: places of the window released since the caller last took and zeroed them.
     """
 
     def __init__(
@@ -115,8 +111,8 @@ class PublisherSession(Generic[P]):
         self.blocked_reason: str | None = None  # while the broker blocks publishing
         #: None from an open channel on until the connection is lost, or another channel cannot be opened.
         self.disconnected_reason: str | None = "no attempt to connect has ended yet"
-        self.settled: list[P] = []
-        self.freed_count = self.freed_bytes = 0
+        self.settled: list[P] = []  # since the caller last took and cleared the list
+        self.freed_count = self.freed_bytes = 0  # places of the window released since the caller last zeroed them
 
     # Events
 
@@ -211,11 +207,7 @@ class PublisherSession(Generic[P]):
     def channel_lost(self, generation: int, reply: BrokerReply | None, *, connection: bool, text: str = "lost") -> None:
         """Take back the publishes of a lost channel.
 
-        Args:
-            generation: of the channel.
-            reply: the reason of the broker; None if it gave none.
-            connection: whether the connection was lost with it.
-            text: the reason of that.
+        The broker's ``reply`` is the reason, if it gave one; ``text`` is that of a connection lost with the channel.
         """
         if generation != self._tracker.generation:
             if connection and not self._tracker.open:

@@ -52,11 +52,8 @@ class PublishWindow:
         """Whether to wake the callers that wait for a place.
 
         Waking a thread for every single place would cost more than the publish itself, so it is done when the channel
-        owes half a window at most. Publishes that wait for another attempt do not count: they would keep the callers
-        waiting, too.
-
-        Args:
-            on_wire: publishes that the channel owes a confirm for.
+        owes half a window of confirms at most. Publishes that wait for another attempt do not count: they would keep
+        the callers waiting, too.
         """
         return on_wire * 2 <= self.max_count
 
