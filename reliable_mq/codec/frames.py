@@ -20,6 +20,7 @@ __all__ = [
     "encode_nack",
     "encode_reject",
     "header_frame_size",
+    "method_frame",
     "publish_head",
 ]
 
@@ -36,6 +37,11 @@ _END: Final = b"\xce"
 _BASIC: Final = 60
 
 
+def method_frame(channel: int, class_id: int, method_id: int, arguments: bytes) -> bytes:
+    """Encode the frame of a method."""
+    return _METHOD.pack(1, channel, 4 + len(arguments), class_id, method_id) + arguments + _END
+
+
 def publish_head(channel: int, exchange: str, routing_key: str, mandatory: bool) -> bytes:
     """Encode the method frame of ``basic.publish``, for `append_publish`; cache it.
 
@@ -44,15 +50,8 @@ def publish_head(channel: int, exchange: str, routing_key: str, mandatory: bool)
     Raises:
         ConfigurationError: exchange or routing key is no ``str``, over 255 bytes, or holds a NUL.
     """
-    arguments = b"".join(
-        (
-            b"\0\0",
-            encode_short_string(exchange, "exchange"),
-            encode_short_string(routing_key, "routing_key"),
-            b"\1" if mandatory else b"\0",
-        )
-    )
-    return _METHOD.pack(1, channel, 4 + len(arguments), _BASIC, 40) + arguments + _END
+    names = encode_short_string(exchange, "exchange") + encode_short_string(routing_key, "routing_key")
+    return method_frame(channel, _BASIC, 40, b"\0\0" + names + (b"\1" if mandatory else b"\0"))
 
 
 def header_frame_size(properties: bytes) -> int:
@@ -67,13 +66,7 @@ def header_frame_size(properties: bytes) -> int:
 def append_publish(out: list[bytes], head: bytes, channel: int, properties: bytes, body: bytes, frame_max: int) -> int:
     """Append the frames of one publish to `out`.
 
-    Args:
-        out: the pieces to write, in order.
-        head: from `publish_head`, for the same channel.
-        channel: its number.
-        properties: from `encode_properties`.
-        body: cut into as many frames as needed.
-        frame_max: the largest frame of the connection, bytes; 0 for no limit.
+    The ``head`` is from `publish_head`, for the same channel. A ``frame_max`` of 0 is no limit.
 
     Returns:
         The number of bytes appended.
@@ -119,5 +112,4 @@ def encode_get(channel: int, queue: str) -> bytes:
     Raises:
         ConfigurationError: the queue's name is no ``str``, over 255 bytes, or holds a NUL.
     """
-    arguments = b"\0\0" + encode_short_string(queue, "queue") + b"\0"
-    return _METHOD.pack(1, channel, 4 + len(arguments), _BASIC, 70) + arguments + _END
+    return method_frame(channel, _BASIC, 70, b"\0\0" + encode_short_string(queue, "queue") + b"\0")

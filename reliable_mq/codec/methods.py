@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from struct import Struct
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from reliable_mq.codec import CodecError, encode_table
-from reliable_mq.codec.tables import encode_short_string
+from reliable_mq.codec.frames import method_frame
+from reliable_mq.codec.tables import CodecError, encode_short_string, encode_table
 from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -186,7 +186,6 @@ CANCELLED: Final = (60, 30)
 _QUEUE_DECLARE_OK: Final = (50, 11)
 _CONSUME_OK: Final = (60, 21)
 
-_FRAME: Final = Struct(">BHIHH")
 _INDEX: Final = Struct(">HH")
 _COUNTS: Final = Struct(">II")
 _TUNE: Final = Struct(">HIH")
@@ -221,7 +220,7 @@ def encode_step(channel: int, step: Step) -> tuple[bytes, Index]:
         ConfigurationError: a name or an argument cannot be encoded; the message names it.
     """
     (class_id, method_id), arguments = _method(step)
-    return _frame(channel, class_id, method_id, arguments), (class_id, method_id + 1)
+    return method_frame(channel, class_id, method_id, arguments), (class_id, method_id + 1)
 
 
 def encode_steps(channel: int, steps: Sequence[Step]) -> tuple[bytes, list[Index]]:
@@ -283,24 +282,22 @@ def decode_close(frame: bytes) -> tuple[int, str]:
 
 
 def encode_channel_open(channel: int) -> bytes:
-    """Encode ``channel.open``."""
-    return _frame(channel, 20, 10, b"\0")
+    return method_frame(channel, 20, 10, b"\0")
 
 
 def encode_channel_close(channel: int) -> bytes:
     """Encode ``channel.close`` with code 200."""
-    return _frame(channel, *CHANNEL_CLOSED, _UINT16.pack(200) + b"\0" + _INDEX.pack(0, 0))
+    return method_frame(channel, *CHANNEL_CLOSED, _UINT16.pack(200) + b"\0" + _INDEX.pack(0, 0))
 
 
 def encode_channel_close_ok(channel: int) -> bytes:
-    """Encode ``channel.close-ok``."""
-    return _frame(channel, *CHANNEL_CLOSE_OK, b"")
+    return method_frame(channel, *CHANNEL_CLOSE_OK, b"")
 
 
 def encode_update_secret(secret: str, reason: str) -> bytes:
     """Return the frame of ``connection.update-secret``, with another token."""
     token = secret.encode()
-    return _frame(0, 10, 70, _UINT32.pack(len(token)) + token + encode_short_string(reason, "reason"))
+    return method_frame(0, 10, 70, _UINT32.pack(len(token)) + token + encode_short_string(reason, "reason"))
 
 
 def negotiated(frame: bytes, *, channel_max: int, frame_max: int) -> tuple[bytes, Tune]:
@@ -336,13 +333,8 @@ def _method(step: Step) -> tuple[Index, bytes]:
             names = encode_short_string(step.name, "exchange") + encode_short_string("direct", "type")
             return (40, 10), _NOTHING + names + b"\1" + encode_table({})
         case Bind():
-            names = b"".join(
-                (
-                    encode_short_string(step.destination, "destination"),
-                    encode_short_string(step.source, "source"),
-                    encode_short_string(step.routing_key, "routing_key"),
-                )
-            )
+            names = encode_short_string(step.destination, "destination") + encode_short_string(step.source, "source")
+            names += encode_short_string(step.routing_key, "routing_key")
             index = (50, 20) if step.kind == "queue" else (40, 30)
             return index, _NOTHING + names + b"\0" + encode_table(step.arguments)
         case ConfirmSelect():
@@ -361,10 +353,6 @@ def _method(step: Step) -> tuple[Index, bytes]:
 
 def _queue(name: str) -> bytes:
     return _NOTHING + encode_short_string(name, "queue")
-
-
-def _frame(channel: int, class_id: int, method_id: int, arguments: bytes) -> bytes:
-    return _FRAME.pack(1, channel, 4 + len(arguments), class_id, method_id) + arguments + b"\xce"
 
 
 def _short_string(frame: bytes, start: int) -> tuple[str, int]:

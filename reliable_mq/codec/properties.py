@@ -16,7 +16,7 @@ from math import inf
 from struct import Struct
 from struct import error as struct_error
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
 
 from reliable_mq.codec.tables import (
     CodecError,
@@ -46,6 +46,8 @@ __all__ = [
     "rewrite_properties",
     "split_properties",
 ]
+
+T = TypeVar("T")
 
 #: In the order of the wire; the flag of the first is the highest bit.
 BASIC_PROPERTIES: Final = (
@@ -101,11 +103,7 @@ class HasProperties(Protocol):
 
 
 def encode_properties(message: HasProperties, extra_headers: Mapping[str, FieldValue] | None = None) -> bytes:
-    """Return the encoded property flags and values of a message.
-
-    Args:
-        message: its ``encoded_properties`` are used unchanged.
-        extra_headers: headers to set beside its own.
+    """Return the encoded properties of a message, with headers set beside its own.
 
     Raises:
         ConfigurationError: an extra header cannot be encoded.
@@ -296,6 +294,16 @@ def _spans(raw: bytes) -> list[tuple[str, int, int]]:
     return spans
 
 
+class _Value(Generic[T]):
+    """A property, by the name of the attribute."""
+
+    def __set_name__(self, _owner: type[Properties], name: str) -> None:
+        self._name = name
+
+    def __get__(self, properties: Properties, _owner: type[Properties]) -> T | None:
+        return (properties._values or properties._decode()).get(self._name)  # noqa: SLF001  # of its owner
+
+
 class Properties:
     """The properties of a delivered or returned message, decoded on first use.
 
@@ -333,7 +341,6 @@ class Properties:
 
     @property
     def headers(self) -> Mapping[str, FieldValue]:
-        """The headers, read-only."""
         headers = self._headers
         if headers is None:
             span = (self._values or self._decode()).get("headers")
@@ -360,70 +367,19 @@ class Properties:
         start, end = span
         return frozenset(name.decode("utf-8", "surrogateescape") for name, _, _ in walk_table(self.raw, start + 4, end))
 
-    @property
-    def content_type(self) -> str | None:
-        """The content type."""
-        return (self._values or self._decode()).get("content_type")
-
-    @property
-    def content_encoding(self) -> str | None:
-        """The content encoding."""
-        return (self._values or self._decode()).get("content_encoding")
-
-    @property
-    def delivery_mode(self) -> int | None:
-        """2 for a persistent message."""
-        return (self._values or self._decode()).get("delivery_mode")
-
-    @property
-    def priority(self) -> int | None:
-        """The priority."""
-        return (self._values or self._decode()).get("priority")
-
-    @property
-    def correlation_id(self) -> str | None:
-        """The correlation id."""
-        return (self._values or self._decode()).get("correlation_id")
-
-    @property
-    def reply_to(self) -> str | None:
-        """The queue for a reply."""
-        return (self._values or self._decode()).get("reply_to")
-
-    @property
-    def expiration(self) -> str | None:
-        """Milliseconds after which queues drop it, as the string on the wire."""
-        return (self._values or self._decode()).get("expiration")
-
-    @property
-    def message_id(self) -> str | None:
-        """The message id."""
-        return (self._values or self._decode()).get("message_id")
-
-    @property
-    def timestamp(self) -> datetime | int | None:
-        """The timestamp; seconds beyond the year 9999."""
-        return (self._values or self._decode()).get("timestamp")
-
-    @property
-    def type(self) -> str | None:
-        """The kind of message."""
-        return (self._values or self._decode()).get("type")
-
-    @property
-    def user_id(self) -> str | None:
-        """The user that published it."""
-        return (self._values or self._decode()).get("user_id")
-
-    @property
-    def app_id(self) -> str | None:
-        """The application that published it."""
-        return (self._values or self._decode()).get("app_id")
-
-    @property
-    def cluster_id(self) -> str | None:
-        """Retired by AMQP 0-9-1."""
-        return (self._values or self._decode()).get("cluster_id")
+    content_type = _Value[str]()
+    content_encoding = _Value[str]()
+    delivery_mode = _Value[int]()  # 2 for a persistent message
+    priority = _Value[int]()
+    correlation_id = _Value[str]()
+    reply_to = _Value[str]()
+    expiration = _Value[str]()  # milliseconds after which queues drop it, as on the wire
+    message_id = _Value[str]()
+    timestamp: _Value[datetime | int] = _Value()
+    type = _Value[str]()
+    user_id = _Value[str]()
+    app_id = _Value[str]()
+    cluster_id = _Value[str]()  # retired by AMQP 0-9-1
 
 
 def rewrite_properties(

@@ -130,12 +130,10 @@ class ChannelSink(Protocol):
     """The content events of a channel; called inside `InboundReader.feed`.
 
     A callback may attach, detach and reset.
-
-    Attributes:
-        largest_body: bytes of a body that are kept. A larger one is dropped while it arrives; ``returned`` is called
-            without it, and `oversized` in place of ``delivered`` and ``got``. Read when the channel is attached.
     """
 
+    #: Bytes of a body that are kept. A larger one is dropped while it arrives; ``returned`` is called without it, and
+    #: `oversized` in place of ``delivered`` and ``got``. Read when the channel is attached.
     largest_body: int = LARGEST_BODY
 
     def acked(self, tag: int, multiple: bool, /) -> None:
@@ -166,29 +164,22 @@ class ChannelSink(Protocol):
 
 
 class _InboundChannel:
-    """An attached channel, and the content that is being assembled on it.
-
-    ``method`` announced the content, 0 for none; ``delivery`` collects the content (of a return, too); ``tell``, except
-    for a delivery, is called at its end; ``missing`` counts the bytes of the body still to come, -1 before the header
-    frame; ``body`` has those that have come; ``dropped`` is the size of a body that is not kept, 0 otherwise. ``limit``
-    is the largest body that is kept, and ``whole`` the largest that may come in one frame. ``sink`` is None once the
-    channel is detached; the channel is then kept only until its content has gone by.
-    """
+    """An attached channel, and the content that is being assembled on it."""
 
     __slots__ = ("body", "delivery", "dropped", "limit", "message_count", "method", "missing", "sink", "tell", "whole")
 
-    delivery: RawDelivery
-    tell: Callable[[], None]
+    delivery: RawDelivery  # collects the content (of a return, too)
+    tell: Callable[[], None]  # called at the end of the content, except for a delivery
 
     def __init__(self, sink: ChannelSink, largest_payload: int) -> None:
-        self.sink: ChannelSink | None = sink
-        self.limit = min(sink.largest_body, LARGEST_BODY)
-        self.whole = min(self.limit, largest_payload)
-        self.method = 0
+        self.sink: ChannelSink | None = sink  # None once it is detached, and kept until its content has gone by
+        self.limit = min(sink.largest_body, LARGEST_BODY)  # the largest body that is kept
+        self.whole = min(self.limit, largest_payload)  # the largest that may come in one frame
+        self.method = 0  # that announced the content
         self.message_count: int | None = None
-        self.missing = -1
-        self.dropped = 0
-        self.body = bytearray()
+        self.missing = -1  # bytes of the body still to come, -1 before the header frame
+        self.dropped = 0  # the size of a body that is not kept
+        self.body = bytearray()  # what has come of it
 
 
 class _Batch:

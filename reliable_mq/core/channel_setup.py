@@ -80,49 +80,33 @@ __all__ = [
 ]
 
 _PROPERTIES = frozenset({"durable", "auto_delete", "internal", "type"})
-
-
-def corrected(
-    step: DeclareQueue | DeclareExchange, inequivalence: Inequivalence
-) -> DeclareQueue | DeclareExchange | None:
-    """Return a declaration with one argument as it exists; None if that is not known.
-
-    Args:
-        step: the declaration that was refused.
-        inequivalence: from the text of the refusal, code 406.
-    """
-    argument = inequivalence.argument
-    if not inequivalence.is_known:
-        return None
-    if argument in _PROPERTIES and hasattr(step, argument):
-        value = inequivalence.existing_value(getattr(step, argument))
-        fields: dict[str, Any] = {argument: value}
-        return None if value is None else replace(step, **fields)
-    arguments = dict(step.arguments)
-    declared = arguments.pop(argument, None)
-    value = inequivalence.existing_value(declared)
-    if type(value) is type(declared) and value == declared:  # True equals 1
-        return None
-    if value is not None:
-        arguments[argument] = value
-    return replace(step, arguments=arguments)
+_NOT_FOUND = 404
+_PRECONDITION_FAILED = 406
+_MOST_DIFFERENCES = 24  # rounds of a comparison, each of which costs a channel
+_AWAY_CODES = frozenset({_NOT_FOUND, _PRECONDITION_FAILED})
+# RabbitMQ has no code for these, only texts. AMQP is up before the replicas of streams and quorum queues are.
+_AWAY = (
+    "is down or inaccessible",
+    "due to timeout",
+    "process is stopped by supervisor",
+    "does not have a running replica on the local node",
+)
+_DELAYED_RETRY = (4, 3)
+# The second one is command-invalid: an exchange type that does not exist.
+_DIFFERENT = frozenset({_PRECONDITION_FAILED, 503})
+# access-refused, not-found, precondition-failed, command-invalid, not-allowed (a reserved name), not-implemented. The
+# others heal: resource-locked (the exclusive queue of a connection that is dying), internal-error, ...
+_PERMANENT = frozenset({403, _NOT_FOUND, *_DIFFERENT, 530, 540})
 
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """The server properties of the broker.
+    """The server properties of the broker."""
 
-    Attributes:
-        product: ``"RabbitMQ"``.
-        version: as sent, e.g. ``"4.3.6"``.
-        version_tuple: its numbers, e.g. ``(4, 3, 6)``, for comparisons; empty if there are none.
-        properties: all of ``server-properties``.
-    """
-
-    product: str
-    version: str
-    version_tuple: tuple[int, ...]
-    properties: Mapping[str, object] = field(default_factory=dict, repr=False)
+    product: str  # "RabbitMQ"
+    version: str  # as sent, e.g. "4.3.6"
+    version_tuple: tuple[int, ...]  # its numbers, e.g. (4, 3, 6), for comparisons; empty if there are none
+    properties: Mapping[str, object] = field(default_factory=dict, repr=False)  # all of them
 
     @property
     def cluster_name(self) -> str:
@@ -135,7 +119,6 @@ class ServerInfo:
 
     @classmethod
     def of(cls, properties: Mapping[str, object]) -> ServerInfo:
-        """Read ``server-properties``."""
         version = printable(str(properties.get("version", "")))
         return cls(printable(str(properties.get("product", ""))), version, parse_version(version), dict(properties))
 
@@ -152,17 +135,11 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The differences of a declaration from the existing queue or exchange.
+    """The differences of a declaration from the existing queue or exchange."""
 
-    Attributes:
-        existing: the declaration that the broker agrees to; None if it is not known.
-        differences: the arguments in which the declaration differs, in the order in which the broker named them.
-        ended_by: the code and text of the refusal that ended the search; empty if `existing` is known.
-    """
-
-    existing: DeclareQueue | DeclareExchange | None
-    differences: tuple[Difference, ...]
-    ended_by: str = ""
+    existing: DeclareQueue | DeclareExchange | None  # the declaration that the broker agrees to, if it is known
+    differences: tuple[Difference, ...]  # in the order in which the broker named them
+    ended_by: str = ""  # the code and text of the refusal that ended the search; empty if `existing` is known
 
 
 StepGenerator = Generator[Step | Pipeline, Any, Any]
@@ -174,12 +151,6 @@ class StepRefused(Exception):
 
     Thrown into generators; a user never sees it. The generator of a set-up may go on while the connection lives: the
     next step is carried out on a new channel.
-
-    Attributes:
-        code: the AMQP reply code.
-        text: the reply text.
-        answered: the replies to the steps of a `Pipeline` before the refused one.
-        connection: whether the connection is lost, too.
     """
 
     def __init__(
@@ -188,8 +159,8 @@ class StepRefused(Exception):
         super().__init__(f"{code} {text}")
         self.code = code
         self.text = text
-        self.answered = answered
-        self.connection = connection
+        self.answered = answered  # the replies to the steps of a `Pipeline` before the refused one
+        self.connection = connection  # whether the connection is lost, too
 
 
 def publisher_setup(
@@ -197,10 +168,8 @@ def publisher_setup(
 ) -> SetupGenerator:
     """Declare `topology`, in order, and select confirms.
 
-    Args:
-        topology: the declarations.
-        version: of the broker, which decides the arguments that it can be given.
-        maker: notified of the quorum queues that are made; if None, the broker is not asked for them first.
+    The version of the broker decides the arguments that it can be given. The maker is notified of the quorum queues
+    that are made; if it is None, the broker is not asked for them first.
 
     Raises:
         TopologyMismatch: something exists that differs, or something named is missing.
@@ -222,24 +191,9 @@ def consumer_setup(
     exclusive: bool = False,
     maker: NewQueueListener | None = None,
 ) -> SetupGenerator:
-    """Declare `topology` and `queue`, set the prefetch and consume.
-
-    Args:
-        queue: the queue to consume from; a name is checked to exist.
-        topology: further declarations, which come before the queue is checked.
-        version: of the broker.
-        prefetch: deliveries that may be unacked, for this consumer; 0 for no limit.
-        consumer_tag: unique on the channel.
-        arguments: of ``basic.consume``, e.g. ``x-stream-offset`` or ``x-priority``.
-        ack_mode: ``"automatic"`` for deliveries that need no ack.
-        exclusive: refuse other consumers of the queue.
-        maker: as in `publisher_setup`.
-
-    Raises:
-        TopologyMismatch: something exists that differs, or something named is missing.
-        BrokerUnavailable: the broker refused a step for another reason.
-    """
-    name = yield from _queue_setup(queue, topology, version, maker)
+    """Do as `pull_setup`, set the prefetch of this consumer, and consume."""
+    yield from pull_setup(queue, topology, version, maker)
+    name = queue.name if isinstance(queue, Queue) else queue
     yield from _carry_out(SetPrefetch(prefetch))
     yield from _carry_out(Consume(name, consumer_tag, ack_mode == "automatic", exclusive, arguments or {}))
 
@@ -247,19 +201,16 @@ def consumer_setup(
 def pull_setup(
     queue: Queue | str, topology: Iterable[Declaration], version: tuple[int, ...], maker: NewQueueListener | None = None
 ) -> SetupGenerator:
-    """Do as `consumer_setup`, up to the subscription: for ``basic.get``.
-
-    Args:
-        queue: the queue to get from.
-        topology: further declarations.
-        version: of the broker.
-        maker: as in `publisher_setup`.
+    """Declare `topology`, then the queue; a name is checked to exist.
 
     Raises:
-        TopologyMismatch: as `consumer_setup` does.
-        BrokerUnavailable: likewise.
+        TopologyMismatch, BrokerUnavailable: as `publisher_setup`.
     """
-    yield from _queue_setup(queue, topology, version, maker)
+    if isinstance(queue, Queue):
+        yield from _declare_all([*topology, queue], version, maker)
+    else:
+        yield from _declare_all(topology, version, maker)
+        yield from _carry_out(CheckQueue(queue))
 
 
 def declare(queue: Queue, version: tuple[int, ...], maker: NewQueueListener | None = None) -> SetupGenerator:
@@ -300,9 +251,7 @@ def compare(
     Nothing is changed on the broker. Each round declares with one more argument corrected, on a channel of its own. It
     checks in the same round trip that it still exists, so that a declaration creates no queue that was deleted.
 
-    Args:
-        declared: the declaration.
-        refused: the refusal of it by the broker; None if it was not declared yet.
+    The refusal is that of the broker; None if it was not declared yet.
     """
     kind, name = _subject(declared)
     check = CheckQueue(name) if isinstance(declared, DeclareQueue) else CheckExchange(name)
@@ -330,8 +279,28 @@ def compare(
     return Comparison(None, tuple(found.values()), f"{refused.code} {refused.text}")
 
 
+def corrected(
+    step: DeclareQueue | DeclareExchange, inequivalence: Inequivalence
+) -> DeclareQueue | DeclareExchange | None:
+    """Return a refused declaration with one argument as it exists, if that is known."""
+    argument = inequivalence.argument
+    if not inequivalence.is_known:
+        return None
+    if argument in _PROPERTIES and hasattr(step, argument):
+        value = inequivalence.existing_value(getattr(step, argument))
+        fields: dict[str, Any] = {argument: value}
+        return None if value is None else replace(step, **fields)
+    arguments = dict(step.arguments)
+    declared = arguments.pop(argument, None)
+    value = inequivalence.existing_value(declared)
+    if type(value) is type(declared) and value == declared:  # True equals 1
+        return None
+    if value is not None:
+        arguments[argument] = value
+    return replace(step, arguments=arguments)
+
+
 def refusal(step: Step, refused: StepRefused) -> ReliableMQError:
-    """Return the error for a step that the broker refused."""
     code, text = refused.code, refused.text
     kind, name = _subject(step)
     away = is_away(refused)
@@ -363,36 +332,6 @@ def parse_version(version: str) -> tuple[int, ...]:
     """Return the numbers of a version, e.g. ``(4, 3, 0)`` for ``"4.3.0-rc.1"``."""
     match = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
-
-
-_NOT_FOUND = 404
-_PRECONDITION_FAILED = 406
-_MOST_DIFFERENCES = 24  # rounds of a comparison, each of which costs a channel
-_AWAY_CODES = frozenset({_NOT_FOUND, _PRECONDITION_FAILED})
-# RabbitMQ has no code for these, only texts. AMQP is up before the replicas of streams and quorum queues are.
-_AWAY = (
-    "is down or inaccessible",
-    "due to timeout",
-    "process is stopped by supervisor",
-    "does not have a running replica on the local node",
-)
-_DELAYED_RETRY = (4, 3)
-# The second one is command-invalid: an exchange type that does not exist.
-_DIFFERENT = frozenset({_PRECONDITION_FAILED, 503})
-# access-refused, not-found, precondition-failed, command-invalid, not-allowed (a reserved name), not-implemented. The
-# others heal: resource-locked (the exclusive queue of a connection that is dying), internal-error, ...
-_PERMANENT = frozenset({403, _NOT_FOUND, *_DIFFERENT, 530, 540})
-
-
-def _queue_setup(
-    queue: Queue | str, topology: Iterable[Declaration], version: tuple[int, ...], maker: NewQueueListener | None
-) -> Generator[Step | Pipeline, Any, str]:
-    if isinstance(queue, Queue):
-        yield from _declare_all([*topology, queue], version, maker)
-        return queue.name
-    yield from _declare_all(topology, version, maker)
-    yield from _carry_out(CheckQueue(queue))
-    return queue
 
 
 def _declare_all(
@@ -483,17 +422,12 @@ def _carry_out_all(steps: tuple[DeclareQueue | DeclareExchange | Bind, ...]) -> 
     try:
         yield Pipeline(steps)
     except StepRefused as refused:
-        raise (yield from _explained(steps[len(refused.answered)], refused)) from refused
-
-
-def _explained(
-    step: DeclareQueue | DeclareExchange | Bind, refused: StepRefused
-) -> Generator[Pipeline, Any, ReliableMQError]:
-    """Return the error for a refused declaration, with every difference."""
-    if not isinstance(step, Bind):
-        comparison = yield from compare(step, refused)
-        return _mismatch(comparison, *_subject(step)) or refusal(step, refused)
-    return refusal(step, refused)
+        step = steps[len(refused.answered)]
+        mismatch = None
+        if not isinstance(step, Bind):
+            comparison = yield from compare(step, refused)
+            mismatch = _mismatch(comparison, *_subject(step))
+        raise mismatch or refusal(step, refused) from refused
 
 
 def _mismatch(comparison: Comparison, kind: str, name: str) -> TopologyMismatch | None:

@@ -92,3 +92,8 @@ def wire_text(value: str) -> str | bytes:
     except UnicodeEncodeError:
         return value.encode("utf-8", "surrogateescape")
     return value
+
+
+def may_copy(properties: bytes) -> bool:
+    """Whether encoded properties may have a ``CC`` or ``BCC``, broken as they may be."""
+    return b"\x02CC" in properties or b"\x03BCC" in properties

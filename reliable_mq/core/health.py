@@ -39,82 +39,49 @@ class Health:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signs:
-    """The signs of one connection. Times are of the monotonic clock, in seconds.
+    """The signs of one connection. Times are of the monotonic clock, in seconds."""
 
-    Attributes:
-        changed_at: when it was made, connected, lost, or closed, whichever was last.
-        stuck_after: seconds after which work of which nothing ends is stuck.
-        closed: what its program did with it ("closed", "stopped"); empty while it is open.
-        started: whether it was ever to connect.
-        connected: whether its channel is ready.
-        disconnected_reason: why it is not.
-        given_up: why no attempt follows; empty if one does.
-        loop_over: whether its I/O thread or event loop has ended before it was closed.
-        unanswered_since: since when its event loop has not done what it was asked for; None if it has.
-        patience: seconds for which that is no reason to worry.
-        work: what waits to be done; 0 for nothing.
-        worked_at: when some work was last done, or there was the first to do.
-    """
-
-    changed_at: float
-    stuck_after: float
-    closed: str = ""
-    started: bool = True
-    connected: bool = False
+    changed_at: float  # when it was made, connected, lost, or closed, whichever was last
+    stuck_after: float  # seconds after which work of which nothing ends is stuck
+    closed: str = ""  # what its program did with it ("closed", "stopped")
+    started: bool = True  # whether it was ever to connect
+    connected: bool = False  # whether its channel is ready
     disconnected_reason: str | None = None
-    given_up: str = ""
-    loop_over: bool = False
-    unanswered_since: float | None = None
-    patience: float = 0.0
-    work: int = 0
-    worked_at: float = 0.0
+    given_up: str = ""  # why no attempt to connect follows
+    loop_over: bool = False  # whether its I/O thread or event loop has ended before it was closed
+    unanswered_since: float | None = None  # since when its event loop has not done what it was asked for
+    patience: float = 0.0  # seconds for which that is no reason to worry
+    work: int = 0  # what waits to be done
+    worked_at: float = 0.0  # when some work was last done, or there was the first to do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutboxSigns:
-    """The signs of an outbox and its relay.
+    """The signs of an outbox and its relay."""
 
-    Attributes:
-        open: whether messages can be stored.
-        relay_over: whether its relay has ended before it was closed.
-        trouble: why nothing can be relayed now; empty if it can.
-        trouble_since: since when.
-    """
-
-    open: bool
-    relay_over: bool = False
-    trouble: str = ""
+    open: bool  # whether messages can be stored
+    relay_over: bool = False  # whether its relay has ended before it was closed
+    trouble: str = ""  # why nothing can be relayed now
     trouble_since: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublisherSigns(Signs):
-    """Signs of a publisher.
+    """Signs of a publisher."""
 
-    Attributes:
-        blocked_reason: of the broker, while it blocks publishing; else None.
-        blocked_at: since when; None if it has just begun.
-        outbox: None if there is none.
-    """
-
-    blocked_reason: str | None = None
-    blocked_at: float | None = None
+    blocked_reason: str | None = None  # of the broker, while it blocks publishing
+    blocked_at: float | None = None  # since when; None if it has just begun
     outbox: OutboxSigns | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumerSigns(Signs):
-    """Signs of a consumer; its work are deliveries with handlers.
+    """Signs of a consumer; its work are deliveries with handlers."""
 
-    Attributes:
-        paused: whether the kill switch pauses it.
-        paused_at: since when; None if it has just begun.
-        republisher: of its connection for retries and dead letters, whose work are messages that are not confirmed;
-            None if there was no message yet.
-    """
-
-    paused: bool = False
-    paused_at: float | None = None
+    paused: bool = False  # by the kill switch
+    paused_at: float | None = None  # since when; None if it has just begun
+    #: Of its connection for retries and dead letters, whose work are messages that are not confirmed; None if there was
+    #: no message yet.
     republisher: PublisherSigns | None = None
 
 
@@ -127,13 +94,7 @@ class _Problem(NamedTuple):
 
 
 def health_of(signs: PublisherSigns | ConsumerSigns, now: float, wall_clock: float) -> Health:
-    """Judge signs at a moment, `now` on the monotonic clock.
-
-    Args:
-        signs: of a publisher or a consumer.
-        now: seconds, monotonic.
-        wall_clock: the same moment in seconds since 1970.
-    """
+    """Judge signs at a moment: `now` on the monotonic clock, `wall_clock` since 1970."""
     if signs.closed:
         return Health(True, False, True, wall_clock - (now - signs.changed_at), signs.closed)
     problems = _common(signs, now)

@@ -65,41 +65,26 @@ class Claim(NamedTuple):
 class CommitStatus(enum.Enum):
     """The state of a transaction that marks a claim as done."""
 
-    NONE = "none"
-    """There is none, or it was not told to commit."""
-    UNKNOWN = "unknown"
-    """It was, or may have been, and nobody answered: the database knows whether the claim is done."""
-    DONE = "done"
-    """It was committed."""
+    NONE = "none"  # there is none, or it was not told to commit
+    UNKNOWN = "unknown"  # it was, or may have been, and nobody answered: the database knows whether the claim is done
+    DONE = "done"  # it was committed
 
 
 class InboxClaim:
-    """The claim of a running delivery, in a store that has transactions.
-
-    Args:
-        claim: its claim.
-        transaction: the store's method of that name.
-
-    Attributes:
-        claim, transaction: as given.
-        commit: the state of a transaction of the handler that marks the claim as done.
-    """
+    """The claim of a running delivery, in a store with a method ``transaction``."""
 
     __slots__ = ("claim", "commit", "transaction")
 
     def __init__(self, claim: Claim, transaction: Callable[..., Any]) -> None:
         self.claim = claim
         self.transaction = transaction
-        self.commit = CommitStatus.NONE
+        self.commit = CommitStatus.NONE  # of a transaction of the handler that marks the claim as done
 
 
 class SettlementRetries:
     """Settlements without an answer. Thread-safe: a step is one operation of a dict.
 
     A settlement is a claim and its outcome: None if it is complete, else whether it failed.
-
-    Args:
-        capacity: settlements that are remembered at most.
     """
 
     def __init__(self, capacity: int = 10_000) -> None:

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Protocol
 
+from reliable_mq.core.headers import may_copy
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
@@ -47,22 +49,17 @@ class NewQueueListener(Protocol):
 
 
 class NewQueues:
-    """The new queues of one virtual host. Not thread-safe: its users share a lock.
-
-    Attributes:
-        latest: when the newest queue was made, on the monotonic clock; infinite while one is being made, minus infinity
-            if none is known. For any thread.
-        longest: the longest grace of its users, seconds.
-    """
+    """The new queues of one virtual host. Not thread-safe: its users share a lock."""
 
     def __init__(self) -> None:
+        #: When the newest queue was made, on the monotonic clock; infinite while one is being made, minus infinity if
+        #: none is known. For any thread.
         self.latest = _NEVER
-        self.longest = 0.0
+        self.longest = 0.0  # the longest grace of its users, seconds
         self._made: dict[str, float] = {}
         self._being_made: dict[str, int] = {}  # how many connections are declaring it
 
     def begin(self, names: Iterable[str]) -> None:
-        """Note queues before they are declared."""
         for name in names:
             self._being_made[name] = self._being_made.get(name, 0) + 1
         self._look()
@@ -97,13 +94,7 @@ class NewQueues:
         another exchange, or a message that is copied to other queues, any new queue may have it. One that is being made
         may exist already.
 
-        Args:
-            exchange: of the publish.
-            routing_key: of the publish.
-            now: the time of its confirm.
-            proven: queues that were made a grace before are old.
-            grace: seconds.
-            copied: whether the message has a header that routes it elsewhere, too.
+        A ``copied`` message has a header that routes it elsewhere, too.
         """
         if exchange or copied:
             at = now if self._being_made else max(self._made.values(), default=_NEVER)
@@ -129,4 +120,4 @@ def is_copied(message: Message) -> bool:
         properties = message.encoded_properties
     except Exception:  # noqa: BLE001  # of a user's own message, or a damaged one: it was encoded once
         return True
-    return properties is not None and (b"\x02CC" in properties or b"\x03BCC" in properties)
+    return properties is not None and may_copy(properties)

@@ -22,7 +22,7 @@ from reliable_mq.errors import ConfigurationError, PublishError, PublishRefused,
 from reliable_mq.message import Message
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from reliable_mq.errors import ReliableMQError
 
@@ -66,60 +66,38 @@ _REASON_CHARACTERS: Final = 1000
 
 
 class NewRow(NamedTuple):
-    """A message on its way into an outbox.
-
-    Attributes:
-        message: the message.
-        exchange: its exchange.
-        routing_key: its routing key.
-        mandatory: whether it is set aside if no queue is bound for it; otherwise the broker drops it then.
-        ordering_key: rows with the same key are published one after the other; None for no order.
-    """
+    """A message on its way into an outbox."""
 
     message: Message
     exchange: str
     routing_key: str
-    mandatory: bool
-    ordering_key: str | None
+    mandatory: bool  # whether it is set aside if no queue is bound for it; otherwise the broker drops it then
+    ordering_key: str | None  # rows with the same key are published one after the other
 
 
 class OutboxRow(NamedTuple):
-    """A row that a relay has leased.
+    """A row that a relay has leased."""
 
-    Attributes:
-        id: its place in the order in which rows were accepted.
-        message: with the ``message_id`` and the properties that it was accepted with, byte for byte.
-        exchange, routing_key, mandatory, ordering_key: as in `NewRow`.
-        attempts: publishes of it that were not confirmed.
-        possible_duplicate: whether it may have been published before.
-        claim: the lease, if relays share the outbox: its settlement is carried out while that holds.
-    """
-
-    id: int
-    message: Message
+    id: int  # its place in the order in which rows were accepted
+    message: Message  # with the `message_id` and the properties that it was accepted with, byte for byte
     exchange: str
     routing_key: str
     mandatory: bool
     ordering_key: str | None
-    attempts: int
-    possible_duplicate: bool
-    claim: str | None = None
+    attempts: int  # publishes of it that were not confirmed
+    possible_duplicate: bool  # whether it may have been published before
+    claim: str | None = None  # the lease, if relays share the outbox: it is settled while that holds
 
 
 class UnreadableRow(Exception):
-    """A row that cannot be decoded.
-
-    Attributes:
-        newer: whether a newer version of this package has written it, which is no fault of the row.
-    """
+    """A row that cannot be decoded."""
 
     def __init__(self, reason: str, *, newer: bool = False) -> None:
         super().__init__(reason)
-        self.newer = newer
+        self.newer = newer  # a newer version of this package has written it, which is no fault of the row
 
 
 def values_of(row: NewRow) -> tuple[Any, ...]:
-    """Return the values of `COLUMNS`."""
     message = row.message
     return (
         FORMAT,
@@ -142,13 +120,7 @@ def row_from(
     in_doubt: bool = False,
     claim: str | None = None,
 ) -> OutboxRow:
-    """Decode a row.
-
-    Args:
-        id: its place in the order.
-        values: of `COLUMNS`.
-        in_doubt: whether it may have been published before, as is known from elsewhere.
-        claim: its lease.
+    """Decode the values of `COLUMNS`; ``in_doubt``: it may have been published before.
 
     Raises:
         UnreadableRow: it is of a newer format, or damaged.
@@ -190,32 +162,20 @@ def row_from(
 class RowOutcome(enum.Enum):
     """The outcome of a row that a relay has leased."""
 
-    CONFIRMED = "confirmed"
-    """The broker has it: remove it."""
-    LATER = "later"
-    """It was not confirmed, which may change: publish it again after a delay."""
-    SET_ASIDE = "set aside"
-    """It cannot be confirmed as it is: keep it, with the reason, until an operator decides."""
-    BACK = "back"
-    """It was not published: leave it as it is."""
+    CONFIRMED = "confirmed"  # the broker has it: remove it
+    LATER = "later"  # it was not confirmed, which may change: publish it again after a delay
+    SET_ASIDE = "set aside"  # it cannot be confirmed as it is: keep it, with the reason, until an operator decides
+    BACK = "back"  # it was not published: leave it as it is
 
 
 class RowSettlement(NamedTuple):
-    """The settlement of one row.
-
-    Attributes:
-        row: the row.
-        outcome: its outcome.
-        delay: seconds until it may be published again.
-        reason: why it was not confirmed.
-        possible_duplicate: whether it may have arrived all the same.
-    """
+    """The settlement of one row."""
 
     row: OutboxRow
     outcome: RowOutcome
-    delay: float = 0.0
-    reason: str | None = None
-    possible_duplicate: bool = False
+    delay: float = 0.0  # seconds until it may be published again
+    reason: str | None = None  # why it was not confirmed
+    possible_duplicate: bool = False  # whether it may have arrived all the same
 
 
 def delay_after(attempts: int) -> float:
@@ -224,28 +184,17 @@ def delay_after(attempts: int) -> float:
 
 
 class RelaySession:
-    """The leased rows of a relay: their order, and their settlements. Not thread-safe.
-
-    Attributes:
-        ready: rows to publish now, in order; the relay removes them.
-        settlements: settlements to carry out, in order; the relay removes them.
-        trouble: why nothing could be published at all, until something is; the relay pauses.
-    """
+    """The leased rows of a relay: their order, and their settlements. Not thread-safe."""
 
     def __init__(self) -> None:
-        self.ready: deque[OutboxRow] = deque()
-        self.settlements: list[RowSettlement] = []
+        self.ready: deque[OutboxRow] = deque()  # to publish now, in order; the relay removes them
+        self.settlements: list[RowSettlement] = []  # to carry out, in order; the relay removes them
+        #: Why nothing could be published at all, until something is; the relay pauses.
         self.trouble: ReliableMQError | None = None
         self._behind: dict[str, deque[OutboxRow]] = {}  # by ordering key: the rows behind the one that is outstanding
-        self._waiting = 0
-
-    @property
-    def waiting(self) -> int:
-        """Rows that wait for another of their ordering key."""
-        return self._waiting
+        self.waiting = 0  # rows that wait for another of their ordering key
 
     def has(self, ordering_key: str) -> bool:
-        """Whether it has unsettled rows of that key."""
         return ordering_key in self._behind
 
     def add(self, rows: Iterable[OutboxRow]) -> None:
@@ -255,7 +204,7 @@ class RelaySession:
                 self.ready.append(row)
             elif row.ordering_key in self._behind:
                 self._behind[row.ordering_key].append(row)
-                self._waiting += 1
+                self.waiting += 1
             else:
                 self._behind[row.ordering_key] = deque()
                 self.ready.append(row)
@@ -267,14 +216,13 @@ class RelaySession:
             self.settlements.append(RowSettlement(row, RowOutcome.CONFIRMED))
             self._next(row)
             return
+        reason = f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS]
+        doubt = isinstance(error, PublishError) and error.may_have_arrived
         if isinstance(error, (PublishReturned, PublishRefused, ConfigurationError)):
-            reason = f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS]
-            doubt = isinstance(error, PublishError) and error.may_have_arrived
             self.settlements.append(RowSettlement(row, RowOutcome.SET_ASIDE, 0.0, reason, doubt))
         elif isinstance(error, PublishError):
-            reason = f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS]
             delay = delay_after(row.attempts + 1)
-            self.settlements.append(RowSettlement(row, RowOutcome.LATER, delay, reason, error.may_have_arrived))
+            self.settlements.append(RowSettlement(row, RowOutcome.LATER, delay, reason, doubt))
         else:  # it says nothing about this row
             self.trouble = error
             self.settlements.append(RowSettlement(row, RowOutcome.BACK))
@@ -286,17 +234,16 @@ class RelaySession:
             row = self.ready.popleft()
             self.settlements.append(RowSettlement(row, RowOutcome.BACK))
             self._return_rows_behind(row)
-        for key in [key for key, behind in self._behind.items() if behind]:
-            self.settlements.extend(RowSettlement(row, RowOutcome.BACK) for row in self._behind[key])
-            self._waiting -= len(self._behind[key])
-            self._behind[key].clear()
+        for behind in self._behind.values():
+            self._return(behind)
+            behind.clear()
 
     def _next(self, row: OutboxRow) -> None:
         if row.ordering_key is None:
             return
         behind = self._behind[row.ordering_key]
         if behind:
-            self._waiting -= 1
+            self.waiting -= 1
             self.ready.append(behind.popleft())
         else:
             del self._behind[row.ordering_key]
@@ -304,6 +251,8 @@ class RelaySession:
     def _return_rows_behind(self, row: OutboxRow) -> None:
         if row.ordering_key is None:
             return
-        behind = self._behind.pop(row.ordering_key)
-        self._waiting -= len(behind)
-        self.settlements.extend(RowSettlement(one, RowOutcome.BACK) for one in behind)
+        self._return(self._behind.pop(row.ordering_key))
+
+    def _return(self, rows: Collection[OutboxRow]) -> None:
+        self.waiting -= len(rows)
+        self.settlements.extend(RowSettlement(row, RowOutcome.BACK) for row in rows)

@@ -56,19 +56,12 @@ _LONGEST_WAIT: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLoss:
-    """The end of a channel that was ready, or of the connection under it.
+    """The end of a channel that was ready, or of the connection under it."""
 
-    Attributes:
-        code: the reply code of the broker (406, 320, ...), or None if it gave none.
-        text: the reply text of the broker, or our own reason.
-        scope: whether the connection was lost too. With ``"channel"`` it lives on.
-        by_broker: True if the broker closed it with a code; False for everything else (reset, heartbeat, `discard`).
-    """
-
-    code: int | None
-    text: str
-    scope: Literal["channel", "connection"]
-    by_broker: bool
+    code: int | None  # the reply code of the broker (406, 320, ...), if it gave one
+    text: str  # the reply text of the broker, or our own reason
+    scope: Literal["channel", "connection"]  # whether the connection was lost too
+    by_broker: bool  # True if the broker closed it with a code; else reset, heartbeat, `discard`, ...
 
 
 class ReconnectPolicy:
@@ -84,9 +77,6 @@ class ReconnectPolicy:
         stop: called after every round, likewise; for a tenacity stop ``seconds_since_start`` counts from the beginning
             of the outage. Default: never.
         random: the randomness of the default wait; a seeded one makes it repeatable.
-
-    Attributes:
-        broken: the exception of the wait or the stop object at the last decision; None if there was none.
 
     Raises:
         ConfigurationError: a value that is none of these.
@@ -110,8 +100,8 @@ class ReconnectPolicy:
         self._default_wait = _HalfJitter(random or SystemRandom())
         self._wait: ReconnectWait = self._default_wait if wait is None else wait
         self._stop: ReconnectStop = tenacity.stop_never if stop is None else stop
-        self.broken: Exception | None = None
-        self._host = 0
+        self.broken: Exception | None = None  # of the wait or the stop object, at the last decision
+        self.host = 0  # the index of the one to try next
         self._ever_ready = False
         self._outage_began = 0.0
         self._rounds = 0
@@ -120,13 +110,7 @@ class ReconnectPolicy:
         self._channels = _Budget(CHANNEL_BURST, CHANNEL_REFILL)
         self._connections = _Budget(CONNECTION_BURST, CONNECTION_REFILL)
 
-    @property
-    def host(self) -> int:
-        """The index of the host to try next."""
-        return self._host
-
     def begin(self, now: float) -> None:
-        """Begin the first attempt."""
         self._outage(now)
 
     def ready(self) -> None:
@@ -182,7 +166,7 @@ class ReconnectPolicy:
         self._tried = self._permanent = 0
 
     def _next_host(self) -> None:
-        self._host = (self._host + 1) % self._hosts
+        self.host = (self.host + 1) % self._hosts
 
     def _ask(self, error: ReliableMQError, now: float) -> float | None:
         """Call wait and stop as tenacity does: a stop object may read the wait."""
@@ -204,20 +188,13 @@ class ReconnectPolicy:
 class CredentialsCalls:
     """The calls of a credentials callback whose earlier calls have not returned.
 
-    A call may hang for ever, and each one keeps a thread. So another one begins after `patience` seconds, the next
+    A call may hang for ever, and each one keeps a thread. So another one begins after ``patience`` seconds, the next
     after twice as long, and so on until one returns, with up to `MOST_UNANSWERED` at a time.
 
-    Args:
-        patience: seconds that a call may take before another one begins beside it.
-
-    Attributes:
-        unanswered: calls that have not returned.
     """
 
-    __slots__ = ("_again_at", "_begun", "_patience", "unanswered")
-
     def __init__(self, patience: float) -> None:
-        self.unanswered = 0
+        self.unanswered = 0  # calls that have not returned
         self._patience = patience
         self._begun = 0  # calls since one has returned
         self._again_at = 0.0
@@ -232,7 +209,6 @@ class CredentialsCalls:
         return True
 
     def answered(self) -> None:
-        """Note that a call has returned, or raised."""
         self.unanswered -= 1
         self._begun = 0
 
@@ -271,8 +247,6 @@ class _HalfJitter(wait_exponential):
 
 class _Budget:
     """A token bucket: `burst` at once, `refill` per second in the long run."""
-
-    __slots__ = ("_burst", "_refill", "_seen", "_tokens")
 
     def __init__(self, burst: int, refill: float) -> None:
         self._burst = float(burst)

@@ -38,39 +38,25 @@ LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 
 
 class TracedObservation(NamedTuple):
-    """An observation of a `Histogram` within a span that is sampled.
-
-    Attributes:
-        value: that was observed.
-        ids: of the span.
-        at: when, in seconds since 1970.
-    """
+    """An observation of a `Histogram` within a span that is sampled."""
 
     value: float
-    ids: Mapping[str, str]
-    at: float
+    ids: Mapping[str, str]  # of the span
+    at: float  # seconds since 1970
 
 
 class Histogram:
-    """Observations counted by upper bound; cheap enough for one per message.
-
-    Attributes:
-        bounds: upper bounds, ascending; a value equal to a bound is counted under it.
-        counts: observations per bound, and one more for those above the last. Not cumulative.
-        total: the sum of all observations.
-        exemplars: the latest traced observation of a bucket, by its place in `counts`.
-    """
+    """Observations counted by upper bound; cheap enough for one per message."""
 
     __slots__ = ("bounds", "counts", "exemplars", "total")
 
     def __init__(self, bounds: tuple[float, ...] = LATENCY_BUCKETS) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-        self.exemplars: dict[int, TracedObservation] = {}
+        self.bounds = bounds  # ascending; a value equal to a bound is counted under it
+        self.counts = [0] * (len(bounds) + 1)  # per bound, and one more for those above the last. Not cumulative
+        self.total = 0.0  # the sum of all observations
+        self.exemplars: dict[int, TracedObservation] = {}  # the latest traced one of a bucket, by its place in `counts`
 
     def observe(self, value: float) -> None:
-        """Count one observation."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
@@ -96,32 +82,18 @@ class Histogram:
                 self.exemplars[bucket] = exemplar
 
     def exemplify(self, value: float, ids: Mapping[str, str], at: float) -> None:
-        """Note the trace of an observation, which is counted elsewhere.
-
-        Args:
-            value: that was observed.
-            ids: of the span.
-            at: when, in seconds since 1970.
-        """
+        """Note the trace of an observation, which is counted elsewhere."""
         self.exemplars[bisect_left(self.bounds, value)] = TracedObservation(value, ids, at)
 
 
 class MetricOfField(NamedTuple):
-    """The metric that shows a field.
-
-    Attributes:
-        kind: of Prometheus's.
-        documentation: its help text, and the documentation of the field.
-        name: without the prefix of its owner; empty if it is the name of the field.
-        label: name and value of a further label, by which several fields share a metric; empty if there is none.
-        merged: how readings of several owners with the same labels become one.
-    """
+    """The metric that shows a field."""
 
     kind: Literal["counter", "gauge", "histogram"]
-    documentation: str
-    name: str = ""
-    label: tuple[str, str] | tuple[()] = ()
-    merged: Literal["sum", "highest"] = "sum"
+    documentation: str  # its help text, and the documentation of the field
+    name: str = ""  # without the prefix of its owner; empty if it is the name of the field
+    label: tuple[str, str] | tuple[()] = ()  # name and value of a further label, by which several fields share a metric
+    merged: Literal["sum", "highest"] = "sum"  # how readings of several owners with the same labels become one
 
     @classmethod
     def of(cls, metadata: Mapping[Any, Any]) -> MetricOfField | None:

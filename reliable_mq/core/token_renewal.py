@@ -49,18 +49,11 @@ del _S
 
 
 class TokenRenewal:
-    """The plan for one connection. Not thread-safe; ``now`` is a monotonic clock.
-
-    Attributes:
-        state: of the renewal.
-        due_at: when the next token is to be read; None if it is not planned.
-    """
-
-    __slots__ = ("_expires_at", "_next", "due_at", "state")
+    """The plan for one connection. Not thread-safe; ``now`` is a monotonic clock."""
 
     def __init__(self) -> None:
         self.state = RenewalState.NONE
-        self.due_at: float | None = None
+        self.due_at: float | None = None  # when the next token is to be read, if that is planned
         self._expires_at = 0.0
         self._next: tuple[float, float] | None = None  # when the token that was sent was read, and its lifetime
 
@@ -77,12 +70,10 @@ class TokenRenewal:
         return True
 
     def read(self, now: float, lifetime: float | None) -> None:
-        """Note that the next token was read, and is sent."""
         self.state = RenewalState.SENT
         self._next = None if lifetime is None else (now, lifetime)
 
     def failed(self, now: float) -> None:
-        """Note that there is no next token yet."""
         self.state = RenewalState.PLANNED
         self.due_at = now + max(RETRY_AT_LEAST, (self._expires_at - now) * _RETRY_PART)
 

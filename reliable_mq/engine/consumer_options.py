@@ -17,14 +17,13 @@ from reliable_mq._util.version import OWN_VERSION
 from reliable_mq.codec import LARGEST_BODY
 from reliable_mq.codec.methods import Consume, SetPrefetch
 from reliable_mq.core.channel_setup import consumer_setup, pull_setup
-from reliable_mq.core.consumer.acks import AckBatcher
+from reliable_mq.core.consumer.acks import AckBatcher, StreamOffset
 from reliable_mq.core.consumer.dispatch import Batcher
 from reliable_mq.core.consumer.handler import ClaimPolicy, check_handler, is_coroutine_function
 from reliable_mq.core.consumer.kill_switch import KillSwitchMonitor
 from reliable_mq.core.consumer.lifecycle import ConsumerLifecycle
 from reliable_mq.core.consumer.quarantine import Quarantine
 from reliable_mq.core.consumer.session import ConsumerSession
-from reliable_mq.core.consumer.stream_offset import StreamOffset
 from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
 from reliable_mq.core.reconnect import ReconnectPolicy
 from reliable_mq.core.retry.dead_letters import DeadLetters, Target

@@ -129,7 +129,7 @@ class Link:
 
     def send(self, channel: int, method: tuple[int, int], arguments: bytes = b"") -> None:
         if not self.aborted:
-            self.reader.feed(methods._frame(channel, *method, arguments))
+            self.reader.feed(methods.method_frame(channel, *method, arguments))
 
     def lose(self, code: int | None = None) -> None:
         """The socket is closed."""

@@ -17,8 +17,28 @@ from tests.core.deliveries import delivery
 from tests.properties import machine
 
 
+class ReadyBatcher(Batcher):
+    """Keeps the batches that are ready, as the dispatcher does."""
+
+    def __init__(self, batch_size: int, batch_wait: float) -> None:
+        super().__init__(batch_size, batch_wait)
+        self.ready: list[list[Delivery]] = []
+
+    def add(self, deliveries: list[Delivery], now: float) -> list[list[Delivery]]:
+        self.ready += super().add(deliveries, now)
+        return []
+
+    def due(self, now: float) -> list[list[Delivery]]:
+        self.ready += super().due(now)
+        return []
+
+    def clear(self) -> list[Delivery]:
+        ready, self.ready = self.ready, []
+        return [*(delivery for batch in ready for delivery in batch), *super().clear()]
+
+
 def test_full_batches_are_ready_at_once_and_the_rest_waits() -> None:
-    batcher = Batcher(2, 5.0)
+    batcher = ReadyBatcher(2, 5.0)
     items = [delivery(tag) for tag in range(1, 6)]
     batcher.add(items, 10.0)
     assert batcher.ready == [items[0:2], items[2:4]]
@@ -40,7 +60,7 @@ def test_the_wait_begins_with_the_first_of_a_batch() -> None:
 
 
 def test_nothing_is_due_where_nothing_waits() -> None:
-    batcher = Batcher(3, 0.0)
+    batcher = ReadyBatcher(3, 0.0)
     batcher.due(100.0)
     assert batcher.ready == []
 
@@ -164,7 +184,7 @@ class Grouping(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.batcher = Batcher(3, 5.0)
+        self.batcher = ReadyBatcher(3, 5.0)
         self.now = 0.0
         self.tag = 0
         self.expected: list[tuple[int, float]] = []  # not taken yet, with when it came

@@ -6,11 +6,10 @@ from random import Random
 
 from reliable_mq import RetryPolicy
 from reliable_mq.codec import encode_nack
-from reliable_mq.core.consumer.acks import AckBatcher
+from reliable_mq.core.consumer.acks import AckBatcher, StreamOffset
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.handler import Skipped, SkipReason
 from reliable_mq.core.consumer.settlement import LogEventKind
-from reliable_mq.core.consumer.stream_offset import StreamOffset
 from tests.core.deliveries import delivery
 from tests.core.sessions import CHANNEL, SteppedSession, attempt_again, deliver, items, kinds, make
 

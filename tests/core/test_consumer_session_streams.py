@@ -6,10 +6,9 @@ from random import Random
 
 from reliable_mq import RetryPolicy
 from reliable_mq.codec import encode_ack
-from reliable_mq.core.consumer.acks import AckBatcher
+from reliable_mq.core.consumer.acks import AckBatcher, StreamOffset
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.handler import Failed
-from reliable_mq.core.consumer.stream_offset import StreamOffset
 from tests.core.deliveries import delivery, failure
 from tests.core.sessions import CHANNEL, SteppedSession, deliver, items, make
 

@@ -6,11 +6,11 @@ import pytest
 
 from reliable_mq import RetryPolicy
 from reliable_mq.codec import encode_nack
+from reliable_mq.core.consumer.acks import StreamOffset
 from reliable_mq.core.consumer.consumer_timeout import ConsumerTimeout
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.handler import Failed, Skipped, SkipReason
 from reliable_mq.core.consumer.settlement import LogEventKind
-from reliable_mq.core.consumer.stream_offset import StreamOffset
 from reliable_mq.core.retry.dead_letters import RepublishReason
 from tests.core.deliveries import delivery, failure
 from tests.core.sessions import (

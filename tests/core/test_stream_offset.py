@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reliable_mq.core.consumer.acks import StreamOffset
 from reliable_mq.core.consumer.delivery import Delivery
-from reliable_mq.core.consumer.stream_offset import StreamOffset
 from tests.core.deliveries import BROKEN_TABLE, delivery
 
 

@@ -1,4 +1,4 @@
-"""When to acknowledge which deliveries, and with how few frames.
+"""When to acknowledge which deliveries, and with how few frames; stream offsets.
 
 The broker numbers the deliveries of a channel 1, 2, 3, ...; handlers finish them in any order. ``basic.ack`` with
 ``multiple`` settles every outstanding delivery up to its tag, so it may only reach as far as everything below is
@@ -7,7 +7,7 @@ nothing and a slow handler cannot starve the prefetch. The state of a channel, w
 
     tag     1 2 3 | 4 5 6 | 7 8 9 10
             acked | done  | * + *  +      done, +: finished and not acked yet; *: unfinished
-                  | _run=3| `- _first_unfinished = 7; _ahead = {8, 10}; _unfinished = {7, 9}; _last_tag = 10
+                  | _run=3| `- first_unfinished = 7; _ahead = {8, 10}; _unfinished = {7, 9}; _last_tag = 10
                         `- _run_end = 6
     acks    one frame for the run: (6, multiple); one for each tag ahead of it: (8), (10)
 
@@ -27,18 +27,19 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import deque
 from math import inf
 from typing import TYPE_CHECKING, TypeAlias
 
 from reliable_mq.core.statistics import ConsumerStatistics
-from reliable_mq.errors import ConfigurationError
+from reliable_mq.errors import ConfigurationError, ConsumeError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from reliable_mq.core.consumer.delivery import Delivery
 
-__all__ = ["AckBatcher", "Frames"]
+__all__ = ["AckBatcher", "Frames", "StreamOffset"]
 
 _LARGEST_BATCH = 100  # acks that one frame stands for, unless more are asked for
 _STEPS = 64  # of tags that are worth walking over, at any size
@@ -48,39 +49,18 @@ Frames: TypeAlias = list[tuple[int, bool]]
 
 
 class AckBatcher:
-    """The acks of one channel at a time.
-
-    Not thread-safe: one thread, or one event loop, owns it.
+    """The acks of one channel at a time. Not thread-safe.
 
     Args:
         ack_every: finished contiguous deliveries that are acked together; None for half of the prefetch, whatever that
             is, and a hundred at most.
         ack_interval: seconds that a finished delivery waits for its ack at most.
-        prefetch: the consumer's prefetch; 0 for none.
+        prefetch: the consumer's; 0 for none.
         rest: seconds from one ack to the next, at least, that is sent since no handler runs; None for no such acks.
-        statistics: where to count.
 
     Raises:
         ConfigurationError: ``ack_every`` is below 1 or does not fit the prefetch, or ``ack_interval`` is negative.
     """
-
-    __slots__ = (
-        "_ack_every",
-        "_ack_interval",
-        "_ahead",
-        "_finished_at",
-        "_first_unfinished",
-        "_fits",
-        "_half",
-        "_last_tag",
-        "_rest",
-        "_run",
-        "_run_end",
-        "_sent_at",
-        "_unfinished",
-        "generation",
-        "statistics",
-    )
 
     def __init__(
         self,
@@ -98,7 +78,7 @@ class AckBatcher:
         self.statistics = statistics or ConsumerStatistics()
         self._fits = ack_every is None  # whether ack_every follows the prefetch
         self._ack_every = _LARGEST_BATCH if ack_every is None else ack_every
-        self._ack_interval = ack_interval
+        self.interval = ack_interval
         self._rest = inf if rest is None else rest
         self.generation = 0  # 0: no channel
         self._clear()
@@ -106,10 +86,10 @@ class AckBatcher:
 
     def _clear(self) -> None:
         self._unfinished: set[int] = set()
-        self._ahead: set[int] = set()  # finished and not acked, above _first_unfinished
+        self._ahead: set[int] = set()  # finished and not acked, above first_unfinished
         self._last_tag = 0  # the newest tag delivered
-        self._first_unfinished = 1  # no tag below is unfinished, and none below is in _ahead
-        self._run = 0  # deliveries finished and not acked, below _first_unfinished
+        self.first_unfinished = 1  # no tag below is unfinished, and none below is in _ahead
+        self._run = 0  # deliveries finished and not acked, below first_unfinished
         self._run_end = 0  # the highest tag of those
         self._finished_at: float | None = None  # not later than when the oldest unacked one was finished
         self._sent_at = 0.0  # when there was a frame last
@@ -120,14 +100,9 @@ class AckBatcher:
         return len(self._unfinished) + len(self._ahead) + self._run
 
     @property
-    def interval(self) -> float:
-        """The seconds that a finished delivery waits for its ack at most."""
-        return self._ack_interval
-
-    @property
     def deadline(self) -> float | None:
         """When to call `due` again if nothing happens until then; None for never."""
-        return None if self._finished_at is None else self._finished_at + self._ack_interval
+        return None if self._finished_at is None else self._finished_at + self.interval
 
     @property
     def rested_at(self) -> float:
@@ -146,11 +121,6 @@ class AckBatcher:
         if self._half:
             left = min(left, self._half - self._run - len(self._ahead))
         return max(left, 1)
-
-    @property
-    def first_unfinished(self) -> int:
-        """The lowest tag that is not finished, or the next one that will come."""
-        return self._first_unfinished
 
     def unfinished_of(self, deliveries: Iterable[Delivery]) -> list[Delivery]:
         """Return the deliveries, of these of the open channel, that are not finished."""
@@ -207,9 +177,9 @@ class AckBatcher:
         unfinished -= accepted
         if self._finished_at is None:
             self._finished_at = now
-        low = self._first_unfinished
+        low = self.first_unfinished
         if not self._ahead and max(accepted) == low + count - 1:
-            self._first_unfinished = low + count
+            self.first_unfinished = low + count
             self._run += count
             self._run_end = low + count - 1
         else:
@@ -231,7 +201,7 @@ class AckBatcher:
         frames: Frames = []
         if self._finished_at is None:
             return frames
-        if now >= self._finished_at + self._ack_interval or (idle and now >= self.rested_at):
+        if now >= self._finished_at + self.interval or (idle and now >= self.rested_at):
             self._sent_at = now
             return self.flush()
         half = self._half
@@ -261,20 +231,20 @@ class AckBatcher:
         self._unfinished -= accepted
         self._advance()
         nacks: Frames = []
-        reachable = [tag for tag in accepted if tag < self._first_unfinished]
+        reachable = [tag for tag in accepted if tag < self.first_unfinished]
         if reachable:
             nacks.append((max(reachable), len(reachable) > 1))
-        nacks.extend((tag, False) for tag in sorted(accepted) if tag > self._first_unfinished)
+        nacks.extend((tag, False) for tag in sorted(accepted) if tag > self.first_unfinished)
         return acks, nacks
 
     def _advance(self) -> None:
-        """Move `_first_unfinished` up to the next unfinished tag.
+        """Move `first_unfinished` up to the next unfinished tag.
 
         Step by step, which costs one step per delivery in all; but where a straggler has held it back for so long that
         a search through all outstanding tags is cheaper, by that: as many steps as the gap is long would stall the
         thread.
         """
-        low, unfinished, ahead = self._first_unfinished, self._unfinished, self._ahead
+        low, unfinished, ahead = self.first_unfinished, self._unfinished, self._ahead
         end = self._last_tag + 1
         near = min(end, low + len(unfinished) + len(ahead) + _STEPS)
         while low < near and low not in unfinished:
@@ -290,7 +260,7 @@ class AckBatcher:
                 ahead.difference_update(passed)
                 self._run += len(passed)
                 self._run_end = max(passed)
-        self._first_unfinished = low
+        self.first_unfinished = low
 
     def _ack_run(self, frames: Frames) -> None:
         count = self._run
@@ -314,3 +284,56 @@ class AckBatcher:
         statistics.acks_sent += frames
         statistics.acks_saved += deliveries - frames
         statistics.acked += deliveries
+
+
+class StreamOffset:
+    """The offset at which to resume a stream after a loss. Not thread-safe.
+
+    A stream keeps consumed messages, and no count of acks.
+
+    Invariants: the position is never beyond a delivery that is not settled, so nothing is left out; a settled delivery
+    behind an unsettled one is delivered again, and is marked as redelivered, which RabbitMQ does not do for streams.
+    Memory is bounded by the deliveries between the oldest unsettled one and the newest.
+    """
+
+    def __init__(self) -> None:
+        self.following: int | None = None  # where the next channel is to begin, once something came in
+        self.upcoming: int | None = None  # the least offset of the next delivery on this channel, likewise
+        self._offsets: deque[int | None] = deque()  # of deliveries, from the delivery tag _first on
+        self._first = 1
+        self._unseen = 0  # offsets below were delivered on this channel or an earlier one
+
+    def delivered(self, deliveries: Iterable[Delivery], lowest: int) -> None:
+        """Add deliveries, in order; all with a tag below ``lowest`` are settled."""
+        self._forget(lowest)
+        for delivery in deliveries:
+            offset = _offset(delivery)
+            if offset is None:
+                offset = self.upcoming
+            self._offsets.append(offset)
+            if offset is not None:
+                self.upcoming = offset + 1
+                if offset < self._unseen:
+                    delivery.redelivered = True
+                else:
+                    self._unseen = self.upcoming
+
+    def lost(self, lowest: int) -> None:
+        """Go on at the first delivery that is not below ``lowest``: the channel is lost."""
+        self._forget(lowest)
+        self.following = self.upcoming = self._offsets[0] if self._offsets else self.upcoming
+        self._offsets.clear()
+        self._first = 1
+
+    def _forget(self, lowest: int) -> None:
+        while self._first < lowest and self._offsets:
+            self._offsets.popleft()
+            self._first += 1
+
+
+def _offset(delivery: Delivery) -> int | None:
+    try:
+        return delivery.offset
+    except ConsumeError:
+        delivery.flaw = None  # the handler has not read the broken part
+        return None

@@ -28,35 +28,24 @@ _MOST_OF_OURS: Final = 4096  # bytes of headers of ours on a message that has wa
 
 
 class AdmissionResult(NamedTuple):
-    """The result of the checks of a delivery.
+    """The result of the checks of a delivery."""
 
-    Attributes:
-        refusal: why it is dead-lettered unseen; None if it is not.
-        path: the delay queues that are left before its next attempt.
-        suspect: whether it was in quarantine before.
-        lost: the attempts that failed since it was published last, with the loss of their consumer.
-    """
-
-    refusal: str | None
-    path: tuple[int, ...] = ()
-    suspect: bool = False
-    lost: int = 0
+    refusal: str | None  # why it is dead-lettered unseen
+    path: tuple[int, ...] = ()  # the delay queues that are left before its next attempt
+    suspect: bool = False  # whether it was in quarantine before
+    lost: int = 0  # the attempts that failed since it was published last, with the loss of their consumer
 
 
 class Admission:
     """Checks deliveries. Not thread-safe.
 
     Args:
-        attempts: the failed attempts of messages, as far as they are remembered.
         max_attempts: the failed attempts after which a message is refused.
         max_body_bytes, max_header_bytes: above which a message is refused; None for no limit.
-        broker_counts: whether the broker's count of failures is that of attempts.
         keeps: whether a refused message is kept somewhere. Else one that cannot be decoded is passed as a first
             attempt.
-        statistics: where to count.
+        broker_counts: whether the broker's count of failures is that of attempts.
     """
-
-    __slots__ = ("_attempts", "_broker_counts", "_keeps", "_max_attempts", "_max_body", "_max_header", "_statistics")
 
     def __init__(
         self,
@@ -94,11 +83,8 @@ class Admission:
     def check(self, delivery: Delivery, *, forgiven: int | None = None) -> AdmissionResult:
         """Check a delivery.
 
-        One that has waited in a delay queue is restored, and gets its failed attempts.
-
-        Args:
-            delivery: as it came.
-            forgiven: of a delivery from quarantine, the returns that are no failed attempts; else None.
+        One that has waited in a delay queue is restored, and gets its failed attempts. For one from quarantine,
+        ``forgiven`` are the returns that are no failed attempts.
         """
         if delivery.redelivered:
             self._statistics.redelivered += 1

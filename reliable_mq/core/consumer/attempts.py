@@ -67,22 +67,14 @@ Kinds = tuple[type[BaseException], ...]
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A failed attempt: the exception of the handler.
+    """A failed attempt: the exception of the handler."""
 
-    Attributes:
-        exception_type: the class, with its module.
-        exception_message: its text, printable and cut.
-        at: when, in seconds since 1970.
-        delay: seconds to the next attempt, if the handler chose them.
-        verdict: why it is dead-lettered now, if the handler chose that.
-        kinds: the exceptions for which the policy is to decide: another attempt follows if it does after each of them.
-    """
-
-    exception_type: str
-    exception_message: str
-    at: float
-    delay: float | None = None
-    verdict: str | None = None
+    exception_type: str  # the class, with its module
+    exception_message: str  # its text, printable and cut
+    at: float  # seconds since 1970
+    delay: float | None = None  # seconds to the next attempt, if the handler chose them
+    verdict: str | None = None  # why it is dead-lettered now, if the handler chose that
+    #: The exceptions for which the policy is to decide: another attempt follows if it does after each of them.
     kinds: tuple[Kinds, ...] = field(default=(), compare=False, repr=False)
 
 
@@ -95,12 +87,7 @@ class _Leaf(NamedTuple):
 
 
 def describe(error: BaseException, at: float) -> Failure:
-    """Describe an exception that a handler raised, or returned as a verdict.
-
-    Args:
-        error: the exception.
-        at: when, in seconds since 1970.
-    """
+    """Describe an exception that a handler raised, or returned as a verdict."""
     name, text = _name(error), _text(error)
     leaves = _leaves(error)
     if leaves[0].error is not error:
@@ -200,31 +187,20 @@ class NewerFormat(Exception):
 
 
 class AttemptHistory:
-    """The failed attempts of one message.
-
-    Attributes:
-        count: how many.
-        first_at: when the first of them failed, in seconds since 1970; None where nobody said.
-        lost: how many of them ended with the loss of their consumer.
-        last: the last of them, as far as it is known.
-        due: before when, on the monotonic clock, the next attempt must not be made.
-        verdict: why the message is to be dead-lettered, once that is decided.
-        alone: whether it is to be handled by itself, since the batch that it was in did not end.
-    """
+    """The failed attempts of one message."""
 
     __slots__ = ("alone", "count", "due", "first_at", "last", "lost", "verdict")
 
     def __init__(self, count: int = 0, first_at: float | None = None) -> None:
         self.count = count
-        self.first_at = first_at
-        self.last: Failure | None = None
-        self.lost = 0
-        self.due = 0.0
-        self.verdict: str | None = None
-        self.alone = False
+        self.first_at = first_at  # when the first of them failed, in seconds since 1970; None where nobody said
+        self.last: Failure | None = None  # as far as it is known
+        self.lost = 0  # how many of them ended with the loss of their consumer
+        self.due = 0.0  # before when, on the monotonic clock, the next attempt must not be made
+        self.verdict: str | None = None  # why the message is to be dead-lettered, once that is decided
+        self.alone = False  # whether it is to be handled by itself, since the batch that it was in did not end
 
     def add(self, failure: Failure) -> None:
-        """One more attempt failed."""
         self.count += 1
         self.last = failure
         if self.first_at is None:
@@ -266,12 +242,7 @@ class AttemptTracker:
     """The failed attempts of messages, by ``message_id``. Not thread-safe.
 
     A message without an id is not remembered.
-
-    Args:
-        capacity: messages that are remembered at most.
     """
-
-    __slots__ = ("_capacity", "_failures")
 
     def __init__(self, capacity: int = 10_000) -> None:
         self._capacity = capacity

@@ -35,15 +35,10 @@ _VALUE: Final = re.compile(r"value used: (\d+) ms", re.IGNORECASE)
 
 
 class ConsumerTimeout(NamedTuple):
-    """The broker has requeued deliveries that were unacked for too long.
+    """The broker has requeued deliveries that were unacked for too long."""
 
-    Attributes:
-        timeout: seconds, where the broker said so.
-        consumer_tag: of the subscription that it has ended; None where it closed the channel.
-    """
-
-    timeout: float | None = None
-    consumer_tag: str | None = None
+    timeout: float | None = None  # seconds, where the broker said so
+    consumer_tag: str | None = None  # of the subscription that it has ended; None where it closed the channel
 
 
 def consumer_timeout_of(loss: ConnectionLoss) -> ConsumerTimeout | None:
@@ -57,15 +52,8 @@ def consumer_timeout_of(loss: ConnectionLoss) -> ConsumerTimeout | None:
 class ConsumerTimeoutMonitor:
     """The unacked deliveries of one channel at a time, by age. Not thread-safe.
 
-    Args:
-        timeout: the broker's consumer timeout, in seconds; None where it has none.
-        acks: knows the unfinished deliveries.
-
-    Attributes:
-        timeout: as given.
+    ``timeout`` is the broker's, in seconds; None where it has none.
     """
-
-    __slots__ = ("_acks", "_kept", "_old", "_young", "timeout")
 
     def __init__(self, timeout: float | None, acks: AckBatcher) -> None:
         self.timeout = timeout

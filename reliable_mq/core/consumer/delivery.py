@@ -66,11 +66,7 @@ del _S
 class ChannelGeneration:
     """The channel of deliveries; one object per generation, compared by identity.
 
-    Attributes:
-        generation: of the channel; never used again.
-        channel: its number on the connection.
-        queue: the name of the queue.
-        namespace: of the virtual host that the queue is in, see `reliable_mq.core.idempotency.namespace_of`.
+    Its ``namespace`` is that of the queue's virtual host, see `reliable_mq.core.idempotency.namespace_of`.
     """
 
     __slots__ = ("channel", "generation", "namespace", "queue")

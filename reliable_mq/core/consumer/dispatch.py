@@ -13,36 +13,26 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from reliable_mq.core.consumer.delivery import Delivery, DeliveryState
 from reliable_mq.errors import ConfigurationError, UsageError
 from reliable_mq.retry import Ack, DeadLetter, RetryLater
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from reliable_mq.core.consumer.kill_switch import KillSwitchMonitor
     from reliable_mq.core.consumer.quarantine import Quarantine
 
 __all__ = ["Batcher", "Dispatcher", "Work", "verdicts"]
 
-T = TypeVar("T")
 _RUNNING: Final = DeliveryState.RUNNING  # a global is looked up faster than a member of an enum
 #: One delivery, or a batch for a batch handler.
 Work: TypeAlias = Delivery | list[Delivery]
 
 
 class Dispatcher:
-    """The deliveries that wait for a handler. Not thread-safe.
-
-    Args:
-        batcher: groups deliveries for a batch handler; None for a plain one.
-        quarantine: of the queue; None where there is none.
-        kill_switch: watches the failures; None where there is none.
-    """
-
-    __slots__ = ("_batcher", "_kill_switch", "_quarantine", "_quarantined", "_work")
+    """The deliveries that wait for a handler. Not thread-safe."""
 
     def __init__(
         self, batcher: Batcher | None, quarantine: Quarantine | None, kill_switch: KillSwitchMonitor | None
@@ -50,29 +40,22 @@ class Dispatcher:
         self._batcher = batcher
         self._quarantine = quarantine
         self._kill_switch = kill_switch
-        self._work: list[Delivery] = []
+        self._ready: list[Any] = []  # deliveries, or with a batcher batches of them
         self._quarantined: list[Delivery] = []  # from quarantine; one at a time
 
     def add(self, deliveries: list[Delivery], now: float) -> None:
         """Add deliveries of the queue itself."""
-        if self._batcher is None:
-            self._work += deliveries
-        elif deliveries:
-            self._batcher.add(deliveries, now)
+        self._ready += deliveries if self._batcher is None else self._batcher.add(deliveries, now)
 
     def add_any(self, deliveries: list[Delivery], now: float) -> None:
         """Add deliveries of the queue, or of quarantine."""
         self.add(self._without_quarantined(deliveries), now)
 
     def add_alone(self, delivery: Delivery) -> None:
-        """Add a delivery that is tried again, by itself."""
         delivery.state = DeliveryState.QUEUED
-        if self._quarantine is not None and self._quarantine.has(delivery):
-            self._quarantined.append(delivery)
-        elif self._batcher is None:
-            self._work.append(delivery)
-        else:
-            self._batcher.ready.append([delivery])
+        alone = self._without_quarantined([delivery])
+        if alone:
+            self._ready.append(delivery if self._batcher is None else alone)
 
     def put_back(self, deliveries: list[Delivery], now: float) -> None:
         """Put dispatched deliveries back that no handler began with."""
@@ -80,35 +63,43 @@ class Dispatcher:
             delivery.state = DeliveryState.QUEUED
         deliveries = self._without_quarantined(deliveries)
         if self._batcher is None:
-            self._work = deliveries + self._work
-        elif deliveries:
-            self._batcher.add(deliveries, now)
+            self._ready[:0] = deliveries
+        else:
+            self._ready += self._batcher.add(deliveries, now)
 
     def due(self, now: float) -> None:
         """Advance the timers of batches and of the kill switch to ``now``."""
         if self._batcher is not None:
-            self._batcher.due(now)
+            self._ready += self._batcher.due(now)
         if self._kill_switch is not None:
             self._kill_switch.due(now)
 
     def take(self) -> tuple[Sequence[Work], int]:
         """Take the deliveries, or batches, to dispatch now; and the number of deliveries."""
-        if self._batcher is not None:
-            return self._take_batches(self._batcher)
-        if not self._work:
+        if not self._ready:
             return (), 0
-        work, self._work = self._allowed(self._work)
-        for delivery in work:
+        work, self._ready = self._ready, []
+        if self._kill_switch is not None:
+            allowed = self._kill_switch.allows
+            if allowed is not None:
+                work, self._ready = work[:allowed], work[allowed:]
+            if allowed:
+                self._kill_switch.dispatched()
+        deliveries = self._deliveries(work)
+        for delivery in deliveries:
             delivery.state = _RUNNING
-        return work, len(work)
+        return work, len(deliveries)
 
-    def take_quarantined(self, waits: Callable[[], bool]) -> list[Work]:
-        """Take the deliveries from quarantine, unless they ``wait``."""
+    @property
+    def has_quarantined(self) -> bool:
+        """Whether there is something for `take_quarantined`."""
+        return bool(self._quarantined)
+
+    def take_quarantined(self) -> list[Work]:
+        """Take the deliveries from quarantine to dispatch now."""
         kill_switch = self._kill_switch
-        if not self._quarantined or waits():
-            return []
         if kill_switch is not None and kill_switch.paused:
-            if not kill_switch.allows or self._work or (self._batcher is not None and self._batcher.ready):
+            if not kill_switch.allows or self._ready:
                 return []
             kill_switch.dispatched(beside=True)
         taken, self._quarantined = self._quarantined, []
@@ -118,17 +109,15 @@ class Dispatcher:
 
     def clear(self) -> list[Delivery]:
         """Take everything, to be requeued."""
-        deliveries, self._work = self._work, []
-        if self._batcher is not None:
-            deliveries += self._batcher.clear()
-        deliveries += self._quarantined
-        self._quarantined = []
+        waiting = [] if self._batcher is None else self._batcher.clear()
+        deliveries = [*self._deliveries(self._ready), *waiting, *self._quarantined]
+        self._ready, self._quarantined = [], []
         return deliveries
 
     @property
     def empty(self) -> bool:
         """Whether no delivery waits, but for those of a batch that is not full."""
-        return not (self._work or self._quarantined)
+        return not (self._ready or self._quarantined)
 
     @property
     def deadline(self) -> float | None:
@@ -140,29 +129,15 @@ class Dispatcher:
         )
         return min((time for time in times if time is not None), default=None)
 
-    def _take_batches(self, batcher: Batcher) -> tuple[Sequence[Work], int]:
-        batches, batcher.ready = self._allowed(batcher.ready)
-        for batch in batches:
-            for delivery in batch:
-                delivery.state = _RUNNING
-        return batches, sum(map(len, batches))
+    def _deliveries(self, work: list[Any]) -> list[Delivery]:
+        return work if self._batcher is None else list(chain.from_iterable(work))
 
     def _without_quarantined(self, deliveries: list[Delivery]) -> list[Delivery]:
-        """Set those from quarantine aside."""
         quarantine = self._quarantine
         if quarantine is None:
             return deliveries
         self._quarantined += [delivery for delivery in deliveries if quarantine.has(delivery)]
         return [delivery for delivery in deliveries if not quarantine.has(delivery)]
-
-    def _allowed(self, work: list[T]) -> tuple[list[T], list[T]]:
-        """Divide work into the part that may be dispatched now, and the rest."""
-        allowed = None if self._kill_switch is None or not work else self._kill_switch.allows
-        if self._kill_switch is None or allowed is None:
-            return work, []
-        if allowed:
-            self._kill_switch.dispatched()
-        return work[:allowed], work[allowed:]
 
 
 class Batcher:
@@ -172,14 +147,9 @@ class Batcher:
         batch_size: deliveries in a full batch.
         batch_wait: seconds that a batch waits to become full.
 
-    Attributes:
-        ready: batches to dispatch; whoever does puts another list in its place.
-
     Raises:
         ConfigurationError: a value is out of its range.
     """
-
-    __slots__ = ("_since", "_waiting", "batch_size", "batch_wait", "ready")
 
     def __init__(self, batch_size: int, batch_wait: float) -> None:
         if batch_size < 1:
@@ -188,7 +158,6 @@ class Batcher:
             raise ConfigurationError(f"batch_wait must be a number of seconds, at least 0, not {batch_wait}")
         self.batch_size = batch_size
         self.batch_wait = batch_wait
-        self.ready: list[list[Delivery]] = []
         self._waiting: list[Delivery] = []
         self._since = 0.0
 
@@ -197,34 +166,25 @@ class Batcher:
         """When an incomplete batch is dispatched; None if none waits."""
         return self._since + self.batch_wait if self._waiting else None
 
-    def add(self, deliveries: list[Delivery], now: float) -> None:
-        """Add deliveries, in this order."""
-        waiting = self._waiting
-        if not waiting:
-            self._since = now
-        waiting += deliveries
-        size = self.batch_size
-        if len(waiting) < size:
-            return
+    def add(self, deliveries: list[Delivery], now: float) -> list[list[Delivery]]:
+        """Add deliveries, in this order. Return the batches that are full."""
+        waiting, size = [*self._waiting, *deliveries], self.batch_size
         full = len(waiting) - len(waiting) % size
-        self.ready.extend(waiting[start : start + size] for start in range(0, full, size))
+        if full or not self._waiting:
+            self._since = now
         self._waiting = waiting[full:]
-        self._since = now
+        return [waiting[start : start + size] for start in range(0, full, size)]
 
-    def due(self, now: float) -> None:
-        """Complete the batch that has waited long enough."""
-        deadline = self.deadline
-        if deadline is not None and now >= deadline:
-            self.ready.append(self._waiting)
-            self._waiting = []
+    def due(self, now: float) -> list[list[Delivery]]:
+        """Return the batch that has waited long enough, if there is one."""
+        if self.deadline is None or now < self.deadline:
+            return []
+        batch, self._waiting = self._waiting, []
+        return [batch]
 
     def clear(self) -> list[Delivery]:
-        """Take everything out, in batches or waiting."""
-        deliveries = [delivery for batch in self.ready for delivery in batch]
-        deliveries += self._waiting
-        self.ready = []
-        self._waiting = []
-        return deliveries
+        waiting, self._waiting = self._waiting, []
+        return waiting
 
 
 def verdicts(

@@ -78,20 +78,13 @@ _UNREADABLE: Final = "its record was written by a newer version of this package:
 class SkipReason(enum.Enum):
     """Why the handler of a delivery was not called, or will be called again."""
 
-    DUPLICATE = "duplicate"
-    """The store has it as done."""
-    IN_PROGRESS = "in progress"
-    """Another holder has claimed it."""
-    EXHAUSTED = "exhausted"
-    """The store has counted as many failed attempts as there may be."""
-    UNIDENTIFIED = "unidentified"
-    """There is no key to claim."""
-    STORE_FAILED = "store failed"
-    """The store did not answer, or refused the token."""
-    NOT_BEGUN = "not begun"
-    """The handler was not called; the claim was given up."""
-    CANCELLED = "cancelled"
-    """The handler's task was cancelled; the claim was given up."""
+    DUPLICATE = "duplicate"  # the store has it as done
+    IN_PROGRESS = "in progress"  # another holder has claimed it
+    EXHAUSTED = "exhausted"  # the store has counted as many failed attempts as there may be
+    UNIDENTIFIED = "unidentified"  # there is no key to claim
+    STORE_FAILED = "store failed"  # the store did not answer, or refused the token
+    NOT_BEGUN = "not begun"  # the handler was not called; the claim was given up
+    CANCELLED = "cancelled"  # the handler's task was cancelled; the claim was given up
 
 
 class NotStarted(Exception):
@@ -115,17 +108,11 @@ def failure_of_handler(error: BaseException) -> BaseException:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A delivery that was neither handled nor failed.
-
-    Attributes:
-        delivery: which.
-        reason: why.
-        detail: the error of the store, if it failed.
-    """
+    """A delivery that was neither handled nor failed."""
 
     delivery: Delivery
     reason: SkipReason
-    detail: str = ""
+    detail: str = ""  # the error of the store, if it failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +120,6 @@ class Failed:
     """A delivery whose handler raised, or returned a verdict that is no ack.
 
     Attributes:
-        delivery: which.
-        failure: the exception of the handler.
         alone: whether the failure is this delivery's own; else it is that of a batch, which names no culprit.
         detail: the error of the store, if it failed to release the claim.
     """
@@ -186,19 +171,12 @@ class ClaimPolicy:
     """The keys and the lease by which deliveries are claimed.
 
     Args:
-        queue: its name.
         namespace: of the queue; None for that of the virtual host that a delivery comes from.
         key: returns the key of a delivery, or None; by default its ``message_id``.
         lease: seconds after which a claim that nobody settled may be taken over.
         max_attempts: the failed attempts after which the handler is not called any more.
         transaction: the store's method of that name, for the handler; None where it has none.
-
-    Attributes:
-        key, lease, max_attempts, transaction: as given.
-        retries: settlements to retry.
     """
-
-    __slots__ = ("_namespace", "_prefix", "_queue", "key", "lease", "max_attempts", "retries", "transaction")
 
     def __init__(
         self,
@@ -258,8 +236,8 @@ def handling(
     fresh = [delivery for delivery in deliveries if delivery.claim is None]
     claims = yield from _claim(fresh, claiming, results, wall_clock)
     handled, failed, left = yield from _call_handler(list(claims), batch, wall_clock)
-    detail = yield from _release_untried(claiming, [claims[delivery] for delivery in left])
-    results.extend(Skipped(delivery, SkipReason.NOT_BEGUN, detail) for delivery in left)
+    untried = {delivery: claims[delivery] for delivery in left}
+    results += yield from _release_untried(claiming, untried, SkipReason.NOT_BEGUN)
     for counts in (True, False):
         some = [result for result in failed if result.alone is counts]
         answer = yield from _settle(claiming, [claims[result.delivery] for result in some], failed=counts)
@@ -354,7 +332,7 @@ def _claim(
             else:
                 keys[delivery] = key
     new: dict[Delivery, Claim] = {}
-    exhausted: list[Delivery] = []
+    exhausted: dict[Delivery, Claim] = {}
     if claiming.retries:
         yield from _settle_before(claiming, keys, results)
     answer = yield from _ask(ClaimKeys(list(keys.values()), claiming.lease), len(keys))
@@ -363,7 +341,6 @@ def _claim(
         return new
     for delivery, claim in zip(keys, answer, strict=True):
         if claim.status is ClaimStatus.NEW:
-            new[delivery] = claim
             if claiming.transaction is not None:
                 delivery.inbox_claim = InboxClaim(claim, claiming.transaction)
             if claim.attempts:
@@ -371,7 +348,9 @@ def _claim(
                 failures.count = max(failures.count, claim.attempts)
                 delivery.redelivered = True
                 if failures.count >= claiming.max_attempts:
-                    exhausted.append(delivery)
+                    exhausted[delivery] = claim
+                    continue
+            new[delivery] = claim
         elif claim.status is ClaimStatus.UNREADABLE:
             results.append(Skipped(delivery, SkipReason.STORE_FAILED, _UNREADABLE))
         else:
@@ -380,15 +359,17 @@ def _claim(
     if keys and claiming.retries:  # the store answers: a good time for those of other keys
         for claims, failed in claiming.retries.settlements():
             yield from _settle(claiming, claims, failed)
-    detail = yield from _release_untried(claiming, [new.pop(delivery) for delivery in exhausted])
-    results.extend(Skipped(delivery, SkipReason.EXHAUSTED, detail) for delivery in exhausted)
+    results += yield from _release_untried(claiming, exhausted, SkipReason.EXHAUSTED)
     return new
 
 
-def _release_untried(claiming: ClaimPolicy, claims: list[Claim]) -> Generator[Step, Any, str]:
-    """Release claims of deliveries not tried. Return the store's error, or ""."""
-    answer = yield from _settle(claiming, claims, failed=False)
-    return answer if isinstance(answer, str) else ""
+def _release_untried(
+    claiming: ClaimPolicy, claims: dict[Delivery, Claim], reason: SkipReason
+) -> Generator[Step, Any, list[Result]]:
+    """Release the claims of deliveries that are not tried, and return their results."""
+    answer = yield from _settle(claiming, list(claims.values()), failed=False)
+    detail = answer if isinstance(answer, str) else ""
+    return [Skipped(delivery, reason, detail) for delivery in claims]
 
 
 def _complete(
@@ -461,9 +442,7 @@ def check_handler(handler: object) -> None:
 def check_answer(answer: object, *, batch: bool) -> None:
     """Raise a verdict that a handler returned; refuse a value of one that did nothing.
 
-    Args:
-        answer: the return value.
-        batch: whether the handler takes a list; its verdicts are read elsewhere.
+    The verdicts of a batch handler are read elsewhere.
 
     Raises:
         RetryLater, DeadLetter: the value is that, or that class.

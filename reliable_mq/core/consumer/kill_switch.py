@@ -52,26 +52,19 @@ class Transition(enum.Enum):
 
 
 class KillSwitchMonitor:
-    """The state of a kill switch. Not thread-safe; ``now`` is a monotonic clock.
-
-    Args:
-        switch: its thresholds.
-    """
-
-    __slots__ = ("_beside", "_parts", "_pause", "_probe", "_state", "_switch", "_until")
+    """The state of a kill switch. Not thread-safe; ``now`` is a monotonic clock."""
 
     def __init__(self, switch: KillSwitch) -> None:
         self._switch = switch
         self._state = KillSwitchState.RUNNING
         self._parts: deque[tuple[float, int, int]] = deque()  # since when, handlings, failures
-        self._pause = switch.pause
+        self.pause = switch.pause  # seconds of the pause that has begun, or comes next
         self._until = 0.0
         self._probe = False  # one is dispatched
         self._beside = False  # another one is, for which no probe waits
 
     @property
     def paused(self) -> bool:
-        """Whether dispatch is paused."""
         return self._state is not KillSwitchState.RUNNING
 
     @property
@@ -80,18 +73,15 @@ class KillSwitchMonitor:
         return self._until if self._state is KillSwitchState.PAUSED else None
 
     def due(self, now: float) -> None:
-        """End the pause if it is over."""
         if self._state is KillSwitchState.PAUSED and now >= self._until:
             self._state, self._probe, self._beside = KillSwitchState.PROBING, False, False
 
     @property
     def allows(self) -> int | None:
         """How many deliveries may be dispatched; None for any number."""
-        return (
-            None
-            if self._state is KillSwitchState.RUNNING
-            else int(self._state is KillSwitchState.PROBING and not self._probe)
-        )
+        if self._state is KillSwitchState.RUNNING:
+            return None
+        return int(self._state is KillSwitchState.PROBING and not self._probe)
 
     def dispatched(self, *, beside: bool = False) -> None:
         """Note a dispatched probe; ``beside``: it may hang, so no other waits for it."""
@@ -110,9 +100,9 @@ class KillSwitchMonitor:
             if not (self._probe or self._beside):
                 return None
             if failed:
-                self._pause = min(self._pause * 2, self._switch.longest_pause)
+                self.pause = min(self.pause * 2, self._switch.longest_pause)
                 return self._paused(now)
-            self._state, self._pause = KillSwitchState.RUNNING, self._switch.pause
+            self._state, self.pause = KillSwitchState.RUNNING, self._switch.pause
             return Transition.RESUMED
         self._count(handled, failed, now)
         total = sum(part[1] for part in self._parts)
@@ -121,13 +111,8 @@ class KillSwitchMonitor:
             return None
         return self._paused(now)
 
-    @property
-    def pause(self) -> float:
-        """Seconds of the pause that has begun."""
-        return self._pause
-
     def _paused(self, now: float) -> Transition:
-        self._state, self._until = KillSwitchState.PAUSED, now + self._pause
+        self._state, self._until = KillSwitchState.PAUSED, now + self.pause
         self._parts.clear()
         return Transition.PAUSED
 

@@ -84,15 +84,9 @@ class ChannelStep(enum.Enum):
 
 
 class Resubscribe(NamedTuple):
-    """Subscribe anew on the open channel, with another prefetch.
+    """Subscribe anew on the open channel, with another prefetch."""
 
-    Attributes:
-        before: the consumer tag to cancel.
-        consumer_tag: that of the new subscription.
-        prefetch: its prefetch.
-    """
-
-    before: str
+    before: str  # the consumer tag to cancel
     consumer_tag: str
     prefetch: int
 
@@ -105,19 +99,9 @@ class ConsumerLifecycle:
     """The state of one consumer. Not thread-safe; ``now`` is a monotonic clock.
 
     Args:
-        consumer_tag: of the first subscription.
-        prefetch: of the first subscription; 0 for none.
         stop_timeout: seconds that running handlers are waited for.
         single_active: whether the queue has one active consumer at a time.
         subscribes: False for a consumer that asks for each delivery (``basic.get``).
-
-    Attributes:
-        state: the phase.
-        connected: whether a channel is set up, and the consumer neither stops nor was cancelled.
-        consumer_tag: of the newest subscription.
-        prefetch: of the newest subscription; another one may be wanted.
-        gave_up: whether it ended because `stop_timeout` was over.
-        keeps: whether unacked deliveries stay so until the channel is closed, which requeues them in one step.
     """
 
     def __init__(
@@ -130,15 +114,15 @@ class ConsumerLifecycle:
         subscribes: bool = True,
     ) -> None:
         self.state = ConsumerState.SUBSCRIBED
-        self.connected = False
+        self.connected = False  # a channel is set up, and the consumer neither stops nor was cancelled
         self._open = False  # there is a channel, and it is not asked to be reopened
-        self.consumer_tag = consumer_tag
-        self.gave_up = False
-        self.keeps = False
+        self.consumer_tag = consumer_tag  # of the newest subscription
+        self.gave_up = False  # it ended because `stop_timeout` was over
+        self.keeps = False  # unacked deliveries stay so until the channel is closed, which requeues them in one step
         self._stop_timeout = stop_timeout
         self._single_active = single_active
         self._subscribes = subscribes
-        self.prefetch = self._wanted = prefetch
+        self.prefetch = self._wanted = prefetch  # of the newest subscription, and of the next; 0 for none
         self._patience: float | None = None  # until when running handlers are waited for
         self._pause: float | None = None  # until when SETTLING, or LINGERING, lasts
         self._renewal: float | None = None  # when the channel is opened anew for another prefetch, if still idle
@@ -160,7 +144,6 @@ class ConsumerLifecycle:
                 self.change_prefetch(self._wanted)
 
     def lost(self) -> None:
-        """Note that the channel is gone."""
         self.connected = self._open = False
         self._changes.clear()
         if self.state is ConsumerState.CANCELLING:
@@ -198,14 +181,12 @@ class ConsumerLifecycle:
             self._pause = now + PAUSE
 
     def end(self) -> None:
-        """End at once."""
         self.state = ConsumerState.ENDED
         self.connected = False
         self._changes.clear()
         self._patience = self._pause = self._renewal = None
 
     def sent(self, size: int, now: float) -> None:
-        """Note that so many bytes of acks were sent."""
         if now - self._burst_at > _BURST_SECONDS:
             self._burst_at, self._burst = now, 0
         self._burst += size
@@ -238,7 +219,6 @@ class ConsumerLifecycle:
         return self._subscribes and self.connected
 
     def subscribe_to_quarantine(self) -> None:
-        """Subscribe to quarantine, too."""
         self._changes.append(ChannelStep.SUBSCRIBE_TO_QUARANTINE)
 
     # Progress
@@ -259,11 +239,7 @@ class ConsumerLifecycle:
             self.end()
 
     def advance(self, now: float, *, drained: bool, unacked: bool) -> Sequence[SubscriptionChange]:
-        """Take the next steps, after data was sent; ``unacked``: some deliveries are.
-
-        Returns:
-            The changes of the subscription to carry out.
-        """
+        """Take the next steps, after data was sent. Return changes of the subscription."""
         if drained and self.state is ConsumerState.RESUBSCRIBING:
             self._reopen()
         elif drained and self.state is ConsumerState.STOPPING:
@@ -293,12 +269,10 @@ class ConsumerLifecycle:
 
     @property
     def stopping(self) -> bool:
-        """Whether the consumer stops, or has ended."""
         return self.state in _STOPPING
 
     @property
     def silent(self) -> bool:
-        """Whether nothing is sent."""
         return self.state in _SILENT
 
     @property

@@ -41,22 +41,7 @@ _BLOCKED_TRIES: Final = 3  # tries to publish a dead letter while an alarm block
 
 
 class OutcomeHandler:
-    """Decides what follows the outcome of a handler, or of a publish. Not thread-safe.
-
-    Args:
-        settlement: settles deliveries.
-        retry: the policy for failed deliveries.
-        random: the source of the jitter.
-        broker_dead_letters: whether the broker dead-letters rejected deliveries.
-        broker_retries: whether the queue delays rejected deliveries, and counts them.
-        claim_wait: seconds until a delivery that is claimed elsewhere is dispatched again.
-        quarantine: of the queue; None where there is none.
-        kill_switch: watches the failures; None where there is none.
-
-    Attributes:
-        recall: whether to recall dispatched deliveries: the kill switch pauses the consumer; for the reader to reset.
-        overrunning: handlers that run on with deliveries that timed out.
-    """
+    """Decides what follows the outcome of a handler, or of a publish. Not thread-safe."""
 
     def __init__(
         self,
@@ -79,17 +64,10 @@ class OutcomeHandler:
         self._claim_wait = claim_wait
         self._quarantine = quarantine
         self._kill_switch = kill_switch
+        #: Whether to recall dispatched deliveries: the kill switch pauses the consumer; for the reader to reset.
         self.recall = False
-        self.overrunning = 0
+        self.overrunning = 0  # handlers that run on with deliveries that timed out
         self._logged: Failure | None = None  # of the last batch that failed
-        self._outcomes = {
-            SkipReason.DUPLICATE: self._duplicate,
-            SkipReason.IN_PROGRESS: self._in_progress,
-            SkipReason.EXHAUSTED: self._exhausted,
-            SkipReason.UNIDENTIFIED: self._unidentified,
-            SkipReason.STORE_FAILED: self._store_failed,
-            SkipReason.CANCELLED: self._cancelled,
-        }
 
     def finished(self, results: Sequence[Result], now: float, since: float) -> None:
         """Apply the results of handlers, which had ended at ``since``."""
@@ -97,10 +75,7 @@ class OutcomeHandler:
             self._finished_automatically(results)
             return
         if self._kill_switch is not None:
-            handled_count = sum(isinstance(result, Delivery) for result in results)
-            self._count_for_kill_switch(
-                self._kill_switch, handled_count, sum(isinstance(result, Failed) for result in results), now
-            )
+            self._count_for_kill_switch(self._kill_switch, results, now)
         if self.overrunning:
             results = [result for result in results if not self._late(result)]
         handled = [result for result in results if isinstance(result, Delivery)]
@@ -112,21 +87,13 @@ class OutcomeHandler:
             if isinstance(result, Failed):
                 self._failed(result, now)
             elif isinstance(result, Skipped):
-                if result.delivery.source is self._settlement.source:
-                    self._outcomes[result.reason](result, now)
-                else:
-                    self._stale(result.delivery)
+                self._skipped(result, now)
 
     def timed_out(self, delivery: Delivery, *, timeout: float, now: float, at: float, alone: bool) -> None:
         """Count a failed attempt: the consumer timeout of the broker is over.
 
-        Args:
-            delivery: which; its handler runs on.
-            timeout: the consumer timeout in seconds, as far as it is known.
-            now: monotonic time.
-            at: the same, in seconds since 1970.
-            alone: whether its handler has no other delivery. Else nobody knows which one it hangs on: this is no
-                attempt, and the next one is made with this delivery alone.
+        The handler runs on. If it has other deliveries, too (not ``alone``), nobody knows which one it hangs on: this
+        is no attempt, and the next one is made with this delivery alone. ``at`` is ``now`` in seconds since 1970.
         """
         self._statistics.timed_out += 1
         self.overrunning += 1
@@ -196,11 +163,7 @@ class OutcomeHandler:
         """
         failures = delivery.begin_failures()
         delay = self._retry.delay(failures.count, self._random) or 0.0
-        self._statistics.retried += 1
-        failures.due = now + delay
-        self._settlement.log(LogEventKind.RETRIED, delivery, f"in {delay:.3g} s: the consumer that had it was lost")
-        if not self._settlement.republish.delay(delivery, delay, suspect=True):
-            self._settlement.hold(delivery, failures.due)
+        self._retry_after(delivery, failures, delay, now, "the consumer that had it was lost")
 
     def due(self, item: Delivery | RepublishRequest) -> Delivery | None:
         """Apply the end of a delay. Return the delivery if it is to be dispatched again."""
@@ -226,7 +189,7 @@ class OutcomeHandler:
 
     def _late(self, result: Result) -> bool:
         """Drop a result that comes after the consumer timeout."""
-        delivery = result if isinstance(result, Delivery) else result.delivery
+        delivery = _delivery_of(result)
         if delivery.state is not DeliveryState.TIMED_OUT:
             return False
         self.overrunning -= 1
@@ -238,10 +201,12 @@ class OutcomeHandler:
         self._statistics.stale += 1
         delivery.state = DeliveryState.SETTLED
 
-    def _in_quarantine(self, delivery: Delivery) -> bool:
+    def in_quarantine(self, delivery: Delivery) -> bool:
         return self._quarantine is not None and self._quarantine.has(delivery)
 
-    def _count_for_kill_switch(self, kill_switch: KillSwitchMonitor, handled: int, failed: int, now: float) -> None:
+    def _count_for_kill_switch(self, kill_switch: KillSwitchMonitor, results: Sequence[Result], now: float) -> None:
+        handled = sum(isinstance(result, Delivery) for result in results)
+        failed = sum(isinstance(result, Failed) for result in results)
         if not handled and not failed:
             kill_switch.recalled()  # the store had no result, or another one: that tells nothing about the handler
             return
@@ -272,15 +237,17 @@ class OutcomeHandler:
 
     def _finished_automatically(self, results: Sequence[Result]) -> None:
         for result in results:
-            (result if isinstance(result, Delivery) else result.delivery).state = DeliveryState.FINISHED
+            delivery = _delivery_of(result)
+            delivery.state = DeliveryState.FINISHED
             if isinstance(result, Failed):
-                self._statistics.failed += 1
-                self._settlement.log(LogEventKind.DROPPED, result.delivery, _shown(result.failure))
+                dropped = _shown(result.failure)
             elif isinstance(result, Skipped) and result.reason is SkipReason.CANCELLED:
-                self._statistics.failed += 1
-                self._settlement.log(LogEventKind.DROPPED, result.delivery, result.detail)
+                dropped = result.detail
             else:
                 self._statistics.handled += 1
+                continue
+            self._statistics.failed += 1
+            self._settlement.log(LogEventKind.DROPPED, delivery, dropped)
 
     def _failed(self, result: Failed, now: float) -> None:
         delivery, failure = result.delivery, result.failure
@@ -311,17 +278,21 @@ class OutcomeHandler:
         if not all(self._retry.retries(*kinds) for kinds in failure.kinds):
             self._settlement.dead_letter(delivery, self._unretried(failure))
             return
-        self._statistics.retried += 1
         if self._broker_retries:
+            self._statistics.retried += 1
             self._settlement.log(LogEventKind.RETRIED, delivery, f"as the queue says: {_shown(failure)}")
-            self._settlement.reject_for_retry(delivery)
-            return
-        if failure.delay is not None:
-            delay = failure.delay
+            self._settlement.send_reject(delivery, requeue=True)  # the broker counts it as a failure
+        else:
+            delay = delay if failure.delay is None else failure.delay
+            self._retry_after(delivery, failures, delay, now, _shown(failure))
+
+    def _retry_after(self, delivery: Delivery, failures: AttemptHistory, delay: float, now: float, reason: str) -> None:
+        """Delay the next attempt, in a delay queue or here."""
+        self._statistics.retried += 1
         failures.due = now + delay
         delivery.redelivered = True
-        self._settlement.log(LogEventKind.RETRIED, delivery, f"in {delay:.3g} s: {_shown(failure)}")
-        if not self._settlement.republish.delay(delivery, delay, suspect=self._in_quarantine(delivery)):
+        self._settlement.log(LogEventKind.RETRIED, delivery, f"in {delay:.3g} s: {reason}")
+        if not self._settlement.republish.delay(delivery, delay, suspect=self.in_quarantine(delivery)):
             self._settlement.hold(delivery, failures.due)
 
     @staticmethod
@@ -352,32 +323,34 @@ class OutcomeHandler:
         """Hold a delivery that cannot wait in a delay queue."""
         self._settlement.hold(delivery, now if delivery.failures is None else max(now, delivery.failures.due))
 
-    def _duplicate(self, outcome: Skipped, now: float) -> None:
-        self._statistics.duplicates += self._settlement.finish((outcome.delivery,), now)
-        self._settlement.attempts.forget(outcome.delivery)
+    def _skipped(self, result: Skipped, now: float) -> None:
+        settlement, statistics = self._settlement, self._statistics
+        delivery, reason = result.delivery, result.reason
+        if delivery.source is not settlement.source:
+            self._stale(delivery)
+        elif reason is SkipReason.DUPLICATE:
+            statistics.duplicates += settlement.finish((delivery,), now)
+            settlement.attempts.forget(delivery)
+        elif reason is SkipReason.IN_PROGRESS:
+            statistics.claims_in_progress += 1
+            settlement.hold(delivery, now + self._claim_wait)
+        elif reason is SkipReason.EXHAUSTED:
+            failed = 0 if delivery.failures is None else delivery.failures.count
+            settlement.dead_letter(delivery, used_up(failed, self._retry.max_attempts))
+        elif reason is SkipReason.UNIDENTIFIED:
+            statistics.rejected_unseen += 1
+            settlement.dead_letter(delivery, _UNIDENTIFIED)
+        elif reason is SkipReason.STORE_FAILED:
+            statistics.store_failures += 1
+            settlement.log(LogEventKind.STORE_FAILED, delivery, result.detail)
+            delivery.store_failures += 1
+            settlement.hold(delivery, now + _backoff(delivery.store_failures))
+        else:
+            self._cancelled(delivery, result.detail, now)
 
-    def _in_progress(self, outcome: Skipped, now: float) -> None:
-        self._statistics.claims_in_progress += 1
-        self._settlement.hold(outcome.delivery, now + self._claim_wait)
-
-    def _exhausted(self, outcome: Skipped, _now: float) -> None:
-        failures = outcome.delivery.failures or AttemptHistory()
-        self._settlement.dead_letter(outcome.delivery, used_up(failures.count, self._retry.max_attempts))
-
-    def _unidentified(self, outcome: Skipped, _now: float) -> None:
-        self._statistics.rejected_unseen += 1
-        self._settlement.dead_letter(outcome.delivery, _UNIDENTIFIED)
-
-    def _store_failed(self, outcome: Skipped, now: float) -> None:
-        self._statistics.store_failures += 1
-        self._settlement.log(LogEventKind.STORE_FAILED, outcome.delivery, outcome.detail)
-        outcome.delivery.store_failures += 1
-        self._settlement.hold(outcome.delivery, now + _backoff(outcome.delivery.store_failures))
-
-    def _cancelled(self, outcome: Skipped, now: float) -> None:
+    def _cancelled(self, delivery: Delivery, detail: str, now: float) -> None:
         """Requeue a delivery; hold a redelivered one first, or it might come back at once."""
-        delivery = outcome.delivery
-        self._settlement.log(LogEventKind.CANCELLED, delivery, outcome.detail)
+        self._settlement.log(LogEventKind.CANCELLED, delivery, detail)
         if delivery.redelivered or self._settlement.stream_offset is not None:
             delivery.redelivered = True
             self._settlement.hold(delivery, now + self._claim_wait)
@@ -393,6 +366,10 @@ class OutcomeHandler:
         failures.add(failure)
         attempts.remember(delivery, failures)
         return failures
+
+
+def _delivery_of(result: Result) -> Delivery:
+    return result if isinstance(result, Delivery) else result.delivery
 
 
 def _backoff(tries: int) -> float:

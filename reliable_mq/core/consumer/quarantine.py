@@ -66,29 +66,17 @@ del _S
 
 
 class Quarantine:
-    """A quarantine, and the evidence against the messages of its queue.
-
-    Not thread-safe.
-
-    Args:
-        queue: as it is declared.
-        consumer_tag: of the subscription to it.
-
-    Attributes:
-        queue: as given.
-        consumer_tag: as given.
-        state: whether it is subscribed to.
-        losses: channels that this process has lost, and lives, unless a delivery had been unacked for too long.
-        forgiven: channels that it has lost, and lives, after something came from quarantine, unless they were lost for
-            that.
-    """
+    """The evidence against the messages of a queue. Not thread-safe."""
 
     def __init__(self, queue: Queue, consumer_tag: str) -> None:
         self.queue = queue
         self.consumer_tag = consumer_tag
-        self.losses = self.forgiven = 0
+        #: Channels that this process has lost, and lives, unless a delivery had been unacked for too long.
+        self.losses = 0
+        #: Those that it has lost, and lives, after something came from quarantine, unless they were lost for that.
+        self.forgiven = 0
         self.state = QuarantineState.NO_CHANNEL
-        self._due: float | None = None  # when WAITING ends
+        self.deadline: float | None = None  # when WAITING ends; None if that is not known yet
         self._timed_out = False  # this process has seen the consumer timeout take a delivery back
         self._received = False  # a delivery has come from quarantine on this channel
 
@@ -111,13 +99,13 @@ class Quarantine:
 
     def opened(self) -> None:
         """Begin with a channel."""
-        self.state, self._due = QuarantineState.WAITING, None
+        self.state, self.deadline = QuarantineState.WAITING, None
 
     def lost(self, timed_out: Collection[Delivery] | None = None) -> None:
         """Forget the channel; ``timed_out``: the deliveries for which it was closed."""
         self.losses += self.state is not QuarantineState.NO_CHANNEL and timed_out is None
         self.forgiven += self._received and not any(map(self.has, timed_out or ()))
-        self.state, self._due, self._received = QuarantineState.NO_CHANNEL, None, False
+        self.state, self.deadline, self._received = QuarantineState.NO_CHANNEL, None, False
 
     def timed_out(self) -> None:
         """Note that the consumer timeout took a delivery back."""
@@ -125,7 +113,7 @@ class Quarantine:
 
     def ended(self) -> None:
         """Subscribe to quarantine no more on this channel: the consumer is stopping."""
-        self._due = None
+        self.deadline = None
         if self.state is QuarantineState.WAITING:
             self.state = QuarantineState.LEFT_OUT
 
@@ -133,17 +121,12 @@ class Quarantine:
         """Whether to subscribe now; true once per channel."""
         if self.state is not QuarantineState.WAITING:
             return False
-        if self._due is None:
-            self._due = now + AFTER
-        if now < self._due:
+        if self.deadline is None:
+            self.deadline = now + AFTER
+        if now < self.deadline:
             return False
-        self.state, self._due = QuarantineState.SUBSCRIBED, None
+        self.state, self.deadline = QuarantineState.SUBSCRIBED, None
         return True
-
-    @property
-    def deadline(self) -> float | None:
-        """When to subscribe; None if that is done, or not known yet."""
-        return self._due
 
     def has(self, delivery: Delivery) -> bool:
         """Whether the delivery came from quarantine."""

@@ -38,14 +38,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from random import Random
 
-    from reliable_mq.core.consumer.acks import AckBatcher
+    from reliable_mq.core.consumer.acks import AckBatcher, StreamOffset
     from reliable_mq.core.consumer.dispatch import Batcher, Work
     from reliable_mq.core.consumer.handler import Result
     from reliable_mq.core.consumer.kill_switch import KillSwitchMonitor
     from reliable_mq.core.consumer.lifecycle import SubscriptionChange
     from reliable_mq.core.consumer.quarantine import Quarantine
     from reliable_mq.core.consumer.settlement import LogEvent, SettledDeliveries
-    from reliable_mq.core.consumer.stream_offset import StreamOffset
     from reliable_mq.core.retry.dead_letters import DeadLetters, RepublishRequest
     from reliable_mq.core.retry.delay_queues import DelayQueues
     from reliable_mq.core.statistics import ConsumerStatistics
@@ -60,47 +59,30 @@ _SHORTEST_POLL: Final = 0.02  # seconds from one poll to the next while handlers
 
 
 class Actions(NamedTuple):
-    """The actions to carry out, in the order of the fields.
+    """The actions to carry out, in the order of the fields."""
 
-    Attributes:
-        state: of the consumer; once it has ENDED, the connection is to be closed after these actions.
-        recall: whether dispatched deliveries that no handler began with are to be recalled and `postponed`; then the
-            session is to be polled again, and there are no other actions.
-        dispatch: deliveries for handlers, or batches for a batch handler.
-        declare: queues to declare on the open channel; each is to be `declared`.
-        publish: messages to publish, mandatory and confirmed; each is to be `published`.
-        data: bytes to write on the open channel.
-        settled: settlements in these that a trace shows.
-        dispatch_quarantined: as `dispatch`, for the handler of quarantine. It comes after `data`, and is empty
-            while a delivery is moved to quarantine: that may be the one that comes from there, which is to kill no
-            process before its original is acked.
-        subscribe: changes of the subscription to make on the open channel.
-        log: lines to log.
-        wake_at: when to poll if nothing happens until then; None for never.
-        report_after: how many results of handlers to wait for before they are passed on, until `wake_at`.
-    """
-
-    state: ConsumerState
+    state: ConsumerState  # once it has ENDED, the connection is to be closed after these actions
+    #: Whether dispatched deliveries that no handler began with are to be recalled and `postponed`; then the session is
+    #: to be polled again, and there are no other actions.
     recall: bool = False
-    dispatch: Sequence[Work] = ()
-    declare: Sequence[Queue] = ()
-    publish: Sequence[RepublishRequest] = ()
-    data: bytes = b""
-    settled: Sequence[SettledDeliveries] = ()
+    dispatch: Sequence[Work] = ()  # deliveries for handlers, or batches for a batch handler
+    declare: Sequence[Queue] = ()  # on the open channel; each is to be `declared`
+    publish: Sequence[RepublishRequest] = ()  # mandatory and confirmed; each is to be `published`
+    data: bytes = b""  # to write on the open channel
+    settled: Sequence[SettledDeliveries] = ()  # settlements in these that a trace shows
+    #: As `dispatch`, for the handler of quarantine. It comes after `data`, and is empty while a delivery is moved to
+    #: quarantine: that may be the one that comes from there, which is to kill no process before its original is acked.
     dispatch_quarantined: Sequence[Work] = ()
-    subscribe: Sequence[SubscriptionChange] = ()
+    subscribe: Sequence[SubscriptionChange] = ()  # changes of the subscription to make on the open channel
     log: Sequence[LogEvent] = ()
-    wake_at: float | None = None
-    report_after: int = 1
+    wake_at: float | None = None  # when to poll if nothing happens until then; None for never
+    report_after: int = 1  # how many results of handlers to wait for before they are passed on, until `wake_at`
 
 
 class ConsumerSession:
     """Events in, actions out. Not thread-safe: one thread, or one event loop, owns it.
 
     Args:
-        queue: the name of the queue.
-        retry: the policy for failed deliveries.
-        random: the source of the jitter.
         dead_letters: makes the dead letters; None where there is no queue for them: ``basic.reject`` ends a delivery
             that is given up.
         broker_dead_letters: whether the broker dead-letters rejected deliveries.
@@ -109,20 +91,10 @@ class ConsumerSession:
         batcher: groups deliveries for a batch handler; None for a plain one.
         max_body_bytes, max_header_bytes: larger deliveries are dead-lettered unseen; None for no limit.
         claim_wait: seconds until a delivery that is claimed elsewhere is dispatched again.
-        stream_offset: of a stream; None for queues.
         delay_queues: for failed deliveries; None where these are held here.
-        quarantine: of the queue; None where there is none.
-        kill_switch: watches the failures; None where there is none.
         broker_retries: whether the queue delays rejected deliveries, and counts them.
         consumer_timeout: the broker's, in seconds; None where it has none.
         grouped: whether several deliveries may be with one handler, or with the worker that calls it.
-        lifecycle: of the consumer.
-
-    Attributes:
-        automatic: whether the broker acks each delivery as it sends it.
-        stream_offset: as given.
-        lifecycle: as given.
-        statistics: counts, written here and read by anyone.
     """
 
     def __init__(
@@ -160,7 +132,7 @@ class ConsumerSession:
             lifecycle=self.lifecycle,
         )
         self._acks = self._settlement.acks
-        self.automatic: Final = acks is None
+        self.automatic: Final = acks is None  # the broker acks each delivery as it sends it
         self.stream_offset: Final = stream_offset
         self.statistics: Final[ConsumerStatistics] = self._settlement.statistics
         self._dispatcher = Dispatcher(batcher, quarantine, kill_switch)
@@ -207,20 +179,8 @@ class ConsumerSession:
             ValueError: they break the protocol: a delivery tag does not follow the one before, or far more deliveries
                 are unacked than the prefetch allows.
         """
-        source = self._settlement.source
-        if source is None:
-            self.statistics.stale += len(deliveries)
+        if not self._receive(deliveries, now):
             return
-        self.statistics.delivered += len(deliveries)
-        if not self.automatic:
-            self._acks.delivered(deliveries[0].delivery_tag, deliveries[-1].delivery_tag)
-            if self._most is not None and self._acks.outstanding > self._most:
-                raise ValueError(f"{self._acks.outstanding} deliveries are unacked: the broker ignores the prefetch")
-            self._timeouts.delivered(deliveries, now)
-        for delivery in deliveries:
-            delivery.came_from(source)
-        if self.stream_offset is not None:
-            self.stream_offset.delivered(deliveries, self._acks.first_unfinished)
         if self.automatic:
             self.statistics.redelivered += sum(delivery.redelivered for delivery in deliveries)
         elif not self.lifecycle.consuming:
@@ -234,16 +194,8 @@ class ConsumerSession:
 
     def oversized(self, delivery: Delivery, size: int, now: float) -> None:
         """Take in a delivery without its body of `size` bytes, which only the broker has."""
-        source = self._settlement.source
-        if source is None:
-            self.statistics.stale += 1
+        if not self._receive([delivery], now):
             return
-        self.statistics.delivered += 1
-        self._acks.delivered(delivery.delivery_tag, delivery.delivery_tag)
-        self._timeouts.delivered([delivery], now)
-        delivery.came_from(source)
-        if self.stream_offset is not None:
-            self.stream_offset.delivered([delivery], self._acks.first_unfinished)
         if self._quarantine is not None and self._quarantine.has(delivery):
             self._quarantine.received()
         if self.lifecycle.consuming:
@@ -266,12 +218,8 @@ class ConsumerSession:
         """Fail the deliveries that timed out: the broker has requeued them.
 
         Either `lost` follows, or the broker has `cancelled` the subscription. Deliveries that no handler began with are
-        to be `recalled` before. Nothing is requeued to a stream, which is read again.
-
-        Args:
-            timeout: the message of the broker.
-            now: monotonic time.
-            at: the same, in seconds since 1970.
+        to be `recalled` before. Nothing is requeued to a stream, which is read again. ``at`` is ``now`` in seconds
+        since 1970.
         """
         if self._settlement.source is None or self.stream_offset is not None or self.automatic:
             return
@@ -282,7 +230,11 @@ class ConsumerSession:
         if quarantine is not None and tag == quarantine.consumer_tag:
             found = [one for one in self._timeouts.unacked(0.0, now) if quarantine.has(one)]  # whatever the timeout is
         elif seconds:
-            found = [one for one in self._timeouts.unacked(seconds, now) if tag is None or not self._quarantined(one)]
+            found = [
+                one
+                for one in self._timeouts.unacked(seconds, now)
+                if tag is None or not self._outcomes.in_quarantine(one)
+            ]
         found = [delivery for delivery in found if delivery.state is DeliveryState.RUNNING]
         if quarantine is not None and found:
             quarantine.timed_out()
@@ -290,7 +242,7 @@ class ConsumerSession:
             alone = (
                 not self._grouped
                 or len(found) == 1
-                or self._quarantined(delivery)
+                or self._outcomes.in_quarantine(delivery)
                 or (delivery.failures is not None and delivery.failures.alone)
             )
             self._outcomes.timed_out(delivery, timeout=seconds, now=now, at=at, alone=alone)
@@ -419,8 +371,8 @@ class ConsumerSession:
             if data:
                 lifecycle.sent(len(data), now)
         quarantined: Sequence[Work] = ()
-        if self._quarantine is not None:
-            quarantined = dispatcher.take_quarantined(lambda: settlement.republish.quarantining(settlement.source))
+        if dispatcher.has_quarantined and not settlement.republish.quarantining(settlement.source):
+            quarantined = dispatcher.take_quarantined()
             self._running += len(quarantined)
         subscribe: Sequence[SubscriptionChange] = ()
         if not steady:
@@ -455,7 +407,6 @@ class ConsumerSession:
 
     @property
     def state(self) -> ConsumerState:
-        """The phase of the consumer's life."""
         return self.lifecycle.state
 
     @property
@@ -476,12 +427,10 @@ class ConsumerSession:
 
     @property
     def paused(self) -> bool:
-        """Whether the kill switch pauses dispatch."""
         return self._kill_switch is not None and self._kill_switch.paused
 
     @property
     def running(self) -> int:
-        """The number of deliveries that are dispatched."""
         return self._running
 
     @property
@@ -510,6 +459,24 @@ class ConsumerSession:
         self._most = 4 * (prefetch + unacked) + _SPARE if bounded else None
 
     # Deliveries that came in
+
+    def _receive(self, deliveries: list[Delivery], now: float) -> bool:
+        """Stamp and record deliveries; False if their channel is lost."""
+        source = self._settlement.source
+        if source is None:
+            self.statistics.stale += len(deliveries)
+            return False
+        self.statistics.delivered += len(deliveries)
+        if not self.automatic:
+            self._acks.delivered(deliveries[0].delivery_tag, deliveries[-1].delivery_tag)
+            if self._most is not None and self._acks.outstanding > self._most:
+                raise ValueError(f"{self._acks.outstanding} deliveries are unacked: the broker ignores the prefetch")
+            self._timeouts.delivered(deliveries, now)
+        for delivery in deliveries:
+            delivery.came_from(source)
+        if self.stream_offset is not None:
+            self.stream_offset.delivered(deliveries, self._acks.first_unfinished)
+        return True
 
     def _admit(self, delivery: Delivery, now: float) -> bool:
         quarantine = self._quarantine
@@ -540,9 +507,6 @@ class ConsumerSession:
         if not (result.suspect or quarantine.suspects(delivery)):
             return False
         return self._outcomes.move_to_quarantine(delivery, known=result.suspect)
-
-    def _quarantined(self, delivery: Delivery) -> bool:
-        return self._quarantine is not None and self._quarantine.has(delivery)
 
     def _warn(self, overdue: list[Delivery]) -> None:
         self.statistics.overdue += len(overdue)

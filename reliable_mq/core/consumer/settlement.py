@@ -34,9 +34,8 @@ from reliable_mq.core.retry.retry_headers import encode_retry_headers
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from reliable_mq.core.consumer.acks import Frames
+    from reliable_mq.core.consumer.acks import Frames, StreamOffset
     from reliable_mq.core.consumer.lifecycle import ConsumerLifecycle
-    from reliable_mq.core.consumer.stream_offset import StreamOffset
     from reliable_mq.core.retry.dead_letters import DeadLetters
     from reliable_mq.core.retry.delay_queues import DelayQueues
     from reliable_mq.core.statistics import ConsumerStatistics
@@ -50,10 +49,6 @@ class RepublishQueue:
 
     A retry goes to the first delay queue of its path. A queue that is not known to exist on this channel's broker is
     declared first, and its messages wait for that; one that turns out to be missing is declared again. Not thread-safe.
-
-    Args:
-        dead_letters: makes the dead letters; None where there is no queue for them.
-        delay_queues: for retries; None where there are none.
     """
 
     def __init__(self, dead_letters: DeadLetters | None, delay_queues: DelayQueues | None) -> None:
@@ -159,7 +154,6 @@ class RepublishQueue:
         return []
 
     def settled(self, republish: RepublishRequest) -> None:
-        """End a publish, whatever its outcome."""
         self._publishing.discard(republish)
 
     def take_all(self) -> tuple[Sequence[Queue], Sequence[RepublishRequest]]:
@@ -187,7 +181,6 @@ class RepublishQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is being published, or is to be."""
         return not (self._publishing or self._ready or self._undeclared)
 
 
@@ -244,40 +237,15 @@ class LogEvent(NamedTuple):
 
 
 class SettledDeliveries(NamedTuple):
-    """A settlement that a trace shows.
+    """A settlement that a trace shows."""
 
-    Attributes:
-        method: ``"ack"``, ``"nack"`` or ``"reject"``.
-        deliveries: those with an `attempt_context`, at least one.
-        total: the number of all deliveries that were settled with them.
-    """
-
-    method: str
-    deliveries: list[Delivery]
-    total: int
+    method: str  # "ack", "nack" or "reject"
+    deliveries: list[Delivery]  # those with an `attempt_context`, at least one
+    total: int  # of all deliveries that were settled with them
 
 
 class Settlement:
-    """The deliveries that wait for no handler, and the frames to send.
-
-    Not thread-safe.
-
-    Args:
-        acks: batches the acks; None with automatic acks.
-        dead_letters: makes the dead letters; None where there is no queue for them.
-        delay_queues: for retries; None where there are none.
-        stream_offset: of a stream; None for queues.
-        lifecycle: says whether deliveries are dispatched, or requeued.
-
-    Attributes:
-        automatic: whether the broker forgets the deliveries that it sends.
-        acks: batches the acks.
-        republish: publishes messages in place of deliveries.
-        stream_offset: as given.
-        attempts: the failed attempts of messages, as far as they are remembered.
-        statistics: counts.
-        source: the open channel; None while there is none.
-    """
+    """Deliveries that wait for no handler, and frames to send. Not thread-safe."""
 
     def __init__(
         self,
@@ -288,13 +256,13 @@ class Settlement:
         stream_offset: StreamOffset | None,
         lifecycle: ConsumerLifecycle,
     ) -> None:
-        self.automatic: Final = acks is None
+        self.automatic: Final = acks is None  # the broker forgets the deliveries that it sends
         self.acks: Final = acks or AckBatcher(ack_every=1, ack_interval=0.0, prefetch=0)
         self.republish: Final = RepublishQueue(dead_letters, delay_queues)
         self.stream_offset: Final = stream_offset
         self.attempts: Final = AttemptTracker()
         self.statistics: Final[ConsumerStatistics] = self.acks.statistics
-        self.source: ChannelGeneration | None = None
+        self.source: ChannelGeneration | None = None  # the open channel
         self._lifecycle = lifecycle
         self._log: list[LogEvent] = []
         self._held: list[tuple[float, int, Delivery | RepublishRequest]] = []
@@ -306,7 +274,6 @@ class Settlement:
         self._flush = False  # everything that is finished is acked with the next output
 
     def opened(self, source: ChannelGeneration) -> None:
-        """Begin with a channel."""
         self.source = source
         self.acks.opened(source.generation)
         self.republish.opened()
@@ -368,14 +335,10 @@ class Settlement:
 
     def reject(self, delivery: Delivery, reason: str) -> None:
         """Send ``basic.reject``: the broker dead-letters the delivery, or drops it."""
-        if self._send_reject(delivery, requeue=False):
+        if self.send_reject(delivery, requeue=False):
             self.statistics.rejected += 1
             self.log(LogEventKind.REJECTED, delivery, reason)
             self.attempts.forget(delivery)
-
-    def reject_for_retry(self, delivery: Delivery) -> None:
-        """Reject and requeue: the broker counts a failure, and delays the delivery."""
-        self._send_reject(delivery, requeue=True)
 
     def requeue(self, deliveries: Iterable[Delivery]) -> None:
         """Requeue deliveries with the next output: a late one takes fewer frames."""
@@ -387,11 +350,9 @@ class Settlement:
             self._record("nack", deliveries, len(deliveries))
 
     def log(self, kind: LogEventKind, delivery: Delivery | None, text: str) -> None:
-        """Add a line to the log."""
         self._log.append(LogEvent(kind, delivery, text))
 
     def take_log(self) -> Sequence[LogEvent]:
-        """Take the lines to log."""
         if not self._log:
             return ()
         events, self._log = self._log, []
@@ -428,10 +389,10 @@ class Settlement:
 
     @property
     def held(self) -> int:
-        """The number of deliveries held."""
         return len(self._held)
 
-    def _send_reject(self, delivery: Delivery, *, requeue: bool) -> bool:
+    def send_reject(self, delivery: Delivery, *, requeue: bool) -> bool:
+        """Send ``basic.reject``; False where the delivery is settled."""
         source = delivery.source
         delivery.state = DeliveryState.SETTLED
         if not self.acks.take_out(source.generation, delivery.delivery_tag):

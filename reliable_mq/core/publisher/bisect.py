@@ -73,16 +73,10 @@ class _Group(NamedTuple, Generic[T]):
 
 
 class ChannelErrorBisector(Generic[T]):
-    """Groups of suspects that remain to be probed. Not thread-safe.
-
-    Attributes:
-        active: whether suspects are being probed; nothing else may be published meanwhile.
-    """
-
-    __slots__ = ("_groups", "_kind", "active")
+    """Groups of suspects that remain to be probed. Not thread-safe."""
 
     def __init__(self) -> None:
-        self.active = False
+        self.active = False  # suspects are being probed; nothing else may be published meanwhile
         self._groups: list[_Group[T]] = []  # a stack: the next group to probe is last
         self._kind: _Kind = "any"  # of the group that is probed
 
@@ -168,10 +162,6 @@ def processed(lost: Sequence[P], named: Sequence[P]) -> int:
 
     It processes a channel in order, so the culprit and the ones after it were not; and the last one that is named is
     the culprit, or came after it.
-
-    Args:
-        lost: the publishes of the channel, in order.
-        named: those of them that the text of the error can be about.
     """
     if len(lost) == 1:
         return 0

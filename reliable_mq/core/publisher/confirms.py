@@ -47,8 +47,6 @@ _SPARSE = 4  # slots per item held from which on a dictionary is smaller
 class SequencedItems(Generic[T]):
     """Items, none of them None, under contiguous numbers. Not thread-safe."""
 
-    __slots__ = ("_base", "_head", "_held", "_slots", "_stragglers")
-
     def __init__(self) -> None:
         self._slots: list[T | None] = []
         self._base = 1  # the number of _slots[0]
@@ -61,11 +59,9 @@ class SequencedItems(Generic[T]):
 
     @property
     def next_number(self) -> int:
-        """The number of the next item."""
         return self._base + len(self._slots)
 
     def extend(self, items: Iterable[T]) -> None:
-        """Add all of ``items``, in order."""
         slots = self._slots
         before = len(slots)
         slots.extend(items)
@@ -153,18 +149,11 @@ class SequencedItems(Generic[T]):
 
 
 class ConfirmTracker(Generic[T]):
-    """The outstanding publishes of one confirming channel at a time. Not thread-safe.
-
-    Attributes:
-        generation: of the channel that is open; None while none is.
-        stale: confirms that settled nothing, counted over all generations.
-    """
-
-    __slots__ = ("_items", "generation", "stale")
+    """The outstanding publishes of one confirming channel at a time. Not thread-safe."""
 
     def __init__(self) -> None:
-        self.generation: int | None = None
-        self.stale = 0
+        self.generation: int | None = None  # of the channel that is open
+        self.stale = 0  # confirms that settled nothing, counted over all generations
         self._items: SequencedItems[T] = SequencedItems()
 
     def __len__(self) -> int:
@@ -173,7 +162,6 @@ class ConfirmTracker(Generic[T]):
 
     @property
     def open(self) -> bool:
-        """Whether a channel is open."""
         return self.generation is not None
 
     @property

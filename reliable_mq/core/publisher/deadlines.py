@@ -37,8 +37,6 @@ _SETTLED_KEPT = 64  # settled publishes that are left to be skipped, however few
 class PublishDeadlines(Generic[P]):
     """Accepted and unsettled publishes. Not thread-safe."""
 
-    __slots__ = ("_common", "_delivery_timeout", "_heap", "_order", "_timed", "_unsettled")
-
     def __init__(self, delivery_timeout: float) -> None:
         self._delivery_timeout = delivery_timeout
         self._unsettled = 0

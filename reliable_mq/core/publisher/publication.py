@@ -125,24 +125,7 @@ class Receipt:
 
 
 class Publication:
-    """A publish and its state, written by the publishing session alone.
-
-    Attributes:
-        message, exchange, routing_key, mandatory: the request.
-        size: bytes counted against the window.
-        accepted_at: on the monotonic clock, seconds.
-        timeout: seconds from ``accepted_at`` after which it is given up; None for the session's delivery timeout.
-        state: moved by the events of `TRANSITIONS` alone.
-        sends: times that it was written to a channel.
-        nacks: times that the broker nacked it.
-        in_doubt: whether an attempt ended without a confirm, so that a further one may be a duplicate.
-        reply: the return or the channel error that concerns it, or the reason why it was blocked or stayed provisional.
-        outcome: None until it is settled.
-        owner: its publisher, for the calls of its user.
-        callbacks: called when it is settled; None if there are none.
-        trace: records its life; None if nothing does.
-        result_observed: whether its user has asked for the outcome, or will be told.
-    """
+    """A publish and its state, written by the publishing session alone."""
 
     __slots__ = (
         "accepted_at",
@@ -179,19 +162,20 @@ class Publication:
         self.exchange = exchange
         self.routing_key = routing_key
         self.mandatory = mandatory
-        self.size = size
-        self.accepted_at = accepted_at
-        self.timeout = timeout
-        self.state = PublicationState.READY
-        self.sends = 0
+        self.size = size  # bytes counted against the window
+        self.accepted_at = accepted_at  # on the monotonic clock, seconds
+        self.timeout = timeout  # seconds from then after which it is given up; None for the session's delivery timeout
+        self.state = PublicationState.READY  # moved by the events of `TRANSITIONS` alone
+        self.sends = 0  # times that it was written to a channel
         self.nacks = 0
-        self.in_doubt = False
+        self.in_doubt = False  # an attempt ended without a confirm, so that a further one may be a duplicate
+        #: The return or the channel error that concerns it, or the reason why it was blocked or stayed provisional.
         self.reply: BrokerReply | None = None
-        self.outcome: Outcome | None = None
-        self.owner = owner
-        self.callbacks: list[Callable[[], object]] | None = None
+        self.outcome: Outcome | None = None  # once it is settled
+        self.owner = owner  # its publisher, for the calls of its user
+        self.callbacks: list[Callable[[], object]] | None = None  # called when it is settled
         self.trace: PublicationTrace | None = None
-        self.result_observed = False
+        self.result_observed = False  # whether its user has asked for the outcome, or will be told
 
     def receipt(self) -> Receipt:
         """The receipt of a confirmed publication."""
@@ -199,74 +183,60 @@ class Publication:
 
     def failure(self) -> PublishError | None:
         """The error that a settled publication ended with; None if it was confirmed."""
+        if self.outcome is Outcome.UNKNOWN:
+            return self._unconfirmed()
+        error = self._refused()
+        if error is not None:
+            error.may_have_arrived = self.in_doubt
+        return error
+
+    def _refused(self) -> PublishError | None:
+        """The error of a publish that the broker did not take."""
+        message_id = self.message.message_id
+        doubt = " (an earlier attempt was never answered and may have arrived)" if self.in_doubt else ""
+        code, text = self.reply or BrokerReply(0, "")
         match self.outcome:
             case Outcome.NACKED:
-                return self._with_doubt(
-                    PublishNacked(
-                        f"{self} was nacked by the broker (attempts: {self.nacks}); "
-                        f"a queue it is routed to is full or cannot accept it{self._doubt}",
-                        message_id=self.message.message_id,
-                        attempts=self.nacks,
-                    )
+                return PublishNacked(
+                    f"{self} was nacked by the broker (attempts: {self.nacks}); "
+                    f"a queue it is routed to is full or cannot accept it{doubt}",
+                    message_id=message_id,
+                    attempts=self.nacks,
                 )
             case Outcome.RETURNED:
-                code, text = self.reply or BrokerReply(0, "")
-                return self._with_doubt(
-                    PublishReturned(
-                        f"{self} was returned: {code} {text}; bind a queue, or publish with mandatory=False to drop it"
-                        f"{self._doubt}",
-                        message_id=self.message.message_id,
-                        reply_code=code,
-                        reply_text=text,
-                        exchange=self.exchange,
-                        routing_key=self.routing_key,
-                    )
+                return PublishReturned(
+                    f"{self} was returned: {code} {text}; bind a queue, or publish with mandatory=False to drop it"
+                    f"{doubt}",
+                    message_id=message_id,
+                    reply_code=code,
+                    reply_text=text,
+                    exchange=self.exchange,
+                    routing_key=self.routing_key,
                 )
             case Outcome.REFUSED:
-                code, text = self.reply or BrokerReply(0, "")
                 why = f"the broker closed the channel with {code} {text}" if code else text
-                return self._with_doubt(
-                    PublishRefused(
-                        f"{self} was refused: {why}{self._doubt}",
-                        message_id=self.message.message_id,
-                        reply_code=code,
-                        reply_text=text,
-                    )
+                return PublishRefused(
+                    f"{self} was refused: {why}{doubt}", message_id=message_id, reply_code=code, reply_text=text
                 )
-            case Outcome.UNKNOWN:
-                return self._unconfirmed()
             case _:
                 return None
 
-    @property
-    def _doubt(self) -> str:
-        return " (an earlier attempt was never answered and may have arrived)" if self.in_doubt else ""
-
-    def _with_doubt(self, error: PublishError) -> PublishError:
-        error.may_have_arrived = self.in_doubt
-        return error
-
     def _unconfirmed(self) -> PublishError:
-        sent = self.sends > 0
-        if not sent and self.reply is not None:
+        message_id, sent, reason = self.message.message_id, self.sends > 0, self.reply and self.reply.text
+        if reason is not None and not sent:
             return PublishBlocked(
-                f"{self} was not sent: the broker has blocked publishing ({self.reply.text})",
-                message_id=self.message.message_id,
-                reason=self.reply.text,
+                f"{self} was not sent: the broker has blocked publishing ({reason})",
+                message_id=message_id,
+                reason=reason,
             )
-        if self.reply is not None:
-            return PublishUnconfirmed(
-                f"{self} was not confirmed for good in time: {self.reply.text}; it is published no more, and has "
-                "arrived unless that happens",
-                message_id=self.message.message_id,
-                sent=True,
+        if reason is not None:
+            text = (
+                f"was not confirmed for good in time: {reason}; it is published no more, and has arrived unless that "
             )
+            return PublishUnconfirmed(f"{self} {text}happens", message_id=message_id, sent=True)
         known = "it may have arrived" if sent else "it was never sent"
-        return PublishUnconfirmed(
-            f"{self} was not confirmed in time and is published no more; {known}",
-            message_id=self.message.message_id,
-            sent=sent,
-        )
+        text = f"was not confirmed in time and is published no more; {known}"
+        return PublishUnconfirmed(f"{self} {text}", message_id=message_id, sent=sent)
 
     def __str__(self) -> str:
         return f"message {self.message.message_id} to exchange {self.exchange!r} with routing key {self.routing_key!r}"
@@ -301,12 +271,7 @@ class PublishReport:
 
 
 def summary(errors: Sequence[PublishError], count: int) -> PublishError:
-    """Return one error for ``count`` failures.
-
-    Args:
-        errors: the last of them, or all that are still known.
-        count: how many there are.
-    """
+    """Return one error for ``count`` failures, of which these are known."""
     if count == len(errors) == 1:
         return errors[0]
     what = f"{count} messages were not confirmed"

@@ -23,9 +23,7 @@ Invariants:
 - a message that cannot be encoded fails alone: nothing is marked as sent before the whole write is encoded;
 - a place in the window is released once per accepted publish, when it is settled *and* off the wire: a late confirm
   still finds it;
-- nothing is reported as confirmed while a queue that it may have gone to is new (`NewQueues`): until then it keeps its
-  place in the window, and is published again, in its old order, if the connection is lost. The close of a channel costs
-  it nothing, and blames it for nothing; the round trips that prove that the broker runs go on on the next channel.
+- nothing is reported as confirmed while a queue that it may have gone to is new (`ProvisionalConfirms`).
 """
 
 from __future__ import annotations
@@ -37,19 +35,20 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from reliable_mq.codec import append_publish, encode_properties, publish_head
 from reliable_mq.core.consumer.attempts import describe
-from reliable_mq.core.new_queues import NewQueues, is_copied
 from reliable_mq.core.publisher.bisect import BLAMES_A_PUBLISH, ChannelErrorBisector, named_by, processed
 from reliable_mq.core.publisher.confirms import ConfirmTracker
 from reliable_mq.core.publisher.deadlines import PublishDeadlines
+from reliable_mq.core.publisher.provisional import ProvisionalConfirms
 from reliable_mq.core.publisher.publication import BrokerReply, Outcome, Publication, PublicationState
 from reliable_mq.core.publisher.trace import PublicationEvent, encode_traced, record
 from reliable_mq.core.publisher.window import MessageIdQueue
 from reliable_mq.core.statistics import PublisherStatistics
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from random import Random
 
+    from reliable_mq.core.new_queues import NewQueues
     from reliable_mq.retry import RetryPolicy
 
 __all__ = ["PublisherSession"]
@@ -60,13 +59,12 @@ P = TypeVar("P", bound=Publication)
 _WAITING, _READY, _SUSPECT = PublicationState.WAITING, PublicationState.READY, PublicationState.SUSPECT
 _ON_WIRE, _PROVISIONAL = PublicationState.ON_WIRE, PublicationState.PROVISIONAL
 _DELAYED, _ABANDONED, _SETTLED = PublicationState.DELAYED, PublicationState.ABANDONED, PublicationState.SETTLED
-_ROUND_TRIPS, _WATCHED = 7, 0.75  # so many prove that the broker has run, spread over this share of the grace
 _HEADS_KEPT = 1024  # encoded basic.publish frames, by exchange, routing key and mandatory
 _NEW = (
     "the broker has confirmed it, but made the queue so short a time ago that it loses what is in there if it dies now "
     "(new_queue_grace)"
 )
-_NEVER, _FOR_EVER = float("-inf"), float("inf")
+_FOR_EVER = float("inf")
 _NO_LEADER = " (does a quorum queue have no leader? `rabbitmq-queues quorum_status` tells)"
 _DEAD_KEPT = 64  # given-up publishes that may stand in the queue before it is swept
 
@@ -82,17 +80,6 @@ class PublisherSession(Generic[P]):
         delivery_timeout: seconds from acceptance after which a publish without a timeout of its own is given up.
         random: the source of the jitter.
         new_queue_grace: seconds after a queue was made within which its confirms are provisional; 0 for never.
-
-    Attributes:
-        statistics: counts, written here and read by anyone.
-        proven: queues that were made a grace before are old: the broker has run since. Minus infinity if that is not
-            known.
-        frame_max: bytes that a frame may have on the latest channel.
-        blocked_reason: the reason of the broker while it blocks publishing; else None.
-        disconnected_reason: why there is no connection; None from an open channel on until the connection is lost, or
-            another channel cannot be opened.
-        settled: publishes settled since the caller last took and cleared the list.
-        freed_count, freed_bytes: places of the window released since the caller last took and zeroed them.
     """
 
     def __init__(
@@ -116,22 +103,16 @@ class PublisherSession(Generic[P]):
         self._delayed: list[tuple[float, int, P]] = []
         self._order = itertools.count()  # breaks ties in _delayed
         self._heads: dict[tuple[str, str, bool], bytes] = {}
-        self._new_queues = NewQueues()
-        self._new_queue_grace = new_queue_grace
-        self._provisional: dict[P, tuple[int, int]] = {}  # by generation and number: in the order of publishing
-        self._final: list[tuple[float, int, list[P]]] = []  # what the broker must outlive to confirm those
-        self.proven = _NEVER
-        self._round_trip_since: float | None = None  # the one that is not over on this channel
-        self._round_trip_after = _NEVER  # a pause after the last one
-        self._answered: deque[float] = deque(maxlen=_ROUND_TRIPS)  # when these began, on this connection
+        self._provisional: ProvisionalConfirms[P] = ProvisionalConfirms(new_queue_grace)
         self._channel = 0
-        self.frame_max = 131072
+        self.frame_max = 131072  # of the latest channel, bytes
         self._progress_at = 0.0  # when the broker last settled anything, or last owed nothing
         self.statistics = PublisherStatistics()
-        self.blocked_reason: str | None = None
+        self.blocked_reason: str | None = None  # while the broker blocks publishing
+        #: None from an open channel on until the connection is lost, or another channel cannot be opened.
         self.disconnected_reason: str | None = "no attempt to connect has ended yet"
-        self.settled: list[P] = []
-        self.freed_count = self.freed_bytes = 0
+        self.settled: list[P] = []  # since the caller last took and cleared the list
+        self.freed_count = self.freed_bytes = 0  # places of the window released since the caller last zeroed them
 
     # Events
 
@@ -150,9 +131,8 @@ class PublisherSession(Generic[P]):
         If its connection is not that of the last channel, `connection_replaced` comes before.
         """
         self._tracker.channel_opened(generation)
-        if new_queues is not None and self._new_queue_grace and new_queues is not self._new_queues:
-            self._new_queues = new_queues  # of another broker, of which nothing is known
-            self.proven = _NEVER
+        if new_queues is not None:
+            self._provisional.channel_opened(new_queues)
         self._channel = channel
         self.disconnected_reason = None
         self.frame_max = frame_max
@@ -160,37 +140,29 @@ class PublisherSession(Generic[P]):
         self._progress_at = now
 
     def connection_replaced(self) -> None:
-        """Send provisional publishes again: the connection of the last channel is lost.
-
-        Queues that were known to be old stay old. Those that were not are recorded anew by whoever opens a connection.
-        """
-        self._send_first(self._lose_provisional({}))
-        self._round_trip_after = _NEVER
-        self._answered.clear()
+        """Publish provisional publishes again: the connection of the last channel is lost."""
+        self._send_first({})
 
     def round_trip_begun(self, now: float) -> None:
-        """Note that the round trip of `round_trip_due` has begun."""
-        self._round_trip_since = now
+        self._provisional.round_trip_begun(now)
 
     def round_trip_ended(self, now: float) -> None:
         """Note the broker's answer, on the channel on which the round trip has begun."""
-        since, self._round_trip_since = self._round_trip_since, None
-        if since is None:
-            return
-        self._answered.append(since)
-        watched = self._new_queue_grace * _WATCHED
-        self._round_trip_after = now + watched / (_ROUND_TRIPS - 1)
-        if len(self._answered) == _ROUND_TRIPS:
-            self._prove(self._answered[0] + watched, now)
+        final = self._provisional.round_trip_ended(now)
+        if final:
+            self._confirm(final, now)
 
     def acked(self, generation: int, tag: int, multiple: bool, now: float) -> None:
-        """Settle the publishes of a ``basic.ack``."""
-        if self.proven < self._new_queues.latest + self._new_queue_grace:
-            self._acked_early(generation, tag, multiple, now)
-            return
+        """Settle the publishes of a ``basic.ack``, but those that are provisional."""
+        provisional = self._provisional
+        numbers: list[int] | None = None
+        if provisional.proven < provisional.new_queues.latest + provisional.grace:
+            numbers = self._tracker.numbers(generation, tag, multiple)
         settled = self._tracker.settle(generation, tag, multiple)
         if settled:
             self._progress_at = now
+            if numbers is not None:
+                settled = provisional.acked(generation, numbers, settled, now)
             self._confirm(settled, now)
 
     def nacked(self, generation: int, tag: int, multiple: bool, now: float) -> None:
@@ -230,17 +202,12 @@ class PublisherSession(Generic[P]):
             self.statistics.stray_returns += 1
 
     def disconnected(self, reason: str) -> None:
-        """Note that an attempt to connect, or to open another channel, has failed."""
         self.disconnected_reason = reason
 
     def channel_lost(self, generation: int, reply: BrokerReply | None, *, connection: bool, text: str = "lost") -> None:
         """Take back the publishes of a lost channel.
 
-        Args:
-            generation: of the channel.
-            reply: the reason of the broker; None if it gave none.
-            connection: whether the connection was lost with it.
-            text: the reason of that.
+        The broker's ``reply`` is the reason, if it gave one; ``text`` is that of a connection lost with the channel.
         """
         if generation != self._tracker.generation:
             if connection and not self._tracker.open:
@@ -251,9 +218,10 @@ class PublisherSession(Generic[P]):
             self.blocked_reason, self.disconnected_reason = None, text
         numbers = self._tracker.outstanding_numbers if self._provisional else []
         lost = self._tracker.channel_lost()
-        self._round_trip_since = None
+        self._provisional.channel_lost()
         blames = reply is not None and (not connection or reply.code in BLAMES_A_PUBLISH)
-        unwritten = self._take_probe()
+        unwritten = list(self._probe)
+        self._probe.clear()
         named = named_by(reply, [*lost, *unwritten]) if reply is not None and blames else []
         doubted = processed(lost, named) if blames else len(lost)
         unsettled: list[P] = []
@@ -278,7 +246,7 @@ class PublisherSession(Generic[P]):
             self._bisector.interrupted([*unsettled, *unwritten])
         elif connection and self._provisional:
             places = {one: (generation, number) for one, number in zip(lost, numbers, strict=True)}
-            self._send_first(self._lose_provisional({one: places[one] for one in unsettled}))
+            self._send_first({one: places[one] for one in unsettled})
         else:
             self._ready.extendleft(reversed(unsettled))
         if connection:
@@ -380,13 +348,17 @@ class PublisherSession(Generic[P]):
 
     @property
     def outstanding(self) -> int:
-        """Publishes accepted and not settled."""
         return len(self._deadlines)
 
     @property
     def on_wire(self) -> int:
         """Publishes for which the open channel owes a confirm."""
         return len(self._tracker)
+
+    @property
+    def proven(self) -> float:
+        """Queues that were made a grace before are old, as far as is known."""
+        return self._provisional.proven
 
     @property
     def stale_confirms(self) -> int:
@@ -404,23 +376,9 @@ class PublisherSession(Generic[P]):
         return self._progress_at + self._confirm_timeout
 
     def _round_trip_at(self) -> float | None:
-        """Return the time of the next round trip.
-
-        There is one with nothing provisional, too: queues that are known to be old stay old after a loss.
-        """
-        if not self._tracker.open or self.blocked_reason is not None or self._round_trip_since is not None:
+        if not self._tracker.open or self.blocked_reason is not None:
             return None
-        old_at = self._new_queues.latest + self._new_queue_grace
-        final_at = self._final[0][0] if self._final else _FOR_EVER
-        at = min(final_at, old_at if old_at > self.proven else _FOR_EVER)
-        return max(at - self._new_queue_grace * _WATCHED, self._round_trip_after) if at < _FOR_EVER else None
-
-    def _prove(self, moment: float, now: float) -> None:
-        """Confirm publishes for good: queues that were new until ``moment`` are old."""
-        self.proven = max(self.proven, moment)
-        while self._final and self._final[0][0] <= self.proven:
-            final = heapq.heappop(self._final)[2]
-            self._confirm([one for one in final if self._provisional.pop(one, None) is not None], now)
+        return self._provisional.round_trip_at
 
     def _encode(self, queue: deque[P], sent: list[P], limit: int) -> bytes:
         """Move publishes from ``queue`` to ``sent``, and return their frames.
@@ -494,59 +452,13 @@ class PublisherSession(Generic[P]):
             self.statistics.confirmed += len(waited)
             self.statistics.confirm_seconds.observe_all(waited)
 
-    def _acked_early(self, generation: int, tag: int, multiple: bool, now: float) -> None:
-        """Settle the publishes of a ``basic.ack`` while some queue is new.
+    def _send_first(self, on_wire: Mapping[P, tuple[int, int]]) -> None:
+        """Publish again, before all others, what the broker has had, in the old order.
 
-        Those that may be in a new queue are provisional.
+        That is what was provisional, and what was on the wire, by generation and number.
         """
-        numbers = self._tracker.numbers(generation, tag, multiple)
-        settled = self._tracker.settle(generation, tag, multiple)
-        if not settled:
-            return
-        self._progress_at = now
-        for_good: list[P] = []
-        provisional: dict[float, list[P]] = {}
-        for number, publication in zip(numbers, settled, strict=True):
-            at = None
-            if publication.state is _ON_WIRE and publication.reply is None:
-                at = self._new_queues.final_at(
-                    publication.exchange,
-                    publication.routing_key,
-                    now,
-                    self.proven,
-                    self._new_queue_grace,
-                    copied=is_copied(publication.message),
-                )
-            if at is None:
-                for_good.append(publication)
-            else:
-                publication.state = _PROVISIONAL
-                record((publication,), PublicationEvent.PROVISIONAL)
-                self._provisional[publication] = generation, number
-                provisional.setdefault(at, []).append(publication)
-        for at, publications in provisional.items():
-            heapq.heappush(self._final, (at, next(self._order), publications))
-        self._confirm(for_good, now)
-
-    def _lose_provisional(self, unsettled: dict[P, tuple[int, int]]) -> list[P]:
-        """Return the publishes to send again, in their old order.
-
-        The broker may have died, and its new queues with it.
-
-        Args:
-            unsettled: the publishes that were on the wire, by generation and number.
-        """
-        for publication in self._provisional:
-            publication.in_doubt = True
-        record(self._provisional, PublicationEvent.IN_DOUBT)
         self.statistics.in_doubt += len(self._provisional)
-        again = {**self._provisional, **unsettled}
-        self._provisional.clear()
-        self._final.clear()
-        return sorted(again, key=again.__getitem__)
-
-    def _send_first(self, publications: list[P]) -> None:
-        """Publish these, which the broker has had, before all others."""
+        publications = self._provisional.connection_lost(on_wire)
         state = _SUSPECT if self._bisector.active else _READY
         for publication in publications:
             publication.state = state
@@ -554,10 +466,6 @@ class PublisherSession(Generic[P]):
             self._bisector.innocent(publications)
         else:
             self._ready.extendleft(reversed(publications))
-
-    def _take_probe(self) -> list[P]:
-        rest, self._probe = list(self._probe), deque()
-        return rest
 
     def _give_up(self, publication: P) -> None:
         """Settle a publish in any state: as unknown, or as returned if the broker did so."""
@@ -568,7 +476,7 @@ class PublisherSession(Generic[P]):
             if not publication.sends and self.blocked_reason is not None:
                 publication.reply = BrokerReply(0, self.blocked_reason)
             elif publication.state is _PROVISIONAL:
-                del self._provisional[publication]
+                self._provisional.given_up(publication)
                 publication.reply = BrokerReply(0, _NEW)
         self._finish(publication, outcome, confirm_owed=publication.state is _ON_WIRE)
         if len(self._ready) > 2 * len(self._deadlines) + _DEAD_KEPT:

@@ -26,24 +26,15 @@ __all__ = ["PublicationEvent", "PublicationTrace", "encode_traced", "record"]
 class PublicationEvent(enum.Enum):
     """An event in the life of a publish that its trace shows, beside its outcome."""
 
-    WINDOW_FULL = "window_full"
-    """Its caller waits for the window."""
-    ADMITTED = "admitted"
-    """The window has room for it again."""
-    BLOCKED = "blocked"
-    """The broker blocks publishing, and it is not written yet."""
-    UNBLOCKED = "unblocked"
-    """The broker takes publishes again."""
-    SENT = "sent"
-    """It was written to a channel."""
-    RETURNED = "returned"
-    """No queue is bound for it."""
-    NACKED = "nacked"
-    """The broker nacked it."""
-    PROVISIONAL = "provisional"
-    """The broker acked it, and may still lose it: a queue is new."""
-    IN_DOUBT = "in_doubt"
-    """The channel was lost before its confirm: it may have arrived."""
+    WINDOW_FULL = "window_full"  # its caller waits for the window
+    ADMITTED = "admitted"  # the window has room for it again
+    BLOCKED = "blocked"  # the broker blocks publishing, and it is not written yet
+    UNBLOCKED = "unblocked"  # the broker takes publishes again
+    SENT = "sent"  # it was written to a channel
+    RETURNED = "returned"  # no queue is bound for it
+    NACKED = "nacked"  # the broker nacked it
+    PROVISIONAL = "provisional"  # the broker acked it, and may still lose it: a queue is new
+    IN_DOUBT = "in_doubt"  # the channel was lost before its confirm: it may have arrived
 
 
 class PublicationTrace(Protocol):

@@ -29,14 +29,7 @@ P = TypeVar("P", bound=Publication)
 
 
 class PublishWindow:
-    """Admission by count and by bytes. Not thread-safe: the caller holds a lock.
-
-    Attributes:
-        count: messages admitted and not yet released.
-        bytes: their sizes, summed.
-    """
-
-    __slots__ = ("bytes", "count", "max_bytes", "max_count")
+    """Admission by count and by bytes. Not thread-safe: the caller holds a lock."""
 
     def __init__(self, max_count: int, max_bytes: int) -> None:
         self.max_count = whole_number("max_outstanding", max_count, 1)
@@ -45,16 +38,13 @@ class PublishWindow:
         self.bytes = 0
 
     def fits(self, size: int) -> bool:
-        """Whether there is a place for a message of ``size`` bytes."""
         return self.count < self.max_count and (not self.count or self.bytes + size <= self.max_bytes)
 
     def take(self, size: int) -> None:
-        """Take a place for a message of ``size`` bytes, which fits."""
         self.count += 1
         self.bytes += size
 
     def release(self, count: int, size: int) -> None:
-        """Release the places of ``count`` messages of ``size`` bytes together."""
         self.count -= count
         self.bytes -= size
 
@@ -62,11 +52,8 @@ class PublishWindow:
         """Whether to wake the callers that wait for a place.
 
         Waking a thread for every single place would cost more than the publish itself, so it is done when the channel
-        owes half a window at most. Publishes that wait for another attempt do not count: they would keep the callers
-        waiting, too.
-
-        Args:
-            on_wire: publishes that the channel owes a confirm for.
+        owes half a window of confirms at most. Publishes that wait for another attempt do not count: they would keep
+        the callers waiting, too.
         """
         return on_wire * 2 <= self.max_count
 
@@ -77,14 +64,11 @@ class MessageIdQueue(Generic[P]):
     A publication that waits is `PublicationState.WAITING`.
     """
 
-    __slots__ = ("_admitted", "_waiting")
-
     def __init__(self) -> None:
         self._admitted: dict[str, P] = {}
         self._waiting: dict[str, deque[P]] = {}
 
     def __len__(self) -> int:
-        """The number of publications admitted."""
         return len(self._admitted)
 
     def enter(self, publications: Iterable[P]) -> list[P]:
@@ -101,7 +85,6 @@ class MessageIdQueue(Generic[P]):
         return admitted
 
     def holder(self, message_id: str) -> P | None:
-        """The publication admitted with this id, if there is one."""
         return self._admitted.get(message_id)
 
     def leave(self, publications: Iterable[P]) -> list[P]:

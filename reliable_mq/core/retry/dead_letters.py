@@ -45,40 +45,22 @@ _PERSISTENT: Final = b"\x02"
 
 
 class Target(NamedTuple):
-    """Where dead letters are published to.
+    """Where dead letters are published to."""
 
-    Attributes:
-        exchange: its name; empty for the default exchange.
-        routing_key: the routing key; the queue's name with the default exchange.
-    """
-
-    exchange: str
-    routing_key: str
+    exchange: str  # empty for the default exchange
+    routing_key: str  # the queue's name with the default exchange
 
 
 class RepublishReason(enum.Enum):
     """The purpose of a message that is published again."""
 
-    DEAD_LETTER = "dead letter"
-    """It is given up."""
-    RETRY = "retry"
-    """It waits in a delay queue for its next attempt."""
-    QUARANTINE = "quarantine"
-    """It is suspected of killing its consumer, and is handled by itself from now on."""
+    DEAD_LETTER = "dead letter"  # it is given up
+    RETRY = "retry"  # it waits in a delay queue for its next attempt
+    QUARANTINE = "quarantine"  # it is suspected of killing its consumer, and is handled by itself from now on
 
 
 class RepublishRequest:
-    """A message to publish, mandatory and confirmed, before its original may be acked.
-
-    Attributes:
-        delivery: the original, unsettled until this is confirmed.
-        exchange, routing_key: where it is published to.
-        properties: encoded.
-        reason: why it is a dead letter; else empty.
-        purpose: why it is published.
-        queue: the queue that it goes to, if that may have to be declared.
-        tries: the publishes that were not confirmed.
-    """
+    """A message to publish, mandatory and confirmed, before its original may be acked."""
 
     __slots__ = ("delivery", "exchange", "properties", "purpose", "queue", "reason", "routing_key", "tries")
 
@@ -93,30 +75,20 @@ class RepublishRequest:
         queue: Queue | None = None,
     ) -> None:
         self.purpose = purpose
-        self.queue = queue
-        self.delivery = delivery
-        self.exchange = target.exchange
-        self.routing_key = target.routing_key
-        self.properties = properties
-        self.reason = reason
-        self.tries = 0
+        self.queue = queue  # that it goes to, if that may have to be declared
+        self.delivery = delivery  # the original, unsettled until this is confirmed
+        self.exchange, self.routing_key = target
+        self.properties = properties  # encoded
+        self.reason = reason  # why it is a dead letter; else empty
+        self.tries = 0  # publishes that were not confirmed
 
     @property
     def body(self) -> bytes:
-        """The body of the original."""
         return self.delivery.body
 
 
 class DeadLetters:
-    """Makes the dead letters of one consumer.
-
-    Args:
-        target: where they go.
-        consumer: the name of the consumer.
-        version: of this package.
-    """
-
-    __slots__ = ("_consumer", "_target", "_version")
+    """Makes the dead letters of one consumer, with the version of this package."""
 
     def __init__(self, target: Target, *, consumer: str, version: str) -> None:
         self._target = target
@@ -124,7 +96,6 @@ class DeadLetters:
         self._version = version
 
     def make(self, delivery: Delivery, reason: str) -> RepublishRequest:
-        """Make the dead letter of ``delivery``."""
         reason = printable(reason)
         return RepublishRequest(delivery, self._target, self._properties(delivery, reason), reason)
 
@@ -135,7 +106,7 @@ class DeadLetters:
             theirs = view.headers
         except CodecError:
             theirs = _readable(view)
-            sendable = not _may_copy(raw)
+            sendable = not headers.may_copy(raw)
         else:
             sendable = True
         ours = self._ours(delivery, theirs, reason)
@@ -196,11 +167,6 @@ def _readable(view: Properties) -> Mapping[str, object]:
         return view.headers_beginning(headers.PREFIX)
     except CodecError:
         return _EMPTY
-
-
-def _may_copy(properties: bytes) -> bool:
-    """Whether a header table that we cannot read may have a ``CC`` or ``BCC``."""
-    return b"\x02CC" in properties or b"\x03BCC" in properties
 
 
 def _time(seconds: float) -> datetime:

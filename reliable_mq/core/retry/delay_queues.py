@@ -44,14 +44,9 @@ _NAMED: Final = re.compile(r"(?P<queue>.+)\.retry\.(?P<milliseconds>[1-9]\d*)", 
 
 
 class DelayQueue(NamedTuple):
-    """The name of a delay queue, decoded.
+    """The name of a delay queue, decoded."""
 
-    Attributes:
-        queue: the queue that its messages return to.
-        milliseconds: the delay.
-    """
-
-    queue: str
+    queue: str  # that its messages return to
     milliseconds: int
 
     @classmethod
@@ -62,19 +57,13 @@ class DelayQueue(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name that `of` reads."""
         return f"{self.queue}.retry.{self.milliseconds}"
 
 
 class DelayQueues:
     """The delay queues of one queue, in milliseconds.
 
-    Args:
-        queue: its name.
-        policy: whose delays have queues of their own, unless they are many, or a matter of chance.
-
-    Attributes:
-        own: those delays, in order.
+    The delays of the policy have queues of their own, unless they are many, or a matter of chance.
 
     Raises:
         ConfigurationError: the queue's name leaves no room for theirs.
@@ -85,7 +74,7 @@ class DelayQueues:
         if policy.jitter or len(own) > _MOST_OWN:
             own.clear()
         self._queue = queue
-        self.own: Final = tuple(sorted(own))
+        self.own: Final = tuple(sorted(own))  # the delays of the policy
         self._known: Final = frozenset({*SERIES, *own})
         self._steps: Final = sorted(self._known)
         longest = DelayQueue(queue, self._steps[-1]).name

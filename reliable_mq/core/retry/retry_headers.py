@@ -46,15 +46,10 @@ LONGEST_CONTEXT: Final = 64  # characters; that of W3C's first version has 55
 
 
 class RetryState(NamedTuple):
-    """The state of a message that came from a delay queue, or from quarantine.
+    """The state of a message that came from a delay queue, or from quarantine."""
 
-    Attributes:
-        path: the delays of the delay queues that are left, in milliseconds.
-        suspect: whether it is suspected of killing its consumer.
-    """
-
-    path: tuple[int, ...] = ()
-    suspect: bool = False
+    path: tuple[int, ...] = ()  # the delays of the delay queues that are left, in milliseconds
+    suspect: bool = False  # whether it is suspected of killing its consumer
 
 
 PLAIN: Final = RetryState()
@@ -63,10 +58,7 @@ PLAIN: Final = RetryState()
 def encode_retry_headers(delivery: Delivery, path: Sequence[int] = (), *, suspect: bool = False) -> bytes | None:
     """Return the properties of the waiting message; None if they would be changed.
 
-    Args:
-        delivery: with its failures so far.
-        path: the delay queues after the first one.
-        suspect: see `RetryState`.
+    The ``path`` has the delay queues after the first one.
     """
     raw = delivery.properties
     view = Properties(raw)

@@ -1,0 +1,148 @@
+"""Provisional confirms: acked publishes that the broker may still lose.
+
+They may be in a queue that is new (`core.new_queues`). Round trips with pauses prove that the broker has run since the
+queue was made; then its confirms are final. Until then the publishes keep their places in the window, and are published
+again, in their old order, if the connection is lost. The close of a channel costs them nothing; the round trips go on
+on the next channel.
+
+Invariants:
+
+- a publish is here from its ack until it is final, given up, or published again;
+- queues that are known to be old stay old, unless the next connection is to another broker;
+- one round trip is under way at a time, and an answer counts on the channel on which it was asked for.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from math import inf
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+from reliable_mq.core.new_queues import NewQueues, is_copied
+from reliable_mq.core.publisher.publication import Publication, PublicationState
+from reliable_mq.core.publisher.trace import PublicationEvent, record
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["ProvisionalConfirms"]
+
+P = TypeVar("P", bound=Publication)
+
+_ROUND_TRIPS: Final = 7  # so many prove that the broker has run,
+_WATCHED: Final = 0.75  # spread over this share of the grace
+
+
+class ProvisionalConfirms(Generic[P]):
+    """The provisional publishes of one publisher. Not thread-safe.
+
+    Args:
+        grace: seconds after a queue was made within which its confirms are provisional; 0 for never.
+    """
+
+    def __init__(self, grace: float) -> None:
+        self.grace = grace
+        self.new_queues = NewQueues()
+        #: Queues that were made a grace before are old: the broker has run since.
+        self.proven = -inf
+        self._places: dict[P, tuple[int, int]] = {}  # generation and number: the order of publishing
+        self._final: list[tuple[float, int, list[P]]] = []  # what the broker must outlive to confirm those
+        self._order = itertools.count()  # breaks ties in _final
+        self._begun_at: float | None = None  # the round trip that is not over on this channel
+        self._next_at = -inf  # a pause after the last one
+        self._answered: deque[float] = deque(maxlen=_ROUND_TRIPS)  # when these began, on this connection
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def channel_opened(self, new_queues: NewQueues) -> None:
+        """Begin with a channel, perhaps to another broker, of which nothing is known."""
+        if self.grace and new_queues is not self.new_queues:
+            self.new_queues = new_queues
+            self.proven = -inf
+
+    def acked(self, generation: int, numbers: list[int], publications: list[P], now: float) -> list[P]:
+        """Keep those that may be in a new queue; return the others, which are final."""
+        final: list[P] = []
+        kept: dict[float, list[P]] = {}
+        for number, publication in zip(numbers, publications, strict=True):
+            at = None
+            if publication.state is PublicationState.ON_WIRE and publication.reply is None:
+                at = self.new_queues.final_at(
+                    publication.exchange,
+                    publication.routing_key,
+                    now,
+                    self.proven,
+                    self.grace,
+                    copied=is_copied(publication.message),
+                )
+            if at is None:
+                final.append(publication)
+            else:
+                publication.state = PublicationState.PROVISIONAL
+                self._places[publication] = generation, number
+                kept.setdefault(at, []).append(publication)
+        for at, those in kept.items():
+            record(those, PublicationEvent.PROVISIONAL)
+            heapq.heappush(self._final, (at, next(self._order), those))
+        return final
+
+    def given_up(self, publication: P) -> None:
+        """Forget a publish whose deadline has passed."""
+        del self._places[publication]
+
+    def channel_lost(self) -> None:
+        """End the round trip that is under way."""
+        self._begun_at = None
+
+    def connection_lost(self, on_wire: Mapping[P, tuple[int, int]]) -> list[P]:
+        """Return the publishes to send again, in their old order.
+
+        The broker may have died, and its new queues with it. Those that were not known to be old are recorded anew by
+        whoever opens a connection.
+
+        Args:
+            on_wire: publishes without a confirm, by generation and number.
+        """
+        self._next_at = -inf
+        self._answered.clear()
+        for publication in self._places:
+            publication.in_doubt = True
+        record(self._places, PublicationEvent.IN_DOUBT)
+        places = {**self._places, **on_wire}
+        self._places.clear()
+        self._final.clear()
+        return sorted(places, key=places.__getitem__)
+
+    def round_trip_begun(self, now: float) -> None:
+        """Note that the round trip of `round_trip_at` has begun."""
+        self._begun_at = now
+
+    def round_trip_ended(self, now: float) -> list[P]:
+        """Note the answer of the broker. Return the publishes that are final by now."""
+        begun_at, self._begun_at = self._begun_at, None
+        if begun_at is None:
+            return []
+        self._answered.append(begun_at)
+        watched = self.grace * _WATCHED
+        self._next_at = now + watched / (_ROUND_TRIPS - 1)
+        if len(self._answered) == _ROUND_TRIPS:
+            self.proven = max(self.proven, self._answered[0] + watched)
+        final: list[P] = []
+        while self._final and self._final[0][0] <= self.proven:
+            final += heapq.heappop(self._final)[2]
+        return [one for one in final if self._places.pop(one, None) is not None]
+
+    @property
+    def round_trip_at(self) -> float | None:
+        """When the next round trip is due; None for none.
+
+        There is one with nothing provisional, too: queues that are known to be old stay old after a loss.
+        """
+        if self._begun_at is not None:
+            return None
+        old_at = self.new_queues.latest + self.grace
+        at = min(self._final[0][0] if self._final else inf, old_at if old_at > self.proven else inf)
+        return max(at - self.grace * _WATCHED, self._next_at) if at < inf else None
