@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from reliable_mq._util.validation import Duration, seconds, whole_number
 from reliable_mq.core.idempotency import Claim, ClaimStatus
 from reliable_mq.errors import IdempotencyStoreError
-from reliable_mq.stores.keys import DAY
+from reliable_mq.stores.base import DAY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -34,8 +34,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 from reliable_mq._util.validation import Duration, seconds
 from reliable_mq.core.idempotency import ClaimStatus
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError
-from reliable_mq.stores.base import Queries, StoreBase
-from reliable_mq.stores.keys import FORMAT, ClaimAnswer, Held, PurgePace, microseconds
+from reliable_mq.stores.base import FORMAT, ClaimAnswer, Held, PurgePace, Queries, StoreBase, microseconds
 
 __all__ = ["Dialect", "MySQL", "PostgreSQL", "Query", "SQLStoreBase", "SQLite", "Steps", "Transaction", "checked_table"]
 

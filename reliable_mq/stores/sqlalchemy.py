@@ -30,8 +30,7 @@ from reliable_mq._util.sqlalchemy import AUTOCOMMIT, refuse_autocommit, refuse_c
 from reliable_mq._util.threads import CancelHandle, DaemonExecutor
 from reliable_mq.core.idempotency import CommitStatus
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError, UsageError
-from reliable_mq.stores.base import AsyncStore, Queries, SyncStore, run_queries
-from reliable_mq.stores.keys import DAY, held_by
+from reliable_mq.stores.base import DAY, AsyncStore, Queries, SyncStore, held_by, run_queries
 from reliable_mq.stores.sql import Dialect, MySQL, PostgreSQL, Query, SQLite, SQLStoreBase, Steps, checked_table
 from reliable_mq.url import redacted
 
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 
     from sqlalchemy import TextClause
-    from sqlalchemy.ext.asyncio import AsyncSessionTransaction, async_sessionmaker
+    from sqlalchemy.ext.asyncio import async_sessionmaker
     from sqlalchemy.orm import SessionTransaction, sessionmaker
 
     from reliable_mq._util.validation import Duration
@@ -142,6 +141,41 @@ class _SQLAlchemyBase(SQLStoreBase):
         said = error if isinstance(error, IdempotencyStoreError) else self._failed(error)
         logger.warning("a transaction was not rolled back in good order: %s", said)
 
+    def _begin_in(self, session: Session, handle: CancelHandle) -> tuple[SessionTransaction, Connection]:
+        """Begin the transaction of a session; the handle ends the call."""
+        transaction = session.begin()
+        connection = session.connection()
+        with handle.using(connection.connection.dbapi_connection, connection.invalidate):
+            self._check_transaction(connection)
+        return transaction, connection
+
+    def _commit_in(
+        self,
+        session: Session,
+        transaction: SessionTransaction,
+        connection: Connection,
+        inbox_claims: Sequence[InboxClaim],
+    ) -> None:
+        """Commit a transaction with the record that its deliveries are done.
+
+        Raises:
+            UsageError: the handler has ended it.
+        """
+        if not transaction.is_active:
+            raise UsageError(
+                "the handler has ended the transaction itself: leave the commit to the end of the block, and raise for "
+                "a rollback"
+            )
+        session.flush()
+        self._complete_in(connection, inbox_claims)
+        _mark(inbox_claims, CommitStatus.UNKNOWN)
+        transaction.commit()
+
+    def _check_and_complete_in(self, connection: Connection, inbox_claims: Sequence[InboxClaim]) -> None:
+        """Complete the claims of deliveries in a transaction of the user."""
+        self._check_transaction(connection)
+        self._complete_in(connection, inbox_claims)
+
     def _check_transaction(self, connection: Connection) -> None:
         """Check that a transaction is one; SQLite's begins here, with its lock.
 
@@ -202,19 +236,6 @@ def _inbox_claims_of(deliveries: Sequence[Delivery]) -> list[InboxClaim]:
     if not deliveries or len(inbox_claims) < len(deliveries):
         raise UsageError("an inbox needs deliveries of a consumer with this store, while they are handled")
     return inbox_claims
-
-
-def _check_active(transaction: SessionTransaction | AsyncSessionTransaction) -> None:
-    """Check that a handler has left the end of the transaction to the store.
-
-    Raises:
-        UsageError: it has not.
-    """
-    if not transaction.is_active:
-        raise UsageError(
-            "the handler has ended the transaction itself: leave the commit to the end of the block, and raise for a "
-            "rollback"
-        )
 
 
 def _mark(inbox_claims: Iterable[InboxClaim], commit: CommitStatus) -> None:
@@ -323,11 +344,7 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
         try:
             yield session
             with self._in_time(connection):
-                _check_active(transaction)
-                session.flush()
-                self._complete_in(connection, inbox_claims)
-                _mark(inbox_claims, CommitStatus.UNKNOWN)
-                transaction.commit()
+                self._commit_in(session, transaction, connection, inbox_claims)
         except BaseException:
             self._roll_back(session, connection)
             raise
@@ -349,8 +366,7 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
         inbox_claims = _inbox_claims_of(deliveries)
         connection = session if isinstance(session, Connection) else session.connection()
         with self._in_time(connection):
-            self._check_transaction(connection)
-            self._complete_in(connection, inbox_claims)
+            self._check_and_complete_in(connection, inbox_claims)
         _mark(inbox_claims, CommitStatus.UNKNOWN)
 
     def close(self) -> None:
@@ -372,14 +388,10 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
     def _begin(self, handle: CancelHandle) -> tuple[Session, SessionTransaction, Connection]:
         session = Session(self._engine) if self._session is None else self._session()
         try:
-            transaction = session.begin()
-            connection = session.connection()
-            with handle.using(connection.connection.dbapi_connection, connection.invalidate):
-                self._check_transaction(connection)
+            return session, *self._begin_in(session, handle)
         except BaseException:
             session.close()
             raise
-        return session, transaction, connection
 
     @contextmanager
     def _in_time(self, connection: Connection) -> Iterator[None]:
@@ -478,10 +490,10 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
         """Make deliveries done in a transaction of your own; see `SQLAlchemyStore.inbox`."""
         inbox_claims = _inbox_claims_of(deliveries)
         connection = session if isinstance(session, AsyncConnection) else await session.connection()
-        await self._in_time(self._check_and_complete(connection, inbox_claims))
+        await self._in_time(connection.run_sync(self._check_and_complete_in, inbox_claims))
         _mark(inbox_claims, CommitStatus.UNKNOWN)
 
-    async def _begin_in_time(self) -> tuple[AsyncSession, AsyncSessionTransaction, AsyncConnection]:
+    async def _begin_in_time(self) -> tuple[AsyncSession, SessionTransaction, Connection]:
         try:
             return await self._in_time(self._begin())
         except (ConfigurationError, IdempotencyStoreError):
@@ -489,38 +501,27 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
         except Exception as error:  # whatever the driver raises
             raise self._failed(error) from error
 
-    async def _begin(self) -> tuple[AsyncSession, AsyncSessionTransaction, AsyncConnection]:
+    async def _begin(self) -> tuple[AsyncSession, SessionTransaction, Connection]:
         session = AsyncSession(self._engine) if self._session is None else self._session()
         try:
-            transaction = await session.begin()
-            connection = await session.connection()
-            await connection.run_sync(self._check_transaction)
+            return session, *(await session.run_sync(self._begin_in, CancelHandle()))
         except BaseException:
             await self._roll_back(session)
             raise
-        return session, transaction, connection
 
     async def _commit(
         self,
         session: AsyncSession,
-        transaction: AsyncSessionTransaction,
-        connection: AsyncConnection,
+        transaction: SessionTransaction,
+        connection: Connection,
         inbox_claims: Sequence[InboxClaim],
     ) -> None:
         try:
-            _check_active(transaction)
-            await session.flush()
-            await connection.run_sync(self._complete_in, inbox_claims)
-            _mark(inbox_claims, CommitStatus.UNKNOWN)
-            await transaction.commit()
+            await session.run_sync(self._commit_in, transaction, connection, inbox_claims)
         except BaseException:  # here: after a timeout no other task may touch the session
             await self._roll_back(session)
             raise
         await session.close()
-
-    async def _check_and_complete(self, connection: AsyncConnection, inbox_claims: Sequence[InboxClaim]) -> None:
-        await connection.run_sync(self._check_transaction)
-        await connection.run_sync(self._complete_in, inbox_claims)
 
     async def _roll_back(self, session: AsyncSession) -> None:
         try:

@@ -12,13 +12,12 @@ import os
 import sqlite3
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from reliable_mq._util.boottime import boot, since_boot
 from reliable_mq._util.validation import Duration, file_path
 from reliable_mq.errors import IdempotencyStoreError
-from reliable_mq.stores.base import SyncStore, run_queries
-from reliable_mq.stores.keys import DAY
+from reliable_mq.stores.base import DAY, SyncStore, run_queries
 from reliable_mq.stores.sql import SQLite, SQLStoreBase, checked_table
 
 if TYPE_CHECKING:
@@ -75,12 +74,6 @@ class SQLiteStore(SQLStoreBase, SyncStore):
             if self._connection is not None and os.getpid() == self._made_in:
                 self._connection.close()
                 self._connection = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<SQLiteStore {str(self._path)!r}>"
