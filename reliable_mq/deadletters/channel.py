@@ -68,11 +68,6 @@ _CONTRADICTS = "PRECONDITION_FAILED - inequivalent arg {!r} for queue "
 class GetChannel(AdminChannel):
     """A channel on a queue of dead letters. One thread at a time may use it.
 
-    Args:
-        settings: where to.
-        queue: its name.
-        name: of the connection.
-
     Attributes:
         left: messages in the queue when the first one of the latest batch was taken, that one included.
     """

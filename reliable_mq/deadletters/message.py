@@ -105,7 +105,9 @@ class DeadMessage:
         self.exchange, self.routing_key = delivery.exchange, delivery.routing_key
         self.redelivered = delivery.redelivered
         self.delivery_count = _whole(table.get("x-delivery-count")) or 0
-        self.properties = _without_counts(delivery.properties, table)
+        self.properties = delivery.properties
+        if any(name in table for name in BROKER_COUNTS):
+            self.properties = rewrite_properties(delivery.properties, drop_headers=BROKER_COUNTS)
         self.headers: Mapping[str, object] = {name: table[name] for name in table if name not in BROKER_COUNTS}
         self.message_id = _readable(view, "message_id")
         self.unreadable = _newer_format(table) or _cut(table, len(self.body))
@@ -198,12 +200,6 @@ def _counts(name: str) -> bool:
     if name.startswith(headers.PREFIX):
         return not name.startswith(_KEPT)
     return name in BROKER_COUNTS or name.startswith(_DEATHS)
-
-
-def _without_counts(properties: bytes, table: Mapping[str, object]) -> bytes:
-    if not any(name in table for name in BROKER_COUNTS):
-        return properties
-    return rewrite_properties(properties, drop_headers=BROKER_COUNTS)
 
 
 # -- origin and cause --------------------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ from reliable_mq.outbox.sqlalchemy_table import (
     WALKS_AN_INDEX,
     begin_taking,
     database_time,
+    portions,
     skips_locked,
 )
 
@@ -63,7 +64,6 @@ _KEYS_AT_MOST: Final = 5000  # read per take; the next take goes on there
 _ROWS_AT_FIRST: Final = 32  # per take while their size is not known
 _BYTES_PER_TAKE: Final = 8 * 1024 * 1024  # about
 _WEIGHT: Final = 0.2  # of the last take in the average
-_IDS_PER_STATEMENT: Final = 500  # some databases bind few
 _KEEP_EVERY: Final = 5.0  # seconds
 
 
@@ -166,7 +166,7 @@ class SQLAlchemyRowLeases:
             self._mark(connection, [-1], name, until)
         ids = self._choose(connection, limit, now)
         first = [
-            row for some in _portions(ids) for row in (self._lock if locks else self._update)(connection, some, now)
+            row for some in portions(ids) for row in (self._lock if locks else self._update)(connection, some, now)
         ]
         if locks:
             self._mark(connection, [row.id for row in first], name, until)
@@ -205,7 +205,7 @@ class SQLAlchemyRowLeases:
         while True:
             heads = self._heads(connection, after, up_to, size)
             due: set[int] = set()
-            for some in _portions([number for _, number in heads]):
+            for some in portions([number for _, number in heads]):
                 due.update(connection.execute(select(columns.id).where(columns.id.in_(some), self._due(now))).scalars())
             yield [(key, number, number in due) for key, number in heads]
             enough += len(due)
@@ -291,20 +291,20 @@ class SQLAlchemyRowLeases:
         return behind
 
     def _mark(self, connection: Connection, ids: Sequence[int], name: str, until: float) -> None:
-        for some in _portions(ids):
+        for some in portions(ids):
             mine = update(self._table).where(self._table.c.id.in_(some))
             connection.execute(mine.values(claimed_by=name, claimed_until=until))
 
     def _renew(self, connection: Connection) -> None:
         columns = self._table.c
         until = database_time(connection) + self._lease
-        for some in _portions(sorted(self._taken)):
+        for some in portions(sorted(self._taken)):
             mine = update(self._table).where(columns.id.in_(some), self._ours())
             connection.execute(mine.values(claimed_until=until))
 
     def _release(self, connection: Connection) -> None:
         columns = self._table.c
-        for some in _portions(sorted(self._taken)):
+        for some in portions(sorted(self._taken)):
             unpublished = columns.id.in_([number for number in some if number in self._unpublished])
             connection.execute(
                 update(self._table)
@@ -350,9 +350,3 @@ class SQLAlchemyRowLeases:
         columns = self._table.c
         claimed = columns.claimed_by.is_not(None) if was_claimed is None else was_claimed
         return select(columns.id, claimed.label("was_claimed"), *(columns[name] for name in COLUMNS))
-
-
-def _portions(ids: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Split a list into parts that fit into one statement."""
-    for start in range(0, len(ids), _IDS_PER_STATEMENT):
-        yield ids[start : start + _IDS_PER_STATEMENT]

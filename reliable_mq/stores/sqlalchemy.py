@@ -26,7 +26,14 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 
 from reliable_mq._util.boottime import boot, since_boot
-from reliable_mq._util.sqlalchemy import AUTOCOMMIT, refuse_autocommit, refuse_connection_in_autocommit, transaction_at
+from reliable_mq._util.sqlalchemy import (
+    AUTOCOMMIT,
+    CONFLICTS,
+    error_code,
+    refuse_autocommit,
+    refuse_connection_in_autocommit,
+    transaction_at,
+)
 from reliable_mq._util.threads import CancelHandle, DaemonExecutor
 from reliable_mq.core.idempotency import CommitStatus
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError, UsageError
@@ -58,8 +65,6 @@ _DIALECTS: Final[dict[str, type[Dialect]]] = {
     "sqlite": SQLite,
 }
 _ATTEMPTS: Final = 10  # at a transaction that conflicts with others
-# SQLSTATEs and MySQL codes of deadlocks and serialization failures: safe to repeat.
-_CONFLICTS: Final = frozenset({"40001", "40P01", 1205, 1213, 1020})
 # Of a table or an index that another transaction creates at the same time, in spite of IF NOT EXISTS: PostgreSQL
 # refuses all but one; MariaDB and MySQL know the table, or that it is being changed.
 _CREATED_MEANWHILE: Final = frozenset({"23505", "42710", "42P07", 1050, 1684})
@@ -206,7 +211,7 @@ def _worth_repeating(error: Exception, attempt: int) -> bool:
 
     That is once after a lost connection, and more often after a conflict with others.
     """
-    if _code_of(error) in _CONFLICTS:
+    if error_code(error) in CONFLICTS:
         return True
     if attempt or isinstance(error, TimeoutError | IdempotencyStoreError):
         return False
@@ -219,16 +224,7 @@ def _worth_creating_again(error: DBAPIError, attempt: int) -> bool:
     if attempt == _ATTEMPTS - 1:
         return False
     busy = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in _SQLITE_BUSY  # the rest is the extended code
-    return busy or _code_of(error) in _CREATED_MEANWHILE or _worth_repeating(error, attempt)
-
-
-def _code_of(error: Exception) -> str | int | None:
-    """Return the SQLSTATE of a driver's error, or the code of MariaDB and MySQL."""
-    cause = error.orig if isinstance(error, DBAPIError) else error
-    code = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
-    if code is None and cause is not None and cause.args:
-        code = cause.args[0]
-    return code if isinstance(code, str | int) else None
+    return busy or error_code(error) in _CREATED_MEANWHILE or _worth_repeating(error, attempt)
 
 
 def _inbox_claims_of(deliveries: Sequence[Delivery]) -> list[InboxClaim]:
