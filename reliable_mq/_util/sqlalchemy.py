@@ -17,19 +17,15 @@ import concurrent.futures
 import contextlib
 import logging
 import threading
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Final, TypeVar
 
-from sqlalchemy import Engine
+from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from reliable_mq._util.threads import start_daemon
 from reliable_mq.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from sqlalchemy import Connection
-    from sqlalchemy.ext.asyncio import AsyncEngine
 
 __all__ = [
     "AUTOCOMMIT",
@@ -172,10 +168,7 @@ class AsyncTransactionRunner:
         return result
 
     def close(self) -> None:
-        """Close the connections and end the thread; cancel the work that is waited for.
-
-        Waits some seconds.
-        """
+        """Cancel the work that is waited for, close the connections, end the thread."""
         with self._lock:
             loop, thread, engine = self._loop, self._thread, self._engine
             self._loop = self._thread = self._engine = None

@@ -25,13 +25,11 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from typing import Any, Final, Generic, TypeVar
 
 __all__ = [
     "CallbackThread",
@@ -49,11 +47,7 @@ T = TypeVar("T")
 
 
 def start_daemon(name: str, fn: Callable[..., object], *args: object) -> threading.Thread:
-    """Start a daemon thread that calls ``fn``.
-
-    Raises:
-        RuntimeError: the interpreter exits, and refuses new threads.
-    """
+    """Start a daemon thread; RuntimeError if the interpreter exits."""
     thread = threading.Thread(target=fn, args=args, name=name, daemon=True)
     thread.start()
     return thread
@@ -132,12 +126,7 @@ def _shut(connection: Any) -> None:
 
 
 class DaemonExecutor:
-    """Call functions on daemon threads. Thread-safe; a forked child starts new ones.
-
-    Args:
-        name: of the threads.
-        most: threads.
-    """
+    """Call functions on daemon threads, ``most`` at once. Thread-safe, and fork-safe."""
 
     _threads: int  # that take calls from the queue
 
@@ -147,15 +136,15 @@ class DaemonExecutor:
         self._reset()
 
     def call(self, fn: Callable[[CancelHandle], T], timeout: float, *, beyond: bool = False) -> T:
-        """Call on another thread, and wait for the result.
+        """Call with a handle that ends it, on another thread, and wait for the result.
 
         Args:
-            fn: is given the handle that ends it.
+            fn: is given the handle.
             timeout: seconds.
             beyond: whether it may have a thread beyond the most: there are as many such calls as workers, say.
 
         Raises:
-            TimeoutError: it did not return within ``timeout`` seconds.
+            TimeoutError: it did not return in time.
         """
         call = _BlockingCall(fn)
         self._submit(call.run, beyond=beyond)
@@ -377,10 +366,7 @@ class CallbackThread:
                 self._queue.put(None)
 
     def join(self, timeout: float) -> bool:
-        """Wait for the end of the stopped thread; return whether it has ended.
-
-        Waits up to ``timeout`` seconds, and not on that thread itself.
-        """
+        """Wait for the end of the stopped thread, not on itself; return whether it ended."""
         thread = self._stopped
         if thread is None:
             return True

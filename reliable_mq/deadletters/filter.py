@@ -8,13 +8,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 from reliable_mq._util.validation import Duration, seconds
+from reliable_mq.deadletters.message import DeadMessage, Origin
 from reliable_mq.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from reliable_mq.deadletters.message import DeadMessage, Origin
 
 __all__ = ["AGES", "Filter", "Filterable", "Statistics", "age_in_seconds"]
 

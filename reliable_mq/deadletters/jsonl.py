@@ -20,15 +20,13 @@ import json
 from collections.abc import Mapping
 from datetime import datetime
 from math import isfinite
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from reliable_mq.codec import CodecError, Properties, encode_properties
+from reliable_mq.core.consumer.delivery import Delivery
+from reliable_mq.deadletters.message import DeadMessage
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.message import Message, MessageProperties
-
-if TYPE_CHECKING:
-    from reliable_mq.core.consumer.delivery import Delivery
-    from reliable_mq.deadletters.message import DeadMessage
 
 __all__ = ["Line", "read_line", "write_line"]
 

@@ -16,18 +16,15 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from datetime import datetime
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from reliable_mq.codec import CodecError, Properties, rewrite_properties
 from reliable_mq.core import headers
 from reliable_mq.core.consumer.attempts import BROKER_COUNTS
+from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.message import Message
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from reliable_mq.core.consumer.delivery import Delivery
 
 __all__ = ["DeadMessage", "Origin"]
 

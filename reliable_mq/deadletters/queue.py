@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, BinaryIO, Final, Self
+from typing import BinaryIO, Final, Self
 
-from reliable_mq._util.validation import is_text, whole_number
+from reliable_mq._util.validation import Duration, is_text, whole_number
 from reliable_mq.codec import CodecError, Properties, join_properties
 from reliable_mq.codec.methods import CheckQueue, DeclareQueue, QueueState
 from reliable_mq.core.channel_setup import StepRefused
@@ -31,19 +31,14 @@ from reliable_mq.deadletters.replay import BATCH, Progress, Replay, ReplayReport
 from reliable_mq.errors import ConfigurationError, ConsumeError, PublishError, ReliableMQError, UsageError
 from reliable_mq.message import Message
 from reliable_mq.retry import RetryPolicy
+from reliable_mq.settings import ConnectionSettings, Credentials, CredentialsCallback
 from reliable_mq.stores.protocol import ResettableStore
 from reliable_mq.sync.admin_channel import AdminChannel
+from reliable_mq.sync.confirmation import Confirmation
 from reliable_mq.sync.publisher import Publisher
+from reliable_mq.tls import TLSOptions
 from reliable_mq.topology import Queue
 from reliable_mq.url import parse_url
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from reliable_mq._util.validation import Duration
-    from reliable_mq.settings import ConnectionSettings, Credentials, CredentialsCallback
-    from reliable_mq.sync.confirmation import Confirmation
-    from reliable_mq.tls import TLSOptions
 
 __all__ = ["DeadLetterQueue", "depths"]
 

@@ -20,20 +20,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import UTC, datetime
 from math import ceil
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, TypeAlias
 
+from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.handler import ClaimPolicy
 from reliable_mq.core.retry.dead_letters import Target
+from reliable_mq.deadletters.channel import GetChannel
+from reliable_mq.deadletters.filter import Filter
 from reliable_mq.deadletters.message import DeadMessage
 from reliable_mq.errors import ConfigurationError, ConsumeError, PublishError, ReliableMQError, StaleDelivery
-
-if TYPE_CHECKING:
-    from reliable_mq.core.consumer.delivery import Delivery
-    from reliable_mq.deadletters.channel import GetChannel
-    from reliable_mq.deadletters.filter import Filter
-    from reliable_mq.stores.protocol import ResettableStore
-    from reliable_mq.sync.confirmation import Confirmation
-    from reliable_mq.sync.publisher import Publisher
+from reliable_mq.stores.protocol import ResettableStore
+from reliable_mq.sync.confirmation import Confirmation
+from reliable_mq.sync.publisher import Publisher
 
 __all__ = ["BATCH", "Progress", "RateLimit", "Replay", "ReplayReport", "Routing", "read_batches"]
 
@@ -111,7 +109,7 @@ class ReplayReport:
 def read_batches(
     channel: GetChannel, size: int, guard: Callable[[list[DeadMessage]], None], position: int = 0, total: int = 0
 ) -> Iterator[tuple[list[DeadMessage], int]]:
-    """Read the messages that are there now, batch by batch; yield each with their number in all."""
+    """Read the messages that are there now; yield batches, and the number in all."""
     while not total or position < total:
         deliveries = channel.take(min(size, total - position) if total else size)
         if not deliveries:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from reliable_mq._util.validation import is_text, is_whole_number
 from reliable_mq.core.outbox import NewRow, OutboxRow, RowSettlement
 from reliable_mq.core.statistics import OutboxStatus
 from reliable_mq.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from reliable_mq.message import Message
+from reliable_mq.message import Message
 
 __all__ = ["FailedRow", "Outbox", "OutboxStatus", "RowBatch", "RowLeases", "check_ids", "check_number", "ordering_by"]
 

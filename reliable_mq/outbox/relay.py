@@ -14,20 +14,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Final, Protocol
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
 
 from reliable_mq._util.logs import LogLimit
-from reliable_mq.core.outbox import RelaySession, RowOutcome, RowSettlement
-from reliable_mq.core.statistics import OutboxStatistics
+from reliable_mq.core.outbox import OutboxRow, RelaySession, RowOutcome, RowSettlement
+from reliable_mq.core.statistics import OutboxStatistics, OutboxStatus
 from reliable_mq.errors import ReliableMQError
-
-if TYPE_CHECKING:
-    from collections import deque
-    from collections.abc import Callable, Sequence
-
-    from reliable_mq.core.outbox import OutboxRow
-    from reliable_mq.core.statistics import OutboxStatus
-    from reliable_mq.outbox.protocol import Outbox, RowLeases
+from reliable_mq.outbox.protocol import Outbox, RowLeases
 
 __all__ = ["OutboxRelay", "RowPublisher"]
 
@@ -52,10 +47,7 @@ class RowPublisher(Protocol):
         ...
 
     def take_settled(self) -> list[tuple[OutboxRow, ReliableMQError | None]]:
-        """Return the rows that were settled since the last call, with their errors.
-
-        Does not block.
-        """
+        """Return the rows settled since the last call, with their errors. Does not block."""
         ...
 
     def watch(self, wake: Callable[[], object]) -> None:
@@ -69,13 +61,9 @@ class OutboxRelay:
     ``start``, ``stop`` and ``join`` may be called by any thread.
 
     Args:
-        outbox: to take rows from.
-        publisher: publishes them.
         settle: writes outcomes, without blocking; then, ``settled`` is called.
         limit: how many rows may be outstanding.
         max_bytes: how many bytes of their bodies.
-        name: of the thread.
-        statistics: counts the outcomes of rows.
         measured: whether to count the rows of the outbox now and then, for ``status``.
 
     Attributes:
@@ -139,10 +127,7 @@ class OutboxRelay:
         self._wake.set()
 
     def stop(self, timeout: float) -> None:
-        """Take no more rows, and end when the outstanding ones are settled.
-
-        Does not wait. The thread ends within ``timeout`` seconds.
-        """
+        """Take no more rows; end when those outstanding are settled, or time is over."""
         self._stop_by = time.monotonic() + timeout
         self._wake.set()
 

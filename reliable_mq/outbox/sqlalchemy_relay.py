@@ -71,9 +71,7 @@ class SQLAlchemyRowLeases:
     """The rows that one relay of a table has leased. For one thread.
 
     Args:
-        table: of the outbox.
         run: runs work in a transaction of its own.
-        lease: seconds.
         boot: the name of the boot of the machine, if leases are by the time since that; else empty.
     """
 
@@ -131,7 +129,6 @@ class SQLAlchemyRowLeases:
                 self._unpublished.add(row.id)
 
     def written(self, settlements: Sequence[RowSettlement]) -> None:
-        """Forget rows whose outcomes are written."""
         for settlement in settlements:
             row = settlement.row
             if self._taken.get(row.id) is row:
@@ -139,7 +136,6 @@ class SQLAlchemyRowLeases:
                 self._unpublished.discard(row.id)
 
     def keep(self) -> None:
-        """Renew the leases."""
         if self._taken:
             began = time.monotonic()
             self._run(self._renew, "renewing leases")
@@ -194,10 +190,7 @@ class SQLAlchemyRowLeases:
         return chosen
 
     def _around(self, connection: Connection, limit: int, now: float) -> Iterator[list[tuple[str, int, bool]]]:
-        """Go around the keys until enough of their first rows are due.
-
-        Yields each first row, and whether it is due.
-        """
+        """Go around the keys until enough first rows are due; yield each with that."""
         columns = self._table.c
         size = max(limit, _KEYS_AT_LEAST)
         after, up_to = self._last_key, None

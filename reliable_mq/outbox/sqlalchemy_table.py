@@ -10,17 +10,15 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.dialects.mysql import DOUBLE, LONGBLOB
+from sqlalchemy.engine import Dialect
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.schema import CreateIndex, CreateTable, DDLElement
 
 from reliable_mq._util.boottime import boot, since_boot
-
-if TYPE_CHECKING:
-    from sqlalchemy.engine import Dialect
 
 __all__ = [
     "COLLATES",

@@ -13,18 +13,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from reliable_mq._util.logs import LogLimit
 from reliable_mq.core.outbox import NewRow, RowSettlement
+from reliable_mq.core.statistics import OutboxStatistics
 from reliable_mq.errors import OutboxError, ReliableMQError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from reliable_mq.core.statistics import OutboxStatistics
-    from reliable_mq.outbox.protocol import Outbox
+from reliable_mq.outbox.protocol import Outbox
 
 __all__ = ["OutboxWriter"]
 
@@ -51,11 +48,8 @@ class OutboxWriter(Generic[T]):
     ``store`` and ``settle`` are thread-safe, and may be called by a signal handler.
 
     Args:
-        outbox: to write to.
-        name: of the thread.
         on_stored: called on the writer's thread with the owners of messages, and the error if they are not stored.
         on_settled: called on the writer's thread with the outcomes that were written.
-        statistics: counts stored messages and failures.
     """
 
     def __init__(
@@ -92,10 +86,7 @@ class OutboxWriter(Generic[T]):
         self._queue.put(settlements)
 
     def call(self, call: Callable[[], object]) -> None:
-        """Call a function when all earlier messages and outcomes are reported.
-
-        Does not block.
-        """
+        """Call a function once all that came before is reported. Does not block."""
         self._queue.put(call)
 
     @property

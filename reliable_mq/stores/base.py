@@ -1,4 +1,4 @@
-"""The calls of a store as generators of queries, for the sync and the asyncio API; keys, holders and purges.
+"""The calls of a store as generators of queries, for both APIs; keys and purges.
 
 A call (``claim_many``, say) yields its queries, is sent their replies and returns its result. A query is whatever the
 base class of a database yields and its ``_send`` sends: commands of Redis, a transaction of SQL. The error of a query
@@ -85,14 +85,11 @@ def held_by(claims: Iterable[Claim]) -> list[Held]:
 
 
 class UnansweredClaims:
-    """The holders of claims whose reply was lost. Thread-safe.
+    """The holders of claims whose reply was lost, of the latest keys. Thread-safe.
 
     A holder is a random number that tells one claim call from another. A claim whose reply was lost is repeated by the
     next call that claims the key in this process, and by no other: not by a forked child either. Of several holders of
     one key, from calls that overlapped, each is repeated once, the oldest first.
-
-    Args:
-        capacity: the number of keys that are remembered, the latest ones.
     """
 
     def __init__(self, capacity: int = 10_000) -> None:
@@ -142,9 +139,6 @@ class PurgePace:
     After a purge that left nothing, there is no other for a second.
 
     Without a lock, and so safe in a forked child: of two threads at once, both may purge, or neither.
-
-    Args:
-        clock: a monotonic clock, in seconds.
     """
 
     EVERY: Final = 60.0  # seconds after which a claim purges in any case
@@ -338,11 +332,7 @@ class AsyncStore(StoreBase):
         raise NotImplementedError
 
     async def _run(self, queries: Queries[T]) -> T:
-        """Make a call.
-
-        Raises:
-            UsageError: the running event loop is not the one of the first call, to which the connections belong.
-        """
+        """Make a call, on the event loop of the first call: connections belong to one."""
         running = asyncio.get_running_loop()
         if self._loop is None:
             self._loop = running

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Self, TypeVar
 from urllib.parse import urlsplit
 
 import redis
@@ -33,9 +34,6 @@ from reliable_mq._util.validation import Duration, seconds
 from reliable_mq.core.idempotency import ClaimStatus
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError
 from reliable_mq.stores.base import DAY, AsyncStore, ClaimAnswer, Held, Queries, StoreBase, SyncStore, microseconds
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 __all__ = ["CLAIM", "COMPLETE", "RELEASE", "RESET", "AsyncRedisStore", "RedisStore"]
 
@@ -88,10 +86,9 @@ return replies
 
 
 def _for_each_record(change: str) -> str:
-    """Return a script that changes the records that can be read; its reply is 1 or 0 per key.
+    """Return a script that changes the records that can be read.
 
-    Args:
-        change: of one record, in Lua; it sets ``replies[i]`` to 1 if it applies.
+    Its reply is 1 or 0 per key. ``change`` is Lua that changes one record; it sets ``replies[i]`` to 1 if it applies.
     """
     return f"""{_PARSE}
 local replies = {{}}

@@ -12,16 +12,13 @@ import os
 import sqlite3
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from reliable_mq._util.boottime import boot, since_boot
 from reliable_mq._util.validation import Duration, file_path
 from reliable_mq.errors import IdempotencyStoreError
 from reliable_mq.stores.base import DAY, SyncStore, run_queries
-from reliable_mq.stores.sql import SQLite, SQLStoreBase, checked_table
-
-if TYPE_CHECKING:
-    from reliable_mq.stores.sql import Steps, Transaction
+from reliable_mq.stores.sql import SQLite, SQLStoreBase, Steps, Transaction, checked_table
 
 __all__ = ["SQLiteStore"]
 

@@ -365,12 +365,8 @@ _DEEPEST: Final = 32
 class Arguments(Mapping[str, object]):
     """A read-only copy of the arguments of a declaration, of types that AMQP has.
 
-    Args:
-        owner: the queue, exchange or binding, for the error.
-        given: names to ``None``, ``bool``, ``int`` (64 bits), ``str``, ``bytes``, lists and mappings of these.
-
-    Raises:
-        ConfigurationError: names the argument.
+    These are ``None``, ``bool``, ``int`` (64 bits), ``str``, ``bytes``, lists and mappings of these. Raises
+    `ConfigurationError`, which names the argument and its owner.
     """
 
     __slots__ = ("_items",)
