@@ -183,10 +183,7 @@ def _reset(properties: bytes, table: Mapping[str, object]) -> bytes:
     dropped = [name for name in table if _counts(name)]
     try:
         return rewrite_properties(
-            properties,
-            set_headers=ours,
-            drop_headers=[*dropped, "CC", "BCC"],
-            clear=("user_id", "expiration"),
+            properties, set_headers=ours, drop_headers=[*dropped, "CC", "BCC"], clear=("user_id", "expiration")
         )
     except CodecError:
         return properties  # which the publisher refuses, with a reason

@@ -409,12 +409,7 @@ class PostgreSQL(Dialect):
             f"SELECT c.claim_key, 0, c.format, c.state = 2 AND c.expires > given.now, c.attempts "
             f"FROM given JOIN {self.table} c ON c.claim_key = given.k "
             f"WHERE {self._listed} AND NOT EXISTS (SELECT 1 FROM taken WHERE taken.claim_key = given.k)",
-            {
-                "keys": list(holders),
-                "numbers": list(holders.values()),
-                "lease": lease,
-                "kept": lease + retention,
-            },
+            {"keys": list(holders), "numbers": list(holders.values()), "lease": lease, "kept": lease + retention},
         )
         granted = {key: ClaimAnswer(ClaimStatus.NEW, token, attempts) for key, token, _, _, attempts in rows if token}
         if len(granted) < len(holders):
