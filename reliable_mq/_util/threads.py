@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 __all__ = [
     "CallbackThread",
@@ -44,6 +44,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_Report: TypeAlias = Callable[[Any, BaseException | None], object]
 
 
 def start_daemon(name: str, fn: Callable[..., object], *args: object) -> threading.Thread:
@@ -146,20 +147,35 @@ class DaemonExecutor:
         Raises:
             TimeoutError: it did not return in time.
         """
-        call = _BlockingCall(fn)
-        self._submit(call.run, beyond=beyond)
-        if not call.ended.acquire(timeout=timeout):
-            call.handle.cut()
+        handle, outcome = CancelHandle(), list[Any]()
+        ended = threading.Lock()  # the lightest thing that one thread can wait for and another one end
+        ended.acquire()
+
+        def report(result: T | None, error: BaseException | None) -> None:
+            outcome.extend((result, error))
+            ended.release()
+
+        self._submit(partial(fn, handle), report, beyond=beyond)
+        if not ended.acquire(timeout=timeout):
+            handle.cut()
             raise TimeoutError(f"no answer within {timeout:g} s")
-        return call.result()
+        result: T
+        result, error = outcome
+        if error is None:
+            return result
+        outcome.clear()
+        try:
+            raise error
+        finally:
+            del error  # or the traceback keeps this frame, and this frame the error
 
     @contextlib.contextmanager
     def cutting(self, timeout: float) -> Iterator[CancelHandle]:
         """Cut the handle if the block, which stays on its thread, takes too long."""
-        call, over = _BlockingCall(lambda handle: None if over.wait(timeout) else handle.cut()), threading.Event()
-        self._submit(call.run, beyond=True)
+        handle, over = CancelHandle(), threading.Event()
+        self._submit(lambda: None if over.wait(timeout) else handle.cut(), lambda _result, _error: None, beyond=True)
         try:
-            yield call.handle
+            yield handle
         finally:
             over.set()
 
@@ -170,7 +186,12 @@ class DaemonExecutor:
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self._submit(partial(_run_for_future, fn, future, loop), queue=True)
+
+        def report(result: T, error: BaseException | None) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(_settle, future, result, error)
+
+        self._submit(fn, report, queue=True)
         return future
 
     @property
@@ -193,7 +214,7 @@ class DaemonExecutor:
     def _reset(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._calls: SimpleQueue[Callable[[], Callable[[], object]] | None] = SimpleQueue()
+        self._calls: SimpleQueue[tuple[Callable[[], object], _Report] | None] = SimpleQueue()
         self._threads = 0
         self._busy = 0
         self._closed = False
@@ -202,86 +223,46 @@ class DaemonExecutor:
         if os.getpid() != self._pid:  # a forked child has none of the threads; one of them may have held the lock
             self._reset()
 
-    def _submit(self, call: Callable[[], Callable[[], object]], *, beyond: bool = False, queue: bool = False) -> None:
-        """Run `call` on a thread, count the thread as idle, then run the result of `call`."""
+    def _submit(self, fn: Callable[[], T], report: _Report, *, beyond: bool = False, queue: bool = False) -> None:
+        """Call `fn` on a thread, count the thread as idle, then report the outcome."""
         self._reset_in_child()
         with self._lock:
             if self._busy >= self._most and not beyond and not queue:
                 raise TimeoutError(f"{self._busy} earlier questions are without an answer")
             if self._closed:
-                start_daemon(f"{self._name}-late", self._run_one, call)
+                start_daemon(f"{self._name}-late", self._run_one, fn, report)
             else:
                 if self._busy >= self._threads and (beyond or self._threads < self._most):
                     start_daemon(f"{self._name}-{self._threads + 1}", self._run, self._calls)
                     self._threads += 1
-                self._calls.put(call)
+                self._calls.put((fn, report))
             self._busy += 1
 
-    def _run(self, calls: SimpleQueue[Callable[[], Callable[[], object]] | None]) -> None:
+    def _run(self, calls: SimpleQueue[tuple[Callable[[], object], _Report] | None]) -> None:
         while (call := calls.get()) is not None:
-            self._run_one(call)
+            self._run_one(*call)
             del call  # or an idle thread keeps its result
 
-    def _run_one(self, call: Callable[[], Callable[[], object]]) -> None:
-        report = call()
+    def _run_one(self, fn: Callable[[], object], report: _Report) -> None:
+        result, failure = None, None
+        try:
+            result = fn()
+        except BaseException as error:  # noqa: BLE001  # the caller's
+            failure = error
         with self._lock:
             self._busy -= 1  # before the caller goes on: its next call finds this thread
-        report()
+        report(result, failure)
+        del failure  # or the traceback keeps this frame, and this frame the error
 
 
-class _BlockingCall(Generic[T]):
-    """A call that another thread waits for."""
-
-    __slots__ = ("_error", "_fn", "_result", "ended", "handle")
-
-    def __init__(self, fn: Callable[[CancelHandle], T]) -> None:
-        self.handle = CancelHandle()
-        self.ended = threading.Lock()  # the lightest thing that one thread can wait for and another one end
-        self.ended.acquire()
-        self._fn = fn
-        self._result: T
-        self._error: BaseException | None = None
-
-    def run(self) -> Callable[[], None]:
-        try:
-            self._result = self._fn(self.handle)
-        except BaseException as error:  # noqa: BLE001  # the caller's
-            self._error = error
-        return self.ended.release
-
-    def result(self) -> T:
-        if self._error is not None:
-            try:
-                raise self._error
-            finally:
-                self._error = None  # or the traceback keeps this frame, and this frame the error
-        return self._result
-
-
-def _run_for_future(
-    fn: Callable[[], T], future: asyncio.Future[T], loop: asyncio.AbstractEventLoop
-) -> Callable[[], None]:
-    try:
-        settle: Callable[[], None] = partial(_set_result, future, fn())
-    except BaseException as error:  # noqa: BLE001  # the caller's
-        settle = partial(_set_exception, future, error)
-
-    def report() -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle)
-
-    return report
-
-
-def _set_result(future: asyncio.Future[T], result: T) -> None:
-    if not future.done():
+def _settle(future: asyncio.Future[T], result: T, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
         future.set_result(result)
-
-
-def _set_exception(future: asyncio.Future[T], error: BaseException) -> None:
-    if isinstance(error, StopIteration):  # which no future takes
-        error = RuntimeError(f"{error!r} came out of a call")
-    if not future.done():
+    elif isinstance(error, StopIteration):  # which no future takes
+        future.set_exception(RuntimeError(f"{error!r} came out of a call"))
+    else:
         future.set_exception(error)
 
 
