@@ -147,7 +147,8 @@ class DaemonExecutor:
         Raises:
             TimeoutError: it did not return in time.
         """
-        handle, outcome = CancelHandle(), list[Any]()
+        handle = CancelHandle()
+        outcome: list[Any] = []
         ended = threading.Lock()  # the lightest thing that one thread can wait for and another one end
         ended.acquire()
 

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import UTC, datetime
 from math import ceil
+from operator import attrgetter
 from typing import Final, TypeAlias
 
-from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.handler import ClaimPolicy
 from reliable_mq.core.retry.dead_letters import Target
 from reliable_mq.deadletters.channel import GetChannel
@@ -262,7 +262,9 @@ class Replay:
         self.report.replayed += len(confirmed)
         self.report.delivered_before += sum(message.redelivered for message in confirmed)
         if self.report.possible_duplicates is not None:
-            self.report.possible_duplicates += sum(_was_cut_off(message) for message in confirmed)
+            self.report.possible_duplicates += sum(
+                message.redelivered and message.delivery_count > 0 for message in confirmed
+            )
         try:
             self.channel.ack([message.delivery for message in (*done, *confirmed)])
         except ReliableMQError:
@@ -301,7 +303,11 @@ class Replay:
         if message.origin is None or not message.origin.queue or not message.message_id:
             return None
         claiming = ClaimPolicy(
-            queue=message.origin.queue, namespace=self.namespace, key=_message_id, lease=1.0, max_attempts=1
+            queue=message.origin.queue,
+            namespace=self.namespace,
+            key=attrgetter("message_id"),
+            lease=1.0,
+            max_attempts=1,
         )
         return claiming.key_of(message.delivery)
 
@@ -312,12 +318,3 @@ class Replay:
         if remaining > 0 and self.stop.wait(remaining):
             return
         self._pace.published(time.monotonic())
-
-
-def _message_id(delivery: Delivery) -> str | None:
-    return delivery.message_id
-
-
-def _was_cut_off(message: DeadMessage) -> bool:
-    """Whether the connection of an earlier delivery was lost, if RabbitMQ counts that."""
-    return message.redelivered and message.delivery_count > 0

@@ -207,8 +207,9 @@ class OutboxRelay:
         for row, error in settled:
             self._outstanding_bytes -= len(row.message.body)
             session.settled(row, error)
-        if settled:
-            self._pause_on_trouble()
+        trouble, session.trouble = session.trouble, None
+        if trouble is not None:
+            self._pause(trouble)
         taken = 0
         stopping = self._stop_by is not None
         now = time.monotonic()
@@ -288,11 +289,6 @@ class OutboxRelay:
                 logger.error("the rows of %r cannot be counted: %s", self._outbox, error)  # noqa: TRY400
         ended = time.monotonic()
         self._count_at = ended + max(_COUNT_EVERY, _COUNT_SHARE * (ended - began))
-
-    def _pause_on_trouble(self) -> None:
-        trouble, self._session.trouble = self._session.trouble, None
-        if trouble is not None:
-            self._pause(trouble)
 
     def _pause(self, error: Exception) -> None:
         now = time.monotonic()

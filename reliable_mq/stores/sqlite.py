@@ -93,7 +93,10 @@ class SQLiteStore(SQLStoreBase, SyncStore):
                 raise
             connection.execute("COMMIT")
         except sqlite3.Error as error:
-            self._discard_connection()
+            broken, self._connection = self._connection, None  # the file may be replaced or repaired
+            if broken is not None:
+                with contextlib.suppress(sqlite3.Error):
+                    broken.close()
             raise IdempotencyStoreError(f"{self!r} failed: {error}") from error
         finally:
             self._lock.release()
@@ -113,13 +116,6 @@ class SQLiteStore(SQLStoreBase, SyncStore):
             raise
         self._connection = connection
         return connection
-
-    def _discard_connection(self) -> None:
-        """Let the next call open the file anew, which may be replaced or repaired then."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            with contextlib.suppress(sqlite3.Error):
-                connection.close()
 
     def _start_in_child(self) -> None:
         """Start anew in a forked child: lock and connection are the parent's."""
