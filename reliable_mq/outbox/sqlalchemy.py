@@ -452,12 +452,9 @@ class SQLAlchemyOutbox:
 
 
 def _check_texts(message_id: str, exchange: str, routing_key: str, ordering_key: str | None) -> None:
-    texts = {
-        "message_id": message_id,
-        "exchange": exchange,
-        "routing_key": routing_key,
-        "ordering_key": "" if ordering_key is None else ordering_key,
-    }
+    texts = {"message_id": message_id, "exchange": exchange, "routing_key": routing_key}
+    if ordering_key is not None:
+        texts["ordering_key"] = ordering_key
     for name, text in texts.items():
         if not isinstance(text, str) or "\0" in text or len(text) > _NAME_CHARACTERS:
             raise ConfigurationError(

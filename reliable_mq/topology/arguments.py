@@ -16,7 +16,7 @@ from dataclasses import KW_ONLY, dataclass
 from difflib import get_close_matches
 from typing import Any, Final, Literal
 
-from reliable_mq._util.validation import is_whole_number, seconds
+from reliable_mq._util.validation import is_text, is_whole_number, seconds
 from reliable_mq.errors import ConfigurationError
 
 __all__ = [
@@ -377,10 +377,9 @@ def check_short_string(label: str, value: object) -> str:
     """Return `value`, a text that fits a short string; `label` names it in errors."""
     if not isinstance(value, str):
         raise ConfigurationError(f"{label} must be text, not {type(value).__name__}")
-    try:
-        length = len(value.encode())
-    except UnicodeEncodeError:
-        raise ConfigurationError(f"{label} holds a lone surrogate, which UTF-8 cannot carry") from None
+    if not is_text(value):
+        raise ConfigurationError(f"{label} holds a lone surrogate, which UTF-8 cannot carry")
+    length = len(value.encode())
     if length > SHORT_STRING_BYTES:
         raise ConfigurationError(f"{label} has {length} bytes in UTF-8; AMQP carries {SHORT_STRING_BYTES} at most")
     if "\0" in value:
