@@ -50,7 +50,11 @@ class LogLimit:
 
 @contextmanager
 def demoted_driver_logs(package: str) -> Iterator[None]:
-    """Lower log records of a driver's package to DEBUG, in this thread or task."""
+    """In the block, lower the driver's log records to DEBUG.
+
+    Those of this thread, or of this task and its children. The modules of the driver's package are imported: each has a
+    logger of its own.
+    """
     _filter_loggers(package)
     token = _ours.set(True)
     try:

@@ -22,6 +22,7 @@ from datetime import datetime
 from math import isfinite
 from typing import Any, Final, NamedTuple
 
+from reliable_mq._util.validation import is_text
 from reliable_mq.codec import CodecError, Properties, encode_properties
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.deadletters.message import DeadMessage
@@ -153,10 +154,9 @@ def _read_body(line: Mapping[str, object]) -> bytes:
     body = line[_BODY]
     if not isinstance(body, str):
         raise ConfigurationError(f"{_BODY} must be text, not {type(body).__name__}: write JSON in it as a string")
-    try:
-        return body.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigurationError(f"{_BODY} holds a lone surrogate: give {_BODY_BASE64}") from error
+    if not is_text(body):
+        raise ConfigurationError(f"{_BODY} holds a lone surrogate: give {_BODY_BASE64}")
+    return body.encode()
 
 
 def _decoded(key: str, value: object) -> bytes:

@@ -10,10 +10,8 @@ so that rows can be removed, and nothing more is stored until it is back.
 Invariants:
 
 - once noted, the file stays the one that was open first until `forget`: ids of one file mean nothing in another. Its
-log
-  may be another one after the connection was closed and opened again;
-- with the reserve, a log of its usual size can be copied into the database on a full disk; nothing is stored without
-it.
+  log may be another one after the connection was closed and opened again;
+- with the reserve, a log of its usual size can be copied into the database on a full disk; without it nothing is stored.
 """
 
 from __future__ import annotations
