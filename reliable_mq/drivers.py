@@ -108,7 +108,7 @@ def aio_pika_message(method: DeliverArguments, raw: bytes, body: bytes) -> Any:
 
 
 def _encoded(driver: str, encode: Callable[[], bytes]) -> bytes:
-    """Return properties encoded by a driver, without an expiration that RabbitMQ refuses."""
+    """Return properties encoded by a driver, if RabbitMQ accepts their expiration."""
     try:
         raw = encode()
         expiration = Properties(raw).expiration

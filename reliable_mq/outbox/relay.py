@@ -1,4 +1,4 @@
-"""The threads of an outbox: one writes to it, and one takes rows from it and has them published.
+"""The threads of an outbox: one writes to it, the other has its rows published.
 
 The writer puts as much as it can into a transaction: messages of many callers, and the outcomes of rows that the relay
 has settled.

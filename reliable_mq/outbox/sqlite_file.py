@@ -11,7 +11,8 @@ Invariants:
 
 - once noted, the file stays the one that was open first until `forget`: ids of one file mean nothing in another. Its
   log may be another one after the connection was closed and opened again;
-- with the reserve, a log of its usual size can be copied into the database on a full disk; without it nothing is stored.
+- with the reserve, a log of its usual size can be copied into the database on a full disk; without it, nothing
+  is stored.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Exchanges and bindings; the order of declarations, and the refusals of the broker.
+"""Exchanges and bindings; the order of declarations, and their refusals.
 
 A topology is declared in an order in which each item follows those that it refers to, and none comes twice.
 
