@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from reliable_mq.codec import BASIC_PROPERTIES, Properties
@@ -35,12 +36,7 @@ def pika_properties(properties: object) -> bytes:
         properties = pika.BasicProperties()
     if not isinstance(properties, pika.BasicProperties):
         raise ConfigurationError(f"properties must be a pika.BasicProperties, not {type(properties).__name__}")
-    try:
-        return _checked(b"".join(properties.encode()))
-    except ConfigurationError:
-        raise
-    except Exception as error:
-        raise ConfigurationError(f"pika cannot encode the properties: {error!r}") from error
+    return _encoded("pika", lambda: b"".join(properties.encode()))
 
 
 def aio_pika_properties(message: object) -> tuple[bytes, bytes]:
@@ -53,12 +49,7 @@ def aio_pika_properties(message: object) -> tuple[bytes, bytes]:
 
     if not isinstance(message, aio_pika.Message):
         raise ConfigurationError(f"message must be an aio_pika.Message, not {type(message).__name__}")
-    try:
-        return message.body, _checked(message.properties.marshal())
-    except ConfigurationError:
-        raise
-    except Exception as error:
-        raise ConfigurationError(f"aio-pika cannot encode the properties: {error!r}") from error
+    return message.body, _encoded("aio-pika", message.properties.marshal)
 
 
 def pika_objects(method: DeliverArguments, raw: bytes) -> tuple[Any, Any]:
@@ -116,9 +107,13 @@ def aio_pika_message(method: DeliverArguments, raw: bytes, body: bytes) -> Any:
     return aio_pika.IncomingMessage(delivered, no_ack=True)
 
 
-def _checked(raw: bytes) -> bytes:
-    """Refuse an expiration that RabbitMQ closes the channel over."""
-    expiration = Properties(raw).expiration
+def _encoded(driver: str, encode: Callable[[], bytes]) -> bytes:
+    """Return properties encoded by a driver, if RabbitMQ accepts their expiration."""
+    try:
+        raw = encode()
+        expiration = Properties(raw).expiration
+    except Exception as error:
+        raise ConfigurationError(f"{driver} cannot encode the properties: {error!r}") from error
     if expiration is not None and not expiration.isdecimal():
         raise ConfigurationError(f"expiration must be a number of milliseconds, not {expiration!r}")
     return raw

@@ -26,10 +26,8 @@ A driver's exception never reaches the user: it is the ``__cause__`` of one of t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 __all__ = [
     "BrokerUnavailable",

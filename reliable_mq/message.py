@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
+from datetime import datetime, timedelta
 from secrets import randbits
 from time import time_ns
-from typing import TYPE_CHECKING, Any, Final, Never, Self, TypedDict, TypeVar, Unpack
+from typing import Any, Final, Never, Self, TypedDict, TypeVar, Unpack
 
 from reliable_mq import drivers
 from reliable_mq._util.hooks import ForkStage, at_fork
 from reliable_mq.codec import (
     CodecError,
+    FieldValue,
     Properties,
     encode_properties,
     encode_property,
@@ -30,12 +33,6 @@ from reliable_mq.codec import (
     split_properties,
 )
 from reliable_mq.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from datetime import datetime, timedelta
-
-    from reliable_mq.codec import FieldValue
 
 __all__ = ["Message", "MessageProperties", "new_message_id"]
 

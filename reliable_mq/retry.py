@@ -13,15 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
+from random import Random
+from typing import Final, Literal, TypeAlias, get_args
 
 import tenacity
 
 from reliable_mq._util.validation import Duration, seconds, whole_number
 from reliable_mq.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from random import Random
 
 __all__ = ["Ack", "DeadLetter", "KillSwitch", "RetryBackend", "RetryLater", "RetryPolicy", "Verdict"]
 

@@ -18,10 +18,8 @@ import atexit
 import enum
 import logging
 import os
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from collections.abc import Callable
+from typing import TypeVar
 
 __all__ = ["ExitStage", "ForkStage", "at_exit", "at_fork"]
 

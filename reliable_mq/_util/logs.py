@@ -17,12 +17,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 __all__ = ["LogLimit", "demoted_driver_logs"]
 
@@ -30,11 +27,7 @@ __all__ = ["LogLimit", "demoted_driver_logs"]
 class LogLimit:
     """A count of events, of which a line is logged once in an interval. Thread-safe.
 
-    The first event is logged at once, later ones when ``interval`` has passed since the last line.
-
-    Args:
-        interval: seconds between two lines, at least.
-        clock: returns seconds, as ``time.monotonic``.
+    The first event is logged at once, later ones when ``interval`` seconds have passed since the last line.
     """
 
     def __init__(self, interval: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -59,10 +52,8 @@ class LogLimit:
 def demoted_driver_logs(package: str) -> Iterator[None]:
     """In the block, lower the driver's log records to DEBUG.
 
-    Those of this thread, or of this task and its children.
-
-    Args:
-        package: of the driver; its modules are imported, and each has a logger of its own.
+    Those of this thread, or of this task and its children. The modules of the driver's package are imported: each has a
+    logger of its own.
     """
     _filter_loggers(package)
     token = _ours.set(True)

@@ -17,30 +17,46 @@ import concurrent.futures
 import contextlib
 import logging
 import threading
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Final, TypeVar
 
-from sqlalchemy import Engine
+from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from reliable_mq._util.threads import start_daemon
 from reliable_mq.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from sqlalchemy import Connection
-    from sqlalchemy.ext.asyncio import AsyncEngine
-
 __all__ = [
     "AUTOCOMMIT",
+    "CONFLICTS",
     "AsyncTransactionRunner",
     "SyncTransactionRunner",
-    "TransactionRunner",
+    "error_code",
     "refuse_autocommit",
     "refuse_connection_in_autocommit",
     "transaction_at",
 ]
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
 AUTOCOMMIT: Final = "AUTOCOMMIT"
+CONFLICTS: Final = frozenset({"40001", "40P01", 1205, 1213, 1020})
+"""SQLSTATEs, and codes of MariaDB and MySQL, of deadlocks and other conflicts that rolled a transaction back.
+
+It is safe to repeat. 1020 is MariaDB's for a row that is newer than the snapshot of the statement.
+"""
+
+
+def error_code(error: Exception) -> str | int | None:
+    """Return the SQLSTATE of a driver's error, or the code of MariaDB and MySQL."""
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    code = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
+    if code is None and cause is not None and cause.args:
+        code = cause.args[0]
+    return code if isinstance(code, str | int) else None
 
 
 def refuse_autocommit(engine: Engine | AsyncEngine, so_that: str) -> None:
@@ -107,23 +123,7 @@ def _is_autocommit(level: object) -> bool:
     return isinstance(level, str) and level.upper() == AUTOCOMMIT
 
 
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
 _GRACE = 5.0  # seconds for connections to close
-
-
-class TransactionRunner(Protocol):
-    """Runs work on a connection, in one transaction."""
-
-    def run(self, work: Callable[[Connection], T], *, isolation: str | None = None) -> T:
-        """Call ``work`` in a transaction, and commit it or roll it back; blocks."""
-        ...
-
-    def close(self) -> None:
-        """Close own threads and connections, until the next call."""
-        ...
 
 
 class SyncTransactionRunner:
@@ -132,7 +132,8 @@ class SyncTransactionRunner:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def run(self, work: Callable[[Connection], T], *, isolation: str | None = None) -> T:
+    def run(self, work: Callable[[Connection], T], isolation: str | None) -> T:
+        """Call ``work`` in a transaction, and commit it or roll it back; blocks."""
         with self._engine.connect() as connection, transaction_at(connection, isolation):
             return work(connection)
 
@@ -151,7 +152,8 @@ class AsyncTransactionRunner:
         self._engine: AsyncEngine | None = None
         self._running: set[concurrent.futures.Future[Any]] = set()
 
-    def run(self, work: Callable[[Connection], T], *, isolation: str | None = None) -> T:
+    def run(self, work: Callable[[Connection], T], isolation: str | None) -> T:
+        """Call ``work`` in a transaction, and commit it or roll it back; blocks."""
         with self._lock:
             loop, engine = self._started()
             running = self._running
@@ -166,10 +168,7 @@ class AsyncTransactionRunner:
         return result
 
     def close(self) -> None:
-        """Close the connections and end the thread; cancel the work that is waited for.
-
-        Waits some seconds.
-        """
+        """Cancel the work that is waited for, close the connections, end the thread."""
         with self._lock:
             loop, thread, engine = self._loop, self._thread, self._engine
             self._loop = self._thread = self._engine = None

@@ -25,13 +25,11 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from typing import Any, Final, TypeAlias, TypeVar
 
 __all__ = [
     "CallbackThread",
@@ -46,14 +44,11 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_Report: TypeAlias = Callable[[Any, BaseException | None], object]
 
 
 def start_daemon(name: str, fn: Callable[..., object], *args: object) -> threading.Thread:
-    """Start a daemon thread that calls ``fn``.
-
-    Raises:
-        RuntimeError: the interpreter exits, and refuses new threads.
-    """
+    """Start a daemon thread; RuntimeError if the interpreter exits."""
     thread = threading.Thread(target=fn, args=args, name=name, daemon=True)
     thread.start()
     return thread
@@ -132,12 +127,7 @@ def _shut(connection: Any) -> None:
 
 
 class DaemonExecutor:
-    """Call functions on daemon threads. Thread-safe; a forked child starts new ones.
-
-    Args:
-        name: of the threads.
-        most: threads.
-    """
+    """Call functions on daemon threads, ``most`` at once. Thread-safe, and fork-safe."""
 
     _threads: int  # that take calls from the queue
 
@@ -147,30 +137,46 @@ class DaemonExecutor:
         self._reset()
 
     def call(self, fn: Callable[[CancelHandle], T], timeout: float, *, beyond: bool = False) -> T:
-        """Call on another thread, and wait for the result.
+        """Call with a handle that ends it, on another thread, and wait for the result.
 
         Args:
-            fn: is given the handle that ends it.
+            fn: is given the handle.
             timeout: seconds.
             beyond: whether it may have a thread beyond the most: there are as many such calls as workers, say.
 
         Raises:
-            TimeoutError: it did not return within ``timeout`` seconds.
+            TimeoutError: it did not return in time.
         """
-        call = _BlockingCall(fn)
-        self._submit(call.run, beyond=beyond)
-        if not call.ended.acquire(timeout=timeout):
-            call.handle.cut()
+        handle = CancelHandle()
+        outcome: list[Any] = []
+        ended = threading.Lock()  # the lightest thing that one thread can wait for and another one end
+        ended.acquire()
+
+        def report(result: T | None, error: BaseException | None) -> None:
+            outcome.extend((result, error))
+            ended.release()
+
+        self._submit(partial(fn, handle), report, beyond=beyond)
+        if not ended.acquire(timeout=timeout):
+            handle.cut()
             raise TimeoutError(f"no answer within {timeout:g} s")
-        return call.result()
+        result: T
+        result, error = outcome
+        if error is None:
+            return result
+        outcome.clear()
+        try:
+            raise error
+        finally:
+            del error  # or the traceback keeps this frame, and this frame the error
 
     @contextlib.contextmanager
     def cutting(self, timeout: float) -> Iterator[CancelHandle]:
         """Cut the handle if the block, which stays on its thread, takes too long."""
-        call, over = _BlockingCall(lambda handle: None if over.wait(timeout) else handle.cut()), threading.Event()
-        self._submit(call.run, beyond=True)
+        handle, over = CancelHandle(), threading.Event()
+        self._submit(lambda: None if over.wait(timeout) else handle.cut(), lambda _result, _error: None, beyond=True)
         try:
-            yield call.handle
+            yield handle
         finally:
             over.set()
 
@@ -181,7 +187,12 @@ class DaemonExecutor:
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self._submit(partial(_run_for_future, fn, future, loop), queue=True)
+
+        def report(result: T, error: BaseException | None) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(_settle, future, result, error)
+
+        self._submit(fn, report, queue=True)
         return future
 
     @property
@@ -204,7 +215,7 @@ class DaemonExecutor:
     def _reset(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._calls: SimpleQueue[Callable[[], Callable[[], object]] | None] = SimpleQueue()
+        self._calls: SimpleQueue[tuple[Callable[[], object], _Report] | None] = SimpleQueue()
         self._threads = 0
         self._busy = 0
         self._closed = False
@@ -213,86 +224,46 @@ class DaemonExecutor:
         if os.getpid() != self._pid:  # a forked child has none of the threads; one of them may have held the lock
             self._reset()
 
-    def _submit(self, call: Callable[[], Callable[[], object]], *, beyond: bool = False, queue: bool = False) -> None:
-        """Run `call` on a thread, count the thread as idle, then run the result of `call`."""
+    def _submit(self, fn: Callable[[], T], report: _Report, *, beyond: bool = False, queue: bool = False) -> None:
+        """Call `fn` on a thread, count the thread as idle, then report the outcome."""
         self._reset_in_child()
         with self._lock:
             if self._busy >= self._most and not beyond and not queue:
                 raise TimeoutError(f"{self._busy} earlier questions are without an answer")
             if self._closed:
-                start_daemon(f"{self._name}-late", self._run_one, call)
+                start_daemon(f"{self._name}-late", self._run_one, fn, report)
             else:
                 if self._busy >= self._threads and (beyond or self._threads < self._most):
                     start_daemon(f"{self._name}-{self._threads + 1}", self._run, self._calls)
                     self._threads += 1
-                self._calls.put(call)
+                self._calls.put((fn, report))
             self._busy += 1
 
-    def _run(self, calls: SimpleQueue[Callable[[], Callable[[], object]] | None]) -> None:
+    def _run(self, calls: SimpleQueue[tuple[Callable[[], object], _Report] | None]) -> None:
         while (call := calls.get()) is not None:
-            self._run_one(call)
+            self._run_one(*call)
             del call  # or an idle thread keeps its result
 
-    def _run_one(self, call: Callable[[], Callable[[], object]]) -> None:
-        report = call()
+    def _run_one(self, fn: Callable[[], object], report: _Report) -> None:
+        result, failure = None, None
+        try:
+            result = fn()
+        except BaseException as error:  # noqa: BLE001  # the caller's
+            failure = error
         with self._lock:
             self._busy -= 1  # before the caller goes on: its next call finds this thread
-        report()
+        report(result, failure)
+        del failure  # or the traceback keeps this frame, and this frame the error
 
 
-class _BlockingCall(Generic[T]):
-    """A call that another thread waits for."""
-
-    __slots__ = ("_error", "_fn", "_result", "ended", "handle")
-
-    def __init__(self, fn: Callable[[CancelHandle], T]) -> None:
-        self.handle = CancelHandle()
-        self.ended = threading.Lock()  # the lightest thing that one thread can wait for and another one end
-        self.ended.acquire()
-        self._fn = fn
-        self._result: T
-        self._error: BaseException | None = None
-
-    def run(self) -> Callable[[], None]:
-        try:
-            self._result = self._fn(self.handle)
-        except BaseException as error:  # noqa: BLE001  # the caller's
-            self._error = error
-        return self.ended.release
-
-    def result(self) -> T:
-        if self._error is not None:
-            try:
-                raise self._error
-            finally:
-                self._error = None  # or the traceback keeps this frame, and this frame the error
-        return self._result
-
-
-def _run_for_future(
-    fn: Callable[[], T], future: asyncio.Future[T], loop: asyncio.AbstractEventLoop
-) -> Callable[[], None]:
-    try:
-        settle: Callable[[], None] = partial(_set_result, future, fn())
-    except BaseException as error:  # noqa: BLE001  # the caller's
-        settle = partial(_set_exception, future, error)
-
-    def report() -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle)
-
-    return report
-
-
-def _set_result(future: asyncio.Future[T], result: T) -> None:
-    if not future.done():
+def _settle(future: asyncio.Future[T], result: T, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
         future.set_result(result)
-
-
-def _set_exception(future: asyncio.Future[T], error: BaseException) -> None:
-    if isinstance(error, StopIteration):  # which no future takes
-        error = RuntimeError(f"{error!r} came out of a call")
-    if not future.done():
+    elif isinstance(error, StopIteration):  # which no future takes
+        future.set_exception(RuntimeError(f"{error!r} came out of a call"))
+    else:
         future.set_exception(error)
 
 
@@ -377,10 +348,7 @@ class CallbackThread:
                 self._queue.put(None)
 
     def join(self, timeout: float) -> bool:
-        """Wait for the end of the stopped thread; return whether it has ended.
-
-        Waits up to ``timeout`` seconds, and not on that thread itself.
-        """
+        """Wait for the end of the stopped thread, not on itself; return whether it ended."""
         thread = self._stopped
         if thread is None:
             return True

@@ -42,14 +42,9 @@ def is_text(value: object) -> TypeGuard[str]:
 
 
 def whole_number(field: str, value: object, least: int, most: int | None = None, *, unit: str = "") -> int:
-    """Return ``value``, a whole number.
+    """Return a whole number, from ``least`` to ``most``.
 
-    Args:
-        field: the name of the option, for the error.
-        value: the value given.
-        least: the lowest that is accepted.
-        most: the highest; None for no bound.
-        unit: follows the bounds in the error.
+    ``field`` names it in errors; ``unit`` follows the bounds there.
 
     Raises:
         ConfigurationError: it is no int, a bool, or out of bounds.
@@ -61,15 +56,10 @@ def whole_number(field: str, value: object, least: int, most: int | None = None,
 
 
 def seconds(field: str, value: Duration, *, positive: bool = False) -> float:
-    """Return ``value`` in seconds.
-
-    Args:
-        field: the name of the option, for the error.
-        value: seconds or a timedelta.
-        positive: whether 0 is refused too.
+    """Return a duration in seconds; ``field`` names it in errors.
 
     Raises:
-        ConfigurationError: it is no duration, negative, or longer than 1e9 seconds.
+        ConfigurationError: it is no duration, negative, longer than 1e9 seconds, or 0 and must be positive.
     """
     number = value.total_seconds() if isinstance(value, timedelta) else value
     in_range = isinstance(number, (int, float)) and not isinstance(number, bool) and 0 <= number <= LONGEST

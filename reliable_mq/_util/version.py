@@ -21,12 +21,7 @@ OWN_VERSION: Final = own_version()
 
 
 def client_properties(connection_name: str, driver: str) -> dict[str, object]:
-    """Return the ``client-properties`` of a connection.
-
-    Args:
-        connection_name: to tell connections apart.
-        driver: the library that speaks AMQP, with its version.
-    """
+    """Return the ``client-properties`` of a connection by a driver, with its version."""
     return {
         "product": "reliable_mq",
         "version": OWN_VERSION,

@@ -1,6 +1,6 @@
 """A publisher's channel to its outbox, for tasks of an event loop.
 
-Storing and relaying run on threads of their own (`reliable_mq.outbox.writer`, `reliable_mq.outbox.relay`); the event
+Storing and relaying run on threads of their own (`reliable_mq.outbox.relay`); the event
 loop never waits for a disk or a database.
 
 Invariants: those of `reliable_mq.engine.outbox_channel`; confirmations are settled on the event loop; callers that

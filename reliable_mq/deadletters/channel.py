@@ -22,26 +22,20 @@ import threading
 import time
 from array import array
 from bisect import bisect_right
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from itertools import count, pairwise
-from typing import TYPE_CHECKING
 
 from reliable_mq.codec import RawDelivery, encode_ack, encode_get, encode_nack
-from reliable_mq.codec.methods import Cancel, CheckQueue, Consume, DeclareQueue, QueueState, SetPrefetch
-from reliable_mq.core.channel_setup import StepRefused, refusal
+from reliable_mq.codec.methods import Cancel, CheckQueue, Consume, DeclareQueue, QueueState, SetPrefetch, Step
+from reliable_mq.core.channel_setup import ServerInfo, StepRefused, refusal
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 from reliable_mq.core.idempotency import namespace_of
+from reliable_mq.core.reconnect import ConnectionLoss
 from reliable_mq.errors import BrokerUnavailable, ConsumeError, StaleDelivery
+from reliable_mq.settings import ConnectionSettings
 from reliable_mq.sync.admin_channel import AdminChannel
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from reliable_mq.codec.methods import Step
-    from reliable_mq.core.channel_setup import ServerInfo
-    from reliable_mq.core.reconnect import ConnectionLoss
-    from reliable_mq.settings import ConnectionSettings
 
 __all__ = ["GetChannel"]
 
@@ -67,11 +61,6 @@ _CONTRADICTS = "PRECONDITION_FAILED - inequivalent arg {!r} for queue "
 
 class GetChannel(AdminChannel):
     """A channel on a queue of dead letters. One thread at a time may use it.
-
-    Args:
-        settings: where to.
-        queue: its name.
-        name: of the connection.
 
     Attributes:
         left: messages in the queue when the first one of the latest batch was taken, that one included.
@@ -99,12 +88,7 @@ class GetChannel(AdminChannel):
         return self._source
 
     def count(self) -> QueueState:
-        """Return the numbers of ready messages and of consumers.
-
-        Raises:
-            TopologyMismatch: there is no such queue.
-            BrokerUnavailable: the connection is lost.
-        """
+        """Return the ready messages and the consumers, or raise TopologyMismatch."""
         step = CheckQueue(self._queue)
         try:
             state = self.perform(step)
@@ -242,12 +226,7 @@ class GetChannel(AdminChannel):
             return True
 
     def _perform(self, source: ChannelGeneration, step: Step) -> None:
-        """Carry out a step on this channel and on no other.
-
-        Raises:
-            StaleDelivery: the channel was lost.
-            ConsumeError: the broker refused it.
-        """
+        """Carry out a step on this channel and on no other; raise a refusal or its loss."""
         try:
             self.perform(step)
         except StepRefused as refused:

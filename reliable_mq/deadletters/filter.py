@@ -8,13 +8,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 from reliable_mq._util.validation import Duration, seconds
+from reliable_mq.deadletters.message import DeadMessage, Origin
 from reliable_mq.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from reliable_mq.deadletters.message import DeadMessage, Origin
 
 __all__ = ["AGES", "Filter", "Filterable", "Statistics", "age_in_seconds"]
 
@@ -38,32 +36,25 @@ class Filterable(Protocol):
     """The part of a `DeadMessage` that a filter reads."""
 
     @property
-    def exception_type(self) -> str:
-        """The class of the exception of the last attempt; empty if unknown."""
+    def exception_type(self) -> str: ...
 
     @property
-    def reason(self) -> str:
-        """The reason that it was dead-lettered for; empty if unknown."""
+    def reason(self) -> str: ...
 
     @property
-    def origin(self) -> Origin | None:
-        """The queue that it was in before."""
+    def origin(self) -> Origin | None: ...
 
     @property
-    def message_id(self) -> str | None:
-        """Its id."""
+    def message_id(self) -> str | None: ...
 
     @property
-    def fingerprint(self) -> str:
-        """The digest of its content."""
+    def fingerprint(self) -> str: ...
 
     @property
-    def headers(self) -> Mapping[str, object]:
-        """Its headers, as far as they can be read."""
+    def headers(self) -> Mapping[str, object]: ...
 
     @property
-    def died_at(self) -> datetime | None:
-        """The time of its death, as far as known."""
+    def died_at(self) -> datetime | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

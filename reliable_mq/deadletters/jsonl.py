@@ -20,13 +20,16 @@ import json
 from collections.abc import Mapping
 from datetime import datetime
 from math import isfinite
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
+from reliable_mq._util.validation import is_text
 from reliable_mq.codec import CodecError, Properties, encode_properties
+from reliable_mq.core.consumer.delivery import Delivery
+from reliable_mq.deadletters.message import DeadMessage
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.message import Message, MessageProperties
 
-__all__ = ["Line", "WritableMessage", "read_line", "write_line"]
+__all__ = ["Line", "read_line", "write_line"]
 
 _PROPERTIES: Final = tuple(MessageProperties.__annotations__)
 _BODY, _BODY_BASE64, _RAW = "body", "body_base64", "properties_base64"
@@ -41,29 +44,7 @@ class Line(NamedTuple):
     routing_key: str | None
 
 
-class WritableMessage(Protocol):
-    """A delivery, as far as `write_line` needs it."""
-
-    redelivered: bool
-
-    @property
-    def body(self) -> bytes:
-        """The bytes of the message."""
-
-    @property
-    def properties(self) -> bytes:
-        """Its properties, undecoded."""
-
-    @property
-    def exchange(self) -> str:
-        """The exchange of the message."""
-
-    @property
-    def routing_key(self) -> str:
-        """Its routing key."""
-
-
-def write_line(delivery: WritableMessage) -> bytes:
+def write_line(delivery: Delivery | DeadMessage) -> bytes:
     """Encode a delivery as a line, without the line end."""
     line: dict[str, object] = _written_body(delivery.body)
     line |= {"exchange": delivery.exchange, "routing_key": delivery.routing_key, "redelivered": delivery.redelivered}
@@ -173,10 +154,9 @@ def _read_body(line: Mapping[str, object]) -> bytes:
     body = line[_BODY]
     if not isinstance(body, str):
         raise ConfigurationError(f"{_BODY} must be text, not {type(body).__name__}: write JSON in it as a string")
-    try:
-        return body.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigurationError(f"{_BODY} holds a lone surrogate: give {_BODY_BASE64}") from error
+    if not is_text(body):
+        raise ConfigurationError(f"{_BODY} holds a lone surrogate: give {_BODY_BASE64}")
+    return body.encode()
 
 
 def _decoded(key: str, value: object) -> bytes:

@@ -16,18 +16,15 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from datetime import datetime
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from reliable_mq.codec import CodecError, Properties, rewrite_properties
 from reliable_mq.core import headers
 from reliable_mq.core.consumer.attempts import BROKER_COUNTS
+from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.message import Message
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from reliable_mq.core.consumer.delivery import Delivery
 
 __all__ = ["DeadMessage", "Origin"]
 
@@ -105,7 +102,9 @@ class DeadMessage:
         self.exchange, self.routing_key = delivery.exchange, delivery.routing_key
         self.redelivered = delivery.redelivered
         self.delivery_count = _whole(table.get("x-delivery-count")) or 0
-        self.properties = _without_counts(delivery.properties, table)
+        self.properties = delivery.properties
+        if any(name in table for name in BROKER_COUNTS):
+            self.properties = rewrite_properties(delivery.properties, drop_headers=BROKER_COUNTS)
         self.headers: Mapping[str, object] = {name: table[name] for name in table if name not in BROKER_COUNTS}
         self.message_id = _readable(view, "message_id")
         self.unreadable = _newer_format(table) or _cut(table, len(self.body))
@@ -184,10 +183,7 @@ def _reset(properties: bytes, table: Mapping[str, object]) -> bytes:
     dropped = [name for name in table if _counts(name)]
     try:
         return rewrite_properties(
-            properties,
-            set_headers=ours,
-            drop_headers=[*dropped, "CC", "BCC"],
-            clear=("user_id", "expiration"),
+            properties, set_headers=ours, drop_headers=[*dropped, "CC", "BCC"], clear=("user_id", "expiration")
         )
     except CodecError:
         return properties  # which the publisher refuses, with a reason
@@ -198,12 +194,6 @@ def _counts(name: str) -> bool:
     if name.startswith(headers.PREFIX):
         return not name.startswith(_KEPT)
     return name in BROKER_COUNTS or name.startswith(_DEATHS)
-
-
-def _without_counts(properties: bytes, table: Mapping[str, object]) -> bytes:
-    if not any(name in table for name in BROKER_COUNTS):
-        return properties
-    return rewrite_properties(properties, drop_headers=BROKER_COUNTS)
 
 
 # -- origin and cause --------------------------------------------------------------------------------------------------

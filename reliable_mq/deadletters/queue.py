@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, BinaryIO, Final, Self
+from typing import BinaryIO, Final, Self
 
-from reliable_mq._util.validation import whole_number
+from reliable_mq._util.validation import Duration, is_text, whole_number
 from reliable_mq.codec import CodecError, Properties, join_properties
 from reliable_mq.codec.methods import CheckQueue, DeclareQueue, QueueState
 from reliable_mq.core.channel_setup import StepRefused
@@ -27,23 +27,18 @@ from reliable_mq.deadletters.channel import GetChannel
 from reliable_mq.deadletters.filter import Filter, Statistics
 from reliable_mq.deadletters.jsonl import read_line, write_line
 from reliable_mq.deadletters.message import DeadMessage
-from reliable_mq.deadletters.replay import BATCH, Progress, Replay, ReplayReport, Routing
+from reliable_mq.deadletters.replay import BATCH, Progress, Replay, ReplayReport, Routing, read_batches
 from reliable_mq.errors import ConfigurationError, ConsumeError, PublishError, ReliableMQError, UsageError
 from reliable_mq.message import Message
 from reliable_mq.retry import RetryPolicy
+from reliable_mq.settings import ConnectionSettings, Credentials, CredentialsCallback
 from reliable_mq.stores.protocol import ResettableStore
 from reliable_mq.sync.admin_channel import AdminChannel
+from reliable_mq.sync.confirmation import Confirmation
 from reliable_mq.sync.publisher import Publisher
+from reliable_mq.tls import TLSOptions
 from reliable_mq.topology import Queue
 from reliable_mq.url import parse_url
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from reliable_mq._util.validation import Duration
-    from reliable_mq.settings import ConnectionSettings, Credentials, CredentialsCallback
-    from reliable_mq.sync.confirmation import Confirmation
-    from reliable_mq.tls import TLSOptions
 
 __all__ = ["DeadLetterQueue", "depths"]
 
@@ -96,10 +91,8 @@ class DeadLetterQueue:
             raise ConfigurationError(
                 f"queue must be the name of one, or a Queue with a dead-letter queue, not {queue!r}"
             )
-        try:
-            name.encode()
-        except UnicodeEncodeError as error:
-            raise ConfigurationError("queue is no UTF-8, as every name of a queue has to be") from error
+        if not is_text(name):
+            raise ConfigurationError("queue is no UTF-8, as every name of a queue has to be")
         self._name = name
         settings = parse_url(
             url, tls=tls, credentials=credentials, heartbeat=heartbeat, connect_timeout=connect_timeout
@@ -294,9 +287,9 @@ class DeadLetterQueue:
                     guard=self._guard,
                     counts_lost_connections=self._counts_lost_connections,
                     progress=progress,
-                    stop=stop,
+                    stop=threading.Event() if stop is None else stop,
                     body=body,
-                    report=report,
+                    report=ReplayReport() if report is None else report,
                 ).run()
             except BaseException:
                 self._channel.finish()
@@ -443,18 +436,10 @@ class DeadLetterQueue:
 
     def _batches(self, progress: Progress | None, size: int = BATCH) -> Iterator[list[DeadMessage]]:
         """Read the messages that are there now, batch by batch."""
-        position = total = 0
-        while position == 0 or position < total:
-            deliveries = self._channel.take(size if position == 0 else min(size, total - position))
-            if not deliveries:
-                return
-            total = total or max(self._channel.left, len(deliveries))
-            batch = [DeadMessage(delivery, position + number) for number, delivery in enumerate(deliveries, start=1)]
-            self._guard(batch)
+        for batch, total in read_batches(self._channel, size, self._guard):
             yield batch
-            position += len(deliveries)
             if progress is not None:
-                progress(position, total)
+                progress(batch[-1].position, total)
 
 
 def depths(settings: ConnectionSettings, queues: Iterable[str]) -> dict[str, int | None]:
@@ -515,7 +500,5 @@ def _imported(line: bytes) -> Message:
 
 
 def _close(publisher: Publisher) -> None:
-    try:
+    with suppress(PublishError):  # each is in a report, or still in the dead-letter queue
         publisher.close(0)
-    except PublishError:
-        return  # each is in a report, or still in the dead-letter queue

@@ -16,26 +16,24 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import UTC, datetime
 from math import ceil
-from typing import TYPE_CHECKING, Final, TypeAlias
+from operator import attrgetter
+from typing import Final, TypeAlias
 
 from reliable_mq.core.consumer.handler import ClaimPolicy
 from reliable_mq.core.retry.dead_letters import Target
+from reliable_mq.deadletters.channel import GetChannel
+from reliable_mq.deadletters.filter import Filter
 from reliable_mq.deadletters.message import DeadMessage
 from reliable_mq.errors import ConfigurationError, ConsumeError, PublishError, ReliableMQError, StaleDelivery
+from reliable_mq.stores.protocol import ResettableStore
+from reliable_mq.sync.confirmation import Confirmation
+from reliable_mq.sync.publisher import Publisher
 
-if TYPE_CHECKING:
-    from reliable_mq.core.consumer.delivery import Delivery
-    from reliable_mq.deadletters.channel import GetChannel
-    from reliable_mq.deadletters.filter import Filter
-    from reliable_mq.stores.protocol import ResettableStore
-    from reliable_mq.sync.confirmation import Confirmation
-    from reliable_mq.sync.publisher import Publisher
-
-__all__ = ["BATCH", "Progress", "RateLimit", "Replay", "ReplayReport", "Routing"]
+__all__ = ["BATCH", "Progress", "RateLimit", "Replay", "ReplayReport", "Routing", "read_batches"]
 
 _MADE_UP: Final = 0.005  # seconds: the excess of a wait that is made up for, at most
 
@@ -108,59 +106,53 @@ class ReplayReport:
         return not self.failed
 
 
+def read_batches(
+    channel: GetChannel, size: int, guard: Callable[[list[DeadMessage]], None], position: int = 0, total: int = 0
+) -> Iterator[tuple[list[DeadMessage], int]]:
+    """Read the messages that are there now; yield batches, and the number in all."""
+    while not total or position < total:
+        deliveries = channel.take(min(size, total - position) if total else size)
+        if not deliveries:
+            return
+        total = total or max(channel.left, len(deliveries))
+        messages = [DeadMessage(delivery, number) for number, delivery in enumerate(deliveries, start=position + 1)]
+        position += len(messages)
+        guard(messages)
+        yield messages, total
+
+
+@dataclass(eq=False)
 class Replay:
-    """One run.
+    """One run, with the options of `DeadLetterQueue.replay`.
 
     Args:
-        channel: of the dead-letter queue.
-        publisher: to publish with; None for a dry run.
-        chosen: which dead letters.
-        routing: their targets.
+        publisher: None for a dry run.
         limit: how many to try at most, those that fail included.
-        rate: messages per second; None for no limit.
-        store: an idempotency store whose counts of attempts are reset; None for none.
-        namespace: of the keys there; None for that of the virtual host.
+        namespace: of the keys in the store; None for that of the virtual host.
         guard: raises if requeuing one of these may lose it.
         counts_lost_connections: whether RabbitMQ counts a delivery only if its connection was lost.
-        progress: called after every batch.
-        stop: when set, the run ends after the batch that it is at.
-        body: of the copy; None for that of the original.
-        report: to count in.
     """
 
-    def __init__(
-        self,
-        channel: GetChannel,
-        publisher: Publisher | None,
-        *,
-        chosen: Filter,
-        routing: Routing,
-        limit: int | None,
-        rate: float | None,
-        store: ResettableStore | None,
-        namespace: str | None,
-        guard: Callable[[list[DeadMessage]], None],
-        counts_lost_connections: bool,
-        progress: Progress | None,
-        stop: threading.Event | None = None,
-        body: bytes | None = None,
-        report: ReplayReport | None = None,
-    ) -> None:
-        self.report = ReplayReport() if report is None else report
-        self.report.possible_duplicates = 0 if counts_lost_connections else None
-        self._channel = channel
-        self._publisher = publisher
-        self._chosen = chosen
-        self._routing = routing
-        self._limit = limit
-        self._pace = None if rate is None else RateLimit(rate)
-        self._store = store
-        self._namespace = namespace
-        self._guard = guard
-        self._progress = progress
-        self._stop = threading.Event() if stop is None else stop
-        self._body = body
-        self._batch = BATCH if rate is None else max(1, min(BATCH, int(rate)))
+    channel: GetChannel
+    publisher: Publisher | None
+    _: KW_ONLY
+    chosen: Filter
+    routing: Routing
+    limit: int | None
+    rate: float | None
+    store: ResettableStore | None
+    namespace: str | None
+    guard: Callable[[list[DeadMessage]], None]
+    counts_lost_connections: bool
+    progress: Progress | None
+    stop: threading.Event = field(default_factory=threading.Event)
+    body: bytes | None = None
+    report: ReplayReport = field(default_factory=ReplayReport)
+
+    def __post_init__(self) -> None:
+        self.report.possible_duplicates = 0 if self.counts_lost_connections else None
+        self._pace = None if self.rate is None else RateLimit(self.rate)
+        self._batch = BATCH if self.rate is None else max(1, min(BATCH, int(self.rate)))
         self._total = 0  # messages at the beginning
         self._acked = 0
         self._unacked: Counter[str] = Counter()  # published by this run, not known to be acked
@@ -185,7 +177,7 @@ class Replay:
                 losses = 1 if self._acked > before else losses + 1
                 if losses > _LOSSES:
                     raise
-        self._channel.finish()
+        self.channel.finish()
         return self.report
 
     @property
@@ -194,24 +186,18 @@ class Replay:
 
     @property
     def _enough(self) -> bool:
-        return self._stop.is_set() or (self._limit is not None and self._tried >= self._limit)
+        return self.stop.is_set() or (self.limit is not None and self._tried >= self.limit)
 
     def _go_through(self) -> None:
         """Read the queue from its head, as many messages as there were at the beginning."""
-        position = self._acked
-        while not self._enough and (position < self._total or not self._total):
-            most = self._batch if not self._total else min(self._batch, self._total - position)
-            deliveries = self._channel.take(most)
-            if not deliveries:
-                break
-            self._total = self._total or max(self._channel.left, len(deliveries))
-            messages = [DeadMessage(delivery, position + number) for number, delivery in enumerate(deliveries, start=1)]
-            position += len(messages)
-            self._guard(messages)
+        reading = read_batches(self.channel, self._batch, self.guard, self._acked, self._total)
+        while not self._enough and (found := next(reading, None)) is not None:
+            messages, self._total = found
             self._handle(messages)
+            position = messages[-1].position
             self.report.examined = max(self.report.examined, position)
-            if self._progress is not None:
-                self._progress(position, self._total)
+            if self.progress is not None:
+                self.progress(position, self._total)
 
     def _handle(self, messages: list[DeadMessage]) -> None:
         done: list[DeadMessage] = []
@@ -221,18 +207,18 @@ class Replay:
             if message.redelivered and self._unacked[message.fingerprint]:
                 self._unacked[message.fingerprint] -= 1
                 done.append(message)
-            elif self._chosen.matches(message, now):
+            elif self.chosen.matches(message, now):
                 chosen.append(message)
-        if self._limit is not None:
-            chosen = chosen[: self._limit - self._tried]
-        if self._publisher is None:
+        if self.limit is not None:
+            chosen = chosen[: self.limit - self._tried]
+        if self.publisher is None:
             for message in chosen:
                 if self._target(message) is not None:
                     self.report.replayed += 1
             return
         confirmations: list[tuple[DeadMessage, Confirmation]] = []
         try:
-            self._submit(self._publisher, chosen, confirmations)
+            self._submit(self.publisher, chosen, confirmations)
             for _message, confirmation in confirmations:
                 confirmation.exception()
         except BaseException:
@@ -247,11 +233,11 @@ class Replay:
         self._reset([message for message, _ in targets])
         for message, target in targets:
             self._wait_for_turn()
-            if self._stop.is_set():
+            if self.stop.is_set():
                 break
             try:
                 confirmation = publisher.submit(
-                    message.replayed(self._body), exchange=target.exchange, routing_key=target.routing_key
+                    message.replayed(self.body), exchange=target.exchange, routing_key=target.routing_key
                 )
             except (ConfigurationError, PublishError) as error:
                 self._fail(message, error)
@@ -276,9 +262,11 @@ class Replay:
         self.report.replayed += len(confirmed)
         self.report.delivered_before += sum(message.redelivered for message in confirmed)
         if self.report.possible_duplicates is not None:
-            self.report.possible_duplicates += sum(_was_cut_off(message) for message in confirmed)
+            self.report.possible_duplicates += sum(
+                message.redelivered and message.delivery_count > 0 for message in confirmed
+            )
         try:
-            self._channel.ack([message.delivery for message in (*done, *confirmed)])
+            self.channel.ack([message.delivery for message in (*done, *confirmed)])
         except ReliableMQError:
             self._unacked.update(message.fingerprint for message in (*done, *confirmed))
             raise
@@ -289,7 +277,7 @@ class Replay:
         if message.unreadable:
             self._fail(message, ConsumeError(message.unreadable))
             return None
-        target = self._routing(message)
+        target = self.routing(message)
         if target is None:
             self._fail(message, ConsumeError("its origin is unknown: name a target"))
         return target
@@ -304,18 +292,22 @@ class Replay:
                 self.report.failures.append((message, error))
 
     def _reset(self, messages: list[DeadMessage]) -> None:
-        if self._store is None:
+        if self.store is None:
             return
         keys = [key for message in messages if (key := self._key(message)) is not None]
         if keys:
-            self._store.reset_many(keys)
+            self.store.reset_many(keys)
 
     def _key(self, message: DeadMessage) -> str | None:
         """Return the key that a consumer claims, unless it has an ``idempotency_key``."""
         if message.origin is None or not message.origin.queue or not message.message_id:
             return None
         claiming = ClaimPolicy(
-            queue=message.origin.queue, namespace=self._namespace, key=_message_id, lease=1.0, max_attempts=1
+            queue=message.origin.queue,
+            namespace=self.namespace,
+            key=attrgetter("message_id"),
+            lease=1.0,
+            max_attempts=1,
         )
         return claiming.key_of(message.delivery)
 
@@ -323,15 +315,6 @@ class Replay:
         if self._pace is None:
             return
         remaining = self._pace.due() - time.monotonic()
-        if remaining > 0 and self._stop.wait(remaining):
+        if remaining > 0 and self.stop.wait(remaining):
             return
         self._pace.published(time.monotonic())
-
-
-def _message_id(delivery: Delivery) -> str | None:
-    return delivery.message_id
-
-
-def _was_cut_off(message: DeadMessage) -> bool:
-    """Whether the connection of an earlier delivery was lost, if RabbitMQ counts that."""
-    return message.redelivered and message.delivery_count > 0

@@ -24,8 +24,7 @@ from reliable_mq.core.publisher.publication import StoredPublication
 from reliable_mq.core.publisher.window import PublishWindow
 from reliable_mq.core.statistics import OutboxStatistics
 from reliable_mq.errors import OutboxError, UsageError
-from reliable_mq.outbox.relay import OutboxRelay
-from reliable_mq.outbox.writer import OutboxWriter
+from reliable_mq.outbox.relay import OutboxRelay, OutboxWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

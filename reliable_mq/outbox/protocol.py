@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
-from reliable_mq._util.validation import is_whole_number
+from reliable_mq._util.validation import is_text, is_whole_number
 from reliable_mq.core.outbox import NewRow, OutboxRow, RowSettlement
 from reliable_mq.core.statistics import OutboxStatus
 from reliable_mq.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from reliable_mq.message import Message
+from reliable_mq.message import Message
 
 __all__ = ["FailedRow", "Outbox", "OutboxStatus", "RowBatch", "RowLeases", "check_ids", "check_number", "ordering_by"]
 
@@ -168,14 +166,10 @@ def ordering_by(function: OrderingKey | None, message: Message, exchange: str, r
     if function is None:
         return None
     key = function(message, exchange, routing_key)
-    if key is None:
-        return None
-    if not isinstance(key, str):
+    if key is not None and not isinstance(key, str):
         raise ConfigurationError(f"ordering_key must give text or None, not {type(key).__name__}")
-    try:
-        key.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigurationError(f"ordering_key must give text that can be encoded, not {key!r}") from error
+    if key is not None and not is_text(key):
+        raise ConfigurationError(f"ordering_key must give text that can be encoded, not {key!r}")
     return key
 
 
@@ -205,8 +199,6 @@ def check_ids(message_ids: Sequence[str] | None) -> list[str] | None:
     for message_id in ids:
         if not isinstance(message_id, str):
             raise ConfigurationError(f"message_ids must be texts, not {message_id!r}")
-        try:
-            message_id.encode()
-        except UnicodeEncodeError as error:
-            raise ConfigurationError(f"message_ids must be texts that can be encoded, not {message_id!r}") from error
+        if not is_text(message_id):
+            raise ConfigurationError(f"message_ids must be texts that can be encoded, not {message_id!r}")
     return ids

@@ -1,12 +1,20 @@
-"""The relay: a thread that takes rows from an outbox and has them published.
+"""The threads of an outbox: one writes to it, the other has its rows published.
+
+The writer puts as much as it can into a transaction: messages of many callers, and the outcomes of rows that the relay
+has settled.
 
 `reliable_mq.core.outbox.RelaySession` decides which row is published next, and the outcome of each. The sync and the
 asyncio API put it onto a connection (`RowPublisher`).
 
-Invariants: a row is removed only after its confirm; at most ``limit`` rows are outstanding, and ``max_bytes`` of their
-bodies, or one row: the publisher has space for them, and the relay never waits where it could not renew its leases; an
-error that does not concern a row makes the relay pause, longer each time, and never ends it; at the end, rows without
-an outcome are released.
+Invariants of the writer: each message and each outcome is reported exactly once, in order; a message that could not be
+stored is reported with the error and never tried again, so that it is not stored after its caller was told; an outcome
+is tried again until it is written, or the writer ends; no exception of a callback ends the thread, or keeps the other
+callbacks from their calls.
+
+Invariants of the relay: a row is removed only after its confirm; at most ``limit`` rows are outstanding, and
+``max_bytes`` of their bodies, or one row: the publisher has space for them, and the relay never waits where it could
+not renew its leases; an error that does not concern a row makes the relay pause, longer each time, and never ends it;
+at the end, rows without an outcome are released.
 """
 
 from __future__ import annotations
@@ -14,22 +22,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Final, Protocol
+from collections import deque
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from reliable_mq._util.logs import LogLimit
-from reliable_mq.core.outbox import RelaySession, RowOutcome, RowSettlement
-from reliable_mq.core.statistics import OutboxStatistics
-from reliable_mq.errors import ReliableMQError
+from reliable_mq.core.outbox import NewRow, OutboxRow, RelaySession, RowOutcome, RowSettlement
+from reliable_mq.core.statistics import OutboxStatistics, OutboxStatus
+from reliable_mq.errors import OutboxError, ReliableMQError
+from reliable_mq.outbox.protocol import Outbox, RowLeases
 
-if TYPE_CHECKING:
-    from collections import deque
-    from collections.abc import Callable, Sequence
-
-    from reliable_mq.core.outbox import OutboxRow
-    from reliable_mq.core.statistics import OutboxStatus
-    from reliable_mq.outbox.protocol import Outbox, RowLeases
-
-__all__ = ["OutboxRelay", "RowPublisher"]
+__all__ = ["OutboxRelay", "OutboxWriter", "RowPublisher"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +42,192 @@ _ROWS_PER_TAKE: Final = 500
 _COUNT_EVERY: Final = 1.0  # seconds; more if counting took over a twentieth of the time
 _COUNT_SHARE: Final = 20
 _LOG_ERRORS_EVERY: Final = 30.0  # seconds
+
+_ROWS_PER_WRITE: Final = 1000
+_BYTES_PER_WRITE: Final = 2 * 1024 * 1024
+_RETRY_AFTER: Final = 1.0  # seconds, for outcomes that could not be written
+_LOG_WRITE_ERRORS_EVERY: Final = 10.0  # seconds
+
+T = TypeVar("T")
+
+
+class _OutboxThread:
+    """A daemon thread that ends by itself."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def _run(self) -> None:
+        raise NotImplementedError
+
+    def join(self, timeout: float) -> bool:
+        """Wait up to ``timeout`` seconds for the end; return whether it came."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the thread has ended."""
+        return self._thread.ident is not None and not self._thread.is_alive()
+
+
+class _QueuedMessage(NamedTuple, Generic[T]):
+    """A message to store, and its owner."""
+
+    owner: T
+    row: NewRow
+
+
+class OutboxWriter(_OutboxThread, Generic[T]):
+    """Writes to an outbox on a thread.
+
+    ``store`` and ``settle`` are thread-safe, and may be called by a signal handler.
+
+    Args:
+        on_stored: called on the writer's thread with the owners of messages, and the error if they are not stored.
+        on_settled: called on the writer's thread with the outcomes that were written.
+    """
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        *,
+        name: str,
+        on_stored: Callable[[list[T], OutboxError | None], None],
+        on_settled: Callable[[list[RowSettlement]], None],
+        statistics: OutboxStatistics,
+    ) -> None:
+        super().__init__(name)
+        self._outbox = outbox
+        self._statistics = statistics
+        self._on_stored = on_stored
+        self._on_settled = on_settled
+        self._queue: SimpleQueue[_QueuedMessage[T] | list[RowSettlement] | Callable[[], object] | None] = SimpleQueue()
+        self._settlements: list[RowSettlement] = []
+        self._settle_at = 0.0
+        self._error_log = LogLimit(_LOG_WRITE_ERRORS_EVERY)
+        self._ending = False
+        self._calls: list[Callable[[], object]] = []
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def store(self, owner: T, row: NewRow) -> None:
+        """Store a message soon. Does not block."""
+        self._queue.put(_QueuedMessage(owner, row))
+
+    def settle(self, settlements: list[RowSettlement]) -> None:
+        """Write the outcomes of rows soon. Does not block."""
+        self._queue.put(settlements)
+
+    def call(self, call: Callable[[], object]) -> None:
+        """Call a function once all that came before is reported. Does not block."""
+        self._queue.put(call)
+
+    def stop(self) -> None:
+        """End when all earlier messages and outcomes are reported. Does not wait."""
+        self._queue.put(None)
+
+    # On its thread
+
+    def _run(self) -> None:
+        while True:
+            messages = self._gather()
+            self._write(messages)
+            calls, self._calls = self._calls, []
+            for call in calls:
+                self._call(call)
+            if self._ending and self._queue.empty():
+                return
+
+    def _gather(self) -> list[_QueuedMessage[T]]:
+        """Wait for messages or outcomes; return the messages for one transaction."""
+        messages: list[_QueuedMessage[T]] = []
+        size = 0
+        timeout = None if not self._settlements else max(self._settle_at - time.monotonic(), 0.0)
+        try:
+            item = self._queue.get_nowait() if self._ending else self._queue.get(timeout=timeout)
+            while True:
+                if item is None:
+                    self._ending = True
+                elif isinstance(item, _QueuedMessage):
+                    messages.append(item)
+                    size += len(item.row.message.body)
+                    if len(messages) >= _ROWS_PER_WRITE or size >= _BYTES_PER_WRITE:
+                        break
+                elif isinstance(item, list):
+                    self._settlements.extend(item)
+                else:
+                    self._calls.append(item)
+                item = self._queue.get_nowait()
+        except Empty:
+            pass
+        return messages
+
+    def _write(self, messages: list[_QueuedMessage[T]]) -> None:
+        settlements = self._settlements if time.monotonic() >= self._settle_at or self._ending else []
+        if not messages and not settlements:
+            return
+        try:
+            self._outbox.write([message.row for message in messages], settlements)
+        except Exception as error:  # noqa: BLE001  # logged, where no outbox may raise it
+            failure = self._failure(error)
+            if messages and settlements and not failure.may_have_arrived:
+                self._write_settlements()  # which may need no room
+            elif settlements:
+                self._settle_later(failure)
+            self._report(messages, failure)
+        else:
+            self._settled(settlements)
+            self._report(messages, None)
+
+    def _failure(self, error: Exception) -> OutboxError:
+        if isinstance(error, OutboxError):
+            return error
+        if isinstance(error, ReliableMQError):
+            return OutboxError(str(error))
+        logger.error("writing to %r", self._outbox, exc_info=error)
+        failure = OutboxError(f"writing to {self._outbox!r} failed; the log says how")
+        failure.may_have_arrived = True  # how far it got is not known
+        failure.__cause__ = error
+        return failure
+
+    def _write_settlements(self) -> None:
+        settlements = self._settlements
+        try:
+            self._outbox.write([], settlements)
+        except Exception as error:  # noqa: BLE001  # logged, where no outbox may raise it
+            self._settle_later(self._failure(error))
+        else:
+            self._settled(settlements)
+
+    def _settled(self, settlements: list[RowSettlement]) -> None:
+        if settlements:
+            self._settlements = []
+            self._settle_at = 0.0
+            self._call(lambda: self._on_settled(settlements))
+
+    def _settle_later(self, error: OutboxError) -> None:
+        self._settle_at = time.monotonic() + _RETRY_AFTER
+        if self._error_log.count():
+            logger.error("%s; %d rows that were published stay there for now", error, len(self._settlements))
+
+    def _report(self, messages: Sequence[_QueuedMessage[T]], error: OutboxError | None) -> None:
+        if messages:
+            if error is None:
+                self._statistics.stored += len(messages)
+            else:
+                self._statistics.not_stored += len(messages)
+            owners = [message.owner for message in messages]
+            self._call(lambda: self._on_stored(owners, error))
+
+    def _call(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception:
+            logger.exception("the writer of %r goes on after an exception of what it called", self._outbox)
 
 
 class RowPublisher(Protocol):
@@ -52,10 +242,7 @@ class RowPublisher(Protocol):
         ...
 
     def take_settled(self) -> list[tuple[OutboxRow, ReliableMQError | None]]:
-        """Return the rows that were settled since the last call, with their errors.
-
-        Does not block.
-        """
+        """Return the rows settled since the last call, with their errors. Does not block."""
         ...
 
     def watch(self, wake: Callable[[], object]) -> None:
@@ -63,19 +250,15 @@ class RowPublisher(Protocol):
         ...
 
 
-class OutboxRelay:
+class OutboxRelay(_OutboxThread):
     """Takes rows from an outbox and has them published.
 
     ``start``, ``stop`` and ``join`` may be called by any thread.
 
     Args:
-        outbox: to take rows from.
-        publisher: publishes them.
         settle: writes outcomes, without blocking; then, ``settled`` is called.
         limit: how many rows may be outstanding.
         max_bytes: how many bytes of their bodies.
-        name: of the thread.
-        statistics: counts the outcomes of rows.
         measured: whether to count the rows of the outbox now and then, for ``status``.
 
     Attributes:
@@ -94,6 +277,7 @@ class OutboxRelay:
         statistics: OutboxStatistics | None = None,
         measured: bool = False,
     ) -> None:
+        super().__init__(name)
         self.statistics = statistics or OutboxStatistics()
         self.error: Exception | None = None
         self._outbox = outbox
@@ -120,7 +304,6 @@ class OutboxRelay:
         self._counted: tuple[OutboxStatus, float] | None = None  # and when
         self._count_log = LogLimit(_LOG_ERRORS_EVERY)
         self._pause_log = LogLimit(_LOG_ERRORS_EVERY)
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self, leases: RowLeases) -> None:
         """Start the thread, which takes rows by these leases. Does not block."""
@@ -139,23 +322,9 @@ class OutboxRelay:
         self._wake.set()
 
     def stop(self, timeout: float) -> None:
-        """Take no more rows, and end when the outstanding ones are settled.
-
-        Does not wait. The thread ends within ``timeout`` seconds.
-        """
+        """Take no more rows; end when those outstanding are settled, or time is over."""
         self._stop_by = time.monotonic() + timeout
         self._wake.set()
-
-    def join(self, timeout: float) -> bool:
-        """Wait up to ``timeout`` seconds for the end; return whether it came."""
-        if self._thread.ident is not None:
-            self._thread.join(timeout)
-        return not self._thread.is_alive()
-
-    @property
-    def ended(self) -> bool:
-        """Whether the thread has ended."""
-        return self._thread.ident is not None and not self._thread.is_alive()
 
     @property
     def trouble(self) -> tuple[Exception | None, float]:
@@ -222,8 +391,9 @@ class OutboxRelay:
         for row, error in settled:
             self._outstanding_bytes -= len(row.message.body)
             session.settled(row, error)
-        if settled:
-            self._pause_on_trouble()
+        trouble, session.trouble = session.trouble, None
+        if trouble is not None:
+            self._pause(trouble)
         taken = 0
         stopping = self._stop_by is not None
         now = time.monotonic()
@@ -303,11 +473,6 @@ class OutboxRelay:
                 logger.error("the rows of %r cannot be counted: %s", self._outbox, error)  # noqa: TRY400
         ended = time.monotonic()
         self._count_at = ended + max(_COUNT_EVERY, _COUNT_SHARE * (ended - began))
-
-    def _pause_on_trouble(self) -> None:
-        trouble, self._session.trouble = self._session.trouble, None
-        if trouble is not None:
-            self._pause(trouble)
 
     def _pause(self, error: Exception) -> None:
         now = time.monotonic()

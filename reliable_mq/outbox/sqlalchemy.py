@@ -16,29 +16,17 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sqlalchemy import (
-    Connection,
-    Engine,
-    and_,
-    case,
-    delete,
-    func,
-    insert,
-    inspect,
-    not_,
-    or_,
-    outerjoin,
-    select,
-    update,
-)
+import sqlalchemy as sa
+from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session, registry, scoped_session
 
 from reliable_mq._util.sqlalchemy import (
+    CONFLICTS,
     AsyncTransactionRunner,
     SyncTransactionRunner,
-    TransactionRunner,
+    error_code,
     refuse_autocommit,
 )
 from reliable_mq._util.validation import Duration, seconds
@@ -59,13 +47,13 @@ from reliable_mq.outbox.sqlalchemy_table import (
     ddl,
     exact_collation,
     outbox_table,
+    portions,
 )
 from reliable_mq.url import redacted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sqlalchemy import ColumnElement, FromClause
     from sqlalchemy.ext.asyncio import async_scoped_session
 
     from reliable_mq.outbox.protocol import OrderingKey
@@ -77,12 +65,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NAME_CHARACTERS = 255
-_IDS_PER_STATEMENT = 200
 _RACES = 2  # over the table and over its index, if several processes make them
 _ATTEMPTS = 4  # at a transaction that conflicts with others, but for the last
-# Deadlocks and the like, in the codes of MariaDB and MySQL, and of PostgreSQL; 1020 is MariaDB's for a row that is
-# newer than the snapshot of the statement.
-_CONFLICTS = frozenset({1020, 1205, 1213, "40001", "40P01"})
 
 
 class SQLAlchemyOutbox:
@@ -132,7 +116,7 @@ class SQLAlchemyOutbox:
         self.table = outbox_table(table, schema)
         self._engine = engine
         self._dialect = engine.dialect
-        self._runner: TransactionRunner = (
+        self._runner = (
             AsyncTransactionRunner(engine) if isinstance(engine, AsyncEngine) else SyncTransactionRunner(engine)
         )
         self._create = create
@@ -175,7 +159,7 @@ class SQLAlchemyOutbox:
         _check_texts(message.message_id, exchange, routing_key, ordering_key)
         values = self._values(NewRow(message, exchange, routing_key, mandatory, ordering_key), time.time())
         if isinstance(session, Connection):
-            session.execute(insert(self.table), values)
+            session.execute(sa.insert(self.table), values)
             return
         if not hasattr(session, "add"):
             raise ConfigurationError(
@@ -248,10 +232,9 @@ class SQLAlchemyOutbox:
         now = time.time()
         new = [self._values(row, now) for row in rows]
         # In the order of their ids: transactions that lock rows in one order do not wait for each other in a circle.
-        removed = sorted(one.row.id for one in settlements if one.outcome is RowOutcome.CONFIRMED)
-        others = sorted(
-            (one for one in settlements if one.outcome is not RowOutcome.CONFIRMED), key=lambda one: one.row.id
-        )
+        settlements = sorted(settlements, key=lambda one: one.row.id)
+        removed = [one.row.id for one in settlements if one.outcome is RowOutcome.CONFIRMED]
+        others = [one for one in settlements if one.outcome is not RowOutcome.CONFIRMED]
         if not (new or removed or others):
             return
         committing = False
@@ -261,15 +244,14 @@ class SQLAlchemyOutbox:
             committing = False
             columns = self.table.c
             if new:
-                connection.execute(insert(self.table), new)
-            for start in range(0, len(removed), _IDS_PER_STATEMENT):
-                some = removed[start : start + _IDS_PER_STATEMENT]
-                connection.execute(delete(self.table).where(columns.id.in_(some)))
+                connection.execute(sa.insert(self.table), new)
+            for some in portions(removed):
+                connection.execute(sa.delete(self.table).where(columns.id.in_(some)))
             clock = database_time(connection) if others else 0.0
             for one in others:
                 # A relay that was stopped for longer than its lease must not change rows that another took over.
-                still = and_(columns.id == one.row.id, columns.claimed_by == one.row.claim)
-                connection.execute(update(self.table).where(still).values(**self._outcome_values(one, clock)))
+                still = sa.and_(columns.id == one.row.id, columns.claimed_by == one.row.claim)
+                connection.execute(sa.update(self.table).where(still).values(**self._outcome_values(one, clock)))
             committing = True
 
         try:
@@ -290,11 +272,11 @@ class SQLAlchemyOutbox:
             check_number("up_to", up_to)
 
         def work(connection: Connection) -> tuple[int, int]:
-            last = connection.execute(select(func.coalesce(func.max(columns.id), 0))).scalar_one()
+            last = connection.execute(sa.select(sa.func.coalesce(sa.func.max(columns.id), 0))).scalar_one()
             limit = last if up_to is None else up_to
             rows, is_held = self._with_holds()
-            moves = and_(self._waits(), not_(is_held))
-            count = connection.execute(select(func.count()).select_from(rows).where(columns.id <= limit, moves))
+            moves = sa.and_(self._waits(), sa.not_(is_held))
+            count = connection.execute(sa.select(sa.func.count()).select_from(rows).where(columns.id <= limit, moves))
             return count.scalar_one(), last
 
         return self._do(work, "reading")
@@ -307,16 +289,16 @@ class SQLAlchemyOutbox:
         waits = self._waits()
         rows, is_held = self._with_holds()
 
-        def count(condition: ColumnElement[bool]) -> ColumnElement[int]:
-            return func.coalesce(func.sum(case((condition, 1), else_=0)), 0)
+        def count(condition: sa.ColumnElement[bool]) -> sa.ColumnElement[int]:
+            return sa.func.coalesce(sa.func.sum(sa.case((condition, 1), else_=0)), 0)
 
-        query = select(
+        query = sa.select(
             count(waits),
-            count(and_(waits, columns.state == DELAYED)),
-            count(and_(waits, is_held)),
-            count(and_(columns.state == SET_ASIDE, columns.format <= FORMAT)),
+            count(sa.and_(waits, columns.state == DELAYED)),
+            count(sa.and_(waits, is_held)),
+            count(sa.and_(columns.state == SET_ASIDE, columns.format <= FORMAT)),
             count(columns.format > FORMAT),
-            func.min(case((columns.state < SET_ASIDE, columns.stored_at))),
+            sa.func.min(sa.case((columns.state < SET_ASIDE, columns.stored_at))),
         ).select_from(rows)
 
         def work(connection: Connection) -> OutboxStatus:
@@ -331,17 +313,9 @@ class SQLAlchemyOutbox:
         """Return the messages that are set aside, the oldest first."""
         check_number("limit", limit)
         columns = self.table.c
-        query = (
-            select(
-                *(
-                    columns[name]
-                    for name in ("message_id", "exchange", "routing_key", "attempts", "reason", "stored_at")
-                )
-            )
-            .where(self._is_set_aside())
-            .order_by(columns.id)
-            .limit(limit)
-        )
+        names = ("message_id", "exchange", "routing_key", "attempts", "reason", "stored_at")
+        query = sa.select(*(columns[name] for name in names)).where(self._is_set_aside())
+        query = query.order_by(columns.id).limit(limit)
 
         def work(connection: Connection) -> list[FailedRow]:
             now = time.time()
@@ -354,12 +328,12 @@ class SQLAlchemyOutbox:
 
     def retry(self, message_ids: Sequence[str] | None = None) -> int:
         """Put messages that are set aside back, all or those with these ids; count them."""
-        back = update(self.table).values(state=READY, available_at=0, reason=None, claimed_by=None, claimed_until=0)
+        back = sa.update(self.table).values(state=READY, available_at=0, reason=None, claimed_by=None, claimed_until=0)
         return self._decide(back, message_ids)
 
     def purge(self, message_ids: Sequence[str] | None = None) -> int:
         """Delete messages that are set aside, all or those with these ids; count them."""
-        return self._decide(delete(self.table), message_ids)
+        return self._decide(sa.delete(self.table), message_ids)
 
     def close(self) -> None:
         """Close own connections, until the next call; the engine is yours."""
@@ -378,11 +352,13 @@ class SQLAlchemyOutbox:
             index.create(connection, checkfirst=True)
 
     def _exists(self) -> bool:
-        return self._do(lambda connection: inspect(connection).has_table(self.table.name, self.table.schema), "opening")
+        return self._do(
+            lambda connection: sa.inspect(connection).has_table(self.table.name, self.table.schema), "opening"
+        )
 
     def _inspect_table(self, connection: Connection) -> None:
         """Warn of a table without the index, or whose keys are compared loosely."""
-        seen, name, schema = inspect(connection), self.table.name, self.table.schema
+        seen, name, schema = sa.inspect(connection), self.table.name, self.table.schema
         index = ["ordering_key", "id"]
         if not any(one["column_names"][:2] == index for one in seen.get_indexes(name, schema)):
             logger.warning("%r has no index of ordering_key and id, and is slow: make the one that is in ddl", self)
@@ -419,20 +395,20 @@ class SQLAlchemyOutbox:
             "reason": settlement.reason,
         }
 
-    def _waits(self) -> ColumnElement[bool]:
-        return and_(self.table.c.state < SET_ASIDE, self.table.c.format <= FORMAT)
+    def _waits(self) -> sa.ColumnElement[bool]:
+        return sa.and_(self.table.c.state < SET_ASIDE, self.table.c.format <= FORMAT)
 
-    def _is_set_aside(self) -> ColumnElement[bool]:
-        return and_(self.table.c.state == SET_ASIDE, self.table.c.format <= FORMAT)
+    def _is_set_aside(self) -> sa.ColumnElement[bool]:
+        return sa.and_(self.table.c.state == SET_ASIDE, self.table.c.format <= FORMAT)
 
-    def _with_holds(self) -> tuple[FromClause, ColumnElement[bool]]:
+    def _with_holds(self) -> tuple[sa.FromClause, sa.ColumnElement[bool]]:
         """Join each row with the first stuck row of its key; return the condition "held"."""
         columns, before = self.table.c, self.table.alias().c
-        stuck = and_(before.ordering_key.is_not(None), or_(before.state == SET_ASIDE, before.format > FORMAT))
-        first = select(before.ordering_key, func.min(before.id).label("first")).where(stuck)
+        stuck = sa.and_(before.ordering_key.is_not(None), sa.or_(before.state == SET_ASIDE, before.format > FORMAT))
+        first = sa.select(before.ordering_key, sa.func.min(before.id).label("first")).where(stuck)
         holds = first.group_by(before.ordering_key).subquery()
-        joined = outerjoin(self.table, holds, holds.c.ordering_key == columns.ordering_key)
-        return joined, and_(holds.c.first.is_not(None), holds.c.first < columns.id)
+        joined = sa.outerjoin(self.table, holds, holds.c.ordering_key == columns.ordering_key)
+        return joined, sa.and_(holds.c.first.is_not(None), holds.c.first < columns.id)
 
     def _decide(self, statement: Any, message_ids: Sequence[str] | None) -> int:
         ids = check_ids(message_ids)
@@ -442,9 +418,8 @@ class SQLAlchemyOutbox:
                 return int(connection.execute(statement.where(self._is_set_aside())).rowcount)
             count = 0
             columns = self.table.c
-            for start in range(0, len(ids), _IDS_PER_STATEMENT):
-                some = set(ids[start : start + _IDS_PER_STATEMENT])
-                wanted = select(columns.id, columns.message_id).where(
+            for some in map(set, portions(ids)):
+                wanted = sa.select(columns.id, columns.message_id).where(
                     self._is_set_aside(), columns.message_id.in_(some)
                 )
                 # The column's collation may take other texts for equal.
@@ -463,11 +438,11 @@ class SQLAlchemyOutbox:
         try:
             for _ in range(_ATTEMPTS):
                 try:
-                    return self._runner.run(work, isolation=isolation)
+                    return self._runner.run(work, isolation)
                 except DBAPIError as error:
-                    if not _may_be_repeated(error):
+                    if error_code(error) not in CONFLICTS:
                         raise
-            return self._runner.run(work, isolation=isolation)
+            return self._runner.run(work, isolation)
         except SQLAlchemyError as error:
             # The text of SQLAlchemy's error has the statement and its parameters, and so the bodies of messages.
             cause = getattr(error, "orig", None) or type(error).__name__
@@ -477,21 +452,11 @@ class SQLAlchemyOutbox:
 
 
 def _check_texts(message_id: str, exchange: str, routing_key: str, ordering_key: str | None) -> None:
-    texts = {
-        "message_id": message_id,
-        "exchange": exchange,
-        "routing_key": routing_key,
-        "ordering_key": "" if ordering_key is None else ordering_key,
-    }
+    texts = {"message_id": message_id, "exchange": exchange, "routing_key": routing_key}
+    if ordering_key is not None:
+        texts["ordering_key"] = ordering_key
     for name, text in texts.items():
         if not isinstance(text, str) or "\0" in text or len(text) > _NAME_CHARACTERS:
             raise ConfigurationError(
                 f"{name} must be text of at most {_NAME_CHARACTERS} characters without NUL, not {text!r}"
             )
-
-
-def _may_be_repeated(error: DBAPIError) -> bool:
-    """Return whether a conflict with others rolled the transaction back."""
-    original = error.orig
-    code = getattr(original, "sqlstate", None) or next(iter(getattr(original, "args", ())), None)
-    return code in _CONFLICTS

@@ -46,6 +46,7 @@ from reliable_mq.outbox.sqlalchemy_table import (
     WALKS_AN_INDEX,
     begin_taking,
     database_time,
+    portions,
     skips_locked,
 )
 
@@ -63,7 +64,6 @@ _KEYS_AT_MOST: Final = 5000  # read per take; the next take goes on there
 _ROWS_AT_FIRST: Final = 32  # per take while their size is not known
 _BYTES_PER_TAKE: Final = 8 * 1024 * 1024  # about
 _WEIGHT: Final = 0.2  # of the last take in the average
-_IDS_PER_STATEMENT: Final = 500  # some databases bind few
 _KEEP_EVERY: Final = 5.0  # seconds
 
 
@@ -71,9 +71,7 @@ class SQLAlchemyRowLeases:
     """The rows that one relay of a table has leased. For one thread.
 
     Args:
-        table: of the outbox.
         run: runs work in a transaction of its own.
-        lease: seconds.
         boot: the name of the boot of the machine, if leases are by the time since that; else empty.
     """
 
@@ -131,7 +129,6 @@ class SQLAlchemyRowLeases:
                 self._unpublished.add(row.id)
 
     def written(self, settlements: Sequence[RowSettlement]) -> None:
-        """Forget rows whose outcomes are written."""
         for settlement in settlements:
             row = settlement.row
             if self._taken.get(row.id) is row:
@@ -139,7 +136,6 @@ class SQLAlchemyRowLeases:
                 self._unpublished.discard(row.id)
 
     def keep(self) -> None:
-        """Renew the leases."""
         if self._taken:
             began = time.monotonic()
             self._run(self._renew, "renewing leases")
@@ -166,7 +162,7 @@ class SQLAlchemyRowLeases:
             self._mark(connection, [-1], name, until)
         ids = self._choose(connection, limit, now)
         first = [
-            row for some in _portions(ids) for row in (self._lock if locks else self._update)(connection, some, now)
+            row for some in portions(ids) for row in (self._lock if locks else self._update)(connection, some, now)
         ]
         if locks:
             self._mark(connection, [row.id for row in first], name, until)
@@ -194,10 +190,7 @@ class SQLAlchemyRowLeases:
         return chosen
 
     def _around(self, connection: Connection, limit: int, now: float) -> Iterator[list[tuple[str, int, bool]]]:
-        """Go around the keys until enough of their first rows are due.
-
-        Yields each first row, and whether it is due.
-        """
+        """Go around the keys until enough first rows are due; yield each with that."""
         columns = self._table.c
         size = max(limit, _KEYS_AT_LEAST)
         after, up_to = self._last_key, None
@@ -205,7 +198,7 @@ class SQLAlchemyRowLeases:
         while True:
             heads = self._heads(connection, after, up_to, size)
             due: set[int] = set()
-            for some in _portions([number for _, number in heads]):
+            for some in portions([number for _, number in heads]):
                 due.update(connection.execute(select(columns.id).where(columns.id.in_(some), self._due(now))).scalars())
             yield [(key, number, number in due) for key, number in heads]
             enough += len(due)
@@ -291,20 +284,20 @@ class SQLAlchemyRowLeases:
         return behind
 
     def _mark(self, connection: Connection, ids: Sequence[int], name: str, until: float) -> None:
-        for some in _portions(ids):
+        for some in portions(ids):
             mine = update(self._table).where(self._table.c.id.in_(some))
             connection.execute(mine.values(claimed_by=name, claimed_until=until))
 
     def _renew(self, connection: Connection) -> None:
         columns = self._table.c
         until = database_time(connection) + self._lease
-        for some in _portions(sorted(self._taken)):
+        for some in portions(sorted(self._taken)):
             mine = update(self._table).where(columns.id.in_(some), self._ours())
             connection.execute(mine.values(claimed_until=until))
 
     def _release(self, connection: Connection) -> None:
         columns = self._table.c
-        for some in _portions(sorted(self._taken)):
+        for some in portions(sorted(self._taken)):
             unpublished = columns.id.in_([number for number in some if number in self._unpublished])
             connection.execute(
                 update(self._table)
@@ -350,9 +343,3 @@ class SQLAlchemyRowLeases:
         columns = self._table.c
         claimed = columns.claimed_by.is_not(None) if was_claimed is None else was_claimed
         return select(columns.id, claimed.label("was_claimed"), *(columns[name] for name in COLUMNS))
-
-
-def _portions(ids: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Split a list into parts that fit into one statement."""
-    for start in range(0, len(ids), _IDS_PER_STATEMENT):
-        yield ids[start : start + _IDS_PER_STATEMENT]

@@ -9,35 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import time
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, TypeVar
 
-from sqlalchemy import (
-    BigInteger,
-    Column,
-    Double,
-    Index,
-    Integer,
-    LargeBinary,
-    MetaData,
-    SmallInteger,
-    String,
-    Table,
-    Text,
-    column,
-    func,
-    literal_column,
-    select,
-    table,
-)
+import sqlalchemy as sa
 from sqlalchemy.dialects.mysql import DOUBLE, LONGBLOB
+from sqlalchemy.engine import Dialect
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.schema import CreateIndex, CreateTable, DDLElement
 
 from reliable_mq._util.boottime import boot, since_boot
-
-if TYPE_CHECKING:
-    from sqlalchemy import Connection
-    from sqlalchemy.engine import Dialect
 
 __all__ = [
     "COLLATES",
@@ -53,8 +34,11 @@ __all__ = [
     "ddl",
     "exact_collation",
     "outbox_table",
+    "portions",
     "skips_locked",
 ]
+
+T = TypeVar("T")
 
 READY: Final = 0
 DELAYED: Final = 1
@@ -72,10 +56,11 @@ COLLATES: Final = frozenset(_MYSQL)
 _SKIP_LOCKED: Final = frozenset({"postgresql", "mysql", "mariadb", "oracle"})
 WALKS_AN_INDEX: Final = frozenset({"postgresql", "sqlite"})
 """Databases that need a recursive query to go from key to key in an index; others do so for GROUP BY."""
+_ITEMS_PER_STATEMENT: Final = 500  # some databases bind few
 _NAME: Final = 255  # AMQP's own limit, in bytes
 
 
-class ExactString(String):
+class ExactString(sa.String):
     """Text that is equal for equal characters alone, in MySQL and MariaDB, too."""
 
     cache_ok = True
@@ -91,70 +76,70 @@ def exact_collation(dialect: Dialect) -> str:
     return "utf8mb4_nopad_bin" if getattr(dialect, "is_mariadb", False) else "utf8mb4_0900_bin"
 
 
-def collation_of(connection: Connection, at: Column[Any]) -> str | None:
+def collation_of(connection: sa.Connection, at: sa.Column[Any]) -> str | None:
     """Return the collation of a column in MariaDB or MySQL, wherever it is from."""
     names = ("collation_name", "table_schema", "table_name", "column_name")
-    columns = table("columns", *map(column, names), schema="information_schema")
-    found = select(columns.c.collation_name).where(
-        columns.c.table_schema == (func.database() if at.table.schema is None else at.table.schema),
+    columns = sa.table("columns", *map(sa.column, names), schema="information_schema")
+    found = sa.select(columns.c.collation_name).where(
+        columns.c.table_schema == (sa.func.database() if at.table.schema is None else at.table.schema),
         columns.c.table_name == at.table.name,
         columns.c.column_name == at.name,
     )
     return connection.execute(found).scalar_one_or_none()
 
 
-def outbox_table(name: str, schema: str | None) -> Table:
+def outbox_table(name: str, schema: str | None) -> sa.Table:
     """Return the table, in a MetaData of its own."""
-    binary: Any = LargeBinary().with_variant(LONGBLOB(), *_MYSQL)
-    seconds: Any = Double().with_variant(DOUBLE(), *_MYSQL)
-    number: Any = BigInteger().with_variant(Integer(), "sqlite")  # the only type that SQLite increments by itself
-    return Table(
+    binary: Any = sa.LargeBinary().with_variant(LONGBLOB(), *_MYSQL)
+    seconds: Any = sa.Double().with_variant(DOUBLE(), *_MYSQL)
+    number: Any = sa.BigInteger().with_variant(sa.Integer(), "sqlite")  # the only type that SQLite increments by itself
+    return sa.Table(
         name,
-        MetaData(schema=schema),
-        Column("id", number, primary_key=True, autoincrement=True),
-        Column("format", SmallInteger, nullable=False),
-        Column("message_id", ExactString(_NAME), nullable=False),
-        Column("exchange", String(_NAME), nullable=False),
-        Column("routing_key", String(_NAME), nullable=False),
-        Column("mandatory", SmallInteger, nullable=False),
-        Column("ordering_key", ExactString(_NAME)),
-        Column("properties", binary),
-        Column("body", binary, nullable=False),
-        Column("attempts", Integer, nullable=False, server_default="0"),
-        Column("possible_duplicate", SmallInteger, nullable=False, server_default="0"),
-        Column("stored_at", seconds, nullable=False),
-        Column("state", SmallInteger, nullable=False, server_default="0"),
-        Column("available_at", seconds, nullable=False, server_default="0"),
-        Column("claimed_by", String(64)),
-        Column("claimed_until", seconds, nullable=False, server_default="0"),
-        Column("reason", Text),
-        Index(f"{name}_in_order", "ordering_key", "id"),
+        sa.MetaData(schema=schema),
+        sa.Column("id", number, primary_key=True, autoincrement=True),
+        sa.Column("format", sa.SmallInteger, nullable=False),
+        sa.Column("message_id", ExactString(_NAME), nullable=False),
+        sa.Column("exchange", sa.String(_NAME), nullable=False),
+        sa.Column("routing_key", sa.String(_NAME), nullable=False),
+        sa.Column("mandatory", sa.SmallInteger, nullable=False),
+        sa.Column("ordering_key", ExactString(_NAME)),
+        sa.Column("properties", binary),
+        sa.Column("body", binary, nullable=False),
+        sa.Column("attempts", sa.Integer, nullable=False, server_default="0"),
+        sa.Column("possible_duplicate", sa.SmallInteger, nullable=False, server_default="0"),
+        sa.Column("stored_at", seconds, nullable=False),
+        sa.Column("state", sa.SmallInteger, nullable=False, server_default="0"),
+        sa.Column("available_at", seconds, nullable=False, server_default="0"),
+        sa.Column("claimed_by", sa.String(64)),
+        sa.Column("claimed_until", seconds, nullable=False, server_default="0"),
+        sa.Column("reason", sa.Text),
+        sa.Index(f"{name}_in_order", "ordering_key", "id"),
         # Ids are never used again: a position in the table stays one.
         sqlite_autoincrement=True,
     )
 
 
-def ddl(table: Table, dialect: Dialect) -> str:
+def ddl(table: sa.Table, dialect: Dialect) -> str:
     """Return the statements that make the table."""
     statements: list[DDLElement] = [CreateTable(table), *map(CreateIndex, table.indexes)]
     return "\n".join(f"{str(statement.compile(dialect=dialect)).strip()};" for statement in statements)
 
 
-def skips_locked(connection: Connection) -> bool:
+def skips_locked(connection: sa.Connection) -> bool:
     """Return whether the database has ``FOR UPDATE SKIP LOCKED``."""
     return connection.dialect.name in _SKIP_LOCKED
 
 
-def database_time(connection: Connection) -> float:
+def database_time(connection: sa.Connection) -> float:
     """Return the database's time in seconds; for a file, the time since the boot."""
     name = connection.dialect.name
     if name in _FILES:
         return since_boot() / 1_000_000
     clock = _CLOCKS.get(name)
-    return time.time() if clock is None else float(connection.execute(select(literal_column(clock))).scalar_one())
+    return time.time() if clock is None else float(connection.execute(sa.select(sa.literal_column(clock))).scalar_one())
 
 
-def begin_taking(connection: Connection) -> float:
+def begin_taking(connection: sa.Connection) -> float:
     """Return the database's time; make PostgreSQL use the index in this transaction.
 
     For a table that was not analyzed yet, or was empty then, it expects few rows, and would read and sort all of them
@@ -162,10 +147,18 @@ def begin_taking(connection: Connection) -> float:
     """
     if connection.dialect.name != "postgresql":
         return database_time(connection)
-    off = [func.set_config(name, "off", True) for name in ("enable_bitmapscan", "enable_seqscan", "enable_sort", "jit")]
-    return float(connection.execute(select(literal_column(_CLOCKS["postgresql"]), *off)).one()[0])
+    off = [
+        sa.func.set_config(name, "off", True) for name in ("enable_bitmapscan", "enable_seqscan", "enable_sort", "jit")
+    ]
+    return float(connection.execute(sa.select(sa.literal_column(_CLOCKS["postgresql"]), *off)).one()[0])
 
 
 def boot_name(dialect: Dialect) -> str:
     """Return the name of this boot if `database_time` starts with it, else no text."""
     return hashlib.sha256(boot()[0].encode()).hexdigest()[:12] if dialect.name in _FILES else ""
+
+
+def portions(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Split a list into parts that fit into one statement."""
+    for start in range(0, len(items), _ITEMS_PER_STATEMENT):
+        yield items[start : start + _ITEMS_PER_STATEMENT]

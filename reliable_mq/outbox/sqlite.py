@@ -1,7 +1,7 @@
 """An outbox in one SQLite file: embedded, fast, for the processes of one machine.
 
 Stored messages are on disk: the file is in WAL mode with ``synchronous=FULL``, so every commit is an fsync, and one
-commit serves all messages that came in meanwhile (`reliable_mq.outbox.writer`). A power cut or a kill at any moment
+commit serves all messages that came in meanwhile (`reliable_mq.outbox.relay`). A power cut or a kill at any moment
 leaves all that was committed, and nothing half: each frame of the write-ahead log has a checksum, and a page that a
 checkpoint left half written is still in the log.
 

@@ -10,10 +10,9 @@ so that rows can be removed, and nothing more is stored until it is back.
 Invariants:
 
 - once noted, the file stays the one that was open first until `forget`: ids of one file mean nothing in another. Its
-log
-  may be another one after the connection was closed and opened again;
-- with the reserve, a log of its usual size can be copied into the database on a full disk; nothing is stored without
-it.
+  log may be another one after the connection was closed and opened again;
+- with the reserve, a log of its usual size can be copied into the database on a full disk; without it, nothing
+  is stored.
 """
 
 from __future__ import annotations
@@ -21,12 +20,10 @@ from __future__ import annotations
 import os
 import sqlite3
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from reliable_mq.errors import OutboxError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 __all__ = ["DiskReserve", "OpenFile", "is_full", "outbox_error", "uncertain"]
 
@@ -34,8 +31,7 @@ __all__ = ["DiskReserve", "OpenFile", "is_full", "outbox_error", "uncertain"]
 class OpenFile:
     """The files that a path named when they were opened. Thread-safe.
 
-    Args:
-        path: of the database.
+    Its checks raise `OutboxError` if the path names others, or none: no later process would find their changes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,35 +40,22 @@ class OpenFile:
 
     @property
     def noted(self) -> bool:
-        """Whether files were noted."""
         return self._noted is not None
 
     def note(self) -> None:
-        """Note the files that a new connection has open.
-
-        Raises:
-            OutboxError: another file was noted before.
-        """
+        """Note the files that a new connection has open; of the same database as before."""
         found = self._identities()
         if self._noted is not None and found[0] != self._noted[0]:
             raise self._error()
         self._noted = found
 
     def check_file(self) -> None:
-        """Check the database alone, before it is opened again.
-
-        Raises:
-            OutboxError: it is another one, or none.
-        """
+        """Check the database alone, before it is opened again."""
         if self._noted is not None and self._identities()[0] != self._noted[0]:
             raise self._error()
 
     def check(self) -> None:
-        """Check that the path still names the noted files. Costs two calls of stat().
-
-        Raises:
-            OutboxError: it does not, and no later process would find their changes.
-        """
+        """Check that the path still names the noted files. Costs two calls of stat()."""
         if self._noted is not None and self._identities() != self._noted:
             raise self._error()
 
@@ -104,10 +87,7 @@ _ZEROS: Final = bytes(1024 * 1024)
 
 
 class DiskReserve:
-    """Disk space for the removal of rows, shared by all processes with the outbox.
-
-    Thread-safe, as it keeps no state here.
-    """
+    """Disk space for the removal of rows, shared by all processes. Thread-safe."""
 
     def __init__(self, database: Path) -> None:
         self._path = f"{database}-reserve"

@@ -19,8 +19,10 @@ import logging
 import os
 import sqlite3
 from collections import deque
+from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 from weakref import WeakSet
 
 from reliable_mq._util.boottime import since_boot
@@ -37,13 +39,7 @@ from reliable_mq.core.outbox import (
 )
 from reliable_mq.message import Message
 from reliable_mq.outbox.protocol import RowBatch
-from reliable_mq.outbox.sqlite_file import outbox_error
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
-
-    from reliable_mq.outbox.sqlite_file import OpenFile
+from reliable_mq.outbox.sqlite_file import OpenFile, outbox_error
 
 __all__ = ["SQLiteRowLeases"]
 
@@ -85,13 +81,7 @@ class _Key:
 
 
 class SQLiteRowLeases:
-    """The rows that the relay of a SQLite file has taken. For one thread.
-
-    Args:
-        path: of the database, which has its tables.
-        timeout: seconds to wait for a process that writes.
-        file: checks that the path still names the file that was opened.
-    """
+    """The rows that the relay of a SQLite file has taken. For one thread."""
 
     keep_every = float("inf")
 
@@ -162,7 +152,6 @@ class SQLiteRowLeases:
                 self._pass(self._keys[key], row.id)
 
     def written(self, settlements: Sequence[RowSettlement]) -> None:
-        """Forget rows whose outcomes are written."""
         for settlement in settlements:
             row, outcome = settlement.row, settlement.outcome
             self._taken.discard(row.id)

@@ -10,15 +10,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Sequence
+from typing import Final
 
 from reliable_mq._util.validation import Duration, seconds, whole_number
 from reliable_mq.core.idempotency import Claim, ClaimStatus
 from reliable_mq.errors import IdempotencyStoreError
-from reliable_mq.stores.keys import DAY
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+from reliable_mq.stores.base import DAY
 
 __all__ = ["MemoryStore"]
 

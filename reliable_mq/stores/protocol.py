@@ -6,12 +6,10 @@ does no harm then; a call costs one query to the database, however many keys it 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from reliable_mq.core.idempotency import Claim
+from reliable_mq.core.idempotency import Claim
 
 __all__ = ["AsyncIdempotencyStore", "IdempotencyStore", "ResettableStore"]
 

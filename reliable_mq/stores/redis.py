@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Self, TypeVar
 from urllib.parse import urlsplit
 
 import redis
@@ -32,11 +33,7 @@ from redis.retry import Retry
 from reliable_mq._util.validation import Duration, seconds
 from reliable_mq.core.idempotency import ClaimStatus
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError
-from reliable_mq.stores.base import AsyncStore, Queries, StoreBase, SyncStore
-from reliable_mq.stores.keys import DAY, ClaimAnswer, Held, microseconds
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from reliable_mq.stores.base import DAY, AsyncStore, ClaimAnswer, Held, Queries, StoreBase, SyncStore, microseconds
 
 __all__ = ["CLAIM", "COMPLETE", "RELEASE", "RESET", "AsyncRedisStore", "RedisStore"]
 
@@ -87,65 +84,57 @@ return replies
 """
 )
 
-#: Arguments: the retention in milliseconds, a token per key. Reply: 1 or 0 per key.
-COMPLETE: Final = (
-    _PARSE
-    + """
-local replies = {}
+
+def _for_each_record(change: str) -> str:
+    """Return a script that changes the records that can be read.
+
+    Its reply is 1 or 0 per key. ``change`` is Lua that changes one record; it sets ``replies[i]`` to 1 if it applies.
+    """
+    return f"""{_PARSE}
+local replies = {{}}
 for i, key in ipairs(KEYS) do
   replies[i] = 0
+  local state, token, holder, attempts, ends
   if found[i] then
-    local state, token, _, attempts = parse(found[i])
-    if state and state ~= 'f' and token == ARGV[1 + i] then
+    state, token, holder, attempts, ends = parse(found[i])
+  end
+  if state then{change}  end
+end
+return replies
+"""
+
+
+#: Arguments: the retention in milliseconds, a token per key.
+COMPLETE: Final = _for_each_record("""
+    if state ~= 'f' and token == ARGV[1 + i] then
       if state == 'c' then
         redis.call('SET', key, table.concat({'1', 'd', token, '0', attempts, '0'}, '|'), 'PX', ARGV[1])
       end
       replies[i] = 1
     end
-  end
-end
-return replies
-"""
-)
+""")
 
-#: Arguments: the retention in milliseconds, 1 or 0 for a failed attempt, a token per key. Reply: 1 or 0 per key.
-RELEASE: Final = (
-    _PARSE
-    + """
-local replies = {}
-for i, key in ipairs(KEYS) do
-  replies[i] = 0
-  if found[i] then
-    local state, token, _, attempts = parse(found[i])
+#: Arguments: the retention in milliseconds, 1 or 0 for a failed attempt, a token per key.
+RELEASE: Final = _for_each_record("""
     if state == 'c' and token == ARGV[2 + i] then
       local counted = string.format('%d', attempts + ARGV[2])
       redis.call('SET', key, table.concat({'1', 'f', token, '0', counted, '0'}, '|'), 'PX', ARGV[1])
       replies[i] = 1
     end
-  end
-end
-return replies
-"""
-)
+""")
 
-#: No arguments. Reply: 1 or 0 per key.
-RESET: Final = (
-    _PARSE
-    + """
-local replies = {}
-for i, key in ipairs(KEYS) do
-  replies[i] = 0
-  if found[i] then
-    local state, token, holder, attempts, ends = parse(found[i])
-    if state and state ~= 'd' and attempts ~= '0' then
+#: No arguments.
+RESET: Final = _for_each_record("""
+    if state ~= 'd' and attempts ~= '0' then
       redis.call('SET', key, table.concat({'1', state, token, holder, '0', ends}, '|'), 'KEEPTTL')
       replies[i] = 1
     end
-  end
-end
-return replies
-"""
-)
+""")
+
+_SHA1: Final = {
+    script: hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
+    for script in (CLAIM, COMPLETE, RELEASE, RESET)
+}
 
 _STATUS: Final = {
     b"n": ClaimStatus.NEW,
@@ -153,8 +142,6 @@ _STATUS: Final = {
     b"d": ClaimStatus.DONE,
     b"u": ClaimStatus.UNREADABLE,
 }
-
-
 _PREFIX: Final = "{reliable-mq}:claim:"  # in braces: in a cluster, all keys of a script must be in one slot
 _BROKEN: Final = (redis.ConnectionError, OSError)  # also after a restart of the server has closed a connection
 
@@ -221,12 +208,6 @@ class _RedisBase(StoreBase):
         return IdempotencyStoreError(f"{self!r} failed: {type(error).__name__}: {error}")
 
 
-_SHA1: Final = {
-    script: hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
-    for script in (CLAIM, COMPLETE, RELEASE, RESET)
-}
-
-
 def _load_and_send(script: str, commands: list[tuple[Any, ...]]) -> Queries[list[Any]]:
     """Send commands that name a script by its digest; load it if the server lacks it."""
     try:
@@ -274,12 +255,6 @@ class RedisStore(_RedisBase, SyncStore):
         """Close the connections, until the next call. A client of your own stays open."""
         if self._own:
             self._redis.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def _send(self, query: list[tuple[Any, ...]]) -> list[Any]:
         if len(query) == 1:

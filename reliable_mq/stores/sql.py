@@ -34,8 +34,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 from reliable_mq._util.validation import Duration, seconds
 from reliable_mq.core.idempotency import ClaimStatus
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError
-from reliable_mq.stores.base import Queries, StoreBase
-from reliable_mq.stores.keys import FORMAT, ClaimAnswer, Held, PurgePace, microseconds
+from reliable_mq.stores.base import FORMAT, ClaimAnswer, Held, PurgePace, Queries, StoreBase, microseconds
 
 __all__ = ["Dialect", "MySQL", "PostgreSQL", "Query", "SQLStoreBase", "SQLite", "Steps", "Transaction", "checked_table"]
 
@@ -57,11 +56,7 @@ Steps: TypeAlias = Generator[Query, Sequence[Sequence[Any]], T]
 
 
 def checked_table(name: str) -> str:
-    """Return the name of a table, with its schema or without.
-
-    Raises:
-        ConfigurationError: it is no plain name.
-    """
+    """Return the name of a table, with a schema or without, if it is a plain one."""
     if not isinstance(name, str) or not _TABLE.fullmatch(name):
         raise ConfigurationError(f"table must be a name of letters, digits and underscores, not {name!r}")
     return name
@@ -71,17 +66,10 @@ class Dialect:
     """The statements of the calls, in the SQL of a database.
 
     Keys are given as they are stored, each once, in order, and at least one. Durations are microseconds; ``now`` is the
-    time for a database that has no clock.
-
-    Args:
-        table: its name, checked.
-
-    Attributes:
-        ddl: the statements that create the table if it does not exist.
-        transactional: whether a call needs a transaction around its statements.
+    time for a database that has no clock. ``ddl`` are the statements that create the table if it does not exist.
     """
 
-    transactional = False
+    transactional = False  # whether a call needs a transaction around its statements
     _greatest = "greatest"
     _create: tuple[str, ...] = ()
 
@@ -132,12 +120,9 @@ class Dialect:
 def _with_others(
     holders: Mapping[str, int], granted: dict[str, ClaimAnswer], rows: Sequence[Sequence[Any]]
 ) -> dict[str, ClaimAnswer]:
-    """Add the replies for the other keys to ``granted``.
+    """Add the replies for the other keys to those for the keys that were granted.
 
-    Args:
-        holders: all keys.
-        granted: the replies for those that were claimed.
-        rows: of other keys: key, format, whether it is done, failed attempts.
+    ``rows`` are of other keys: key, format, whether it is done, failed attempts.
     """
     for key, version, done, attempts in rows:
         if key in granted:
@@ -377,14 +362,9 @@ class SQLite(Dialect):
         """Return the time at which this boot of the machine began, by the file's clock.
 
         All processes with this file share that clock. For the first boot that uses the file, it is that of the wall
-        clock. From boot to boot the clock goes on from the newest claim, and the wall clock is not read: until it is
-        set over the network, it may be wrong by years, and then done keys would be forgotten, or claims be held for
-        years. So the time for which the machine is off does not count.
-
-        Args:
-            boot: the name of this boot.
-            offset: when it began by the wall clock.
-            since: the microseconds since then.
+        clock, ``offset``. From boot to boot the clock goes on from the newest claim, and the wall clock is not read: it
+        may be wrong by years until it is set over the network, and then done keys would be forgotten, or claims be held
+        for years. So the time for which the machine is off does not count.
         """
         rows = yield Query(f"SELECT base FROM {self.table}_clock WHERE boot = :boot", {"boot": boot})
         if not rows:
@@ -429,12 +409,7 @@ class PostgreSQL(Dialect):
             f"SELECT c.claim_key, 0, c.format, c.state = 2 AND c.expires > given.now, c.attempts "
             f"FROM given JOIN {self.table} c ON c.claim_key = given.k "
             f"WHERE {self._listed} AND NOT EXISTS (SELECT 1 FROM taken WHERE taken.claim_key = given.k)",
-            {
-                "keys": list(holders),
-                "numbers": list(holders.values()),
-                "lease": lease,
-                "kept": lease + retention,
-            },
+            {"keys": list(holders), "numbers": list(holders.values()), "lease": lease, "kept": lease + retention},
         )
         granted = {key: ClaimAnswer(ClaimStatus.NEW, token, attempts) for key, token, _, _, attempts in rows if token}
         if len(granted) < len(holders):

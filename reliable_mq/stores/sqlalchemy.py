@@ -26,12 +26,18 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 
 from reliable_mq._util.boottime import boot, since_boot
-from reliable_mq._util.sqlalchemy import AUTOCOMMIT, refuse_autocommit, refuse_connection_in_autocommit, transaction_at
+from reliable_mq._util.sqlalchemy import (
+    AUTOCOMMIT,
+    CONFLICTS,
+    error_code,
+    refuse_autocommit,
+    refuse_connection_in_autocommit,
+    transaction_at,
+)
 from reliable_mq._util.threads import CancelHandle, DaemonExecutor
 from reliable_mq.core.idempotency import CommitStatus
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError, UsageError
-from reliable_mq.stores.base import AsyncStore, Queries, SyncStore, run_queries
-from reliable_mq.stores.keys import DAY, held_by
+from reliable_mq.stores.base import DAY, AsyncStore, Queries, SyncStore, held_by, run_queries
 from reliable_mq.stores.sql import Dialect, MySQL, PostgreSQL, Query, SQLite, SQLStoreBase, Steps, checked_table
 from reliable_mq.url import redacted
 
@@ -39,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 
     from sqlalchemy import TextClause
-    from sqlalchemy.ext.asyncio import AsyncSessionTransaction, async_sessionmaker
+    from sqlalchemy.ext.asyncio import async_sessionmaker
     from sqlalchemy.orm import SessionTransaction, sessionmaker
 
     from reliable_mq._util.validation import Duration
@@ -59,8 +65,6 @@ _DIALECTS: Final[dict[str, type[Dialect]]] = {
     "sqlite": SQLite,
 }
 _ATTEMPTS: Final = 10  # at a transaction that conflicts with others
-# SQLSTATEs and MySQL codes of deadlocks and serialization failures: safe to repeat.
-_CONFLICTS: Final = frozenset({"40001", "40P01", 1205, 1213, 1020})
 # Of a table or an index that another transaction creates at the same time, in spite of IF NOT EXISTS: PostgreSQL
 # refuses all but one; MariaDB and MySQL know the table, or that it is being changed.
 _CREATED_MEANWHILE: Final = frozenset({"23505", "42710", "42P07", 1050, 1684})
@@ -142,6 +146,41 @@ class _SQLAlchemyBase(SQLStoreBase):
         said = error if isinstance(error, IdempotencyStoreError) else self._failed(error)
         logger.warning("a transaction was not rolled back in good order: %s", said)
 
+    def _begin_in(self, session: Session, handle: CancelHandle) -> tuple[SessionTransaction, Connection]:
+        """Begin the transaction of a session; the handle ends the call."""
+        transaction = session.begin()
+        connection = session.connection()
+        with handle.using(connection.connection.dbapi_connection, connection.invalidate):
+            self._check_transaction(connection)
+        return transaction, connection
+
+    def _commit_in(
+        self,
+        session: Session,
+        transaction: SessionTransaction,
+        connection: Connection,
+        inbox_claims: Sequence[InboxClaim],
+    ) -> None:
+        """Commit a transaction with the record that its deliveries are done.
+
+        Raises:
+            UsageError: the handler has ended it.
+        """
+        if not transaction.is_active:
+            raise UsageError(
+                "the handler has ended the transaction itself: leave the commit to the end of the block, and raise for "
+                "a rollback"
+            )
+        session.flush()
+        self._complete_in(connection, inbox_claims)
+        _mark(inbox_claims, CommitStatus.UNKNOWN)
+        transaction.commit()
+
+    def _check_and_complete_in(self, connection: Connection, inbox_claims: Sequence[InboxClaim]) -> None:
+        """Complete the claims of deliveries in a transaction of the user."""
+        self._check_transaction(connection)
+        self._complete_in(connection, inbox_claims)
+
     def _check_transaction(self, connection: Connection) -> None:
         """Check that a transaction is one; SQLite's begins here, with its lock.
 
@@ -172,7 +211,7 @@ def _worth_repeating(error: Exception, attempt: int) -> bool:
 
     That is once after a lost connection, and more often after a conflict with others.
     """
-    if _code_of(error) in _CONFLICTS:
+    if error_code(error) in CONFLICTS:
         return True
     if attempt or isinstance(error, TimeoutError | IdempotencyStoreError):
         return False
@@ -185,16 +224,7 @@ def _worth_creating_again(error: DBAPIError, attempt: int) -> bool:
     if attempt == _ATTEMPTS - 1:
         return False
     busy = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in _SQLITE_BUSY  # the rest is the extended code
-    return busy or _code_of(error) in _CREATED_MEANWHILE or _worth_repeating(error, attempt)
-
-
-def _code_of(error: Exception) -> str | int | None:
-    """Return the SQLSTATE of a driver's error, or the code of MariaDB and MySQL."""
-    cause = error.orig if isinstance(error, DBAPIError) else error
-    code = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
-    if code is None and cause is not None and cause.args:
-        code = cause.args[0]
-    return code if isinstance(code, str | int) else None
+    return busy or error_code(error) in _CREATED_MEANWHILE or _worth_repeating(error, attempt)
 
 
 def _inbox_claims_of(deliveries: Sequence[Delivery]) -> list[InboxClaim]:
@@ -202,19 +232,6 @@ def _inbox_claims_of(deliveries: Sequence[Delivery]) -> list[InboxClaim]:
     if not deliveries or len(inbox_claims) < len(deliveries):
         raise UsageError("an inbox needs deliveries of a consumer with this store, while they are handled")
     return inbox_claims
-
-
-def _check_active(transaction: SessionTransaction | AsyncSessionTransaction) -> None:
-    """Check that a handler has left the end of the transaction to the store.
-
-    Raises:
-        UsageError: it has not.
-    """
-    if not transaction.is_active:
-        raise UsageError(
-            "the handler has ended the transaction itself: leave the commit to the end of the block, and raise for a "
-            "rollback"
-        )
 
 
 def _mark(inbox_claims: Iterable[InboxClaim], commit: CommitStatus) -> None:
@@ -323,11 +340,7 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
         try:
             yield session
             with self._in_time(connection):
-                _check_active(transaction)
-                session.flush()
-                self._complete_in(connection, inbox_claims)
-                _mark(inbox_claims, CommitStatus.UNKNOWN)
-                transaction.commit()
+                self._commit_in(session, transaction, connection, inbox_claims)
         except BaseException:
             self._roll_back(session, connection)
             raise
@@ -349,8 +362,7 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
         inbox_claims = _inbox_claims_of(deliveries)
         connection = session if isinstance(session, Connection) else session.connection()
         with self._in_time(connection):
-            self._check_transaction(connection)
-            self._complete_in(connection, inbox_claims)
+            self._check_and_complete_in(connection, inbox_claims)
         _mark(inbox_claims, CommitStatus.UNKNOWN)
 
     def close(self) -> None:
@@ -372,14 +384,10 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
     def _begin(self, handle: CancelHandle) -> tuple[Session, SessionTransaction, Connection]:
         session = Session(self._engine) if self._session is None else self._session()
         try:
-            transaction = session.begin()
-            connection = session.connection()
-            with handle.using(connection.connection.dbapi_connection, connection.invalidate):
-                self._check_transaction(connection)
+            return session, *self._begin_in(session, handle)
         except BaseException:
             session.close()
             raise
-        return session, transaction, connection
 
     @contextmanager
     def _in_time(self, connection: Connection) -> Iterator[None]:
@@ -478,10 +486,10 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
         """Make deliveries done in a transaction of your own; see `SQLAlchemyStore.inbox`."""
         inbox_claims = _inbox_claims_of(deliveries)
         connection = session if isinstance(session, AsyncConnection) else await session.connection()
-        await self._in_time(self._check_and_complete(connection, inbox_claims))
+        await self._in_time(connection.run_sync(self._check_and_complete_in, inbox_claims))
         _mark(inbox_claims, CommitStatus.UNKNOWN)
 
-    async def _begin_in_time(self) -> tuple[AsyncSession, AsyncSessionTransaction, AsyncConnection]:
+    async def _begin_in_time(self) -> tuple[AsyncSession, SessionTransaction, Connection]:
         try:
             return await self._in_time(self._begin())
         except (ConfigurationError, IdempotencyStoreError):
@@ -489,38 +497,27 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
         except Exception as error:  # whatever the driver raises
             raise self._failed(error) from error
 
-    async def _begin(self) -> tuple[AsyncSession, AsyncSessionTransaction, AsyncConnection]:
+    async def _begin(self) -> tuple[AsyncSession, SessionTransaction, Connection]:
         session = AsyncSession(self._engine) if self._session is None else self._session()
         try:
-            transaction = await session.begin()
-            connection = await session.connection()
-            await connection.run_sync(self._check_transaction)
+            return session, *(await session.run_sync(self._begin_in, CancelHandle()))
         except BaseException:
             await self._roll_back(session)
             raise
-        return session, transaction, connection
 
     async def _commit(
         self,
         session: AsyncSession,
-        transaction: AsyncSessionTransaction,
-        connection: AsyncConnection,
+        transaction: SessionTransaction,
+        connection: Connection,
         inbox_claims: Sequence[InboxClaim],
     ) -> None:
         try:
-            _check_active(transaction)
-            await session.flush()
-            await connection.run_sync(self._complete_in, inbox_claims)
-            _mark(inbox_claims, CommitStatus.UNKNOWN)
-            await transaction.commit()
+            await session.run_sync(self._commit_in, transaction, connection, inbox_claims)
         except BaseException:  # here: after a timeout no other task may touch the session
             await self._roll_back(session)
             raise
         await session.close()
-
-    async def _check_and_complete(self, connection: AsyncConnection, inbox_claims: Sequence[InboxClaim]) -> None:
-        await connection.run_sync(self._check_transaction)
-        await connection.run_sync(self._complete_in, inbox_claims)
 
     async def _roll_back(self, session: AsyncSession) -> None:
         try:

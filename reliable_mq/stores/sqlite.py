@@ -12,17 +12,13 @@ import os
 import sqlite3
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import Any, Final, TypeVar
 
 from reliable_mq._util.boottime import boot, since_boot
 from reliable_mq._util.validation import Duration, file_path
 from reliable_mq.errors import IdempotencyStoreError
-from reliable_mq.stores.base import SyncStore, run_queries
-from reliable_mq.stores.keys import DAY
-from reliable_mq.stores.sql import SQLite, SQLStoreBase, checked_table
-
-if TYPE_CHECKING:
-    from reliable_mq.stores.sql import Steps, Transaction
+from reliable_mq.stores.base import DAY, SyncStore, run_queries
+from reliable_mq.stores.sql import SQLite, SQLStoreBase, Steps, Transaction, checked_table
 
 __all__ = ["SQLiteStore"]
 
@@ -76,12 +72,6 @@ class SQLiteStore(SQLStoreBase, SyncStore):
                 self._connection.close()
                 self._connection = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         return f"<SQLiteStore {str(self._path)!r}>"
 
@@ -103,7 +93,10 @@ class SQLiteStore(SQLStoreBase, SyncStore):
                 raise
             connection.execute("COMMIT")
         except sqlite3.Error as error:
-            self._discard_connection()
+            broken, self._connection = self._connection, None  # the file may be replaced or repaired
+            if broken is not None:
+                with contextlib.suppress(sqlite3.Error):
+                    broken.close()
             raise IdempotencyStoreError(f"{self!r} failed: {error}") from error
         finally:
             self._lock.release()
@@ -123,13 +116,6 @@ class SQLiteStore(SQLStoreBase, SyncStore):
             raise
         self._connection = connection
         return connection
-
-    def _discard_connection(self) -> None:
-        """Let the next call open the file anew, which may be replaced or repaired then."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            with contextlib.suppress(sqlite3.Error):
-                connection.close()
 
     def _start_in_child(self) -> None:
         """Start anew in a forked child: lock and connection are the parent's."""

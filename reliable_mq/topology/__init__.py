@@ -12,14 +12,15 @@ Invariants:
 
 from reliable_mq.topology.arguments import TopologyWarning
 from reliable_mq.topology.declare import (
+    Binding,
     Declaration,
+    Exchange,
     Inequivalence,
     declarations,
     inequivalence_from_reply,
     mismatch_from_differences,
     mismatch_from_reply,
 )
-from reliable_mq.topology.exchange import Binding, Exchange
 from reliable_mq.topology.queue import DEAD_SUFFIX, DEFAULT, DefaultDeadLetter, Queue, QueueType
 
 __all__ = [

@@ -16,7 +16,7 @@ from dataclasses import KW_ONLY, dataclass
 from difflib import get_close_matches
 from typing import Any, Final, Literal
 
-from reliable_mq._util.validation import is_whole_number, seconds
+from reliable_mq._util.validation import is_text, is_whole_number, seconds
 from reliable_mq.errors import ConfigurationError
 
 __all__ = [
@@ -81,7 +81,7 @@ class Argument:
         with_policies: whether the doctor judges it together with policies and other queues, and not by the linter.
         field: the field of `Queue` that stands for it; empty if there is none.
         field_range: the whole numbers that the field accepts, if it is a whole number.
-        encode: converts the value of the field to that of the argument.
+        encode: converts the value of the field, given its name, to that of the argument.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Argument:
     with_policies: bool = False
     field: str = ""
     field_range: tuple[int, int] | None = None
-    encode: Callable[[Any], object] | None = None
+    encode: Callable[[str, Any], object] | None = None
 
     def default_on(self, version: tuple[int, ...]) -> Any:
         """Return the value that a broker of `version` assumes without this argument."""
@@ -112,8 +112,12 @@ def _milliseconds(field: str, value: Any) -> int:
     return round(seconds(field, value) * 1000)
 
 
-def _retry_delay(delays: Any, place: int) -> int:
-    return max(1, _milliseconds("delayed_retry", delays[place]))
+def _shortest(field: str, delays: Any) -> int:
+    return max(1, _milliseconds(field, delays[0]))
+
+
+def _longest(field: str, delays: Any) -> int:
+    return max(1, _milliseconds(field, delays[1]))
 
 
 _KEPT_ON_DISK: Final = "quorum queues keep messages on disk"
@@ -133,13 +137,7 @@ ARGUMENTS: Final[Mapping[str, Argument]] = {
             values=("drop-head", "reject-publish", "reject-publish-dlx"),
             default="drop-head",
         ),
-        Argument(
-            "x-message-ttl",
-            kinds=_NO_STREAM,
-            least=0,
-            field="message_ttl",
-            encode=lambda ttl: _milliseconds("message_ttl", ttl),
-        ),
+        Argument("x-message-ttl", kinds=_NO_STREAM, least=0, field="message_ttl", encode=_milliseconds),
         Argument("x-expires", kinds=_NO_STREAM, least=1, with_policies=True),
         Argument("x-dead-letter-exchange", kinds=_NO_STREAM, with_policies=True),
         Argument("x-dead-letter-routing-key", kinds=_NO_STREAM),
@@ -159,22 +157,10 @@ ARGUMENTS: Final[Mapping[str, Argument]] = {
             values=("disabled", "all", "failed", "returned"),
             default="disabled",
             field="delayed_retry",
-            encode=lambda _: "failed",
+            encode=lambda _field, _delays: "failed",
         ),
-        Argument(
-            "x-delayed-retry-min",
-            since=(4, 3),
-            least=0,
-            field="delayed_retry",
-            encode=lambda delays: _retry_delay(delays, 0),
-        ),
-        Argument(
-            "x-delayed-retry-max",
-            since=(4, 3),
-            least=0,
-            field="delayed_retry",
-            encode=lambda delays: _retry_delay(delays, 1),
-        ),
+        Argument("x-delayed-retry-min", since=(4, 3), least=0, field="delayed_retry", encode=_shortest),
+        Argument("x-delayed-retry-max", since=(4, 3), least=0, field="delayed_retry", encode=_longest),
         Argument("x-consumer-timeout", since=(4, 3)),
         Argument("x-consumer-disconnected-timeout", since=(4, 3)),
         Argument("x-max-priority", kinds=_CLASSIC, field="max_priority", field_range=(1, 255)),
@@ -191,7 +177,7 @@ ARGUMENTS: Final[Mapping[str, Argument]] = {
         Argument("x-queue-leader-locator"),
         Argument("x-queue-master-locator", until=(4, 3), instead="use x-queue-leader-locator"),
         # Durations of a stream are whole seconds.
-        Argument("x-max-age", kinds=_STREAM, field="max_age", encode=lambda age: f"{int(seconds('max_age', age))}s"),
+        Argument("x-max-age", kinds=_STREAM, field="max_age", encode=lambda name, age: f"{int(seconds(name, age))}s"),
         Argument("x-stream-max-segment-size-bytes", kinds=_STREAM),
         Argument("x-stream-filter-size-bytes"),
     )
@@ -365,12 +351,8 @@ _DEEPEST: Final = 32
 class Arguments(Mapping[str, object]):
     """A read-only copy of the arguments of a declaration, of types that AMQP has.
 
-    Args:
-        owner: the queue, exchange or binding, for the error.
-        given: names to ``None``, ``bool``, ``int`` (64 bits), ``str``, ``bytes``, lists and mappings of these.
-
-    Raises:
-        ConfigurationError: names the argument.
+    These are ``None``, ``bool``, ``int`` (64 bits), ``str``, ``bytes``, lists and mappings of these. Raises
+    `ConfigurationError`, which names the argument and its owner.
     """
 
     __slots__ = ("_items",)
@@ -395,10 +377,9 @@ def check_short_string(label: str, value: object) -> str:
     """Return `value`, a text that fits a short string; `label` names it in errors."""
     if not isinstance(value, str):
         raise ConfigurationError(f"{label} must be text, not {type(value).__name__}")
-    try:
-        length = len(value.encode())
-    except UnicodeEncodeError:
-        raise ConfigurationError(f"{label} holds a lone surrogate, which UTF-8 cannot carry") from None
+    if not is_text(value):
+        raise ConfigurationError(f"{label} holds a lone surrogate, which UTF-8 cannot carry")
+    length = len(value.encode())
     if length > SHORT_STRING_BYTES:
         raise ConfigurationError(f"{label} has {length} bytes in UTF-8; AMQP carries {SHORT_STRING_BYTES} at most")
     if "\0" in value:

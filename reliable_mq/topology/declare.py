@@ -1,4 +1,4 @@
-"""The order of declarations, and the meaning of their refusal by the broker.
+"""Exchanges and bindings; the order of declarations, and their refusals.
 
 A topology is declared in an order in which each item follows those that it refers to, and none comes twice.
 
@@ -9,22 +9,27 @@ it is. RabbitMQ cuts a text at 255 bytes, so that with a long name the values, o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Final, NamedTuple
 
 from reliable_mq.errors import ConfigurationError, Difference, TopologyMismatch
-from reliable_mq.topology.exchange import Binding, Exchange
+from reliable_mq.topology.arguments import Arguments, check_flag, check_name, check_new_name, check_short_string
 from reliable_mq.topology.queue import Queue
 
 __all__ = [
+    "Binding",
     "Declaration",
+    "Exchange",
     "Inequivalence",
     "declarations",
     "inequivalence_from_reply",
     "mismatch_from_differences",
     "mismatch_from_reply",
 ]
+
+_TYPES: Final = ("direct", "topic", "fanout", "headers")
+_ALTERNATE: Final = "alternate-exchange"
 
 _ARGUMENT: Final = re.compile(r"inequivalent arg '(?P<argument>[^']+)' for ")
 _VALUES: Final = re.compile(r" in vhost '.*?': received (?P<declared>.*) but current is (?P<existing>.*)$", re.DOTALL)
@@ -42,6 +47,153 @@ _TO_DO: Final = {
         "RabbitMQ cannot change an existing exchange: declare it as it is, use its plain name, or delete it first"
     ),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """An exchange to declare.
+
+    Args:
+        name: up to 255 bytes; not empty and not ``amq.``: those exist, and are used by their names.
+        type: ``"direct"``, ``"topic"``, ``"fanout"``, ``"headers"``, or a plugin's, which begins with ``x-``.
+        durable: whether it survives a restart of the broker.
+        auto_delete: deleted with its last binding.
+        internal: not to be published to, only bound to.
+        alternate_exchange: an `Exchange` to declare, or the name of one that exists, for messages that match no
+            binding.
+        arguments: further ones by RabbitMQ's names.
+
+    Raises:
+        ConfigurationError: something that RabbitMQ refuses, or that contradicts itself; names the field.
+    """
+
+    name: str
+    _: KW_ONLY
+    type: str = "direct"
+    durable: bool = True
+    auto_delete: bool = False
+    internal: bool = False
+    alternate_exchange: Exchange | str | None = None
+    arguments: Mapping[str, object] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        check_new_name("the name of an exchange", self.name)
+        what = f"exchange {self.name!r}"
+        kind: object = self.type
+        if not isinstance(kind, str) or not (kind in _TYPES or kind.startswith("x-")):
+            raise ConfigurationError(f"type of {what} must be {', '.join(_TYPES)} or begin with 'x-', not {kind!r}")
+        for flag in ("durable", "auto_delete", "internal"):
+            check_flag(f"{flag} of {what}", getattr(self, flag))
+        alternate: object = self.alternate_exchange
+        if alternate is not None and not isinstance(alternate, Exchange):
+            check_name(f"alternate_exchange of {what}", alternate)
+        object.__setattr__(self, "arguments", Arguments(what, self.arguments))
+        if alternate is not None and _ALTERNATE in self.arguments:
+            raise ConfigurationError(f"argument {_ALTERNATE} of {what} is given twice: also as alternate_exchange")
+
+    def arguments_for(self, _version: tuple[int, ...]) -> dict[str, object]:
+        """Return the arguments of the declaration; the same on every version."""
+        alternate = self.alternate_exchange
+        name = alternate.name if isinstance(alternate, Exchange) else alternate
+        every = {_ALTERNATE: name, **self.arguments}
+        return {argument: value for argument, value in every.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A binding from an exchange to a queue or to another exchange.
+
+    Args:
+        source: an `Exchange` to declare, or the name of one that exists, e.g. ``"amq.topic"``.
+        destination: a `Queue` or an `Exchange` to declare, or the name of a queue that exists.
+        routing_key: up to 255 bytes; its meaning depends on the type of the exchange.
+        arguments: of the binding, e.g. ``x-match`` for a headers exchange; None means "present" there.
+
+    Raises:
+        ConfigurationError: names the field.
+    """
+
+    source: Exchange | str
+    destination: Queue | Exchange | str
+    routing_key: str = ""
+    _: KW_ONLY
+    arguments: Mapping[str, object] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.source, Exchange):
+            check_name("source of a binding (the default exchange cannot be bound)", self.source)
+        if not isinstance(self.destination, Queue | Exchange):
+            check_name("destination of a binding", self.destination)
+        check_short_string("routing_key of a binding", self.routing_key)
+        object.__setattr__(self, "arguments", Arguments("a binding", self.arguments))
+
+
+Declaration = Queue | Exchange | Binding
+
+
+def declarations(topology: Iterable[Declaration]) -> list[Declaration]:
+    """Return the declarations in order: exchanges, queues, bindings.
+
+    A queue follows its dead-letter queue. Queues and exchanges that another item refers to are declared too, unless by
+    a plain name.
+
+    Args:
+        topology: in any order; equal items may be in it repeatedly.
+
+    Raises:
+        ConfigurationError: something else is in it, or two that have one name and differ.
+    """
+    collected = _Collected()
+    for item in _listed(topology):
+        collected.add(item)
+    return [*collected.exchanges.values(), *collected.queues.values(), *collected.bindings]
+
+
+class _Collected:
+    """The declarations found so far, by kind, in order."""
+
+    def __init__(self) -> None:
+        self.exchanges: dict[str, Exchange] = {}
+        self.queues: dict[str, Queue] = {}
+        self.bindings: dict[Binding, None] = {}
+
+    def add(self, item: object) -> None:
+        match item:
+            case Exchange():
+                self._refer(item.alternate_exchange)
+                _check_same("exchange", item, self.exchanges.get(item.name))
+                self.exchanges[item.name] = item
+            case Queue():
+                self._refer(item.dead_letter_queue)
+                _check_same("queue", item, self.queues.get(item.name))
+                self.queues[item.name] = item
+            case Binding():
+                self._refer(item.source)
+                self._refer(item.destination)
+                self.bindings[item] = None
+            case _:
+                raise ConfigurationError(
+                    f"topology holds a {type(item).__name__}: it takes Queue, Exchange and Binding"
+                    + (" (what exists and is not to be declared is left out)" if isinstance(item, str) else "")
+                )
+
+    def _refer(self, item: Queue | Exchange | str | None) -> None:
+        if item is not None and not isinstance(item, str):
+            self.add(item)
+
+
+def _listed(topology: object) -> Iterable[object]:
+    if isinstance(topology, str | Queue | Exchange | Binding) or not isinstance(topology, Iterable):
+        raise ConfigurationError(f"topology must be a list, not one {type(topology).__name__}: put it in brackets")
+    return topology
+
+
+def _check_same(kind: str, one: Queue | Exchange, other: Queue | Exchange | None) -> None:
+    if other is None or one == other:
+        return
+    names = [each.name for each in fields(one) if getattr(one, each.name) != getattr(other, each.name)]
+    differences = ", ".join(f"{name} {getattr(other, name)!r} and {getattr(one, name)!r}" for name in names)
+    raise ConfigurationError(f"{kind} {one.name!r} is in the topology twice, with {differences}: declare it once")
 
 
 def mismatch_from_reply(kind: str, name: str, code: int, text: str) -> TopologyMismatch:
@@ -165,71 +317,3 @@ def _value(text: str | None) -> str | None:
 
 def _shown(value: str) -> str:
     return value if value == "none" else repr(value)
-
-
-Declaration = Queue | Exchange | Binding
-
-
-def declarations(topology: Iterable[Declaration]) -> list[Declaration]:
-    """Return the declarations in order: exchanges, queues, bindings.
-
-    A queue follows its dead-letter queue. Queues and exchanges that another item refers to are declared too, unless by
-    a plain name.
-
-    Args:
-        topology: in any order; equal items may be in it repeatedly.
-
-    Raises:
-        ConfigurationError: something else is in it, or two that have one name and differ.
-    """
-    collected = _Collected()
-    for item in _listed(topology):
-        collected.add(item)
-    return [*collected.exchanges.values(), *collected.queues.values(), *collected.bindings]
-
-
-class _Collected:
-    """The declarations found so far, by kind, in order."""
-
-    def __init__(self) -> None:
-        self.exchanges: dict[str, Exchange] = {}
-        self.queues: dict[str, Queue] = {}
-        self.bindings: dict[Binding, None] = {}
-
-    def add(self, item: object) -> None:
-        match item:
-            case Exchange():
-                self._refer(item.alternate_exchange)
-                _check_same("exchange", item, self.exchanges.get(item.name))
-                self.exchanges[item.name] = item
-            case Queue():
-                self._refer(item.dead_letter_queue)
-                _check_same("queue", item, self.queues.get(item.name))
-                self.queues[item.name] = item
-            case Binding():
-                self._refer(item.source)
-                self._refer(item.destination)
-                self.bindings[item] = None
-            case _:
-                raise ConfigurationError(
-                    f"topology holds a {type(item).__name__}: it takes Queue, Exchange and Binding"
-                    + (" (what exists and is not to be declared is left out)" if isinstance(item, str) else "")
-                )
-
-    def _refer(self, item: Queue | Exchange | str | None) -> None:
-        if item is not None and not isinstance(item, str):
-            self.add(item)
-
-
-def _listed(topology: object) -> Iterable[object]:
-    if isinstance(topology, str | Queue | Exchange | Binding) or not isinstance(topology, Iterable):
-        raise ConfigurationError(f"topology must be a list, not one {type(topology).__name__}: put it in brackets")
-    return topology
-
-
-def _check_same(kind: str, one: Queue | Exchange, other: Queue | Exchange | None) -> None:
-    if other is None or one == other:
-        return
-    names = [name for name in (field.name for field in fields(one)) if getattr(one, name) != getattr(other, name)]
-    differences = ", ".join(f"{name} {getattr(other, name)!r} and {getattr(one, name)!r}" for name in names)
-    raise ConfigurationError(f"{kind} {one.name!r} is in the topology twice, with {differences}: declare it once")

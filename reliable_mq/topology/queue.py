@@ -162,7 +162,7 @@ class Queue:
         for argument in _OF_FIELDS:
             value = getattr(self, argument.field)
             if value is not None and value is not False:
-                given[argument.name] = argument.encode(value) if argument.encode else value
+                given[argument.name] = argument.encode(argument.field, value) if argument.encode else value
         return given
 
     def _has_its_own(self) -> bool:

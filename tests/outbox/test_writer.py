@@ -11,8 +11,8 @@ import pytest
 from reliable_mq import Message, OutboxError
 from reliable_mq.core.outbox import NewRow, OutboxRow, RowOutcome, RowSettlement
 from reliable_mq.core.statistics import OutboxStatistics
-from reliable_mq.outbox import SQLiteOutbox, writer
-from reliable_mq.outbox.writer import OutboxWriter
+from reliable_mq.outbox import SQLiteOutbox, relay
+from reliable_mq.outbox.relay import OutboxWriter
 
 DONE = RowSettlement(OutboxRow(1, Message(b""), "", "q", True, None, 0, False), RowOutcome.CONFIRMED)
 NEW = NewRow(Message(b"new"), "", "q", True, None)
@@ -50,7 +50,7 @@ class Told:
 
 @pytest.fixture
 def outbox(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Failing]:
-    monkeypatch.setattr(writer, "_RETRY_AFTER", 0.01)
+    monkeypatch.setattr(relay, "_RETRY_AFTER", 0.01)
     made = Failing(tmp_path / "outbox", failures=2)
     yield made
     made.close()
@@ -128,7 +128,7 @@ def test_a_fault_of_an_outbox_leaves_it_open_whether_messages_are_stored(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """How far it got is not known; outcomes are written later."""
-    monkeypatch.setattr(writer, "_RETRY_AFTER", 0.01)
+    monkeypatch.setattr(relay, "_RETRY_AFTER", 0.01)
     outbox = Broken(tmp_path / "outbox", failures=2)
     told = Told(outbox)
     told.writer.store("mine", NEW)

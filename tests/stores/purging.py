@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reliable_mq.stores.keys import PurgePace
+from reliable_mq.stores.base import PurgePace
 from reliable_mq.testing.store_contract import LEASE, RETENTION
 from tests.stores.subjects import Records, Subject
 

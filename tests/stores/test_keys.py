@@ -7,7 +7,7 @@ import multiprocessing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reliable_mq.stores.keys import UnansweredClaims, stored_key, unique
+from reliable_mq.stores.base import UnansweredClaims, stored_key, unique
 
 TEXT = st.text(st.characters(codec=None), max_size=250) | st.from_regex(r"sha256:[0-9a-f]{64}", fullmatch=True)
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reliable_mq.stores import ClaimStatus, sql
-from reliable_mq.stores.keys import PurgePace
+from reliable_mq.stores.base import PurgePace
 from reliable_mq.stores.sql import Query, Steps
 from reliable_mq.testing.store_contract import LEASE, RETENTION
 from tests.stores import subjects

@@ -12,7 +12,7 @@ import pytest
 from reliable_mq import BrokerUnavailable, Message, OutboxError, Publisher, UsageError
 from reliable_mq.core.outbox import NewRow
 from reliable_mq.outbox import SQLiteOutbox
-from reliable_mq.outbox.writer import OutboxWriter
+from reliable_mq.outbox.relay import OutboxWriter
 from reliable_mq.testing.waiting import wait_until
 from tests.outbox.late import LateQuestion
 

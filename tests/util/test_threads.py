@@ -15,7 +15,6 @@ PLACES = {
     "sync/io_thread.py",
     "engine/workers.py",
     "outbox/relay.py",
-    "outbox/writer.py",
 }
 STARTS = re.compile(r"threading\.Thread\(|ThreadPoolExecutor|\bto_thread\(|run_in_executor")
 
