@@ -226,7 +226,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
         for warning in options.warnings:
             logger.warning("%s", warning)
         kind = self._pull_subscription_type if options.handler is None else self._subscription_type
-        subscription: SubscriptionT = kind(options, options.settings, options.new_reconnect_policy())
+        subscription: SubscriptionT = kind(options)
         subscription.tracer = tracer = options.new_tracer()
         if options.handler is not None:
             handler = options.handler

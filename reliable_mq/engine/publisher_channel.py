@@ -21,7 +21,7 @@ import random
 import time
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakSet
 
 from reliable_mq._util.hooks import ForkStage, at_fork
@@ -40,17 +40,16 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from reliable_mq.codec import RawDelivery
-    from reliable_mq.connection.interfaces import TimerHandle
-    from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
+    from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator
     from reliable_mq.core.publisher.session import PublisherSession
     from reliable_mq.core.reconnect import ConnectionLoss
     from reliable_mq.core.statistics import TokenStatistics
+    from reliable_mq.engine.connection import BaseConnection
     from reliable_mq.engine.publisher_options import PublisherOptions
     from reliable_mq.errors import ReliableMQError
-    from reliable_mq.settings import Endpoint
     from reliable_mq.tracing.publishing import SendTrace
 
-__all__ = ["CLOSE_GRACE", "BasePublisherChannel", "ObservedPublication", "PublisherConnection", "unwatched_logger"]
+__all__ = ["CLOSE_GRACE", "BasePublisherChannel", "ObservedPublication", "unwatched_logger"]
 
 logger = logging.getLogger(__name__)
 unwatched_logger = logger.getChild("unwatched")
@@ -63,45 +62,6 @@ _BUFFERED_BYTES = 512 * 1024  # not yet taken by the socket, above which nothing
 _FAILURES_KEPT = 100  # failed confirmations that no user has looked at, to be raised when the publisher is left
 _LOG_FAILURES_EVERY = 10.0  # seconds, at least, between two log lines about such failures
 _SMALL_HEADERS = 1024  # bytes, for which a frame has room beside an id: it holds 4096 at least
-
-
-class PublisherConnection(Protocol):
-    """The connection of a publisher, on its loop."""
-
-    @property
-    def write(self) -> Callable[[bytes], None]:
-        """Send whole frames on the ready channel; does nothing if none is ready."""
-
-    @property
-    def write_buffer_size(self) -> Callable[[], int]:
-        """Bytes written that the kernel has not taken yet."""
-
-    @property
-    def peer(self) -> Endpoint | None:
-        """The address of the host that it was connected to last."""
-
-    @property
-    def tokens(self) -> TokenStatistics:
-        """Counts of renewed tokens."""
-
-    @property
-    def over(self) -> bool:
-        """Whether the loop has ended."""
-
-    def call_soon(self, fn: Callable[[], None], /) -> object:
-        """Run `fn` on the loop. Any thread."""
-
-    def call_later(self, delay: float, fn: Callable[[], None], /) -> TimerHandle:
-        """Run `fn` on the loop in `delay` seconds."""
-
-    def run(self, generator: StepGenerator, done: Callable[[Any], None], /) -> None:
-        """Carry out steps on the ready channel.
-
-        `done` is called with the result or the exception, never inside this call.
-        """
-
-    def discard(self, reason: str, /) -> None:
-        """Abort the connection: the channel is in doubt."""
 
 
 class ObservedPublication(Publication):
@@ -135,7 +95,7 @@ class BasePublisherChannel(Generic[P]):
     """
 
     write_bytes: int  # encoded and written in one piece
-    _io: PublisherConnection
+    _io: BaseConnection
 
     def __init__(self, options: PublisherOptions, lock: AbstractContextManager[object]) -> None:
         self.window = options.window
