@@ -92,10 +92,7 @@ class AsyncSubscription(BaseSubscription):
         return self._io.stalled_seconds
 
     async def wait_connected(self, timeout: float) -> ReliableMQError | None:
-        """Wait for the first attempt on every host. Returns its error, or None.
-
-        A set-up that goes on (a large topology) is waited for beyond ``timeout``.
-        """
+        """Wait until the first attempts are over."""
         limit = timeout
         while limit > 0 and not self._first_attempts_over.is_set():
             with suppress(TimeoutError):
@@ -105,12 +102,8 @@ class AsyncSubscription(BaseSubscription):
         return self.why_not_connected(timeout)
 
     async def join(self) -> bool:
-        """After the end, wait until the connection is closed."""
+        """Wait until the connection is closed."""
         return await self._io.close(CLOSE_GRACE)
-
-    def abort(self) -> None:
-        """After the end, close the connection without a handshake. Does not wait."""
-        self._io.stop()
 
     def _call_outside(self, call: Callable[[], object]) -> None:
         asyncio.get_running_loop().call_soon(call)

@@ -43,9 +43,9 @@ class ConnectionArguments(TypedDict):
 
 
 class BaseConnection:
-    """A connection on its loop, which reconnects until it is closed. Making one opens nothing.
+    """A connection on its loop, which reconnects until it is closed.
 
-    Methods are called on the loop, unless they are for any thread.
+    Making one opens nothing. Methods are called on the loop, unless they are for any thread.
     """
 
     _connector: Connector

@@ -15,11 +15,12 @@ import logging
 import time
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, TypeVar
 from weakref import WeakSet
 
 from reliable_mq._util.hooks import ForkStage, at_fork
 from reliable_mq._util.logs import LogLimit
+from reliable_mq._util.threads import DaemonExecutor
 from reliable_mq.core.publisher.publication import StoredPublication
 from reliable_mq.core.publisher.window import PublishWindow
 from reliable_mq.core.statistics import OutboxStatistics
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.outbox import RowSettlement
     from reliable_mq.engine.publisher_options import PublisherOptions
+    from reliable_mq.engine.steps import Steps
     from reliable_mq.errors import ReliableMQError
     from reliable_mq.outbox.protocol import Outbox, RowLeases
     from reliable_mq.outbox.relay import RowPublisher
@@ -125,6 +127,7 @@ class BaseOutboxChannel(Generic[C]):
         self._unobserved = 0
         self._failure_log = LogLimit(_LOG_FAILURES_EVERY)
         self._left_logged = False  # by one of the callers of close
+        self._questions = DaemonExecutor(f"{options.name}-outbox-question", QUESTIONS)
         statistics = OutboxStatistics()
         self._writer: OutboxWriter[C] = OutboxWriter(
             outbox,
@@ -146,6 +149,56 @@ class BaseOutboxChannel(Generic[C]):
         _channels.add(self)
 
     # Of each API
+
+    def start(self, timeout: float) -> Any:
+        """Open the outbox, and start storing and relaying. A step.
+
+        Several callers may call it, also again after a failure.
+
+        Raises:
+            OutboxError: the outbox cannot be opened, or does not answer within ``timeout`` seconds.
+            UsageError: closed, or in a forked child.
+        """
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        """End without waiting, however far it was opened. Stored messages stay.
+
+        The outbox is closed when its threads have ended.
+        """
+        raise NotImplementedError
+
+    def check_closable(self) -> None:
+        """Raise UsageError if closing would wait for the caller itself."""
+
+    def _check_usable(self) -> None:
+        """Raise UsageError where waiting can never end."""
+        self._check_not_forked()
+
+    def _ask(self, question: Callable[[], Any], deadline: float) -> Any:
+        """Call the outbox, and wait for its answer until the deadline. A step.
+
+        If that has passed, wait for a moment.
+
+        Raises:
+            TimeoutError: it does not answer.
+        """
+        raise NotImplementedError
+
+    def _wait_stored(self, timeout: float) -> Any:
+        """Wait until everything submitted before has its answer; return whether it has."""
+        raise NotImplementedError
+
+    def _sleep(self, seconds: float) -> Any:
+        raise NotImplementedError
+
+    def _refuse_waiting(self) -> None:
+        """Take no more messages; wake callers that wait."""
+        raise NotImplementedError
+
+    def _end_threads(self, deadline: float) -> Any:
+        """End the writer and what the API has, when the relay has ended. A step."""
+        raise NotImplementedError
 
     def _stored(self, confirmations: list[C], error: OutboxError | None) -> None:
         """Call `_settle`, later if need be. On the thread of the writer."""
@@ -203,6 +256,70 @@ class BaseOutboxChannel(Generic[C]):
 
     # For both APIs
 
+    def flush(self, timeout: float) -> Steps[int]:
+        """Wait until every message in the outbox is published, or set aside.
+
+        Returns how many are left after ``timeout`` seconds.
+
+        Raises:
+            OutboxError: the outbox cannot be read.
+            TimeoutError: it does not answer.
+            UsageError: closed, by now; some are left.
+        """
+        self._check_usable()
+        self._check_relayed()
+        deadline = time.monotonic() + timeout
+        stored = yield self._wait_stored(timeout)
+        if not stored:
+            return max(self._window.count, 1)
+        _, last = yield self._ask(self._backlog, deadline)
+        left = yield from self._wait_relayed(last, deadline, lambda: True)
+        if left:
+            self._check_relayed()
+        return left
+
+    def close(self, timeout: float, worth_waiting: Callable[[], bool]) -> Steps[None]:
+        """Store every submitted message, relay for up to ``timeout`` seconds, and end.
+
+        It relays while that is ``worth_waiting``. May be interrupted, and called again, and by several callers.
+        """
+        self._check_usable()
+        deadline = time.monotonic() + timeout
+        self._refuse_waiting()
+        left = 0
+        try:
+            stored = yield self._wait_stored(timeout)
+            if stored:
+                enough = deadline - min(CLOSE_GRACE, timeout / 2)  # the rest is for rows that are outstanding then
+                left = yield from self._wait_relayed(None, enough, lambda: not self.relay.ended and worth_waiting())
+        except (OutboxError, TimeoutError) as error:
+            logger.error("closing the publisher of %r: %s", self.outbox, error)  # noqa: TRY400  # it says it all
+        # Rows on their way to a broker that is not there stay in the outbox.
+        self.relay.stop(max(deadline - time.monotonic(), 0.0) if worth_waiting() else 0.0)
+        yield self._end_threads(deadline)
+        self._log_left(left)
+        try:
+            yield self._ask(self._close_outbox, deadline)
+        except (OutboxError, TimeoutError) as error:
+            logger.error("closing %r: %s", self.outbox, error)  # noqa: TRY400
+        finally:
+            self._questions.close()
+
+    def _wait_relayed(self, last: int | None, deadline: float, worth_waiting: Callable[[], bool]) -> Steps[int]:
+        """Wait until no row up to ``last`` is left; return how many are."""
+        poller = BacklogPoller()
+        while True:
+            began = time.monotonic()
+            left: int
+            left, _ = yield self._ask(partial(self._backlog, last), deadline)
+            now = time.monotonic()
+            if not left or now >= deadline or not worth_waiting():
+                return left
+            yield self._sleep(min(deadline - now, poller.pause_after(left, now, now - began)))
+            self._check_not_forked()
+            if self.relay.ended:  # closed, by another caller
+                return left
+
     def _begin(self, claims: RowLeases) -> None:
         """Store and relay: the outbox is open."""
         self.relay.start(claims)
@@ -246,8 +363,8 @@ class BaseOutboxChannel(Generic[C]):
         if self.relay.ended:
             raise UsageError(f"this publisher is closed; what is left stays in {self.outbox!r}, for the next start")
 
-    def _window_timeout(self, confirmation: C) -> OutboxError:
-        return OutboxError(
+    def _refuse_late(self, confirmation: C) -> NoReturn:
+        raise OutboxError(
             f"{confirmation} was not stored: {self._window.count} messages before it were not, either, in time",
             message_id=confirmation.message.message_id,
         )

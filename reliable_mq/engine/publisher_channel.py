@@ -21,7 +21,7 @@ import random
 import time
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
 from weakref import WeakSet
 
 from reliable_mq._util.hooks import ForkStage, at_fork
@@ -33,7 +33,7 @@ from reliable_mq.core.channel_setup import round_trip
 from reliable_mq.core.consumer.attempts import printable
 from reliable_mq.core.health import OutboxSigns, PublisherSigns
 from reliable_mq.core.publisher.publication import BrokerReply, Outcome, Publication
-from reliable_mq.errors import BrokerUnavailable, PublishBlocked, PublishDisconnected, UsageError
+from reliable_mq.errors import BrokerUnavailable, PublishBlocked, PublishDisconnected, PublishUnconfirmed, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -95,7 +95,8 @@ class BasePublisherChannel(Generic[P]):
     """
 
     write_bytes: int  # encoded and written in one piece
-    _io: BaseConnection
+    _connection_type: ClassVar[type[BaseConnection]]
+    _takes_none: bool  # there is a `_refusal` for a publish submitted now
 
     def __init__(self, options: PublisherOptions, lock: AbstractContextManager[object]) -> None:
         self.window = options.window
@@ -129,9 +130,39 @@ class BasePublisherChannel(Generic[P]):
         self._heartbeat = options.settings.heartbeat
         self._blocked_since: float | None = None
         self._blocked_seconds = 0.0
+        self._state_changed()
+        self._io = self._connection_type(
+            name=options.name,
+            settings=options.settings,
+            setup=self._set_up,
+            client=self,
+            reconnect_policy=options.new_reconnect_policy(),
+        )
         _channels.add(self)
 
     # Of each API
+
+    def wait_connected(self, timeout: float, attempts: int = 1, *, firm: bool = False) -> Any:
+        """Wait until it is connected or ``attempts`` more have failed. A step.
+
+        A set-up that goes on (a large topology) is waited for beyond ``timeout``, unless that is ``firm``.
+
+        Returns:
+            The reason why it is not connected, or None. After a permanent error the channel has ended (``fatal``);
+            otherwise it goes on trying.
+        """
+        raise NotImplementedError
+
+    def flush(self, timeout: float) -> Any:
+        """Wait until all submitted before is settled; return whether it is. A step."""
+        raise NotImplementedError
+
+    def close(self, timeout: float) -> Any:
+        """Settle everything in ``timeout`` seconds, or give it up; disconnect. A step."""
+        raise NotImplementedError
+
+    def check_closable(self) -> None:
+        """Raise UsageError if closing would wait for the caller itself."""
 
     def _accept_inbox(self) -> None:
         """Pass the submitted publishes to the session."""
@@ -162,6 +193,10 @@ class BasePublisherChannel(Generic[P]):
         self._call_outside(call)
 
     # For callers
+
+    def start(self) -> None:
+        """Start connecting. Does not wait."""
+        self._io.start()
 
     def take_failures(self) -> tuple[list[P], int]:
         """Return failed confirmations that no user has looked at, and their number.
@@ -277,11 +312,14 @@ class BasePublisherChannel(Generic[P]):
         error = self.fatal or self._last_error or BrokerUnavailable(f"no answer within {waited:g} s")
         return copy.copy(error)  # each is raised once: raising adds frames to its traceback
 
-    @property
-    def _takes_none(self) -> bool:
-        """Whether there is a `_refusal` for a publish submitted now."""
+    def _take_no_more(self) -> None:
+        """Refuse publishes from now on. Under the lock."""
+        self._closed = self._takes_none = True
+
+    def _state_changed(self) -> None:
+        """Note whether there is a `_refusal` for publishes from now on. Under the lock."""
         session = self.session
-        return (
+        self._takes_none = (
             self._closed
             or self.fatal is not None
             or (self._raise_when_blocked and bool(session.blocked_reason))
@@ -305,6 +343,17 @@ class BasePublisherChannel(Generic[P]):
             reason=blocked or "",
         )
 
+    def _refuse(self, confirmation: P) -> NoReturn:
+        raise self._refusal(confirmation)
+
+    def _window_timeout(self, confirmation: P, waited: float) -> PublishUnconfirmed:
+        return PublishUnconfirmed(
+            f"{confirmation} was never sent: the window ({self.window.max_count} messages, "
+            f"{self.window.max_bytes} bytes) was full for {waited} s",
+            message_id=confirmation.message.message_id,
+            sent=False,
+        )
+
     def _settled_before(self, moment: float) -> bool:
         return self._oldest is None or self._oldest > moment
 
@@ -324,6 +373,7 @@ class BasePublisherChannel(Generic[P]):
         self.session.channel_opened(generation, channel, frame_max, time.monotonic(), self._record.queues)
         with self._guard:
             self.connected, self._changed_at = True, time.monotonic()
+            self._state_changed()
             self._notify_change()
         self._advance()
 
@@ -334,6 +384,7 @@ class BasePublisherChannel(Generic[P]):
         self.session.channel_lost(generation, reply, connection=loss.scope == "connection", text=loss.text)
         with self._guard:
             self.connected, self._changed_at = False, time.monotonic()
+            self._state_changed()
             self._refuse_waiting()
         self._connection_lost = loss.scope == "connection"
         self._advance()
@@ -346,6 +397,7 @@ class BasePublisherChannel(Generic[P]):
             self.session.disconnected(str(error))
             if not will_retry:
                 self.fatal = error
+            self._state_changed()
             self._notify_change()
         if not will_retry:
             self._end()
@@ -356,6 +408,7 @@ class BasePublisherChannel(Generic[P]):
         self._blocked_since = time.monotonic()
         self.session.blocked(reason)
         with self._guard:
+            self._state_changed()
             self._refuse_waiting()
 
     def unblocked(self) -> None:
@@ -363,6 +416,8 @@ class BasePublisherChannel(Generic[P]):
         logger.warning("the broker takes publishes again")  # where whoever read that it blocks finds it
         self._blocked_seconds, self._blocked_since = self.blocked_seconds, None
         self.session.unblocked(time.monotonic())
+        with self._guard:
+            self._state_changed()
         self._advance()
 
     def acked(self, tag: int, multiple: bool) -> None:

@@ -21,7 +21,7 @@ import time
 from collections import deque
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 from reliable_mq.codec.methods import Cancel, SetPrefetch
 from reliable_mq.connection.new_queues import QueueRecord
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from reliable_mq.topology import Queue
     from reliable_mq.tracing.consuming import ConsumerTracer
 
-__all__ = ["BaseSubscription", "Event", "HandlerPool"]
+__all__ = ["BaseSubscription", "Event", "WorkQueue"]
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +91,8 @@ class Event(Protocol):
         """Whether it is set."""
 
 
-class HandlerPool(Protocol):
-    """Runs handlers. Called on the loop, but for `stop_starting`; must not block."""
+class WorkQueue(Protocol):
+    """Takes work for handlers. Its methods are called on the loop, and must not block."""
 
     def put(self, work: Iterable[Work]) -> None:
         """Queue work for handlers."""
@@ -124,7 +124,7 @@ class BaseSubscription:
         ended: set when it has ended.
     """
 
-    handlers: HandlerPool
+    handlers: WorkQueue
     ended: Event
     _first_attempts_over: Event  # each host had its first attempt, or one has succeeded
     _connection_type: ClassVar[type[BaseConnection]]
@@ -134,7 +134,7 @@ class BaseSubscription:
         settings = options.settings
         self.republisher: BaseRepublisher | None = None
         self.tracer: ConsumerTracer | None = None
-        self.quarantine_handlers: HandlerPool | None = None
+        self.quarantine_handlers: WorkQueue | None = None
         self.session: ConsumerSession = options.new_session()
         self.largest_body = options.largest_body
         self.error: ReliableMQError | None = None
@@ -175,6 +175,21 @@ class BaseSubscription:
     def _call_outside_later(self, call: Callable[[], object]) -> None:
         """As `_call_outside`, for code that may wait for more of its kind."""
         self._call_outside(call)
+
+    def wait_connected(self, timeout: float) -> Any:
+        """Wait for the first attempt on every host. Returns its error, or None. A step.
+
+        A set-up that goes on (a large topology) is waited for beyond ``timeout``.
+        """
+        raise NotImplementedError
+
+    def join(self) -> Any:
+        """After the end, wait until the connection is closed. A step."""
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        """End at once, however far it was started. Does not wait."""
+        self._io.stop()
 
     # For callers, on any thread
 

@@ -68,21 +68,14 @@ class Subscription(BaseSubscription):
         self._outside = CallbackThread(f"{options.name}-traces")  # started with the first call
 
     def wait_connected(self, timeout: float) -> ReliableMQError | None:
-        """Wait for the first attempt on every host. Returns its error, or None.
-
-        A set-up that goes on (a large topology) is waited for beyond ``timeout``.
-        """
+        """Block until the first attempts are over."""
         limit = timeout
         while limit > 0 and not self._first_attempts_over.wait(limit):
             limit = self._io.patience
         return self.why_not_connected(timeout)
 
-    def abort(self) -> None:
-        """End at once, however far it was started. Does not wait."""
-        self._io.stop()
-
     def join(self) -> bool:
-        """After the end, wait until the connection is closed."""
+        """Block until the connection is closed."""
         self._outside.stop()
         closed = self._io.close(CLOSE_GRACE)
         return self._outside.join(CLOSE_GRACE) and closed
