@@ -2,7 +2,8 @@
 
 It has the options, the state, the metrics and the parts of a consumer. The parts are a subscription, which has the
 connection and the session; one or two pools that run the handler; and a publisher for retries and dead letters, which
-has a connection of its own. An API adds how its callers wait.
+has a connection of its own. The calls that wait are steps (`reliable_mq.engine.steps`); an API adds how its callers
+wait.
 
 Invariants: a consumer runs once; a start that fails leaves nothing behind, and may be tried again.
 """

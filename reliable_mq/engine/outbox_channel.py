@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, TypeVar
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
-from reliable_mq._util.hooks import ForkStage, at_fork
 from reliable_mq._util.logs import LogLimit
 from reliable_mq._util.threads import DaemonExecutor
 from reliable_mq.core.publisher.publication import StoredPublication
 from reliable_mq.core.publisher.window import PublishWindow
 from reliable_mq.core.statistics import OutboxStatistics
+from reliable_mq.engine.channel import BaseChannel
 from reliable_mq.errors import OutboxError, UsageError
 from reliable_mq.outbox.relay import OutboxRelay
 from reliable_mq.outbox.writer import OutboxWriter
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
     from reliable_mq.core.outbox import RowSettlement
     from reliable_mq.engine.publisher_options import PublisherOptions
     from reliable_mq.engine.steps import Steps
-    from reliable_mq.errors import ReliableMQError
     from reliable_mq.outbox.protocol import Outbox, RowLeases
     from reliable_mq.outbox.relay import RowPublisher
     from reliable_mq.tracing.publishing import SendTrace
@@ -55,7 +52,6 @@ QUESTIONS: Final = 8
 
 _LOOK_AFTER: Final = (0.01, 0.25)  # seconds between two polls of the outbox, the first and the longest
 _LOOK_SHARE: Final = 20  # times that the last poll took, at least: polls cost the relay its pace
-_FAILURES_KEPT: Final = 100  # that no user has looked at, to be raised when the publisher is left
 _LOG_FAILURES_EVERY: Final = 10.0  # seconds
 
 
@@ -88,7 +84,7 @@ class BacklogPoller:
 C = TypeVar("C", bound=StoredPublication)
 
 
-class BaseOutboxChannel(Generic[C]):
+class BaseOutboxChannel(BaseChannel[C]):
     """The channel into one outbox, without the waiting of callers.
 
     Args:
@@ -99,8 +95,6 @@ class BaseOutboxChannel(Generic[C]):
         guard: guards the window, failures, and the callbacks of all confirmations; they may be on other threads.
 
     Attributes:
-        fatal: None; nothing ends an outbox for good.
-        forked: whether this is a copy in a forked child.
         begun: whether the outbox was opened.
         relay: the relay.
     """
@@ -114,17 +108,12 @@ class BaseOutboxChannel(Generic[C]):
         measured: bool,
         guard: AbstractContextManager[object],
     ) -> None:
-        self.fatal: ReliableMQError | None = None
-        self.forked = False
+        super().__init__(guard)
         self.begun = False
         self.outbox = outbox
         self._window = PublishWindow(options.max_outstanding, options.window.max_bytes)
         self._store_timeout = options.delivery_timeout
-        self._guard = guard
-        self._closed = False
         self._outbox_closed = False  # or about to be
-        self._failures: deque[C] = deque(maxlen=_FAILURES_KEPT)
-        self._unobserved = 0
         self._failure_log = LogLimit(_LOG_FAILURES_EVERY)
         self._left_logged = False  # by one of the callers of close
         self._questions = DaemonExecutor(f"{options.name}-outbox-question", QUESTIONS)
@@ -146,7 +135,6 @@ class BaseOutboxChannel(Generic[C]):
             statistics=statistics,
             measured=measured,
         )
-        _channels.add(self)
 
     # Of each API
 
@@ -167,9 +155,6 @@ class BaseOutboxChannel(Generic[C]):
         The outbox is closed when its threads have ended.
         """
         raise NotImplementedError
-
-    def check_closable(self) -> None:
-        """Raise UsageError if closing would wait for the caller itself."""
 
     def _check_usable(self) -> None:
         """Raise UsageError where waiting can never end."""
@@ -214,17 +199,6 @@ class BaseOutboxChannel(Generic[C]):
 
     # For callers
 
-    def take_failures(self) -> tuple[list[C], int]:
-        """Return failed confirmations that no user has looked at, and their number.
-
-        They are the last hundred; the number is of all.
-        """
-        with self._guard:
-            unseen = [failed for failed in self._failures if not failed.result_observed]
-            count, self._unobserved = self._unobserved, 0
-            self._failures.clear()
-        return unseen, count
-
     def give_up(self, confirmation: C) -> None:
         """Settle a message whose deadline has passed before the writer answered."""
         error = OutboxError(
@@ -240,14 +214,6 @@ class BaseOutboxChannel(Generic[C]):
     def timeout_of(self, confirmation: C) -> float:
         """Seconds that a message may take to be stored."""
         return self._store_timeout if confirmation.timeout is None else confirmation.timeout
-
-    def failure_observed(self) -> None:
-        """Note that a user looked at a failure; the caller holds the guard."""
-        self._unobserved -= 1
-
-    def forget(self) -> None:
-        """Disable this copy in a forked child."""
-        self.forked = True
 
     @property
     def outstanding(self) -> int:
@@ -397,14 +363,6 @@ class BaseOutboxChannel(Generic[C]):
     def _end_trace(self, trace: SendTrace, confirmation: C) -> None:
         self._call_outside_later(partial(trace.settled, confirmation, time.time_ns()))
 
-    def _call_outside(self, call: Callable[[], object]) -> None:
-        """Run code that is not ours, soon, and not here. Does not block."""
-        raise NotImplementedError
-
-    def _call_outside_later(self, call: Callable[[], object]) -> None:
-        """As `_call_outside`, for code that may wait for more of its kind."""
-        self._call_outside(call)
-
     def _call_back(self, confirmation: C) -> None:
         """Call the callbacks of one message; a failure concerns no other message."""
         try:
@@ -415,8 +373,7 @@ class BaseOutboxChannel(Generic[C]):
     def _fail(self, confirmation: C, error: OutboxError) -> None:
         confirmation.stored(error)
         if not confirmation.result_observed:
-            self._failures.append(confirmation)
-            self._unobserved += 1
+            self._keep_failure(confirmation)
 
     def _log_failures(self, count: int, error: OutboxError) -> None:
         if due := self._failure_log.count(count):
@@ -431,15 +388,3 @@ class BaseOutboxChannel(Generic[C]):
 def not_open(outbox: Outbox, limit: float) -> OutboxError:
     """Return the error for an outbox that does not answer when it is opened."""
     return OutboxError(f"{outbox!r} was not opened within {limit:g} s: it does not answer; nothing was stored")
-
-
-# A forked child has copies of the channels and none of their threads.
-_channels: WeakSet[BaseOutboxChannel[Any]] = WeakSet()
-
-
-def _forget_in_child() -> None:
-    for channel in _channels:
-        channel.forget()
-
-
-at_fork(ForkStage.MARK, _forget_in_child)

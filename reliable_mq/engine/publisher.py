@@ -1,9 +1,12 @@
 """The base of the publishers of both APIs.
 
-It has the options, the states, the readings, and everything else that does not wait. An API adds how its callers wait.
-Two channels belong to a publisher, each made when it is first needed: one to the broker, and one to the outbox if there
-is an outbox. Either is known as *started* from the moment when it may have threads, tasks or sockets to be ended, and
-as open once a caller may use it.
+It has the options, the states, the readings, and the steps of the calls that wait (`reliable_mq.engine.steps`). An API
+adds how its callers wait. Two channels belong to a publisher, each made when it is first needed: one to the broker, and
+one to the outbox if there is an outbox. Either is known as *started* from the moment when it may have threads, tasks or
+sockets to be ended, and as open once a caller may use it.
+
+A signal handler may interrupt any step on the sync API, and use or close the same publisher: so each channel is known
+before it runs, and the lock is held for moments only.
 
 Invariants: nothing is published, and nothing is stored, after a publisher has left `PublisherState.OPEN`; a failure
 that nobody has seen is raised once.

@@ -19,12 +19,9 @@ import copy
 import logging
 import random
 import time
-from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
-from reliable_mq._util.hooks import ForkStage, at_fork
 from reliable_mq._util.logs import LogLimit
 from reliable_mq.codec import CodecError, Properties
 from reliable_mq.connection.new_queues import QueueRecord
@@ -33,10 +30,11 @@ from reliable_mq.core.channel_setup import round_trip
 from reliable_mq.core.consumer.attempts import printable
 from reliable_mq.core.health import OutboxSigns, PublisherSigns
 from reliable_mq.core.publisher.publication import BrokerReply, Outcome, Publication
+from reliable_mq.engine.channel import BaseChannel
 from reliable_mq.errors import BrokerUnavailable, PublishBlocked, PublishDisconnected, PublishUnconfirmed, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
     from contextlib import AbstractContextManager
 
     from reliable_mq.codec import RawDelivery
@@ -59,7 +57,6 @@ CLOSE_GRACE = 2.0
 """Seconds for the closing handshake, beyond the caller's own timeout."""
 
 _BUFFERED_BYTES = 512 * 1024  # not yet taken by the socket, above which nothing more is encoded
-_FAILURES_KEPT = 100  # failed confirmations that no user has looked at, to be raised when the publisher is left
 _LOG_FAILURES_EVERY = 10.0  # seconds, at least, between two log lines about such failures
 _SMALL_HEADERS = 1024  # bytes, for which a frame has room beside an id: it holds 4096 at least
 
@@ -77,7 +74,7 @@ class ObservedPublication(Publication):
 P = TypeVar("P", bound=ObservedPublication)
 
 
-class BasePublisherChannel(Generic[P]):
+class BasePublisherChannel(BaseChannel[P]):
     """The channel of one publisher, without the waiting of callers.
 
     Args:
@@ -87,8 +84,6 @@ class BasePublisherChannel(Generic[P]):
     Attributes:
         window: the limits of outstanding publishes.
         session: the publishing session; read-only for others.
-        fatal: the error that has ended the channel, if one has.
-        forked: whether this is a copy in a forked child, in which the loop does not exist.
         reconnects: connections lost and made again.
         connected: whether the broker takes messages.
         largest_body: as in `ChannelSink`; the body of a return is not read.
@@ -99,14 +94,12 @@ class BasePublisherChannel(Generic[P]):
     _takes_none: bool  # there is a `_refusal` for a publish submitted now
 
     def __init__(self, options: PublisherOptions, lock: AbstractContextManager[object]) -> None:
+        super().__init__(lock)
         self.window = options.window
         self.session: PublisherSession[P] = options.new_session(random.Random())
-        self.fatal: ReliableMQError | None = None
-        self.forked = False
         self.reconnects = 0
         self.connected = False
         self.largest_body = 0
-        self._guard = lock
         self._setup = options.setup
         self._fits_frame = options.fits_frame
         self._record = QueueRecord(options.settings.virtual_host, options.new_queue_grace)
@@ -116,9 +109,6 @@ class BasePublisherChannel(Generic[P]):
         self._raise_when_disconnected = options.raise_when_disconnected
         self._oldest: float | None = None  # when the oldest unsettled publish was submitted
         self._woken = False
-        self._closed = False
-        self._failures: deque[P] = deque(maxlen=_FAILURES_KEPT)
-        self._unobserved = 0  # failures that no user has looked at, those that _failures has dropped included
         self._unwatched_log = LogLimit(_LOG_FAILURES_EVERY)
         self._attempts_failed = 0
         self._last_error: ReliableMQError | None = None
@@ -138,7 +128,6 @@ class BasePublisherChannel(Generic[P]):
             client=self,
             reconnect_policy=options.new_reconnect_policy(),
         )
-        _channels.add(self)
 
     # Of each API
 
@@ -161,9 +150,6 @@ class BasePublisherChannel(Generic[P]):
         """Settle everything in ``timeout`` seconds, or give it up; disconnect. A step."""
         raise NotImplementedError
 
-    def check_closable(self) -> None:
-        """Raise UsageError if closing would wait for the caller itself."""
-
     def _accept_inbox(self) -> None:
         """Pass the submitted publishes to the session."""
         raise NotImplementedError
@@ -184,30 +170,11 @@ class BasePublisherChannel(Generic[P]):
         """Refuse callers that wait for the window, if none is admitted. Under the lock."""
         raise NotImplementedError
 
-    def _call_outside(self, call: Callable[[], object]) -> None:
-        """Run code that is not ours, soon, and not here. Does not block."""
-        raise NotImplementedError
-
-    def _call_outside_later(self, call: Callable[[], object]) -> None:
-        """As `_call_outside`, for code that may wait for more of its kind."""
-        self._call_outside(call)
-
     # For callers
 
     def start(self) -> None:
         """Start connecting. Does not wait."""
         self._io.start()
-
-    def take_failures(self) -> tuple[list[P], int]:
-        """Return failed confirmations that no user has looked at, and their number.
-
-        They are the last hundred; the number is of all.
-        """
-        with self._guard:
-            unseen = [failed for failed in self._failures if not failed.result_observed]
-            count, self._unobserved = self._unobserved, 0
-            self._failures.clear()
-        return unseen, count
 
     def not_reported(self, confirmations: Iterable[P]) -> None:
         """Count failures of these as not looked at: their report will not be made."""
@@ -216,8 +183,7 @@ class BasePublisherChannel(Generic[P]):
                 if confirmation.result_observed:
                     confirmation.result_observed = False
                     if confirmation.outcome not in (None, Outcome.CONFIRMED):
-                        self._failures.append(confirmation)
-                        self._unobserved += 1
+                        self._keep_failure(confirmation)
 
     def observe(self, confirmation: P, trace: SendTrace) -> None:
         """Record a publish that is not accepted yet."""
@@ -234,14 +200,6 @@ class BasePublisherChannel(Generic[P]):
             seconds = time.monotonic() - confirmation.accepted_at
             self.session.statistics.confirm_seconds.exemplify(seconds, trace.ids, time.time())
         self._call_outside_later(partial(trace.settled, confirmation, time.time_ns(), self._io.peer))
-
-    def failure_observed(self) -> None:
-        """Note that a user looked at a failure; the caller holds the lock."""
-        self._unobserved -= 1
-
-    def forget(self) -> None:
-        """Disable this copy in a forked child: connection and loop are the parent's."""
-        self.forked = True
 
     @property
     def outstanding(self) -> int:
@@ -504,8 +462,7 @@ class BasePublisherChannel(Generic[P]):
                         unwatched = confirmation
                         unwatched_count += 1
                     if not confirmation.result_observed:
-                        self._failures.append(confirmation)
-                        self._unobserved += 1
+                        self._keep_failure(confirmation)
                     confirmation.settled()
                 elif confirmation.callbacks is not None:
                     confirmation.settled()
@@ -537,15 +494,3 @@ class BasePublisherChannel(Generic[P]):
 def _is_watched(publication: Publication) -> bool:
     """Whether anything but its trace is called when it is settled."""
     return publication.callbacks is not None and len(publication.callbacks) != (publication.trace is not None)
-
-
-# A forked child has copies of the channels, whose loops and sockets are the parent's.
-_channels: WeakSet[BasePublisherChannel[Any]] = WeakSet()
-
-
-def _forget_in_child() -> None:
-    for channel in _channels:
-        channel.forget()
-
-
-at_fork(ForkStage.MARK, _forget_in_child)
