@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from reliable_mq.engine.confirmation import BaseConfirmation, BaseConfirmationOwner
 from reliable_mq.errors import UsageError
@@ -28,6 +28,12 @@ class AsyncConfirmationOwner(BaseConfirmationOwner, Protocol):
     """The channel that settles a confirmation, on its event loop."""
 
     loop: asyncio.AbstractEventLoop
+
+    def take(self, confirmation: Any) -> bool:
+        """Accept its message if the window has room; return whether it has."""
+
+    async def wait_for_window(self, confirmation: Any) -> None:
+        """Accept its message once the window has room."""
 
     def check_usable(self) -> None:
         """Raise UsageError on another loop or in a forked child: no outcome comes there."""

@@ -13,21 +13,18 @@ from __future__ import annotations
 import asyncio
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reliable_mq.connection.aiormq_driver import Link
 from reliable_mq.connection.aiormq_driver.loop import EventLoop
-from reliable_mq.connection.connection import Connector
+from reliable_mq.engine.connection import BaseConnection
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import Unpack
 
     from reliable_mq.connection.aiormq_driver.loop import Timer
-    from reliable_mq.connection.interfaces import ConnectionListener
-    from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
-    from reliable_mq.core.reconnect import ReconnectPolicy
-    from reliable_mq.core.statistics import TokenStatistics
-    from reliable_mq.settings import ConnectionSettings, Endpoint
+    from reliable_mq.engine.connection import ConnectionArguments
 
 __all__ = ["AsyncConnection"]
 
@@ -35,66 +32,22 @@ _ABORT_GRACE = 3.0  # seconds that `close` waits beyond its grace for sockets to
 _FINISH_GRACE = 1.0  # seconds for the driver's tasks to end once their socket is closed
 
 
-class AsyncConnection:
-    """A connection on the running loop, which reconnects. Construction opens nothing.
+class AsyncConnection(BaseConnection):
+    """A connection on the running loop, which reconnects. Construction opens nothing."""
 
-    Args:
-        name: of the connection, unless `settings` has one.
-        settings: hosts, credentials, TLS, tuning.
-        setup: called once per attempt: the steps to perform before the channel is ready.
-        client: the owner; receives every event.
-        reconnect_policy: decides when to try which host again; this connection's alone.
-    """
-
-    def __init__(
-        self,
-        *,
-        name: str,
-        settings: ConnectionSettings,
-        setup: Callable[[ServerInfo], SetupGenerator],
-        client: ConnectionListener,
-        reconnect_policy: ReconnectPolicy,
-    ) -> None:
+    def __init__(self, **connection: Unpack[ConnectionArguments]) -> None:
+        super().__init__(**connection)
         self._loop = EventLoop(self._on_error)
         self._thread = threading.get_ident()
         self._ended = asyncio.Event()
         self._stopped = False
         self._watch: asyncio.Task[None] | None = None  # for the end of the event loop
-        self._connector = Connector(
-            self._loop,
-            partial(Link, self._loop),
-            name=name,
-            settings=settings,
-            setup=setup,
-            client=client,
-            reconnect_policy=reconnect_policy,
-            on_ended=self._ended.set,
-        )
-
-    @property
-    def patience(self) -> float:
-        """Seconds left for the broker's next answer in a set-up under way."""
-        return self._connector.patience
-
-    @property
-    def tokens(self) -> TokenStatistics:
-        """Counts of renewed tokens."""
-        return self._connector.tokens
-
-    @property
-    def peer(self) -> Endpoint | None:
-        """The address of the host that it was connected to last."""
-        return self._connector.peer
+        self._connector = self._new_connector(self._loop, partial(Link, self._loop))
 
     @property
     def over(self) -> bool:
         """Whether the event loop is closed."""
         return self._loop.asyncio.is_closed()
-
-    @property
-    def callback_errors(self) -> int:
-        """Exceptions that callbacks raised; each cost a connection."""
-        return self._connector.callback_errors
 
     @property
     def stalled_seconds(self) -> float:
@@ -104,20 +57,12 @@ class AsyncConnection:
         """
         return self._loop.stalled
 
-    def write(self, data: bytes) -> None:
-        """Send whole frames in one piece; do nothing while no channel is ready."""
-        self._connector.write(data)
-
-    def write_buffer_size(self) -> int:
-        """Return the bytes that the kernel has not taken yet."""
-        return self._connector.write_buffer_size()
-
     def start(self) -> None:
         """Begin to connect."""
         self._watch = self._loop.asyncio.create_task(self._watch_loop(), name="reliable_mq connection")
         self._loop.call_soon(self._connector.begin)
 
-    def call_soon(self, fn: Callable[[], None]) -> None:
+    def call_soon(self, fn: Callable[[], None], /) -> None:
         """Run `fn` on the loop, later than now. Thread-safe.
 
         An exception costs the connection.
@@ -135,19 +80,7 @@ class AsyncConnection:
         """Run `fn` now; an exception costs the connection."""
         self._loop.guard(fn)
 
-    def run(self, generator: StepGenerator, done: Callable[[Any], None]) -> None:
-        """Perform steps on the ready channel; see `Connector.run`."""
-        self._connector.run(generator, done)
-
-    def discard(self, reason: str) -> None:
-        """Abort the connection: its channel is in doubt. ``lost`` and a reconnect follow."""
-        self._connector.discard(reason)
-
-    def reopen_channel(self) -> None:
-        """Close the channel; ``lost`` follows, then another one on this connection."""
-        self._connector.reopen_channel()
-
-    def stop(self, grace: float = 0.0) -> None:
+    def stop(self, grace: float = 0.0, /) -> None:
         """Begin to close: a handshake for up to `grace` seconds, then an abort."""
         self._stopped = True
         self._connector.close(grace)
@@ -168,8 +101,8 @@ class AsyncConnection:
             await self._loop.finish(_FINISH_GRACE)
         return True
 
-    def _on_error(self, error: Exception) -> None:
-        self._connector.on_error(error)
+    def _on_ended(self) -> None:
+        self._ended.set()
 
     async def _watch_loop(self) -> None:
         """Wait for the end; give up if the program ends, and cancels all tasks.

@@ -16,7 +16,6 @@ import logging
 import os
 import signal
 import threading
-import time
 import warnings
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -28,7 +27,8 @@ from reliable_mq.aio.handlers import TaskPool, ThreadPool
 from reliable_mq.aio.publisher import AsyncPublisher
 from reliable_mq.aio.subscription import AsyncPullSubscription, AsyncRepublisher, AsyncSubscription
 from reliable_mq.core.consumer.handler import is_coroutine_function
-from reliable_mq.engine.consumer import END_TIMEOUT, BaseConsumer, RunState
+from reliable_mq.engine.consumer import BaseConsumer
+from reliable_mq.engine.steps import awaiting
 from reliable_mq.errors import UsageError
 
 if TYPE_CHECKING:
@@ -151,12 +151,11 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
             with on_signals(partial(self._on_signal, subscription)):
                 await subscription.ended.wait()
                 self.stop()  # it may have ended by itself
-                await self._finish(subscription)
+                await awaiting(self._finish(subscription))
         except asyncio.CancelledError:
             await self._finish_cancelled(subscription)
             raise
-        if subscription.error is not None:
-            raise subscription.error
+        self._raise_error()
 
     async def close(self) -> None:
         """Stop, and wait until running handlers have ended and the connection is closed.
@@ -167,21 +166,11 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
         Raises:
             UsageError: called by a handler, which would wait for itself; it can call `stop`. Or on another event loop.
         """
-        if os.getpid() != self._made_in:
-            return
-        if any(pool.is_current for pool in self._pools):
-            raise UsageError("a handler cannot close its own consumer, which waits for it: call stop()")
-        if self._state is RunState.FINISHED:
-            return
-        self._check_loop()
-        self.stop()
-        if self._subscription is None:
-            self._finished()
-            return
         try:
-            await self._finish(self._subscription)
+            await awaiting(self._close())
         except asyncio.CancelledError:
-            await self._finish_cancelled(self._subscription)
+            if self._subscription is not None:
+                await self._finish_cancelled(self._subscription)
             raise
 
     async def connect(self) -> None:
@@ -194,19 +183,14 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
             TopologyMismatch: the queue differs from its declaration, or does not exist.
             UsageError: it was stopped, or is used on another event loop.
         """
-        await self._connect(required=True)
+        await awaiting(self._connect(required=True))
 
     async def __aenter__(self) -> Self:
         """Consume in the background; errors as for `run`.
 
         If the broker cannot be reached now, it goes on trying.
         """
-        subscription = self._start(enter=True)
-        try:
-            await self._await_first_attempts(subscription)
-        except BaseException:
-            await self.close()
-            raise
+        await awaiting(self._enter())
         return self
 
     async def __aexit__(
@@ -217,9 +201,8 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
         It never takes the place of an exception of the body.
         """
         await self.close()
-        error = None if self._subscription is None else self._subscription.error
-        if error is not None and exc_type is None:
-            raise error
+        if exc_type is None:
+            self._raise_error()
 
     def __del__(self) -> None:
         subscription = self._subscription
@@ -250,83 +233,28 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
             StaleDelivery: at the end of the block: a channel was lost, and deliveries that could not be acked will come
                 again.
         """
-        wait = self._check_get(max_messages, timeout)
-        subscription = self._subscription
-        if subscription is None or subscription.ended.is_set():
-            subscription = await self._connect(required=False)
-        assert isinstance(subscription, AsyncPullSubscription)  # noqa: S101  # it has no handler
-        self._check_loop()
-        began = time.time_ns()
-        deliveries = await subscription.take(max_messages, wait)
-        if subscription.tracer is not None:
-            subscription.tracer.received(deliveries, began, subscription.peer)
-        if not deliveries and subscription.error is not None:
-            raise subscription.error
-        try:
+        with await awaiting(self._get(max_messages, timeout)) as deliveries:
             yield deliveries
-        except BaseException:
-            subscription.leave(deliveries, ack=False)
-            raise
-        subscription.leave(deliveries, ack=True)
 
     # Starting and ending
 
-    def _start(self, *, enter: bool = False) -> AsyncSubscription:
-        """Return the subscription, started; ``enter``: by `run` or ``async with``, once."""
-        self._check_process()
-        self._check_startable(enter)
-        self._check_loop()
-        if self._subscription is None:
-            self._loop = asyncio.get_running_loop()
-            self._subscription = self._new_subscription()
-            self._subscription.start()
-        self._started(enter)
-        return self._subscription
+    def _new_subscription(self) -> AsyncSubscription:
+        self._loop = asyncio.get_running_loop()
+        return super()._new_subscription()
+
+    def _not_started(self) -> None:
+        super()._not_started()
+        self._loop = None
 
     def _check_loop(self) -> None:
         if self._loop is not None and asyncio.get_running_loop() is not self._loop:
             raise UsageError("this consumer belongs to another event loop; make one for each")
 
-    async def _connect(self, *, required: bool) -> AsyncSubscription:
-        """Start, and wait for the first attempts; undo the start if they fail."""
-        first = self._subscription is None
-        subscription = self._start()
-        try:
-            await self._await_first_attempts(subscription, required=required)
-        except BaseException:
-            if first:
-                subscription.stop_now()
-                await self._finish(subscription)
-                if self._subscription is subscription:
-                    self._loop = None
-                    self._not_started()
-            raise
-        return subscription
-
-    async def _await_first_attempts(self, subscription: AsyncSubscription, *, required: bool = False) -> None:
-        """Wait until each host had its first attempt.
-
-        Raise an error that time cannot heal, or any if ``required``.
-        """
-        error = await subscription.wait_connected(self._options.settings.first_attempts_timeout)
-        if error is not None and (required or error is subscription.error):
-            raise error
-
-    async def _finish(self, subscription: AsyncSubscription) -> None:
-        """Wait for the end, and leave nothing behind. Several tasks may do so."""
-        subscription.stop()
+    async def _wait_ended(self, subscription: AsyncSubscription) -> None:
         await subscription.ended.wait()
-        if self._pools:
-            patience = self._patience(subscription, 0.0)
-            self._warn_of_running(await asyncio.gather(*(pool.stop(patience) for pool in self._pools)))
-            unanswered = await self._pools[0].retry_settlements(
-                self._time_to_settle(), lambda: not subscription.hurried
-            )
-            self._log_unsettled(unanswered)
-        await subscription.join()
-        if subscription.republisher is not None:
-            await subscription.republisher.close(END_TIMEOUT)
-        self._finished()
+
+    async def _stop_pools(self, patience: float) -> list[bool]:
+        return await asyncio.gather(*(pool.stop(patience) for pool in self._pools))
 
     async def _finish_cancelled(self, subscription: AsyncSubscription) -> None:
         """Cancel the handlers, and wait for the end: the waiting task was cancelled."""
@@ -336,7 +264,7 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
             pool.cancel()
         late = subscription.call_later(_CANCEL_TIMEOUT, subscription.stop_now)
         try:
-            await self._finish(subscription)
+            await awaiting(self._finish(subscription))
         except asyncio.CancelledError:  # once more
             subscription.stop_now()
             subscription.abort()

@@ -40,9 +40,9 @@ from reliable_mq.core.consumer.handler import (
     check_answer,
     failure_of_handler,
     handling,
-    settling,
 )
 from reliable_mq.core.statistics import Histogram
+from reliable_mq.engine.steps import awaiting
 from reliable_mq.engine.workers import (
     LOOK_INTERVAL,
     ClaimBatcher,
@@ -50,7 +50,7 @@ from reliable_mq.engine.workers import (
     all_failed,
     all_lost,
     batch_results,
-    pauses,
+    retrying_settlements,
 )
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.consumer.dispatch import Work
     from reliable_mq.core.consumer.handler import ClaimPolicy, Handling, Result
-    from reliable_mq.engine.workers import ResultSink
+    from reliable_mq.engine.steps import awaiting
+from reliable_mq.engine.workers import ResultSink
 
 __all__ = ["TaskPool", "ThreadPool"]
 
@@ -114,6 +115,9 @@ class TaskPool:
         self._stopped_starting = False  # no handler is started any more
         self._closed = False
         self._numbers = itertools.count(1)
+
+    def start(self) -> None:
+        """Do nothing: tasks are started when there is work for them."""
 
     def put(self, work: Iterable[Work]) -> None:
         """Queue deliveries, or batches, for handlers."""
@@ -172,9 +176,8 @@ class TaskPool:
         if self._store is None or self._claiming is None or not self._claiming.retries:
             return 0
         deadline = time.monotonic() + timeout
-        task = self._loop.create_task(
-            self._retry_settlements(self._store, self._claiming), name=f"{self._name}-settlements"
-        )
+        retries = awaiting(retrying_settlements(self._claiming, self._store.ask, asyncio.sleep))
+        task = self._loop.create_task(retries, name=f"{self._name}-settlements")
         try:
             while not task.done() and (left := deadline - time.monotonic()) > 0 and worth_waiting():
                 await asyncio.wait([task], timeout=min(left, LOOK_INTERVAL))
@@ -183,23 +186,6 @@ class TaskPool:
             self._store.abandon()
             await asyncio.wait([task], timeout=_CANCEL_GRACE)
         return len(self._claiming.retries)
-
-    async def _retry_settlements(self, store: StoreAdapter, claiming: ClaimPolicy) -> None:
-        for pause in pauses():
-            steps = settling(claiming)
-            try:
-                step = next(steps)
-                while True:
-                    try:
-                        answer = await store.ask(step)
-                    except Exception as error:  # noqa: BLE001  # the generator decides
-                        step = steps.throw(error)
-                    else:
-                        step = steps.send(answer)
-            except StopIteration:
-                if not claiming.retries:
-                    return
-            await asyncio.sleep(pause)
 
     def abort(self) -> None:
         """Cancel all, and do not wait for it."""
@@ -466,7 +452,7 @@ def _raise(loop: asyncio.AbstractEventLoop, error: BaseException) -> None:
 
 
 class ThreadPool:
-    """Runs plain handlers on the threads of a `WorkerPool`, started at once."""
+    """Runs plain handlers on the threads of a `WorkerPool`."""
 
     def __init__(
         self,
@@ -489,6 +475,9 @@ class ThreadPool:
             claiming=claiming,
             sink=sink,
         )
+
+    def start(self) -> None:
+        """Start the threads."""
         self._workers.start()
 
     def put(self, work: Iterable[Work]) -> None:
@@ -529,7 +518,7 @@ class ThreadPool:
 
     def abort(self) -> None:
         """End the threads, each after its handler. Does not wait."""
-        self._workers.stop(0.0)
+        self._workers.abort()
 
     @property
     def is_current(self) -> bool:

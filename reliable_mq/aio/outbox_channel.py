@@ -23,15 +23,15 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from reliable_mq._util.threads import DaemonExecutor, call_on_thread
+from reliable_mq._util.threads import call_on_thread
 from reliable_mq.aio.confirmation import AsyncConfirmation
 from reliable_mq.aio.publisher_channel import AsyncWindowWaiters
 from reliable_mq.core.publisher.publication import StoredPublication
+from reliable_mq.engine.confirmation import end_trace
 from reliable_mq.engine.outbox_channel import (
     ANSWER_AT_LEAST,
     CLOSE_GRACE,
     QUESTIONS,
-    BacklogPoller,
     BaseOutboxChannel,
     not_open,
 )
@@ -40,7 +40,7 @@ from reliable_mq.errors import ConfigurationError, OutboxError, PublishError, Re
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator, Sequence
 
-    from reliable_mq.core.outbox import NewRow, OutboxRow, RowSettlement
+    from reliable_mq.core.outbox import OutboxRow, RowSettlement
     from reliable_mq.core.publisher.publication import Receipt
     from reliable_mq.engine.publisher_options import PublisherOptions
     from reliable_mq.outbox.protocol import Outbox, RowLeases
@@ -55,7 +55,7 @@ T = TypeVar("T")
 class AsyncStoredConfirmation(StoredPublication, AsyncConfirmation):
     """The outcome of storing a message; ``submit`` with an outbox returns it."""
 
-    __slots__ = ("error",)
+    __slots__ = ("error", "row")
 
     owner: AsyncOutboxChannel
 
@@ -118,20 +118,12 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
         self._waiters = AsyncWindowWaiters(self.loop, self._window)
         self._opens: asyncio.Task[None] | None = None
         self._starting = 0  # tasks that wait for it
-        self._threads = DaemonExecutor(f"{options.name}-outbox-question", QUESTIONS)
         self._end_name = f"{options.name}-outbox-end"
 
     # For callers
 
     async def start(self, limit: float) -> None:
-        """Open the outbox, and start storing and relaying.
-
-        Several tasks may call it, also again after a failure.
-
-        Raises:
-            OutboxError: the outbox cannot be opened, or does not answer within ``limit`` seconds.
-            UsageError: closed.
-        """
+        """Wait for the opening, by several tasks."""
         if self._opens is None:
             self._opens = self.loop.create_task(self._open())
         opens = self._opens
@@ -148,84 +140,47 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
                 opens.cancel()
                 await asyncio.wait([opens])
 
-    async def submit(self, confirmation: AsyncStoredConfirmation, row: NewRow) -> None:
-        """Store a message; waits for room, up to the publish's own deadline.
+    def take(self, confirmation: AsyncStoredConfirmation) -> bool:
+        """Store a message if the window has room; return whether it has.
+
+        Raises:
+            UsageError: closed, on another loop, or in a forked child.
+        """
+        try:
+            self.check_usable()
+            self._check_open()
+        except BaseException as error:
+            end_trace(confirmation, error)
+            raise
+        if self._waiters or not self._window.fits(confirmation.size):
+            return False
+        self._admit(confirmation)
+        return True
+
+    async def wait_for_window(self, confirmation: AsyncStoredConfirmation) -> None:
+        """Store a message once the window has room, up to the publish's own deadline.
 
         Raises:
             OutboxError: no room in time; it was not stored.
-            UsageError: closed, on another loop, or in a forked child.
+            UsageError: closed meanwhile.
         """
-        self.check_usable()
-        self._check_open()
-        if not self._waiters and self._window.fits(confirmation.size):
-            self._admit(confirmation, row)
-            return
         remaining = confirmation.accepted_at + self.timeout_of(confirmation) - time.monotonic()
-        if not await self._waiters.wait(confirmation.size, remaining, partial(self._admit, confirmation, row)):
-            self._check_open()
-            raise self._window_timeout(confirmation)
-
-    async def flush(self, limit: float) -> int:
-        """Wait until every message in the outbox is published, or set aside.
-
-        Returns how many are left after ``limit`` seconds.
-
-        Raises:
-            OutboxError: the outbox cannot be read.
-            TimeoutError: it does not answer.
-            UsageError: closed, by now; some are left.
-        """
-        self.check_usable()
-        self._check_relayed()
-        deadline = time.monotonic() + limit
-        if not await self._wait_stored(limit):
-            return max(self._window.count, 1)
-        _, last = await self._ask(self._backlog, deadline)
-        left = await self._wait_relayed(last, deadline, lambda: True)
-        if left:
-            self._check_relayed()
-        return left
-
-    async def close(self, limit: float, worth_waiting: Callable[[], bool]) -> None:
-        """Store every submitted message, relay for up to ``limit`` seconds, and end.
-
-        It relays while that is ``worth_waiting``. May be cancelled and called again, and by several tasks.
-        """
-        self.check_usable()
-        deadline = time.monotonic() + limit
-        self._refuse_waiting()
-        left = 0
         try:
-            if await self._wait_stored(limit):
-                enough = deadline - min(CLOSE_GRACE, limit / 2)  # the rest is for rows that are outstanding then
-                left = await self._wait_relayed(None, enough, lambda: not self.relay.ended and worth_waiting())
-        except (OutboxError, TimeoutError) as error:
-            logger.error("closing the publisher of %r: %s", self.outbox, error)  # noqa: TRY400  # it says it all
-        # Rows on their way to a broker that is not there stay in the outbox.
-        self.relay.stop(max(deadline - time.monotonic(), 0.0) if worth_waiting() else 0.0)
-        await self._join(self.relay.join, deadline)
-        self._relay_publisher.cancel()
-        self._writer.stop()
-        await self._join(self._writer.join, deadline)
-        self._log_left(left)
-        try:
-            await self._ask(self._close_outbox, deadline)
-        except (OutboxError, TimeoutError) as error:
-            logger.error("closing %r: %s", self.outbox, error)  # noqa: TRY400
-        finally:
-            self._threads.close()
+            if not await self._waiters.wait(confirmation.size, remaining, partial(self._admit, confirmation)):
+                self._check_open()
+                self._refuse_late(confirmation)
+        except BaseException as error:
+            end_trace(confirmation, error)
+            raise
 
     def abort(self) -> None:
-        """End without waiting. Stored messages stay.
-
-        The outbox is closed when its threads have ended.
-        """
+        """End without waiting, however far it was opened."""
         self._refuse_waiting()
         self.relay.stop(0.0)
         self._relay_publisher.cancel()
         self._writer.stop()
-        self._threads.close()
-        _ = self._threads.future(self._close_outbox_later)
+        self._questions.close()
+        _ = self._questions.future(self._close_outbox_later)
 
     # For confirmations
 
@@ -234,6 +189,9 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
         self._check_not_forked()
         if asyncio.get_running_loop() is not self.loop:
             raise UsageError("this publisher belongs to another event loop; make one for each")
+
+    def _check_usable(self) -> None:
+        self.check_usable()
 
     # On the writer's thread
 
@@ -263,15 +221,15 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
             claims = await self._ask(partial(self._take_lease, transit), float("inf"))
             self._check_open()
         except BaseException:
-            _ = self._threads.future(transit.abandon)
-            self._threads.close()
+            _ = self._questions.future(transit.abandon)
+            self._questions.close()
             raise
         self._begin(claims)
         self._relay_publisher.start()
 
-    def _admit(self, confirmation: AsyncStoredConfirmation, row: NewRow) -> None:
+    def _admit(self, confirmation: AsyncStoredConfirmation) -> None:
         self._window.take(confirmation.size)
-        self._writer.store(confirmation, row)
+        self._writer.store(confirmation, confirmation.row)
 
     def _call_outside(self, call: Callable[[], object]) -> None:
         self.loop.call_soon(call)
@@ -284,19 +242,12 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
         self._waiters.refuse()
 
     async def _ask(self, question: Callable[[], T], deadline: float) -> T:
-        """Call the outbox, and wait for its answer until the deadline.
-
-        If that has passed, wait for a moment.
-
-        Raises:
-            TimeoutError: it does not answer.
-        """
         limit = max(deadline - time.monotonic(), ANSWER_AT_LEAST)
-        if self._threads.busy >= QUESTIONS:
+        if self._questions.busy >= QUESTIONS:
             raise TimeoutError(f"{self.outbox!r} does not answer: {QUESTIONS} questions are without an answer")
         try:
             async with asyncio.timeout(limit if limit < float("inf") else None):
-                return await self._threads.future(question)
+                return await self._questions.future(question)
         except TimeoutError as error:
             raise TimeoutError(f"{self.outbox!r} does not answer: no answer within {limit:g} s") from error
 
@@ -306,7 +257,6 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
         await call_on_thread(self._end_name, partial(join, limit))
 
     async def _wait_stored(self, limit: float) -> bool:
-        """Wait until everything submitted before has its answer."""
         answered: asyncio.Future[None] = self.loop.create_future()
         if self._writer.ended:
             return True
@@ -323,18 +273,14 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(_resolve, answered, None)
 
-    async def _wait_relayed(self, last: int | None, deadline: float, worth_waiting: Callable[[], bool]) -> int:
-        """Wait until no row up to ``last`` is left; return how many are."""
-        looks = BacklogPoller()
-        while True:
-            began = time.monotonic()
-            left, _ = await self._ask(partial(self._backlog, last), deadline)
-            now = time.monotonic()
-            if not left or now >= deadline or not worth_waiting():
-                return left
-            await asyncio.sleep(min(deadline - now, looks.pause_after(left, now, now - began)))
-            if self.relay.ended:  # closed, by another task
-                return left
+    async def _sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def _end_threads(self, deadline: float) -> None:
+        await self._join(self.relay.join, deadline)
+        self._relay_publisher.cancel()
+        self._writer.stop()
+        await self._join(self._writer.join, deadline)
 
 
 def _resolve(future: asyncio.Future[T], result: T) -> None:

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 import warnings
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
-from reliable_mq._util.validation import Duration, seconds
+from reliable_mq._util.validation import Duration
 from reliable_mq.aio.confirmation import AsyncConfirmation
 from reliable_mq.aio.outbox_channel import AsyncOutboxChannel, AsyncRelayPublisher, AsyncStoredConfirmation
 from reliable_mq.aio.publisher_channel import AsyncPublisherChannel
 from reliable_mq.engine.publisher import CLOSE_TIMEOUT, FOR_EVER, BasePublisher, ReportBuilder
+from reliable_mq.engine.steps import awaiting
 from reliable_mq.errors import PublishError
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class AsyncPublisher(
 
     _confirmation = AsyncConfirmation
     _stored_confirmation = AsyncStoredConfirmation
+    _channel_type = AsyncPublisherChannel
 
     # Publishing
 
@@ -148,12 +149,7 @@ class AsyncPublisher(
             OutboxError: the outbox cannot be read.
             UsageError: with an outbox alone: closed, and its rows wait for the next start.
         """
-        limit = FOR_EVER if timeout is None else seconds("timeout", timeout)
-        if self._outbox is not None:
-            outbox_channel = await self._open_outbox(self._outbox, None if timeout is None else limit)
-            self._check_relayed(outbox_channel, await outbox_channel.flush(limit), timeout)
-        elif self._channel is not None:
-            self._check_flushed(self._channel, await self._channel.flush(limit), timeout)
+        await awaiting(self._flush(timeout))
 
     # Life cycle
 
@@ -169,13 +165,7 @@ class AsyncPublisher(
             TopologyMismatch: a declaration differs from what the broker has.
             UsageError: it was closed.
         """
-        self._check_usable()
-        if self._outbox is not None:
-            await self._open_outbox(self._outbox, None)
-        if self._channel is None:
-            await self._open(FOR_EVER, required=True)
-        elif (error := await self._channel.wait_connected(self._options.settings.first_attempts_timeout)) is not None:
-            raise error
+        await awaiting(self._connect())
 
     async def close(self, timeout: Duration = CLOSE_TIMEOUT) -> None:
         """Wait until everything is settled, for up to ``timeout`` seconds; disconnect.
@@ -187,19 +177,7 @@ class AsyncPublisher(
             PublishError: messages failed, or were given up, and nobody has looked at their confirmations.
             UsageError: on another event loop.
         """
-        limit = seconds("timeout", timeout)
-        if self._is_over:
-            return
-        if self._outbox_channel is not None:
-            await self._outbox_channel.close(limit, self._broker_may_answer)
-            limit = 0.0  # messages that the relay has not published are still in the outbox
-        elif self._started_outbox_channel is not None:
-            self._started_outbox_channel.abort()
-        if not self._is_closed:
-            self._leave_open()
-        if self._started_channel is not None:
-            await self._started_channel.close(limit)
-        self._raise_unobserved()
+        await awaiting(self._close(timeout))
 
     async def __aenter__(self) -> Self:
         """Connect.
@@ -207,12 +185,8 @@ class AsyncPublisher(
         If no host can be reached now, the publisher goes on trying, and publishes wait; an error that time cannot heal
         is raised. With an outbox that is opened, and connecting is left to the relay.
         """
-        self._check_usable()
         try:
-            if self._outbox is not None:
-                await self._open_outbox(self._outbox, None)
-            elif self._channel is None:
-                await self._open(FOR_EVER)
+            await awaiting(self._enter())
         except asyncio.CancelledError:
             await self._leave(0)
             raise
@@ -255,7 +229,7 @@ class AsyncPublisher(
 
     def _check_usable(self) -> None:
         """Raise UsageError if it is closed, or on another event loop."""
-        self._check_open()
+        super()._check_usable()
         for channel in (self._started_channel, self._outbox_channel):
             if channel is not None:
                 channel.check_usable()
@@ -266,101 +240,34 @@ class AsyncPublisher(
         self, message: Message, exchange: str, routing_key: str, timeout: Duration | None, *, reported: bool = False
     ) -> AsyncConfirmation:
         """Submit. ``reported``: its caller is told of a failure, the end raises none."""
-        accepted_at = time.monotonic()
-        limit = None if timeout is None else seconds("timeout", timeout)
-        if self._outbox is not None:
-            outbox_channel = self._outbox_channel or await self._open_outbox(self._outbox, limit)
-            stored, row = self._new_stored(outbox_channel, message, exchange, routing_key, accepted_at, limit)
-            try:
-                await outbox_channel.submit(stored, row)
-            except BaseException as error:
-                if stored.trace is not None:
-                    stored.trace.failed(error)
-                raise
-            return stored
-        options = self._options
-        trace = None if self._tracer is None else self._tracer.begin(message, exchange, routing_key)
-        try:
-            channel = self._channel or await self._open(options.delivery_timeout if limit is None else limit)
-            size = options.check(message, exchange, routing_key, channel.frame_max)
-            confirmation = AsyncConfirmation(
-                message, exchange, routing_key, options.mandatory, size, accepted_at, limit, channel
-            )
-            confirmation.result_observed = reported
-            if trace is not None:
-                channel.observe(confirmation, trace)
-            if not channel.take(confirmation):
-                await channel.wait_for_window(confirmation)
-        except BaseException as error:
-            if trace is not None:
-                trace.failed(error)
-            raise
+        channel = self._channel if self._outbox is None else self._outbox_channel
+        if channel is None:
+            steps = self._first_confirmation(message, exchange, routing_key, timeout, reported)
+            confirmation = await awaiting(steps)
+        else:
+            confirmation = self._new_confirmation(channel, message, exchange, routing_key, timeout, reported)
+        owner = confirmation.owner
+        if not owner.take(confirmation):
+            await owner.wait_for_window(confirmation)
         return confirmation
 
     async def _connect_relay(self) -> None:
         if self._channel is None:
-            await self._open(FOR_EVER)
+            await awaiting(self._open(FOR_EVER))
 
     async def _relay(self, row: OutboxRow, done: Callable[[AsyncConfirmation], None]) -> None:
         """Publish a row of the outbox."""
-        channel = self._channel or await self._open(FOR_EVER)
-        if channel.fatal is not None:  # its cause may be mended; rows wait for that
-            self._channel = self._started_channel = None
-            await channel.close(0)
-            channel = await self._open(FOR_EVER)
+        channel = self._channel
+        if channel is None or channel.fatal is not None:
+            channel = await awaiting(self._open_for_relay())
         confirmation = self._new_relayed(channel, row)
         confirmation.callbacks = [*(confirmation.callbacks or ()), partial(done, confirmation)]
-        try:
-            if not channel.take(confirmation):
-                await channel.wait_for_window(confirmation)
-        except BaseException as error:
-            if confirmation.trace is not None:
-                confirmation.trace.failed(error)
-            raise
+        if not channel.take(confirmation):
+            await channel.wait_for_window(confirmation)
 
-    # Opening
-
-    async def _open_outbox(self, outbox: Outbox, limit: float | None) -> AsyncOutboxChannel:
-        """Return the channel to the outbox, open, with its relay.
-
-        In no more than ``limit`` seconds; None for as long as a message may take.
-        """
-        self._check_process()
-        if self._outbox_channel is not None:
-            return self._outbox_channel
-        self._check_open("; nothing was stored")
-        channel, loop = self._started_outbox_channel, asyncio.get_running_loop()
-        if channel is None or channel.loop is not loop:
-            relay = AsyncRelayPublisher(self._connect_relay, self._relay)
-            measured = self._registration is not None
-            channel = self._started_outbox_channel = AsyncOutboxChannel(outbox, relay, self._options, measured=measured)
-        await channel.start(self._options.delivery_timeout if limit is None else limit)
-        self._outbox_channel = channel
-        return channel
-
-    async def _open(self, limit: float, *, required: bool = False) -> AsyncPublisherChannel:
-        """Connect, and wait until every host has had its first attempt.
-
-        For up to ``limit`` seconds.
-
-        Raises an error if no further attempt can help, or if a connection is ``required`` and there is none.
-        """
-        self._check_process()
-        self._check_open("; nothing was sent")
-        channel = self._started_channel
-        if channel is None:
-            channel = self._started_channel = AsyncPublisherChannel(self._options)
-            channel.start()
-        self._openers += 1
-        try:
-            wait, attempts, firm = self._first_wait(limit)
-            error = await channel.wait_connected(wait, attempts, firm=firm)
-        finally:
-            self._openers -= 1
-        if error is None or not (required or channel.fatal is not None):
-            self._channel = channel
-            return channel
-        if self._started_channel is channel and self._channel is None and not self._openers:
-            self._started_channel = None
-            await channel.close(0)
-        raise error
+    def _outbox_channel_to_start(self, outbox: Outbox) -> AsyncOutboxChannel:
+        started = self._started_outbox_channel
+        if started is not None and started.loop is asyncio.get_running_loop():
+            return started
+        relay = AsyncRelayPublisher(self._connect_relay, self._relay)
+        return AsyncOutboxChannel(outbox, relay, self._options, measured=self._registration is not None)

@@ -31,8 +31,9 @@ from typing import TYPE_CHECKING
 from reliable_mq.aio.confirmation import AsyncConfirmation
 from reliable_mq.aio.connection import AsyncConnection
 from reliable_mq.core.publisher.trace import PublicationEvent, record
+from reliable_mq.engine.confirmation import end_trace
 from reliable_mq.engine.publisher_channel import CLOSE_GRACE, BasePublisherChannel
-from reliable_mq.errors import PublishUnconfirmed, UsageError
+from reliable_mq.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,6 +114,7 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
     """
 
     write_bytes = 128 * 1024
+    _connection_type = AsyncConnection
     _io: AsyncConnection
 
     def __init__(self, options: PublisherOptions) -> None:
@@ -122,19 +124,8 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
         self._flushing: list[tuple[float, asyncio.Future[None]]] = []  # the moment before which all must be settled
         self._inbox: list[AsyncConfirmation] = []
         self._waiters = AsyncWindowWaiters(self.loop, self.window)
-        self._io = AsyncConnection(
-            name=options.name,
-            settings=options.settings,
-            setup=self._set_up,
-            client=self,
-            reconnect_policy=options.new_reconnect_policy(),
-        )
 
     # For callers
-
-    def start(self) -> None:
-        """Start connecting. Does not wait."""
-        self._io.start()
 
     def check_usable(self) -> None:
         """Raise UsageError on another event loop, or in a forked child."""
@@ -143,14 +134,7 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
             raise UsageError("this publisher belongs to another event loop; make one for each")
 
     async def wait_connected(self, limit: float, attempts: int = 1, *, firm: bool = False) -> ReliableMQError | None:
-        """Wait until it is connected or ``attempts`` more have failed.
-
-        A set-up that goes on (a large topology) is waited for beyond ``limit``, unless that is ``firm``.
-
-        Returns:
-            The reason why it is not connected, or None. After a permanent error the channel has ended (``fatal``);
-            otherwise it goes on trying.
-        """
+        """Wait for the attempts; by several tasks."""
         self.check_usable()
         enough = self._attempts_failed + attempts
         left = limit
@@ -174,14 +158,14 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
             PublishBlocked, PublishDisconnected: the broker blocks publishing, or is away, and that is to be raised.
             UsageError: closed, on another loop, or in a forked child.
         """
-        if self.forked:
-            self.check_usable()
-        if self._takes_none:
-            if not self._closed:
-                self.check_usable()  # the end of its event loop ends a connection, too
-            raise self._refusal(confirmation)
-        if asyncio.get_running_loop() is not self.loop:
-            self.check_usable()
+        try:
+            if self.forked or (asyncio.get_running_loop() is not self.loop and not self._closed):
+                self.check_usable()
+            if self._takes_none:
+                self._refuse(confirmation)
+        except BaseException as error:
+            end_trace(confirmation, error)
+            raise
         if self._waiters or not self.window.fits(confirmation.size):
             return False
         self._admit(confirmation)
@@ -198,6 +182,13 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
             PublishDisconnected: the connection was lost meanwhile, and that is to be raised.
             UsageError: closed meanwhile.
         """
+        try:
+            await self._wait_for_window(confirmation)
+        except BaseException as error:
+            end_trace(confirmation, error)
+            raise
+
+    async def _wait_for_window(self, confirmation: AsyncConfirmation) -> None:
         seconds = self._delivery_timeout if confirmation.timeout is None else confirmation.timeout
         remaining = confirmation.accepted_at + seconds - time.monotonic()
         record((confirmation,), PublicationEvent.WINDOW_FULL)
@@ -206,12 +197,7 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
             return
         if taken is None or self._takes_none or self.session.blocked_reason:
             raise self._refusal(confirmation)
-        raise PublishUnconfirmed(
-            f"{confirmation} was never sent: the window ({self.window.max_count} messages, "
-            f"{self.window.max_bytes} bytes) was full for {seconds} s",
-            message_id=confirmation.message_id,
-            sent=False,
-        )
+        raise self._window_timeout(confirmation, seconds)
 
     async def flush(self, limit: float) -> bool:
         """Wait until all that was submitted before is settled; return whether it is."""
@@ -224,7 +210,7 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
         May be cancelled and called again, and by several tasks: each waits for the end.
         """
         self.check_usable()
-        self._closed = True
+        self._take_no_more()
         self._notify_change()
         self._waiters.refuse()
         if not await self._wait_settled_before(float("inf"), limit):
@@ -234,7 +220,7 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
 
     def abort(self) -> None:
         """Settle everything as given up, and disconnect without waiting for that."""
-        self._closed = True
+        self._take_no_more()
         self._end()
         self._io.stop()
         self._wakeup.cancel()

@@ -11,36 +11,27 @@ published.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import deque
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING
 
 from reliable_mq.aio.connection import AsyncConnection
-from reliable_mq.engine.pull import BasePullSubscription, PulledDelivery
+from reliable_mq.engine.pull import LONGEST_WAIT, BasePullSubscription, PulledDelivery
 from reliable_mq.engine.republisher import BaseRepublisher
+from reliable_mq.engine.steps import awaiting
 from reliable_mq.engine.subscription import CLOSE_GRACE, BaseSubscription
-from reliable_mq.errors import PublishError
-from reliable_mq.message import Message
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
     from reliable_mq.aio.publisher import AsyncPublisher
-    from reliable_mq.connection.interfaces import ConnectionListener
-    from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator
-    from reliable_mq.core.reconnect import ReconnectPolicy
     from reliable_mq.core.retry.dead_letters import RepublishRequest
     from reliable_mq.engine.consumer_options import ConsumerOptions
     from reliable_mq.errors import ReliableMQError
-    from reliable_mq.settings import ConnectionSettings
 
 __all__ = ["AsyncPullSubscription", "AsyncRepublisher", "AsyncSubscription", "PulledDelivery"]
-
-logger = logging.getLogger(__name__)
 
 
 class AsyncRepublisher(BaseRepublisher):
@@ -64,10 +55,7 @@ class AsyncRepublisher(BaseRepublisher):
 
     async def close(self, timeout: float) -> None:
         """Abandon publishes without a confirm in time; their originals stay unacked."""
-        try:
-            await self._publisher.close(timeout)
-        except PublishError:
-            logger.exception("dead letters were given up; their originals stay in the queue")
+        await awaiting(self._close_publisher(timeout))
         self.abort()
         if self._task is not None:
             await asyncio.wait([self._task])
@@ -83,21 +71,9 @@ class AsyncRepublisher(BaseRepublisher):
         while self._waiting:
             republish = self._waiting.popleft()
             try:
-                await self._publish(republish)
+                await awaiting(self._publish(republish))
             except asyncio.CancelledError:  # the consumer ends, or the program does
                 return
-
-    async def _publish(self, republish: RepublishRequest) -> None:
-        try:
-            message = Message.from_wire(republish.body, republish.properties)
-            with self._attempt(republish):
-                confirmation = await self._publisher.submit(
-                    message, exchange=republish.exchange, routing_key=republish.routing_key
-                )
-        except Exception as error:  # noqa: BLE001  # reported
-            self._not_submitted(republish, error)
-        else:
-            confirmation.add_done_callback(partial(self._settled, republish))
 
 
 class AsyncSubscription(BaseSubscription):
@@ -105,6 +81,8 @@ class AsyncSubscription(BaseSubscription):
 
     ended: asyncio.Event
     republisher: AsyncRepublisher | None
+    _connection_type = AsyncConnection
+    _event_type = asyncio.Event
     _first_attempts_over: asyncio.Event
     _io: AsyncConnection
 
@@ -114,10 +92,7 @@ class AsyncSubscription(BaseSubscription):
         return self._io.stalled_seconds
 
     async def wait_connected(self, timeout: float) -> ReliableMQError | None:
-        """Wait for the first attempt on every host. Returns its error, or None.
-
-        A set-up that goes on (a large topology) is waited for beyond ``timeout``.
-        """
+        """Wait until the first attempts are over."""
         limit = timeout
         while limit > 0 and not self._first_attempts_over.is_set():
             with suppress(TimeoutError):
@@ -127,82 +102,11 @@ class AsyncSubscription(BaseSubscription):
         return self.why_not_connected(timeout)
 
     async def join(self) -> bool:
-        """After the end, wait until the connection is closed."""
+        """Wait until the connection is closed."""
         return await self._io.close(CLOSE_GRACE)
-
-    def abort(self) -> None:
-        """After the end, close the connection without a handshake. Does not wait."""
-        self._io.stop()
 
     def _call_outside(self, call: Callable[[], object]) -> None:
         asyncio.get_running_loop().call_soon(call)
-
-    def _new_event(self) -> asyncio.Event:
-        return asyncio.Event()
-
-    def _new_connection(
-        self,
-        *,
-        name: str,
-        settings: ConnectionSettings,
-        setup: Callable[[ServerInfo], SetupGenerator],
-        client: ConnectionListener,
-        reconnect_policy: ReconnectPolicy,
-    ) -> AsyncConnection:
-        return AsyncConnection(
-            name=name, settings=settings, setup=setup, client=client, reconnect_policy=reconnect_policy
-        )
-
-
-_LONGEST = 1e8  # seconds that a timer is set for
-
-
-class AsyncPullSubscription(AsyncSubscription, BasePullSubscription):
-    """A subscription that asks for each delivery."""
-
-    _changed: _Changes
-
-    def __init__(
-        self, options: ConsumerOptions, settings: ConnectionSettings, reconnect_policy: ReconnectPolicy
-    ) -> None:
-        super().__init__(options, settings, reconnect_policy)
-        self._turn = asyncio.Lock()
-
-    async def take(self, most: int, timeout: float) -> list[PulledDelivery]:
-        """Take up to ``most`` deliveries: those here, or the first that come in time.
-
-        The answers of a broker that is connected are waited for, a few seconds beyond ``timeout`` at most. Where the
-        task is cancelled, nothing is taken.
-
-        Raises:
-            UsageError: that would exceed the prefetch.
-        """
-        deadline = time.monotonic() + timeout
-        try:
-            async with asyncio.timeout(min(timeout, _LONGEST)):
-                await self._turn.acquire()
-        except TimeoutError:
-            return []
-        try:
-            return await self._take(most, max(deadline, time.monotonic()))
-        finally:
-            self._turn.release()
-
-    async def _take(self, most: int, deadline: float) -> list[PulledDelivery]:
-        taken: list[PulledDelivery] = []
-        self._begin_round(most)
-        try:
-            while (wait := self._take_arrived(taken, deadline)) is not None:
-                await self._changed.wait(min(wait, _LONGEST))
-        except BaseException:
-            self._put_back(taken)
-            raise
-        finally:
-            self._end_round()
-        return taken
-
-    def _new_changes(self) -> _Changes:
-        return _Changes()
 
 
 class _Changes:
@@ -230,3 +134,26 @@ class _Changes:
             await asyncio.wait([self._waiter], timeout=timeout)
         finally:
             self._waiter = None
+
+
+class AsyncPullSubscription(AsyncSubscription, BasePullSubscription):
+    """A subscription that asks for each delivery."""
+
+    _changes_type = _Changes
+
+    def __init__(self, options: ConsumerOptions) -> None:
+        super().__init__(options)
+        self._turn = asyncio.Lock()
+
+    async def take(self, most: int, timeout: float) -> list[PulledDelivery]:
+        """Wait for deliveries; tasks take turns."""
+        deadline = time.monotonic() + timeout
+        try:
+            async with asyncio.timeout(min(timeout, LONGEST_WAIT)):
+                await self._turn.acquire()
+        except TimeoutError:
+            return []
+        try:
+            return await awaiting(self._take(most, max(deadline, time.monotonic())))
+        finally:
+            self._turn.release()

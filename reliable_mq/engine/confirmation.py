@@ -21,15 +21,22 @@ from reliable_mq.engine.publisher_channel import ObservedPublication
 from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from reliable_mq.core.publisher.publication import Publication
     from reliable_mq.errors import PublishError, ReliableMQError
 
-__all__ = ["BaseConfirmation", "BaseConfirmationOwner"]
+__all__ = ["BaseConfirmation", "BaseConfirmationOwner", "end_trace"]
 
 logger = logging.getLogger(__name__)
 
 _SUCCESSES = (Outcome.CONFIRMED, Outcome.STORED)
 
 _CALLED: list[Callable[[], object]] = []  # in place of the callbacks of a confirmation, once they were called
+
+
+def end_trace(publication: Publication, error: BaseException) -> None:
+    """End the span of a publish that was not accepted."""
+    if publication.trace is not None:
+        publication.trace.failed(error)
 
 
 class BaseConfirmationOwner(Protocol):

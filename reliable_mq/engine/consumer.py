@@ -2,7 +2,8 @@
 
 It has the options, the state, the metrics and the parts of a consumer. The parts are a subscription, which has the
 connection and the session; one or two pools that run the handler; and a publisher for retries and dead letters, which
-has a connection of its own. An API adds how its callers wait.
+has a connection of its own. The calls that wait are steps (`reliable_mq.engine.steps`); an API adds how its callers
+wait.
 
 Invariants: a consumer runs once; a start that fails leaves nothing behind, and may be tried again.
 """
@@ -15,25 +16,29 @@ import os
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Protocol, TypeVar
 
 from reliable_mq._util.validation import Duration, declared_by, seconds, whole_number
 from reliable_mq.core.consumer.handler import is_coroutine_function
 from reliable_mq.core.health import ConsumerSigns, Health, health_of
 from reliable_mq.core.statistics import ConsumerStatistics, ConsumerStatus, Histogram
 from reliable_mq.engine.consumer_options import ConsumerOptions
-from reliable_mq.engine.subscription import BaseSubscription, HandlerPool
+from reliable_mq.engine.subscription import BaseSubscription, WorkQueue
 from reliable_mq.engine.workers import UNANSWERED
 from reliable_mq.errors import UsageError
 from reliable_mq.metrics.families import consumer_readings
 from reliable_mq.metrics.registry import register
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
+    from reliable_mq.engine.pull import PulledDelivery
+    from reliable_mq.engine.steps import Steps
+    from reliable_mq.errors import ReliableMQError
     from reliable_mq.metrics.registry import Reading
 
-__all__ = ["END_TIMEOUT", "BaseConsumer", "RunState"]
+__all__ = ["END_TIMEOUT", "BaseConsumer", "HandlerPool", "RunState"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +67,30 @@ TRANSITIONS: Final[Mapping[str, Mapping[RunState, set[RunState]]]] = {
     "the handlers have ended": {_S.STOPPED: {_S.FINISHED}},
 }
 del _S
+
+
+class HandlerPool(WorkQueue, Protocol):
+    """Runs the handler of a consumer. Those that wait are steps."""
+
+    def start(self) -> None:
+        """Begin to run handlers."""
+
+    def retry_settlements(self, timeout: float, worth_waiting: Callable[[], bool]) -> Any:
+        """Retry settlements that the store did not answer to, while ``worth_waiting``.
+
+        To be called when the pool has ended.
+
+        Returns:
+            The number of settlements without an answer after ``timeout`` seconds.
+        """
+
+    def abort(self) -> None:
+        """End, as far as that goes without waiting."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is one of its handlers."""
+
 
 SubscriptionT = TypeVar("SubscriptionT", bound=BaseSubscription)
 PoolT = TypeVar("PoolT", bound=HandlerPool)
@@ -95,6 +124,23 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
     def _pool_type(self) -> Any:
         """Return the class of the pools that run the handler."""
         raise NotImplementedError
+
+    def _stop_pools(self, patience: float) -> Any:
+        """End the pools that run the handler; return whether each has ended. A step."""
+        raise NotImplementedError
+
+    def _wait_ended(self, subscription: SubscriptionT) -> Any:
+        """Wait until the subscription has ended. A step."""
+        raise NotImplementedError
+
+    def _check_loop(self) -> None:
+        """Raise UsageError on another event loop."""
+
+    def _keep(self) -> None:
+        """Keep the consumer alive until `_release`."""
+
+    def _release(self) -> None:
+        """Note that nothing runs any more."""
 
     def stop(self) -> None:
         """Begin to stop and return at once. Any thread, handlers and signal handlers too.
@@ -207,6 +253,85 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
 
     # Starting
 
+    def _start(self, *, enter: bool = False) -> SubscriptionT:
+        """Return the subscription, started; ``enter``: by `run` or ``with``, once."""
+        self._check_process()
+        starts = False
+        try:
+            with self._lock:
+                self._check_startable(enter)
+                self._check_loop()
+                if self._subscription is None:
+                    starts = True
+                    self._subscription = self._new_subscription()
+                    self._keep()
+                    for pool in self._pools:
+                        pool.start()
+                    self._subscription.start()
+                self._started(enter)
+                return self._subscription
+        except BaseException:  # of a signal handler, say: nobody else knows of the parts that run
+            if starts:
+                self._undo_start()
+            raise
+
+    def _undo_start(self) -> None:
+        subscription, pools = self._subscription, self._pools
+        self._not_started()
+        if subscription is not None:
+            subscription.abort()
+        for pool in pools:
+            pool.abort()
+        self._release()
+
+    def _connect(self, *, required: bool) -> Steps[SubscriptionT]:
+        """Start, and wait for the first attempts; undo the start if they fail."""
+        first = self._subscription is None
+        subscription = self._start()
+        try:
+            yield from self._await_first_attempts(subscription, required=required)
+        except BaseException:
+            if first:
+                subscription.stop_now()
+                yield from self._finish(subscription)
+                if self._subscription is subscription:
+                    self._not_started()
+            raise
+        return subscription
+
+    def _enter(self) -> Steps[None]:
+        subscription = self._start(enter=True)
+        try:
+            yield from self._await_first_attempts(subscription)
+        except BaseException:
+            yield self.close()
+            raise
+
+    def _await_first_attempts(self, subscription: SubscriptionT, *, required: bool = False) -> Steps[None]:
+        """Wait until each host had its first attempt.
+
+        Raise an error that time cannot heal, or any if ``required``.
+        """
+        error: ReliableMQError | None = yield subscription.wait_connected(self._options.settings.first_attempts_timeout)
+        if error is not None and (required or error is subscription.error):
+            raise error
+
+    def _get(self, max_messages: int, timeout: Duration) -> Steps[AbstractContextManager[list[PulledDelivery]]]:
+        """Take deliveries; return the block that has them."""
+        wait = self._check_get(max_messages, timeout)
+        subscription: Any = self._subscription
+        if subscription is None or subscription.ended.is_set():
+            subscription = yield from self._connect(required=False)
+        self._check_loop()
+        began = time.time_ns()
+        deliveries = yield subscription.take(max_messages, wait)
+        if subscription.tracer is not None:
+            subscription.tracer.received(deliveries, began, subscription.peer)
+        if not deliveries and subscription.error is not None:
+            raise subscription.error
+        block: AbstractContextManager[list[PulledDelivery]] = subscription.lending(deliveries)
+        return block
+
     def _started(self, enter: bool) -> None:
         """Note that it runs, unless a signal handler has stopped it meanwhile."""
         if enter and not self._is_stopped:
@@ -226,7 +351,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
         for warning in options.warnings:
             logger.warning("%s", warning)
         kind = self._pull_subscription_type if options.handler is None else self._subscription_type
-        subscription: SubscriptionT = kind(options, options.settings, options.new_reconnect_policy())
+        subscription: SubscriptionT = kind(options)
         subscription.tracer = tracer = options.new_tracer()
         if options.handler is not None:
             handler = options.handler
@@ -257,24 +382,58 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
 
     # Ending
 
-    def _patience(self, subscription: SubscriptionT, least: float) -> float:
+    def close(self) -> Any:
+        """Stop, and wait until the handlers have ended and the connection is closed."""
+        raise NotImplementedError
+
+    def _close(self) -> Steps[None]:
+        if os.getpid() != self._made_in:
+            return
+        if any(pool.is_current for pool in self._pools):
+            raise UsageError("a handler cannot close its own consumer, which waits for it: call stop()")
+        if self._state is RunState.FINISHED:
+            return
+        self._check_loop()
+        self.stop()
+        if self._subscription is not None:
+            yield from self._finish(self._subscription)
+        else:
+            self._finished()
+
+    def _finish(self, subscription: SubscriptionT) -> Steps[None]:
+        """Wait for the end, and leave nothing behind. Several callers may do so."""
+        subscription.stop()
+        yield self._wait_ended(subscription)
+        if self._pools:
+            ended = yield self._stop_pools(self._patience(subscription))
+            if not all(ended):
+                logger.warning("handlers of consumer %r are still running", self._options.name)
+            unanswered = yield self._pools[0].retry_settlements(
+                self._time_to_settle(), lambda: not subscription.hurried
+            )
+            if unanswered:
+                logger.error(UNANSWERED, self._options.name, unanswered)
+        yield subscription.join()
+        if subscription.republisher is not None:
+            yield subscription.republisher.close(END_TIMEOUT)
+        self._release()
+        self._finished()
+
+    def _raise_error(self) -> None:
+        """Raise the error that ended the consumer, if one did."""
+        if self._subscription is not None and self._subscription.error is not None:
+            raise self._subscription.error
+
+    def _patience(self, subscription: SubscriptionT) -> float:
         """Return the seconds to wait for the handlers of a subscription that has ended."""
         if subscription.error is not None:
             return self._options.stop_timeout  # it ended by itself: handlers may run
-        return least if subscription.session.running else END_TIMEOUT
+        return 0.0 if subscription.session.running else END_TIMEOUT
 
     def _time_to_settle(self) -> float:
         """Return the seconds for retries of settlements without an answer."""
         left = self._options.stop_timeout if self._stop_by is None else self._stop_by - time.monotonic()
         return max(left, _SETTLE_AT_LEAST)
-
-    def _warn_of_running(self, ended: Iterable[bool]) -> None:
-        if not all(ended):
-            logger.warning("handlers of consumer %r are still running", self._options.name)
-
-    def _log_unsettled(self, claims: int) -> None:
-        if claims:
-            logger.error(UNANSWERED, self._options.name, claims)
 
     def _finished(self) -> None:
         """Note that nothing is left to wait for."""

@@ -6,34 +6,17 @@ Noted on the loop of a connection, read by any thread: each attribute is written
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from reliable_mq.connection.wakeup import LoopWatch
 from reliable_mq.core.health import ConsumerSigns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from reliable_mq.core.consumer.session import ConsumerSession
-    from reliable_mq.core.statistics import TokenStatistics
+    from reliable_mq.engine.connection import BaseConnection
     from reliable_mq.errors import ReliableMQError
 
-__all__ = ["ConsumerVitals", "WatchedLoop"]
-
-
-class WatchedLoop(Protocol):
-    """The loop of a connection."""
-
-    @property
-    def over(self) -> bool:
-        """Whether it has ended."""
-
-    @property
-    def tokens(self) -> TokenStatistics:
-        """Counts of renewed tokens."""
-
-    def call_soon(self, fn: Callable[[], None], /) -> object:
-        """Run `fn` on it. Any thread."""
+__all__ = ["ConsumerVitals"]
 
 
 class ConsumerVitals:
@@ -73,7 +56,7 @@ class ConsumerVitals:
     def signs(
         self,
         session: ConsumerSession,
-        loop: WatchedLoop,
+        connection: BaseConnection,
         error: ReliableMQError | None,
         now: float,
         stuck_after: float,
@@ -85,8 +68,8 @@ class ConsumerVitals:
             connected=session.lifecycle.connected,
             disconnected_reason=self._away,
             given_up="" if error is None else str(error),
-            loop_over=loop.over,
-            unanswered_since=self._watch.look(now, loop.call_soon),
+            loop_over=connection.over,
+            unanswered_since=self._watch.look(now, connection.call_soon),
             patience=self._heartbeat,
             work=session.running,
             worked_at=self._worked_at,

@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
-from reliable_mq._util.hooks import ForkStage, at_fork
 from reliable_mq._util.logs import LogLimit
+from reliable_mq._util.threads import DaemonExecutor
 from reliable_mq.core.publisher.publication import StoredPublication
 from reliable_mq.core.publisher.window import PublishWindow
 from reliable_mq.core.statistics import OutboxStatistics
+from reliable_mq.engine.channel import BaseChannel
 from reliable_mq.errors import OutboxError, UsageError
 from reliable_mq.outbox.relay import OutboxRelay, OutboxWriter
 
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.outbox import RowSettlement
     from reliable_mq.engine.publisher_options import PublisherOptions
-    from reliable_mq.errors import ReliableMQError
+    from reliable_mq.engine.steps import Steps
     from reliable_mq.outbox.protocol import Outbox, RowLeases
     from reliable_mq.outbox.relay import RowPublisher
     from reliable_mq.tracing.publishing import SendTrace
@@ -52,7 +51,6 @@ QUESTIONS: Final = 8
 
 _LOOK_AFTER: Final = (0.01, 0.25)  # seconds between two polls of the outbox, the first and the longest
 _LOOK_SHARE: Final = 20  # times that the last poll took, at least: polls cost the relay its pace
-_FAILURES_KEPT: Final = 100  # that no user has looked at, to be raised when the publisher is left
 _LOG_FAILURES_EVERY: Final = 10.0  # seconds
 
 
@@ -85,7 +83,7 @@ class BacklogPoller:
 C = TypeVar("C", bound=StoredPublication)
 
 
-class BaseOutboxChannel(Generic[C]):
+class BaseOutboxChannel(BaseChannel[C]):
     """The channel into one outbox, without the waiting of callers.
 
     Args:
@@ -96,8 +94,6 @@ class BaseOutboxChannel(Generic[C]):
         guard: guards the window, failures, and the callbacks of all confirmations; they may be on other threads.
 
     Attributes:
-        fatal: None; nothing ends an outbox for good.
-        forked: whether this is a copy in a forked child.
         begun: whether the outbox was opened.
         relay: the relay.
     """
@@ -111,19 +107,15 @@ class BaseOutboxChannel(Generic[C]):
         measured: bool,
         guard: AbstractContextManager[object],
     ) -> None:
-        self.fatal: ReliableMQError | None = None
-        self.forked = False
+        super().__init__(guard)
         self.begun = False
         self.outbox = outbox
         self._window = PublishWindow(options.max_outstanding, options.window.max_bytes)
         self._store_timeout = options.delivery_timeout
-        self._guard = guard
-        self._closed = False
         self._outbox_closed = False  # or about to be
-        self._failures: deque[C] = deque(maxlen=_FAILURES_KEPT)
-        self._unobserved = 0
         self._failure_log = LogLimit(_LOG_FAILURES_EVERY)
         self._left_logged = False  # by one of the callers of close
+        self._questions = DaemonExecutor(f"{options.name}-outbox-question", QUESTIONS)
         statistics = OutboxStatistics()
         self._writer: OutboxWriter[C] = OutboxWriter(
             outbox,
@@ -142,9 +134,55 @@ class BaseOutboxChannel(Generic[C]):
             statistics=statistics,
             measured=measured,
         )
-        _channels.add(self)
 
     # Of each API
+
+    def start(self, timeout: float) -> Any:
+        """Open the outbox, and start storing and relaying. A step.
+
+        Several callers may call it, also again after a failure.
+
+        Raises:
+            OutboxError: the outbox cannot be opened, or does not answer within ``timeout`` seconds.
+            UsageError: closed, or in a forked child.
+        """
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        """End without waiting, however far it was opened. Stored messages stay.
+
+        The outbox is closed when its threads have ended.
+        """
+        raise NotImplementedError
+
+    def _check_usable(self) -> None:
+        """Raise UsageError where waiting can never end."""
+        self._check_not_forked()
+
+    def _ask(self, question: Callable[[], Any], deadline: float) -> Any:
+        """Call the outbox, and wait for its answer until the deadline. A step.
+
+        If that has passed, wait for a moment.
+
+        Raises:
+            TimeoutError: it does not answer.
+        """
+        raise NotImplementedError
+
+    def _wait_stored(self, timeout: float) -> Any:
+        """Wait until everything submitted before has its answer; return whether it has."""
+        raise NotImplementedError
+
+    def _sleep(self, seconds: float) -> Any:
+        raise NotImplementedError
+
+    def _refuse_waiting(self) -> None:
+        """Take no more messages; wake callers that wait."""
+        raise NotImplementedError
+
+    def _end_threads(self, deadline: float) -> Any:
+        """End the writer and what the API has, when the relay has ended. A step."""
+        raise NotImplementedError
 
     def _stored(self, confirmations: list[C], error: OutboxError | None) -> None:
         """Call `_settle`, later if need be. On the thread of the writer."""
@@ -159,17 +197,6 @@ class BaseOutboxChannel(Generic[C]):
         raise NotImplementedError
 
     # For callers
-
-    def take_failures(self) -> tuple[list[C], int]:
-        """Return failed confirmations that no user has looked at, and their number.
-
-        They are the last hundred; the number is of all.
-        """
-        with self._guard:
-            unseen = [failed for failed in self._failures if not failed.result_observed]
-            count, self._unobserved = self._unobserved, 0
-            self._failures.clear()
-        return unseen, count
 
     def give_up(self, confirmation: C) -> None:
         """Settle a message whose deadline has passed before the writer answered."""
@@ -187,20 +214,76 @@ class BaseOutboxChannel(Generic[C]):
         """Seconds that a message may take to be stored."""
         return self._store_timeout if confirmation.timeout is None else confirmation.timeout
 
-    def failure_observed(self) -> None:
-        """Note that a user looked at a failure; the caller holds the guard."""
-        self._unobserved -= 1
-
-    def forget(self) -> None:
-        """Disable this copy in a forked child."""
-        self.forked = True
-
     @property
     def outstanding(self) -> int:
         """Messages submitted and not stored."""
         return max(self._window.count, 0)
 
     # For both APIs
+
+    def flush(self, timeout: float) -> Steps[int]:
+        """Wait until every message in the outbox is published, or set aside.
+
+        Returns how many are left after ``timeout`` seconds.
+
+        Raises:
+            OutboxError: the outbox cannot be read.
+            TimeoutError: it does not answer.
+            UsageError: closed, by now; some are left.
+        """
+        self._check_usable()
+        self._check_relayed()
+        deadline = time.monotonic() + timeout
+        stored = yield self._wait_stored(timeout)
+        if not stored:
+            return max(self._window.count, 1)
+        _, last = yield self._ask(self._backlog, deadline)
+        left = yield from self._wait_relayed(last, deadline, lambda: True)
+        if left:
+            self._check_relayed()
+        return left
+
+    def close(self, timeout: float, worth_waiting: Callable[[], bool]) -> Steps[None]:
+        """Store every submitted message, relay for up to ``timeout`` seconds, and end.
+
+        It relays while that is ``worth_waiting``. May be interrupted, and called again, and by several callers.
+        """
+        self._check_usable()
+        deadline = time.monotonic() + timeout
+        self._refuse_waiting()
+        left = 0
+        try:
+            stored = yield self._wait_stored(timeout)
+            if stored:
+                enough = deadline - min(CLOSE_GRACE, timeout / 2)  # the rest is for rows that are outstanding then
+                left = yield from self._wait_relayed(None, enough, lambda: not self.relay.ended and worth_waiting())
+        except (OutboxError, TimeoutError) as error:
+            logger.error("closing the publisher of %r: %s", self.outbox, error)  # noqa: TRY400  # it says it all
+        # Rows on their way to a broker that is not there stay in the outbox.
+        self.relay.stop(max(deadline - time.monotonic(), 0.0) if worth_waiting() else 0.0)
+        yield self._end_threads(deadline)
+        self._log_left(left)
+        try:
+            yield self._ask(self._close_outbox, deadline)
+        except (OutboxError, TimeoutError) as error:
+            logger.error("closing %r: %s", self.outbox, error)  # noqa: TRY400
+        finally:
+            self._questions.close()
+
+    def _wait_relayed(self, last: int | None, deadline: float, worth_waiting: Callable[[], bool]) -> Steps[int]:
+        """Wait until no row up to ``last`` is left; return how many are."""
+        poller = BacklogPoller()
+        while True:
+            began = time.monotonic()
+            left: int
+            left, _ = yield self._ask(partial(self._backlog, last), deadline)
+            now = time.monotonic()
+            if not left or now >= deadline or not worth_waiting():
+                return left
+            yield self._sleep(min(deadline - now, poller.pause_after(left, now, now - began)))
+            self._check_not_forked()
+            if self.relay.ended:  # closed, by another caller
+                return left
 
     def _begin(self, claims: RowLeases) -> None:
         """Store and relay: the outbox is open."""
@@ -245,8 +328,8 @@ class BaseOutboxChannel(Generic[C]):
         if self.relay.ended:
             raise UsageError(f"this publisher is closed; what is left stays in {self.outbox!r}, for the next start")
 
-    def _window_timeout(self, confirmation: C) -> OutboxError:
-        return OutboxError(
+    def _refuse_late(self, confirmation: C) -> NoReturn:
+        raise OutboxError(
             f"{confirmation} was not stored: {self._window.count} messages before it were not, either, in time",
             message_id=confirmation.message.message_id,
         )
@@ -279,14 +362,6 @@ class BaseOutboxChannel(Generic[C]):
     def _end_trace(self, trace: SendTrace, confirmation: C) -> None:
         self._call_outside_later(partial(trace.settled, confirmation, time.time_ns()))
 
-    def _call_outside(self, call: Callable[[], object]) -> None:
-        """Run code that is not ours, soon, and not here. Does not block."""
-        raise NotImplementedError
-
-    def _call_outside_later(self, call: Callable[[], object]) -> None:
-        """As `_call_outside`, for code that may wait for more of its kind."""
-        self._call_outside(call)
-
     def _call_back(self, confirmation: C) -> None:
         """Call the callbacks of one message; a failure concerns no other message."""
         try:
@@ -297,8 +372,7 @@ class BaseOutboxChannel(Generic[C]):
     def _fail(self, confirmation: C, error: OutboxError) -> None:
         confirmation.stored(error)
         if not confirmation.result_observed:
-            self._failures.append(confirmation)
-            self._unobserved += 1
+            self._keep_failure(confirmation)
 
     def _log_failures(self, count: int, error: OutboxError) -> None:
         if due := self._failure_log.count(count):
@@ -313,15 +387,3 @@ class BaseOutboxChannel(Generic[C]):
 def not_open(outbox: Outbox, limit: float) -> OutboxError:
     """Return the error for an outbox that does not answer when it is opened."""
     return OutboxError(f"{outbox!r} was not opened within {limit:g} s: it does not answer; nothing was stored")
-
-
-# A forked child has copies of the channels and none of their threads.
-_channels: WeakSet[BaseOutboxChannel[Any]] = WeakSet()
-
-
-def _forget_in_child() -> None:
-    for channel in _channels:
-        channel.forget()
-
-
-at_fork(ForkStage.MARK, _forget_in_child)

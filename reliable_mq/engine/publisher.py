@@ -1,9 +1,12 @@
 """The base of the publishers of both APIs.
 
-It has the options, the states, the readings, and everything else that does not wait. An API adds how its callers wait.
-Two channels belong to a publisher, each made when it is first needed: one to the broker, and one to the outbox if there
-is an outbox. Either is known as *started* from the moment when it may have threads, tasks or sockets to be ended, and
-as open once a caller may use it.
+It has the options, the states, the readings, and the steps of the calls that wait (`reliable_mq.engine.steps`). An API
+adds how its callers wait. Two channels belong to a publisher, each made when it is first needed: one to the broker, and
+one to the outbox if there is an outbox. Either is known as *started* from the moment when it may have threads, tasks or
+sockets to be ended, and as open once a caller may use it.
+
+A signal handler may interrupt any step on the sync API, and use or close the same publisher: so each channel is known
+before it runs, and the lock is held for moments only.
 
 Invariants: nothing is published, and nothing is stored, after a publisher has left `PublisherState.OPEN`; a failure
 that nobody has seen is raised once.
@@ -40,7 +43,11 @@ if TYPE_CHECKING:
 
     from reliable_mq._util.validation import Duration
     from reliable_mq.core.outbox import OutboxRow
+    from reliable_mq.engine.steps import Steps
+    from reliable_mq.errors import ReliableMQError
     from reliable_mq.metrics.registry import Reading
+    from reliable_mq.outbox.protocol import Outbox
+    from reliable_mq.tracing.publishing import SendTrace
 
 __all__ = ["CLOSE_TIMEOUT", "FOR_EVER", "BasePublisher", "PublisherState", "ReportBuilder"]
 
@@ -80,6 +87,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
 
     _confirmation: ClassVar[type[Any]]  # ConfirmationT
     _stored_confirmation: ClassVar[type[Any]]  # StoredT
+    _channel_type: ClassVar[type[Any]]  # ChannelT
     _state = PublisherState.CLOSED  # until it is made
     _channel: ChannelT | None = None  # to the broker, open: every host has had its first attempt
     _started_channel: ChannelT | None = None  # which becomes _channel, too
@@ -194,23 +202,101 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
         self._state = PublisherState.CLOSING
         self._changed_at = time.monotonic()
 
+    def _check_usable(self) -> None:
+        """Raise UsageError where the publisher cannot be used."""
+        self._check_open()
+
+    # Of each API
+
+    def _outbox_channel_to_start(self, outbox: Outbox) -> OutboxChannelT:
+        """Return the started channel to the outbox, or make it. Under the lock."""
+        raise NotImplementedError
+
+    def _keep(self) -> None:
+        """Keep the publisher alive until `_release`."""
+
+    def _release(self) -> None:
+        """Note that nothing is left to close."""
+
     # Messages on their way
 
-    def _new_stored(
+    def _new_confirmation(
         self,
-        channel: OutboxChannelT,
+        channel: Any,  # ChannelT, or OutboxChannelT with an outbox
         message: Message,
         exchange: str,
         key: str,
-        accepted_at: float,
-        limit: float | None,
-    ) -> tuple[StoredT, NewRow]:
-        """Make the confirmation of a message that is to be stored, and its row."""
+        timeout: Duration | None,
+        reported: bool,
+        begun: tuple[float, SendTrace | None] | None = None,
+    ) -> ConfirmationT:
+        """Check a message to submit on an open channel; make its confirmation.
+
+        Args:
+            channel: to submit it on.
+            message: to publish.
+            exchange: its exchange.
+            key: its routing key.
+            timeout: for it, in seconds.
+            reported: whether its caller is told of a failure, so that the end raises none.
+            begun: when it was accepted, and its trace, if that was before the channel was open.
+        """
+        accepted_at = time.monotonic() if begun is None else begun[0]
+        limit = None if timeout is None else seconds("timeout", timeout)
+        if self._outbox is not None:
+            stored: ConfirmationT = self._new_stored(channel, message, exchange, key, accepted_at, limit)
+            return stored
+        options, tracer = self._options, self._tracer
+        trace = None
+        if begun is not None:
+            trace = begun[1]
+        elif tracer is not None:
+            trace = tracer.begin(message, exchange, key)
+        try:
+            size = options.check(message, exchange, key, channel.frame_max)
+            confirmation: ConfirmationT = self._confirmation(
+                message, exchange, key, options.mandatory, size, accepted_at, limit, channel
+            )
+            confirmation.result_observed = reported
+            if trace is not None:
+                channel.observe(confirmation, trace)
+        except BaseException as error:
+            if trace is not None:
+                trace.failed(error)
+            raise
+        return confirmation
+
+    def _first_confirmation(
+        self, message: Message, exchange: str, key: str, timeout: Duration | None, reported: bool
+    ) -> Steps[ConfirmationT]:
+        """Open the channel to submit a message on; make its confirmation."""
+        accepted_at = time.monotonic()
+        limit = None if timeout is None else seconds("timeout", timeout)
+        trace = None
+        if self._outbox is None and self._tracer is not None:
+            trace = self._tracer.begin(message, exchange, key)
+        channel: ChannelT | OutboxChannelT
+        try:
+            if self._outbox is not None:
+                channel = yield from self._open_outbox(self._outbox, limit)
+            else:
+                channel = yield from self._open(self._options.delivery_timeout if limit is None else limit)
+        except BaseException as error:
+            if trace is not None:
+                trace.failed(error)
+            raise
+        begun = accepted_at, trace
+        return self._new_confirmation(channel, message, exchange, key, limit, reported, begun)
+
+    def _new_stored(
+        self, channel: Any, message: Message, exchange: str, key: str, accepted_at: float, limit: float | None
+    ) -> Any:
+        """Make the confirmation of a message that is to be stored."""
         options, broker = self._options, self._channel
         frame_max = options.settings.frame_max if broker is None else broker.frame_max
         size = options.check(message, exchange, key, frame_max)
         ordering_key = channel.outbox.ordering_key(message, exchange, key)
-        confirmation: StoredT = self._stored_confirmation(
+        confirmation = self._stored_confirmation(
             message, exchange, key, options.mandatory, size, accepted_at, limit, channel
         )
         stored = message
@@ -219,7 +305,19 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
             channel.observe(confirmation, trace)
             if options.fits_frame(message, trace.header_bytes, frame_max):
                 stored = Message.from_wire(message.body, encode_properties(message, trace.headers))
-        return confirmation, NewRow(stored, exchange, key, options.mandatory, ordering_key)
+        confirmation.row = NewRow(stored, exchange, key, options.mandatory, ordering_key)
+        return confirmation
+
+    def _open_for_relay(self) -> Steps[ChannelT]:
+        """Return an open channel for rows of the outbox; another one if that has ended."""
+        channel = self._channel or (yield from self._open(FOR_EVER))
+        if channel.fatal is not None:  # its cause may be mended; rows wait for that
+            with self._lock:
+                if self._channel is channel:
+                    self._channel = self._started_channel = None
+            yield channel.close(0)
+            channel = yield from self._open(FOR_EVER)
+        return channel
 
     def _new_relayed(self, channel: ChannelT, row: OutboxRow) -> ConfirmationT:
         """Make the confirmation of a row of the outbox, for the relay."""
@@ -248,22 +346,138 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
                 self._channel.not_reported(report.outstanding)
             raise
 
-    def _first_wait(self, limit: float) -> tuple[float, int, bool]:
-        """Return how to wait for the first attempts: seconds, attempts, whether firm."""
+    # Opening
+
+    def _connect(self) -> Steps[None]:
+        self._check_usable()
+        if self._outbox is not None:
+            yield from self._open_outbox(self._outbox, None)
+        if self._channel is None:
+            yield from self._open(FOR_EVER, required=True)
+            return
+        error: ReliableMQError | None = yield self._channel.wait_connected(
+            self._options.settings.first_attempts_timeout
+        )
+        if error is not None:
+            raise error
+
+    def _enter(self) -> Steps[None]:
+        self._check_usable()
+        if self._outbox is not None:
+            yield from self._open_outbox(self._outbox, None)
+        elif self._channel is None:
+            yield from self._open(FOR_EVER)
+
+    def _open_outbox(self, outbox: Outbox, timeout: float | None) -> Steps[OutboxChannelT]:
+        """Return the channel to the outbox, open, with its relay.
+
+        In no more than ``timeout`` seconds; None for as long as a message may take.
+        """
+        self._check_process()
+        with self._lock:
+            if self._outbox_channel is not None:
+                return self._outbox_channel
+            self._check_open("; nothing was stored")
+            channel = self._started_outbox_channel = self._outbox_channel_to_start(outbox)
+        yield channel.start(self._options.delivery_timeout if timeout is None else timeout)  # it may hang: no lock
+        with self._lock:
+            if self._outbox_channel is None and not self._is_closed:
+                self._outbox_channel = channel
+                self._keep()
+        return channel
+
+    def _open(self, timeout: float, *, required: bool = False) -> Steps[ChannelT]:
+        """Connect, and wait until every host has had its first attempt.
+
+        For up to ``timeout`` seconds.
+
+        Raises an error if no further attempt can help, or if a connection is ``required`` and there is none.
+        """
+        self._check_process()
         settings = self._options.settings
-        firm = limit < settings.first_attempts_timeout
-        return min(settings.first_attempts_timeout, limit), len(settings.endpoints), firm
+        firm = timeout < settings.first_attempts_timeout
+        with self._lock:
+            self._check_open("; nothing was sent")
+            channel = self._started_channel or self._start()
+            self._openers += 1
+        try:
+            error: ReliableMQError | None = yield channel.wait_connected(
+                min(settings.first_attempts_timeout, timeout), len(settings.endpoints), firm=firm
+            )
+        except BaseException:
+            with self._lock:
+                self._openers -= 1
+            raise
+        with self._lock:
+            self._openers -= 1
+            if error is None or not (required or channel.fatal is not None):
+                self._channel = channel
+                return channel
+            useless = self._started_channel is channel and self._channel is None and not self._openers
+            if useless:
+                self._started_channel = None
+                self._release()
+        if useless:
+            yield channel.close(0)
+        raise error
+
+    def _start(self) -> ChannelT:
+        """Start a channel. Under the lock."""
+        if self._state is PublisherState.STARTING:
+            raise UsageError("this publisher is just being opened, by what this signal handler has interrupted")
+        self._state = PublisherState.STARTING
+        try:
+            channel: ChannelT = self._channel_type(self._options)
+            self._started_channel = channel  # known before it runs
+            self._keep()
+            channel.start()
+        except BaseException:
+            self._started_channel = None
+            raise
+        finally:
+            if self._state is PublisherState.STARTING:  # else a signal handler has closed the publisher
+                self._state = PublisherState.OPEN
+        return channel
 
     # Flushing and closing
 
-    def _check_relayed(self, channel: OutboxChannelT, left: int, timeout: Duration | None) -> None:
-        if left:
-            text = f"{left} messages are still in {self._outbox!r} after {timeout} s"
-            raise TimeoutError(text) from channel.relay.error
+    def _flush(self, timeout: Duration | None) -> Steps[None]:
+        limit = FOR_EVER if timeout is None else seconds("timeout", timeout)
+        if self._outbox is not None:
+            outbox_channel = yield from self._open_outbox(self._outbox, None if timeout is None else limit)
+            left = yield from outbox_channel.flush(limit)
+            if left:
+                text = f"{left} messages are still in {self._outbox!r} after {timeout} s"
+                raise TimeoutError(text) from outbox_channel.relay.error
+        elif (channel := self._channel) is not None:
+            flushed = yield channel.flush(limit)
+            if not flushed:
+                raise TimeoutError(f"{channel.outstanding} messages are still outstanding after {timeout} s")
 
-    def _check_flushed(self, channel: ChannelT, flushed: bool, timeout: Duration | None) -> None:
-        if not flushed:
-            raise TimeoutError(f"{channel.outstanding} messages are still outstanding after {timeout} s")
+    def _close(self, timeout: Duration) -> Steps[None]:
+        limit = seconds("timeout", timeout)
+        if self._is_over:
+            return
+        with self._lock:
+            started = self._started_outbox_channel
+            if self._outbox_channel is None and started is not None and started.begun:
+                self._outbox_channel = started  # its opening was interrupted, or is about to end
+        if self._outbox_channel is not None:
+            self._outbox_channel.check_closable()
+            yield from self._outbox_channel.close(limit, self._broker_may_answer)
+            limit = 0.0  # messages that the relay has not published are still in the outbox
+        elif started is not None:  # it is not open yet
+            started.abort()
+        if self._started_channel is not None:
+            self._started_channel.check_closable()
+        with self._lock:
+            if not self._is_closed:
+                self._leave_open()
+            channel = self._started_channel
+        if channel is not None:
+            yield channel.close(limit)
+        self._release()
+        self._raise_unobserved()
 
     def _broker_may_answer(self) -> bool:
         """Return whether the broker is there, or has had no chance to answer yet."""

@@ -19,12 +19,9 @@ import copy
 import logging
 import random
 import time
-from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
-from reliable_mq._util.hooks import ForkStage, at_fork
 from reliable_mq._util.logs import LogLimit
 from reliable_mq.codec import CodecError, Properties
 from reliable_mq.connection.new_queues import QueueRecord
@@ -33,24 +30,24 @@ from reliable_mq.core.channel_setup import round_trip
 from reliable_mq.core.consumer.attempts import printable
 from reliable_mq.core.health import OutboxSigns, PublisherSigns
 from reliable_mq.core.publisher.publication import BrokerReply, Outcome, Publication
-from reliable_mq.errors import BrokerUnavailable, PublishBlocked, PublishDisconnected, UsageError
+from reliable_mq.engine.channel import BaseChannel
+from reliable_mq.errors import BrokerUnavailable, PublishBlocked, PublishDisconnected, PublishUnconfirmed, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
     from contextlib import AbstractContextManager
 
     from reliable_mq.codec import RawDelivery
-    from reliable_mq.connection.interfaces import TimerHandle
-    from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
+    from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator
     from reliable_mq.core.publisher.session import PublisherSession
     from reliable_mq.core.reconnect import ConnectionLoss
     from reliable_mq.core.statistics import TokenStatistics
+    from reliable_mq.engine.connection import BaseConnection
     from reliable_mq.engine.publisher_options import PublisherOptions
     from reliable_mq.errors import ReliableMQError
-    from reliable_mq.settings import Endpoint
     from reliable_mq.tracing.publishing import SendTrace
 
-__all__ = ["CLOSE_GRACE", "BasePublisherChannel", "ObservedPublication", "PublisherConnection", "unwatched_logger"]
+__all__ = ["CLOSE_GRACE", "BasePublisherChannel", "ObservedPublication", "unwatched_logger"]
 
 logger = logging.getLogger(__name__)
 unwatched_logger = logger.getChild("unwatched")
@@ -60,48 +57,8 @@ CLOSE_GRACE = 2.0
 """Seconds for the closing handshake, beyond the caller's own timeout."""
 
 _BUFFERED_BYTES = 512 * 1024  # not yet taken by the socket, above which nothing more is encoded
-_FAILURES_KEPT = 100  # failed confirmations that no user has looked at, to be raised when the publisher is left
 _LOG_FAILURES_EVERY = 10.0  # seconds, at least, between two log lines about such failures
 _SMALL_HEADERS = 1024  # bytes, for which a frame has room beside an id: it holds 4096 at least
-
-
-class PublisherConnection(Protocol):
-    """The connection of a publisher, on its loop."""
-
-    @property
-    def write(self) -> Callable[[bytes], None]:
-        """Send whole frames on the ready channel; does nothing if none is ready."""
-
-    @property
-    def write_buffer_size(self) -> Callable[[], int]:
-        """Bytes written that the kernel has not taken yet."""
-
-    @property
-    def peer(self) -> Endpoint | None:
-        """The address of the host that it was connected to last."""
-
-    @property
-    def tokens(self) -> TokenStatistics:
-        """Counts of renewed tokens."""
-
-    @property
-    def over(self) -> bool:
-        """Whether the loop has ended."""
-
-    def call_soon(self, fn: Callable[[], None], /) -> object:
-        """Run `fn` on the loop. Any thread."""
-
-    def call_later(self, delay: float, fn: Callable[[], None], /) -> TimerHandle:
-        """Run `fn` on the loop in `delay` seconds."""
-
-    def run(self, generator: StepGenerator, done: Callable[[Any], None], /) -> None:
-        """Carry out steps on the ready channel.
-
-        `done` is called with the result or the exception, never inside this call.
-        """
-
-    def discard(self, reason: str, /) -> None:
-        """Abort the connection: the channel is in doubt."""
 
 
 class ObservedPublication(Publication):
@@ -117,7 +74,7 @@ class ObservedPublication(Publication):
 P = TypeVar("P", bound=ObservedPublication)
 
 
-class BasePublisherChannel(Generic[P]):
+class BasePublisherChannel(BaseChannel[P]):
     """The channel of one publisher, without the waiting of callers.
 
     Args:
@@ -127,25 +84,22 @@ class BasePublisherChannel(Generic[P]):
     Attributes:
         window: the limits of outstanding publishes.
         session: the publishing session; read-only for others.
-        fatal: the error that has ended the channel, if one has.
-        forked: whether this is a copy in a forked child, in which the loop does not exist.
         reconnects: connections lost and made again.
         connected: whether the broker takes messages.
         largest_body: as in `ChannelSink`; the body of a return is not read.
     """
 
     write_bytes: int  # encoded and written in one piece
-    _io: PublisherConnection
+    _connection_type: ClassVar[type[BaseConnection]]
+    _takes_none: bool  # there is a `_refusal` for a publish submitted now
 
     def __init__(self, options: PublisherOptions, lock: AbstractContextManager[object]) -> None:
+        super().__init__(lock)
         self.window = options.window
         self.session: PublisherSession[P] = options.new_session(random.Random())
-        self.fatal: ReliableMQError | None = None
-        self.forked = False
         self.reconnects = 0
         self.connected = False
         self.largest_body = 0
-        self._guard = lock
         self._setup = options.setup
         self._fits_frame = options.fits_frame
         self._record = QueueRecord(options.settings.virtual_host, options.new_queue_grace)
@@ -155,9 +109,6 @@ class BasePublisherChannel(Generic[P]):
         self._raise_when_disconnected = options.raise_when_disconnected
         self._oldest: float | None = None  # when the oldest unsettled publish was submitted
         self._woken = False
-        self._closed = False
-        self._failures: deque[P] = deque(maxlen=_FAILURES_KEPT)
-        self._unobserved = 0  # failures that no user has looked at, those that _failures has dropped included
         self._unwatched_log = LogLimit(_LOG_FAILURES_EVERY)
         self._attempts_failed = 0
         self._last_error: ReliableMQError | None = None
@@ -169,9 +120,35 @@ class BasePublisherChannel(Generic[P]):
         self._heartbeat = options.settings.heartbeat
         self._blocked_since: float | None = None
         self._blocked_seconds = 0.0
-        _channels.add(self)
+        self._state_changed()
+        self._io = self._connection_type(
+            name=options.name,
+            settings=options.settings,
+            setup=self._set_up,
+            client=self,
+            reconnect_policy=options.new_reconnect_policy(),
+        )
 
     # Of each API
+
+    def wait_connected(self, timeout: float, attempts: int = 1, *, firm: bool = False) -> Any:
+        """Wait until it is connected or ``attempts`` more have failed. A step.
+
+        A set-up that goes on (a large topology) is waited for beyond ``timeout``, unless that is ``firm``.
+
+        Returns:
+            The reason why it is not connected, or None. After a permanent error the channel has ended (``fatal``);
+            otherwise it goes on trying.
+        """
+        raise NotImplementedError
+
+    def flush(self, timeout: float) -> Any:
+        """Wait until all submitted before is settled; return whether it is. A step."""
+        raise NotImplementedError
+
+    def close(self, timeout: float) -> Any:
+        """Settle everything in ``timeout`` seconds, or give it up; disconnect. A step."""
+        raise NotImplementedError
 
     def _accept_inbox(self) -> None:
         """Pass the submitted publishes to the session."""
@@ -193,26 +170,11 @@ class BasePublisherChannel(Generic[P]):
         """Refuse callers that wait for the window, if none is admitted. Under the lock."""
         raise NotImplementedError
 
-    def _call_outside(self, call: Callable[[], object]) -> None:
-        """Run code that is not ours, soon, and not here. Does not block."""
-        raise NotImplementedError
-
-    def _call_outside_later(self, call: Callable[[], object]) -> None:
-        """As `_call_outside`, for code that may wait for more of its kind."""
-        self._call_outside(call)
-
     # For callers
 
-    def take_failures(self) -> tuple[list[P], int]:
-        """Return failed confirmations that no user has looked at, and their number.
-
-        They are the last hundred; the number is of all.
-        """
-        with self._guard:
-            unseen = [failed for failed in self._failures if not failed.result_observed]
-            count, self._unobserved = self._unobserved, 0
-            self._failures.clear()
-        return unseen, count
+    def start(self) -> None:
+        """Start connecting. Does not wait."""
+        self._io.start()
 
     def not_reported(self, confirmations: Iterable[P]) -> None:
         """Count failures of these as not looked at: their report will not be made."""
@@ -221,8 +183,7 @@ class BasePublisherChannel(Generic[P]):
                 if confirmation.result_observed:
                     confirmation.result_observed = False
                     if confirmation.outcome not in (None, Outcome.CONFIRMED):
-                        self._failures.append(confirmation)
-                        self._unobserved += 1
+                        self._keep_failure(confirmation)
 
     def observe(self, confirmation: P, trace: SendTrace) -> None:
         """Record a publish that is not accepted yet."""
@@ -239,14 +200,6 @@ class BasePublisherChannel(Generic[P]):
             seconds = time.monotonic() - confirmation.accepted_at
             self.session.statistics.confirm_seconds.exemplify(seconds, trace.ids, time.time())
         self._call_outside_later(partial(trace.settled, confirmation, time.time_ns(), self._io.peer))
-
-    def failure_observed(self) -> None:
-        """Note that a user looked at a failure; the caller holds the lock."""
-        self._unobserved -= 1
-
-    def forget(self) -> None:
-        """Disable this copy in a forked child: connection and loop are the parent's."""
-        self.forked = True
 
     @property
     def outstanding(self) -> int:
@@ -317,11 +270,14 @@ class BasePublisherChannel(Generic[P]):
         error = self.fatal or self._last_error or BrokerUnavailable(f"no answer within {waited:g} s")
         return copy.copy(error)  # each is raised once: raising adds frames to its traceback
 
-    @property
-    def _takes_none(self) -> bool:
-        """Whether there is a `_refusal` for a publish submitted now."""
+    def _take_no_more(self) -> None:
+        """Refuse publishes from now on. Under the lock."""
+        self._closed = self._takes_none = True
+
+    def _state_changed(self) -> None:
+        """Note whether there is a `_refusal` for publishes from now on. Under the lock."""
         session = self.session
-        return (
+        self._takes_none = (
             self._closed
             or self.fatal is not None
             or (self._raise_when_blocked and bool(session.blocked_reason))
@@ -345,6 +301,17 @@ class BasePublisherChannel(Generic[P]):
             reason=blocked or "",
         )
 
+    def _refuse(self, confirmation: P) -> NoReturn:
+        raise self._refusal(confirmation)
+
+    def _window_timeout(self, confirmation: P, waited: float) -> PublishUnconfirmed:
+        return PublishUnconfirmed(
+            f"{confirmation} was never sent: the window ({self.window.max_count} messages, "
+            f"{self.window.max_bytes} bytes) was full for {waited} s",
+            message_id=confirmation.message.message_id,
+            sent=False,
+        )
+
     def _settled_before(self, moment: float) -> bool:
         return self._oldest is None or self._oldest > moment
 
@@ -364,6 +331,7 @@ class BasePublisherChannel(Generic[P]):
         self.session.channel_opened(generation, channel, frame_max, time.monotonic(), self._record.queues)
         with self._guard:
             self.connected, self._changed_at = True, time.monotonic()
+            self._state_changed()
             self._notify_change()
         self._advance()
 
@@ -374,6 +342,7 @@ class BasePublisherChannel(Generic[P]):
         self.session.channel_lost(generation, reply, connection=loss.scope == "connection", text=loss.text)
         with self._guard:
             self.connected, self._changed_at = False, time.monotonic()
+            self._state_changed()
             self._refuse_waiting()
         self._connection_lost = loss.scope == "connection"
         self._advance()
@@ -386,6 +355,7 @@ class BasePublisherChannel(Generic[P]):
             self.session.disconnected(str(error))
             if not will_retry:
                 self.fatal = error
+            self._state_changed()
             self._notify_change()
         if not will_retry:
             self._end()
@@ -396,6 +366,7 @@ class BasePublisherChannel(Generic[P]):
         self._blocked_since = time.monotonic()
         self.session.blocked(reason)
         with self._guard:
+            self._state_changed()
             self._refuse_waiting()
 
     def unblocked(self) -> None:
@@ -403,6 +374,8 @@ class BasePublisherChannel(Generic[P]):
         logger.warning("the broker takes publishes again")  # where whoever read that it blocks finds it
         self._blocked_seconds, self._blocked_since = self.blocked_seconds, None
         self.session.unblocked(time.monotonic())
+        with self._guard:
+            self._state_changed()
         self._advance()
 
     def acked(self, tag: int, multiple: bool) -> None:
@@ -489,8 +462,7 @@ class BasePublisherChannel(Generic[P]):
                         unwatched = confirmation
                         unwatched_count += 1
                     if not confirmation.result_observed:
-                        self._failures.append(confirmation)
-                        self._unobserved += 1
+                        self._keep_failure(confirmation)
                     confirmation.settled()
                 elif confirmation.callbacks is not None:
                     confirmation.settled()
@@ -522,15 +494,3 @@ class BasePublisherChannel(Generic[P]):
 def _is_watched(publication: Publication) -> bool:
     """Whether anything but its trace is called when it is settled."""
     return publication.callbacks is not None and len(publication.callbacks) != (publication.trace is not None)
-
-
-# A forked child has copies of the channels, whose loops and sockets are the parent's.
-_channels: WeakSet[BasePublisherChannel[Any]] = WeakSet()
-
-
-def _forget_in_child() -> None:
-    for channel in _channels:
-        channel.forget()
-
-
-at_fork(ForkStage.MARK, _forget_in_child)

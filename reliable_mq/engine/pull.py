@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from reliable_mq.codec import encode_get
 from reliable_mq.core.channel_setup import is_missing
@@ -26,7 +27,7 @@ from reliable_mq.errors import ConsumeError, ConsumerCancelled, StaleDelivery, U
 from reliable_mq.retry import DeadLetter, RetryLater
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from types import TracebackType
 
     from reliable_mq._util.validation import Duration
@@ -35,15 +36,16 @@ if TYPE_CHECKING:
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator
     from reliable_mq.core.consumer.delivery import DeliveryState
     from reliable_mq.core.consumer.handler import Result
-    from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
+    from reliable_mq.core.reconnect import ConnectionLoss
     from reliable_mq.engine.consumer_options import ConsumerOptions
+    from reliable_mq.engine.steps import Steps
     from reliable_mq.errors import ReliableMQError
-    from reliable_mq.settings import ConnectionSettings
 
-__all__ = ["BasePullSubscription", "ChangeMonitor", "PulledDelivery"]
+__all__ = ["LONGEST_WAIT", "BasePullSubscription", "ChangeMonitor", "PulledDelivery"]
 
 _POLL_FIRST, _POLL_LONGEST = 0.02, 0.5  # seconds between two requests to an empty queue
 _ANSWER = 5.0  # seconds that the broker's answers to the last requests are waited for
+LONGEST_WAIT = 1e8  # seconds, which every timer takes
 _NOT_FOUND = 404
 _REFUSALS = frozenset({403, 540})  # not allowed to read; a stream, which has no basic.get
 
@@ -136,6 +138,9 @@ class ChangeMonitor(Protocol):
     def notify_all(self) -> None:
         """Wake callers. Between `__enter__` and `__exit__` only."""
 
+    def wait(self, timeout: float, /) -> Any:
+        """Wait for a change, for up to ``timeout`` seconds. A step."""
+
 
 class BasePullSubscription(BaseSubscription):
     """A subscription that asks for each delivery, and is its own handler pool.
@@ -144,14 +149,13 @@ class BasePullSubscription(BaseSubscription):
     requests them, and ends the round when every request is answered, or none can be made.
     """
 
+    _changes_type: ClassVar[type[ChangeMonitor]]
     _changed: ChangeMonitor  # guards the seven that `__init__` begins with
 
-    def __init__(
-        self, options: ConsumerOptions, settings: ConnectionSettings, reconnect_policy: ReconnectPolicy
-    ) -> None:
-        super().__init__(options, settings, reconnect_policy)
+    def __init__(self, options: ConsumerOptions) -> None:
+        super().__init__(options)
         self.handlers = self
-        self._changed = self._new_changes()
+        self._changed = self._changes_type()
         self._arrived: deque[Delivery] = deque()
         self._unsettled = 0  # given to the user and not settled
         self._wanted = 0  # by the caller whose turn it is, arrived ones included
@@ -165,10 +169,46 @@ class BasePullSubscription(BaseSubscription):
         self._poll = _POLL_FIRST
         self._poll_timer: TimerHandle | None = None
 
-    def _new_changes(self) -> ChangeMonitor:
+    # For callers
+
+    def take(self, most: int, timeout: float) -> Any:
+        """Take up to ``most`` deliveries: those here, or the first that come in time.
+
+        The answers of a broker that is connected are waited for, a few seconds beyond ``timeout`` at most. Where the
+        caller is interrupted, nothing is taken.
+
+        Raises:
+            UsageError: that would exceed the prefetch.
+        """
         raise NotImplementedError
 
-    # For callers. The first three under `_changed`, by the one whose turn it is
+    @contextmanager
+    def lending(self, deliveries: list[PulledDelivery]) -> Iterator[list[PulledDelivery]]:
+        """Ack, at the end of the block, the deliveries that it did not settle.
+
+        If it raises, requeue them.
+        """
+        try:
+            yield deliveries
+        except BaseException:
+            self.leave(deliveries, ack=False)
+            raise
+        self.leave(deliveries, ack=True)
+
+    def _take(self, most: int, deadline: float) -> Steps[list[PulledDelivery]]:
+        """Take deliveries. By the caller whose turn it is."""
+        taken: list[PulledDelivery] = []
+        with self._changed:
+            self._begin_round(most)
+            try:
+                while (wait := self._take_arrived(taken, deadline)) is not None:
+                    yield self._changed.wait(min(wait, LONGEST_WAIT))
+            except BaseException:
+                self._put_back(taken)
+                raise
+            finally:
+                self._end_round()
+        return taken
 
     def _begin_round(self, most: int) -> None:
         """Ask for up to ``most``.

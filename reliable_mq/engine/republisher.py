@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reliable_mq.core.consumer.delivery import message_names
 from reliable_mq.errors import PublishError, ReliableMQError
+from reliable_mq.message import Message
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.health import PublisherSigns
     from reliable_mq.core.retry.dead_letters import RepublishRequest
+    from reliable_mq.engine.steps import Steps
     from reliable_mq.tracing.consuming import ConsumerTracer
 
 __all__ = ["BaseRepublisher"]
@@ -47,6 +50,10 @@ class BaseRepublisher:
         """Publish a message. Does not block."""
         raise NotImplementedError
 
+    def close(self, timeout: float) -> Any:
+        """Abandon publishes without a confirm in time; their originals stay unacked."""
+        raise NotImplementedError
+
     def signs(self, now: float, work: int) -> PublisherSigns | None:
         """Return the signs of health; None before it has tried to connect.
 
@@ -62,6 +69,24 @@ class BaseRepublisher:
             return None
         signs: PublisherSigns = channel.signs(now, publisher._options.confirm_timeout, None)  # noqa: SLF001
         return replace(signs, work=max(signs.work, work))
+
+    def _publish(self, republish: RepublishRequest) -> Steps[None]:
+        try:
+            message = Message.from_wire(republish.body, republish.properties)
+            with self._attempt(republish):
+                confirmation = yield self._publisher.submit(
+                    message, exchange=republish.exchange, routing_key=republish.routing_key
+                )
+        except Exception as error:  # noqa: BLE001  # reported
+            self._not_submitted(republish, error)
+        else:
+            confirmation.add_done_callback(partial(self._settled, republish))
+
+    def _close_publisher(self, timeout: float) -> Steps[None]:
+        try:
+            yield self._publisher.close(timeout)
+        except PublishError:
+            logger.exception("dead letters were given up; their originals stay in the queue")
 
     def _attempt(self, republish: RepublishRequest) -> AbstractContextManager[object]:
         """Return a block in the context of the last attempt."""

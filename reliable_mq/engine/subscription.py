@@ -21,7 +21,7 @@ import time
 from collections import deque
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 from reliable_mq.codec.methods import Cancel, SetPrefetch
 from reliable_mq.connection.new_queues import QueueRecord
@@ -33,30 +33,31 @@ from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.lifecycle import ChannelStep, ConsumerState, Resubscribe
 from reliable_mq.core.consumer.settlement import LogEventKind
 from reliable_mq.core.idempotency import namespace_of
-from reliable_mq.engine.health import ConsumerVitals, WatchedLoop
+from reliable_mq.engine.health import ConsumerVitals
 from reliable_mq.errors import BrokerUnavailable, ReliableMQError, TopologyMismatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from reliable_mq.codec import RawDelivery
-    from reliable_mq.connection.interfaces import ConnectionListener, TimerHandle
+    from reliable_mq.connection.interfaces import TimerHandle
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
     from reliable_mq.core.consumer.dispatch import Work
     from reliable_mq.core.consumer.handler import Result
     from reliable_mq.core.consumer.lifecycle import SubscriptionChange
     from reliable_mq.core.consumer.session import Actions, ConsumerSession
     from reliable_mq.core.health import ConsumerSigns
-    from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
+    from reliable_mq.core.reconnect import ConnectionLoss
     from reliable_mq.core.retry.dead_letters import RepublishRequest
     from reliable_mq.core.statistics import TokenStatistics
+    from reliable_mq.engine.connection import BaseConnection
     from reliable_mq.engine.consumer_options import ConsumerOptions
     from reliable_mq.engine.republisher import BaseRepublisher
-    from reliable_mq.settings import ConnectionSettings, Endpoint
+    from reliable_mq.settings import Endpoint
     from reliable_mq.topology import Queue
     from reliable_mq.tracing.consuming import ConsumerTracer
 
-__all__ = ["BaseSubscription", "ConsumerConnection", "Event", "HandlerPool"]
+__all__ = ["BaseSubscription", "Event", "WorkQueue"]
 
 logger = logging.getLogger(__name__)
 
@@ -80,33 +81,6 @@ _LEVELS = {
 }
 
 
-class ConsumerConnection(WatchedLoop, Protocol):
-    """The connection of an API. From other threads: `start`, `call_soon` and `stop`."""
-
-    def start(self) -> None:
-        """Begin to connect. Does not wait."""
-
-    def call_later(self, delay: float, fn: Callable[[], None], /) -> TimerHandle:
-        """Run `fn` on the loop in `delay` seconds."""
-
-    @property
-    def peer(self) -> Endpoint | None:
-        """The address of the host that it was connected to last."""
-
-    @property
-    def write(self) -> Callable[[bytes], None]:
-        """Send whole frames on the ready channel; does nothing where none is ready."""
-
-    def run(self, generator: StepGenerator, done: Callable[[Any], None], /) -> None:
-        """Carry out steps on the ready channel."""
-
-    def reopen_channel(self) -> None:
-        """Close the channel, and open another one."""
-
-    def stop(self, grace: float, /) -> None:
-        """Begin to close, with `grace` seconds for the handshake."""
-
-
 class Event(Protocol):
     """An event that callers wait for."""
 
@@ -117,8 +91,8 @@ class Event(Protocol):
         """Whether it is set."""
 
 
-class HandlerPool(Protocol):
-    """Runs handlers. Called on the loop, but for `stop_starting`; must not block."""
+class WorkQueue(Protocol):
+    """Takes work for handlers. Its methods are called on the loop, and must not block."""
 
     def put(self, work: Iterable[Work]) -> None:
         """Queue work for handlers."""
@@ -135,8 +109,6 @@ class BaseSubscription:
 
     Args:
         options: of the consumer.
-        settings: of the connection.
-        reconnect_policy: when to connect again.
 
     Attributes:
         handlers: runs handlers; to be set before `start`.
@@ -152,23 +124,23 @@ class BaseSubscription:
         ended: set when it has ended.
     """
 
-    handlers: HandlerPool
+    handlers: WorkQueue
     ended: Event
     _first_attempts_over: Event  # each host had its first attempt, or one has succeeded
-    _io: ConsumerConnection
+    _connection_type: ClassVar[type[BaseConnection]]
+    _event_type: ClassVar[type[Event]]
 
-    def __init__(
-        self, options: ConsumerOptions, settings: ConnectionSettings, reconnect_policy: ReconnectPolicy
-    ) -> None:
+    def __init__(self, options: ConsumerOptions) -> None:
+        settings = options.settings
         self.republisher: BaseRepublisher | None = None
         self.tracer: ConsumerTracer | None = None
-        self.quarantine_handlers: HandlerPool | None = None
+        self.quarantine_handlers: WorkQueue | None = None
         self.session: ConsumerSession = options.new_session()
         self.largest_body = options.largest_body
         self.error: ReliableMQError | None = None
         self.reconnects = 0
         self.hurried = False
-        self.ended = self._new_event()
+        self.ended = self._event_type()
         self._options = options
         self._virtual_host = settings.virtual_host
         self._record = QueueRecord(settings.virtual_host, options.new_queue_grace)
@@ -185,26 +157,16 @@ class BaseSubscription:
         self._connection_lost = False
         self._alarm = Wakeup(self._run)
         self._vitals = ConsumerVitals(settings.heartbeat)
-        self._first_attempts_over = self._new_event()
+        self._first_attempts_over = self._event_type()
         self._attempts_left = len(settings.endpoints)
         self._last_error: ReliableMQError | None = None
-        self._io = self._new_connection(
-            name=options.name, settings=settings, setup=self._set_up, client=self, reconnect_policy=reconnect_policy
+        self._io = self._connection_type(
+            name=options.name,
+            settings=settings,
+            setup=self._set_up,
+            client=self,
+            reconnect_policy=options.new_reconnect_policy(),
         )
-
-    def _new_event(self) -> Event:
-        raise NotImplementedError
-
-    def _new_connection(
-        self,
-        *,
-        name: str,
-        settings: ConnectionSettings,
-        setup: Callable[[ServerInfo], SetupGenerator],
-        client: ConnectionListener,
-        reconnect_policy: ReconnectPolicy,
-    ) -> ConsumerConnection:
-        raise NotImplementedError
 
     def _call_outside(self, call: Callable[[], object]) -> None:
         """Run code that is not ours, soon, and not here. Does not block."""
@@ -213,6 +175,21 @@ class BaseSubscription:
     def _call_outside_later(self, call: Callable[[], object]) -> None:
         """As `_call_outside`, for code that may wait for more of its kind."""
         self._call_outside(call)
+
+    def wait_connected(self, timeout: float) -> Any:
+        """Wait for the first attempt on every host. Returns its error, or None. A step.
+
+        A set-up that goes on (a large topology) is waited for beyond ``timeout``.
+        """
+        raise NotImplementedError
+
+    def join(self) -> Any:
+        """After the end, wait until the connection is closed. A step."""
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        """End at once, however far it was started. Does not wait."""
+        self._io.stop()
 
     # For callers, on any thread
 

@@ -44,11 +44,13 @@ from reliable_mq.core.consumer.handler import (
     settling,
 )
 from reliable_mq.core.statistics import Histogram
+from reliable_mq.engine.steps import blocking
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from reliable_mq.core.consumer.handler import ClaimPolicy, Handling, Result, Step
+    from reliable_mq.engine.steps import Steps
     from reliable_mq.stores import IdempotencyStore
 
 __all__ = [
@@ -61,7 +63,7 @@ __all__ = [
     "all_failed",
     "all_lost",
     "batch_results",
-    "pauses",
+    "retrying_settlements",
     "store_call",
 ]
 
@@ -140,6 +142,7 @@ UNANSWERED = (
     "and one whose handler has returned is handled again then"
 )
 LOOK_INTERVAL = 0.1  # seconds from one check to the next whether to wait for the store any longer
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds from one retry of settlements to the next
 _LOST = "the worker that called its handler was ended"
 
 
@@ -224,14 +227,12 @@ class WorkerPool:
                 thread.join(max(deadline - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in self._threads)
 
+    def abort(self) -> None:
+        """End the threads, each after its handler. Does not wait."""
+        self._waiting.close()
+
     def retry_settlements(self, timeout: float, worth_waiting: Callable[[], bool]) -> int:
-        """Retry settlements that the store did not answer to, while ``worth_waiting``.
-
-        To be called after `stop`.
-
-        Returns:
-            The number of settlements without an answer after ``timeout`` seconds.
-        """
+        """Retry settlements after `stop`."""
         if not self._claiming or not self._claiming.retries:
             return 0
         over = threading.Event()
@@ -248,20 +249,8 @@ class WorkerPool:
     def _retry_settlements(self, over: threading.Event) -> None:
         if self._store is None or self._claiming is None:
             raise RuntimeError("there is no store")
-        for pause in pauses():
-            steps = settling(self._claiming)
-            try:
-                step = next(steps)
-                while True:
-                    try:
-                        answer = store_call(self._store, step)()
-                    except Exception as error:  # noqa: BLE001  # the generator decides
-                        step = steps.throw(error)
-                    else:
-                        step = steps.send(answer)
-            except StopIteration:
-                if not self._claiming.retries or over.wait(pause):
-                    return
+        store = self._store
+        blocking(retrying_settlements(self._claiming, lambda step: store_call(store, step)(), over.wait))
 
     @property
     def is_current(self) -> bool:
@@ -498,12 +487,38 @@ def store_call(store: Any, step: Step) -> Callable[[], Any]:
     return partial(store.release_many, step.claims, failed=step.failed)
 
 
-def pauses() -> Iterator[float]:
-    """Yield the seconds from one retry of settlements to the next."""
-    pause = 0.05
+def retrying_settlements(
+    claiming: ClaimPolicy, ask: Callable[[Step], Any], rest: Callable[[float], Any]
+) -> Steps[None]:
+    """Retry settlements until the store has answered to all of them.
+
+    Args:
+        claiming: has the settlements.
+        ask: asks the store.
+        rest: waits for some seconds; returns whether to end.
+    """
+    pause = _FIRST_PAUSE
     while True:
-        yield pause
-        pause = min(2 * pause, 1.0)
+        yield from _settle_all(claiming, ask)
+        over = not claiming.retries or (yield rest(pause))
+        if over:
+            return
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _settle_all(claiming: ClaimPolicy, ask: Callable[[Step], Any]) -> Steps[None]:
+    steps = settling(claiming)
+    try:
+        step = next(steps)
+        while True:
+            try:
+                answer = yield ask(step)
+            except Exception as error:  # noqa: BLE001  # the generator decides
+                step = steps.throw(error)
+            else:
+                step = steps.send(answer)
+    except StopIteration:
+        return
 
 
 def call_handler(handler: Callable[[Any], object], argument: Work) -> object:

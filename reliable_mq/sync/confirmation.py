@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from reliable_mq._util.threads import CallbackThread, Condition
 from reliable_mq._util.validation import Duration, seconds
@@ -50,6 +50,9 @@ class ConfirmationOwner(BaseConfirmationOwner, Protocol):
     """The channel that settles a confirmation, and calls back."""
 
     lock: threading.RLock
+
+    def submit(self, confirmation: Any) -> None:
+        """Accept its message; wait for the window up to its deadline."""
 
     def expect_callbacks(self) -> None:
         """Start the thread for callbacks: there will be calls to ``call_back``."""

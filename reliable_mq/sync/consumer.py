@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 import signal
 import threading
-import time
 from contextlib import contextmanager
 from queue import Empty
 from typing import TYPE_CHECKING, Final, Self
@@ -23,9 +21,10 @@ from typing import TYPE_CHECKING, Final, Self
 from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, at_fork
 from reliable_mq._util.validation import Duration
 from reliable_mq.core.consumer.handler import is_coroutine_function
-from reliable_mq.engine.consumer import END_TIMEOUT, BaseConsumer
+from reliable_mq.engine.consumer import BaseConsumer
+from reliable_mq.engine.steps import blocking
 from reliable_mq.engine.workers import WorkerPool
-from reliable_mq.errors import ConfigurationError, ReliableMQError, UsageError
+from reliable_mq.errors import ConfigurationError, ReliableMQError
 from reliable_mq.sync.publisher import Publisher
 from reliable_mq.sync.subscription import PullSubscription, Republisher, Subscription
 
@@ -114,9 +113,8 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
                 wait_heeding_signals(subscription.ended)
             finally:
                 self.stop()  # it may have ended by itself
-                self._finish(subscription)
-        if subscription.error is not None:
-            raise subscription.error
+                blocking(self._finish(subscription))
+        self._raise_error()
 
     def close(self) -> None:
         """Stop, and wait until running handlers have ended and the connection is closed.
@@ -126,15 +124,7 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
         Raises:
             UsageError: called by a handler, which would wait for itself; it can call `stop`.
         """
-        if os.getpid() != self._made_in:
-            return
-        if any(pool.is_current for pool in self._pools):
-            raise UsageError("a handler cannot close its own consumer, which waits for it: call stop()")
-        self.stop()
-        if self._subscription is not None:
-            self._finish(self._subscription)
-        else:
-            self._finished()
+        blocking(self._close())
 
     def connect(self) -> None:
         """Begin as ``with`` does, but raise if the broker cannot be reached at once.
@@ -146,20 +136,19 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
             TopologyMismatch: the queue differs from its declaration, or does not exist.
             UsageError: it was stopped.
         """
-        self._connect(required=True)
+        blocking(self._connect(required=True))
 
     def __enter__(self) -> Self:
         """Consume in the background; errors as for `run`.
 
         If the broker cannot be reached now, it goes on trying.
         """
-        subscription = None
         try:
-            subscription = self._start(enter=True)
-            self._await_first_attempts(subscription)
-        except BaseException as error:
-            if subscription is not None or not isinstance(error, ReliableMQError):
-                self.close()
+            blocking(self._enter())
+        except ReliableMQError:
+            raise
+        except BaseException:  # of a signal handler, say: nobody leaves a block that was not entered
+            self.close()
             raise
         return self
 
@@ -179,9 +168,8 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
                 self._subscription.stop_now()
             self.close()
             raise
-        error = None if self._subscription is None else self._subscription.error
-        if error is not None and exc_type is None:
-            raise error
+        if exc_type is None:
+            self._raise_error()
 
     @contextmanager
     def get(self, max_messages: int = 1, timeout: Duration = 0.0) -> Iterator[list[PulledDelivery]]:
@@ -204,94 +192,22 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
             StaleDelivery: at the end of the block: a channel was lost, and deliveries that could not be acked will come
                 again.
         """
-        wait = self._check_get(max_messages, timeout)
-        subscription = self._subscription
-        if subscription is None or subscription.ended.is_set():
-            subscription = self._connect(required=False)
-        assert isinstance(subscription, PullSubscription)  # noqa: S101  # it has no handler
-        began = time.time_ns()
-        deliveries = subscription.take(max_messages, wait)
-        if subscription.tracer is not None:
-            subscription.tracer.received(deliveries, began, subscription.peer)
-        if not deliveries and subscription.error is not None:
-            raise subscription.error
-        try:
+        with blocking(self._get(max_messages, timeout)) as deliveries:
             yield deliveries
-        except BaseException:
-            subscription.leave(deliveries, ack=False)
-            raise
-        subscription.leave(deliveries, ack=True)
 
     # Starting and ending
 
-    def _start(self, *, enter: bool = False) -> Subscription:
-        """Return the subscription, started; ``enter``: by `run` or ``with``, once."""
-        self._check_process()
-        starts = False
-        try:
-            with self._lock:
-                self._check_startable(enter)
-                if self._subscription is None:
-                    starts = True
-                    self._subscription = self._new_subscription()
-                    _open_consumers.add(self)
-                    for pool in self._pools:
-                        pool.start()
-                    self._subscription.start()
-                self._started(enter)
-                return self._subscription
-        except BaseException:  # of a signal handler, say: nobody else knows of the parts that run
-            if starts:
-                self._undo_start()
-            raise
-
-    def _undo_start(self) -> None:
-        subscription, pools = self._subscription, self._pools
-        self._not_started()
-        if subscription is not None:
-            subscription.abort()
-        for pool in pools:
-            pool.stop(0)
-        _open_consumers.discard(self)
-
-    def _connect(self, *, required: bool) -> Subscription:
-        """Start, and wait for the first attempts; undo the start if they fail."""
-        first = self._subscription is None
-        subscription = self._start()
-        try:
-            self._await_first_attempts(subscription, required=required)
-        except BaseException:
-            if first:
-                subscription.stop_now()
-                self._finish(subscription)
-                self._not_started()
-            raise
-        return subscription
-
-    def _await_first_attempts(self, subscription: Subscription, *, required: bool = False) -> None:
-        """Wait until each host had its first attempt.
-
-        Raise an error that time cannot heal, or any if ``required``.
-        """
-        error = subscription.wait_connected(self._options.settings.first_attempts_timeout)
-        if error is not None and (required or error is subscription.error):
-            raise error
-
-    def _finish(self, subscription: Subscription) -> None:
-        """Wait for the end, and leave nothing behind. Several threads may do so."""
-        subscription.stop()
+    def _wait_ended(self, subscription: Subscription) -> None:
         subscription.ended.wait()
-        subscription.join()
-        if self._pools:
-            patience = self._patience(subscription, 0.1)
-            self._warn_of_running([pool.stop(patience) for pool in self._pools])
-            self._log_unsettled(
-                self._pools[0].retry_settlements(self._time_to_settle(), lambda: not subscription.hurried)
-            )
-        if subscription.republisher is not None:
-            subscription.republisher.close(END_TIMEOUT)
+
+    def _stop_pools(self, patience: float) -> list[bool]:
+        return [pool.stop(max(patience, 0.1)) for pool in self._pools]
+
+    def _keep(self) -> None:
+        _open_consumers.add(self)
+
+    def _release(self) -> None:
         _open_consumers.discard(self)
-        self._finished()
 
     @contextmanager
     def _signals(self) -> Iterator[list[int]]:

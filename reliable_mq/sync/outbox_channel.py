@@ -17,13 +17,12 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from reliable_mq._util.threads import CallbackThread, Condition, DaemonExecutor, start_daemon
+from reliable_mq._util.threads import CallbackThread, Condition, start_daemon
 from reliable_mq.core.publisher.publication import StoredPublication
+from reliable_mq.engine.confirmation import end_trace
 from reliable_mq.engine.outbox_channel import (
     ANSWER_AT_LEAST,
     CLOSE_GRACE,
-    QUESTIONS,
-    BacklogPoller,
     BaseOutboxChannel,
     not_open,
 )
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reliable_mq._util.validation import Duration
-    from reliable_mq.core.outbox import NewRow, OutboxRow, RowSettlement
+    from reliable_mq.core.outbox import OutboxRow, RowSettlement
     from reliable_mq.engine.publisher_options import PublisherOptions
     from reliable_mq.outbox.protocol import Outbox, RowLeases
     from reliable_mq.outbox.relay import RowPublisher
@@ -52,7 +51,7 @@ _LOOK_AGAIN: Final = 0.1  # seconds after which a caller that waits looks by its
 class StoredConfirmation(StoredPublication, Confirmation):
     """The outcome of storing a message; ``submit`` with an outbox returns it."""
 
-    __slots__ = ("error",)
+    __slots__ = ("error", "row")
 
     owner: OutboxChannel
 
@@ -106,7 +105,6 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
         self._waiters = WindowWaiters(self.lock, self._window, self._ask_for_check)
         self._asked = False  # the writer's thread will look for room
         self._callbacks = CallbackThread(f"{options.name}-callbacks")
-        self._questions = DaemonExecutor(f"{options.name}-outbox-question", QUESTIONS)
         self._opening: _Opening | None = None
         self._open_name = f"{options.name}-outbox-open"
         self._closing = f"{options.name}-outbox-close"
@@ -114,14 +112,7 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
     # For callers
 
     def start(self, timeout: float) -> None:
-        """Open the outbox, and start storing and relaying.
-
-        Several threads may call it, also again after a failure.
-
-        Raises:
-            OutboxError: the outbox cannot be opened, or does not answer within ``timeout`` seconds.
-            UsageError: closed, or in a forked child.
-        """
+        """Wait for the opening, by several threads."""
         deadline = time.monotonic() + timeout
         with self.lock:
             self.check_waitable()
@@ -146,80 +137,28 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
         if opening.error is not None:
             raise opening.error
 
-    def submit(self, confirmation: StoredConfirmation, row: NewRow) -> None:
+    def submit(self, confirmation: StoredConfirmation) -> None:
         """Store a message; waits for room, up to the publish's own deadline.
 
         Raises:
             OutboxError: no room in time; it was not stored.
             UsageError: closed, or in a forked child.
         """
-        self.check_waitable()
-        with self.lock:
-            self._check_open()
-            if self._waiters.waiting or not self._window.fits(confirmation.size):
-                self._wait_for_window(confirmation, row)
-            else:
-                self._take(confirmation, row)
-
-    def flush(self, timeout: float) -> int:
-        """Wait until every message in the outbox is published, or set aside.
-
-        Returns how many are left after ``timeout`` seconds.
-
-        Raises:
-            OutboxError: the outbox cannot be read.
-            TimeoutError: it does not answer.
-            UsageError: closed, by now; some are left.
-        """
-        self._check_relayed()
-        deadline = time.monotonic() + timeout
-        if not self._wait_stored(timeout):
-            return max(self._window.count, 1)
-        _, last = self._ask(self._backlog, deadline)
-        left = self._wait_relayed(last, deadline, lambda: True)
-        if left:
-            self._check_relayed()
-        return left
-
-    def close(self, timeout: float, worth_waiting: Callable[[], bool]) -> None:
-        """Store every submitted message, relay for up to ``timeout`` seconds, and end.
-
-        It relays while that is ``worth_waiting``. May be called again, and by several threads.
-        """
-        deadline = time.monotonic() + timeout
-        with self.lock:
-            self._closed = True
-            self._changed.notify_all()
-            self._waiters.wake()
-        left = 0
         try:
-            if self._wait_stored(timeout):
-                enough = deadline - min(CLOSE_GRACE, timeout / 2)  # the rest is for rows that are outstanding then
-                left = self._wait_relayed(None, enough, lambda: not self.relay.ended and worth_waiting())
-        except (OutboxError, TimeoutError) as error:
-            logger.error("closing the publisher of %r: %s", self.outbox, error)  # noqa: TRY400  # it says it all
-        # Rows on their way to a broker that is not there stay in the outbox.
-        self.relay.stop(max(deadline - time.monotonic(), 0.0) if worth_waiting() else 0.0)
-        self.relay.join(max(deadline - time.monotonic(), 0.0) + CLOSE_GRACE)
-        self._writer.stop()
-        self._writer.join(max(deadline - time.monotonic(), 0.0) + CLOSE_GRACE)
-        self._callbacks.stop()
-        self._callbacks.join(max(deadline - time.monotonic(), 0.0) + CLOSE_GRACE)
-        self._log_left(left)
-        try:
-            self._ask(self._close_outbox, deadline)
-        except (OutboxError, TimeoutError) as error:
-            logger.error("closing %r: %s", self.outbox, error)  # noqa: TRY400
-        self._questions.close()
+            self.check_waitable()
+            with self.lock:
+                self._check_open()
+                if self._waiters.waiting or not self._window.fits(confirmation.size):
+                    self._wait_for_window(confirmation)
+                else:
+                    self._take(confirmation)
+        except BaseException as error:
+            end_trace(confirmation, error)
+            raise
 
     def abort(self) -> None:
-        """End without waiting, however far it was opened. Stored messages stay.
-
-        The outbox is closed when its threads have ended.
-        """
-        with self.lock:
-            self._closed = True
-            self._changed.notify_all()
+        """End without waiting, however far it was opened."""
+        self._refuse_waiting()
         self.relay.stop(0.0)
         self._writer.stop()
         self._questions.close()
@@ -278,7 +217,13 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
         with self.lock:
             self._changed.notify_all()
 
-    # Under the lock
+    # Under the lock, or taking it
+
+    def _refuse_waiting(self) -> None:
+        with self.lock:
+            self._closed = True
+            self._changed.notify_all()
+            self._waiters.wake()
 
     def _call_outside(self, call: Callable[[], object]) -> None:
         self._callbacks.put(call)
@@ -304,33 +249,26 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
         if not (self._closed or self.forked):
             self._waiters.admit(crowded=False)
 
-    def _take(self, confirmation: StoredConfirmation, row: NewRow) -> None:
-        self._writer.store(confirmation, row)
+    def _take(self, confirmation: StoredConfirmation) -> None:
+        self._writer.store(confirmation, confirmation.row)
         self._window.take(confirmation.size)
 
-    def _wait_for_window(self, confirmation: StoredConfirmation, row: NewRow) -> None:
+    def _wait_for_window(self, confirmation: StoredConfirmation) -> None:
         """Store a message once the window has room."""
         if not self._waiters.wait(
             confirmation.size,
             confirmation.accepted_at + self.timeout_of(confirmation),
-            partial(self._take, confirmation, row),
+            partial(self._take, confirmation),
             lambda: self._closed or self.forked,
             passes=False,
         ):
             self.check_waitable()
             self._check_open()
-            raise self._window_timeout(confirmation)
+            self._refuse_late(confirmation)
 
     # Without it
 
     def _ask(self, question: Callable[[], T], deadline: float) -> T:
-        """Call the outbox, and wait for its answer until the deadline.
-
-        If that has passed, wait for a moment.
-
-        Raises:
-            TimeoutError: it does not answer.
-        """
         limit = min(max(deadline - time.monotonic(), ANSWER_AT_LEAST), threading.TIMEOUT_MAX)
         try:
             return self._questions.call(lambda _: question(), limit)
@@ -338,7 +276,6 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
             raise TimeoutError(f"{self.outbox!r} does not answer: {error}") from error
 
     def _wait_stored(self, timeout: float) -> bool:
-        """Wait until everything submitted before has its answer."""
         self.check_waitable()
         deadline = time.monotonic() + timeout
         answered = threading.Event()
@@ -351,19 +288,20 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
                 self._changed.wait(min(remaining, _LOOK_AGAIN))
         return True
 
-    def _wait_relayed(self, last: int | None, deadline: float, worth_waiting: Callable[[], bool]) -> int:
-        """Wait until no row up to ``last`` is left; return how many are."""
-        looks = BacklogPoller()
-        while True:
-            began = time.monotonic()
-            left, _ = self._ask(lambda: self._backlog(last), deadline)
-            now = time.monotonic()
-            if not left or now >= deadline or not worth_waiting():
-                return left
-            time.sleep(min(deadline - now, looks.pause_after(left, now, now - began)))
-            self.check_waitable()
-            if self.relay.ended:  # closed, by another thread
-                return left
+    def _sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def _end_threads(self, deadline: float) -> None:
+        self.relay.join(_until(deadline))
+        self._writer.stop()
+        self._writer.join(_until(deadline))
+        self._callbacks.stop()
+        self._callbacks.join(_until(deadline))
+
+
+def _until(deadline: float) -> float:
+    """Seconds for a thread to end, until a moment after the deadline."""
+    return max(deadline - time.monotonic(), 0.0) + CLOSE_GRACE
 
 
 _PART_WAITED_FOR: Final = 4  # of the outstanding rows: a quarter

@@ -15,10 +15,11 @@ import time
 from typing import TYPE_CHECKING, Self
 
 from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, at_fork
-from reliable_mq._util.validation import Duration, seconds
+from reliable_mq._util.validation import Duration
 from reliable_mq.core.publisher.publication import PublishReport
-from reliable_mq.engine.publisher import CLOSE_TIMEOUT, FOR_EVER, BasePublisher, PublisherState
-from reliable_mq.errors import PublishError, ReliableMQError, UsageError
+from reliable_mq.engine.publisher import CLOSE_TIMEOUT, FOR_EVER, BasePublisher
+from reliable_mq.engine.steps import blocking
+from reliable_mq.errors import PublishError, ReliableMQError
 from reliable_mq.message import Message
 from reliable_mq.sync.confirmation import Confirmation
 from reliable_mq.sync.outbox_channel import OutboxChannel, RelayPublisher, StoredConfirmation
@@ -50,6 +51,7 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
 
     _confirmation = Confirmation
     _stored_confirmation = StoredConfirmation
+    _channel_type = PublisherChannel
 
     # Publishing
 
@@ -141,12 +143,7 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
             OutboxError: the outbox cannot be read.
             UsageError: with an outbox alone: closed, and its rows wait for the next start.
         """
-        limit = None if timeout is None else seconds("timeout", timeout)
-        if self._outbox is not None:
-            outbox_channel = self._open_outbox(self._outbox, limit)
-            self._check_relayed(outbox_channel, outbox_channel.flush(FOR_EVER if limit is None else limit), timeout)
-        elif (channel := self._channel) is not None:
-            self._check_flushed(channel, channel.flush(FOR_EVER if limit is None else limit), timeout)
+        blocking(self._flush(timeout))
 
     # Life cycle
 
@@ -162,13 +159,7 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
             TopologyMismatch: a declaration differs from what the broker has.
             UsageError: it was closed.
         """
-        self._check_open()
-        if self._outbox is not None:
-            self._open_outbox(self._outbox, None)
-        if self._channel is None:
-            self._open(FOR_EVER, required=True)
-        elif (error := self._channel.wait_connected(self._options.settings.first_attempts_timeout)) is not None:
-            raise error
+        blocking(self._connect())
 
     def close(self, timeout: Duration = CLOSE_TIMEOUT) -> None:
         """Wait until everything is settled, for up to ``timeout`` seconds; disconnect.
@@ -180,28 +171,7 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
             PublishError: messages failed, or were given up, and nobody has looked at their confirmations.
             UsageError: called from a callback of this publisher, which would wait for itself.
         """
-        limit = seconds("timeout", timeout)
-        if self._is_over:
-            return
-        with self._lock:
-            started = self._started_outbox_channel
-            if self._outbox_channel is None and started is not None and started.begun:
-                self._outbox_channel = started  # its opening was interrupted, or is about to end
-        if self._outbox_channel is not None:
-            self._outbox_channel.check_closable()
-            self._outbox_channel.close(limit, self._broker_may_answer)
-            limit = 0.0  # messages that the relay has not published are still in the outbox
-        elif started is not None:  # it is not open yet
-            started.abort()
-        if self._started_channel is not None:
-            self._started_channel.check_closable()
-        with self._lock:
-            self._leave_open()
-            channel = self._started_channel
-        if channel is not None:
-            channel.close(limit)
-        _open_publishers.discard(self)
-        self._raise_unobserved()
+        blocking(self._close(timeout))
 
     def __enter__(self) -> Self:
         """Connect.
@@ -209,12 +179,8 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
         If no host can be reached now, the publisher goes on trying, and publishes wait; an error that time cannot heal
         is raised. With an outbox that is opened, and connecting is left to the relay.
         """
-        self._check_open()
         try:
-            if self._outbox is not None:
-                self._open_outbox(self._outbox, None)
-            elif self._channel is None:
-                self._open(FOR_EVER)
+            blocking(self._enter())
         except ReliableMQError:
             raise
         except BaseException:  # of a signal handler, say: nobody leaves a block that was not entered
@@ -252,130 +218,37 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
         self, message: Message, exchange: str, routing_key: str, timeout: Duration | None, *, reported: bool = False
     ) -> Confirmation:
         """Submit. ``reported``: its caller is told of a failure, the end raises none."""
-        accepted_at = time.monotonic()
-        limit = None if timeout is None else seconds("timeout", timeout)
-        if self._outbox is not None:
-            outbox_channel = self._outbox_channel or self._open_outbox(self._outbox, limit)
-            stored, row = self._new_stored(outbox_channel, message, exchange, routing_key, accepted_at, limit)
-            try:
-                outbox_channel.submit(stored, row)
-            except BaseException as error:
-                if stored.trace is not None:
-                    stored.trace.failed(error)
-                raise
-            return stored
-        options = self._options
-        trace = None if self._tracer is None else self._tracer.begin(message, exchange, routing_key)
-        try:
-            channel = self._channel or self._open(options.delivery_timeout if limit is None else limit)
-            size = options.check(message, exchange, routing_key, channel.frame_max)
-            confirmation = Confirmation(
-                message, exchange, routing_key, options.mandatory, size, accepted_at, limit, channel
-            )
-            confirmation.result_observed = reported
-            if trace is not None:
-                channel.observe(confirmation, trace)
-            channel.submit(confirmation)
-        except BaseException as error:
-            if trace is not None:
-                trace.failed(error)
-            raise
+        channel = self._channel if self._outbox is None else self._outbox_channel
+        if channel is None:
+            confirmation = blocking(self._first_confirmation(message, exchange, routing_key, timeout, reported))
+        else:
+            confirmation = self._new_confirmation(channel, message, exchange, routing_key, timeout, reported)
+        confirmation.owner.submit(confirmation)
         return confirmation
 
     def _relay(self, row: OutboxRow) -> Confirmation:
         """Publish a row of the outbox, on the relay's thread."""
-        channel = self._channel or self._open(FOR_EVER)
-        if channel.fatal is not None:  # its cause may be mended; rows wait for that
-            with self._lock:
-                if self._channel is channel:
-                    self._channel = self._started_channel = None
-            channel.close(0)
-            channel = self._open(FOR_EVER)
+        channel = self._channel
+        if channel is None or channel.fatal is not None:
+            channel = blocking(self._open_for_relay())
         confirmation = self._new_relayed(channel, row)
         confirmation.callbacks = confirmation.callbacks or []  # the relay looks at the outcome by itself
-        try:
-            channel.submit(confirmation)
-        except BaseException as error:
-            if confirmation.trace is not None:
-                confirmation.trace.failed(error)
-            raise
+        channel.submit(confirmation)
         return confirmation
 
-    # Opening
+    # Opening and closing
 
-    def _open_outbox(self, outbox: Outbox, timeout: float | None) -> OutboxChannel:
-        """Return the channel to the outbox, open, with its relay.
+    def _outbox_channel_to_start(self, outbox: Outbox) -> OutboxChannel:
+        if self._started_outbox_channel is not None:
+            return self._started_outbox_channel
+        relay = RelayPublisher(lambda: self._channel or blocking(self._open(FOR_EVER)), self._relay)
+        return OutboxChannel(outbox, relay, self._options, measured=self._registration is not None)
 
-        In no more than ``timeout`` seconds; None for as long as a message may take.
-        """
-        self._check_process()
-        with self._lock:
-            if self._outbox_channel is not None:
-                return self._outbox_channel
-            self._check_open("; nothing was stored")
-            if self._started_outbox_channel is None:
-                self._started_outbox_channel = OutboxChannel(
-                    outbox,
-                    RelayPublisher(lambda: self._channel or self._open(FOR_EVER), self._relay),
-                    self._options,
-                    measured=self._registration is not None,
-                )
-            channel = self._started_outbox_channel
-        channel.start(self._options.delivery_timeout if timeout is None else timeout)  # without the lock: it may hang
-        with self._lock:
-            if self._outbox_channel is None and not self._is_closed:
-                self._outbox_channel = channel
-                _open_publishers.add(self)
-        return channel
+    def _keep(self) -> None:
+        _open_publishers.add(self)
 
-    def _open(self, timeout: float, *, required: bool = False) -> PublisherChannel:
-        """Connect, and wait until every host has had its first attempt.
-
-        For up to ``timeout`` seconds.
-
-        Raises an error if no further attempt can help, or if a connection is ``required`` and there is none.
-        """
-        self._check_process()
-        with self._lock:
-            self._check_open("; nothing was sent")
-            channel = self._started_channel or self._start()
-            self._openers += 1
-        try:
-            wait, attempts, firm = self._first_wait(timeout)
-            error = channel.wait_connected(wait, attempts, firm=firm)
-        except BaseException:
-            with self._lock:
-                self._openers -= 1
-            raise
-        with self._lock:
-            self._openers -= 1
-            if error is None or not (required or channel.fatal is not None):
-                self._channel = channel
-                return channel
-            useless = self._started_channel is channel and self._channel is None and not self._openers
-            if useless:
-                self._started_channel = None
-                _open_publishers.discard(self)
-        if useless:
-            channel.close(0)
-        raise error
-
-    def _start(self) -> PublisherChannel:
-        """Start a channel. Under the lock."""
-        if self._state is PublisherState.STARTING:
-            raise UsageError("this publisher is just being opened, by what this signal handler has interrupted")
-        self._state = PublisherState.STARTING
-        try:
-            channel = self._started_channel = PublisherChannel(self._options)  # known before it runs
-            _open_publishers.add(self)
-            channel.start()
-        except BaseException:
-            self._started_channel = None
-            raise
-        finally:
-            if self._state is PublisherState.STARTING:  # else a signal handler has closed the publisher
-                self._state = PublisherState.OPEN
-        return channel
+    def _release(self) -> None:
+        _open_publishers.discard(self)
 
 
 # Open publishers are kept alive until they are closed: the outstanding messages of one that was forgotten are still

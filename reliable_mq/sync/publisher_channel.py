@@ -32,10 +32,11 @@ import threading
 import time
 from collections import OrderedDict, deque
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from reliable_mq._util.threads import CallbackThread, Condition
 from reliable_mq.core.publisher.trace import PublicationEvent, record
+from reliable_mq.engine.confirmation import end_trace
 from reliable_mq.engine.publisher_channel import CLOSE_GRACE, BasePublisherChannel
 from reliable_mq.errors import PublishUnconfirmed
 from reliable_mq.sync.confirmation import PATIENCE, CallbackOwner, Confirmation
@@ -164,6 +165,7 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
     """
 
     write_bytes = 64 * 1024
+    _connection_type = IOThread
     _io: IOThread
 
     def __init__(self, options: PublisherOptions) -> None:
@@ -177,33 +179,19 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
         self._accepting = 0  # publishes on their way from the inbox to the session
         self._callbacks = CallbackThread(f"{options.name}-callbacks")
         self._crowded = False  # more callbacks are due than the window has places
-        self._io = IOThread(
-            name=options.name,
-            settings=options.settings,
-            setup=self._set_up,
-            client=self,
-            reconnect_policy=options.new_reconnect_policy(),
-        )
 
     # For callers, on any thread
 
     def start(self) -> None:
         """Start connecting. Does not wait."""
         try:
-            self._io.start()
+            super().start()
         except BaseException:  # interrupted; whether there is a thread now is not known
             self._io.stop()
             raise
 
     def wait_connected(self, timeout: float, attempts: int = 1, *, firm: bool = False) -> ReliableMQError | None:
-        """Wait until it is connected or ``attempts`` more have failed.
-
-        A set-up that goes on (a large topology) is waited for beyond ``timeout``, unless that is ``firm``.
-
-        Returns:
-            The reason why it is not connected, or None. After a permanent error the channel has ended (``fatal``);
-            otherwise it goes on trying.
-        """
+        """Wait for the attempts; by several threads."""
         self._check_not_forked()
         with self.lock:
             enough = self._attempts_failed + attempts
@@ -240,8 +228,9 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
                 wake, self._woken = not self._woken, True
             if wake:
                 self._io.call_soon(self._advance)
-        except BaseException:
+        except BaseException as error:
             self.nudge()  # its wake-up may have been interrupted, or that of others before
+            end_trace(confirmation, error)
             raise
 
     def flush(self, timeout: float) -> bool:
@@ -260,7 +249,7 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
         """
         deadline = time.monotonic() + timeout
         with self.lock:
-            self._closed = True
+            self._take_no_more()
             self._changed.notify_all()
             self._waiters.wake()
             settled = self._wait_settled_before(float("inf"), timeout)
@@ -358,9 +347,6 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
 
     # Under the lock
 
-    def _refuse(self, confirmation: Confirmation) -> NoReturn:
-        raise self._refusal(confirmation)
-
     @property
     def _takes_no_more(self) -> bool:
         return self._takes_none or self.forked
@@ -388,9 +374,9 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
         early = not self.forked and time.monotonic() < deadline
         if self._takes_none or self.session.blocked_reason or early:
             self._refuse(confirmation)
-        why = f"the window ({self.window.max_count} messages, {self.window.max_bytes} bytes) was full"
-        if self._crowded:
-            why = f"the callbacks of {self._callbacks.backlog} earlier publishes were not called"
+        if not self._crowded:
+            raise self._window_timeout(confirmation, timeout)
+        why = f"the callbacks of {self._callbacks.backlog} earlier publishes were not called"
         raise PublishUnconfirmed(
             f"{confirmation} was never sent: {why} for {timeout} s", message_id=confirmation.message_id, sent=False
         )

@@ -13,9 +13,9 @@ import pytest
 
 from reliable_mq import AsyncPublisher, BrokerUnavailable, Message, OutboxError, Outcome, UsageError
 from reliable_mq.aio import outbox_channel
-from reliable_mq.aio import publisher as aio_publisher
 from reliable_mq.aio.outbox_channel import AsyncRelayPublisher
 from reliable_mq.core.outbox import NewRow, OutboxRow
+from reliable_mq.engine import publisher as engine_publisher
 from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.testing.waiting import until, wait_until
 from tests.outbox.late import LateQuestion
@@ -115,7 +115,7 @@ def test_what_room_is_given_to_is_stored_before_newcomers_and_though_it_is_cance
 def test_the_time_to_open_counts_against_the_wait_for_room(outbox: SlowOutbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """A message's time runs from its submission, whatever it waits for first."""
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + outbox.opened_in)
-    for module in (aio_publisher, outbox_channel):
+    for module in (engine_publisher, outbox_channel):
         monkeypatch.setattr(module, "time", clock)
     outbox.open_takes = 60.0
 

@@ -28,10 +28,10 @@ from reliable_mq import (
     StaleDelivery,
     UsageError,
 )
-from reliable_mq.aio import publisher as aio_publisher
 from reliable_mq.aio import publisher_channel
 from reliable_mq.connection.aiormq_driver import Link, link
 from reliable_mq.connection.connection import ConnectionState
+from reliable_mq.engine import publisher as engine_publisher
 from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.testing.waiting import until
 
@@ -361,7 +361,7 @@ def test_the_time_to_connect_counts_against_the_wait_for_room(
     broker.silent = True
     passed = 0.0
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed)
-    for module in (aio_publisher, publisher_channel):
+    for module in (engine_publisher, publisher_channel):
         monkeypatch.setattr(module, "time", clock)
 
     async def main() -> None:

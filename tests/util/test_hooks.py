@@ -21,7 +21,7 @@ for name in {modules!r}:
     importlib.import_module(name)
 
 from reliable_mq._util import hooks
-from reliable_mq.engine import publisher_channel
+from reliable_mq.engine import channel
 from reliable_mq.sync import consumer, publisher
 
 
@@ -41,7 +41,7 @@ for stage in reversed(hooks.ForkStage):
     for number in (1, 2):
         hooks.at_fork(stage, lambda stage=stage, number=number: say(f"{stage.name} {number}"))
 lane = Lane()
-publisher_channel._channels.add(lane)
+channel._channels.add(lane)
 publisher._open_publishers.add(lane)
 del lane
 child = os.fork()

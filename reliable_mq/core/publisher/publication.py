@@ -31,6 +31,7 @@ from reliable_mq.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from reliable_mq.core.outbox import NewRow
     from reliable_mq.core.publisher.trace import PublicationTrace
     from reliable_mq.message import Message
 
@@ -299,6 +300,9 @@ class StoredPublication(Publication):
 
         @error.setter
         def error(self, error: PublishError | None) -> None: ...
+
+        row: NewRow
+        """The message as it is to be stored."""
 
         def settled(self) -> None:
             """Call the callbacks."""

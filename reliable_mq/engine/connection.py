@@ -1,0 +1,127 @@
+"""The connection of a publisher or a consumer on its loop: the base of both APIs.
+
+The connection itself is a `Connector`, which decides. An API adds the loop, that of an I/O thread or asyncio's, and how
+to wait for the end.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from reliable_mq.connection.connection import Connector
+from reliable_mq.core.statistics import TokenStatistics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Unpack
+
+    from reliable_mq.connection.interfaces import ConnectionListener, TimerHandle
+    from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
+    from reliable_mq.core.reconnect import ReconnectPolicy
+    from reliable_mq.settings import ConnectionSettings, Endpoint
+
+__all__ = ["BaseConnection", "ConnectionArguments"]
+
+
+class ConnectionArguments(TypedDict):
+    """The arguments of a connection on both APIs.
+
+    Attributes:
+        name: of the connection unless `settings` has one, and of an I/O thread.
+        settings: hosts, credentials, TLS, tuning.
+        setup: called once per attempt: the steps to perform before the channel is ready.
+        client: the owner; receives every event.
+        reconnect_policy: decides when to try which host again; this connection's alone.
+    """
+
+    name: str
+    settings: ConnectionSettings
+    setup: Callable[[ServerInfo], SetupGenerator]
+    client: ConnectionListener
+    reconnect_policy: ReconnectPolicy
+
+
+class BaseConnection:
+    """A connection on its loop, which reconnects until it is closed.
+
+    Making one opens nothing. Methods are called on the loop, unless they are for any thread.
+    """
+
+    _connector: Connector
+    _has_connector = True
+
+    def __init__(self, **connection: Unpack[ConnectionArguments]) -> None:
+        self._new_connector = partial(Connector, on_ended=self._on_ended, **connection)
+
+    # -- any thread ------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to connect. Does not wait."""
+        raise NotImplementedError
+
+    def call_soon(self, fn: Callable[[], None], /) -> object:
+        """Run `fn` on the loop, later than now."""
+        raise NotImplementedError
+
+    def stop(self, grace: float = 0.0, /) -> None:
+        """Begin to close: a handshake for up to `grace` seconds, then an abort."""
+        raise NotImplementedError
+
+    @property
+    def over(self) -> bool:
+        """Whether the loop has ended."""
+        raise NotImplementedError
+
+    @property
+    def patience(self) -> float:
+        """Seconds left for the broker's next answer in a set-up under way."""
+        return self._connector.patience if self._has_connector else 0.0
+
+    @property
+    def callback_errors(self) -> int:
+        """Exceptions that callbacks raised; each cost a connection."""
+        return self._connector.callback_errors if self._has_connector else 0
+
+    @property
+    def tokens(self) -> TokenStatistics:
+        """Counts of renewed tokens."""
+        return self._connector.tokens if self._has_connector else TokenStatistics()
+
+    @property
+    def peer(self) -> Endpoint | None:
+        """The address of the host that it was connected to last."""
+        return self._connector.peer if self._has_connector else None
+
+    # -- on the loop -----------------------------------------------------------------------------------------------
+
+    def call_later(self, delay: float, fn: Callable[[], None]) -> TimerHandle:
+        """Run `fn` in `delay` seconds, unless the loop ends before."""
+        raise NotImplementedError
+
+    def write(self, data: bytes) -> None:
+        """Send whole frames in one piece; do nothing while no channel is ready."""
+        self._connector.write(data)
+
+    def write_buffer_size(self) -> int:
+        """Return the bytes that the kernel has not taken yet."""
+        return self._connector.write_buffer_size()
+
+    def run(self, generator: StepGenerator, done: Callable[[Any], None]) -> None:
+        """Perform steps on the ready channel; see `Connector.run`."""
+        self._connector.run(generator, done)
+
+    def discard(self, reason: str) -> None:
+        """Abort the connection: its channel is in doubt. ``lost`` and a reconnect follow."""
+        self._connector.discard(reason)
+
+    def reopen_channel(self) -> None:
+        """Close the channel; ``lost`` follows, then another one on this connection."""
+        self._connector.reopen_channel()
+
+    def _on_ended(self) -> None:
+        """Note that the connection is closed for good."""
+        raise NotImplementedError
+
+    def _on_error(self, error: Exception) -> None:
+        self._connector.on_error(error)
