@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup venv image images databases prometheus chromium check test test-unit test-core test-rest test-fast t \
-	test-integration test-brokers test-spark test-pythons docs demo demo-cluster dashboards demo-spark java bench bench-recovery soak soak-integration soak-unit soak-tests fmt clean
+	test-integration test-brokers test-spark test-pythons docs demo demo-cluster dashboards pictures demo-spark java bench bench-recovery soak soak-integration soak-unit soak-tests fmt clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -89,6 +89,9 @@ demo-cluster: venv image  ## orders on three nodes: the leader killed, a partiti
 
 dashboards: venv image prometheus  ## the pictures of the dashboards in the manual, drawn from real data
 	@$(BIN)/python -m integration.draw_dashboards
+
+pictures: venv image prometheus chromium  ## the other pictures in the manual: a trace, probes, tokens, alerts, failing fast
+	@$(BIN)/python -m integration.draw_pictures
 
 java:
 	@$(SETUP) java

@@ -1,12 +1,14 @@
 """``make demo``: a broker in a container, and ``reliable-mq demo`` on it, which kills that container under the orders.
 
 The wheel knows nothing of docker: the demo is given the commands that kill and start a broker, here these two. With
-``--observe`` (``make demo ARGS=--observe``), a shop runs beside the demo on the same broker, and everything that
-watches it: Prometheus with the alerts, the probes, the page for dead letters. That stays up until Ctrl-C.
+``--observe`` (``make demo ARGS=--observe``) the same shop runs in this process, slower, and everything that watches it:
+Prometheus with the alerts, the probes, the page for dead letters. When all orders are handled it stays up until Ctrl-C.
+The audit comes after that, so that the dead letters can be looked at.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import signal
 import subprocess
@@ -15,12 +17,22 @@ import tempfile
 import threading
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
-from integration.support.monitored import INVOICES, ORDERS, MonitoredShop
+from prometheus_client import CollectorRegistry
+
 from integration.support.prometheus import Prometheus
+from reliable_mq.cli.demo.run import run
+from reliable_mq.cli.demo.scenario import Outages, Shop
+from reliable_mq.health import HealthServer
+from reliable_mq.monitoring import QueueDepths
 from reliable_mq.monitoring.alerts import AlertSettings, rules
 from reliable_mq.testing import RabbitMQ, remove_leftovers
 from reliable_mq.testing.containers import free_port
+from reliable_mq.url import parse_url
+
+if TYPE_CHECKING:
+    from types import TracebackType
 
 _OBSERVE = "--observe"
 _ALERTS = AlertSettings(hold="5s", window="2m", max_age="10s")  # for a broker that is dead for seconds
@@ -28,49 +40,105 @@ _ALERTS = AlertSettings(hold="5s", window="2m", max_age="10s")  # for a broker t
 
 def main(arguments: list[str]) -> int:
     """Run the demo with these arguments; return its exit status."""
-    interrupted: list[int] = []
-    signal.signal(
-        signal.SIGINT, lambda number, _: interrupted.append(number)
-    )  # Ctrl-C is the demo's; we clean up when it has ended
+    observed = _OBSERVE in arguments
+    # Ctrl-C is the demo's: without --observe that is a process of its own, after which we clean up.
+    signal.signal(signal.SIGINT, signal.default_int_handler if observed else lambda *_: None)
     remove_leftovers()
     _tell("starting RabbitMQ in a container")
-    with RabbitMQ() as broker, ExitStack() as stack:
-        observed = _OBSERVE in arguments
+    with RabbitMQ() as broker:
+        kill, restart = f"docker kill {broker.container.id}", f"docker start {broker.container.id}"
         if observed:
-            for line in observe(broker.url, stack):
+            return observe(broker.url, arguments, kill, restart)
+        hooks = ["--kill-command", kill, "--restart-command", restart]
+        command = [sys.executable, "-m", "reliable_mq.cli", "demo", "--url", broker.url, *hooks, *arguments]
+        return subprocess.run(command, check=False).returncode
+
+
+def observe(url: str, arguments: list[str], kill: str, restart: str) -> int:
+    """Run the demo in this process, with what watches it; return its exit status."""
+    parser = argparse.ArgumentParser(prog="integration.demo")
+    parser.add_argument(_OBSERVE, action="store_true", help="watch the demo")
+    parser.add_argument("--messages", type=int, default=30_000, help="orders to publish")
+    parser.add_argument("--rate", type=float, default=300.0, help="orders a second")
+    parser.add_argument("--kills", type=int, default=2, help="how often to kill the broker")
+    given = parser.parse_args(arguments)
+    shop = ObservedShop(url, orders=given.messages, rate=given.rate)
+    settings = parse_url(url, connection_name="reliable-mq demo")
+    return run(shop, Outages(kill, restart, times=given.kills), ", ".join(map(str, settings.endpoints)))
+
+
+class ObservedShop(Shop):
+    """The shop of the demo, with what watches it. A context manager.
+
+    When all orders are handled, leaving it waits for Ctrl-C.
+
+    Args:
+        url: of the broker.
+        orders: how many to publish.
+        rate: how many a second.
+    """
+
+    def __init__(self, url: str, *, orders: int, rate: float) -> None:
+        self._registry = CollectorRegistry()
+        self._broker_url = url
+        self._watching = ExitStack()
+        settings = parse_url(url, connection_name="reliable-mq demo")
+        super().__init__(url, settings, orders=orders, rate=rate, registry=self._registry)
+
+    def __enter__(self) -> Self:
+        directory = Path(self._watching.enter_context(tempfile.TemporaryDirectory(prefix="reliable-mq-demo-")))
+        _log_into(directory / "shop.log")
+        try:
+            super().__enter__()
+            for line in self._watch(directory):
                 _tell(line)
-        hooks = ["--kill-command", f"docker kill {broker.container.id}"]
-        hooks += ["--restart-command", f"docker start {broker.container.id}"]
-        command = [sys.executable, "-m", "reliable_mq.cli", "demo", "--url", broker.url, *hooks]
-        status = subprocess.run([*command, *(a for a in arguments if a != _OBSERVE)], check=False).returncode
-        if observed and not interrupted:
-            _tell("the demo has ended; the shop beside it goes on until Ctrl-C")
-            pause = threading.Event()
-            while not interrupted:
-                pause.wait(0.5)
-        return status
+        except BaseException:
+            self._watching.close()
+            raise
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.is_done():
+            _tell("all orders are handled; everything stays up until Ctrl-C, then comes the audit")
+            _wait_for_interrupt()
+        self._watching.close()  # before the queues are deleted
+        super().__exit__(exc_type, exc, traceback)
+
+    def _watch(self, directory: Path) -> list[str]:
+        """Start what watches the shop; return where to look."""
+        stack, log = self._watching, directory / "shop.log"
+        stack.enter_context(QueueDepths(self._broker_url, [self.queue], registry=self._registry, interval=0.5))
+        served = HealthServer(self.publisher, self.consumer, port=0, registry=self._registry)
+        address = stack.enter_context(served).url.removeprefix("http://")
+        prometheus = stack.enter_context(Prometheus(directory, {"shop": [address]}, rules=rules(_ALERTS)))
+        port = free_port()
+        page = [sys.executable, "-m", "reliable_mq.cli", "web", self._broker_url, self.queues[1]]
+        with log.open("ab") as out:
+            options = ["--port", str(port), "--allow-changes"]
+            # In a session of its own: it stays up at Ctrl-C, until it is ended.
+            process = subprocess.Popen(
+                [*page, *options], stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+            )
+        stack.callback(_end, process)
+        return [
+            f"alerts:        {prometheus.page('alerts')}",
+            f"metrics:       http://{address}/metrics, and graphs of them: {prometheus.page('graph')}",
+            f"probes:        http://{address}/livez, /readyz, /progressz",
+            f"dead letters:  http://127.0.0.1:{port}/ (the audit counts what you delete there as lost)",
+            "dashboards:    reliable-mq grafana publishers, and consumers, for a Grafana with this Prometheus",
+            f"logs:          {log}",
+        ]
 
 
-def observe(url: str, stack: ExitStack) -> list[str]:
-    """Start a shop and what watches it, until the stack is closed; return where to look."""
-    directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="reliable-mq-demo-")))
-    log = directory / "shop.log"
-    _log_into(log)
-    shop = stack.enter_context(MonitoredShop(url, directory, rate=50, failing=0.05))
-    prometheus = stack.enter_context(Prometheus(directory, {"shop": [shop.address]}, rules=rules(_ALERTS)))
-    port = free_port()
-    dead = [f"{queue.name}.dead" for queue in (ORDERS, INVOICES)]
-    page = [sys.executable, "-m", "reliable_mq.cli", "web", url, *dead, "--port", str(port), "--allow-changes"]
-    with log.open("ab") as out:
-        stack.callback(_end, subprocess.Popen(page, stdin=subprocess.DEVNULL, stdout=out, stderr=out))
-    return [
-        f"alerts:        {prometheus.url}/alerts",
-        f"metrics:       http://{shop.address}/metrics, and graphs of them: {prometheus.url}/graph",
-        f"probes:        http://{shop.address}/livez, /readyz, /progressz",
-        f"dead letters:  http://127.0.0.1:{port}/",
-        "dashboards:    reliable-mq grafana publishers, and consumers, for a Grafana with this Prometheus",
-        f"logs:          {log}",
-    ]
+def _wait_for_interrupt() -> None:
+    pause = threading.Event()
+    try:
+        while True:
+            pause.wait(0.5)
+    except KeyboardInterrupt:
+        pass
 
 
 def _log_into(file: Path) -> None:

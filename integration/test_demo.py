@@ -42,7 +42,7 @@ def test_the_observed_demo_says_where_to_look_and_everything_is_there() -> None:
         try:
             wait_until(lambda: any("until Ctrl-C" in line for line in told), timeout=240, what=lambda: f"{told}{shown}")
             check("".join(told))
-        finally:
+        finally:  # then comes the audit
             demo.send_signal(signal.SIGINT)
             demo.wait(60)
             for reader in readers:
@@ -52,16 +52,22 @@ def test_the_observed_demo_says_where_to_look_and_everything_is_there() -> None:
 
 
 def check(told: str) -> None:
-    """Look where the demo says."""
-    addresses = dict(re.findall(r"^(\w[\w ]+): +(http\S+?)[,\n]", told, re.MULTILINE))
-    rules = json.loads(got(addresses["alerts"].replace("/alerts", "/api/v1/rules")))
+    """Look where the demo says: everything shows the demo itself."""
+    addresses = dict(re.findall(r"^(\w[\w ]+): +(http[^\s,]+)", told, re.MULTILINE))
+    assert "ReliableMQDeadLetters" in got(addresses["alerts"])
+    prometheus = "/".join(addresses["alerts"].split("/")[:3])
+    rules = json.loads(got(f"{prometheus}/api/v1/rules"))
     assert len(rules["data"]["groups"][0]["rules"]) > 10
-    assert 'reliable_mq_publisher_connected{publisher="shop"}' in got(addresses["metrics"])
+    metrics = got(addresses["metrics"])
+    labels = 'outcome="confirmed",publisher="reliable-mq demo publisher"'
+    assert f"reliable_mq_publisher_settled_total{{{labels}}} 5000.0" in metrics
+    depth = re.compile(r'reliable_mq_queue_messages\{queue="(\S+\.dead)",role="dead_letters"} 10.0')
+    wait_until(lambda: depth.search(got(addresses["metrics"])), timeout=30, what="the depth of the dead-letter queue")
+    queue = depth.findall(got(addresses["metrics"]))[0]
     assert json.loads(got(addresses["probes"]))["live"] is True
-    assert "orders.dead" in got(addresses["dead letters"])
+    assert queue in got(addresses["dead letters"])
     query = "/api/v1/query?query=" + "count(count_over_time(ALERTS{alertname=%22ReliableMQDeadLetters%22}[1h]))"
-    base = addresses["alerts"].removesuffix("/alerts")
-    wait_until(lambda: json.loads(got(base + query))["data"]["result"], timeout=60, what="an alert in Prometheus")
+    wait_until(lambda: json.loads(got(prometheus + query))["data"]["result"], timeout=60, what="an alert in Prometheus")
 
 
 def got(url: str) -> str:

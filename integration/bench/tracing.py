@@ -1,8 +1,9 @@
-"""``python -m integration.bench.tracing``: the cost of traces, in CPU time of the client per message.
+"""``python -m integration.bench.tracing``: the cost of traces, in CPU time of the client and in messages per second.
 
 Publisher and consumer, sync and asyncio, run against one broker without traces and with each kind of traces in turn,
-several rounds; of each kind the least counts: what else the machine does only adds to it. CPU time is that of this
-process, all threads; the broker's is not in it. Spans go to a batch processor whose exporter drops them.
+several rounds. Of the CPU times of a kind the least counts: what else the machine does only adds to it; of the rates
+the median. CPU time is that of this process, all threads; the broker's is not in it. Spans go to a batch processor
+whose exporter drops them.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import asyncio
 import sys
 import threading
 import time
-from contextlib import AbstractContextManager, nullcontext
+from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
+from opentelemetry.context import Context, attach, detach
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased
-from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, use_span
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 
 from integration.bench.broker import BenchBroker
 from integration.bench.paths import OUTPUT
@@ -31,11 +33,11 @@ if TYPE_CHECKING:
 
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.sampling import Sampler
-    from opentelemetry.trace import Span
 
-__all__ = ["BODY", "SAMPLE_EVERY", "Kind", "main", "provider_with", "table"]
+__all__ = ["BODY", "SAMPLE_EVERY", "Kind", "main", "provider_with", "tables"]
 
 TITLE = "Traces: CPU time of the client, in µs per message"
+TITLE_OF_RATES = "Traces: messages per second"
 ORDERS = Queue("bench.traces", type="classic")
 BODY = b"x" * 1024
 SAMPLE_EVERY = 100
@@ -57,9 +59,16 @@ def _tracing(*, sampled: bool = True, root_ratio: float = 1.0) -> Tracing:
     return Tracing(tracer_provider=provider_with(ALWAYS_ON if sampled else ALWAYS_OFF), root_ratio=root_ratio)
 
 
-def _remote(*, sampled: bool) -> Span:
-    flags = TraceFlags(TraceFlags.SAMPLED if sampled else TraceFlags.DEFAULT)
-    return NonRecordingSpan(SpanContext(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, True, flags))
+class Spent(NamedTuple):
+    """What a run took.
+
+    Attributes:
+        cpu: seconds of this process, all threads.
+        wall: seconds on the clock.
+    """
+
+    cpu: float
+    wall: float
 
 
 class Kind(NamedTuple):
@@ -69,73 +78,98 @@ class Kind(NamedTuple):
         label: in the table.
         tracing: makes it; None for none.
         parents: of so many messages one has a parent that is sampled; 0 for none, None for no parent at all.
+        each: whether each message has a context of its own; else the sampled ones share one, and the others.
     """
 
     label: str
     tracing: Callable[[], Tracing] | None
     parents: int | None = None
+    each: bool = False
 
-    def current(self, number: int) -> AbstractContextManager[object]:
-        """Return the context of the caller for the messages from ``number`` on."""
+    def parent(self, number: int) -> SpanContext | None:
+        """Return the span that is current where a message is published."""
         if self.parents is None:
-            return nullcontext()
-        return use_span(_SAMPLED if self.parents and number % self.parents == 0 else _NOT_SAMPLED)
+            return None
+        flags = TraceFlags(bool(self.parents) and number % self.parents == 0)
+        return SpanContext(_TRACE, _SPAN + self.each * number, True, flags)
+
+    def contexts(self, count: int) -> list[Context]:
+        """Return the contexts that messages are published in."""
+        known: dict[tuple[int, int] | None, Context] = {}
+        contexts = []
+        for number in range(count):
+            parent = self.parent(number)
+            key = None if parent is None else (parent.span_id, parent.trace_flags)
+            if key not in known:
+                known[key] = Context()
+                if parent is not None:
+                    known[key] = set_span_in_context(NonRecordingSpan(parent), Context())
+            contexts.append(known[key])
+        return contexts
 
     def message(self, number: int) -> Message:
         """Return a message as a consumer gets it: with the context of its publisher, if there is one."""
-        if self.parents is None:
+        parent = self.parent(number)
+        if parent is None:
             return Message(BODY)
-        flags = "01" if self.parents and number % self.parents == 0 else "00"
-        return Message(
-            BODY, headers={"traceparent": f"00-{'0af7651916cd43dd8448eb211c80319c'}-b7ad6b7169203331-{flags}"}
-        )
+        ids = f"{parent.trace_id:032x}-{parent.span_id:016x}-{parent.trace_flags:02x}"
+        return Message(BODY, headers={"traceparent": f"00-{ids}"})
 
 
-_SAMPLED, _NOT_SAMPLED = _remote(sampled=True), _remote(sampled=False)
+_TRACE, _SPAN = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
 
 KINDS = (
     Kind("no traces, no context", None),
     Kind("root_ratio=0, no context", lambda: _tracing(root_ratio=0.0)),
     Kind("the sampler declines each root", lambda: _tracing(sampled=False)),
     Kind("no traces, messages with a context", None, 0),
-    Kind("context not sampled", _tracing, 0),
-    Kind("1 % sampled", _tracing, SAMPLE_EVERY),
+    Kind("not sampled, one context", _tracing, 0),
+    Kind("not sampled, a context for each", _tracing, 0, each=True),
+    Kind("1 % sampled, one context for the others", _tracing, SAMPLE_EVERY),
     Kind("all sampled", _tracing, 1),
 )
 
 
-def publish(url: str, kind: Kind, count: int) -> float:
-    """Return the CPU seconds of ``count`` confirmed messages, pipelined."""
+class _Watch:
+    """Measures from its making on."""
+
+    def __init__(self) -> None:
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def spent(self) -> Spent:
+        return Spent(time.process_time() - self._cpu, time.perf_counter() - self._wall)
+
+
+def publish(url: str, kind: Kind, count: int) -> Spent:
+    """Return the seconds of ``count`` confirmed messages, pipelined."""
     tracing = None if kind.tracing is None else kind.tracing()
+    contexts = kind.contexts(count)
     with Publisher(url, topology=[ORDERS], tracing=tracing, new_queue_grace=0) as publisher:
         publisher.publish(Message(BODY), routing_key=ORDERS.name)
-        began = time.process_time()
-        for start in range(0, count, SAMPLE_EVERY):
-            with kind.current(start):
-                publisher.submit(Message(BODY), routing_key=ORDERS.name)
-            with kind.current(start + 1) if kind.parents != 1 else kind.current(start):
-                for _ in range(min(SAMPLE_EVERY, count - start) - 1):
-                    publisher.submit(Message(BODY), routing_key=ORDERS.name)
+        watch = _Watch()
+        for context in contexts:
+            token = attach(context)
+            publisher.submit(Message(BODY), routing_key=ORDERS.name)
+            detach(token)
         publisher.flush(120)
-        return time.process_time() - began
+        return watch.spent()
 
 
-def publish_on_asyncio(url: str, kind: Kind, count: int) -> float:
+def publish_on_asyncio(url: str, kind: Kind, count: int) -> Spent:
     """As `publish`."""
 
-    async def run() -> float:
+    async def run() -> Spent:
         tracing = None if kind.tracing is None else kind.tracing()
+        contexts = kind.contexts(count)
         async with AsyncPublisher(url, topology=[ORDERS], tracing=tracing, new_queue_grace=0) as publisher:
             await publisher.publish(Message(BODY), routing_key=ORDERS.name)
-            began = time.process_time()
-            for start in range(0, count, SAMPLE_EVERY):
-                with kind.current(start):
-                    await publisher.submit(Message(BODY), routing_key=ORDERS.name)
-                with kind.current(start + 1) if kind.parents != 1 else kind.current(start):
-                    for _ in range(min(SAMPLE_EVERY, count - start) - 1):
-                        await publisher.submit(Message(BODY), routing_key=ORDERS.name)
+            watch = _Watch()
+            for context in contexts:
+                token = attach(context)
+                await publisher.submit(Message(BODY), routing_key=ORDERS.name)
+                detach(token)
             await publisher.flush(120)
-            return time.process_time() - began
+            return watch.spent()
 
     return asyncio.run(run())
 
@@ -146,8 +180,8 @@ def _fill(url: str, kind: Kind, count: int) -> None:
     report.raise_for_failures()
 
 
-def consume(url: str, kind: Kind, count: int) -> float:
-    """Return the CPU seconds of ``count`` deliveries, handled and acked."""
+def consume(url: str, kind: Kind, count: int) -> Spent:
+    """Return the seconds of ``count`` deliveries, handled and acked."""
     _fill(url, kind, count)
     left, over = count, threading.Event()
 
@@ -158,18 +192,18 @@ def consume(url: str, kind: Kind, count: int) -> float:
             over.set()
 
     tracing = None if kind.tracing is None else kind.tracing()
-    began = time.process_time()
+    watch = _Watch()
     with Consumer(url, ORDERS, handle, prefetch=300, tracing=tracing):
         if not over.wait(120):
             raise TimeoutError(f"{left} of {count} messages were not handled")
-    return time.process_time() - began
+    return watch.spent()
 
 
-def consume_on_asyncio(url: str, kind: Kind, count: int) -> float:
+def consume_on_asyncio(url: str, kind: Kind, count: int) -> Spent:
     """As `consume`."""
     _fill(url, kind, count)
 
-    async def run() -> float:
+    async def run() -> Spent:
         left, over = count, asyncio.Event()
 
         async def handle(_: object) -> None:
@@ -179,10 +213,10 @@ def consume_on_asyncio(url: str, kind: Kind, count: int) -> float:
                 over.set()
 
         tracing = None if kind.tracing is None else kind.tracing()
-        began = time.process_time()
+        watch = _Watch()
         async with AsyncConsumer(url, ORDERS, handle, prefetch=300, tracing=tracing):
             await asyncio.wait_for(over.wait(), 120)
-        return time.process_time() - began
+        return watch.spent()
 
     return asyncio.run(run())
 
@@ -195,34 +229,42 @@ WORK = {
 }
 
 
-def table(seconds: dict[tuple[str, str], list[float]], count: int) -> Table:
-    """Return the table of what was measured: per kind, µs per message and the ratio to its base."""
-    rows = []
+def tables(spent: dict[tuple[str, str], list[Spent]], count: int) -> tuple[Table, Table]:
+    """Return the tables of what was measured, per kind: CPU time with the ratio to its base, and the throughput."""
+    times, rates = [], []
     for kind in KINDS:
         base = KINDS[0] if kind.parents is None else KINDS[3]
-        row = [kind.label]
+        cpu_row, rate_row = [kind.label], [kind.label]
         for work in WORK:
-            mine, of_base = (min(seconds[work, one.label]) for one in (kind, base))
-            share = "" if kind.tracing is None else f" ({(mine / of_base - 1) * 100:+.0f} %)"
-            row.append(f"{mine / count * 1e6:.1f}{share}")
-        rows.append(tuple(row))
-    return Table(TITLE, ("traces", *WORK), tuple(rows))
+            mine, of_base = (spent[work, one.label] for one in (kind, base))
+            cpu, least = min(one.cpu for one in mine), min(one.cpu for one in of_base)
+            rate, most = (count / median(one.wall for one in runs) for runs in (mine, of_base))
+            cpu_row.append(f"{cpu / count * 1e6:.1f}{_share(kind, cpu / least)}")
+            rate_row.append(f"{rate:,.0f}{_share(kind, rate / most)}")
+        times.append(tuple(cpu_row))
+        rates.append(tuple(rate_row))
+    headings = ("traces", *WORK)
+    return Table(TITLE, headings, tuple(times)), Table(TITLE_OF_RATES, headings, tuple(rates))
+
+
+def _share(kind: Kind, ratio: float) -> str:
+    return "" if kind.tracing is None else f" ({(ratio - 1) * 100:+.0f} %)"
 
 
 def main(count: int, rounds: int) -> None:
-    """Measure, and print and add the table."""
-    seconds: dict[tuple[str, str], list[float]] = {(work, kind.label): [] for work in WORK for kind in KINDS}
+    """Measure, and print and add the tables."""
+    spent: dict[tuple[str, str], list[Spent]] = {(work, kind.label): [] for work in WORK for kind in KINDS}
     with RabbitMQ(broker_image("newest")) as broker:
         for turn in range(rounds):
             for kind in KINDS:
                 for work, run in WORK.items():
-                    seconds[work, kind.label].append(run(broker.url, kind, count))
+                    spent[work, kind.label].append(run(broker.url, kind, count))
                     BenchBroker(broker.url).delete_queue(ORDERS.name)
             print(f"round {turn + 1} of {rounds}", file=sys.stderr)
-    found = table(seconds, count)
-    print(found.markdown())
+    found = "\n".join(table.markdown() for table in tables(spent, count))
+    print(found)
     OUTPUT.mkdir(parents=True, exist_ok=True)
-    (OUTPUT / "tracing.md").write_text(found.markdown())
+    (OUTPUT / "tracing.md").write_text(found)
 
 
 if __name__ == "__main__":

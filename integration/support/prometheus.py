@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from functools import cache
@@ -106,6 +107,14 @@ class Prometheus:
     def firing(self) -> set[str]:
         """Return the names of the alerts that are firing."""
         return {alert["labels"]["alertname"] for alert in self.alerts() if alert["state"] == "firing"}
+
+    def page(self, name: str) -> str:
+        """Return the address of a page, such as ``alerts``: Debian's has the older pages alone."""
+        try:
+            urllib.request.urlopen(f"{self.url}/{name}", timeout=15).close()
+        except urllib.error.HTTPError:
+            return f"{self.url}/classic/{name}"
+        return f"{self.url}/{name}"
 
     def _get(self, path: str, **parameters: str) -> Any:
         url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"

@@ -75,6 +75,7 @@ class ConsumerTracer:
 
     def __init__(self, tracing: Tracing, *, name: str, queue: str, endpoints: Sequence[Endpoint]) -> None:
         self._tracing = tracing
+        self._root_ratio = tracing.root_ratio
         self._errors = tracing._errors  # noqa: SLF001  # of the same package
         self._queue = queue
         self._common: dict[str, Any] = {
@@ -177,7 +178,7 @@ class ConsumerTracer:
             context = (self._known_propagation or self._propagation).passed_on(delivery.properties)
             if context is None:
                 return self._process(delivery, *self._carried(delivery))
-            if context or self._tracing.root_ratio == 0:
+            if context or self._root_ratio == 0:
                 return context
             return self._process(delivery, context, None)
         except Exception as error:  # noqa: BLE001  # logged
@@ -194,7 +195,7 @@ class ConsumerTracer:
                 links.append(Link(before))
                 if parent is None:
                     parent, context = before, set_span_in_context(NonRecordingSpan(before), context)
-        if random.random() >= self._tracing.root_ratio if parent is None else not parent.trace_flags.sampled:
+        if random.random() >= self._root_ratio if parent is None else not parent.trace_flags.sampled:
             return context
         span = self._start("process", SpanKind.CONSUMER, context, self._destination(delivery), links)
         if span.is_recording():
@@ -211,7 +212,7 @@ class ConsumerTracer:
 
     def _process_batch(self, deliveries: list[Delivery]) -> Context | _Handling:
         links, decided = self._links(deliveries)
-        if not links and (decided or random.random() >= self._tracing.root_ratio):
+        if not links and (decided or random.random() >= self._root_ratio):
             return _EMPTY
         span = self._start("process", SpanKind.CONSUMER, _EMPTY, self._common_destination(deliveries), links)
         if span.is_recording():
@@ -276,7 +277,7 @@ class ConsumerTracer:
         if ambient.is_valid:
             if not ambient.trace_flags.sampled:
                 return
-        elif not links and (decided or random.random() >= self._tracing.root_ratio):
+        elif not links and (decided or random.random() >= self._root_ratio):
             return
         destination = self._common_destination(deliveries)
         span = self._start("receive", SpanKind.CLIENT, context, destination, links, began)

@@ -12,6 +12,7 @@ Invariant: a context that a message carries is never replaced, nor a single head
 from __future__ import annotations
 
 import re
+from binascii import hexlify
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from opentelemetry.context import Context
@@ -52,7 +53,8 @@ _SAMPLED: Final = frozenset((b"1", b"3", b"5", b"7", b"9", b"b", b"d", b"f"))  #
 _PARTS: Final = re.compile(re.escape(_TRACEPARENT) + rb"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 _PLACE: Final = "-" * 55  # of a value
 _HEAD_BEGIN, _HEAD_END = plain_properties_head({TRACEPARENT: _PLACE}).split(_PLACE.encode())
-_HEAD: Final = b"00-%032x-%016x-%02x".join(part.replace(b"%", b"%%") for part in (_HEAD_BEGIN, _HEAD_END))
+_HEAD_AND_VERSION: Final = _HEAD_BEGIN + b"00-"
+_FLAGS_AND_END: Final = tuple(b"-%02x%b" % (flags, _HEAD_END) for flags in range(256))
 _NO_TRACE, _NO_SPAN = b"0" * 32, b"0" * 16
 _EMPTY: Final = Context()
 (_SPAN_KEY,) = set_span_in_context(INVALID_SPAN, _EMPTY)  # under which a context has its span
@@ -137,7 +139,9 @@ class Propagation:
         if type(span) is _PassedOnSpan and (header := span.undecoded()) is not None:
             return _HEAD_BEGIN + header + _HEAD_END
         found: SpanContext = span.get_span_context()
-        return None if found.trace_flags & TraceFlags.SAMPLED else _plain_head(found)
+        if found[3] & 1:  # in its place, as one is asked for each message: the properties of OpenTelemetry take longer
+            return None
+        return _plain_head(found)
 
     def head_of(self, span: Span, context: Context) -> bytes | None:
         """Return the `plain_properties_head` that carries a span in a context.
@@ -182,7 +186,8 @@ def _plain_head(span: SpanContext) -> bytes | None:
     trace_id, span_id, _, flags, state, is_valid = span
     if not is_valid or (state is not DEFAULT_TRACE_STATE and state):
         return None
-    return _HEAD % (trace_id, span_id, flags)
+    ids = hexlify(trace_id.to_bytes(16, "big")) + b"-" + hexlify(span_id.to_bytes(8, "big"))
+    return _HEAD_AND_VERSION + ids + _FLAGS_AND_END[flags]
 
 
 def traceparent_in(head: bytes) -> str:

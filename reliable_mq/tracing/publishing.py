@@ -63,14 +63,14 @@ class PublisherTracer:
 
     def __init__(self, tracing: Tracing, *, name: str, endpoints: Sequence[Endpoint]) -> None:
         self._tracing = tracing
+        self._root_ratio = tracing.root_ratio
         self._injects = not isinstance(tracing, CopyTracing)
         self._errors = tracing._errors  # noqa: SLF001  # of the same package
         self._name = name
         self._server = conventions.server(endpoints)
         self._propagation: Propagation | None = None
         self._destinations: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {}
-        # The last context that was not sampled, with what its messages get: callers publish many in one.
-        self._unsampled: tuple[Context, SendTrace] | None = None
+        self._unsampled = SendTrace(None)  # of the last context that was not sampled: callers publish many in one
 
     apart: Final = Context()
     """The context of a caller that has none."""
@@ -96,13 +96,22 @@ class PublisherTracer:
             ambient: the context to be in; None for that of the caller.
         """
         context = get_current() if ambient is None else ambient
-        if isinstance(message, Message) and message.encoded_properties is None:  # decided with few steps: most are so
-            known = self._unsampled
-            if known is not None and known[0] is context:
-                return known[1]
-            if not context and self._tracing.root_ratio == 0:
-                return None
         try:
+            if isinstance(message, Message) and message.encoded_properties is None:  # most are: decided in few steps
+                known = self._unsampled
+                if known.context is context:
+                    return known
+                if not context:
+                    if self._root_ratio == 0:
+                        return None
+                elif self._injects:
+                    propagation = self._propagation or self._new_propagation()
+                    head = propagation.unsampled_head(context)
+                    if head is not None:
+                        trace = _new_trace(SendTrace)
+                        trace.context, trace.plain_head, trace._headers = context, head, None  # noqa: SLF001
+                        self._unsampled = trace
+                        return trace
             return self._begin(message, exchange, routing_key, operation, context)
         except Exception as error:  # noqa: BLE001  # logged
             self._errors.log(error, "a span could not be begun; the message is published without one")
@@ -117,10 +126,6 @@ class PublisherTracer:
     ) -> SendTrace | None:
         properties = message.encoded_properties if isinstance(message, Message) else None
         propagation = self._propagation or self._new_propagation()
-        if properties is None and self._injects and (head := propagation.unsampled_head(context)) is not None:
-            trace = SendTrace(head)
-            self._unsampled = context, trace
-            return trace
         carried = None
         if properties is not None and propagation.carries(properties):
             carried = get_current_span(propagation.extract(message.headers))
@@ -133,7 +138,7 @@ class PublisherTracer:
         if parent.is_valid:
             if not parent.trace_flags.sampled:
                 return self._pass_on(propagation, context, properties) if theirs is None else None
-        elif random.random() >= self._tracing.root_ratio:
+        elif random.random() >= self._root_ratio:
             return None
         span = self._start(message, exchange, routing_key, operation, context, theirs)
         head, headers = None, _NOTHING
@@ -184,7 +189,8 @@ class PublisherTracer:
             headers = propagation.added(headers, properties)
         trace = SendTrace(None, headers)
         if properties is None:
-            self._unsampled = context, trace
+            trace.context = context
+            self._unsampled = trace
         return trace
 
     def _destination(self, exchange: str, routing_key: str) -> tuple[str, dict[str, Any]]:
@@ -222,14 +228,16 @@ class SendTrace:
         recording: whether there is a span to end.
         ids: of the span, for logs and exemplars; empty without one.
         plain_head: the encoded properties of a message with these headers and an id, up to that.
+        context: in which messages get this trace; None if it is that of one message.
     """
 
-    __slots__ = ("_headers", "plain_head")
+    __slots__ = ("_headers", "context", "plain_head")
 
     recording: bool = False
     ids: Mapping[str, str] = _NOTHING
 
     def __init__(self, plain_head: bytes | None, headers: Mapping[str, str] = _NOTHING) -> None:
+        self.context: Context | None = None
         self._headers = headers if plain_head is None else None
         self.plain_head = plain_properties_head(headers) if plain_head is None else plain_head
 
@@ -264,6 +272,9 @@ class SendTrace:
 
     def failed(self, error: BaseException) -> None:
         """End the span of a publish that was not accepted."""
+
+
+_new_trace: Final = SendTrace.__new__  # one for each message: its ``__init__`` takes as long as making it
 
 
 class RecordedTrace(SendTrace):

@@ -4,8 +4,8 @@ One order in fifty fails at its first attempt, as if a payment service had not a
 processed at all and ends in the dead-letter queue. Handlers are idempotent by the store, so that an order delivered
 again after an outage has its effect once.
 
-The audit records each order before it is published, and again when it was handled or found in the dead-letter queue: it
-is independent of publishers and consumers.
+The audit records each order before it is published, and again when it was handled or, at the end, found in the
+dead-letter queue, where it can be looked at until then. It is independent of publishers and consumers.
 
 Two commands of the user's kill and restart the broker, at moments that depend on the progress, not on a clock.
 """
@@ -21,7 +21,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from tenacity import wait_exponential
 
@@ -41,11 +41,15 @@ from reliable_mq.sync.publisher import Publisher
 from reliable_mq.testing.audit import Audit
 from reliable_mq.topology import DEAD_SUFFIX, Queue
 
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
 __all__ = ["BrokerState", "Outages", "Progress", "Shop", "fails_once", "is_poison"]
 
 _NAME: Final = "reliable-mq demo"
 _AT_A_TIME: Final = 50  # orders between two waits
 _HANDLERS: Final = 4
+_ATTEMPTS: Final = 3
 _LEFT_WAIT: Final = 0.5  # seconds for the broker to report an empty queue
 _GRACE: Final = 5.0  # seconds for outstanding confirms when the demo is interrupted
 
@@ -87,18 +91,28 @@ class Shop:
         settings: the same, parsed.
         orders: how many to publish.
         rate: how many a second; 0 for as many as possible.
+        registry: for the metrics of the publisher and the consumer; None for none.
 
     Attributes:
         audit: of every order.
         broker: its product and version; once entered.
-        queues: the work queue and its dead-letter queue.
+        queue: of the orders.
+        queues: the names of the work queue and its dead-letter queue.
         publisher, consumer: of the orders.
         failure: why not all orders were published.
     """
 
     broker: str
 
-    def __init__(self, url: str, settings: ConnectionSettings, *, orders: int, rate: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        settings: ConnectionSettings,
+        *,
+        orders: int,
+        rate: float,
+        registry: CollectorRegistry | None = None,
+    ) -> None:
         self.orders = orders
         self.audit = Audit()
         self.failure: Exception | None = None
@@ -108,30 +122,30 @@ class Shop:
         self._published = 0
         self._handled = 0
         self._delivered = 0
-        self._dead: set[str] = set()
+        self._given_up: set[str] = set()  # what the audit is to find in the dead-letter queue
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._enough = threading.Event()
         self._all_settled = threading.Event()
-        self._queue = Queue(f"reliable-mq-demo-{secrets.token_hex(4)}")
-        self.queues = (self._queue.name, f"{self._queue.name}{DEAD_SUFFIX}")
-        retry = RetryPolicy(max_attempts=3, delays=(0.2, 0.5))
-        delays = DelayQueues(self._queue.name, retry)
-        self._beside = (Quarantine.of(self._queue).name, *(delays.queue(step).name for step in delays.own))
+        self.queue = Queue(f"reliable-mq-demo-{secrets.token_hex(4)}")
+        self.queues = (self.queue.name, f"{self.queue.name}{DEAD_SUFFIX}")
+        retry = RetryPolicy(max_attempts=_ATTEMPTS, delays=(0.2, 0.5))
+        delays = DelayQueues(self.queue.name, retry)
+        self._beside = (Quarantine.of(self.queue).name, *(delays.queue(step).name for step in delays.own))
         soon = wait_exponential(multiplier=0.1, max=1.0)  # for a user who watches
-        self.publisher = Publisher(url, topology=[self._queue], reconnect_wait=soon, name=f"{_NAME} publisher")
+        self.publisher = Publisher(
+            url, topology=[self.queue], reconnect_wait=soon, name=f"{_NAME} publisher", registry=registry
+        )
         self.consumer = Consumer(
             url,
-            self._queue,
+            self.queue,
             self._handle,
             concurrency=_HANDLERS,
             retry=retry,
             idempotency=MemoryStore(),
             reconnect_wait=soon,
             name=f"{_NAME} consumer",
-        )
-        self._dead_letters = Consumer(
-            url, self.queues[1], self._found_dead, reconnect_wait=soon, name=f"{_NAME} dead letters"
+            registry=registry,
         )
         self._till = threading.Thread(target=self._publish_all, name=f"{_NAME} orders", daemon=True)
         self._open = ExitStack()
@@ -149,7 +163,6 @@ class Shop:
         with ExitStack() as opened:
             opened.callback(self._take_down)
             opened.enter_context(self.consumer)
-            opened.enter_context(self._dead_letters)
             self.publisher.connect()
             self._till.start()
             opened.callback(self._till.join)
@@ -171,7 +184,7 @@ class Shop:
             published=self._published,
             confirmed=sent.confirmed,
             handled=self._handled,
-            dead_lettered=len(self._dead),
+            dead_lettered=len(self._given_up),
             retried=received.retried,
             republished=sent.republished,
             duplicates=received.duplicates,
@@ -185,9 +198,9 @@ class Shop:
         """Whether all orders are settled, and all confirmed ones handled or dead-lettered."""
         if not self._all_settled.is_set():
             return False
-        if self._handled + len(self._dead) < self.publisher.statistics.confirmed:
+        if self._handled + len(self._given_up) < self.publisher.statistics.confirmed:
             return False
-        return self._is_idle() and not self.audit.balance().lost
+        return self._is_idle() and self.audit.balance().lost <= self._given_up
 
     def _is_idle(self) -> bool:
         """Whether nothing is unacked, and nothing was delivered since the last call."""
@@ -224,7 +237,7 @@ class Shop:
         message = Message.json(order)
         self.audit.attempted(message.message_id)
         self._published += 1
-        self.publisher.submit(message, routing_key=self._queue.name).add_done_callback(self._settled)
+        self.publisher.submit(message, routing_key=self.queue.name).add_done_callback(self._settled)
 
     def _settled(self, confirmation: Confirmation) -> None:
         error = confirmation.exception()
@@ -239,18 +252,15 @@ class Shop:
         order = delivery.json()
         if fails_once(order["order"]) and delivery.attempt == 1:
             raise ConnectionError("the payment service did not answer")
-        if "amount" not in order:
-            raise KeyError("amount")
         message_id = delivery.message_id or ""
+        if "amount" not in order:
+            if delivery.attempt >= _ATTEMPTS:
+                self._given_up.add(message_id)
+            raise KeyError("amount")
         self.audit.effect(message_id)
         self.audit.handled(message_id)
         with self._lock:
             self._handled += 1
-
-    def _found_dead(self, delivery: Delivery) -> None:
-        message_id = delivery.message_id or ""
-        self.audit.dead_lettered([message_id])
-        self._dead.add(message_id)
 
     # Closing
 

@@ -33,7 +33,7 @@ import itertools
 from collections import deque
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from reliable_mq.codec import append_publish, encode_properties, publish_head
+from reliable_mq.codec import append_publish, encode_properties, plain_properties, publish_head
 from reliable_mq.core.consumer.attempts import describe
 from reliable_mq.core.publisher.bisect import BLAMES_A_PUBLISH, ChannelErrorBisector, named_by, processed
 from reliable_mq.core.publisher.confirms import ConfirmTracker
@@ -402,8 +402,13 @@ class PublisherSession(Generic[P]):
                         heads.clear()
                     head = heads[key] = publish_head(channel, *key)
                 message = publication.message
-                plain = publication.trace is None and not publication.in_doubt
-                properties = encode_properties(message) if plain else encode_traced(publication)
+                trace = publication.trace
+                if trace is None and not publication.in_doubt:
+                    properties = encode_properties(message)
+                elif trace is not None and message.encoded_properties is None and not publication.in_doubt:
+                    properties = plain_properties(trace.plain_head, message.message_id)
+                else:
+                    properties = encode_traced(publication)
                 size += append_publish(out, head, channel, properties, message.body, frame_max)
             except MemoryError:
                 raise

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, Final, Protocol
 
-from reliable_mq.codec import encode_properties, plain_properties
+from reliable_mq.codec import encode_properties
 from reliable_mq.core import headers
 
 if TYPE_CHECKING:
@@ -67,14 +67,15 @@ _IN_DOUBT: Final[Mapping[str, FieldValue]] = {headers.POSSIBLE_DUPLICATE: True}
 
 
 def encode_traced(publication: Publication) -> bytes:
-    """Return the encoded properties of an attempt that is traced or in doubt."""
+    """Return the encoded properties of an attempt that is traced or in doubt.
+
+    One that is not in doubt, of a message with an id alone, has `plain_properties`, which takes less.
+    """
     message, trace = publication.message, publication.trace
     if trace is None:
         return encode_properties(message, _IN_DOUBT)
     if publication.in_doubt:
         return encode_properties(message, {**trace.headers, **_IN_DOUBT})
-    if message.encoded_properties is None:
-        return plain_properties(trace.plain_head, message.message_id)
     return encode_properties(message, trace.headers)
 
 
