@@ -19,7 +19,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from reliable_mq.codec import CodecError, InboundReader, methods
-from reliable_mq.connection.read_throttle import ReadThrottle
+from reliable_mq.codec.methods import Cancel, SetPrefetch
 from reliable_mq.core.channel_setup import Pipeline, StepRefused
 from reliable_mq.errors import BrokerUnavailable
 
@@ -31,7 +31,11 @@ if TYPE_CHECKING:
     from reliable_mq.connection.interfaces import ChannelEvents
     from reliable_mq.core.channel_setup import StepGenerator
 
-__all__ = ["Channel", "ChannelTable", "ReadyGate", "SetupRunner"]
+__all__ = ["Channel", "ChannelTable", "ReadThrottle", "ReadyGate", "SetupRunner"]
+
+_LONGEST_GAP = 1e-3  # seconds
+_GAP_PER_DELIVERY = 2.5e-6  # seconds for each delivery of the prefetch
+_MANY_BYTES = 64 * 1024  # a read of so many is worth a turn of the loop
 
 
 class ChannelTable:
@@ -343,3 +347,29 @@ class ReadyGate:
             event()
         else:
             self._held.append(event)
+
+
+class ReadThrottle:
+    """Limits how often a consumer's connection reads. Not thread-safe.
+
+    A broker sends few deliveries at a time. The cost of a read is mostly that it passes work to other threads and wakes
+    them. So the next read after a small one waits until about a tenth of the prefetch can have come, at 40 000 messages
+    a second: this halves the CPU time of a message, which makes both faster on a machine shared with the broker. The
+    gap alone would allow ten times that rate, whatever the prefetch is; a delivery that does not follow another one
+    closely does not wait, and no write ever waits.
+    """
+
+    def __init__(self) -> None:
+        self._gap = 0.0
+
+    def follow(self, step: Step) -> None:
+        """Follow a step: the largest prefetch counts, until a consumer is cancelled."""
+        if isinstance(step, SetPrefetch):
+            gap = min(step.count * _GAP_PER_DELIVERY, _LONGEST_GAP) if step.count else _LONGEST_GAP
+            self._gap = max(self._gap, gap)
+        elif isinstance(step, Cancel):
+            self._gap = 0.0
+
+    def gap_after(self, size: int) -> float:
+        """Return the seconds until the next read, after one of ``size`` bytes."""
+        return 0.0 if size >= _MANY_BYTES else self._gap

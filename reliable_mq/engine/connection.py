@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from reliable_mq.core.reconnect import ReconnectPolicy
     from reliable_mq.settings import ConnectionSettings, Endpoint
 
-__all__ = ["BaseConnection", "ConnectionArguments"]
+__all__ = ["BaseConnection", "ConnectionArguments", "Wakeup"]
 
 
 class ConnectionArguments(TypedDict):
@@ -125,3 +125,37 @@ class BaseConnection:
 
     def _on_error(self, error: Exception) -> None:
         self._connector.on_error(error)
+
+
+class Wakeup:
+    """Call a function at a time. On its loop only.
+
+    Args:
+        fn: may set the wake-up again.
+    """
+
+    def __init__(self, fn: Callable[[], None]) -> None:
+        self._fn = fn
+        self._timer: TimerHandle | None = None
+        self._at = 0.0
+
+    def set(self, at: float | None, now: float, call_later: Callable[[float, Callable[[], None]], TimerHandle]) -> None:
+        """Call at ``at``, unless a call is set for an earlier time.
+
+        On the clock of ``now``; None does nothing.
+        """
+        if at is None or (self._timer is not None and self._at <= at):
+            return
+        self.cancel()
+        self._at = at
+        self._timer = call_later(max(at - now, 0.0), self._call)
+
+    def cancel(self) -> None:
+        """Cancel the call, if one is set."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _call(self) -> None:
+        self._timer = None
+        self._fn()

@@ -1,6 +1,7 @@
-"""Collect the signs of health of a subscription, for `reliable_mq.core.health`.
+"""Collect the signs of health of a loop, and of a subscription.
 
-Noted on the loop of a connection, read by any thread: each attribute is written by one thread, and whole at any moment.
+`reliable_mq.core.health` judges them. They are noted on the loop of a connection and read by any thread: each attribute
+is written by one thread, and whole at any moment. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -8,15 +9,43 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from reliable_mq.connection.wakeup import LoopWatch
 from reliable_mq.core.health import ConsumerSigns
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from reliable_mq.core.consumer.session import ConsumerSession
     from reliable_mq.engine.connection import BaseConnection
     from reliable_mq.errors import ReliableMQError
 
-__all__ = ["ConsumerVitals"]
+__all__ = ["ConsumerVitals", "LoopWatch"]
+
+
+class LoopWatch:
+    """Sees whether a loop still does what it is asked to. Any thread.
+
+    Each look asks the loop for a sign, unless the last one is still to come. So nothing runs between two looks, and a
+    loop that stands still is seen by the second look.
+    """
+
+    def __init__(self) -> None:
+        self._asked_at: float | None = None
+
+    def look(self, now: float, call_soon: Callable[[Callable[[], None]], object]) -> float | None:
+        """Return since when the loop has not answered; None if it has. Ask again.
+
+        Args:
+            now: seconds, monotonic.
+            call_soon: runs a function on the loop; thread-safe.
+        """
+        asked_at = self._asked_at
+        if asked_at is None:
+            self._asked_at = now
+            call_soon(self._answered)
+        return asked_at
+
+    def _answered(self) -> None:
+        self._asked_at = None
 
 
 class ConsumerVitals:

@@ -25,12 +25,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 from reliable_mq._util.logs import LogLimit
 from reliable_mq.codec import CodecError, Properties
 from reliable_mq.connection.new_queues import QueueRecord
-from reliable_mq.connection.wakeup import LoopWatch, Wakeup
 from reliable_mq.core.channel_setup import round_trip
 from reliable_mq.core.consumer.attempts import printable
 from reliable_mq.core.health import OutboxSigns, PublisherSigns
 from reliable_mq.core.publisher.publication import BrokerReply, Outcome, Publication
 from reliable_mq.engine.channel import BaseChannel
+from reliable_mq.engine.connection import Wakeup
+from reliable_mq.engine.health import LoopWatch
 from reliable_mq.errors import BrokerUnavailable, PublishBlocked, PublishDisconnected, PublishUnconfirmed, UsageError
 
 if TYPE_CHECKING:

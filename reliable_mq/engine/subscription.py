@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 from reliable_mq.codec.methods import Cancel, SetPrefetch
 from reliable_mq.connection.new_queues import QueueRecord
-from reliable_mq.connection.wakeup import Wakeup
 from reliable_mq.core.channel_setup import StepRefused, declare, explain, is_missing
 from reliable_mq.core.consumer.attempts import printable
 from reliable_mq.core.consumer.consumer_timeout import ConsumerTimeout, consumer_timeout_of
@@ -33,6 +32,7 @@ from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.lifecycle import ChannelStep, ConsumerState, Resubscribe
 from reliable_mq.core.consumer.settlement import LogEventKind
 from reliable_mq.core.idempotency import namespace_of
+from reliable_mq.engine.connection import Wakeup
 from reliable_mq.engine.health import ConsumerVitals
 from reliable_mq.errors import BrokerUnavailable, ReliableMQError, TopologyMismatch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reliable_mq.codec.methods import Cancel, CheckQueue, SetPrefetch
-from reliable_mq.connection.read_throttle import ReadThrottle
+from reliable_mq.connection.channel import ReadThrottle
 
 
 def test_without_consumers_nothing_is_waited_for() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reliable_mq.connection.wakeup import Wakeup
+from reliable_mq.engine.connection import Wakeup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
