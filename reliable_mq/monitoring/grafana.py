@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from reliable_mq.monitoring.panels import Dashboard, Panel, Variable
+    from reliable_mq.monitoring.dashboards import Dashboard, Panel, Variable
 
 __all__ = ["dashboard_json"]
 
