@@ -22,7 +22,7 @@ from reliable_mq.codec.methods import CheckQueue
 from reliable_mq.core.channel_setup import StepRefused
 from reliable_mq.core.statistics import QueueDepthStatistics, QueueStatus
 from reliable_mq.errors import ConfigurationError, ReliableMQError, UsageError
-from reliable_mq.metrics.families import queue_readings
+from reliable_mq.metrics.families import readings
 from reliable_mq.metrics.registry import Reading, Registration, register
 from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.topology import DEAD_SUFFIX, Queue
@@ -160,7 +160,7 @@ class QueueDepths:
     def _readings(self) -> Iterator[Reading]:
         status = self._status
         for name, role in self._roles.items():
-            yield from queue_readings(name, role, status.get(name), self._statistics[name])
+            yield from readings((name, role), status.get(name), self._statistics[name])
 
 
 def _roles(queues: Iterable[Queue | str]) -> dict[str, str]:
