@@ -20,7 +20,6 @@ import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Final, Self
 
 from tenacity import wait_exponential
@@ -47,6 +46,7 @@ _NAME: Final = "reliable-mq demo"
 _AT_A_TIME: Final = 50  # orders between two waits
 _HANDLERS: Final = 4
 _LEFT_WAIT: Final = 0.5  # seconds for the broker to report an empty queue
+_COMMAND_TIMEOUT: Final = 120.0  # seconds
 _GRACE: Final = 5.0  # seconds for outstanding confirms when the demo is interrupted
 
 
@@ -89,10 +89,8 @@ class Shop:
         rate: how many a second; 0 for as many as possible.
 
     Attributes:
-        audit: of every order.
         broker: its product and version; once entered.
         queues: the work queue and its dead-letter queue.
-        publisher, consumer: of the orders.
         failure: why not all orders were published.
     """
 
@@ -142,9 +140,8 @@ class Shop:
         Raises:
             ReliableMQError: the broker cannot be reached, or refuses something.
         """
-        with AdminChannel(
-            self._settings, name=_NAME
-        ) as channel:  # fails at once if the login or the queues are refused
+        # It fails at once if the login or the queues are refused.
+        with AdminChannel(self._settings, name=_NAME) as channel:
             self.broker = f"{channel.server.product} {channel.server.version}"
         with ExitStack() as opened:
             opened.callback(self._take_down)
@@ -158,9 +155,7 @@ class Shop:
             self._open = opened.pop_all()
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._open.close()
 
     @property
@@ -269,9 +264,6 @@ class Shop:
                 channel.perform(DeleteQueue(name))
 
 
-_PATIENCE: Final = 120.0  # seconds for a command
-
-
 class BrokerState(enum.Enum):
     """The state of the broker, by the commands."""
 
@@ -292,7 +284,6 @@ class Outages:
 
     Attributes:
         done: number of outages.
-        state: of the broker, by the commands.
         failure: of a command, which ends the demo.
     """
 
@@ -305,12 +296,7 @@ class Outages:
         self._thread: threading.Thread | None = None
 
     def advance(self, part: float, *, connected: bool) -> None:
-        """Kill the broker if it is due. Does not wait.
-
-        Args:
-            part: of the job that is done, 0 to 1.
-            connected: whether the broker is back, and may be killed again.
-        """
+        """Kill the broker if it is due: connected, it may be killed again. Does not wait."""
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
         if self._thread is None and connected:
@@ -346,7 +332,7 @@ class Outages:
                 capture_output=True,
                 text=True,
                 check=True,
-                timeout=_PATIENCE,
+                timeout=_COMMAND_TIMEOUT,
                 start_new_session=True,  # Ctrl-C must not keep the broker from being restarted
             )
         except subprocess.CalledProcessError as error:
