@@ -1,4 +1,4 @@
-"""Consoles, logs, foreign text, metrics, the argument URL: for all commands.
+"""Consoles, logs, foreign text, metrics, common options: for all commands.
 
 Invariants:
 
@@ -19,7 +19,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, BinaryIO, Final, TypeAlias, cast
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from reliable_mq.errors import ConfigurationError
@@ -32,12 +34,17 @@ if TYPE_CHECKING:
 __all__ = [
     "INTERRUPTED",
     "URL",
+    "MetricsAddress",
+    "MetricsPort",
+    "command_group",
     "errors",
     "escaped",
     "hide_logs",
     "json_text",
     "metrics_served",
     "output",
+    "parse_header",
+    "plain_table",
     "product",
     "say",
     "show_logs",
@@ -47,6 +54,10 @@ __all__ = [
 URL: TypeAlias = Annotated[
     str, typer.Argument(metavar="URL", help="amqp:// or amqps://, several hosts separated by commas.")
 ]
+MetricsPort: TypeAlias = Annotated[
+    int | None, typer.Option(min=0, max=65_535, help="Serve Prometheus metrics on this port; 0 for a free one.")
+]
+MetricsAddress: TypeAlias = Annotated[str, typer.Option(help="The address to serve them on.")]
 
 INTERRUPTED: Final = 130
 """The exit status after Ctrl-C."""
@@ -62,6 +73,27 @@ _DRIVERS: Final = ("pika", "aio_pika", "aiormq")
 _STYLES: Final = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "red"}
 # Up to the last "@", since a password may hold anything.
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:.*@)?[^\s'\"]*", re.DOTALL)
+
+
+def command_group(name: str, text: str) -> typer.Typer:
+    """Return a command that has commands of its own."""
+    settings = {"help_option_names": ["-h", "--help"]}
+    return typer.Typer(
+        name=name, help=text, no_args_is_help=True, rich_markup_mode="markdown", context_settings=settings
+    )
+
+
+def parse_header(text: str) -> tuple[str, str]:
+    """Return name and value of ``--header NAME=VALUE``."""
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise typer.BadParameter(f"--header takes NAME=VALUE, not {text!r}")
+    return name, value
+
+
+def plain_table() -> Table:
+    """Return an empty table that has a line under its head alone."""
+    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
 
 
 # -- foreign text ------------------------------------------------------------------------------------------------------

@@ -9,11 +9,9 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
-from reliable_mq.cli.terminal import escaped, json_text, output
+from reliable_mq.cli.terminal import escaped, json_text, output, plain_table
 
 if TYPE_CHECKING:
     from reliable_mq.settings import ConnectionSettings
@@ -75,7 +73,7 @@ def write_json(settings: ConnectionSettings, findings: Sequence[Finding]) -> Non
 
 def show(settings: ConnectionSettings, findings: Sequence[Finding]) -> None:
     """Print the findings as a table."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = plain_table()
     table.add_column("")
     table.add_column("")
     table.add_column("what", no_wrap=True)
