@@ -53,16 +53,11 @@ class Job:
     Attributes:
         id: its random name.
         kind: ``"read"``, ``"dry run"``, ``"replay"``, ``"purge"`` or ``"export"``.
-        queue: of dead letters.
-        choice: which of them.
-        user: who began it.
+        choice: which dead letters it is about.
         details: its options, for a person and for the audit log.
         options: the same for a form that repeats it.
-        state: where it is.
-        begun, ended: when.
         done, total: messages that were read, and in all.
         count: that were deleted or written.
-        report: of a replay.
         file: of an export, once it is done.
         error: why it failed.
     """
