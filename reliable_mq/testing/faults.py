@@ -93,6 +93,11 @@ class LinkConditions:
     black_hole: bool = False
     stop_reading: bool = False
 
+    @property
+    def clear(self) -> bool:
+        """Whether bytes leave at once."""
+        return not (self.black_hole or self.delay or self.rate is not None)
+
 
 class FrameFault(Protocol):
     """A fault that sees each frame of a direction."""

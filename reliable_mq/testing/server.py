@@ -47,11 +47,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """Where the broker is.
-
-    Attributes:
-        secure: whether it speaks TLS.
-    """
+    """Where the broker is, and whether it speaks TLS."""
 
     host: str
     port: int
@@ -80,10 +76,10 @@ class Upstream:
 
 
 class Server:
-    """Listen, and hold the state of all connections (`connection.ProxyState`).
+    """Listen, and hold the state of all connections.
 
     Args:
-        upstream: the broker's host and port.
+        upstream: where the broker is.
         random: draws the jitter.
         changed: called on this thread whenever an observable value has changed; must be quick.
         context: ends the clients' TLS; None for clients without.

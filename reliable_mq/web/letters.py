@@ -1,4 +1,4 @@
-"""The queues of a page, and their dead letters as they were read once, to filter, group and show.
+"""The queues of a page, and their dead letters, to filter, group and show.
 
 RabbitMQ has no query for messages: to see them is to take and to requeue them, which marks them as redelivered, hides
 them from others meanwhile, and on some queues counts against a delivery limit. So a queue is read once, like
@@ -49,9 +49,9 @@ _NOTE: Final = 300  # characters of the exception's message
 
 
 class Source:
-    """The queues of a page: their names, depths, and a `DeadLetterQueue` for each. Thread-safe.
+    """The queues of a page: names, depths, and a `DeadLetterQueue` for each.
 
-    Names and depths are kept for a few seconds, since every page that is open asks for them. Arguments are those of
+    Thread-safe. Names and depths are kept for a few seconds, since every page that is open asks for them. Arguments are those of
     `DeadLetterApp`; a function that returns names may raise `ReliableMQError`.
 
     Raises:

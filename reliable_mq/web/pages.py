@@ -304,7 +304,7 @@ class Pages:
     async def _ask(
         self, request: Request, template: str, queue: str, choice: Choice, *, wrong: str, **values: Any
     ) -> Response:
-        """Ask for what an operation needs, with the number of letters in the latest reading that it is about."""
+        """Ask for what an operation needs; show how many letters it is about."""
         reading = self._operations.reading(queue)
         count = None if reading is None else len(await run_in_threadpool(_matching, reading, choice))
         status = 400 if wrong else 200

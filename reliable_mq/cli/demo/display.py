@@ -1,4 +1,4 @@
-"""Run the demo: watch the shop, kill the broker, show events and counts, and the audit at the end.
+"""Run the demo: watch the shop, kill the broker, show events, counts and audit.
 
 A terminal gets bars that are redrawn in place; a pipe or a file gets a line now and then. Times are seconds since the
 demo began.

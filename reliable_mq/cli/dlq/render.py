@@ -196,7 +196,7 @@ def _iso(when: datetime | None) -> str | None:
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on a terminal, on stderr, while the block runs; yield what takes its counts."""
+    """Show a bar on a terminal, on stderr, for the block, which sets its counts."""
     if not errors.is_terminal:
         yield lambda *_: None
         return

@@ -1,4 +1,4 @@
-"""Check hosts (reachable, TLS, login) and the broker (version, limits, alarms, nodes).
+"""Check hosts (TCP, TLS, login) and the broker (version, limits, alarms, nodes).
 
 The behaviour of versions is that of RabbitMQ 4.0.5 and 4.3.6 as observed; of the others, as RabbitMQ documents it.
 """
@@ -55,7 +55,7 @@ _BY_BROKER: Final = re.compile(r"by the broker: (?P<code>\d+) (?P<text>.*)", re.
 
 @dataclass(frozen=True, slots=True)
 class HostEntry:
-    """A host that accepts this user: how to connect to it alone, and what it has negotiated."""
+    """A host that accepts this user, with `settings` to connect to it alone."""
 
     settings: ConnectionSettings
     server: ServerInfo
@@ -313,7 +313,7 @@ def examine_alarms(api: ManagementAPI) -> Finding:
 
 
 def examine_cluster(settings: ConnectionSettings, snapshot: Snapshot) -> Iterator[Finding]:
-    """Check nodes, hosts and leaders of a cluster; of a single node there are no findings."""
+    """Check nodes, hosts and leaders of a cluster; a single node has no findings."""
     if snapshot.nodes is None:
         text = "whether this is a cluster, and whether its nodes run, could not be looked at"
         yield Finding(Status.UNCHECKED, _BROKER, "nodes", text, "Give the user the tag 'monitoring'.")

@@ -190,7 +190,7 @@ def examine_dead_letters(snapshot: Snapshot, queue: QueueView, version: tuple[in
 
 
 def examine_queues(snapshot: Snapshot, names: Sequence[str], version: tuple[int, ...]) -> list[Finding]:
-    """Check the queues of these names; without any, all, of which only those with findings are reported."""
+    """Check queues: those of these names, or report those of all with findings."""
     routes = {name: snapshot.dead_letter_route(queue) for name, queue in snapshot.queues.items()}
     dead = dead_letter_queues(snapshot, routes)
     findings: list[Finding] = []
