@@ -51,8 +51,8 @@ _NOTE: Final = 300  # characters of the exception's message
 class Source:
     """The queues of a page: names, depths, and a `DeadLetterQueue` for each.
 
-    Thread-safe. Names and depths are kept for a few seconds, since every page that is open asks for them. Arguments are those of
-    `DeadLetterApp`; a function that returns names may raise `ReliableMQError`.
+    Thread-safe. Names and depths are kept for a few seconds, since every page that is open asks for them. Arguments are
+    those of `DeadLetterApp`; a function that returns names may raise `ReliableMQError`.
 
     Raises:
         ConfigurationError: an argument is wrong; the message names it.

@@ -54,9 +54,9 @@ _EVERYTHING: Final = Choice((), Filter())
 class AuditLog:
     """The audit log: who changed or exported which dead letters, and the result.
 
-    Thread-safe. One line of JSON when an operation begins and one when it ends, appended to a file and flushed to the disk. Without
-    a file, the latest entries are kept in memory only; all are logged by ``reliable_mq.web.audit`` at INFO, too. An
-    entry holds no body and no header.
+    Thread-safe. One line of JSON when an operation begins and one when it ends, appended to a file and flushed to the
+    disk. Without a file, the latest entries are kept in memory only; all are logged by ``reliable_mq.web.audit`` at
+    INFO, too. An entry holds no body and no header.
 
     Raises:
         ConfigurationError: the file cannot be written to.

@@ -145,10 +145,11 @@ def _existence(entry: HostEntry, queues: Sequence[str]) -> Iterator[Finding]:
 def examine_permissions(url: str, settings: ConnectionSettings, queues: Sequence[str]) -> list[Finding]:
     """Check the permissions to configure, write and read.
 
-    By operations that cannot succeed: RabbitMQ checks permissions first. A declaration with a type that no queue has is refused with 403 if the user may
-    not configure that name, and with 406 if it may; a consumer with a priority that is no number with 403, or with 406
-    or 404; a mandatory message to a queue that does not exist is refused, or returned. Nothing is declared, consumed or
-    stored. This covers every authorisation backend, which the management API's list does not.
+    By operations that cannot succeed: RabbitMQ checks permissions first. A declaration with a type that no queue has is
+    refused with 403 if the user may not configure that name, and with 406 if it may; a consumer with a priority that is
+    no number with 403, or with 406 or 404; a mandatory message to a queue that does not exist is refused, or returned.
+    Nothing is declared, consumed or stored. This covers every authorisation backend, which the management API's list
+    does not.
 
     Args:
         url: of the broker, for the publisher that tries to write.
