@@ -92,7 +92,6 @@ def parse_header(text: str) -> tuple[str, str]:
 
 
 def plain_table() -> Table:
-    """Return an empty table that has a line under its head alone."""
     return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
 
 
@@ -100,13 +99,7 @@ def plain_table() -> Table:
 
 
 def escaped(text: object, limit: int | None = None, *, keep: str = "") -> str:
-    """Escape unprintable characters: control characters, line ends, lone surrogates...
-
-    Args:
-        text: foreign text; ``str`` of it.
-        limit: how many characters to keep at most; None for all.
-        keep: characters that stay although they do not print, such as line ends.
-    """
+    """Escape unprintable characters: control characters, line ends, lone surrogates..."""
     text = str(text)
     if text.isprintable() and (limit is None or len(text) <= limit):
         return text
@@ -135,14 +128,7 @@ def without_passwords(text: str) -> str:
 
 
 def product(*, as_json: bool) -> BinaryIO:
-    """Return standard output for bytes: escaped on a terminal, else as they are.
-
-    Args:
-        as_json: the output is lines of JSON, and stays JSON.
-
-    Raises:
-        OSError: it is closed.
-    """
+    """Return standard output for bytes: escaped on a terminal, else as they are."""
     if sys.stdout is None:
         raise OSError(errno.EBADF, "standard output is closed")
     out = sys.stdout.buffer
@@ -176,8 +162,6 @@ def _printable_json(text: str) -> str:
 
 
 class _ConsoleHandler(logging.Handler):
-    """One line for each record."""
-
     def emit(self, record: logging.LogRecord) -> None:
         line = Text(escaped(self.format(record), keep="\n"), style=_STYLES.get(record.levelno, "dim"))
         errors.print(line, soft_wrap=True)
@@ -204,12 +188,7 @@ def show_logs(verbose: int = 0) -> None:
 
 
 def hide_logs(logger: logging.Logger | None = None, *, below: int = logging.CRITICAL + 1) -> None:
-    """Hide logs below a level, unless -v was given: the command reports the same.
-
-    Args:
-        logger: whose; by default all of the library.
-        below: the level.
-    """
+    """Hide logs below a level, unless -v was given: the command reports the same."""
     ours = logging.getLogger("reliable_mq")
     if ours.level == logging.WARNING:
         (logger or ours).setLevel(below)

@@ -83,7 +83,6 @@ class Stream:
         self._stopped = False
 
     def feed(self, data: bytes) -> None:
-        """Process bytes of the source."""
         if self._stopped:
             return
         chunk = self._splitter.feed(data)
@@ -95,7 +94,6 @@ class Stream:
         self.update()
 
     def end(self, *, reset: bool) -> None:
-        """Process the end of the source."""
         if self._stopped:
             return
         if self._target.lost or self._target.mute:
@@ -131,12 +129,10 @@ class Stream:
             self._injections.append(data)
 
     def emit_frames(self, frames: list[Frame]) -> None:
-        """Send frames that were held."""
         self._emit(b"".join(frame.raw for frame in frames), [frame.key for frame in frames])
         self.update()
 
     def stop(self) -> None:
-        """Send nothing more."""
         self._stopped = True
         self._queue.clear()
         if self._timer is not None:
@@ -270,8 +266,6 @@ def _keys(data: bytes) -> list[int]:
 
 
 class ProxiedConnection:
-    """One connection: two sockets and two streams."""
-
     def __init__(self, number: int, state: Server, conditions: dict[Direction, LinkConditions]) -> None:
         self.number = number
         self.state = state
@@ -325,7 +319,6 @@ class ProxiedConnection:
             self.cut(reset=False)
 
     def side_lost(self) -> None:
-        """Process the close of a socket."""
         if self.client.lost and (self.broker.lost or not self.connected):
             if self._fin_timer is not None:
                 self._fin_timer.cancel()
@@ -336,8 +329,6 @@ class ProxiedConnection:
 
 
 class ProxiedSocket(asyncio.Protocol):
-    """One socket of a connection."""
-
     outbound: Stream
     """Takes the bytes that this socket reads."""
     inbound: Stream
@@ -409,7 +400,6 @@ class ProxiedSocket(asyncio.Protocol):
                 self._transport.write_eof()
 
     def read(self, wanted: bool) -> None:
-        """Read on, or pause."""
         if self._transport is not None and not self._transport.is_closing():
             if wanted or self._connection.closing or self.mute:
                 self._transport.resume_reading()

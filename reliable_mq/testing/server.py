@@ -76,15 +76,7 @@ class Upstream:
 
 
 class Server:
-    """Listen, and hold the state of all connections.
-
-    Args:
-        upstream: where the broker is.
-        random: draws the jitter.
-        changed: called on this thread whenever an observable value has changed; must be quick.
-        context: ends the clients' TLS; None for clients without.
-        tls: of the connections to a broker that speaks TLS.
-    """
+    """Listen, and hold the state of all connections."""
 
     def __init__(
         self,
@@ -118,7 +110,6 @@ class Server:
         self.port: int = self._keeper.getsockname()[1]
 
     async def close(self) -> None:
-        """End every connection and stop listening."""
         self.refuse()
         self._keeper.close()
         opening = tuple(self._opening.values())
@@ -217,11 +208,9 @@ class Server:
                 stream.set_conditions(change(stream.conditions))
 
     def add(self, direction: Direction, fault: FrameFault) -> None:
-        """Add a fault on frames, behind the others."""
         self.faults[direction].append(fault)
 
     def remove(self, unwanted: Iterable[FrameFault]) -> None:
-        """Remove faults, those that are still there."""
         for direction in DIRECTIONS:
             self.faults[direction][:] = [fault for fault in self.faults[direction] if fault not in unwanted]
 
@@ -232,7 +221,6 @@ class Server:
             self.add("to_client", self.gate)
 
     def release(self, count: int | None) -> int:
-        """Send the first `count` held confirms; return their number."""
         released = self.gate.release(count)
         for number, frames in released:
             self._connections[number].streams["to_client"].emit_frames(frames)
@@ -240,7 +228,6 @@ class Server:
         return len(released)
 
     def drop_held(self, count: int | None) -> int:
-        """Drop the first `count` held confirms; return their number."""
         dropped = self.gate.drop(count)
         self.changed()
         return dropped
@@ -321,11 +308,7 @@ class Server:
 
 
 def count_of(counters: dict[Direction, Counter[int]], name: str | None, direction: Direction | None) -> int:
-    """Return the number of frames of a name, or of all, in a direction, or both.
-
-    Raises:
-        ConfigurationError: there is no frame of that name, or no such direction.
-    """
+    """Return the number of frames of a name, or of all, in a direction, or both."""
     wanted = DIRECTIONS if direction is None else (checked_direction(direction),)
     if name is None:
         return sum(sum(counters[each].values()) for each in wanted)
@@ -336,11 +319,7 @@ def count_of(counters: dict[Direction, Counter[int]], name: str | None, directio
 def server_context(
     cert_file: str | PathLike[str] | None, key_file: str | PathLike[str] | None
 ) -> ssl.SSLContext | None:
-    """Return the context that ends the clients' TLS; None without a certificate.
-
-    Raises:
-        ConfigurationError: a file cannot be used, or the key is given alone.
-    """
+    """Return the context that ends the clients' TLS; None without a certificate."""
     if cert_file is None:
         if key_file is not None:
             raise ConfigurationError("key_file is given without cert_file: a key is of no use alone")

@@ -67,12 +67,6 @@ _SECURITY: Final = {
 class Guard:
     """ASGI middleware with the checks. Sets ``user`` in the scope's state.
 
-    Args:
-        app: what it guards.
-        hosts: names that a request may be for, beside those of loopback.
-        token: a secret that opens the page; None for none.
-        user: decides by the request; None for no function.
-
     Raises:
         ConfigurationError: an argument is wrong; the message names it.
     """

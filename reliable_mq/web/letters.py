@@ -200,11 +200,9 @@ class Letter:
         return None if self._delivery is None else DeadMessage(self._delivery, self.position)
 
     def keep(self, message: DeadMessage) -> None:
-        """Keep its content."""
         self._delivery = message.delivery
 
     def drop(self) -> None:
-        """Keep its content no longer."""
         self._delivery = None
 
 

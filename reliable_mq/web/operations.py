@@ -128,8 +128,6 @@ def _entries(path: Path) -> list[Mapping[str, Any]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOptions:
-    """The options of a replay, as of `DeadLetterQueue.replay`."""
-
     to: str | None = None
     as_published: bool = False
     rate: float | None = None
@@ -226,7 +224,6 @@ class Operations:
         return self.jobs.begin(job, work if options.dry_run else self._audited(work))
 
     def purge(self, queue: str, choice: Choice, user: str) -> Job:
-        """Delete letters for good."""
 
         def work(job: Job) -> None:
             with self._source.open(queue) as dead:

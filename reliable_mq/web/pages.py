@@ -122,7 +122,6 @@ class Pages:
         )
 
     async def letter(self, request: Request) -> Response:
-        """One letter in full."""
         fields = Fields(request.url.query)
         queue = await self._queue(fields)
         reading, letter = self._find(queue, fields.get("id"))
@@ -154,14 +153,12 @@ class Pages:
         return Response(message.body, media_type="application/octet-stream", headers=_attachment(name))
 
     async def audit_log(self, request: Request) -> Response:
-        """The latest entries of the audit log."""
         entries = [{**entry, "when": _parsed(entry["at"])} for entry in self._audit.latest()]
         return self._page(request, "audit.html", title="Audit log", entries=entries, where=self._audit.where)
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
     async def read(self, request: Request) -> Response:
-        """Read a queue again."""
         fields = await _form(request)
         queue = await self._queue(fields)
         job = self._operations.read(queue, request.state.user)
@@ -223,7 +220,6 @@ class Pages:
         )
 
     async def export(self, request: Request) -> Response:
-        """Write letters into a file."""
         fields = await _form(request)
         queue = await self._queue(fields)
         choice = _choice(fields)
@@ -240,7 +236,6 @@ class Pages:
         return self._page(request, template, title=job.kind.capitalize(), job=job, queue=job.queue)
 
     async def stop(self, request: Request) -> Response:
-        """Stop an operation."""
         job = self._job(await _form(request))
         if job.kind in ("replay", "purge"):
             self._need_changes()
@@ -249,7 +244,6 @@ class Pages:
         return self._to_job(request, job)
 
     async def file(self, request: Request) -> Response:
-        """The file of an export."""
         job = self._job(Fields(request.url.query))
         if job.file is None:
             raise HTTPException(404, "This export is not kept any more: export again.")
@@ -276,7 +270,6 @@ class Pages:
         return self._page(request, "sign_in.html", 403 if wrong else 200, title="Sign in", wrong=wrong)
 
     async def sign_out(self, request: Request) -> Response:
-        """End the session."""
         return self.guard.sign_out(request)
 
     # -- private -------------------------------------------------------------------------------------------------------
@@ -415,11 +408,7 @@ def _shown(value: object) -> object:
 
 
 async def _form(request: Request) -> Fields:
-    """Read a form of bounded size.
-
-    Raises:
-        HTTPException: it is larger, or of another kind.
-    """
+    """Read a form of bounded size."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/x-www-form-urlencoded":
         raise HTTPException(415, "A form of this page was expected.")
@@ -435,11 +424,7 @@ async def _form(request: Request) -> Fields:
 
 
 def _choice(fields: Fields) -> Choice:
-    """Return the letters that a form is about.
-
-    Raises:
-        ConfigurationError: none are selected, or a field is wrong.
-    """
+    """Return the letters that a form is about."""
     if fields.get("which") != "selected":
         return Choice.of(Fields(fields.get("choice")))
     letters = [("letter", each) for each in fields.all("letter")]
@@ -449,11 +434,7 @@ def _choice(fields: Fields) -> Choice:
 
 
 def _options(fields: Fields, *, dry_run: bool) -> ReplayOptions:
-    """Return the options of a replay.
-
-    Raises:
-        ConfigurationError: one of them is wrong; the text names it.
-    """
+    """Return the options of a replay."""
     target = fields.get("target", "origin")
     to = fields.get("to") if target == "queue" else None
     if target not in ("origin", "queue", "published"):

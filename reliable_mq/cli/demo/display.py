@@ -105,7 +105,6 @@ class BrokerStatus:
 
     @property
     def connected(self) -> bool:
-        """Whether both are connected."""
         return self.publisher_connected and self.consumer_connected
 
 
@@ -155,7 +154,6 @@ class LinesDisplay:
         pass
 
     def update(self, now: float, progress: Progress, status: BrokerStatus) -> None:
-        """Print a line, if it is due."""
         if now < self._next:
             return
         self._next = now + _LINE_EVERY
@@ -168,7 +166,6 @@ class LinesDisplay:
         self.tell(now, counts)
 
     def tell(self, now: float, event: str) -> None:
-        """Print an event."""
         say(f"{_clock(now)}  {event}", console=self._console)
 
 
@@ -190,7 +187,6 @@ class LiveDisplay:
         self._live.stop()
 
     def update(self, now: float, progress: Progress, status: BrokerStatus) -> None:
-        """Redraw everything."""
         self._recent.append((now, progress.confirmed))
         while self._recent[0][0] < now - _RATE_OVER:
             self._recent.popleft()
@@ -231,7 +227,6 @@ class LiveDisplay:
 
 
 def display_for(console: Console, title: str, orders: int) -> LinesDisplay | LiveDisplay:
-    """Return the display that suits a console."""
     return LiveDisplay(console, title, orders) if console.is_terminal else LinesDisplay(console, title)
 
 
@@ -261,7 +256,6 @@ class DemoResult:
 
     @property
     def equation(self) -> str:
-        """The audit in one line."""
         balance, arrived = self.balance, self._unconfirmed
         more = f" + {arrived:,} unconfirmed, yet arrived" if arrived else ""
         sign = "=" if balance.confirmed + arrived == balance.handled + balance.dead_lettered else "≠"

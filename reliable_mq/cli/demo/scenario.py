@@ -82,12 +82,6 @@ class Progress:
 class Shop:
     """A publisher and a consumer of orders. A context manager; it deletes its queues.
 
-    Args:
-        url: of the broker.
-        settings: the same, parsed.
-        orders: how many to publish.
-        rate: how many a second; 0 for as many as possible.
-
     Attributes:
         broker: its product and version; once entered.
         queues: the work queue and its dead-letter queue.
@@ -135,11 +129,7 @@ class Shop:
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
-        """Connect and begin.
-
-        Raises:
-            ReliableMQError: the broker cannot be reached, or refuses something.
-        """
+        """Connect and begin."""
         # It fails at once if the login or the queues are refused.
         with AdminChannel(self._settings, name=_NAME) as channel:
             self.broker = f"{channel.server.product} {channel.server.version}"
@@ -160,7 +150,6 @@ class Shop:
 
     @property
     def progress(self) -> Progress:
-        """The counts of now."""
         sent, received = self.publisher.statistics, self.consumer.statistics
         return Progress(
             published=self._published,
@@ -265,8 +254,6 @@ class Shop:
 
 
 class BrokerState(enum.Enum):
-    """The state of the broker, by the commands."""
-
     RUNNING = "running"
     KILLED = "killed"
     STARTING = "starting"
@@ -276,11 +263,6 @@ class Outages:
     """Kill the broker ``times`` times, evenly spread over the job.
 
     For one thread; the commands run on another.
-
-    Args:
-        kill: a command that kills the broker and returns when it is dead; None for no outages.
-        restart: a command that starts it again; it need not wait until the broker is up.
-        times: how often.
 
     Attributes:
         done: number of outages.

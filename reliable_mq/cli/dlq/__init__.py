@@ -82,11 +82,7 @@ def chosen(
     ] = None,
     newer_than: Annotated[str | None, _option(metavar="AGE", help="By age: dead for less.")] = None,
 ) -> DeadLetterFilter:
-    """Return the filter that the options describe.
-
-    Raises:
-        typer.BadParameter: one of them is wrong.
-    """
+    """Return the filter that the options describe."""
     from reliable_mq.deadletters import Filter
 
     return Filter(
@@ -377,11 +373,7 @@ def _write_apart(parts: Iterable[RenderableType]) -> None:
 
 
 def imported_store(place: str) -> ResettableStore:
-    """Import a store of the user's, from the working directory as well.
-
-    Raises:
-        typer.BadParameter: there is none at that place.
-    """
+    """Import a store of the user's, from the working directory as well."""
     module, colon, name = place.partition(":")
     if not module or not colon or not name:
         raise typer.BadParameter(f"--idempotency takes MODULE:NAME, not {place!r}")

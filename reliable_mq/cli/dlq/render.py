@@ -61,7 +61,6 @@ def age(died_at: datetime | None, now: datetime) -> str:
 
 
 def listing() -> Table:
-    """Return an empty table for `summary` rows."""
     table = plain_table()
     table.add_column("", justify="right")
     table.add_column("message id", overflow="fold")
@@ -74,7 +73,6 @@ def listing() -> Table:
 
 
 def summary(message: DeadMessage, now: datetime) -> list[Text]:
-    """Return one row of `listing`."""
     died_of = message.cause
     if message.exception_type and message.exception_message:
         died_of += f": {message.exception_message}"
@@ -162,7 +160,6 @@ def statistics_tables(statistics: Statistics, now: datetime) -> list[Table | Tex
 
 
 def statistics_json(statistics: Statistics) -> dict[str, object]:
-    """Return the counts as JSON."""
     from reliable_mq.deadletters.filter import AGES
 
     return {
@@ -208,11 +205,7 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def interruptible(outcome: str) -> Iterator[None]:
-    """Report an end by Ctrl-C: everything was requeued by then.
-
-    Raises:
-        typer.Exit: with the status 130.
-    """
+    """Report an end by Ctrl-C: everything was requeued by then."""
     try:
         yield
     except KeyboardInterrupt:

@@ -63,11 +63,7 @@ class HostEntry:
 
 
 def examine_host(settings: ConnectionSettings, endpoint: Endpoint) -> tuple[list[Finding], HostEntry | None]:
-    """Check one host: TCP, TLS, login. Blocks for up to three connect timeouts.
-
-    Returns:
-        The findings; and an entry for further checks, if the login succeeded.
-    """
+    """Check one host: TCP, TLS, login. Blocks for up to three connect timeouts."""
     findings: list[Finding] = []
     for finding in _network(settings, endpoint):
         findings.append(finding)

@@ -42,14 +42,7 @@ _PATIENCE: Final = 5.0  # seconds for the broker to return one message
 
 
 def examine(url: str, settings: ConnectionSettings, queues: Sequence[str], management_url: str | None) -> list[Finding]:
-    """Run all checks. Blocks for connections and round trips.
-
-    Args:
-        url: of the broker.
-        settings: the same, parsed.
-        queues: by name; none for all of them.
-        management_url: None for the API's default address on the hosts.
-    """
+    """Run all checks. Blocks for connections and round trips."""
     findings: list[Finding] = []
     entries: list[HostEntry] = []
     for endpoint in settings.endpoints:
@@ -150,11 +143,6 @@ def examine_permissions(url: str, settings: ConnectionSettings, queues: Sequence
     no number with 403, or with 406 or 404; a mandatory message to a queue that does not exist is refused, or returned.
     Nothing is declared, consumed or stored. This covers every authorisation backend, which the management API's list
     does not.
-
-    Args:
-        url: of the broker, for the publisher that tries to write.
-        settings: of one host that accepts this user.
-        queues: by name; without any, a random name is used.
 
     Raises:
         BrokerUnavailable: the connection was lost.

@@ -20,8 +20,6 @@ __all__ = ["Finding", "Status", "show", "worst", "write_json"]
 
 
 class Status(enum.Enum):
-    """How bad it is."""
-
     OK = "ok"
     UNCHECKED = "not checked"
     WARNING = "warning"
@@ -62,7 +60,6 @@ def worst(findings: Iterable[Finding]) -> Status:
 
 
 def write_json(settings: ConnectionSettings, findings: Sequence[Finding]) -> None:
-    """Print the findings as one JSON object."""
     report = {
         "url": str(settings),
         "status": worst(findings).value,
@@ -72,7 +69,6 @@ def write_json(settings: ConnectionSettings, findings: Sequence[Finding]) -> Non
 
 
 def show(settings: ConnectionSettings, findings: Sequence[Finding]) -> None:
-    """Print the findings as a table."""
     table = plain_table()
     table.add_column("")
     table.add_column("")

@@ -45,7 +45,6 @@ class QueueView:
 
     @property
     def online(self) -> frozenset[str]:
-        """Those of its members that run."""
         return frozenset(map(str, self.raw.get("online") or ()))
 
     @property
@@ -121,7 +120,6 @@ class Snapshot:
         )
 
     def consumers_of(self, queue: QueueView) -> list[Mapping[str, Any]]:
-        """Return the consumers of a queue."""
         return [each for each in self.consumers if (each.get("queue") or {}).get("name") == queue.name]
 
     def dead_letter_route(self, queue: QueueView) -> Route | None:
