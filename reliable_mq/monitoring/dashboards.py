@@ -82,6 +82,15 @@ def stat(
     return Panel(title, description, (PanelQuery(expression, ""),), unit, "stat", warn, alarm)
 
 
+def lines(
+    title: str, description: str, queries: tuple[PanelQuery, ...], unit: Unit | None = None, *,
+    warn: float | None = None, alarm: float | None = None,
+) -> Panel:  # fmt: skip
+    """Return a panel with lines over time; of rates, in numbers per second."""
+    per_second = any("rate(" in query.expression for query in queries)
+    return Panel(title, description, queries, unit or ("ops" if per_second else "short"), warn=warn, alarm=alarm)
+
+
 def gauges(by: str, how: str = "sum", /, **metrics: str) -> tuple[PanelQuery, ...]:
     """Return a query for each gauge, given with the last word of its legend."""
     return tuple(
@@ -121,7 +130,7 @@ def _legend(by: str, word: str) -> str:
 def _event_loop_and_tokens(owner: str) -> tuple[Panel, Panel]:
     """Return the panels that publishers and consumers have alike."""
     return (
-        Panel(
+        lines(
             "Event loop stood still",
             "Share of time for which the event loop was blocked, half a heartbeat or more at a time (asyncio only). "
             "Something that blocks runs on the loop.",
@@ -129,12 +138,11 @@ def _event_loop_and_tokens(owner: str) -> tuple[Panel, Panel]:
             "percentunit",
             warn=0.001,
         ),
-        Panel(
+        lines(
             "Tokens renewed per second",
             "Renewals of the tokens of open connections, by outcome. Refused by the broker, or failed (the credentials "
             "callback gave none): the connection is lost when its token expires.",
             rates(f"{owner}, outcome", **{f"{owner}_token_renewals": ""}),
-            "ops",
         ),
     )
 
@@ -190,13 +198,12 @@ PUBLISHERS: Final = Dashboard(
         ),
         row(
             "Publishing",
-            Panel(
+            lines(
                 "Settled per second",
                 "Messages settled, by outcome. Everything but confirmed is an error for its caller.",
                 rates("outcome", publisher_settled=""),
-                "ops",
             ),
-            Panel(
+            lines(
                 "Time to confirm",
                 "From submission to the confirm of the broker, median and 99th percentile. Both rise if the broker "
                 "or its disks are slow.",
@@ -205,13 +212,13 @@ PUBLISHERS: Final = Dashboard(
                 warn=1,
                 alarm=10,
             ),
-            Panel(
+            lines(
                 "Outstanding",
                 "Messages submitted and not settled. A line at max_outstanding means that submit() blocks: the "
                 "broker is slower than the program.",
                 gauges("instance, publisher", publisher_outstanding=""),
             ),
-            Panel(
+            lines(
                 "Age of the oldest outstanding message",
                 "Grows by a second per second while the broker confirms nothing.",
                 gauges("instance, publisher", "max", publisher_outstanding_oldest_age_seconds=""),
@@ -219,37 +226,34 @@ PUBLISHERS: Final = Dashboard(
                 warn=10,
                 alarm=60,
             ),
-            Panel(
+            lines(
                 "Published again",
                 "Attempts beyond the first of a message, attempts in doubt (their channel was lost before the "
                 "confirm), and nacks. Bursts belong to lost connections; a steady rate of nacks is a full queue.",
                 rates(
                     "publisher", publisher_republished="again", publisher_in_doubt="in doubt", publisher_nacks="nacks"
                 ),
-                "ops",
             ),
-            Panel(
+            lines(
                 "Ignored frames per second",
                 "Returns and confirms that matched no outstanding message: late, repeated or of an older channel. "
                 "They change nothing.",
                 rates("publisher", publisher_stray_returns="returns", publisher_stale_confirms="confirms"),
-                "ops",
             ),
         ),
         row(
             "Connections",
-            Panel(
+            lines(
                 "Connected publishers",
                 "Publishers on whose channel the broker takes messages.",
                 gauges("instance, publisher", publisher_connected=""),
             ),
-            Panel(
+            lines(
                 "Reconnects per second",
                 "Connections lost and made again.",
                 rates("instance, publisher", publisher_reconnects=""),
-                "ops",
             ),
-            Panel(
+            lines(
                 "Share of time blocked",
                 "By a memory or disk alarm of the broker. 100 %: nothing is published.",
                 rates("instance, publisher", publisher_blocked_seconds=""),
@@ -261,7 +265,7 @@ PUBLISHERS: Final = Dashboard(
         ),
         row(
             "Outbox",
-            Panel(
+            lines(
                 "Waiting in outboxes",
                 "Rows that wait to be published; of these, rows to be tried again later, rows behind one of their "
                 "ordering key; rows set aside, and rows of a newer format.",
@@ -274,7 +278,7 @@ PUBLISHERS: Final = Dashboard(
                     outbox_unreadable="unreadable",
                 ),
             ),
-            Panel(
+            lines(
                 "Age of the oldest row that waits",
                 "Above a minute, the relay does not get rid of its rows.",
                 gauges("instance, publisher", "max", outbox_oldest_age_seconds=""),
@@ -282,18 +286,16 @@ PUBLISHERS: Final = Dashboard(
                 warn=10,
                 alarm=60,
             ),
-            Panel(
+            lines(
                 "Stored and relayed per second",
                 "Messages made durable, and attempts to publish a row by outcome.",
                 (*rates("publisher", outbox_stored="stored"), *rates("publisher, outcome", outbox_relayed="")),
-                "ops",
             ),
-            Panel(
+            lines(
                 "Failures per second",
                 "Messages that could not be stored; pauses of the relay, because it could not reach the broker or "
                 "the outbox.",
                 rates("publisher, what", outbox_failures=""),
-                "ops",
             ),
         ),
     ),
@@ -350,42 +352,39 @@ CONSUMERS: Final = Dashboard(
         ),
         row(
             "Handling",
-            Panel(
+            lines(
                 "Deliveries per second",
                 "Received, handled and acked. Lines that part for long mean that handlers fall behind.",
                 rates("queue", consumer_deliveries="delivered", consumer_handled="handled", consumer_acked="acked"),
-                "ops",
             ),
-            Panel(
+            lines(
                 "Time in the handler",
                 "Per call, median and 99th percentile.",
                 quantiles("consumer", "consumer_handler_seconds"),
                 "s",
             ),
-            Panel(
+            lines(
                 "Unacked",
                 "Deliveries received and not acked: waiting, in a handler or held. A line at the prefetch means that "
                 "handlers are the limit.",
                 gauges("instance, consumer", consumer_unacked=""),
             ),
-            Panel(
+            lines(
                 "Acks per second",
                 "Frames sent, and deliveries acked without a frame of their own.",
                 rates("queue", consumer_acks_sent="frames", consumer_acks_saved="saved"),
-                "ops",
             ),
         ),
         row(
             "Retries and dead letters",
-            Panel(
+            lines(
                 "Failed attempts per second",
                 "Attempts that failed, failures that are tried again, and messages moved to a delay queue.",
                 rates(
                     "queue", consumer_failed_attempts="failed", consumer_retried="retried", consumer_delayed="delayed"
                 ),
-                "ops",
             ),
-            Panel(
+            lines(
                 "Dead letters per second",
                 "Messages given up; of these, messages without a handler (undecodable, too large, newer format); "
                 "messages moved to quarantine; messages rejected without a dead-letter queue of ours.",
@@ -396,9 +395,8 @@ CONSUMERS: Final = Dashboard(
                     consumer_quarantined="quarantined",
                     consumer_rejected="rejected",
                 ),
-                "ops",
             ),
-            Panel(
+            lines(
                 "Depth of dead-letter queues",
                 "Messages that wait in dead-letter queues: reliable-mq dlq. Needs QueueDepths in one process.",
                 (
@@ -408,27 +406,27 @@ CONSUMERS: Final = Dashboard(
                 ),
                 warn=1,
             ),
-            Panel(
+            lines(
                 "Depth of queues",
                 "Messages that are ready for delivery. Needs QueueDepths in one process.",
                 (PanelQuery('max by (queue) (reliable_mq_queue_messages{job=~"$job", role="queue"})', "{{queue}}"),),
             ),
-            Panel(
+            lines(
                 "Retries and dead letters that were not confirmed",
                 "Their originals stay unacked, and are tried again. A steady rate: the broker does not take them.",
                 rates("queue", consumer_republish_failed=""),
-                "ops",
             ),
-            Panel(
+            lines(
                 "Pauses",
                 "Consumers paused by their kill switch now, and pauses per second.",
                 (*gauges("consumer", consumer_paused="paused"), *rates("consumer", consumer_pauses="pauses")),
+                "short",
                 alarm=1,
             ),
         ),
         row(
             "Duplicates and the idempotency store",
-            Panel(
+            lines(
                 "Redelivered and duplicates per second",
                 "Deliveries that the broker flagged as redelivered, deliveries that the idempotency store has as "
                 "done, and deliveries that waited for another holder of their claim.",
@@ -438,31 +436,28 @@ CONSUMERS: Final = Dashboard(
                     consumer_duplicates="duplicates",
                     consumer_claims_in_progress="claimed elsewhere",
                 ),
-                "ops",
             ),
-            Panel(
+            lines(
                 "Failures of the idempotency store per second",
                 "Nothing is acked without it: the queue grows while it fails.",
                 rates("queue", consumer_store_failures=""),
-                "ops",
                 warn=0.001,
             ),
         ),
         row(
             "Connections",
-            Panel(
+            lines(
                 "Subscribed consumers",
                 "Consumers that are subscribed to their queue.",
                 gauges("instance, consumer", consumer_connected=""),
             ),
-            Panel(
+            lines(
                 "Reconnects and cancellations per second",
                 "Connections lost and made again, and subscriptions that the broker ended (queue deleted or moved, "
                 "consumer timeout).",
                 rates("consumer", consumer_reconnects="reconnects", consumer_cancelled="cancelled"),
-                "ops",
             ),
-            Panel(
+            lines(
                 "Deliveries that come again, per second",
                 "Unsettled when their channel was lost, requeued by us, or taken back by the consumer timeout; "
                 "overdue: close to that; stale: results of an older channel, dropped.",
@@ -474,13 +469,12 @@ CONSUMERS: Final = Dashboard(
                     consumer_overdue="overdue",
                     consumer_stale_acks="stale",
                 ),
-                "ops",
             ),
             *_event_loop_and_tokens("consumer"),
         ),
         row(
             "Stages",
-            Panel(
+            lines(
                 "Moved into stages per second",
                 "Messages that a relay moved from a queue into a stream; redelivered ones that were there already; "
                 "new channels of the relay, and times that the stage did not take a message.",
@@ -491,9 +485,8 @@ CONSUMERS: Final = Dashboard(
                     )
                     for metric in ("moved", "moved_before", "epochs", "failures")
                 ),
-                "ops",
             ),
-            Panel(
+            lines(
                 "State of the relays",
                 "Relays that move messages; messages that wait; deliveries not acked; bytes not confirmed.",
                 tuple(

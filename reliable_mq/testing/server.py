@@ -13,7 +13,7 @@ import logging
 import socket
 import ssl
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
@@ -32,7 +32,7 @@ from reliable_mq.testing.frames import key_of, name_of
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
     from os import PathLike
 
     from reliable_mq.tls import TLSOptions
@@ -193,19 +193,15 @@ class Server:
     # faults
 
     def set_conditions(
-        self,
-        directions: Iterable[Direction],
-        change: Callable[[LinkConditions], LinkConditions],
-        *,
-        new_connections: bool,
+        self, directions: Iterable[Direction], new_connections: bool, changes: Mapping[str, Any]
     ) -> None:
         """Change every connection, and with `new_connections` those to come."""
         for direction in directions:
             if new_connections:
-                self._conditions[direction] = change(self._conditions[direction])
+                self._conditions[direction] = replace(self._conditions[direction], **changes)
             for connection in tuple(self._connections.values()):
                 stream = connection.streams[direction]
-                stream.set_conditions(change(stream.conditions))
+                stream.set_conditions(replace(stream.conditions, **changes))
 
     def add(self, direction: Direction, fault: FrameFault) -> None:
         self.faults[direction].append(fault)
@@ -252,16 +248,8 @@ class Server:
     def _listen(self) -> None:
         if self._listener is not None:
             return
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.setblocking(False)
-            listener.bind(("127.0.0.1", self.port))
-            listener.listen(_BACKLOG)
-        except OSError:
-            listener.close()
-            raise
-        self._listener = listener
+        listener = self._listener = socket.create_server(("127.0.0.1", self.port), backlog=_BACKLOG)
+        listener.setblocking(False)
         asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def _accept(self, listener: socket.socket) -> None:

@@ -13,8 +13,8 @@ dead letter leaves its queue after its copy was confirmed, or because it was to 
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.routing import Mount, Route
@@ -29,6 +29,8 @@ from reliable_mq.web.operations import AuditLog, Operations
 from reliable_mq.web.pages import Pages
 
 if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
     from reliable_mq.settings import Credentials, CredentialsCallback
     from reliable_mq.tls import TLSOptions
 
@@ -113,12 +115,7 @@ class DeadLetterApp:
         app = Starlette(routes=routes, exception_handlers=pages.exception_handlers)
         self._guard = pages.guard = Guard(app, hosts=allowed_hosts, token=token, user=user)
 
-    async def __call__(
-        self,
-        scope: MutableMapping[str, Any],
-        receive: Callable[[], Awaitable[MutableMapping[str, Any]]],
-        send: Callable[[MutableMapping[str, Any]], Awaitable[None]],
-    ) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
         await self._guard(scope, receive, send)
 
