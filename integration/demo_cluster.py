@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from reliable_mq.cli.demo.display import BrokerStatus, DemoResult, LinesDisplay
-from reliable_mq.cli.demo.run import Story
+from reliable_mq.cli.demo.display import BrokerStatus, DemoResult, LinesDisplay, Story
 from reliable_mq.cli.demo.scenario import BrokerState, Shop
 from reliable_mq.testing import RabbitMQCluster, remove_leftovers, wait_until
 from reliable_mq.url import parse_url

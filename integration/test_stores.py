@@ -22,8 +22,7 @@ from integration.support.lossy import LossyProxy
 from integration.support.seeds import soak_seeds, soaking
 from reliable_mq import IdempotencyStoreError
 from reliable_mq.stores import AsyncRedisStore, AsyncSQLAlchemyStore, ClaimStatus, RedisStore, SQLAlchemyStore
-from reliable_mq.testing.linearizability import explain
-from reliable_mq.testing.store_contract import LEASE, RETENTION, StoreContract, StoreOnThread, contended
+from reliable_mq.testing.store_contract import LEASE, RETENTION, StoreContract, StoreOnThread, contended, explain
 from reliable_mq.testing.waiting import wait_until
 from tests.stores import subjects
 from tests.stores.purging import grow

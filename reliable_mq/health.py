@@ -25,7 +25,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, Self
+from typing import Any, Final, NamedTuple, Protocol, Self
 from weakref import WeakSet
 
 from prometheus_client import CollectorRegistry
@@ -36,9 +36,6 @@ from reliable_mq._util.threads import start_daemon
 from reliable_mq._util.validation import is_text, is_whole_number
 from reliable_mq.core.health import Health
 from reliable_mq.errors import ConfigurationError, UsageError
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 __all__ = ["Health", "HealthApp", "HealthServer", "Part"]
 
@@ -204,14 +201,10 @@ class HealthServer(_Probes):
             self._thread.join(_END_TIMEOUT)
 
     def __enter__(self) -> Self:
-        """Start."""
         self.start()
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Close."""
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _forget(self) -> None:
@@ -322,13 +315,12 @@ class HealthApp(_Probes):
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         accept = next((value for name, value in scope["headers"] if name == b"accept"), b"")
         answer = self._answer(scope["method"], path, accept.decode("latin-1"))
-        headers = {
-            "content-type": answer.content_type,
-            "content-length": str(len(answer.body)),
-            "cache-control": "no-store",
-        }
-        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": answer.status.value, "headers": encoded})
+        headers = [
+            (b"content-type", answer.content_type.encode()),
+            (b"content-length", str(len(answer.body)).encode()),
+            (b"cache-control", b"no-store"),
+        ]
+        await send({"type": "http.response.start", "status": answer.status.value, "headers": headers})
         body = b"" if scope["method"] == "HEAD" else answer.body
         await send({"type": "http.response.body", "body": body})
 

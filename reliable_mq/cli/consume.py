@@ -83,13 +83,6 @@ class _Follower:
     """Write deliveries until there are enough, no more come, or the reader leaves.
 
     Unacked deliveries are held until the consumer stops, and then requeued.
-
-    Args:
-        out: the output.
-        form: returns the text of a delivery; a line end is added.
-        keep: do not ack what was written.
-        count: how many to write at most.
-        timeout: seconds without a delivery, while connected, after which it ends.
     """
 
     def __init__(
@@ -114,16 +107,10 @@ class _Follower:
 
     @property
     def status(self) -> int:
-        """The exit status."""
         return INTERRUPTED if self._status is None else self._status
 
     def follow(self, consumer: Consumer) -> None:
-        """Run the consumer to the end.
-
-        Raises:
-            OSError: the output cannot be written.
-            ReliableMQError: the consumer ended by itself.
-        """
+        """Run the consumer to the end."""
         from reliable_mq._util.threads import start_daemon
 
         start_daemon("stop-when-over", self._stop_when_over, consumer)

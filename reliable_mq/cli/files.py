@@ -35,11 +35,7 @@ class Input(NamedTuple):
 
 
 def lines(files: Sequence[Path]) -> Iterator[Input]:
-    """Return the lines of files, or of standard input, each as soon as it is complete.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """Return the lines of files, or of standard input, each as soon as it is complete."""
     if not files:
         yield from _lines_of(_standard_input().buffer, "")
     for path in files:
@@ -48,11 +44,7 @@ def lines(files: Sequence[Path]) -> Iterator[Input]:
 
 
 def whole_files(files: Sequence[Path]) -> Iterator[Input]:
-    """Return each file as one piece.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """Return each file as one piece."""
     for path in files:
         data = path.read_bytes()
         yield Input(str(path), data, len(data))

@@ -19,7 +19,19 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from reliable_mq.cli.terminal import INTERRUPTED, URL, escaped, hide_logs, json_text, metrics_served, output, say
+from reliable_mq.cli.terminal import (
+    INTERRUPTED,
+    URL,
+    MetricsAddress,
+    MetricsPort,
+    command_group,
+    escaped,
+    hide_logs,
+    json_text,
+    metrics_served,
+    output,
+    say,
+)
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, OutboxError
 
 if TYPE_CHECKING:
@@ -34,13 +46,7 @@ _ANSWERS: Final = 30.0  # seconds for a database to respond to a connection
 _LEAVE: Final = 5.0  # seconds for a relay to stop; the rest is for others, or its next start
 _TABLE: Final = "reliable_mq_outbox"
 
-outbox = typer.Typer(
-    name="outbox",
-    help="Inspect an outbox, relay it, and retry or purge messages that were set aside.",
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+outbox = command_group("outbox", "Inspect an outbox, relay it, and retry or purge messages that were set aside.")
 
 Where = Annotated[
     str,
@@ -107,10 +113,8 @@ def relay(
     timeout: Annotated[
         float | None, typer.Option(help="Seconds after which --until-empty gives up; then the exit status is 1.")
     ] = None,
-    metrics_port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Serve Prometheus metrics on this port; 0 for a free one.")
-    ] = None,
-    metrics_address: Annotated[str, typer.Option(help="The address to serve them on.")] = "127.0.0.1",
+    metrics_port: MetricsPort = None,
+    metrics_address: MetricsAddress = "127.0.0.1",
 ) -> None:
     """Publish the messages of an outbox, confirmed, until Ctrl-C or SIGTERM.
 

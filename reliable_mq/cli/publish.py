@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from reliable_mq.cli.files import Input, lines, size_of, whole_files
-from reliable_mq.cli.terminal import INTERRUPTED, URL, errors, escaped, hide_logs, say
+from reliable_mq.cli.terminal import INTERRUPTED, URL, errors, escaped, hide_logs, parse_header, say
 from reliable_mq.errors import ConfigurationError, PublishError, ReliableMQError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def publish(
         exchange="" if queue is not None else exchange,
         routing_key=queue if queue is not None else routing_key,
         content_type=content_type,
-        headers=dict(map(_header, header or [])) or None,
+        headers=dict(map(parse_header, header or [])) or None,
         persistent=not transient,
     )
     paths = files or []
@@ -95,13 +95,6 @@ def publish(
         name="reliable-mq publish",
     )
     raise typer.Exit(_Run(publisher, recipe, size_of(paths)).publish_all(inputs))
-
-
-def _header(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not name or not equals:
-        raise typer.BadParameter(f"--header takes NAME=VALUE, not {text!r}")
-    return name, value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

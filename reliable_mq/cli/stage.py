@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from reliable_mq.cli.terminal import URL, metrics_served, say
+from reliable_mq.cli.terminal import URL, MetricsAddress, MetricsPort, metrics_served, say
 from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -57,10 +57,8 @@ def stage(
             help="Messages without message_id: end at the first one, or move them, perhaps twice if the relay dies.",
         ),
     ] = "refuse",
-    metrics_port: Annotated[
-        int | None, typer.Option(min=0, max=65_535, help="Serve Prometheus metrics on this port; 0 for a free one.")
-    ] = None,
-    metrics_address: Annotated[str, typer.Option(help="The address to serve them on.")] = "127.0.0.1",
+    metrics_port: MetricsPort = None,
+    metrics_address: MetricsAddress = "127.0.0.1",
 ) -> None:
     """Move queues into streams until SIGTERM or SIGINT, for Spark's staged mode.
 

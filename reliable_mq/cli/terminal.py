@@ -1,4 +1,4 @@
-"""Consoles, logs, foreign text, metrics, the argument URL: for all commands.
+"""Consoles, logs, foreign text, metrics, common options: for all commands.
 
 Invariants:
 
@@ -19,7 +19,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, BinaryIO, Final, TypeAlias, cast
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from reliable_mq.errors import ConfigurationError
@@ -32,12 +34,17 @@ if TYPE_CHECKING:
 __all__ = [
     "INTERRUPTED",
     "URL",
+    "MetricsAddress",
+    "MetricsPort",
+    "command_group",
     "errors",
     "escaped",
     "hide_logs",
     "json_text",
     "metrics_served",
     "output",
+    "parse_header",
+    "plain_table",
     "product",
     "say",
     "show_logs",
@@ -47,6 +54,10 @@ __all__ = [
 URL: TypeAlias = Annotated[
     str, typer.Argument(metavar="URL", help="amqp:// or amqps://, several hosts separated by commas.")
 ]
+MetricsPort: TypeAlias = Annotated[
+    int | None, typer.Option(min=0, max=65_535, help="Serve Prometheus metrics on this port; 0 for a free one.")
+]
+MetricsAddress: TypeAlias = Annotated[str, typer.Option(help="The address to serve them on.")]
 
 INTERRUPTED: Final = 130
 """The exit status after Ctrl-C."""
@@ -64,17 +75,31 @@ _STYLES: Final = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITI
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:.*@)?[^\s'\"]*", re.DOTALL)
 
 
+def command_group(name: str, text: str) -> typer.Typer:
+    """Return a command that has commands of its own."""
+    settings = {"help_option_names": ["-h", "--help"]}
+    return typer.Typer(
+        name=name, help=text, no_args_is_help=True, rich_markup_mode="markdown", context_settings=settings
+    )
+
+
+def parse_header(text: str) -> tuple[str, str]:
+    """Return name and value of ``--header NAME=VALUE``."""
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise typer.BadParameter(f"--header takes NAME=VALUE, not {text!r}")
+    return name, value
+
+
+def plain_table() -> Table:
+    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+
+
 # -- foreign text ------------------------------------------------------------------------------------------------------
 
 
 def escaped(text: object, limit: int | None = None, *, keep: str = "") -> str:
-    """Escape unprintable characters: control characters, line ends, lone surrogates...
-
-    Args:
-        text: foreign text; ``str`` of it.
-        limit: how many characters to keep at most; None for all.
-        keep: characters that stay although they do not print, such as line ends.
-    """
+    """Escape unprintable characters: control characters, line ends, lone surrogates..."""
     text = str(text)
     if text.isprintable() and (limit is None or len(text) <= limit):
         return text
@@ -103,14 +128,7 @@ def without_passwords(text: str) -> str:
 
 
 def product(*, as_json: bool) -> BinaryIO:
-    """Return standard output for bytes: escaped on a terminal, else as they are.
-
-    Args:
-        as_json: the output is lines of JSON, and stays JSON.
-
-    Raises:
-        OSError: it is closed.
-    """
+    """Return standard output for bytes: escaped on a terminal, else as they are."""
     if sys.stdout is None:
         raise OSError(errno.EBADF, "standard output is closed")
     out = sys.stdout.buffer
@@ -144,8 +162,6 @@ def _printable_json(text: str) -> str:
 
 
 class _ConsoleHandler(logging.Handler):
-    """One line for each record."""
-
     def emit(self, record: logging.LogRecord) -> None:
         line = Text(escaped(self.format(record), keep="\n"), style=_STYLES.get(record.levelno, "dim"))
         errors.print(line, soft_wrap=True)
@@ -172,12 +188,7 @@ def show_logs(verbose: int = 0) -> None:
 
 
 def hide_logs(logger: logging.Logger | None = None, *, below: int = logging.CRITICAL + 1) -> None:
-    """Hide logs below a level, unless -v was given: the command reports the same.
-
-    Args:
-        logger: whose; by default all of the library.
-        below: the level.
-    """
+    """Hide logs below a level, unless -v was given: the command reports the same."""
     ours = logging.getLogger("reliable_mq")
     if ours.level == logging.WARNING:
         (logger or ours).setLevel(below)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from reliable_mq.cli.dlq.options import imported_store
+from reliable_mq.cli.dlq import imported_store
 from reliable_mq.cli.terminal import INTERRUPTED, URL, output, say
 from reliable_mq.errors import ConfigurationError
 

@@ -26,7 +26,7 @@ from reliable_mq.engine.consumer_options import ConsumerOptions
 from reliable_mq.engine.subscription import BaseSubscription, WorkQueue
 from reliable_mq.engine.workers import UNANSWERED
 from reliable_mq.errors import UsageError
-from reliable_mq.metrics.families import consumer_readings
+from reliable_mq.metrics.families import readings
 from reliable_mq.metrics.registry import register
 
 if TYPE_CHECKING:
@@ -452,9 +452,8 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
             handler_seconds.add(pool.handler_seconds)
         if subscription.tracer is not None:
             handler_seconds.add(subscription.tracer.exemplars)
-        yield from consumer_readings(
-            self._options.name,
-            self._options.queue_name,
+        yield from readings(
+            (self._options.name, self._options.queue_name),
             ConsumerStatus(
                 unacked=subscription.session.outstanding,
                 connected=subscription.connected,

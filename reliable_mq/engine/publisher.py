@@ -35,7 +35,7 @@ from reliable_mq.engine.publisher_channel import BasePublisherChannel
 from reliable_mq.engine.publisher_options import PublisherOptions
 from reliable_mq.errors import PublishError, UsageError
 from reliable_mq.message import Message
-from reliable_mq.metrics.families import outbox_readings, publisher_readings
+from reliable_mq.metrics.families import readings
 from reliable_mq.metrics.registry import register
 
 if TYPE_CHECKING:
@@ -503,8 +503,8 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
     def _readings(self) -> Iterator[Reading]:
         name, channel = self._options.name, self._channel
         if channel is not None:
-            yield from publisher_readings(
-                name,
+            yield from readings(
+                (name,),
                 PublisherStatus(
                     outstanding=channel.outstanding,
                     oldest_age=channel.oldest_age,
@@ -522,7 +522,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
             )
         if self._outbox_channel is not None:
             relay = self._outbox_channel.relay
-            yield from outbox_readings(name, relay.status, relay.statistics)
+            yield from readings((name,), relay.status, relay.statistics)
 
 
 class ReportBuilder(Generic[ConfirmationT]):

@@ -26,19 +26,7 @@ from reliable_mq.metrics.registry import Family, Reading
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = [
-    "FAMILIES",
-    "consumer_readings",
-    "outbox_readings",
-    "publisher_readings",
-    "queue_readings",
-    "stage_readings",
-]
-
-_PUBLISHER: Final = ("publisher",)
-_CONSUMER: Final = ("consumer", "queue")
-_QUEUE: Final = ("queue", "role")
-_STAGE: Final = ("queue", "stage")
+__all__ = ["FAMILIES", "readings"]
 
 
 class _Shown(NamedTuple):
@@ -66,16 +54,16 @@ def _derive(counts: type, owner: str, labels: tuple[str, ...]) -> Iterator[_Show
 _SHOWN: Final[Mapping[type, tuple[_Shown, ...]]] = {
     counts: tuple(_derive(counts, owner, labels))
     for counts, owner, labels in (
-        (PublisherStatus, "publisher", _PUBLISHER),
-        (PublisherStatistics, "publisher", _PUBLISHER),
-        (ConsumerStatus, "consumer", _CONSUMER),
-        (ConsumerStatistics, "consumer", _CONSUMER),
-        (OutboxStatus, "outbox", _PUBLISHER),
-        (OutboxStatistics, "outbox", _PUBLISHER),
-        (QueueStatus, "queue", _QUEUE),
-        (QueueDepthStatistics, "queue", _QUEUE),
-        (StageStatus, "stage", _STAGE),
-        (StageStatistics, "stage", _STAGE),
+        (PublisherStatus, "publisher", ("publisher",)),
+        (PublisherStatistics, "publisher", ("publisher",)),
+        (ConsumerStatus, "consumer", ("consumer", "queue")),
+        (ConsumerStatistics, "consumer", ("consumer", "queue")),
+        (OutboxStatus, "outbox", ("publisher",)),
+        (OutboxStatistics, "outbox", ("publisher",)),
+        (QueueStatus, "queue", ("queue", "role")),
+        (QueueDepthStatistics, "queue", ("queue", "role")),
+        (StageStatus, "stage", ("queue", "stage")),
+        (StageStatistics, "stage", ("queue", "stage")),
     )
 }
 
@@ -83,43 +71,14 @@ FAMILIES: Final = {shown.family.full_name: shown.family for every in _SHOWN.valu
 """Every metric, by its name."""
 
 
-def publisher_readings(name: str, status: PublisherStatus, statistics: PublisherStatistics) -> Iterator[Reading]:
-    """Yield one scrape of the publisher called ``name``."""
-    return _readings((name,), status, statistics)
+def readings(labels: tuple[str, ...], *counts: object) -> Iterator[Reading]:
+    """Yield one scrape: the metrics in the fields of statuses and statistics.
 
-
-def consumer_readings(
-    name: str, queue: str, status: ConsumerStatus, statistics: ConsumerStatistics
-) -> Iterator[Reading]:
-    """Yield one scrape of the consumer called ``name`` on ``queue``."""
-    return _readings((name, queue), status, statistics)
-
-
-def outbox_readings(name: str, status: OutboxStatus | None, statistics: OutboxStatistics) -> Iterator[Reading]:
-    """Yield one scrape of the outbox of the publisher called ``name``.
-
-    `status` is None while the outbox does not answer: a gauge that is made up would hide that.
+    Args:
+        labels: values of those that these classes have above, in their order.
+        counts: None stands for a state that is not known: a gauge that is made up would hide that.
     """
-    return _readings((name,), status, statistics)
-
-
-def queue_readings(
-    name: str, role: str, status: QueueStatus | None, statistics: QueueDepthStatistics
-) -> Iterator[Reading]:
-    """Yield one scrape of the queue called ``name``.
-
-    `status` is None while its depth is not known: a gauge that is made up would hide that.
-    """
-    return _readings((name, role), status, statistics)
-
-
-def stage_readings(queue: str, stage: str, status: StageStatus, statistics: StageStatistics) -> Iterator[Reading]:
-    """Yield one scrape of the relay from ``queue`` into ``stage``."""
-    return _readings((queue, stage), status, statistics)
-
-
-def _readings(labels: tuple[str, ...], *readable: object) -> Iterator[Reading]:
-    for one in readable:
+    for one in counts:
         for shown in _SHOWN.get(type(one), ()):
             value = getattr(one, shown.field)
             if value is not None:

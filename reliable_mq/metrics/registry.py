@@ -34,15 +34,7 @@ __all__ = ["Family", "Reading", "Registration", "register"]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A metric.
-
-    Attributes:
-        name: without prefix and suffix.
-        kind: of Prometheus's.
-        documentation: its help text.
-        labels: their names.
-        merged: the way in which readings of several owners with the same labels become one.
-    """
+    """A metric."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -145,7 +137,6 @@ class _Collector(Collector):
         return []
 
     def collect(self) -> Iterable[Metric]:
-        """Read everything."""
         with self._lock:
             totals = self._retired.copy()
             for registration in self._registrations:

@@ -51,7 +51,6 @@ class AlertSettings:
 
     @property
     def max_age_seconds(self) -> float:
-        """`max_age` in seconds."""
         return _seconds("max_age", self.max_age)
 
 
@@ -76,12 +75,10 @@ class Alert:
     description: str
 
     def expression_for(self, settings: AlertSettings) -> str:
-        """Return the expression with the settings in it."""
         values = {"HOLD": settings.hold, "WINDOW": settings.window, "MAX_AGE": f"{settings.max_age_seconds:g}"}
         return re.sub(r"\b(HOLD|WINDOW|MAX_AGE)\b", lambda found: values[found[1]], self.expression)
 
     def runbook_url(self, settings: AlertSettings) -> str:
-        """Return the link to the section of the runbook."""
         base = settings.manual_url and settings.manual_url.rstrip("/") + "/"
         return f"{base}guides/runbook.html#{self.name.lower()}"
 
@@ -235,11 +232,7 @@ ALERTS: Final = (
 
 
 def rules(settings: AlertSettings | None = None) -> str:
-    """Return a rule file for Prometheus with every alert, as YAML.
-
-    Args:
-        settings: the times; None for the defaults.
-    """
+    """Return a rule file for Prometheus with every alert, as YAML."""
     return "\n".join(_lines(settings or AlertSettings())) + "\n"
 
 

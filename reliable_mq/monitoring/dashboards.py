@@ -1,7 +1,7 @@
 """The dashboards for Grafana: which panels there are, and what each of them asks.
 
-A panel is declared once, here, of what `reliable_mq.monitoring.panels` has; `reliable_mq.monitoring.grafana` writes
-Grafana's JSON.
+A panel is declared once, here; `reliable_mq.monitoring.grafana` writes Grafana's JSON. ``FILTER`` in an expression
+stands for the label matchers of the variables of its dashboard. ``$__rate_interval`` and ``$__range`` are Grafana's.
 
 Invariants: an expression has data as soon as its metrics exist, also while all is well; the colours of thresholds mean
 the same everywhere: green for healthy, yellow for look at it, red for act.
@@ -9,232 +9,293 @@ the same everywhere: green for healthy, yellow for look at it, red for act.
 
 from __future__ import annotations
 
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Literal
 
-from reliable_mq.monitoring.panels import Dashboard, Panel, PanelQuery, Row, Variable, growth, quantiles, rates, stat
+__all__ = ["DASHBOARDS", "Dashboard", "Panel", "PanelQuery", "Row", "Unit", "Variable"]
 
-__all__ = ["DASHBOARDS"]
+Unit = Literal["short", "ops", "s", "percentunit"]
+"""Grafana's name of a unit: a count, a number per second, seconds, a share of 1."""
 
-_NOT_CONFIRMED: Final = ', outcome!="confirmed"'
+
+@dataclass(frozen=True, slots=True)
+class PanelQuery:
+    """A query in PromQL; in its legend, ``{{label}}`` stands for the value of a label."""
+
+    expression: str
+    legend: str
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A panel: one number, or lines over time.
+
+    Attributes:
+        help: what it shows, and when to worry.
+        warn, alarm: from these values on it is yellow, or red; None for never.
+    """
+
+    title: str
+    help: str
+    queries: tuple[PanelQuery, ...]
+    unit: Unit = "short"
+    kind: Literal["stat", "timeseries"] = "timeseries"
+    warn: float | None = None
+    alarm: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of panels under a title."""
+
+    title: str
+    panels: tuple[Panel, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A choice at the top of a dashboard, of a label; it narrows the ones after it."""
+
+    label: str
+    metric: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dashboard:
+    """A dashboard."""
+
+    name: str
+    title: str
+    description: str
+    variables: tuple[Variable, ...]
+    rows: tuple[Row, ...]
+
+
+def row(title: str, *panels: Panel) -> Row:
+    return Row(title, panels)
+
+
+def stat(
+    title: str, description: str, expression: str, unit: Unit = "short", *, warn: float | None = None,
+    alarm: float | None = None,
+) -> Panel:  # fmt: skip
+    return Panel(title, description, (PanelQuery(expression, ""),), unit, "stat", warn, alarm)
+
+
+def lines(
+    title: str, description: str, queries: tuple[PanelQuery, ...], unit: Unit | None = None, *,
+    warn: float | None = None, alarm: float | None = None,
+) -> Panel:  # fmt: skip
+    """Return a panel with lines over time; of rates, in numbers per second."""
+    per_second = any("rate(" in query.expression for query in queries)
+    return Panel(title, description, queries, unit or ("ops" if per_second else "short"), warn=warn, alarm=alarm)
+
+
+def gauges(by: str, how: str = "sum", /, **metrics: str) -> tuple[PanelQuery, ...]:
+    """Return a query for each gauge, given with the last word of its legend."""
+    return tuple(
+        PanelQuery(f"{how} by ({by}) (reliable_mq_{metric}{{FILTER}})", _legend(by, word))
+        for metric, word in metrics.items()
+    )
+
+
+def rates(by: str, /, **metrics: str) -> tuple[PanelQuery, ...]:
+    """Return a query for the rate per second of each counter, likewise."""
+    return tuple(
+        PanelQuery(f"sum by ({by}) (rate(reliable_mq_{metric}_total{{FILTER}}[$__rate_interval]))", _legend(by, word))
+        for metric, word in metrics.items()
+    )
+
+
+def quantiles(by: str, metric: str) -> tuple[PanelQuery, ...]:
+    """Return the queries for the median and the 99th percentile of a histogram."""
+    counted = f"sum by (le, {by}) (rate(reliable_mq_{metric}_bucket{{FILTER}}[$__rate_interval]))"
+    return tuple(
+        PanelQuery(f"histogram_quantile({quantile}, {counted})", _legend(by, f"p{quantile * 100:g}"))
+        for quantile in (0.5, 0.99)
+    )
+
+
+def growth(metric: str, more: str = "") -> str:
+    """Return the growth of a counter over the time shown; 0 where it does not exist."""
+    return f"sum(increase(reliable_mq_{metric}_total{{FILTER{more}}}[$__range])) or vector(0)"
+
+
+def _legend(by: str, word: str) -> str:
+    """Return the values of the labels, the instance last, and a word."""
+    labels = sorted(by.split(", "), key=lambda label: label == "instance")
+    return " ".join([*(f"{{{{{label}}}}}" for label in labels), word]).rstrip()
+
+
+def _event_loop_and_tokens(owner: str) -> tuple[Panel, Panel]:
+    """Return the panels that publishers and consumers have alike."""
+    return (
+        lines(
+            "Event loop stood still",
+            "Share of time for which the event loop was blocked, half a heartbeat or more at a time (asyncio only). "
+            "Something that blocks runs on the loop.",
+            rates(f"instance, {owner}", **{f"{owner}_event_loop_stalled_seconds": ""}),
+            "percentunit",
+            warn=0.001,
+        ),
+        lines(
+            "Tokens renewed per second",
+            "Renewals of the tokens of open connections, by outcome. Refused by the broker, or failed (the credentials "
+            "callback gave none): the connection is lost when its token expires.",
+            rates(f"{owner}, outcome", **{f"{owner}_token_renewals": ""}),
+        ),
+    )
+
 
 PUBLISHERS: Final = Dashboard(
     "publishers",
     "reliable_mq: publishers and outbox",
     "What publishers submit, what the broker confirms, and what waits in outboxes.",
+    tuple(Variable(label, "reliable_mq_publisher_connected") for label in ("job", "instance", "publisher")),
     (
-        Variable("job", "reliable_mq_publisher_connected"),
-        Variable("instance", "reliable_mq_publisher_connected"),
-        Variable("publisher", "reliable_mq_publisher_connected"),
-    ),
-    (
-        Row(
+        row(
             "Health",
-            (
-                stat(
-                    "Not connected",
-                    "Publishers that have no channel on which the broker takes messages. They go on trying.",
-                    "count(reliable_mq_publisher_connected{FILTER} == 0) or vector(0)",
-                    alarm=1,
-                ),
-                stat(
-                    "Blocked",
-                    "Publishers that the broker blocks: it has a memory or disk alarm.",
-                    "sum(reliable_mq_publisher_blocked{FILTER})",
-                    alarm=1,
-                ),
-                stat(
-                    "Oldest outstanding",
-                    "Age of the oldest message that is submitted and not settled. Above a minute, the broker does not "
-                    "confirm it.",
-                    "max(reliable_mq_publisher_outstanding_oldest_age_seconds{FILTER})",
-                    "s",
-                    warn=10,
-                    alarm=60,
-                ),
-                stat(
-                    "Confirmed per second",
-                    "Messages that the broker has confirmed.",
-                    'sum(rate(reliable_mq_publisher_settled_total{FILTER, outcome="confirmed"}[$__rate_interval]))',
-                    "ops",
-                ),
-                stat(
-                    "Not confirmed",
-                    "Messages in the time shown that were nacked, returned, refused, or have an unknown outcome. The "
-                    "publisher raised an error for each.",
-                    growth("publisher_settled", _NOT_CONFIRMED),
-                    warn=1,
-                ),
-                stat(
-                    "Set aside in outboxes",
-                    "Messages that stay unpublished until an operator decides: reliable-mq outbox status.",
-                    "sum(reliable_mq_outbox_set_aside{FILTER}) or vector(0)",
-                    warn=1,
-                ),
+            stat(
+                "Not connected",
+                "Publishers that have no channel on which the broker takes messages. They go on trying.",
+                "count(reliable_mq_publisher_connected{FILTER} == 0) or vector(0)",
+                alarm=1,
+            ),
+            stat(
+                "Blocked",
+                "Publishers that the broker blocks: it has a memory or disk alarm.",
+                "sum(reliable_mq_publisher_blocked{FILTER})",
+                alarm=1,
+            ),
+            stat(
+                "Oldest outstanding",
+                "Age of the oldest message that is submitted and not settled. Above a minute, the broker does not "
+                "confirm it.",
+                "max(reliable_mq_publisher_outstanding_oldest_age_seconds{FILTER})",
+                "s",
+                warn=10,
+                alarm=60,
+            ),
+            stat(
+                "Confirmed per second",
+                "Messages that the broker has confirmed.",
+                'sum(rate(reliable_mq_publisher_settled_total{FILTER, outcome="confirmed"}[$__rate_interval]))',
+                "ops",
+            ),
+            stat(
+                "Not confirmed",
+                "Messages in the time shown that were nacked, returned, refused, or have an unknown outcome. The "
+                "publisher raised an error for each.",
+                growth("publisher_settled", ', outcome!="confirmed"'),
+                warn=1,
+            ),
+            stat(
+                "Set aside in outboxes",
+                "Messages that stay unpublished until an operator decides: reliable-mq outbox status.",
+                "sum(reliable_mq_outbox_set_aside{FILTER}) or vector(0)",
+                warn=1,
             ),
         ),
-        Row(
+        row(
             "Publishing",
-            (
-                Panel(
-                    "Settled per second",
-                    "Messages settled, by outcome. Everything but confirmed is an error for its caller.",
-                    rates("outcome", ("publisher_settled", "{{outcome}}")),
-                    "ops",
-                ),
-                Panel(
-                    "Time to confirm",
-                    "From submission to the confirm of the broker, median and 99th percentile. Both rise if the broker "
-                    "or its disks are slow.",
-                    quantiles("publisher_confirm_seconds", "publisher", "{{publisher}}"),
-                    "s",
-                    warn=1,
-                    alarm=10,
-                ),
-                Panel(
-                    "Outstanding",
-                    "Messages submitted and not settled. A line at max_outstanding means that submit() blocks: the "
-                    "broker is slower than the program.",
-                    (
-                        PanelQuery(
-                            "sum by (instance, publisher) (reliable_mq_publisher_outstanding{FILTER})",
-                            "{{publisher}} {{instance}}",
-                        ),
-                    ),
-                ),
-                Panel(
-                    "Age of the oldest outstanding message",
-                    "Grows by a second per second while the broker confirms nothing.",
-                    (
-                        PanelQuery(
-                            "max by (instance, publisher)"
-                            " (reliable_mq_publisher_outstanding_oldest_age_seconds{FILTER})",
-                            "{{publisher}} {{instance}}",
-                        ),
-                    ),
-                    "s",
-                    warn=10,
-                    alarm=60,
-                ),
-                Panel(
-                    "Published again",
-                    "Attempts beyond the first of a message, attempts in doubt (their channel was lost before the "
-                    "confirm), and nacks. Bursts belong to lost connections; a steady rate of nacks is a full queue.",
-                    rates(
-                        "publisher",
-                        ("publisher_republished", "{{publisher}} again"),
-                        ("publisher_in_doubt", "{{publisher}} in doubt"),
-                        ("publisher_nacks", "{{publisher}} nacks"),
-                    ),
-                    "ops",
-                ),
-                Panel(
-                    "Ignored frames per second",
-                    "Returns and confirms that matched no outstanding message: late, repeated or of an older channel. "
-                    "They change nothing.",
-                    rates(
-                        "publisher",
-                        ("publisher_stray_returns", "{{publisher}} returns"),
-                        ("publisher_stale_confirms", "{{publisher}} confirms"),
-                    ),
-                    "ops",
+            lines(
+                "Settled per second",
+                "Messages settled, by outcome. Everything but confirmed is an error for its caller.",
+                rates("outcome", publisher_settled=""),
+            ),
+            lines(
+                "Time to confirm",
+                "From submission to the confirm of the broker, median and 99th percentile. Both rise if the broker "
+                "or its disks are slow.",
+                quantiles("publisher", "publisher_confirm_seconds"),
+                "s",
+                warn=1,
+                alarm=10,
+            ),
+            lines(
+                "Outstanding",
+                "Messages submitted and not settled. A line at max_outstanding means that submit() blocks: the "
+                "broker is slower than the program.",
+                gauges("instance, publisher", publisher_outstanding=""),
+            ),
+            lines(
+                "Age of the oldest outstanding message",
+                "Grows by a second per second while the broker confirms nothing.",
+                gauges("instance, publisher", "max", publisher_outstanding_oldest_age_seconds=""),
+                "s",
+                warn=10,
+                alarm=60,
+            ),
+            lines(
+                "Published again",
+                "Attempts beyond the first of a message, attempts in doubt (their channel was lost before the "
+                "confirm), and nacks. Bursts belong to lost connections; a steady rate of nacks is a full queue.",
+                rates(
+                    "publisher", publisher_republished="again", publisher_in_doubt="in doubt", publisher_nacks="nacks"
                 ),
             ),
+            lines(
+                "Ignored frames per second",
+                "Returns and confirms that matched no outstanding message: late, repeated or of an older channel. "
+                "They change nothing.",
+                rates("publisher", publisher_stray_returns="returns", publisher_stale_confirms="confirms"),
+            ),
         ),
-        Row(
+        row(
             "Connections",
-            (
-                Panel(
-                    "Connected publishers",
-                    "Publishers on whose channel the broker takes messages.",
-                    (
-                        PanelQuery(
-                            "sum by (instance, publisher) (reliable_mq_publisher_connected{FILTER})",
-                            "{{publisher}} {{instance}}",
-                        ),
-                    ),
-                ),
-                Panel(
-                    "Reconnects per second",
-                    "Connections lost and made again.",
-                    rates("instance, publisher", ("publisher_reconnects", "{{publisher}} {{instance}}")),
-                    "ops",
-                ),
-                Panel(
-                    "Share of time blocked",
-                    "By a memory or disk alarm of the broker. 100 %: nothing is published.",
-                    rates("instance, publisher", ("publisher_blocked_seconds", "{{publisher}} {{instance}}")),
-                    "percentunit",
-                    warn=0.01,
-                    alarm=0.5,
-                ),
-                Panel(
-                    "Event loop stood still",
-                    "Share of time for which the event loop was blocked, half a heartbeat or more at a time (asyncio "
-                    "only). Something that blocks runs on the loop.",
-                    rates(
-                        "instance, publisher", ("publisher_event_loop_stalled_seconds", "{{publisher}} {{instance}}")
-                    ),
-                    "percentunit",
-                    warn=0.001,
-                ),
-                Panel(
-                    "Tokens renewed per second",
-                    "Renewals of the tokens of open connections, by outcome. Refused by the broker, or failed (the "
-                    "credentials callback gave none): the connection is lost when its token expires.",
-                    rates("publisher, outcome", ("publisher_token_renewals", "{{publisher}} {{outcome}}")),
-                    "ops",
+            lines(
+                "Connected publishers",
+                "Publishers on whose channel the broker takes messages.",
+                gauges("instance, publisher", publisher_connected=""),
+            ),
+            lines(
+                "Reconnects per second",
+                "Connections lost and made again.",
+                rates("instance, publisher", publisher_reconnects=""),
+            ),
+            lines(
+                "Share of time blocked",
+                "By a memory or disk alarm of the broker. 100 %: nothing is published.",
+                rates("instance, publisher", publisher_blocked_seconds=""),
+                "percentunit",
+                warn=0.01,
+                alarm=0.5,
+            ),
+            *_event_loop_and_tokens("publisher"),
+        ),
+        row(
+            "Outbox",
+            lines(
+                "Waiting in outboxes",
+                "Rows that wait to be published; of these, rows to be tried again later, rows behind one of their "
+                "ordering key; rows set aside, and rows of a newer format.",
+                gauges(
+                    "publisher",
+                    outbox_waiting="waiting",
+                    outbox_delayed="delayed",
+                    outbox_held="held",
+                    outbox_set_aside="set aside",
+                    outbox_unreadable="unreadable",
                 ),
             ),
-        ),
-        Row(
-            "Outbox",
-            (
-                Panel(
-                    "Waiting in outboxes",
-                    "Rows that wait to be published; of these, rows to be tried again later, rows behind one of their "
-                    "ordering key; rows set aside, and rows of a newer format.",
-                    tuple(
-                        PanelQuery(
-                            f"sum by (publisher) (reliable_mq_outbox_{state}{{FILTER}})", f"{{{{publisher}}}} {name}"
-                        )
-                        for state, name in (
-                            ("waiting", "waiting"),
-                            ("delayed", "delayed"),
-                            ("held", "held"),
-                            ("set_aside", "set aside"),
-                            ("unreadable", "unreadable"),
-                        )
-                    ),
-                ),
-                Panel(
-                    "Age of the oldest row that waits",
-                    "Above a minute, the relay does not get rid of its rows.",
-                    (
-                        PanelQuery(
-                            "max by (instance, publisher) (reliable_mq_outbox_oldest_age_seconds{FILTER})",
-                            "{{publisher}} {{instance}}",
-                        ),
-                    ),
-                    "s",
-                    warn=10,
-                    alarm=60,
-                ),
-                Panel(
-                    "Stored and relayed per second",
-                    "Messages made durable, and attempts to publish a row by outcome.",
-                    (
-                        *rates("publisher", ("outbox_stored", "{{publisher}} stored")),
-                        *rates("publisher, outcome", ("outbox_relayed", "{{publisher}} {{outcome}}")),
-                    ),
-                    "ops",
-                ),
-                Panel(
-                    "Failures per second",
-                    "Messages that could not be stored; pauses of the relay, because it could not reach the broker or "
-                    "the outbox.",
-                    rates("publisher, what", ("outbox_failures", "{{publisher}} {{what}}")),
-                    "ops",
-                ),
+            lines(
+                "Age of the oldest row that waits",
+                "Above a minute, the relay does not get rid of its rows.",
+                gauges("instance, publisher", "max", outbox_oldest_age_seconds=""),
+                "s",
+                warn=10,
+                alarm=60,
+            ),
+            lines(
+                "Stored and relayed per second",
+                "Messages made durable, and attempts to publish a row by outcome.",
+                (*rates("publisher", outbox_stored="stored"), *rates("publisher, outcome", outbox_relayed="")),
+            ),
+            lines(
+                "Failures per second",
+                "Messages that could not be stored; pauses of the relay, because it could not reach the broker or "
+                "the outbox.",
+                rates("publisher, what", outbox_failures=""),
             ),
         ),
     ),
@@ -244,266 +305,193 @@ CONSUMERS: Final = Dashboard(
     "consumers",
     "reliable_mq: consumers, retries and dead letters",
     "What consumers handle, what fails and is tried again, and what ends as a dead letter.",
+    tuple(Variable(label, "reliable_mq_consumer_connected") for label in ("job", "instance", "consumer", "queue")),
     (
-        Variable("job", "reliable_mq_consumer_connected"),
-        Variable("instance", "reliable_mq_consumer_connected"),
-        Variable("consumer", "reliable_mq_consumer_connected"),
-        Variable("queue", "reliable_mq_consumer_connected"),
-    ),
-    (
-        Row(
+        row(
             "Health",
-            (
-                stat(
-                    "Not subscribed",
-                    "Consumers that are not subscribed to their queue. They go on trying.",
-                    "count(reliable_mq_consumer_connected{FILTER} == 0) or vector(0)",
-                    alarm=1,
-                ),
-                stat(
-                    "Paused",
-                    "Consumers that their kill switch pauses: nearly all handlers fail.",
-                    "sum(reliable_mq_consumer_paused{FILTER})",
-                    alarm=1,
-                ),
-                stat(
-                    "Handled per second",
-                    "Deliveries that a handler finished.",
-                    "sum(rate(reliable_mq_consumer_handled_total{FILTER}[$__rate_interval]))",
-                    "ops",
-                ),
-                stat(
-                    "Failed attempts",
-                    "Share of deliveries whose handler failed.",
-                    "sum(rate(reliable_mq_consumer_failed_attempts_total{FILTER}[$__rate_interval]))\n"
-                    "/ clamp_min(sum(rate(reliable_mq_consumer_deliveries_total{FILTER}[$__rate_interval])), 1e-9)",
-                    "percentunit",
-                    warn=0.1,
-                    alarm=0.5,
-                ),
-                stat(
-                    "Dead-lettered",
-                    "Messages in the time shown that were given up: reliable-mq dlq stats.",
-                    growth("consumer_dead_lettered"),
-                    warn=1,
-                ),
-                stat(
-                    "Rejected",
-                    "Messages in the time shown that ended without a dead-letter queue of ours. The broker may have "
-                    "dropped them.",
-                    growth("consumer_rejected"),
-                    alarm=1,
-                ),
+            stat(
+                "Not subscribed",
+                "Consumers that are not subscribed to their queue. They go on trying.",
+                "count(reliable_mq_consumer_connected{FILTER} == 0) or vector(0)",
+                alarm=1,
+            ),
+            stat(
+                "Paused",
+                "Consumers that their kill switch pauses: nearly all handlers fail.",
+                "sum(reliable_mq_consumer_paused{FILTER})",
+                alarm=1,
+            ),
+            stat(
+                "Handled per second",
+                "Deliveries that a handler finished.",
+                "sum(rate(reliable_mq_consumer_handled_total{FILTER}[$__rate_interval]))",
+                "ops",
+            ),
+            stat(
+                "Failed attempts",
+                "Share of deliveries whose handler failed.",
+                "sum(rate(reliable_mq_consumer_failed_attempts_total{FILTER}[$__rate_interval]))\n/ "
+                "clamp_min(sum(rate(reliable_mq_consumer_deliveries_total{FILTER}[$__rate_interval])), 1e-9)",
+                "percentunit",
+                warn=0.1,
+                alarm=0.5,
+            ),
+            stat(
+                "Dead-lettered",
+                "Messages in the time shown that were given up: reliable-mq dlq stats.",
+                growth("consumer_dead_lettered"),
+                warn=1,
+            ),
+            stat(
+                "Rejected",
+                "Messages in the time shown that ended without a dead-letter queue of ours. The broker may have "
+                "dropped them.",
+                growth("consumer_rejected"),
+                alarm=1,
             ),
         ),
-        Row(
+        row(
             "Handling",
-            (
-                Panel(
-                    "Deliveries per second",
-                    "Received, handled and acked. Lines that part for long mean that handlers fall behind.",
-                    rates(
-                        "queue",
-                        ("consumer_deliveries", "{{queue}} delivered"),
-                        ("consumer_handled", "{{queue}} handled"),
-                        ("consumer_acked", "{{queue}} acked"),
-                    ),
-                    "ops",
-                ),
-                Panel(
-                    "Time in the handler",
-                    "Per call, median and 99th percentile.",
-                    quantiles("consumer_handler_seconds", "consumer", "{{consumer}}"),
-                    "s",
-                ),
-                Panel(
-                    "Unacked",
-                    "Deliveries received and not acked: waiting, in a handler or held. A line at the prefetch means "
-                    "that handlers are the limit.",
-                    (
-                        PanelQuery(
-                            "sum by (instance, consumer) (reliable_mq_consumer_unacked{FILTER})",
-                            "{{consumer}} {{instance}}",
-                        ),
-                    ),
-                ),
-                Panel(
-                    "Acks per second",
-                    "Frames sent, and deliveries acked without a frame of their own.",
-                    rates(
-                        "queue",
-                        ("consumer_acks_sent", "{{queue}} frames"),
-                        ("consumer_acks_saved", "{{queue}} saved"),
-                    ),
-                    "ops",
-                ),
+            lines(
+                "Deliveries per second",
+                "Received, handled and acked. Lines that part for long mean that handlers fall behind.",
+                rates("queue", consumer_deliveries="delivered", consumer_handled="handled", consumer_acked="acked"),
+            ),
+            lines(
+                "Time in the handler",
+                "Per call, median and 99th percentile.",
+                quantiles("consumer", "consumer_handler_seconds"),
+                "s",
+            ),
+            lines(
+                "Unacked",
+                "Deliveries received and not acked: waiting, in a handler or held. A line at the prefetch means that "
+                "handlers are the limit.",
+                gauges("instance, consumer", consumer_unacked=""),
+            ),
+            lines(
+                "Acks per second",
+                "Frames sent, and deliveries acked without a frame of their own.",
+                rates("queue", consumer_acks_sent="frames", consumer_acks_saved="saved"),
             ),
         ),
-        Row(
+        row(
             "Retries and dead letters",
-            (
-                Panel(
-                    "Failed attempts per second",
-                    "Attempts that failed, failures that are tried again, and messages moved to a delay queue.",
-                    rates(
-                        "queue",
-                        ("consumer_failed_attempts", "{{queue}} failed"),
-                        ("consumer_retried", "{{queue}} retried"),
-                        ("consumer_delayed", "{{queue}} delayed"),
-                    ),
-                    "ops",
-                ),
-                Panel(
-                    "Dead letters per second",
-                    "Messages given up; of these, messages without a handler (undecodable, too large, newer format); "
-                    "messages moved to quarantine; messages rejected without a dead-letter queue of ours.",
-                    rates(
-                        "queue",
-                        ("consumer_dead_lettered", "{{queue}} dead-lettered"),
-                        ("consumer_rejected_unseen", "{{queue}} without a handler"),
-                        ("consumer_quarantined", "{{queue}} quarantined"),
-                        ("consumer_rejected", "{{queue}} rejected"),
-                    ),
-                    "ops",
-                ),
-                Panel(
-                    "Depth of dead-letter queues",
-                    "Messages that wait in dead-letter queues: reliable-mq dlq. Needs QueueDepths in one process.",
-                    (
-                        PanelQuery(
-                            'max by (queue) (reliable_mq_queue_messages{job=~"$job", role="dead_letters"})', "{{queue}}"
-                        ),
-                    ),
-                    warn=1,
-                ),
-                Panel(
-                    "Depth of queues",
-                    "Messages that are ready for delivery. Needs QueueDepths in one process.",
-                    (
-                        PanelQuery(
-                            'max by (queue) (reliable_mq_queue_messages{job=~"$job", role="queue"})', "{{queue}}"
-                        ),
-                    ),
-                ),
-                Panel(
-                    "Retries and dead letters that were not confirmed",
-                    "Their originals stay unacked, and are tried again. A steady rate: the broker does not take them.",
-                    rates("queue", ("consumer_republish_failed", "{{queue}}")),
-                    "ops",
-                ),
-                Panel(
-                    "Pauses",
-                    "Consumers paused by their kill switch now, and pauses per second.",
-                    (
-                        PanelQuery("sum by (consumer) (reliable_mq_consumer_paused{FILTER})", "{{consumer}} paused"),
-                        *rates("consumer", ("consumer_pauses", "{{consumer}} pauses")),
-                    ),
-                    alarm=1,
+            lines(
+                "Failed attempts per second",
+                "Attempts that failed, failures that are tried again, and messages moved to a delay queue.",
+                rates(
+                    "queue", consumer_failed_attempts="failed", consumer_retried="retried", consumer_delayed="delayed"
                 ),
             ),
+            lines(
+                "Dead letters per second",
+                "Messages given up; of these, messages without a handler (undecodable, too large, newer format); "
+                "messages moved to quarantine; messages rejected without a dead-letter queue of ours.",
+                rates(
+                    "queue",
+                    consumer_dead_lettered="dead-lettered",
+                    consumer_rejected_unseen="without a handler",
+                    consumer_quarantined="quarantined",
+                    consumer_rejected="rejected",
+                ),
+            ),
+            lines(
+                "Depth of dead-letter queues",
+                "Messages that wait in dead-letter queues: reliable-mq dlq. Needs QueueDepths in one process.",
+                (
+                    PanelQuery(
+                        'max by (queue) (reliable_mq_queue_messages{job=~"$job", role="dead_letters"})', "{{queue}}"
+                    ),
+                ),
+                warn=1,
+            ),
+            lines(
+                "Depth of queues",
+                "Messages that are ready for delivery. Needs QueueDepths in one process.",
+                (PanelQuery('max by (queue) (reliable_mq_queue_messages{job=~"$job", role="queue"})', "{{queue}}"),),
+            ),
+            lines(
+                "Retries and dead letters that were not confirmed",
+                "Their originals stay unacked, and are tried again. A steady rate: the broker does not take them.",
+                rates("queue", consumer_republish_failed=""),
+            ),
+            lines(
+                "Pauses",
+                "Consumers paused by their kill switch now, and pauses per second.",
+                (*gauges("consumer", consumer_paused="paused"), *rates("consumer", consumer_pauses="pauses")),
+                "short",
+                alarm=1,
+            ),
         ),
-        Row(
+        row(
             "Duplicates and the idempotency store",
-            (
-                Panel(
-                    "Redelivered and duplicates per second",
-                    "Deliveries that the broker flagged as redelivered, deliveries that the idempotency store has as "
-                    "done, and deliveries that waited for another holder of their claim.",
-                    rates(
-                        "queue",
-                        ("consumer_redelivered", "{{queue}} redelivered"),
-                        ("consumer_duplicates", "{{queue}} duplicates"),
-                        ("consumer_claims_in_progress", "{{queue}} claimed elsewhere"),
-                    ),
-                    "ops",
-                ),
-                Panel(
-                    "Failures of the idempotency store per second",
-                    "Nothing is acked without it: the queue grows while it fails.",
-                    rates("queue", ("consumer_store_failures", "{{queue}}")),
-                    "ops",
-                    warn=0.001,
+            lines(
+                "Redelivered and duplicates per second",
+                "Deliveries that the broker flagged as redelivered, deliveries that the idempotency store has as "
+                "done, and deliveries that waited for another holder of their claim.",
+                rates(
+                    "queue",
+                    consumer_redelivered="redelivered",
+                    consumer_duplicates="duplicates",
+                    consumer_claims_in_progress="claimed elsewhere",
                 ),
             ),
+            lines(
+                "Failures of the idempotency store per second",
+                "Nothing is acked without it: the queue grows while it fails.",
+                rates("queue", consumer_store_failures=""),
+                warn=0.001,
+            ),
         ),
-        Row(
+        row(
             "Connections",
-            (
-                Panel(
-                    "Subscribed consumers",
-                    "Consumers that are subscribed to their queue.",
-                    (
-                        PanelQuery(
-                            "sum by (instance, consumer) (reliable_mq_consumer_connected{FILTER})",
-                            "{{consumer}} {{instance}}",
-                        ),
-                    ),
-                ),
-                Panel(
-                    "Reconnects and cancellations per second",
-                    "Connections lost and made again, and subscriptions that the broker ended (queue deleted or moved, "
-                    "consumer timeout).",
-                    rates(
-                        "consumer",
-                        ("consumer_reconnects", "{{consumer}} reconnects"),
-                        ("consumer_cancelled", "{{consumer}} cancelled"),
-                    ),
-                    "ops",
-                ),
-                Panel(
-                    "Deliveries that come again, per second",
-                    "Unsettled when their channel was lost, requeued by us, or taken back by the consumer timeout; "
-                    "overdue: close to that; stale: results of an older channel, dropped.",
-                    rates(
-                        "consumer",
-                        ("consumer_lost_deliveries", "{{consumer}} lost"),
-                        ("consumer_requeued", "{{consumer}} requeued"),
-                        ("consumer_timed_out", "{{consumer}} timed out"),
-                        ("consumer_overdue", "{{consumer}} overdue"),
-                        ("consumer_stale_acks", "{{consumer}} stale"),
-                    ),
-                    "ops",
-                ),
-                Panel(
-                    "Event loop stood still",
-                    "Share of time for which the event loop was blocked, half a heartbeat or more at a time (asyncio "
-                    "only). Something that blocks runs on the loop.",
-                    rates("instance, consumer", ("consumer_event_loop_stalled_seconds", "{{consumer}} {{instance}}")),
-                    "percentunit",
-                    warn=0.001,
-                ),
-                Panel(
-                    "Tokens renewed per second",
-                    "Renewals of the tokens of open connections, by outcome. Refused by the broker, or failed (the "
-                    "credentials callback gave none): the connection is lost when its token expires.",
-                    rates("consumer, outcome", ("consumer_token_renewals", "{{consumer}} {{outcome}}")),
-                    "ops",
+            lines(
+                "Subscribed consumers",
+                "Consumers that are subscribed to their queue.",
+                gauges("instance, consumer", consumer_connected=""),
+            ),
+            lines(
+                "Reconnects and cancellations per second",
+                "Connections lost and made again, and subscriptions that the broker ended (queue deleted or moved, "
+                "consumer timeout).",
+                rates("consumer", consumer_reconnects="reconnects", consumer_cancelled="cancelled"),
+            ),
+            lines(
+                "Deliveries that come again, per second",
+                "Unsettled when their channel was lost, requeued by us, or taken back by the consumer timeout; "
+                "overdue: close to that; stale: results of an older channel, dropped.",
+                rates(
+                    "consumer",
+                    consumer_lost_deliveries="lost",
+                    consumer_requeued="requeued",
+                    consumer_timed_out="timed out",
+                    consumer_overdue="overdue",
+                    consumer_stale_acks="stale",
                 ),
             ),
+            *_event_loop_and_tokens("consumer"),
         ),
-        Row(
+        row(
             "Stages",
-            (
-                Panel(
-                    "Moved into stages per second",
-                    "Messages that a relay moved from a queue into a stream; redelivered ones that were there already; "
-                    "new channels of the relay, and times that the stage did not take a message.",
-                    tuple(
-                        PanelQuery(
-                            f"sum by (queue) (rate(reliable_mq_stage_{metric}_total[$__rate_interval]))",
-                            f"{{{{queue}}}} {metric}",
-                        )
-                        for metric in ("moved", "moved_before", "epochs", "failures")
-                    ),
-                    "ops",
+            lines(
+                "Moved into stages per second",
+                "Messages that a relay moved from a queue into a stream; redelivered ones that were there already; "
+                "new channels of the relay, and times that the stage did not take a message.",
+                tuple(
+                    PanelQuery(
+                        f"sum by (queue) (rate(reliable_mq_stage_{metric}_total[$__rate_interval]))",
+                        f"{{{{queue}}}} {metric}",
+                    )
+                    for metric in ("moved", "moved_before", "epochs", "failures")
                 ),
-                Panel(
-                    "State of the relays",
-                    "Relays that move messages; messages that wait; deliveries not acked; bytes not confirmed.",
-                    tuple(
-                        PanelQuery(f"sum by (queue) (reliable_mq_stage_{metric})", f"{{{{queue}}}} {metric}")
-                        for metric in ("active", "ready", "outstanding", "held_bytes")
-                    ),
+            ),
+            lines(
+                "State of the relays",
+                "Relays that move messages; messages that wait; deliveries not acked; bytes not confirmed.",
+                tuple(
+                    PanelQuery(f"sum by (queue) (reliable_mq_stage_{metric})", f"{{{{queue}}}} {metric}")
+                    for metric in ("active", "ready", "outstanding", "held_bytes")
                 ),
             ),
         ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from reliable_mq.monitoring.panels import Dashboard, Panel, Variable
+    from reliable_mq.monitoring.dashboards import Dashboard, Panel, Variable
 
 __all__ = ["dashboard_json"]
 
@@ -20,12 +20,7 @@ _LINES: Final = {True: (8, 7), False: (12, 7)}  # three beside each other, or tw
 
 
 def dashboard_json(dashboard: Dashboard, datasource: str | None = None) -> dict[str, Any]:
-    """Return the JSON model of a dashboard.
-
-    Args:
-        dashboard: to be written.
-        datasource: the uid of a data source of Grafana; None for a dashboard that asks for it when it is imported.
-    """
+    """Return the JSON model of a dashboard."""
     source = {"type": "prometheus", "uid": datasource or f"${{{_INPUT}}}"}
     inputs: dict[str, Any] = {
         "__inputs": [

@@ -11,6 +11,7 @@ import http.client
 import json
 import re
 import ssl
+from dataclasses import dataclass
 from typing import Any, Final, Self
 from urllib.parse import SplitResult, quote, unquote, urlsplit
 
@@ -36,39 +37,25 @@ class ManagementError(Exception):
         self.status = status
 
 
+@dataclass(frozen=True, repr=False)
 class ManagementAPI:
     """One node's management API; reads only.
 
-    Args:
+    Attributes:
         scheme: ``"http"`` or ``"https"``, which is verified.
-        host, port: where it listens.
         credentials: whom to be; None to send none.
         context: for ``https``.
         prefix: of its paths, where it is configured to have one.
         timeout: seconds for each response.
     """
 
-    def __init__(
-        self,
-        scheme: str,
-        host: str,
-        port: int,
-        credentials: Credentials | None,
-        *,
-        context: ssl.SSLContext | None = None,
-        prefix: str = "",
-        timeout: float = 10.0,
-    ) -> None:
-        self._scheme = scheme
-        self._host = host
-        self._port = port
-        self._context = context
-        self._prefix = prefix
-        self._timeout = timeout
-        self._headers = {"Accept": "application/json"}
-        if credentials is not None:
-            token = base64.b64encode(f"{credentials.username}:{credentials.password}".encode()).decode()
-            self._headers["Authorization"] = f"Basic {token}"
+    scheme: str
+    host: str
+    port: int
+    credentials: Credentials | None
+    context: ssl.SSLContext | None = None
+    prefix: str = ""
+    timeout: float = 10.0
 
     @classmethod
     def at(cls, url: str, settings: ConnectionSettings) -> Self:
@@ -124,19 +111,19 @@ class ManagementAPI:
     @property
     def sends_password(self) -> bool:
         """Whether requests carry a password."""
-        return "Authorization" in self._headers
+        return self.credentials is not None
 
     @property
     def is_readable_on_the_way(self) -> bool:
         """Whether a password goes to another machine in plaintext."""
-        return self._scheme == "http" and not Endpoint(self._host, self._port).is_loopback
+        return self.scheme == "http" and not Endpoint(self.host, self.port).is_loopback
 
     @property
     def is_there(self) -> bool:
         """Whether something there requires a login for ``/api``. Sends no password."""
         connection = self._connection()
         try:
-            connection.request("GET", f"{self._prefix}/api/whoami", headers={"Accept": "application/json"})
+            connection.request("GET", f"{self.prefix}/api/whoami", headers={"Accept": "application/json"})
             return connection.getresponse().status == http.HTTPStatus.UNAUTHORIZED
         except (OSError, http.client.HTTPException):
             return False
@@ -144,8 +131,8 @@ class ManagementAPI:
             connection.close()
 
     def __str__(self) -> str:
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"{self._scheme}://{host}:{self._port}{self._prefix}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}{self.prefix}"
 
     def get(self, *segments: str) -> Any:
         """Return the decoded response to ``GET /api/<segments>``, percent-encoded here.
@@ -153,10 +140,14 @@ class ManagementAPI:
         Raises:
             ManagementError: no response, or one with an error.
         """
-        path = f"{self._prefix}/api/" + "/".join(quote(segment, safe="") for segment in segments)
+        path = f"{self.prefix}/api/" + "/".join(quote(segment, safe="") for segment in segments)
+        headers = {"Accept": "application/json"}
+        if self.credentials is not None:
+            token = base64.b64encode(f"{self.credentials.username}:{self.credentials.password}".encode()).decode()
+            headers["Authorization"] = f"Basic {token}"
         connection = self._connection()
         try:
-            connection.request("GET", path, headers=self._headers)
+            connection.request("GET", path, headers=headers)
             response = connection.getresponse()
             content = response.read()
         except ssl.SSLCertVerificationError as error:
@@ -174,9 +165,9 @@ class ManagementAPI:
             raise ManagementError(f"{self}: the answer is not JSON; is this RabbitMQ's management API?") from error
 
     def _connection(self) -> http.client.HTTPConnection:
-        if self._scheme == "https":
-            return http.client.HTTPSConnection(self._host, self._port, timeout=self._timeout, context=self._context)
-        return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout)
+        if self.scheme == "https":
+            return http.client.HTTPSConnection(self.host, self.port, timeout=self.timeout, context=self.context)
+        return http.client.HTTPConnection(self.host, self.port, timeout=self.timeout)
 
 
 def _context(settings: ConnectionSettings) -> ssl.SSLContext:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from prometheus_client import CollectorRegistry
@@ -22,7 +21,7 @@ from reliable_mq.codec.methods import CheckQueue
 from reliable_mq.core.channel_setup import StepRefused
 from reliable_mq.core.statistics import QueueDepthStatistics, QueueStatus
 from reliable_mq.errors import ConfigurationError, ReliableMQError, UsageError
-from reliable_mq.metrics.families import queue_readings
+from reliable_mq.metrics.families import readings
 from reliable_mq.metrics.registry import Reading, Registration, register
 from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.topology import DEAD_SUFFIX, Queue
@@ -37,8 +36,6 @@ __all__ = ["QueueDepths"]
 logger = logging.getLogger(__name__)
 
 _NAME: Final = "queue depths"
-_QUEUE: Final = "queue"
-_DEAD_LETTERS: Final = "dead_letters"
 _END: Final = 10.0  # seconds for the thread, which may wait for the broker
 
 
@@ -106,9 +103,7 @@ class QueueDepths:
         self._thread = start_daemon(_NAME, self._run)
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop, and wait until the connection is closed, for ten seconds at most."""
         self._stop.set()
         if self._thread is not None:
@@ -143,24 +138,21 @@ class QueueDepths:
                 state: Any = channel.perform(CheckQueue(name))
             except StepRefused as error:
                 self._statistics[name].failures += 1
-                self._complain(name, str(error))
+                reason = str(error)
+                if self._complaints.get(name) != reason:  # once for each reason
+                    logger.warning("the depth of queue %r is not known: %s", name, reason)
+                self._complaints[name] = reason
             else:
                 measured[name] = QueueStatus(state.messages, state.consumers)
                 self._complaints.pop(name, None)
         self._status = measured
-
-    def _complain(self, name: str, reason: str) -> None:
-        """Log a refusal once for each reason."""
-        if self._complaints.get(name) != reason:
-            logger.warning("the depth of queue %r is not known: %s", name, reason)
-        self._complaints[name] = reason
 
     # -- a scrape ------------------------------------------------------------------------------------------------------
 
     def _readings(self) -> Iterator[Reading]:
         status = self._status
         for name, role in self._roles.items():
-            yield from queue_readings(name, role, status.get(name), self._statistics[name])
+            yield from readings((name, role), status.get(name), self._statistics[name])
 
 
 def _roles(queues: Iterable[Queue | str]) -> dict[str, str]:
@@ -170,11 +162,11 @@ def _roles(queues: Iterable[Queue | str]) -> dict[str, str]:
     roles: dict[str, str] = {}
     for queue in queues:
         if isinstance(queue, Queue):
-            roles.setdefault(queue.name, _QUEUE)
+            roles.setdefault(queue.name, "queue")
             if queue.dead_letter_name is not None:
-                roles[queue.dead_letter_name] = _DEAD_LETTERS
+                roles[queue.dead_letter_name] = "dead_letters"
         elif isinstance(queue, str) and queue:
-            roles.setdefault(queue, _DEAD_LETTERS if queue.endswith(DEAD_SUFFIX) else _QUEUE)
+            roles.setdefault(queue, "dead_letters" if queue.endswith(DEAD_SUFFIX) else "queue")
         else:
             raise ConfigurationError(f"queues must be names and Queues, not {queue!r}")
     if not roles:

@@ -31,7 +31,7 @@ from reliable_mq.core.reconnect import ReconnectPolicy
 from reliable_mq.core.stage.session import EpochState, StageSession
 from reliable_mq.core.statistics import StageStatus
 from reliable_mq.errors import BrokerUnavailable, ConsumeError, TopologyMismatch
-from reliable_mq.metrics.families import stage_readings
+from reliable_mq.metrics.families import readings
 from reliable_mq.metrics.registry import register
 from reliable_mq.stage.options import shard
 from reliable_mq.sync.io_thread import IOThread
@@ -226,7 +226,7 @@ class StageRelay(NullListener):
             return StageStatus(int(self._active), session.outstanding, session.held, self._ready)
 
     def _readings(self) -> Iterator[Reading]:
-        return stage_readings(self._options.queue, self._options.stage, self.status(), self.statistics)
+        return readings((self._options.queue, self._options.stage), self.status(), self.statistics)
 
     def _has_moved(self) -> bool:
         return self._empty_counts >= 2 or self._handled - self._handled_before >= self._found

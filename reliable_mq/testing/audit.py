@@ -214,11 +214,12 @@ class AuditResult:
         faults = {"lost": self.lost, "unexpected": self.unexpected}
         if effects_once:
             faults |= {"more than one effect": self.repeated_effects, "no effect": self.missing_effects}
-        wrong = [f"{what}: {_some(ids)}" for what, ids in faults.items() if ids]
+        wrong = [f"{what}: {first_few(sorted(ids))}" for what, ids in faults.items() if ids]
         if wrong:
             raise AssertionError(f"the account does not add up: {self}\n" + "\n".join(wrong))
 
 
-def _some(ids: frozenset[str]) -> str:
-    more = f" and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else ""
-    return ", ".join(sorted(ids)[:_SHOWN]) + more
+def first_few(found: Sequence[object]) -> str:
+    """Return the first few of what was found, and how many more there are."""
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return ", ".join(map(str, found[:_SHOWN])) + more

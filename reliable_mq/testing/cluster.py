@@ -279,7 +279,7 @@ class RabbitMQCluster:
             TimeoutError: no leader was elected within `timeout`.
         """
         names = {node.name: node for node in self.nodes}
-        asked = {"vhost": _base64(virtual_host), "queue": _base64(queue)}
+        asked = _base64(vhost=virtual_host, queue=queue)
 
         def leader() -> str:
             running = self.running
@@ -384,7 +384,7 @@ class RabbitMQCluster:
             leader = self.leader_of(queue, virtual_host, timeout=timeout)
             if leader is node:
                 return True
-            names = {"vhost": _base64(virtual_host), "queue": _base64(queue)}
+            names = _base64(vhost=virtual_host, queue=queue)
             if self.evaluate(_TRANSFER.format(leader=leader.name, node=node.name, **names)) == "rabbit_classic_queue":
                 raise UsageError(f"{queue!r} is a classic queue: it has one copy, and no leader to move")
             return False
@@ -451,13 +451,7 @@ class RabbitMQCluster:
         seen: dict[str, str] = {}
 
         def complete() -> bool:
-            seen.update(
-                zip(
-                    (n.name for n in self.nodes),
-                    self._each(self.nodes, lambda node: _evaluated(node, _MEMBERS_HERE)),
-                    strict=True,
-                )
-            )
+            seen.update(self._each(self.nodes, lambda node: (node.name, _evaluated(node, _MEMBERS_HERE))))
             return set(seen.values()) == {expected}
 
         wait_until(complete, timeout=timeout, what=lambda: f"one cluster: {seen}", interval=0.2)
@@ -510,5 +504,5 @@ def _create_network(hostnames: list[str]) -> tuple[Network, dict[str, str]]:
     raise LabError(f"docker cannot create a network: {error}") from error
 
 
-def _base64(text: str) -> str:
-    return base64.b64encode(text.encode()).decode()
+def _base64(**texts: str) -> dict[str, str]:
+    return {name: base64.b64encode(text.encode()).decode() for name, text in texts.items()}

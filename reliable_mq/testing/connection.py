@@ -22,18 +22,15 @@ import logging
 import socket
 import struct
 from collections import deque
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from reliable_mq.testing.faults import Cut, Direction, LinkConditions
 from reliable_mq.testing.frames import Chunk, Frame, Splitter, parse
 
 if TYPE_CHECKING:
-    import random
-    from collections import Counter
+    from reliable_mq.testing.server import Server
 
-    from reliable_mq.testing.faults import FrameFault
-
-__all__ = ["ProxiedConnection", "ProxiedSocket", "ProxyState", "Stream"]
+__all__ = ["ProxiedConnection", "ProxiedSocket", "Stream"]
 
 logger = logging.getLogger(__name__)
 _BACKLOG: Final = 256 * 1024
@@ -42,6 +39,9 @@ _DELAYED_BACKLOG: Final = 16 * 1024 * 1024
 _BLACK_HOLE_BACKLOG: Final = 64 * 1024 * 1024
 _SLICES_PER_SECOND: Final = 50
 _SMALLEST_SLICE: Final = 64
+_FIN_PATIENCE: Final = 5.0
+"""Seconds for a peer to answer the orderly end of a connection; then it is reset."""
+_LINGER_ZERO: Final = struct.pack("ii", 1, 0)
 
 
 class _QueuedEnd(enum.Enum):
@@ -66,7 +66,6 @@ class Stream:
     ) -> None:
         self.finished = False
         self.conditions = conditions
-        self._clear = _is_clear(conditions)
         self._connection = connection
         self._direction: Direction = direction
         self._source = source
@@ -84,7 +83,6 @@ class Stream:
         self._stopped = False
 
     def feed(self, data: bytes) -> None:
-        """Process bytes of the source."""
         if self._stopped:
             return
         chunk = self._splitter.feed(data)
@@ -96,7 +94,6 @@ class Stream:
         self.update()
 
     def end(self, *, reset: bool) -> None:
-        """Process the end of the source."""
         if self._stopped:
             return
         if self._target.lost or self._target.mute:
@@ -121,7 +118,6 @@ class Stream:
             self._late_until = 0.0
         self._free_at = 0.0
         self.conditions = conditions
-        self._clear = _is_clear(conditions)
         self.update()
 
     def inject(self, data: bytes) -> None:
@@ -133,12 +129,10 @@ class Stream:
             self._injections.append(data)
 
     def emit_frames(self, frames: list[Frame]) -> None:
-        """Send frames that were held."""
         self._emit(b"".join(frame.raw for frame in frames), [frame.key for frame in frames])
         self.update()
 
     def stop(self) -> None:
-        """Send nothing more."""
         self._stopped = True
         self._queue.clear()
         if self._timer is not None:
@@ -207,7 +201,7 @@ class Stream:
     def _emit(self, data: bytes, keys: list[int]) -> None:
         if not data or self._discarding or self._stopped:
             return
-        if self._clear and not self._queue and self._target.writable:
+        if self.conditions.clear and not self._queue and self._target.writable:
             self._write(data, keys)
         else:
             self._enqueue(data, keys)
@@ -267,42 +261,12 @@ class Stream:
             self._connection.cut(reset=end is not _QueuedEnd.CUT_FIN)
 
 
-def _is_clear(conditions: LinkConditions) -> bool:
-    return not (conditions.black_hole or conditions.delay or conditions.rate is not None)
-
-
 def _keys(data: bytes) -> list[int]:
     return [part.key for part in parse(data) if isinstance(part, Frame)]
 
 
-_FIN_PATIENCE: Final = 5.0
-"""Seconds for a peer to answer the orderly end of a connection; then it is reset."""
-_LINGER_ZERO: Final = struct.pack("ii", 1, 0)
-
-
-class ProxyState(Protocol):
-    """The state that all connections of a proxy share."""
-
-    random: random.Random
-    seen: dict[Direction, Counter[int]]
-    forwarded: dict[Direction, Counter[int]]
-    forwarded_bytes: dict[Direction, int]
-    faults: dict[Direction, list[FrameFault]]
-
-    def changed(self) -> None:
-        """Notify waiters: an observable value has changed."""
-
-    def failed(self, error: Exception) -> None:
-        """Record the exception of a fault."""
-
-    def ended(self, connection: ProxiedConnection) -> None:
-        """Forget a connection whose sockets are both closed."""
-
-
 class ProxiedConnection:
-    """One connection: two sockets and two streams."""
-
-    def __init__(self, number: int, state: ProxyState, conditions: dict[Direction, LinkConditions]) -> None:
+    def __init__(self, number: int, state: Server, conditions: dict[Direction, LinkConditions]) -> None:
         self.number = number
         self.state = state
         self.client = ProxiedSocket(self)
@@ -355,7 +319,6 @@ class ProxiedConnection:
             self.cut(reset=False)
 
     def side_lost(self) -> None:
-        """Process the close of a socket."""
         if self.client.lost and (self.broker.lost or not self.connected):
             if self._fin_timer is not None:
                 self._fin_timer.cancel()
@@ -366,8 +329,6 @@ class ProxiedConnection:
 
 
 class ProxiedSocket(asyncio.Protocol):
-    """One socket of a connection."""
-
     outbound: Stream
     """Takes the bytes that this socket reads."""
     inbound: Stream
@@ -439,7 +400,6 @@ class ProxiedSocket(asyncio.Protocol):
                 self._transport.write_eof()
 
     def read(self, wanted: bool) -> None:
-        """Read on, or pause."""
         if self._transport is not None and not self._transport.is_closing():
             if wanted or self._connection.closing or self.mute:
                 self._transport.resume_reading()

@@ -48,11 +48,7 @@ def directions_of(direction: Direction | Literal["both"]) -> tuple[Direction, ..
 
 
 def checked_direction(direction: Direction) -> Direction:
-    """Return a direction that a user names.
-
-    Raises:
-        ConfigurationError: there is no such direction.
-    """
+    """Return a direction that a user names."""
     if direction not in DIRECTIONS:
         raise ConfigurationError(f"a direction is 'to_broker' or 'to_client', not {direction!r}")
     return direction
@@ -92,6 +88,11 @@ class LinkConditions:
     rate: float | None = None
     black_hole: bool = False
     stop_reading: bool = False
+
+    @property
+    def clear(self) -> bool:
+        """Whether bytes leave at once."""
+        return not (self.black_hole or self.delay or self.rate is not None)
 
 
 class FrameFault(Protocol):
@@ -249,11 +250,7 @@ class ConfirmGate:
 
 
 def check_at_least_one(**values: int | None) -> None:
-    """Raise unless each number, where there is one, is at least 1.
-
-    Raises:
-        ConfigurationError: names the one that is not.
-    """
+    """Raise unless each number, where there is one, is at least 1."""
     for name, value in values.items():
         if value is not None and value < 1:
             raise ConfigurationError(f"{name} is at least 1, not {value!r}")

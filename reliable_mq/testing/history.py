@@ -25,7 +25,7 @@ from itertools import pairwise
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
-from reliable_mq.testing.audit import Audit
+from reliable_mq.testing.audit import Audit, first_few
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["History", "HistoryResult", "Operation", "OperationKind", "OperationOutcome", "Window"]
 
-_SHOWN = 5
 _UNCERTAINTY = 2.0  # seconds, within which a busy client reports a confirm that it has received
 
 
@@ -55,6 +54,7 @@ class OperationOutcome(enum.Enum):
     UNKNOWN = "unknown"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Operation:
     """One operation. `end` is thread-safe; the first outcome counts.
 
@@ -68,27 +68,15 @@ class Operation:
         outcome: unknown until it has ended.
     """
 
-    __slots__ = ("_on_end", "by", "deadline", "ended", "key", "kind", "message_id", "outcome", "start")
-
-    def __init__(
-        self,
-        kind: OperationKind,
-        message_id: str,
-        by: str,
-        key: str | None,
-        start: float,
-        deadline: float,
-        on_end: Callable[[Operation, OperationOutcome], None],
-    ) -> None:
-        self._on_end = on_end
-        self.kind = kind
-        self.message_id = message_id
-        self.by = by
-        self.key = key
-        self.start = start
-        self.ended = math.inf
-        self.deadline = deadline
-        self.outcome = OperationOutcome.UNKNOWN
+    kind: OperationKind
+    message_id: str
+    by: str
+    key: str | None
+    start: float
+    deadline: float
+    _on_end: Callable[[Operation, OperationOutcome], None]
+    ended: float = math.inf
+    outcome: OperationOutcome = OperationOutcome.UNKNOWN
 
     def end(self, outcome: OperationOutcome = OperationOutcome.OK) -> None:
         """Record the end, now.
@@ -384,11 +372,6 @@ class HistoryResult:
             faults["out of order"] = self.out_of_order
         if exclusive:
             faults["handled by two consumers at once"] = self.overlapping
-        wrong = [f"{what}: {_first(found)}" for what, found in faults.items() if found]
+        wrong = [f"{what}: {first_few(found)}" for what, found in faults.items() if found]
         if wrong:
             raise AssertionError(f"the history is not allowed: {self}\n" + "\n".join(wrong))
-
-
-def _first(found: Sequence[object]) -> str:
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return ", ".join(map(repr, found[:_SHOWN])) + more

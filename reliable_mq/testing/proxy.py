@@ -24,7 +24,6 @@ import concurrent.futures
 import random
 import threading
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeVar
 from urllib.parse import urlsplit
 
@@ -34,7 +33,6 @@ from reliable_mq.testing.faults import (
     ConfirmMode,
     CutAt,
     Direction,
-    LinkConditions,
     Rewrite,
     RewriteFunction,
     check_at_least_one,
@@ -378,9 +376,7 @@ class FaultProxy:
             direction: which way, or both.
             new_connections: False to do this to the connections that are live now, and spare those to come.
         """
-        self._set_conditions(
-            direction, lambda conditions: replace(conditions, black_hole=True), new_connections=new_connections
-        )
+        self._set_conditions(direction, new_connections, black_hole=True)
 
     def stop_reading(self, direction: Directions = "both", *, new_connections: bool = True) -> None:
         """Read no more from the sender of a direction, until `resume` or `heal`.
@@ -392,13 +388,11 @@ class FaultProxy:
             direction: which way, or both.
             new_connections: False to do this to the connections that are live now, and spare those to come.
         """
-        self._set_conditions(
-            direction, lambda conditions: replace(conditions, stop_reading=True), new_connections=new_connections
-        )
+        self._set_conditions(direction, new_connections, stop_reading=True)
 
     def resume(self, direction: Directions = "both") -> None:
         """End `black_hole` and `stop_reading`."""
-        self._set_conditions(direction, lambda now: replace(now, black_hole=False, stop_reading=False))
+        self._set_conditions(direction, black_hole=False, stop_reading=False)
 
     def delay(self, seconds: float, *, jitter: float = 0.0, direction: Directions = "both") -> None:
         """Let every byte arrive later. Order is kept, and the rate is not limited.
@@ -413,7 +407,7 @@ class FaultProxy:
         """
         if not 0 <= jitter <= seconds:
             raise ConfigurationError(f"0 <= jitter <= seconds must hold, not {jitter!r} and {seconds!r}")
-        self._set_conditions(direction, lambda now: replace(now, delay=seconds, jitter=jitter))
+        self._set_conditions(direction, delay=seconds, jitter=jitter)
 
     def throttle(self, bytes_per_second: float | None, *, direction: Directions = "both") -> None:
         """Limit the rate of each connection.
@@ -429,7 +423,7 @@ class FaultProxy:
         """
         if bytes_per_second is not None and not bytes_per_second > 0:
             raise ConfigurationError(f"bytes_per_second is above 0 or None, not {bytes_per_second!r}")
-        self._set_conditions(direction, lambda now: replace(now, rate=bytes_per_second))
+        self._set_conditions(direction, rate=bytes_per_second)
 
     # new connections
 
@@ -585,11 +579,9 @@ class FaultProxy:
         checked_direction(direction)
         self._call(lambda server: server.add(direction, fault))
 
-    def _set_conditions(
-        self, direction: Directions, change: Callable[[LinkConditions], LinkConditions], *, new_connections: bool = True
-    ) -> None:
+    def _set_conditions(self, direction: Directions, new_connections: bool = True, **changes: Any) -> None:
         directions = directions_of(direction)
-        self._call(lambda server: server.set_conditions(directions, change, new_connections=new_connections))
+        self._call(lambda server: server.set_conditions(directions, new_connections, changes))
 
 
 class FaultProxyFactory(Protocol):

@@ -13,7 +13,7 @@ import logging
 import socket
 import ssl
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
@@ -32,7 +32,7 @@ from reliable_mq.testing.frames import key_of, name_of
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
     from os import PathLike
 
     from reliable_mq.tls import TLSOptions
@@ -47,11 +47,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """Where the broker is.
-
-    Attributes:
-        secure: whether it speaks TLS.
-    """
+    """Where the broker is, and whether it speaks TLS."""
 
     host: str
     port: int
@@ -80,15 +76,7 @@ class Upstream:
 
 
 class Server:
-    """Listen, and hold the state of all connections (`connection.ProxyState`).
-
-    Args:
-        upstream: the broker's host and port.
-        random: draws the jitter.
-        changed: called on this thread whenever an observable value has changed; must be quick.
-        context: ends the clients' TLS; None for clients without.
-        tls: of the connections to a broker that speaks TLS.
-    """
+    """Listen, and hold the state of all connections."""
 
     def __init__(
         self,
@@ -122,7 +110,6 @@ class Server:
         self.port: int = self._keeper.getsockname()[1]
 
     async def close(self) -> None:
-        """End every connection and stop listening."""
         self.refuse()
         self._keeper.close()
         opening = tuple(self._opening.values())
@@ -206,26 +193,20 @@ class Server:
     # faults
 
     def set_conditions(
-        self,
-        directions: Iterable[Direction],
-        change: Callable[[LinkConditions], LinkConditions],
-        *,
-        new_connections: bool,
+        self, directions: Iterable[Direction], new_connections: bool, changes: Mapping[str, Any]
     ) -> None:
         """Change every connection, and with `new_connections` those to come."""
         for direction in directions:
             if new_connections:
-                self._conditions[direction] = change(self._conditions[direction])
+                self._conditions[direction] = replace(self._conditions[direction], **changes)
             for connection in tuple(self._connections.values()):
                 stream = connection.streams[direction]
-                stream.set_conditions(change(stream.conditions))
+                stream.set_conditions(replace(stream.conditions, **changes))
 
     def add(self, direction: Direction, fault: FrameFault) -> None:
-        """Add a fault on frames, behind the others."""
         self.faults[direction].append(fault)
 
     def remove(self, unwanted: Iterable[FrameFault]) -> None:
-        """Remove faults, those that are still there."""
         for direction in DIRECTIONS:
             self.faults[direction][:] = [fault for fault in self.faults[direction] if fault not in unwanted]
 
@@ -236,7 +217,6 @@ class Server:
             self.add("to_client", self.gate)
 
     def release(self, count: int | None) -> int:
-        """Send the first `count` held confirms; return their number."""
         released = self.gate.release(count)
         for number, frames in released:
             self._connections[number].streams["to_client"].emit_frames(frames)
@@ -244,7 +224,6 @@ class Server:
         return len(released)
 
     def drop_held(self, count: int | None) -> int:
-        """Drop the first `count` held confirms; return their number."""
         dropped = self.gate.drop(count)
         self.changed()
         return dropped
@@ -269,16 +248,8 @@ class Server:
     def _listen(self) -> None:
         if self._listener is not None:
             return
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.setblocking(False)
-            listener.bind(("127.0.0.1", self.port))
-            listener.listen(_BACKLOG)
-        except OSError:
-            listener.close()
-            raise
-        self._listener = listener
+        listener = self._listener = socket.create_server(("127.0.0.1", self.port), backlog=_BACKLOG)
+        listener.setblocking(False)
         asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def _accept(self, listener: socket.socket) -> None:
@@ -325,11 +296,7 @@ class Server:
 
 
 def count_of(counters: dict[Direction, Counter[int]], name: str | None, direction: Direction | None) -> int:
-    """Return the number of frames of a name, or of all, in a direction, or both.
-
-    Raises:
-        ConfigurationError: there is no frame of that name, or no such direction.
-    """
+    """Return the number of frames of a name, or of all, in a direction, or both."""
     wanted = DIRECTIONS if direction is None else (checked_direction(direction),)
     if name is None:
         return sum(sum(counters[each].values()) for each in wanted)
@@ -340,11 +307,7 @@ def count_of(counters: dict[Direction, Counter[int]], name: str | None, directio
 def server_context(
     cert_file: str | PathLike[str] | None, key_file: str | PathLike[str] | None
 ) -> ssl.SSLContext | None:
-    """Return the context that ends the clients' TLS; None without a certificate.
-
-    Raises:
-        ConfigurationError: a file cannot be used, or the key is given alone.
-    """
+    """Return the context that ends the clients' TLS; None without a certificate."""
     if cert_file is None:
         if key_file is not None:
             raise ConfigurationError("key_file is given without cert_file: a key is of no use alone")

@@ -9,17 +9,22 @@ from __future__ import annotations
 import base64
 import re
 import time
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import pika
 
-from reliable_mq.testing.management import Management, ManagementAPIError
+from reliable_mq.testing.management import ManagementAPIError
 from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["BrokerOrCluster", "VirtualHost"]
+    from reliable_mq.testing.cluster import RabbitMQCluster
+    from reliable_mq.testing.rabbitmq import RabbitMQ
+
+    BrokerOrCluster: TypeAlias = RabbitMQ | RabbitMQCluster
+
+__all__ = ["VirtualHost"]
 
 # What rabbitmqctl and the management API print of quorum queues is seconds old; this asks the queues themselves. A
 # query is answered without what is not on the disk yet, such as the acks of a client that has just gone away. A command
@@ -50,29 +55,6 @@ begin
 end
 """
 _COUNTED: Final = re.compile(r'\{<<"([^"]*)">>,(\d+)\}')
-
-
-class BrokerOrCluster(Protocol):
-    """A broker that a virtual host can be on: a `RabbitMQ` or a `RabbitMQCluster`."""
-
-    @property
-    def management(self) -> Management:
-        """The management API."""
-
-    def url_of(self, virtual_host: str) -> str:
-        """Return the AMQP URL of a virtual host."""
-
-    def reachable_url_of(self, virtual_host: str) -> str:
-        """Return the AMQP URL of a virtual host with one host, which answers."""
-
-    def evaluate(self, expression: str) -> str:
-        """Evaluate an Erlang expression."""
-
-    def rabbitmqctl(self, *arguments: str) -> str:
-        """Run ``rabbitmqctl``."""
-
-    def heal(self) -> None:
-        """Undo every fault."""
 
 
 class VirtualHost:

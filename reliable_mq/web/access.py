@@ -22,13 +22,14 @@ import ipaddress
 import secrets
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable, Iterable
+from typing import Final, TypeAlias
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reliable_mq.errors import ConfigurationError
 
@@ -36,11 +37,6 @@ __all__ = ["SHORTEST_TOKEN", "Guard", "UserOf"]
 
 #: Returns the name of the user of a request for the audit log; None to refuse it.
 UserOf: TypeAlias = Callable[[Request], str | None]
-_Scope: TypeAlias = MutableMapping[str, Any]
-_Message: TypeAlias = MutableMapping[str, Any]
-_Receive: TypeAlias = Callable[[], Awaitable[_Message]]
-_Send: TypeAlias = Callable[[_Message], Awaitable[None]]
-_App: TypeAlias = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
 
 #: Characters of a token, at least.
 SHORTEST_TOKEN: Final = 16
@@ -67,17 +63,11 @@ _SECURITY: Final = {
 class Guard:
     """ASGI middleware with the checks. Sets ``user`` in the scope's state.
 
-    Args:
-        app: what it guards.
-        hosts: names that a request may be for, beside those of loopback.
-        token: a secret that opens the page; None for none.
-        user: decides by the request; None for no function.
-
     Raises:
         ConfigurationError: an argument is wrong; the message names it.
     """
 
-    def __init__(self, app: _App, *, hosts: Iterable[str], token: str | None, user: UserOf | None) -> None:
+    def __init__(self, app: ASGIApp, *, hosts: Iterable[str], token: str | None, user: UserOf | None) -> None:
         if isinstance(hosts, str):
             raise ConfigurationError(f"allowed_hosts must be a collection: write [{hosts!r}]")
         if token is not None and len(token) < SHORTEST_TOKEN:
@@ -99,7 +89,7 @@ class Guard:
         """Whether users sign in with a token."""
         return self._token is not None
 
-    async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
             return
@@ -109,7 +99,7 @@ class Guard:
         request = Request(scope, receive)
         path = _path(scope)
 
-        async def guarded(message: _Message) -> None:
+        async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 for name, value in _SECURITY.items():
@@ -200,7 +190,7 @@ def _refused(text: str, status: int = 403) -> Response:
     return PlainTextResponse(f"refused: {text}\n", status)
 
 
-def _path(scope: _Scope) -> str:
+def _path(scope: Scope) -> str:
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", "")) or "/"
 

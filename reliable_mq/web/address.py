@@ -37,9 +37,6 @@ _UNITS: Final = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 class Fields:
     """The decoded pairs of an address or a form.
 
-    Args:
-        query: as it came, ``application/x-www-form-urlencoded``.
-
     Raises:
         ConfigurationError: it has too many pairs.
     """
@@ -78,12 +75,7 @@ class Fields:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The dead letters that a page shows or an operation is about.
-
-    Attributes:
-        pairs: the fields that are set.
-        filter: the same.
-    """
+    """The dead letters that a page shows or an operation is about."""
 
     pairs: tuple[tuple[str, str], ...]
     filter: Filter
@@ -117,7 +109,6 @@ class Choice:
 
     @property
     def everything(self) -> bool:
-        """Whether nothing is set."""
         return not self.pairs
 
     @property
@@ -127,7 +118,6 @@ class Choice:
 
     @property
     def query(self) -> str:
-        """It as a part of an address."""
         return encoded(self.pairs)
 
     @property
@@ -137,7 +127,6 @@ class Choice:
 
     @property
     def words(self) -> str:
-        """It in words."""
         parts = [_WORDS[name].format(value) for name, value in self.pairs if name in _WORDS]
         if self.selected:
             parts.insert(0, "1 selected letter" if self.selected == 1 else f"{self.selected} selected letters")
@@ -145,7 +134,6 @@ class Choice:
 
 
 def encoded(pairs: Iterable[tuple[str, str]]) -> str:
-    """Encode pairs for an address."""
     return urlencode([*pairs], errors="surrogateescape")
 
 

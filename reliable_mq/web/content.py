@@ -38,14 +38,7 @@ _PIECE: Final = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{},:]|[^\s"\[\]{},:]+', re.D
 
 
 class Body(NamedTuple):
-    """A body in one form.
-
-    Attributes:
-        form: one of `FORMS`.
-        text: what is shown.
-        shown: bytes of the body that are shown.
-        forms: the forms that it can be shown in.
-    """
+    """A body in one form."""
 
     form: str
     text: str
@@ -61,13 +54,7 @@ def visible(text: str) -> str:
 
 
 def body_as(body: bytes, form: str, content_type: str | None) -> Body:
-    """Return a body in a form; in the best one if it does not have that.
-
-    Args:
-        body: its bytes.
-        form: one of `FORMS`, or empty.
-        content_type: of the message.
-    """
+    """Return a body in a form; in the best one if it does not have that."""
     text = _text(body)
     indented = None if text is None or len(body) > _SHOWN else _indented(text)
     forms = tuple(name for name, there in (("json", indented), ("text", text), ("hex", "")) if there is not None)

@@ -38,8 +38,6 @@ _WAITING: Final = 20  # operations on one queue
 
 
 class JobState(enum.Enum):
-    """The state of an operation."""
-
     WAITING = "waiting"
     RUNNING = "running"
     DONE = "done"
@@ -53,16 +51,11 @@ class Job:
     Attributes:
         id: its random name.
         kind: ``"read"``, ``"dry run"``, ``"replay"``, ``"purge"`` or ``"export"``.
-        queue: of dead letters.
-        choice: which of them.
-        user: who began it.
+        choice: which dead letters it is about.
         details: its options, for a person and for the audit log.
         options: the same for a form that repeats it.
-        state: where it is.
-        begun, ended: when.
         done, total: messages that were read, and in all.
         count: that were deleted or written.
-        report: of a replay.
         file: of an export, once it is done.
         error: why it failed.
     """
@@ -87,20 +80,16 @@ class Job:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended."""
         return self._over.is_set()
 
     @property
     def seconds(self) -> float:
-        """How long it has run, seconds."""
         return ((self.ended or datetime.now(UTC)) - self.begun).total_seconds()
 
     def progress(self, done: int, total: int) -> None:
-        """Note the number of messages that were read."""
         self.done, self.total = done, total
 
     def wait(self, timeout: float) -> bool:
-        """Wait until it has ended; return whether it has."""
         return self._over.wait(timeout)
 
     def run(self, work: Callable[[Job], object]) -> None:
@@ -121,7 +110,6 @@ class Job:
             self.end(state)
 
     def end(self, state: JobState) -> None:
-        """Note its end."""
         self.ended, self.state = datetime.now(UTC), state
         self._over.set()
 

@@ -1,4 +1,4 @@
-"""The dead letters of a queue as they were read once, to filter, group and show.
+"""The queues of a page, and their dead letters, to filter, group and show.
 
 RabbitMQ has no query for messages: to see them is to take and to requeue them, which marks them as redelivered, hides
 them from others meanwhile, and on some queues counts against a delivery limit. So a queue is read once, like
@@ -14,27 +14,135 @@ Invariants:
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 from reliable_mq.core.consumer.attempts import printable
-from reliable_mq.deadletters import DeadMessage, Filter, Origin
+from reliable_mq.deadletters import DeadLetterQueue, DeadMessage, Filter, Origin
+from reliable_mq.deadletters.queue import depths
+from reliable_mq.errors import ConfigurationError, ReliableMQError
+from reliable_mq.topology import Queue
+from reliable_mq.url import parse_url
 from reliable_mq.web.address import encoded, exception_pattern
 
 if TYPE_CHECKING:
     from reliable_mq.core.consumer.delivery import Delivery
+    from reliable_mq.settings import Credentials, CredentialsCallback
+    from reliable_mq.tls import TLSOptions
 
-__all__ = ["KEPT_BYTES", "MOST", "Letter", "LetterGroup", "QueueReading"]
+__all__ = ["KEPT_BYTES", "MOST", "Letter", "LetterGroup", "QueueReading", "Source"]
 
 #: Letters that a reading holds.
 MOST: Final = 200_000
 #: Bytes of properties and bodies that a reading holds.
 KEPT_BYTES: Final = 64 * 1024 * 1024
 _KEPT_EACH: Final = 1024 * 1024  # bytes: the content of a larger one is not kept
+_DEPTHS_KEPT: Final = 2.0  # seconds
+_NAMES_KEPT: Final = 15.0  # seconds
+_REMEMBERED: Final = 50  # queues that were opened by their names
 _NOTE: Final = 300  # characters of the exception's message
+
+
+class Source:
+    """The queues of a page: names, depths, and a `DeadLetterQueue` for each.
+
+    Thread-safe. Names and depths are kept for a few seconds, since every page that is open asks for them. Arguments are
+    those of `DeadLetterApp`; a function that returns names may raise `ReliableMQError`.
+
+    Raises:
+        ConfigurationError: an argument is wrong; the message names it.
+    """
+
+    def __init__(
+        self,
+        url: str | Sequence[str],
+        queues: Sequence[Queue | str] | Callable[[], Sequence[str]],
+        *,
+        any_queue: bool,
+        credentials: Credentials | CredentialsCallback | None,
+        tls: TLSOptions | None,
+    ) -> None:
+        self._settings = parse_url(url, tls=tls, credentials=credentials)
+        self.broker = str(self._settings)
+        self._url = url
+        self._credentials = credentials
+        self._tls = tls
+        self._find = queues if callable(queues) else None
+        self._lock = threading.Lock()
+        self._names: list[str] = [] if callable(queues) else [_name(queue) for queue in queues]
+        self._names_until = 0.0
+        self._opened: dict[str, None] = {}
+        self._depths: dict[str, int | None] = {}
+        self._depths_until = 0.0
+        self.any_queue = any_queue
+        self.problem = ""  # with finding queues; shown above the list
+        if not any_queue and not callable(queues) and not self._names:
+            raise ConfigurationError("queues must name at least one, or any_queue=True let users name them")
+
+    def open(self, queue: str) -> DeadLetterQueue:
+        """Return a queue, not connected yet."""
+        return DeadLetterQueue(self._url, queue, credentials=self._credentials, tls=self._tls)
+
+    def allows(self, queue: str) -> bool:
+        """Whether this page may open the queue. May block for a search of queues."""
+        return bool(queue) and (self.any_queue or queue in self.names())
+
+    def remember(self, queue: str) -> None:
+        """List a queue that was opened by its name."""
+        with self._lock:
+            self._opened[queue] = None
+            while len(self._opened) > _REMEMBERED:
+                del self._opened[next(iter(self._opened))]
+
+    def names(self) -> list[str]:
+        """Return the names of the queues, each once. May block for a search."""
+        with self._lock:
+            due = self._find is not None and time.monotonic() >= self._names_until
+            if due:
+                self._names_until = time.monotonic() + _NAMES_KEPT
+        if due and self._find is not None:
+            try:
+                found, problem = sorted(self._find()), ""
+            except ReliableMQError as error:
+                found, problem = self._names, str(error)
+            with self._lock:
+                self._names, self.problem = found, problem
+        with self._lock:
+            return [*dict.fromkeys([*self._names, *self._opened])]
+
+    def depths(self) -> dict[str, int | None]:
+        """Return the number of ready messages of each queue. Blocks for a connection.
+
+        It is None if there is no such queue.
+
+        Raises:
+            BrokerUnavailable: no host could be reached, or none accepted the login.
+        """
+        names = self.names()
+        with self._lock:
+            if time.monotonic() < self._depths_until and self._depths.keys() >= set(names):
+                return {name: self._depths[name] for name in names}
+        found = depths(self._settings, names)
+        with self._lock:
+            self._depths, self._depths_until = found, time.monotonic() + _DEPTHS_KEPT
+        return found
+
+    def changed(self) -> None:
+        """Forget the depths: a queue was changed."""
+        with self._lock:
+            self._depths_until = 0.0
+
+
+def _name(queue: Queue | str) -> str:
+    name = queue.dead_letter_name if isinstance(queue, Queue) else queue
+    if not isinstance(name, str) or not name:
+        raise ConfigurationError(f"queues must hold names, or queues that have a dead-letter queue, not {queue!r}")
+    return name
 
 
 class Letter:
@@ -92,23 +200,17 @@ class Letter:
         return None if self._delivery is None else DeadMessage(self._delivery, self.position)
 
     def keep(self, message: DeadMessage) -> None:
-        """Keep its content."""
         self._delivery = message.delivery
 
     def drop(self) -> None:
-        """Keep its content no longer."""
         self._delivery = None
 
 
 @dataclass(frozen=True, slots=True)
 class LetterGroup:
-    """Letters with one exception and one reason.
+    """Letters with one exception (empty without one) and one reason.
 
-    Attributes:
-        exception: the class; empty without one.
-        reason: as it is in the letters.
-        count: how many.
-        oldest, newest: when the first and the last of them died, as far as known.
+    `oldest` and `newest` are when the first and the last of them died, as far as known.
     """
 
     exception: str
@@ -125,17 +227,9 @@ class LetterGroup:
 
 
 class QueueReading:
-    """One reading of a queue.
+    """One reading of a queue, whose letters are in the order of the queue.
 
-    Args:
-        queue: its name.
-
-    Attributes:
-        queue: its name.
-        letters: in the order of the queue.
-        total: messages in the queue when it was read, those beyond `MOST` included.
-        not_kept: how many letters' content is not kept.
-        read_at: when it began.
+    `total` counts the messages in the queue when it was read, those beyond `MOST` included.
     """
 
     def __init__(self, queue: str) -> None:
@@ -190,12 +284,9 @@ class QueueReading:
         for letter in letters:
             key = (letter.exception_type, letter.reason)
             counts[key] += 1
-            when = letter.died_at
-            if when is not None:
-                if key not in oldest or when < oldest[key]:
-                    oldest[key] = when
-                if key not in newest or when > newest[key]:
-                    newest[key] = when
+            if letter.died_at is not None:
+                oldest[key] = min(letter.died_at, oldest.get(key, letter.died_at))
+                newest[key] = max(letter.died_at, newest.get(key, letter.died_at))
         return [LetterGroup(*key, count, oldest.get(key), newest.get(key)) for key, count in counts.most_common()]
 
     @property

@@ -1,60 +1,133 @@
-"""The operations of the page: read, replay, purge, export.
+"""The operations of the page (read, replay, purge, export), and their audit log.
 
 Each uses a `DeadLetterQueue` of its own, on the thread of its job.
 
 Invariants:
 
-- What changes a queue is in the audit log before it begins, and its result after.
+- What changes a queue is in the audit log before it begins, and its result after: an operation whose beginning cannot
+  be written does not begin.
 - After an operation that changed a queue, its reading is dropped.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
+import os
 import tempfile
 import threading
+from collections import deque
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO, Final, cast
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, cast
 
 from reliable_mq.deadletters import Filter, ReplayReport
+from reliable_mq.errors import ConfigurationError
 from reliable_mq.web.address import Choice
 from reliable_mq.web.jobs import Job, Jobs
-from reliable_mq.web.letters import MOST, QueueReading
+from reliable_mq.web.letters import MOST, QueueReading, Source
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reliable_mq.deadletters import DeadLetterQueue
     from reliable_mq.stores.protocol import ResettableStore
-    from reliable_mq.web.audit import AuditLog
-    from reliable_mq.web.source import Source
 
-__all__ = ["FAILURES_KEPT", "Operations", "ReplayOptions"]
+__all__ = ["FAILURES_KEPT", "AuditLog", "Operations", "ReplayOptions"]
 
 logger = logging.getLogger(__name__)
+_audit_logger = logging.getLogger("reliable_mq.web.audit")
 
 #: Failures of a replay that are kept when it has ended, with their letters.
 FAILURES_KEPT: Final = 50
+_ENTRIES_SHOWN: Final = 200
+_ENTRIES_TAIL: Final = 256 * 1024  # bytes of a file that are read for those
 _READINGS: Final = 8
 _READ_ALONE: Final = 1000  # messages of a queue that is read without being asked for
 _EVERYTHING: Final = Choice((), Filter())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayOptions:
-    """The options of a replay.
+class AuditLog:
+    """The audit log: who changed or exported which dead letters, and the result.
 
-    Attributes:
-        to: the queue; None for that of each letter.
-        as_published: as of `DeadLetterQueue.replay`.
-        rate: messages per second; None for no limit.
-        limit: messages; None for all.
-        dry_run: publish nothing.
-        body: an edited body, for one letter.
+    Thread-safe. One line of JSON when an operation begins and one when it ends, appended to a file and flushed to the
+    disk. Without a file, the latest entries are kept in memory only; all are logged by ``reliable_mq.web.audit`` at
+    INFO, too. An entry holds no body and no header.
+
+    Raises:
+        ConfigurationError: the file cannot be written to.
     """
 
+    def __init__(self, path: str | os.PathLike[str] | None) -> None:
+        self._path = None if path is None else Path(path)
+        self._lock = threading.Lock()
+        self._latest: deque[Mapping[str, Any]] = deque(maxlen=_ENTRIES_SHOWN)
+        if self._path is not None:
+            try:
+                self._append(b"")
+                self._latest.extend(_entries(self._path))
+            except OSError as error:
+                raise ConfigurationError(f"audit_log: {self._path} cannot be written: {error.strerror}") from error
+
+    @property
+    def where(self) -> str:
+        """The file; empty without one."""
+        return "" if self._path is None else str(self._path)
+
+    def write(self, event: str, operation: str, entry: Mapping[str, object]) -> None:
+        """Append an entry about the operation of this id. Blocks until it is on the disk.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        full = {"at": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, "id": operation, **entry}
+        line = json.dumps(full)
+        with self._lock:
+            if self._path is not None:
+                self._append(line.encode() + b"\n")
+            self._latest.append(json.loads(line))
+        _audit_logger.info("%s", line)
+
+    def latest(self) -> list[Mapping[str, Any]]:
+        """Return the latest entries, the newest first."""
+        with self._lock:
+            return [*reversed(self._latest)]
+
+    def _append(self, data: bytes) -> None:
+        if self._path is None:
+            return
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o640)
+        try:
+            if data:
+                os.write(descriptor, data)  # one write: lines of several processes do not mix
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _entries(path: Path) -> list[Mapping[str, Any]]:
+    """Read the last entries of a file; lines that are none are left out."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - _ENTRIES_TAIL, 0))
+        lines = file.read().splitlines()
+    found: list[Mapping[str, Any]] = []
+    for line in lines[-_ENTRIES_SHOWN:]:
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(entry, dict) and isinstance(entry.get("at"), str):
+            found.append(entry)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions:
     to: str | None = None
     as_published: bool = False
     rate: float | None = None
@@ -66,36 +139,27 @@ class ReplayOptions:
     def pairs(self) -> tuple[tuple[str, str], ...]:
         """It as the fields of a form, without the body."""
         target = "queue" if self.to is not None else "published" if self.as_published else "origin"
-        given = {"target": target, "to": self.to, "rate": self.rate, "limit": self.limit}
-        return tuple(
-            (name, f"{value:g}" if isinstance(value, float) else str(value))
-            for name, value in given.items()
-            if value is not None
-        )
+        rate = None if self.rate is None else f"{self.rate:g}"
+        given = {"target": target, "to": self.to, "rate": rate, "limit": self.limit}
+        return tuple((name, str(value)) for name, value in given.items() if value is not None)
 
     @property
     def details(self) -> dict[str, object]:
         """It for the audit log and for a person."""
         target = self.to or ("where each was first published to" if self.as_published else "the queue each came from")
-        found: dict[str, object] = {"target": target}
-        if self.rate is not None:
-            found["rate"] = self.rate
-        if self.limit is not None:
-            found["limit"] = self.limit
+        found = {"target": target, "rate": self.rate, "limit": self.limit}
         if self.body is not None:
-            found["edited_body_bytes"] = len(self.body)
-            found["edited_body_sha256"] = hashlib.sha256(self.body).hexdigest()
-        return found
+            found |= {
+                "edited_body_bytes": len(self.body),
+                "edited_body_sha256": hashlib.sha256(self.body).hexdigest(),
+            }
+        return {name: value for name, value in found.items() if value is not None}
 
 
 class Operations:
     """What can be done to queues. Thread-safe.
 
-    Args:
-        source: the queues.
-        audit: where changes are noted.
-        store: an idempotency store whose counts of attempts a replay resets.
-        namespace: of the keys there.
+    A replay resets the counts of attempts in `store`, whose keys are in `namespace`.
     """
 
     def __init__(
@@ -160,7 +224,6 @@ class Operations:
         return self.jobs.begin(job, work if options.dry_run else self._audited(work))
 
     def purge(self, queue: str, choice: Choice, user: str) -> Job:
-        """Delete letters for good."""
 
         def work(job: Job) -> None:
             with self._source.open(queue) as dead:

@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,23 +25,14 @@ from reliable_mq._util.validation import is_text
 from reliable_mq.codec.tables import encode_short_string
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ReliableMQError, UsageError
 from reliable_mq.web.address import FIELDS, Choice, Fields, ago, encoded, exactly
-from reliable_mq.web.content import (
-    FORMS,
-    body_as,
-    is_editable,
-    rows_of_headers,
-    rows_of_properties,
-    visible,
-)
+from reliable_mq.web.content import FORMS, body_as, is_editable, rows_of_headers, rows_of_properties, visible
 from reliable_mq.web.jobs import Job, JobState
-from reliable_mq.web.operations import FAILURES_KEPT, Operations, ReplayOptions
+from reliable_mq.web.operations import FAILURES_KEPT, AuditLog, Operations, ReplayOptions
 
 if TYPE_CHECKING:
     from reliable_mq.deadletters import DeadMessage
     from reliable_mq.web.access import Guard
-    from reliable_mq.web.audit import AuditLog
-    from reliable_mq.web.letters import Letter, QueueReading
-    from reliable_mq.web.source import Source
+    from reliable_mq.web.letters import Letter, QueueReading, Source
 
 __all__ = ["Pages"]
 
@@ -57,19 +48,10 @@ _HTMX_INTEGRITY: Final = "sha384-2OatzQy1H+Zd/IIrjr1TcuDGqLXeHhbooAyJY1KdQMKnr4L
 
 
 class Pages:
-    """The handlers of requests.
-
-    Args:
-        source: the queues.
-        operations: what can be done to them.
-        audit: the log.
-        allow_changes, allow_editing: as of `DeadLetterApp`.
-
-    Attributes:
-        guard: the checks before them; set by the application.
-    """
+    """The handlers of requests."""
 
     guard: Guard
+    """The checks before them, set by the application."""
 
     def __init__(
         self, source: Source, operations: Operations, audit: AuditLog, *, allow_changes: bool, allow_editing: bool
@@ -140,21 +122,20 @@ class Pages:
         )
 
     async def letter(self, request: Request) -> Response:
-        """One letter in full."""
         fields = Fields(request.url.query)
         queue = await self._queue(fields)
         reading, letter = self._find(queue, fields.get("id"))
         form = fields.get("as")
         choice = Choice.of(fields)
         if letter is None or reading is None:
-            return self._page(request, "gone.html", 404, title="Letter", queue=queue)
+            return self._gone(request, queue)
         message = letter.message()
         if message is None:
             job = self._operations.read_letter(queue, letter.fingerprint, request.state.user)
             await run_in_threadpool(job.wait, 60.0)
             message = letter.message()
             if message is None:
-                return self._page(request, "gone.html", 404, title="Letter", queue=queue)
+                return self._gone(request, queue)
         view = await run_in_threadpool(self._letter_view, reading, letter, message, choice, form)
         return self._page(
             request, "letter.html", title=message.message_id or "Letter", queue=queue, choice=choice, **view
@@ -167,19 +148,17 @@ class Pages:
         _, letter = self._find(queue, fields.get("id"))
         message = None if letter is None else letter.message()
         if letter is None or message is None:
-            return self._page(request, "gone.html", 404, title="Letter", queue=queue)
+            return self._gone(request, queue)
         name = f"{_file_name(queue)}-{letter.fingerprint[:8]}.bin"
         return Response(message.body, media_type="application/octet-stream", headers=_attachment(name))
 
     async def audit_log(self, request: Request) -> Response:
-        """The latest entries of the audit log."""
         entries = [{**entry, "when": _parsed(entry["at"])} for entry in self._audit.latest()]
         return self._page(request, "audit.html", title="Audit log", entries=entries, where=self._audit.where)
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
     async def read(self, request: Request) -> Response:
-        """Read a queue again."""
         fields = await _form(request)
         queue = await self._queue(fields)
         job = self._operations.read(queue, request.state.user)
@@ -202,19 +181,9 @@ class Pages:
                 return self._to_job(request, self._operations.replay(queue, choice, request.state.user, options))
             except ConfigurationError as error:
                 wrong = str(error)
-        count = await run_in_threadpool(self._count, queue, choice)
-        return self._page(
-            request,
-            "replay.html",
-            400 if wrong else 200,
-            title="Replay",
-            queue=queue,
-            choice=choice,
-            count=count,
-            wrong=wrong,
-            given={"target": "origin", "to": "", "rate": "", "limit": ""}
-            | {key: fields.get(key) for key, _ in fields.pairs},
-        )
+        given = {"target": "origin", "to": "", "rate": "", "limit": ""}
+        given |= {key: fields.get(key) for key, _ in fields.pairs}
+        return await self._ask(request, "replay.html", queue, choice, title="Replay", wrong=wrong, given=given)
 
     async def purge(self, request: Request) -> Response:
         """Ask for the name of the queue; delete letters."""
@@ -227,17 +196,7 @@ class Pages:
             if "".join(fields.all("name")[-1:]).strip() == queue:
                 return self._to_job(request, self._operations.purge(queue, choice, request.state.user))
             wrong = "This is not the name of the queue. Nothing was deleted."
-        count = await run_in_threadpool(self._count, queue, choice)
-        return self._page(
-            request,
-            "purge.html",
-            400 if wrong else 200,
-            title="Delete for good",
-            queue=queue,
-            choice=choice,
-            count=count,
-            wrong=wrong,
-        )
+        return await self._ask(request, "purge.html", queue, choice, title="Delete for good", wrong=wrong)
 
     async def edit(self, request: Request) -> Response:
         """Ask for another body of a letter; replay it with that."""
@@ -249,7 +208,7 @@ class Pages:
         _, letter = self._find(queue, fields.get("id"))
         message = None if letter is None else letter.message()
         if letter is None or message is None or not is_editable(message.body):
-            return self._page(request, "gone.html", 404, title="Letter", queue=queue)
+            return self._gone(request, queue)
         if request.method == "POST":
             # A form sends CR LF for every line end; a body with a CR cannot be edited.
             body = "".join(fields.all("body")[-1:]).replace("\r\n", "\n").encode("utf-8", "surrogateescape")
@@ -261,7 +220,6 @@ class Pages:
         )
 
     async def export(self, request: Request) -> Response:
-        """Write letters into a file."""
         fields = await _form(request)
         queue = await self._queue(fields)
         choice = _choice(fields)
@@ -278,7 +236,6 @@ class Pages:
         return self._page(request, template, title=job.kind.capitalize(), job=job, queue=job.queue)
 
     async def stop(self, request: Request) -> Response:
-        """Stop an operation."""
         job = self._job(await _form(request))
         if job.kind in ("replay", "purge"):
             self._need_changes()
@@ -287,7 +244,6 @@ class Pages:
         return self._to_job(request, job)
 
     async def file(self, request: Request) -> Response:
-        """The file of an export."""
         job = self._job(Fields(request.url.query))
         if job.file is None:
             raise HTTPException(404, "This export is not kept any more: export again.")
@@ -314,7 +270,6 @@ class Pages:
         return self._page(request, "sign_in.html", 403 if wrong else 200, title="Sign in", wrong=wrong)
 
     async def sign_out(self, request: Request) -> Response:
-        """End the session."""
         return self.guard.sign_out(request)
 
     # -- private -------------------------------------------------------------------------------------------------------
@@ -338,6 +293,18 @@ class Pages:
         }
         html = self._templates.get_template(template).render(common | values)
         return HTMLResponse(html.encode("utf-8", "backslashreplace"), status)
+
+    async def _ask(
+        self, request: Request, template: str, queue: str, choice: Choice, *, wrong: str, **values: Any
+    ) -> Response:
+        """Ask for what an operation needs; show how many letters it is about."""
+        reading = self._operations.reading(queue)
+        count = None if reading is None else len(await run_in_threadpool(_matching, reading, choice))
+        status = 400 if wrong else 200
+        return self._page(request, template, status, queue=queue, choice=choice, count=count, wrong=wrong, **values)
+
+    def _gone(self, request: Request, queue: str) -> Response:
+        return self._page(request, "gone.html", 404, title="Letter", queue=queue)
 
     def _reading_page(self, request: Request, queue: str, job: Job) -> Response:
         if job.state is JobState.FAILED:
@@ -369,11 +336,6 @@ class Pages:
         if not self._allow_changes:
             raise HTTPException(403, "This page only shows: it was started without allowing changes.")
 
-    def _count(self, queue: str, choice: Choice) -> int | None:
-        """Return how many letters of the latest reading match."""
-        reading = self._operations.reading(queue)
-        return None if reading is None else len(reading.matching(choice.filter, datetime.now(UTC)))
-
     def _queue_rows(self) -> tuple[list[dict[str, object]], str]:
         names = self._source.names()
         try:
@@ -387,35 +349,28 @@ class Pages:
                 self._operations.read_alone(name, depth)
             reading = self._operations.reading(name)
             groups = [] if reading is None else reading.groups(reading.letters)
-            rows.append(
-                {
-                    "name": name,
-                    "depth": depth,
-                    "reading": reading,
-                    "groups": groups[:1],
-                    "jobs": self._operations.jobs.of(name),
-                }
-            )
+            jobs = self._operations.jobs.of(name)
+            rows.append({"name": name, "depth": depth, "reading": reading, "groups": groups[:1], "jobs": jobs})
         return rows, problem
 
     def _letters_view(self, reading: QueueReading, choice: Choice, page: int, all_groups: bool) -> dict[str, Any]:
-        matching = reading.matching(choice.filter, datetime.now(UTC))
+        matching = _matching(reading, choice)
         pages = max((len(matching) + _ON_A_PAGE - 1) // _ON_A_PAGE, 1)
         page = min(page, pages)
-        groups = reading.groups(matching)
+        groups, shown = reading.groups(matching), _ALL_GROUPS if all_groups else _GROUPS
         return {
             "matching": len(matching),
             "letters": matching[(page - 1) * _ON_A_PAGE : page * _ON_A_PAGE],
             "page": page,
             "pages": pages,
-            "groups": groups[: _ALL_GROUPS if all_groups else _GROUPS],
-            "more_groups": len(groups) - (_ALL_GROUPS if all_groups else _GROUPS),
+            "groups": groups[:shown],
+            "more_groups": len(groups) - shown,
         }
 
     def _letter_view(
         self, reading: QueueReading, letter: Letter, message: DeadMessage, choice: Choice, form: str
     ) -> dict[str, Any]:
-        matching = reading.matching(choice.filter, datetime.now(UTC))
+        matching = _matching(reading, choice)
         places = {each.position: place for place, each in enumerate(matching)}
         place = places.get(letter.position)
         properties = rows_of_properties(message)
@@ -453,11 +408,7 @@ def _shown(value: object) -> object:
 
 
 async def _form(request: Request) -> Fields:
-    """Read a form of bounded size.
-
-    Raises:
-        HTTPException: it is larger, or of another kind.
-    """
+    """Read a form of bounded size."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/x-www-form-urlencoded":
         raise HTTPException(415, "A form of this page was expected.")
@@ -473,11 +424,7 @@ async def _form(request: Request) -> Fields:
 
 
 def _choice(fields: Fields) -> Choice:
-    """Return the letters that a form is about.
-
-    Raises:
-        ConfigurationError: none are selected, or a field is wrong.
-    """
+    """Return the letters that a form is about."""
     if fields.get("which") != "selected":
         return Choice.of(Fields(fields.get("choice")))
     letters = [("letter", each) for each in fields.all("letter")]
@@ -487,11 +434,7 @@ def _choice(fields: Fields) -> Choice:
 
 
 def _options(fields: Fields, *, dry_run: bool) -> ReplayOptions:
-    """Return the options of a replay.
-
-    Raises:
-        ConfigurationError: one of them is wrong; the text names it.
-    """
+    """Return the options of a replay."""
     target = fields.get("target", "origin")
     to = fields.get("to") if target == "queue" else None
     if target not in ("origin", "queue", "published"):
@@ -509,6 +452,10 @@ def _options(fields: Fields, *, dry_run: bool) -> ReplayOptions:
     return ReplayOptions(
         to=to, as_published=target == "published", rate=rate, limit=fields.number("limit"), dry_run=dry_run
     )
+
+
+def _matching(reading: QueueReading, choice: Choice) -> Sequence[Letter]:
+    return reading.matching(choice.filter, datetime.now(UTC))
 
 
 def _content(descriptor: int) -> Iterator[bytes]:

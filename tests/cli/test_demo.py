@@ -11,8 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from reliable_mq.cli.app import app
-from reliable_mq.cli.demo.display import BrokerStatus, DemoResult, LinesDisplay, LiveDisplay, display_for
-from reliable_mq.cli.demo.run import Story
+from reliable_mq.cli.demo.display import BrokerStatus, DemoResult, LinesDisplay, LiveDisplay, Story, display_for
 from reliable_mq.cli.demo.scenario import BrokerState, Outages, Progress, fails_once, is_poison
 from reliable_mq.testing.audit import Audit
 

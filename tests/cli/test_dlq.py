@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from reliable_mq import Message
-from reliable_mq.cli.dlq.options import chosen
+from reliable_mq.cli.dlq import chosen
 from reliable_mq.cli.dlq.render import age, details, listing, summary
 from reliable_mq.codec import encode_properties
 from reliable_mq.core import headers

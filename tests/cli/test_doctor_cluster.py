@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from reliable_mq.cli.doctor.cluster import examine_cluster, examine_copies
+from reliable_mq.cli.doctor.broker import examine_cluster
 from reliable_mq.cli.doctor.finding import Finding, Status
 from reliable_mq.cli.doctor.management import QueueView, Snapshot
-from reliable_mq.cli.doctor.queues import examine_queues
+from reliable_mq.cli.doctor.queues import examine_copies, examine_queues
 from reliable_mq.url import parse_url
 
 OK, WARNING, PROBLEM, UNCHECKED = Status.OK, Status.WARNING, Status.PROBLEM, Status.UNCHECKED

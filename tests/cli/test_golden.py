@@ -16,14 +16,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from reliable_mq import Message, Queue
+from reliable_mq.cli import dlq as commands
 from reliable_mq.cli.app import app
 from reliable_mq.cli.demo.display import BrokerStatus, DemoResult, LiveDisplay
 from reliable_mq.cli.demo.scenario import BrokerState, Progress
-from reliable_mq.cli.dlq import commands
 from reliable_mq.cli.dlq.render import details, listing, statistics_tables, summary
 from reliable_mq.cli.doctor import finding
-from reliable_mq.cli.doctor.broker import examine_limits, examine_version
-from reliable_mq.cli.doctor.cluster import examine_cluster
+from reliable_mq.cli.doctor.broker import examine_cluster, examine_limits, examine_version
 from reliable_mq.cli.doctor.finding import Finding, Status
 from reliable_mq.cli.doctor.management import QueueView, Snapshot
 from reliable_mq.cli.doctor.queues import examine_queues

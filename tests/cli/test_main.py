@@ -12,7 +12,7 @@ import typer
 
 from reliable_mq import cli
 from reliable_mq.cli import app
-from reliable_mq.cli.dlq import commands
+from reliable_mq.cli import dlq as commands
 from reliable_mq.cli.terminal import hide_logs, show_logs
 from reliable_mq.errors import BrokerUnavailable
 from reliable_mq.outbox import SQLiteOutbox

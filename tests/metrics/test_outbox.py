@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from reliable_mq import Message, OutboxError, ReliableMQError
 from reliable_mq.core.outbox import NewRow, OutboxRow
 from reliable_mq.core.statistics import OutboxStatistics, OutboxStatus
-from reliable_mq.metrics.families import outbox_readings
+from reliable_mq.metrics.families import readings
 from reliable_mq.metrics.registry import register
 from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.outbox import relay as relay_module
@@ -42,7 +42,7 @@ def scrape(*statuses: OutboxStatus | None) -> dict[str, float]:
     """What a scrape shows of publishers of one name with these."""
     registry = CollectorRegistry()
     for status in statuses:
-        register(registry, lambda status=status: outbox_readings("orders", status, STATISTICS))  # type: ignore[misc]
+        register(registry, lambda status=status: readings(("orders",), status, STATISTICS))  # type: ignore[misc]
     return {
         f"{sample.name.removeprefix('reliable_mq_')} {' '.join(sample.labels.values())}": sample.value
         for metric in registry.collect()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from reliable_mq.core.statistics import PublisherStatistics, PublisherStatus
-from reliable_mq.metrics.families import publisher_readings
+from reliable_mq.metrics.families import readings
 from reliable_mq.metrics.registry import register
 
 VALUES = {
@@ -50,8 +50,8 @@ def test_every_count_has_its_metric() -> None:
     registry = CollectorRegistry()
     register(
         registry,
-        lambda: publisher_readings(
-            "orders",
+        lambda: readings(
+            ("orders",),
             PublisherStatus(
                 outstanding=7,
                 oldest_age=1.5,

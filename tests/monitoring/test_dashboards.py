@@ -14,9 +14,8 @@ from typer.testing import CliRunner
 
 from reliable_mq.cli.app import app
 from reliable_mq.metrics.families import FAMILIES
-from reliable_mq.monitoring.dashboards import DASHBOARDS
+from reliable_mq.monitoring.dashboards import DASHBOARDS, Dashboard, Panel
 from reliable_mq.monitoring.grafana import dashboard_json
-from reliable_mq.monitoring.panels import Dashboard, Panel
 
 SCHEMAS = Path(__file__).parent / "grafana_schemas"
 NOT_IN_THE_SCHEMA = ("__inputs", "__requires")  # of an export: the import dialog takes them away

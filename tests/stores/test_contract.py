@@ -10,8 +10,7 @@ import pytest
 from integration.support.seeds import soak_seeds
 from reliable_mq.stores import Claim, ClaimStatus
 from reliable_mq.stores.protocol import ResettableStore
-from reliable_mq.testing.linearizability import StoreCall, explain
-from reliable_mq.testing.store_contract import StoreContract
+from reliable_mq.testing.store_contract import StoreCall, StoreContract, explain
 from tests.stores import subjects
 from tests.stores.subjects import Subject
 

@@ -21,8 +21,8 @@ SAME_ORIGIN = {"Sec-Fetch-Site": "same-origin", "Origin": "http://localhost"}
 @pytest.fixture
 def broker(monkeypatch: pytest.MonkeyPatch) -> MemoryBroker:
     made = MemoryBroker()
-    monkeypatch.setattr("reliable_mq.web.source.DeadLetterQueue", made.open)
-    monkeypatch.setattr("reliable_mq.web.source.depths", made.depths)
+    monkeypatch.setattr("reliable_mq.web.letters.DeadLetterQueue", made.open)
+    monkeypatch.setattr("reliable_mq.web.letters.depths", made.depths)
     return made
 
 

@@ -32,7 +32,7 @@ def demo(
     """
     if (kill_command is None) != (restart_command is None):
         raise typer.BadParameter("--kill-command and --restart-command go together")
-    from reliable_mq.cli.demo.run import run
+    from reliable_mq.cli.demo.display import run
     from reliable_mq.cli.demo.scenario import Outages, Shop
     from reliable_mq.url import parse_url
 

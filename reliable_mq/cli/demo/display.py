@@ -1,14 +1,15 @@
-"""The display of the demo while it runs, and the audit at its end.
+"""Run the demo: watch the shop, kill the broker, show events, counts and audit.
 
 A terminal gets bars that are redrawn in place; a pipe or a file gets a line now and then. Times are seconds since the
-demo began. No clock, no I/O but the console's.
+demo began.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Final, Self
 
 from rich.console import Console, Group
@@ -17,12 +18,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from reliable_mq.cli.demo.scenario import BrokerState, Progress
-from reliable_mq.cli.terminal import escaped, say
+from reliable_mq.cli.demo.scenario import BrokerState, Outages, Progress, Shop
+from reliable_mq.cli.terminal import INTERRUPTED, escaped, output, say
 from reliable_mq.testing.audit import AuditResult
 
-__all__ = ["BrokerStatus", "DemoResult", "LinesDisplay", "LiveDisplay", "display_for"]
+__all__ = ["BrokerStatus", "DemoResult", "LinesDisplay", "LiveDisplay", "Story", "display_for", "run"]
 
+_POLL: Final = 0.1  # seconds
+_STANDSTILL: Final = 120.0  # seconds without any progress, after which something is wrong
 _EVENTS_SHOWN: Final = 8
 _LINE_EVERY: Final = 2.0  # seconds
 _RATE_OVER: Final = 2.0  # seconds over which the rate is measured
@@ -33,14 +36,66 @@ _BROKER: Final = {
 }
 
 
+def run(shop: Shop, outages: Outages, hosts: str) -> int:
+    """Run the demo to its end; return the exit status."""
+    interrupted = False
+    error: str | None = None
+    began = time.monotonic()
+    with shop:
+        title = f"{shop.orders:,} orders through {shop.broker} at {hosts}"
+        began = time.monotonic()
+        try:
+            with display_for(output, title, shop.orders) as display:
+                error = _watch(shop, outages, display, began)
+        except KeyboardInterrupt:
+            interrupted = True
+            say("interrupted: closing")
+        finally:
+            outages.end()
+    result = DemoResult(shop.audit.balance(), shop.progress, outages.done, time.monotonic() - began)
+    if interrupted:
+        say(f"interrupted: {result.so_far}")
+        return INTERRUPTED
+    if outages.failure is not None:  # it ended in the middle of the job, which cannot balance
+        say(f"ended early: {result.so_far}")
+        say(f"reliable-mq: {outages.failure}")
+        return 1
+    output.print(result)
+    if error is not None:
+        say(f"reliable-mq: {error}")
+    return 1 if result.faults or error is not None else 0
+
+
+def _watch(shop: Shop, outages: Outages, display: LinesDisplay | LiveDisplay, began: float) -> str | None:
+    """Show the progress until the job is done; return the reason if it ended early."""
+    publisher, consumer, story = shop.publisher, shop.consumer, Story()
+    latest, latest_at = shop.progress, 0.0
+    pause = threading.Event()
+    while True:
+        now, progress = time.monotonic() - began, shop.progress
+        if progress != latest:
+            latest, latest_at = progress, now
+        status = BrokerStatus(outages.state, publisher.connected, consumer.connected, publisher.blocked)
+        for event in story.events(now, status, outstanding=publisher.outstanding, republished=progress.republished):
+            display.tell(now, event)
+        display.update(now, progress, status)
+        outages.advance(progress.confirmed / shop.orders, connected=status.connected)
+        if outages.failure is not None:
+            return outages.failure
+        if shop.failure is not None:
+            return f"publishing ended: {shop.failure}"
+        if now - latest_at > _STANDSTILL:
+            return f"no progress for {_STANDSTILL:.0f} s"
+        if status.connected and not outages.pending and shop.is_done():
+            return None
+        pause.wait(_POLL)
+
+
 @dataclass(frozen=True, slots=True)
 class BrokerStatus:
-    """The broker and the connections to it.
+    """The broker, by the commands that kill and restart it, and the connections to it.
 
-    Attributes:
-        broker: its state by the commands that kill and restart it.
-        publisher_connected, consumer_connected: the states of the connections.
-        blocked: the broker's reason for blocking publishes; None if it does not.
+    `blocked` is the broker's reason for blocking publishes; None if it does not.
     """
 
     broker: BrokerState
@@ -50,8 +105,37 @@ class BrokerStatus:
 
     @property
     def connected(self) -> bool:
-        """Whether both are connected."""
         return self.publisher_connected and self.consumer_connected
+
+
+class Story:
+    """Compare the status with the one before, and describe the events in between."""
+
+    def __init__(self) -> None:
+        self._before: BrokerStatus | None = None
+        self._lost: tuple[float, int] | None = None  # when the connection was lost; orders republished by then
+
+    def events(self, now: float, status: BrokerStatus, *, outstanding: int, republished: int) -> list[str]:
+        """Return the events since the last call."""
+        before, self._before = self._before, status
+        if before is None:
+            return []
+        events = []
+        running = status.broker is BrokerState.RUNNING
+        if before.broker is BrokerState.RUNNING and not running:
+            events.append(f"the broker is killed, with {outstanding:,} orders unconfirmed")
+        if before.connected and not status.connected:
+            self._lost = now, republished
+            if running:
+                events.append(f"the connection is lost, with {outstanding:,} orders unconfirmed")
+        if status.connected and self._lost is not None:
+            (lost_at, earlier), self._lost = self._lost, None
+            again = republished - earlier
+            events.append(f"connected again after {now - lost_at:.1f} s, {again:,} orders published again")
+        if status.blocked != before.blocked:
+            blocked = f"the broker blocks publishing: {status.blocked}"
+            events.append("the broker takes publishes again" if status.blocked is None else blocked)
+        return events
 
 
 class LinesDisplay:
@@ -69,22 +153,20 @@ class LinesDisplay:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def update(self, time: float, progress: Progress, status: BrokerStatus) -> None:
-        """Print a line, if it is due."""
-        if time < self._next:
+    def update(self, now: float, progress: Progress, status: BrokerStatus) -> None:
+        if now < self._next:
             return
-        self._next = time + _LINE_EVERY
+        self._next = now + _LINE_EVERY
         counts = (
             f"published {progress.published:,}  confirmed {progress.confirmed:,}  handled {progress.handled:,}  "
             f"retried {progress.retried:,}  dead-lettered {progress.dead_lettered:,}  "
             f"duplicates {progress.duplicates:,}  publisher {_connected(status.publisher_connected)}  "
             f"consumer {_connected(status.consumer_connected)}"
         )
-        self.tell(time, counts)
+        self.tell(now, counts)
 
-    def tell(self, time: float, event: str) -> None:
-        """Print an event."""
-        say(f"{_clock(time)}  {event}", console=self._console)
+    def tell(self, now: float, event: str) -> None:
+        say(f"{_clock(now)}  {event}", console=self._console)
 
 
 class LiveDisplay:
@@ -98,31 +180,28 @@ class LiveDisplay:
         self._live = Live(console=console, auto_refresh=False)
 
     def __enter__(self) -> Self:
-        self._live.__enter__()
+        self._live.start()
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._live.__exit__(exc_type, exc, traceback)
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
 
-    def update(self, time: float, progress: Progress, status: BrokerStatus) -> None:
-        """Redraw everything."""
-        self._recent.append((time, progress.confirmed))
-        while self._recent[0][0] < time - _RATE_OVER:
+    def update(self, now: float, progress: Progress, status: BrokerStatus) -> None:
+        self._recent.append((now, progress.confirmed))
+        while self._recent[0][0] < now - _RATE_OVER:
             self._recent.popleft()
-        self._live.update(self._drawn(time, progress, status), refresh=True)
+        self._live.update(self._drawn(now, progress, status), refresh=True)
 
-    def tell(self, time: float, event: str) -> None:
+    def tell(self, now: float, event: str) -> None:
         """Keep an event, to be drawn by the next update."""
-        self._events.append(Text(escaped(f"{_clock(time)}  {event}")))
+        self._events.append(Text(escaped(f"{_clock(now)}  {event}")))
 
-    def _drawn(self, time: float, progress: Progress, status: BrokerStatus) -> Group:
+    def _drawn(self, now: float, progress: Progress, status: BrokerStatus) -> Group:
         bars = Table.grid("", "", padding=(0, 2))
         bars.add_column(justify="right", min_width=len(f"{self._orders:,}"))
         bars.add_column(justify="right", style="dim", min_width=len("10,000/s"))
         for name, count, note in (
-            ("published", progress.published, _clock(time)),
+            ("published", progress.published, _clock(now)),
             ("confirmed", progress.confirmed, f"{self._rate():,.0f}/s"),
             ("handled", progress.handled, ""),
         ):
@@ -148,20 +227,12 @@ class LiveDisplay:
 
 
 def display_for(console: Console, title: str, orders: int) -> LinesDisplay | LiveDisplay:
-    """Return the display that suits a console."""
     return LiveDisplay(console, title, orders) if console.is_terminal else LinesDisplay(console, title)
 
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """The audit at the end.
-
-    Attributes:
-        balance: the result of the audit.
-        progress: the counts.
-        outages: how often the broker was killed.
-        seconds: duration of the demo.
-    """
+    """The audit at the end."""
 
     balance: AuditResult
     progress: Progress
@@ -185,7 +256,6 @@ class DemoResult:
 
     @property
     def equation(self) -> str:
-        """The audit in one line."""
         balance, arrived = self.balance, self._unconfirmed
         more = f" + {arrived:,} unconfirmed, yet arrived" if arrived else ""
         sign = "=" if balance.confirmed + arrived == balance.handled + balance.dead_lettered else "≠"
@@ -236,8 +306,8 @@ class DemoResult:
         return Group("", table, "", summary, *(Text(fault, style="red") for fault in faults), result)
 
 
-def _clock(time: float) -> str:
-    return f"{int(time) // 60:02}:{int(time) % 60:02}"
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60:02}:{int(seconds) % 60:02}"
 
 
 def _connected(connected: bool) -> str:

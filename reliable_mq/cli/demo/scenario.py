@@ -20,7 +20,6 @@ import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
 from tenacity import wait_exponential
@@ -51,6 +50,7 @@ _AT_A_TIME: Final = 50  # orders between two waits
 _HANDLERS: Final = 4
 _ATTEMPTS: Final = 3
 _LEFT_WAIT: Final = 0.5  # seconds for the broker to report an empty queue
+_COMMAND_TIMEOUT: Final = 120.0  # seconds
 _GRACE: Final = 5.0  # seconds for outstanding confirms when the demo is interrupted
 
 
@@ -87,18 +87,12 @@ class Shop:
     """A publisher and a consumer of orders. A context manager; it deletes its queues.
 
     Args:
-        url: of the broker.
-        settings: the same, parsed.
-        orders: how many to publish.
-        rate: how many a second; 0 for as many as possible.
         registry: for the metrics of the publisher and the consumer; None for none.
 
     Attributes:
-        audit: of every order.
         broker: its product and version; once entered.
         queue: of the orders.
         queues: the names of the work queue and its dead-letter queue.
-        publisher, consumer: of the orders.
         failure: why not all orders were published.
     """
 
@@ -151,14 +145,9 @@ class Shop:
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
-        """Connect and begin.
-
-        Raises:
-            ReliableMQError: the broker cannot be reached, or refuses something.
-        """
-        with AdminChannel(
-            self._settings, name=_NAME
-        ) as channel:  # fails at once if the login or the queues are refused
+        """Connect and begin."""
+        # It fails at once if the login or the queues are refused.
+        with AdminChannel(self._settings, name=_NAME) as channel:
             self.broker = f"{channel.server.product} {channel.server.version}"
         with ExitStack() as opened:
             opened.callback(self._take_down)
@@ -171,14 +160,11 @@ class Shop:
             self._open = opened.pop_all()
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._open.close()
 
     @property
     def progress(self) -> Progress:
-        """The counts of now."""
         sent, received = self.publisher.statistics, self.consumer.statistics
         return Progress(
             published=self._published,
@@ -279,12 +265,7 @@ class Shop:
                 channel.perform(DeleteQueue(name))
 
 
-_PATIENCE: Final = 120.0  # seconds for a command
-
-
 class BrokerState(enum.Enum):
-    """The state of the broker, by the commands."""
-
     RUNNING = "running"
     KILLED = "killed"
     STARTING = "starting"
@@ -295,14 +276,8 @@ class Outages:
 
     For one thread; the commands run on another.
 
-    Args:
-        kill: a command that kills the broker and returns when it is dead; None for no outages.
-        restart: a command that starts it again; it need not wait until the broker is up.
-        times: how often.
-
     Attributes:
         done: number of outages.
-        state: of the broker, by the commands.
         failure: of a command, which ends the demo.
     """
 
@@ -315,12 +290,7 @@ class Outages:
         self._thread: threading.Thread | None = None
 
     def advance(self, part: float, *, connected: bool) -> None:
-        """Kill the broker if it is due. Does not wait.
-
-        Args:
-            part: of the job that is done, 0 to 1.
-            connected: whether the broker is back, and may be killed again.
-        """
+        """Kill the broker if it is due: connected, it may be killed again. Does not wait."""
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
         if self._thread is None and connected:
@@ -356,7 +326,7 @@ class Outages:
                 capture_output=True,
                 text=True,
                 check=True,
-                timeout=_PATIENCE,
+                timeout=_COMMAND_TIMEOUT,
                 start_new_session=True,  # Ctrl-C must not keep the broker from being restarted
             )
         except subprocess.CalledProcessError as error:

@@ -1,24 +1,404 @@
-"""``reliable-mq dlq``: `reliable_mq.deadletters` for the shell."""
+"""``reliable-mq dlq``: `reliable_mq.deadletters` for the shell.
+
+``list``, ``show``, ``stats`` and ``export`` leave the queue as it was; ``replay``, ``purge`` and ``import`` change it.
+"""
 
 from __future__ import annotations
 
+import errno
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
+
 import typer
+from rich.console import RenderableType
+from rich.text import Text
 
-from reliable_mq.cli.dlq.commands import export, import_, list_, purge, replay, show, stats
-
-__all__ = ["dlq"]
-
-dlq = typer.Typer(
-    name="dlq",
-    help="Browse, count, replay, purge, export and import dead letters.",
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-    context_settings={"help_option_names": ["-h", "--help"]},
+from reliable_mq.cli.dlq.render import (
+    details,
+    interruptible,
+    listing,
+    progress_bar,
+    statistics_json,
+    statistics_tables,
+    summary,
+    summary_json,
 )
-dlq.command("list")(list_)
-dlq.command()(show)
-dlq.command()(stats)
-dlq.command()(replay)
-dlq.command()(purge)
-dlq.command()(export)
-dlq.command("import")(import_)
+from reliable_mq.cli.files import lines, whole_file
+from reliable_mq.cli.terminal import (
+    URL,
+    command_group,
+    escaped,
+    hide_logs,
+    json_text,
+    output,
+    parse_header,
+    product,
+    say,
+)
+from reliable_mq.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from reliable_mq.deadletters import DeadLetterQueue, Filter, ReplayReport
+    from reliable_mq.stores.protocol import ResettableStore
+
+__all__ = ["chosen", "dlq", "imported_store"]
+
+_SHOWN: Final = 20  # failures that are listed
+_KEPT: Final = "nothing was taken out of the queue"
+
+dlq = command_group("dlq", "Browse, count, replay, purge, export and import dead letters.")
+QueueName: TypeAlias = Annotated[
+    str, typer.Argument(metavar="QUEUE", help="The dead-letter queue, such as orders.dead.")
+]
+DeadLetterFilter: TypeAlias = "Filter"  # which is imported when a command runs
+
+_option: Final = functools.partial(typer.Option, rich_help_panel="Which dead letters")
+Limit: TypeAlias = Annotated[int | None, _option(min=1, help="How many at most.")]
+
+
+def chosen(
+    exception: Annotated[
+        str | None,
+        _option(
+            metavar="CLASS",
+            help="By the class of the last exception, with its module or without; * and ? are wildcards.",
+        ),
+    ] = None,
+    reason: Annotated[str | None, _option(metavar="TEXT", help="By a text in the reason.")] = None,
+    from_queue: Annotated[str | None, _option(metavar="NAME", help="By the queue that they were in before.")] = None,
+    message_id: Annotated[list[str] | None, _option(metavar="ID", help="By message id; repeatable.")] = None,
+    header: Annotated[
+        list[str] | None, _option(metavar="NAME=VALUE", help="By header; repeatable, all must match.")
+    ] = None,
+    older_than: Annotated[
+        str | None, _option(metavar="AGE", help="By age: dead for longer than 90 (seconds), 15m, 2h, 7d, 1w.")
+    ] = None,
+    newer_than: Annotated[str | None, _option(metavar="AGE", help="By age: dead for less.")] = None,
+) -> DeadLetterFilter:
+    """Return the filter that the options describe."""
+    from reliable_mq.deadletters import Filter
+
+    return Filter(
+        exception=exception,
+        reason=reason,
+        queue=from_queue,
+        message_ids=message_id or [],
+        headers=dict(map(parse_header, header or [])),
+        older_than=_age("--older-than", older_than),
+        newer_than=_age("--newer-than", newer_than),
+    )
+
+
+def filtered(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace the parameter ``which`` of a command by the options of `chosen`."""
+    options = inspect.signature(chosen, eval_str=True).parameters
+    signature = inspect.signature(command, eval_str=True)
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        which = chosen(**{name: given.pop(name) for name in options})
+        command(which=which, **given)
+
+    parameters = list(signature.parameters.values())
+    place = list(signature.parameters).index("which")
+    parameters[place : place + 1] = [option.replace(kind=option.KEYWORD_ONLY) for option in options.values()]
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+@dlq.command("list")
+@filtered
+def list_(
+    url: URL,
+    queue: QueueName,
+    *,
+    which: DeadLetterFilter,
+    limit: Limit = 100,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+) -> None:
+    """List dead letters, one per line, from the head of the queue on."""
+    now, table = datetime.now(UTC), listing()
+    with _opened(url, queue) as dead, interruptible(_KEPT):
+        total = len(dead)
+        with progress_bar("reading") as bar:
+            for message in dead.browse(which, limit=limit, progress=bar):
+                if as_json:
+                    print(json_text(summary_json(message)))
+                else:
+                    table.add_row(*summary(message, now))
+    if not as_json:
+        output.print(table)
+        output.print(Text(escaped(f"{table.row_count:,} shown; {total:,} messages in {queue}"), style="dim"))
+
+
+@dlq.command()
+@filtered
+def show(
+    url: URL,
+    queue: QueueName,
+    *,
+    which: DeadLetterFilter,
+    limit: Limit = 1,
+    body_bytes: Annotated[int, typer.Option(min=0, help="Bytes of a body to show.")] = 4096,
+) -> None:
+    """Show dead letters in full: cause of death, properties, headers, body.
+
+    The exit status is 1 if there is none.
+    """
+    found = []
+    with _opened(url, queue) as dead, interruptible(_KEPT), progress_bar("reading") as bar:
+        found += [details(message, body_bytes) for message in dead.browse(which, limit=limit, progress=bar)]
+    _write_apart(found)
+    if not found:
+        say(f"no such message in {queue}", console=output)
+        raise typer.Exit(1)
+
+
+@dlq.command()
+@filtered
+def stats(
+    url: URL,
+    queue: QueueName,
+    *,
+    which: DeadLetterFilter,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Count dead letters by cause of death, by the queue they were in, and by age."""
+    with _opened(url, queue) as dead, interruptible(_KEPT), progress_bar("counting") as bar:
+        counted = dead.statistics(which, progress=bar)
+    if as_json:
+        print(json_text(statistics_json(counted), indent=2))
+        return
+    _write_apart(statistics_tables(counted, datetime.now(UTC)))
+
+
+@dlq.command()
+@filtered
+def replay(
+    url: URL,
+    queue: QueueName,
+    *,
+    which: DeadLetterFilter,
+    limit: Limit = None,
+    to: Annotated[str | None, typer.Option(metavar="QUEUE", help="To this queue, whatever their origin.")] = None,
+    exchange: Annotated[str | None, typer.Option(help="To this exchange, with --routing-key.")] = None,
+    routing_key: Annotated[str | None, typer.Option(help="With this routing key.")] = None,
+    as_published: Annotated[
+        bool,
+        typer.Option(
+            "--as-published",
+            help="To the exchange and routing key of the first publish, and so to every queue that is bound there.",
+        ),
+    ] = False,
+    rate: Annotated[
+        float | None, typer.Option(min=0.001, help="Messages per second at most; without, as fast as it goes.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Publish nothing: report how many it would be.")] = False,
+    idempotency: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:NAME",
+            help="The consumer's idempotency store, as myapp.stores:store; its counts of attempts are reset.",
+        ),
+    ] = None,
+    idempotency_namespace: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The consumer's idempotency_namespace, if it was given one."),
+    ] = None,
+) -> None:
+    """Publish each dead letter to the queue it came from, with its attempts reset.
+
+    Each is confirmed before it is removed from the dead-letter queue. A replay may be interrupted or killed at any time
+    and run again: nothing is lost, and at most 200 messages are published twice (with --rate: those of one second).
+    Messages that cannot be published stay, and are reported; the exit status is 1 then.
+    """
+    if (exchange is None) != (routing_key is None):
+        raise typer.BadParameter("--exchange and --routing-key go together")
+    if exchange is not None and to is not None:
+        raise typer.BadParameter("--to stands for the default exchange and a routing key: leave those out")
+    store = None if idempotency is None else imported_store(idempotency)
+    from reliable_mq.deadletters import Target
+    from reliable_mq.engine.publisher_channel import unwatched_logger
+
+    hide_logs(unwatched_logger)
+    with (
+        _opened(url, queue) as dead,
+        interruptible("confirmed messages are out of the queue, all others are in it: run it again to continue"),
+        progress_bar("would replay" if dry_run else "replaying") as bar,
+    ):
+        report = dead.replay(
+            which,
+            to=to if exchange is None else Target(exchange, routing_key or ""),
+            as_published=as_published,
+            limit=limit,
+            rate=rate,
+            dry_run=dry_run,
+            idempotency=store,
+            idempotency_namespace=idempotency_namespace,
+            progress=bar,
+        )
+    _tell(report, dry_run=dry_run)
+    raise typer.Exit(0 if report.ok else 1)
+
+
+@dlq.command()
+@filtered
+def purge(
+    url: URL,
+    queue: QueueName,
+    *,
+    which: DeadLetterFilter,
+    limit: Limit = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete dead letters for good. Asks first; export them before."""
+    with _opened(url, queue) as dead:
+        if not yes:
+            if sys.stdin is None:
+                raise OSError(errno.EBADF, "standard input is closed, so the deletion cannot be confirmed: pass --yes")
+            if which.everything:
+                meant = "all" if limit is None else f"the first {limit:,}"
+            else:
+                meant = "those that match" if limit is None else f"the first {limit:,} that match"
+            question = f"{escaped(queue)} holds {len(dead):,} messages. Delete {meant} for good?"
+            typer.confirm(question, abort=True, err=True)
+        with interruptible("deleted messages are gone, the rest is in the queue"), progress_bar("deleting") as bar:
+            deleted = dead.purge(which, limit=limit, progress=bar)
+    say(f"{deleted:,} deleted")
+
+
+@dlq.command()
+@filtered
+def export(
+    url: URL,
+    queue: QueueName,
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", dir_okay=False, help="Without, or with '-': standard output."),
+    ] = None,
+    *,
+    which: DeadLetterFilter,
+    limit: Limit = None,
+) -> None:
+    """Write dead letters as JSON lines, byte for byte; they stay in the queue.
+
+    `dlq import` and `publish --json` read them. A FILE that exists is replaced when everything is written, and is as it
+    was until then.
+    """
+    to_stdout = file is None or str(file) == "-"
+    unfinished = "the output is incomplete" if to_stdout else f"{file} is as it was"
+    with (
+        interruptible(f"{_KEPT}, and {unfinished}"),
+        _opened(url, queue) as dead,
+        nullcontext(product(as_json=True)) if file is None or to_stdout else whole_file(file) as out,
+        progress_bar("exporting") as bar,
+    ):
+        dead.export(out, which, limit=limit, progress=bar)
+
+
+@dlq.command("import")
+def import_(
+    url: URL,
+    queue: QueueName,
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="Without any: standard input."),
+    ] = None,
+) -> None:
+    """Publish JSON lines, as `dlq export` writes them, into a queue, byte for byte.
+
+    A message that is not confirmed is reported by its line, and the exit status is 1.
+    """
+    from reliable_mq.engine.publisher_channel import unwatched_logger
+
+    hide_logs(unwatched_logger)
+    places: list[str] = []
+
+    def texts() -> Iterator[bytes]:
+        for item in lines(files or []):
+            places.append(item.where)
+            yield item.data
+
+    with (
+        _opened(url, queue) as dead,
+        interruptible("confirmed messages are in the queue"),
+        progress_bar("importing") as bar,
+    ):
+        confirmed, failures = dead.import_lines(texts(), progress=bar)
+    for number, error in failures:
+        say(f"{places[number - 1]}: {error}")
+    say(f"{confirmed:,} of {len(places):,} messages confirmed")
+    raise typer.Exit(1 if failures else 0)
+
+
+def _tell(report: ReplayReport, *, dry_run: bool) -> None:
+    for message, error in report.failures[:_SHOWN]:
+        say(f"{message.position}, {escaped(message.message_id or 'without id', 64)}: {escaped(error, 500)}")
+    if report.failed > _SHOWN:
+        say(f"and {report.failed - _SHOWN:,} more")
+    done = "would be replayed" if dry_run else "replayed"
+    text = f"{report.replayed:,} of {report.examined:,} {done}"
+    if report.failed:
+        text += f"; {report.failed:,} {'cannot be replayed' if dry_run else 'failed'}, and stay"
+    if report.already_published:
+        text += f"; {report.already_published:,} were delivered again after a lost connection, and not published twice"
+    if report.possible_duplicates:
+        text += f"; {report.possible_duplicates:,} may be duplicates: a replay or browse that held them was interrupted"
+    elif report.possible_duplicates is None and report.delivered_before:
+        text += (
+            f"; {report.delivered_before:,} had been delivered before, by a browse or a replay: if a replay was "
+            "interrupted, up to 200 of them are duplicates"
+        )
+    say(text)
+
+
+def _opened(url: str, queue: str) -> DeadLetterQueue:
+    from reliable_mq.deadletters import DeadLetterQueue
+
+    return DeadLetterQueue(url, queue)
+
+
+def _write_apart(parts: Iterable[RenderableType]) -> None:
+    """Print parts with an empty line between two."""
+    for number, part in enumerate(parts):
+        output.print(*([Text()] if number else []), part, sep="\n")
+
+
+def imported_store(place: str) -> ResettableStore:
+    """Import a store of the user's, from the working directory as well."""
+    module, colon, name = place.partition(":")
+    if not module or not colon or not name:
+        raise typer.BadParameter(f"--idempotency takes MODULE:NAME, not {place!r}")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        store = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise typer.BadParameter(f"--idempotency: {error}") from error
+    except Exception as error:  # the user's own code
+        raise typer.BadParameter(
+            f"--idempotency: importing {module!r} raised {type(error).__name__}: {error}"
+        ) from error
+    from reliable_mq.stores.protocol import ResettableStore
+
+    if not isinstance(store, ResettableStore):
+        raise typer.BadParameter(f"--idempotency: {place} is a {type(store).__name__}, which cannot reset attempts")
+    return store
+
+
+def _age(option: str, text: str | None) -> float | None:
+    if text is None:
+        return None
+    from reliable_mq.deadletters.filter import age_in_seconds
+
+    try:
+        return age_in_seconds(text)
+    except ConfigurationError as error:
+        raise typer.BadParameter(f"{option} takes a number with s, m, h, d or w behind it, not {text!r}") from error

@@ -6,24 +6,22 @@ The content of a message is never taken for markup or control characters.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 import typer
-from rich import box
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from reliable_mq.cli.terminal import INTERRUPTED, errors, escaped, say
+from reliable_mq.cli.terminal import INTERRUPTED, errors, escaped, plain_table, say
 
 if TYPE_CHECKING:
     from reliable_mq.deadletters import DeadMessage, Statistics
 
 __all__ = [
-    "Bar",
     "age",
     "details",
     "interruptible",
@@ -63,8 +61,7 @@ def age(died_at: datetime | None, now: datetime) -> str:
 
 
 def listing() -> Table:
-    """Return an empty table for `summary` rows."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = plain_table()
     table.add_column("", justify="right")
     table.add_column("message id", overflow="fold")
     table.add_column("age", justify="right")
@@ -76,7 +73,6 @@ def listing() -> Table:
 
 
 def summary(message: DeadMessage, now: datetime) -> list[Text]:
-    """Return one row of `listing`."""
     died_of = message.cause
     if message.exception_type and message.exception_message:
         died_of += f": {message.exception_message}"
@@ -154,7 +150,7 @@ def statistics_tables(statistics: Statistics, now: datetime) -> list[Table | Tex
         ("from queue", {name or "unknown": count for name, count in statistics.by_queue.most_common()}),
         ("age", ages),
     ):
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+        table = plain_table()
         table.add_column("count", justify="right")
         table.add_column(title, overflow="fold")
         for name, count in counts.items():
@@ -164,7 +160,6 @@ def statistics_tables(statistics: Statistics, now: datetime) -> list[Table | Tex
 
 
 def statistics_json(statistics: Statistics) -> dict[str, object]:
-    """Return the counts as JSON."""
     from reliable_mq.deadletters.filter import AGES
 
     return {
@@ -180,20 +175,12 @@ def statistics_json(statistics: Statistics) -> dict[str, object]:
 
 def summary_json(message: DeadMessage) -> dict[str, object]:
     """Return a message as JSON, without its body and headers."""
-    origin = message.origin
     return {
         "position": message.position,
         "message_id": message.message_id,
-        "queue": None if origin is None else origin.queue,
-        "exchange": None if origin is None else origin.exchange,
-        "routing_key": None if origin is None else origin.routing_key,
-        "reason": message.reason,
-        "exception_type": message.exception_type,
-        "exception_message": message.exception_message,
-        "attempts": message.attempts,
-        "first_failure": _iso(message.first_failure),
-        "last_failure": _iso(message.last_failure),
-        "died_at": _iso(message.died_at),
+        **{name: getattr(message.origin, name, None) for name in ("queue", "exchange", "routing_key")},
+        **{name: getattr(message, name) for name in ("reason", "exception_type", "exception_message", "attempts")},
+        **{name: _iso(getattr(message, name)) for name in ("first_failure", "last_failure", "died_at")},
         "consumer": message.consumer,
         "redelivered": message.redelivered,
         "bytes": len(message.body),
@@ -204,42 +191,21 @@ def _iso(when: datetime | None) -> str | None:
     return None if when is None else when.astimezone(UTC).isoformat()
 
 
-class Bar:
-    """The progress of an operation, shown on a terminal.
-
-    Attributes:
-        done: the latest count.
-    """
-
-    def __init__(self, progress: Progress | None, title: str) -> None:
-        self.done = 0
-        self._progress = progress
-        self._task = None if progress is None else progress.add_task(title, total=None)
-
-    def __call__(self, done: int, total: int) -> None:
-        self.done = done
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=done, total=total)
-
-
 @contextmanager
-def progress_bar(title: str) -> Iterator[Bar]:
-    """Show a bar on a terminal, on stderr, while the block runs."""
+def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on a terminal, on stderr, for the block, which sets its counts."""
     if not errors.is_terminal:
-        yield Bar(None, title)
+        yield lambda *_: None
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=errors, transient=True) as progress:
-        yield Bar(progress, title)
+        task = progress.add_task(title, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 @contextmanager
 def interruptible(outcome: str) -> Iterator[None]:
-    """Report an end by Ctrl-C: everything was requeued by then.
-
-    Raises:
-        typer.Exit: with the status 130.
-    """
+    """Report an end by Ctrl-C: everything was requeued by then."""
     try:
         yield
     except KeyboardInterrupt:

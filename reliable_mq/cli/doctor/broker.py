@@ -1,4 +1,4 @@
-"""Check hosts (reachable, TLS, login) and the broker (version, limits, alarms).
+"""Check hosts (TCP, TLS, login) and the broker (version, limits, alarms, nodes).
 
 The behaviour of versions is that of RabbitMQ 4.0.5 and 4.3.6 as observed; of the others, as RabbitMQ documents it.
 """
@@ -9,12 +9,14 @@ import re
 import socket
 import ssl
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from reliable_mq.cli.doctor.finding import Finding, Status
+from reliable_mq.cli.doctor.management import REPLICATED, Snapshot
 from reliable_mq.core.channel_setup import ServerInfo
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 from reliable_mq.monitoring.management import ManagementAPI, ManagementError
@@ -22,31 +24,38 @@ from reliable_mq.settings import ConnectionSettings, Endpoint
 from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.tls import TLSOptions
 
-__all__ = ["HostEntry", "examine_alarms", "examine_host", "examine_limits", "examine_version", "remaining_validity"]
+__all__ = [
+    "HostEntry",
+    "examine_alarms",
+    "examine_cluster",
+    "examine_host",
+    "examine_limits",
+    "examine_version",
+    "remaining_validity",
+]
 
+_BROKER: Final = "broker"
 _PLAIN_PORT: Final = 5672
 _TLS_PORT: Final = 5671
 _SOON: Final = 30  # days until a certificate expires, below which it is time to renew it
+_LEADERS: Final = 3  # of as many, not all are on one node by chance of a young cluster
 # Ports that users mistake for AMQP's.
 _PORTS: Final = {
-    1883: "1883 is MQTT's port: AMQP's is 5672, and 5671 with TLS.",
-    5552: "5552 is the port of the stream protocol: AMQP's is 5672, and 5671 with TLS.",
-    15672: "15672 is the management API's port: AMQP's is 5672, and 5671 with TLS.",
-    15692: "15692 is the port of Prometheus metrics: AMQP's is 5672, and 5671 with TLS.",
-    61613: "61613 is STOMP's port: AMQP's is 5672, and 5671 with TLS.",
+    port: f"{port} is {meaning}: AMQP's is 5672, and 5671 with TLS."
+    for port, meaning in {
+        1883: "MQTT's port",
+        5552: "the port of the stream protocol",
+        15672: "the management API's port",
+        15692: "the port of Prometheus metrics",
+        61613: "STOMP's port",
+    }.items()
 }
 _BY_BROKER: Final = re.compile(r"by the broker: (?P<code>\d+) (?P<text>.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class HostEntry:
-    """A host that accepts this user.
-
-    Attributes:
-        settings: to connect to it alone.
-        server: its product and version.
-        frame_max: bytes, as negotiated.
-    """
+    """A host that accepts this user, with `settings` to connect to it alone."""
 
     settings: ConnectionSettings
     server: ServerInfo
@@ -54,11 +63,7 @@ class HostEntry:
 
 
 def examine_host(settings: ConnectionSettings, endpoint: Endpoint) -> tuple[list[Finding], HostEntry | None]:
-    """Check one host: TCP, TLS, login. Blocks for up to three connect timeouts.
-
-    Returns:
-        The findings; and an entry for further checks, if the login succeeded.
-    """
+    """Check one host: TCP, TLS, login. Blocks for up to three connect timeouts."""
     findings: list[Finding] = []
     for finding in _network(settings, endpoint):
         findings.append(finding)
@@ -94,13 +99,9 @@ def _network(settings: ConnectionSettings, endpoint: Endpoint) -> Iterator[Findi
         elif endpoint.is_loopback:
             yield Finding(Status.OK, host, "TLS", "none, and none needed: the connection does not leave this machine")
         else:
-            yield Finding(
-                Status.WARNING,
-                host,
-                "TLS",
-                "plaintext: whoever is on the way can read the password and every message, and change them",
-                "Switch TLS on in the broker (listeners.ssl.default = 5671) and use amqps://.",
-            )
+            text = "plaintext: whoever is on the way can read the password and every message, and change them"
+            fix = "Switch TLS on in the broker (listeners.ssl.default = 5671) and use amqps://."
+            yield Finding(Status.WARNING, host, "TLS", text, fix)
 
 
 def _tls(options: TLSOptions, endpoint: Endpoint, connection: socket.socket) -> Finding:
@@ -110,14 +111,12 @@ def _tls(options: TLSOptions, endpoint: Endpoint, connection: socket.socket) -> 
         with context.wrap_socket(connection, server_hostname=options.server_name or endpoint.host) as wrapped:
             certificate, version = wrapped.getpeercert() or {}, wrapped.version()
     except ssl.SSLCertVerificationError as error:
-        return Finding(
-            Status.PROBLEM,
-            host,
-            "TLS",
-            f"the certificate does not verify: {error.verify_message}",
+        text = f"the certificate does not verify: {error.verify_message}"
+        fix = (
             "Give the authority that signed it (cacertfile=... in the URL), or the name that it is for "
-            "(server_name_indication=...).",
+            "(server_name_indication=...)."
         )
+        return Finding(Status.PROBLEM, host, "TLS", text, fix)
     except (OSError, ConfigurationError) as error:
         text = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
         fix = "Does the broker speak TLS on this port (5671 by default), and accept this client's certificate?"
@@ -130,11 +129,7 @@ def _tls(options: TLSOptions, endpoint: Endpoint, connection: socket.socket) -> 
 def remaining_validity(host: str, version: str, not_after: object, now: datetime) -> Finding:
     """Check how long a verified certificate is valid.
 
-    Args:
-        host: the subject of the finding.
-        version: of TLS.
-        not_after: as Python's ssl gives it, e.g. ``"Jun 26 21:41:46 2031 GMT"``.
-        now: aware.
+    `not_after` is as Python's ssl gives it, e.g. ``"Jun 26 21:41:46 2031 GMT"``; `version` is that of TLS.
     """
     if not isinstance(not_after, str):
         return Finding(Status.UNCHECKED, host, "TLS", f"{version}; the certificate is not verified, nor its expiry")
@@ -142,9 +137,8 @@ def remaining_validity(host: str, version: str, not_after: object, now: datetime
     days = (expires - now).days
     text = f"{version}, certificate and host name verified; it expires on {expires:%Y-%m-%d}, in {days} days"
     if days < _SOON:
-        return Finding(
-            Status.WARNING, host, "TLS", text, "Renew it: when it has expired, no client that verifies can connect."
-        )
+        fix = "Renew it: when it has expired, no client that verifies can connect."
+        return Finding(Status.WARNING, host, "TLS", text, fix)
     return Finding(Status.OK, host, "TLS", text)
 
 
@@ -154,13 +148,8 @@ def _refused(settings: ConnectionSettings, endpoint: Endpoint, error: Exception)
     code, text = (int(match["code"]), match["text"]) if match else (0, str(error))
     host = str(endpoint)
     if code == 403:
-        return Finding(
-            Status.PROBLEM,
-            host,
-            "credentials",
-            f"{_user(settings)} is not let in: {text}",
-            "Check user and password. The user guest is let in from the broker's own machine only.",
-        )
+        fix = "Check user and password. The user guest is let in from the broker's own machine only."
+        return Finding(Status.PROBLEM, host, "credentials", f"{_user(settings)} is not let in: {text}", fix)
     if code == 530 and "limit" not in text:
         virtual_host = settings.virtual_host
         fix = f"rabbitmqctl set_permissions -p {virtual_host!r} USER CONFIGURE WRITE READ"
@@ -180,7 +169,6 @@ def _user(settings: ConnectionSettings) -> str:
     return "nobody" if credentials is None else f"user {credentials.username!r}"
 
 
-_BROKER: Final = "broker"
 _MOST_HEARTBEAT: Final = 60  # seconds, above which a dead connection is noticed late
 _LEAST_HEARTBEAT: Final = 5  # seconds, below which a busy peer is taken for a dead one
 
@@ -190,13 +178,8 @@ def examine_version(server: ServerInfo) -> Iterator[Finding]:
     version = server.version_tuple
     name = f"{server.product or 'an unnamed broker'} {server.version}"
     if server.product != "RabbitMQ" or not version:
-        yield Finding(
-            Status.UNCHECKED,
-            _BROKER,
-            "version",
-            f"{name}: what it does with retries, poison messages and confirms is not known here",
-            "RabbitMQ 4.0 and newer are tested.",
-        )
+        text = f"{name}: what it does with retries, poison messages and confirms is not known here"
+        yield Finding(Status.UNCHECKED, _BROKER, "version", text, "RabbitMQ 4.0 and newer are tested.")
         return
     yield _support(name, version)
     newest = {fact.check: fact for fact in _FACTS if version >= fact.since}
@@ -299,15 +282,15 @@ _FACTS: Final = (
 def examine_limits(settings: ConnectionSettings, frame_max: int) -> Iterator[Finding]:
     """Check the negotiated heartbeat and frame size."""
     heartbeat = settings.heartbeat
+    status, fix = Status.WARNING, "Use 10 to 20 s (heartbeat=... in the URL)."
     if heartbeat < _LEAST_HEARTBEAT:
-        text, fix = f"{heartbeat} s: a busy peer is taken for a dead one", "Use 10 to 20 s (heartbeat=... in the URL)."
-        yield Finding(Status.WARNING, _BROKER, "heartbeat", text, fix)
+        text = "a busy peer is taken for a dead one"
     elif heartbeat > _MOST_HEARTBEAT:
-        text = f"{heartbeat} s: a connection that is dead is noticed after more than two minutes"
-        yield Finding(Status.WARNING, _BROKER, "heartbeat", text, "Use 10 to 20 s (heartbeat=... in the URL).")
+        text = "a connection that is dead is noticed after more than two minutes"
     else:
-        text = f"{heartbeat} s: a connection that is dead is noticed within {2 * heartbeat + 5} s"
-        yield Finding(Status.OK, _BROKER, "heartbeat", text)
+        status, fix = Status.OK, ""
+        text = f"a connection that is dead is noticed within {2 * heartbeat + 5} s"
+    yield Finding(status, _BROKER, "heartbeat", f"{heartbeat} s: {text}", fix)
     text = f"{frame_max:,} bytes: the properties and headers of a message have to fit in one frame"
     yield Finding(Status.OK, _BROKER, "frame size", text)
 
@@ -319,11 +302,49 @@ def examine_alarms(api: ManagementAPI) -> Finding:
     except ManagementError as error:
         if error.status != 503:
             return Finding(Status.UNCHECKED, _BROKER, "alarms", f"the management API does not say: {error}")
-        return Finding(
-            Status.PROBLEM,
-            _BROKER,
-            "alarms",
-            f"an alarm is in effect, publishers are blocked: {error}",
-            "Free memory or disk space on the node, or consume what is queued.",
-        )
+        fix = "Free memory or disk space on the node, or consume what is queued."
+        text = f"an alarm is in effect, publishers are blocked: {error}"
+        return Finding(Status.PROBLEM, _BROKER, "alarms", text, fix)
     return Finding(Status.OK, _BROKER, "alarms", "none in effect: publishers are not blocked")
+
+
+def examine_cluster(settings: ConnectionSettings, snapshot: Snapshot) -> Iterator[Finding]:
+    """Check nodes, hosts and leaders of a cluster; a single node has no findings."""
+    if snapshot.nodes is None:
+        text = "whether this is a cluster, and whether its nodes run, could not be looked at"
+        yield Finding(Status.UNCHECKED, _BROKER, "nodes", text, "Give the user the tag 'monitoring'.")
+        return
+    if len(snapshot.nodes) < 2:
+        return
+    yield from _nodes(snapshot.nodes)
+    if len(settings.endpoints) == 1:
+        text = (
+            f"the URL names one host of a cluster of {len(snapshot.nodes)} nodes: while that one is down, nobody "
+            "connects, though the others work on"
+        )
+        fix = "Name all of them (amqp://user@one,two,three/), unless that host is a load balancer."
+        yield Finding(Status.WARNING, _BROKER, "hosts", text, fix)
+    leaders = Counter(queue.node for queue in snapshot.queues.values() if queue.type in REPLICATED and queue.node)
+    if len(leaders) == 1 and leaders.total() >= _LEADERS:
+        ((node, count),) = leaders.items()
+        text = f"all {count} leaders of quorum queues and streams are on {node}: it does the work of the whole cluster"
+        fix = "rabbitmq-queues rebalance all; and queue_leader_locator = balanced in rabbitmq.conf, for queues to come."
+        yield Finding(Status.WARNING, _BROKER, "leaders", text, fix)
+
+
+def _nodes(nodes: tuple[Mapping[str, Any], ...]) -> Iterator[Finding]:
+    down = sorted(str(node["name"]) for node in nodes if not node.get("running"))
+    drained = sorted(str(node["name"]) for node in nodes if node.get("being_drained"))
+    if not down and not drained:
+        yield Finding(Status.OK, _BROKER, "nodes", f"all {len(nodes)} run")
+    if down:
+        running = len(nodes) - len(down)
+        status, consequence = Status.WARNING, "the others carry on"
+        if 2 * running <= len(nodes):
+            status, consequence = Status.PROBLEM, "no majority: quorum queues and streams confirm nothing"
+        text = f"{running} of {len(nodes)} run, not {', '.join(down)}: {consequence}"
+        fix = "Start it again; or take it out of the cluster, if it is gone: rabbitmqctl forget_cluster_node NODE."
+        yield Finding(status, _BROKER, "nodes", text, fix)
+    if drained:
+        text = f"in maintenance: {', '.join(drained)}, which accepts no connections and leads no queue"
+        yield Finding(Status.WARNING, _BROKER, "nodes", text, "rabbitmq-upgrade revive, when it is done.")

@@ -9,11 +9,9 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
-from reliable_mq.cli.terminal import escaped, json_text, output
+from reliable_mq.cli.terminal import escaped, json_text, output, plain_table
 
 if TYPE_CHECKING:
     from reliable_mq.settings import ConnectionSettings
@@ -22,8 +20,6 @@ __all__ = ["Finding", "Status", "show", "worst", "write_json"]
 
 
 class Status(enum.Enum):
-    """How bad it is."""
-
     OK = "ok"
     UNCHECKED = "not checked"
     WARNING = "warning"
@@ -64,7 +60,6 @@ def worst(findings: Iterable[Finding]) -> Status:
 
 
 def write_json(settings: ConnectionSettings, findings: Sequence[Finding]) -> None:
-    """Print the findings as one JSON object."""
     report = {
         "url": str(settings),
         "status": worst(findings).value,
@@ -74,8 +69,7 @@ def write_json(settings: ConnectionSettings, findings: Sequence[Finding]) -> Non
 
 
 def show(settings: ConnectionSettings, findings: Sequence[Finding]) -> None:
-    """Print the findings as a table."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = plain_table()
     table.add_column("")
     table.add_column("")
     table.add_column("what", no_wrap=True)

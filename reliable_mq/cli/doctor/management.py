@@ -5,7 +5,7 @@ from __future__ import annotations
 import http
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from reliable_mq.monitoring.management import ManagementError
 from reliable_mq.topology.arguments import ARGUMENTS
@@ -13,7 +13,10 @@ from reliable_mq.topology.arguments import ARGUMENTS
 if TYPE_CHECKING:
     from reliable_mq.monitoring.management import ManagementAPI
 
-__all__ = ["QueueView", "Route", "Snapshot"]
+__all__ = ["REPLICATED", "QueueView", "Route", "Snapshot"]
+
+REPLICATED: Final = ("quorum", "stream")
+"""The types of queues that have copies on several nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,6 @@ class QueueView:
 
     @property
     def online(self) -> frozenset[str]:
-        """Those of its members that run."""
         return frozenset(map(str, self.raw.get("online") or ()))
 
     @property
@@ -93,12 +95,7 @@ class Route:
 class Snapshot:
     """The content of a virtual host, for the checks.
 
-    Attributes:
-        queues: by name.
-        exchanges: by name.
-        bindings: all of them.
-        consumers: all of them.
-        nodes: of the cluster; None if this user may not read them.
+    `nodes` are those of the cluster; None if this user may not read them.
     """
 
     queues: Mapping[str, QueueView]
@@ -123,7 +120,6 @@ class Snapshot:
         )
 
     def consumers_of(self, queue: QueueView) -> list[Mapping[str, Any]]:
-        """Return the consumers of a queue."""
         return [each for each in self.consumers if (each.get("queue") or {}).get("name") == queue.name]
 
     def dead_letter_route(self, queue: QueueView) -> Route | None:

@@ -6,6 +6,9 @@ warning does so when something fails, or may be intended.
 A delay queue of this package is called ``<queue>.retry.<milliseconds>``; its messages expire back into its queue at
 least once. ``<queue>.quarantine`` holds messages that may have killed their consumer, which handles them one at a time.
 A dead-letter queue is one that another queue dead-letters into and that is no work queue of a delay queue.
+
+A quorum queue and a stream work while more than half of their members are online. A queue's members are chosen when it
+is declared: a node that joins the cluster later holds no copy until somebody adds one.
 """
 
 from __future__ import annotations
@@ -14,9 +17,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from reliable_mq.cli.doctor.cluster import examine_copies
 from reliable_mq.cli.doctor.finding import Finding, Status
-from reliable_mq.cli.doctor.management import QueueView, Route, Snapshot
+from reliable_mq.cli.doctor.management import REPLICATED, QueueView, Route, Snapshot
 from reliable_mq.core.consumer.quarantine import QUARANTINE_SUFFIX
 from reliable_mq.core.retry.delay_queues import DelayQueue
 from reliable_mq.topology import DEAD_SUFFIX
@@ -24,6 +26,7 @@ from reliable_mq.topology.arguments import ARGUMENTS, lint_arguments
 
 __all__ = [
     "dead_letter_queues",
+    "examine_copies",
     "examine_dead_letters",
     "examine_delay_queue",
     "examine_quarantine",
@@ -31,8 +34,17 @@ __all__ = [
     "waits_to_come_back",
 ]
 
+_COPIES: Final = 3  # with which one may be lost
 _WAITING: Final = re.compile(r"delay|retry|wait|backoff", re.IGNORECASE)
 _AFRESH: Final = "Let it run empty and delete it: the next connect of a consumer declares it as it is to be."
+
+
+def _warning(queue: QueueView, check: str, text: str, fix: str) -> Finding:
+    return Finding(Status.WARNING, f"queue {queue.name!r}", check, text, fix)
+
+
+def _problem(queue: QueueView, check: str, text: str, fix: str) -> Finding:
+    return Finding(Status.PROBLEM, f"queue {queue.name!r}", check, text, fix)
 
 
 def waits_to_come_back(snapshot: Snapshot, queue: QueueView) -> bool:
@@ -50,6 +62,41 @@ def dead_letter_queues(snapshot: Snapshot, routes: Mapping[str, Route | None]) -
         if route is not None and not waits_to_come_back(snapshot, snapshot.queues[name])
         for target in route.targets
     )
+
+
+def examine_copies(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
+    """Check on how many nodes a queue is, and whether they are online."""
+    nodes = len(snapshot.nodes or ())
+    if nodes < 2:
+        return
+    if queue.type == "classic":
+        if queue.raw.get("durable", True) and not queue.raw.get("exclusive") and not queue.raw.get("auto_delete"):
+            text = (
+                f"a classic queue, with its only copy on {queue.node or 'one node'} of {nodes}: while that node is "
+                "down nobody publishes or consumes, and without its disk the messages are gone"
+            )
+            yield _warning(queue, "copies", text, 'Declare a quorum queue: Queue(..., type="quorum").')
+        return
+    members, online = queue.members, queue.online
+    if queue.type not in REPLICATED or not members:
+        return
+    if len(members) < min(_COPIES, nodes):
+        means = (
+            "one that dies stops the queue" if len(members) > 1 else "without that node's disk its messages are gone"
+        )
+        text = f"{len(members)} of {nodes} nodes {'has' if len(members) == 1 else 'have'} a copy of it: {means}"
+        program = "rabbitmq-queues add_member" if queue.type == "quorum" else "rabbitmq-streams add_replica"
+        yield _warning(queue, "copies", text, f"{program} {queue.name} NODE, on one node more each.")
+    away = sorted(members - online)
+    if away:
+        left = len(members) - len(away)
+        report, consequence = _warning, "it works, with less to spare"
+        if 2 * left <= len(members):
+            report, consequence = _problem, "no majority: nothing is confirmed or delivered"
+        elif 2 * (left - 1) <= len(members):
+            consequence = "one more that dies stops it"
+        text = f"{left} of {len(members)} members are online, not {', '.join(away)}: {consequence}"
+        yield report(queue, "members", text, "Start these nodes, or take the members out and add others.")
 
 
 def examine_delay_queue(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
@@ -143,13 +190,7 @@ def examine_dead_letters(snapshot: Snapshot, queue: QueueView, version: tuple[in
 
 
 def examine_queues(snapshot: Snapshot, names: Sequence[str], version: tuple[int, ...]) -> list[Finding]:
-    """Check queues.
-
-    Args:
-        snapshot: of their virtual host.
-        names: which; none for all, of which only those with findings are reported.
-        version: of the broker.
-    """
+    """Check queues: those of these names, or report those of all with findings."""
     routes = {name: snapshot.dead_letter_route(queue) for name, queue in snapshot.queues.items()}
     dead = dead_letter_queues(snapshot, routes)
     findings: list[Finding] = []
@@ -205,25 +246,13 @@ def _around(snapshot: Snapshot, names: Sequence[str], routes: Mapping[str, Route
     return (targets | delays | suspects) & snapshot.queues.keys()
 
 
-def _warning(queue: QueueView, check: str, text: str, fix: str) -> Finding:
-    return Finding(Status.WARNING, f"queue {queue.name!r}", check, text, fix)
-
-
-def _problem(queue: QueueView, check: str, text: str, fix: str) -> Finding:
-    return Finding(Status.PROBLEM, f"queue {queue.name!r}", check, text, fix)
-
-
 def _arguments(queue: QueueView, version: tuple[int, ...]) -> Iterator[Finding]:
     """Report problems of the linter, but for those that depend on policies."""
     for problem in lint_arguments(queue.raw.get("arguments") or {}, queue.type, version):
         argument = ARGUMENTS.get(problem.argument)
         if argument is None or not argument.with_policies:
-            yield _warning(
-                queue,
-                "arguments",
-                f"{problem.argument} {problem.text}",
-                f"{problem.fix[0].upper()}{problem.fix[1:]}; an existing queue has to be deleted and declared again.",
-            )
+            fix = f"{problem.fix[0].upper()}{problem.fix[1:]}; an existing queue has to be deleted and declared again."
+            yield _warning(queue, "arguments", f"{problem.argument} {problem.text}", fix)
 
 
 def _sound(queue: QueueView, route: Route | None) -> Finding:
@@ -234,14 +263,13 @@ def _sound(queue: QueueView, route: Route | None) -> Finding:
 
 
 def _durability(queue: QueueView) -> Iterator[Finding]:
-    if queue.raw.get("exclusive"):
+    if queue.raw.get("exclusive") or queue.raw.get("auto_delete"):
         if queue.raw.get("messages_persistent"):
-            text = "exclusive, and it holds persistent messages: deleted with its connection, and they with it"
-            yield _warning(queue, "exclusive", text, "Use a durable queue for what has to be kept.")
-    elif queue.raw.get("auto_delete"):
-        if queue.raw.get("messages_persistent"):
-            text = "auto-delete, and it holds persistent messages: deleted with its last consumer, and they with it"
-            yield _warning(queue, "auto-delete", text, "Use a durable queue for what has to be kept.")
+            kind, owner = (
+                ("exclusive", "connection") if queue.raw.get("exclusive") else ("auto-delete", "last consumer")
+            )
+            text = f"{kind}, and it holds persistent messages: deleted with its {owner}, and they with it"
+            yield _warning(queue, kind, text, "Use a durable queue for what has to be kept.")
     elif not queue.raw.get("durable", True):
         text = "not durable: a restart of the broker deletes it with all its messages, persistent ones too"
         fix = "Declare a quorum queue, or a durable classic one, and move the messages; RabbitMQ 4.3 refuses this kind."
@@ -256,49 +284,42 @@ def _delivery_limit(queue: QueueView, route: Route | None, version: tuple[int, .
     limit = queue.delivery_limit(version)
     if queue.type == "quorum" and limit is not None and route is None:
         own = " (the broker's default)" if queue.argument("delivery-limit") is None else ""
-        yield _problem(
-            queue,
-            "delivery limit",
+        text = (
             f"delivery limit {limit}{own} and no dead-letter exchange: a message is dropped after {limit + 1} "
-            "deliveries, and lost connections count",
-            "Give it a dead-letter exchange (a policy can), or x-delivery-limit=-1 and a retry policy that counts.",
+            "deliveries, and lost connections count"
         )
+        fix = "Give it a dead-letter exchange (a policy can), or x-delivery-limit=-1 and a retry policy that counts."
+        yield _problem(queue, "delivery limit", text, fix)
 
 
 def _dead_lettering(queue: QueueView, route: Route | None) -> Iterator[Finding]:
     if route is None:
         return
     if route.flaw:
-        report = _problem if route.certain else _warning
-        yield report(
-            queue,
-            "dead letters",
-            f"{route.flaw}: dead letters are dropped" if route.certain else route.flaw,
-            "Declare and bind what is missing, or correct the dead-letter exchange and routing key.",
-        )
+        fix = "Declare and bind what is missing, or correct the dead-letter exchange and routing key."
+        if route.certain:
+            yield _problem(queue, "dead letters", f"{route.flaw}: dead letters are dropped", fix)
+        else:
+            yield _warning(queue, "dead letters", route.flaw, fix)
     elif queue.name in route.targets:
         text = "dead letters come back to the queue itself: what is rejected is delivered again for ever"
-        fix = "Give it a dead-letter queue of its own."
-        yield _warning(queue, "dead letters", text, fix)
+        yield _warning(queue, "dead letters", text, "Give it a dead-letter queue of its own.")
     if queue.type != "quorum":
         return
     overflow = queue.argument("overflow") or ARGUMENTS["x-overflow"].default
     if queue.argument("dead-letter-strategy") != "at-least-once":
-        yield _warning(
-            queue,
-            "dead letters",
+        text = (
             "dead-lettered at most once: a message on its way to its dead-letter queue is lost when a node dies, or "
-            "where that queue does not take it",
-            "x-dead-letter-strategy=at-least-once and x-overflow=reject-publish.",
+            "where that queue does not take it"
         )
+        fix = "x-dead-letter-strategy=at-least-once and x-overflow=reject-publish."
+        yield _warning(queue, "dead letters", text, fix)
     elif overflow != "reject-publish":
-        yield _warning(
-            queue,
-            "dead letters",
+        text = (
             f"at-least-once dead-lettering is asked for but not in effect, since the queue's overflow is {overflow}; "
-            "the broker says so in its log only",
-            "x-overflow=reject-publish beside it.",
+            "the broker says so in its log only"
         )
+        yield _warning(queue, "dead letters", text, "x-overflow=reject-publish beside it.")
 
 
 def _length(queue: QueueView, route: Route | None) -> Iterator[Finding]:
@@ -307,14 +328,12 @@ def _length(queue: QueueView, route: Route | None) -> Iterator[Finding]:
     if not limits or overflow != "drop-head":
         return
     dropped = "dropped" if route is None else "dead-lettered"
-    report = _problem if route is None else _warning
-    yield report(
-        queue,
-        "length limit",
+    text = (
         f"{limits[0]} {queue.argument(limits[0])} with overflow drop-head: when it is full, the oldest messages are "
-        f"{dropped}, confirmed ones too",
-        "x-overflow=reject-publish: a full queue then nacks, and the publisher knows.",
+        f"{dropped}, confirmed ones too"
     )
+    fix = "x-overflow=reject-publish: a full queue then nacks, and the publisher knows."
+    yield (_problem if route is None else _warning)(queue, "length limit", text, fix)
 
 
 def _expiry(queue: QueueView, route: Route | None) -> Iterator[Finding]:
