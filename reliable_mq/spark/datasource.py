@@ -16,11 +16,10 @@ from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow
 
 from reliable_mq.errors import ConfigurationError, ReliableMQError
 from reliable_mq.spark.columns import READ_SCHEMA, check_read_schema, check_written_schema
-from reliable_mq.spark.options import QueueOptions, read_options, write_options
+from reliable_mq.spark.options import QueueOptions, is_staged, read_options, staged_options, write_options
 from reliable_mq.spark.pickling import PicklableByName, PicklableByNameMeta
 from reliable_mq.spark.queue_source import QueueSource, refuse_batch
 from reliable_mq.spark.sink import BatchSink, StreamSink
-from reliable_mq.spark.stage_options import is_staged, staged_options
 from reliable_mq.spark.stage_source import StagedSource
 from reliable_mq.spark.stream_source import FilteredStreamBatch, StreamBatch, StreamSource
 

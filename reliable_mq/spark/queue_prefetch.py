@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from reliable_mq.codec import CodecError, Properties
+from reliable_mq.spark.options import LARGEST_PREFETCH
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,9 +31,8 @@ if TYPE_CHECKING:
     from reliable_mq.codec import RawDelivery
     from reliable_mq.spark.queue_checks import QueueProfile
 
-__all__ = ["LARGEST_PREFETCH", "PrefetchChange", "PrefetchChoice", "PrefetchController", "choose", "times_returned"]
+__all__ = ["PrefetchChange", "PrefetchChoice", "PrefetchController", "choose", "times_returned"]
 
-LARGEST_PREFETCH: Final = 65535  # it travels in 16 bits
 _CAREFUL: Final = 2000  # where a crash counts against what was read ahead
 _STEADY: Final = 64  # where a change of the subscription makes another consumer the active one
 _GROWTH: Final = 64  # times the deliveries whose size is known

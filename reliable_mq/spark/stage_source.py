@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from pyspark.sql.streaming.datasource import ReadLimit
 
-    from reliable_mq.spark.stage_options import StagedOptions
+    from reliable_mq.spark.options import StagedOptions
 
 __all__ = ["StagedSource"]
 
