@@ -31,7 +31,7 @@ from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 from reliable_mq.core.reconnect import ReconnectPolicy
 from reliable_mq.errors import BrokerUnavailable, ConsumeError
 from reliable_mq.metrics.registry import register
-from reliable_mq.spark.metrics import QueueStatistics, exporter, queue_readings
+from reliable_mq.spark.metrics import QueueStatistics, exporter
 from reliable_mq.spark.queue_batches import Batches, QueuePosition
 from reliable_mq.spark.queue_prefetch import PrefetchChange, PrefetchChoice, PrefetchController, times_returned
 from reliable_mq.spark.queue_subscriptions import Subscriptions
@@ -79,7 +79,8 @@ class QueueReader(NullListener):
 
     def __init__(self, options: QueueOptions, session: str, prefetch: PrefetchChoice) -> None:
         self.error: ReliableMQError | None = None
-        self.statistics = QueueStatistics()
+        queues = dict.fromkeys(options.queues, 0)
+        self.statistics = QueueStatistics(Counter(queues), Counter(queues), Counter(queues))
         self._options = options
         self._settings = settings = options.connection.settings(options.url)
         # Shared by both threads, guarded by `_changed`.
@@ -235,10 +236,9 @@ class QueueReader(NullListener):
     def _readings(self) -> Iterator[Reading]:
         """Return the metrics; called on any thread."""
         with self._changed:
-            ready, held, connected = dict(self._ready), self._batches.held, self._connected
-        yield from queue_readings(
-            self._options.queues, self.statistics, ready=ready, held_bytes=held, connected=connected
-        )
+            self.statistics.ready = dict.fromkeys(self._options.queues, 0) | self._ready
+            self.statistics.held_bytes, self.statistics.connected = self._batches.held, self._connected
+        yield from self.statistics.readings()
 
     def _check_missing(self) -> None:
         patience = self._options.missing_queue_timeout

@@ -47,8 +47,7 @@ from reliable_mq.errors import ConfigurationError, ConsumeError, UsageError
 from reliable_mq.spark.columns import decode, raw_batch
 from reliable_mq.spark.pickling import PicklableByName
 from reliable_mq.spark.queue_batches import QueuePosition, size_of
-from reliable_mq.spark.queue_checks import check_queues
-from reliable_mq.spark.queue_claims import QueueClaims, application_directory
+from reliable_mq.spark.queue_checks import QueueClaims, application_directory, check_queues
 from reliable_mq.spark.queue_prefetch import choose
 from reliable_mq.spark.queue_reader import QueueReader
 from reliable_mq.spark.stream_offsets import worth_having
