@@ -17,7 +17,7 @@ from reliable_mq.codec import Properties, encode_properties, encode_property, en
 from reliable_mq.core import headers
 from reliable_mq.errors import ConfigurationError, PublishRefused
 from reliable_mq.message import Message
-from reliable_mq.spark.header_values import moment
+from reliable_mq.spark.rows import moment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -7,6 +7,9 @@ and how many equal rows came before. Equal rows are interchangeable.
 
 Invariants:
 
+- Headers of other types than text have AMQP's type of their kind: an array is a list, a map or a struct is a table.
+  Entries of maps are sorted, since Spark promises no order. Nothing raises for a value that a column of its type can
+  hold, but for text that is not UTF-8.
 - A row that cannot be a message is an `UnsendableRow` in its place; the rows around it are not touched.
 - Within one partition no two rows have the same id. Attempts that see the same rows, in whatever order, make the same
   ids. They contain nothing random, and nothing that differs between processes (``hash`` does).
@@ -14,6 +17,7 @@ Invariants:
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from hashlib import blake2b
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -23,14 +27,15 @@ import pyarrow as pa
 from reliable_mq.core.headers import trace_ids
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.message import Message
-from reliable_mq.spark.header_values import moment, written_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from reliable_mq.spark.options import WriteOptions
 
-__all__ = ["MessageIds", "Outgoing", "RowPlan", "UnsendableRow"]
+__all__ = ["MessageIds", "Outgoing", "RowPlan", "UnsendableRow", "moment", "written_values"]
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class UnsendableRow(NamedTuple):
@@ -200,7 +205,78 @@ def _entries(column: pa.Array) -> list[Any]:
     return [None if entries is None else sorted(entries, key=_name) for entries in _plain(column)]
 
 
-def _name(entry: tuple[str, str | None]) -> str:
+def moment(microseconds: int) -> datetime:
+    """Return a time since 1970, in whole seconds.
+
+    Raises:
+        ConfigurationError: Python has no such year.
+    """
+    try:
+        return _EPOCH + timedelta(seconds=microseconds // 1_000_000)
+    except OverflowError as error:  # Spark's timestamps end in the year 294247
+        raise ConfigurationError("timestamp lies outside of the years 1 to 9999: correct it, or null it") from error
+
+
+class _NoTime:
+    """A time that Python has not, which no message can carry."""
+
+    def __init__(self, microseconds: int) -> None:
+        self._microseconds = microseconds
+
+    def __repr__(self) -> str:
+        return f"{self._microseconds} microseconds since 1970"
+
+
+def written_values(column: pa.Array, *, escaped: bool = False) -> list[dict[str, Any] | None]:
+    """Return headers as `Message` takes them, without null fields of structs.
+
+    Args:
+        column: a map with text for names, or a struct.
+        escaped: whether text that is not UTF-8 becomes surrogate escapes.
+
+    Raises:
+        UnicodeDecodeError: there is such text, and it is not to be escaped.
+    """
+    plain = column.cast(_plain_type(column.type, escaped))
+    return [_written(column.type, value) for value in plain.to_pylist()]
+
+
+def _plain_type(kind: pa.DataType, escaped: bool) -> pa.DataType:
+    """Return the type with numbers for times, and bytes for text to be escaped."""
+    if pa.types.is_map(kind):
+        return pa.map_(_plain_type(kind.key_type, escaped), _plain_type(kind.item_type, escaped))
+    if pa.types.is_struct(kind):
+        return pa.struct([(field.name, _plain_type(field.type, escaped)) for field in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(_plain_type(kind.value_type, escaped))
+    if pa.types.is_timestamp(kind):
+        return pa.int64()
+    if escaped and pa.types.is_large_string(kind):
+        return pa.large_binary()
+    return pa.binary() if escaped and pa.types.is_string(kind) else kind
+
+
+def _written(kind: pa.DataType, value: Any) -> Any:
+    if value is None:
+        return None
+    if pa.types.is_map(kind):
+        entries = [(_written(kind.key_type, name), _written(kind.item_type, each)) for name, each in value]
+        return dict(sorted(entries, key=_name))
+    if pa.types.is_struct(kind):
+        return {field.name: _written(field.type, value[field.name]) for field in kind if value[field.name] is not None}
+    if pa.types.is_list(kind):
+        return [_written(kind.value_type, each) for each in value]
+    if pa.types.is_timestamp(kind):
+        try:
+            return moment(value)
+        except ConfigurationError:
+            return _NoTime(value)
+    if isinstance(value, bytes) and (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        return value.decode("utf-8", "surrogateescape")
+    return value
+
+
+def _name(entry: tuple[str, Any]) -> str:
     return entry[0]
 
 
