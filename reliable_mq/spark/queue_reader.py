@@ -8,7 +8,7 @@ Invariants:
 - A delivery is acked only after its batch was committed, and only on the channel that it came on: if that channel is
   lost, its ack is dropped and counted, and the broker delivers it again.
 - Deliveries of a lost channel that are in no batch are dropped at once.
-- The held bytes are bounded (`queue_prefetch`), whatever the prefetch.
+- The held bytes are bounded (`queue_subscriptions`), whatever the prefetch.
 - Closing requeues uncommitted deliveries by ``basic.nack``, after the subscriptions have ended: the broker would
   deliver them to these again.
 """
@@ -33,8 +33,13 @@ from reliable_mq.errors import BrokerUnavailable, ConsumeError
 from reliable_mq.metrics.registry import register
 from reliable_mq.spark.metrics import QueueStatistics, exporter
 from reliable_mq.spark.queue_batches import Batches, QueuePosition
-from reliable_mq.spark.queue_prefetch import PrefetchChange, PrefetchChoice, PrefetchController, times_returned
-from reliable_mq.spark.queue_subscriptions import Subscriptions
+from reliable_mq.spark.queue_subscriptions import (
+    PrefetchChange,
+    PrefetchChoice,
+    PrefetchController,
+    Subscriptions,
+    times_returned,
+)
 from reliable_mq.sync.io_thread import IOThread
 
 if TYPE_CHECKING:

@@ -48,8 +48,8 @@ from reliable_mq.spark.columns import decode, raw_batch
 from reliable_mq.spark.pickling import PicklableByName
 from reliable_mq.spark.queue_batches import QueuePosition, size_of
 from reliable_mq.spark.queue_checks import QueueClaims, application_directory, check_queues
-from reliable_mq.spark.queue_prefetch import choose
 from reliable_mq.spark.queue_reader import QueueReader
+from reliable_mq.spark.queue_subscriptions import choose
 from reliable_mq.spark.stream_offsets import worth_having
 
 if TYPE_CHECKING:

@@ -29,11 +29,17 @@ from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeErr
 from reliable_mq.spark.metrics import exporter
 from reliable_mq.spark.pickling import PicklableByName
 from reliable_mq.spark.queue_source import on_termination
-from reliable_mq.spark.stream_broker import StreamChannel, StreamEnd, end_of, first_offset, offset_at
-from reliable_mq.spark.stream_filters import RangeFilters
-from reliable_mq.spark.stream_offsets import StreamRange, from_checkpoint, limited, marked_initial, ranges_of, split
+from reliable_mq.spark.stream_broker import PartitionFinder, StreamChannel, StreamEnd, end_of, first_offset, offset_at
+from reliable_mq.spark.stream_offsets import (
+    RangeFilters,
+    StreamRange,
+    from_checkpoint,
+    limited,
+    marked_initial,
+    ranges_of,
+    split,
+)
 from reliable_mq.spark.stream_reader import RangeReader
-from reliable_mq.spark.super_streams import PartitionFinder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
