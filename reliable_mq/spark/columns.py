@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pyarrow as pa
 from pyspark.sql.pandas.types import to_arrow_type
@@ -39,9 +39,7 @@ from pyspark.sql.types import (
 from reliable_mq.codec import CodecError, Properties, RawDelivery
 from reliable_mq.core.stage.envelope import HEADER, unstaged
 from reliable_mq.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from reliable_mq.spark.options import WriteOptions
+from reliable_mq.spark.options import WriteOptions
 
 __all__ = [
     "RAW_SCHEMA",

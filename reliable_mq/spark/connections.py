@@ -10,17 +10,14 @@ import importlib
 import re
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from reliable_mq.errors import ConfigurationError
+from reliable_mq.settings import ConnectionSettings
 from reliable_mq.tls import TLSOptions
 from reliable_mq.url import parse_url
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from reliable_mq.settings import ConnectionSettings
 
 __all__ = ["ConnectionOptions"]
 

@@ -9,10 +9,18 @@ stops a reader that it has not got. The reader that it returns then raises the e
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
-from pyspark.sql.datasource import DataSource, DataSourceStreamReader
-from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    DataSourceStreamArrowWriter,
+    DataSourceStreamReader,
+    DataSourceWriter,
+    InputPartition,
+)
+from pyspark.sql.streaming.datasource import ReadLimit, SupportsTriggerAvailableNow
+from pyspark.sql.types import StructType
 
 from reliable_mq.errors import ConfigurationError, ReliableMQError
 from reliable_mq.spark.columns import READ_SCHEMA, check_read_schema, check_written_schema
@@ -22,16 +30,6 @@ from reliable_mq.spark.queue_source import QueueSource, refuse_batch
 from reliable_mq.spark.sink import BatchSink, StreamSink
 from reliable_mq.spark.stage_source import StagedSource
 from reliable_mq.spark.stream_source import FilteredStreamBatch, StreamBatch, StreamSource
-
-if TYPE_CHECKING:
-    from pyspark.sql.datasource import (
-        DataSourceReader,
-        DataSourceStreamArrowWriter,
-        DataSourceWriter,
-        InputPartition,
-    )
-    from pyspark.sql.streaming.datasource import ReadLimit
-    from pyspark.sql.types import StructType
 
 __all__ = ["RabbitMQDataSource", "RefusedStream"]
 

@@ -10,21 +10,16 @@ that is one, and else an id that every attempt makes again; nothing in it routes
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 from reliable_mq._util.version import OWN_VERSION
 from reliable_mq.codec import Properties, encode_properties, encode_property, encode_table
 from reliable_mq.core import headers
-from reliable_mq.errors import ConfigurationError, PublishRefused
+from reliable_mq.core.publisher.publication import Publication
+from reliable_mq.errors import ConfigurationError, PublishError, PublishRefused
 from reliable_mq.message import Message
-from reliable_mq.spark.rows import moment
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from reliable_mq.core.publisher.publication import Publication
-    from reliable_mq.errors import PublishError
-    from reliable_mq.spark.rows import MessageIds, Outgoing, UnsendableRow
+from reliable_mq.spark.rows import MessageIds, Outgoing, UnsendableRow, moment
 
 __all__ = ["letter_of_message", "letter_of_row"]
 

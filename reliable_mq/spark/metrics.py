@@ -22,22 +22,18 @@ import fcntl
 import logging
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from functools import partial
+from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
-from prometheus_client import CollectorRegistry, write_to_textfile
+from prometheus_client import CollectorRegistry, Metric, write_to_textfile
 
 from reliable_mq._util.hooks import ForkStage, at_fork
 from reliable_mq._util.threads import start_daemon
 from reliable_mq.metrics.registry import Family, Reading, register
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from io import TextIOWrapper
-
-    from prometheus_client import Metric
 
 __all__ = ["FAMILIES", "Exporter", "QueueStatistics", "SinkStatistics", "StreamStatistics", "exporter", "locked"]
 

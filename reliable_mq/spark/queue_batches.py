@@ -22,13 +22,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from reliable_mq.codec import RawDelivery
+from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from reliable_mq.codec import RawDelivery
-    from reliable_mq.core.consumer.delivery import Delivery
 
 __all__ = ["Batches", "QueuePosition", "size_of"]
 

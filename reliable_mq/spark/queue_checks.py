@@ -21,26 +21,22 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from reliable_mq.codec.methods import CheckQueue, DeclareQueue
 from reliable_mq.core.channel_setup import Comparison, Pipeline, StepRefused, compare, refusal
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
+from reliable_mq.settings import ConnectionSettings
 from reliable_mq.spark.metrics import locked
+from reliable_mq.spark.options import QueueOptions
 from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.topology import Queue
 from reliable_mq.topology.arguments import ARGUMENTS
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from io import TextIOWrapper
-
-    from reliable_mq.settings import ConnectionSettings
-    from reliable_mq.spark.options import QueueOptions
 
 __all__ = [
     "CheckResult",

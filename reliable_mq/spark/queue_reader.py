@@ -19,19 +19,21 @@ import logging
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
-from reliable_mq.codec import encode_ack, encode_nack
-from reliable_mq.codec.methods import CheckQueue
+from reliable_mq.codec import RawDelivery, encode_ack, encode_nack
+from reliable_mq.codec.methods import CheckQueue, QueueState, Step
 from reliable_mq.connection.interfaces import NullListener
-from reliable_mq.core.channel_setup import StepRefused, is_missing, refusal
+from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator, StepRefused, is_missing, refusal
 from reliable_mq.core.consumer.acks import AckBatcher
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
-from reliable_mq.core.reconnect import ReconnectPolicy
-from reliable_mq.errors import BrokerUnavailable, ConsumeError
-from reliable_mq.metrics.registry import register
+from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
+from reliable_mq.errors import BrokerUnavailable, ConsumeError, ReliableMQError
+from reliable_mq.metrics.registry import Reading, register
 from reliable_mq.spark.metrics import QueueStatistics, exporter
+from reliable_mq.spark.options import QueueOptions
 from reliable_mq.spark.queue_batches import Batches, QueuePosition
 from reliable_mq.spark.queue_subscriptions import (
     PrefetchChange,
@@ -41,17 +43,6 @@ from reliable_mq.spark.queue_subscriptions import (
     times_returned,
 )
 from reliable_mq.sync.io_thread import IOThread
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from reliable_mq.codec import RawDelivery
-    from reliable_mq.codec.methods import QueueState, Step
-    from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
-    from reliable_mq.core.reconnect import ConnectionLoss
-    from reliable_mq.errors import ReliableMQError
-    from reliable_mq.metrics.registry import Reading
-    from reliable_mq.spark.options import QueueOptions
 
 __all__ = ["QueueReader", "longest_linger"]
 

@@ -37,25 +37,23 @@ import time
 import uuid
 from _thread import start_new_thread
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
+from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.errors import ConfigurationError, ConsumeError, UsageError
+from reliable_mq.settings import ConnectionSettings
 from reliable_mq.spark.columns import decode, raw_batch
+from reliable_mq.spark.options import QueueOptions
 from reliable_mq.spark.pickling import PicklableByName
 from reliable_mq.spark.queue_batches import QueuePosition, size_of
 from reliable_mq.spark.queue_checks import QueueClaims, application_directory, check_queues
 from reliable_mq.spark.queue_reader import QueueReader
 from reliable_mq.spark.queue_subscriptions import choose
 from reliable_mq.spark.stream_offsets import worth_having
-
-if TYPE_CHECKING:
-    from reliable_mq.core.consumer.delivery import Delivery
-    from reliable_mq.settings import ConnectionSettings
-    from reliable_mq.spark.options import QueueOptions
 
 __all__ = ["QueuePartition", "QueueSource", "on_termination", "refuse_batch"]
 

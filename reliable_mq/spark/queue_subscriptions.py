@@ -20,19 +20,14 @@ are told from those of its successor.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from reliable_mq.codec import CodecError, Properties
-from reliable_mq.codec.methods import Cancel, CheckQueue, Consume, SetPrefetch
+from reliable_mq.codec import CodecError, Properties, RawDelivery
+from reliable_mq.codec.methods import Cancel, CheckQueue, Consume, SetPrefetch, Step
 from reliable_mq.spark.options import LARGEST_PREFETCH
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
-
-    from reliable_mq.codec import RawDelivery
-    from reliable_mq.codec.methods import Step
-    from reliable_mq.spark.queue_checks import QueueProfile
+from reliable_mq.spark.queue_checks import QueueProfile
 
 __all__ = ["PrefetchChange", "PrefetchChoice", "PrefetchController", "Subscriptions", "choose", "times_returned"]
 

@@ -17,21 +17,18 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from hashlib import blake2b
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 
 from reliable_mq.core.headers import trace_ids
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.message import Message
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from reliable_mq.spark.options import WriteOptions
+from reliable_mq.spark.options import WriteOptions
 
 __all__ = ["MessageIds", "Outgoing", "RowPlan", "UnsendableRow", "moment", "written_values"]
 

@@ -29,32 +29,28 @@ import os
 import threading
 import uuid
 from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
 from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, at_fork
 from reliable_mq.core import headers
 from reliable_mq.errors import ConfigurationError, PublishError, PublishRefused, PublishReturned, ReliableMQError
+from reliable_mq.message import Message
 from reliable_mq.spark.connections import ConnectionOptions
 from reliable_mq.spark.dead_rows import letter_of_message, letter_of_row
 from reliable_mq.spark.metrics import exporter
+from reliable_mq.spark.options import WriteOptions
 from reliable_mq.spark.pickling import PicklableByName
 from reliable_mq.spark.rows import MessageIds, Outgoing, RowPlan, UnsendableRow
+from reliable_mq.sync.confirmation import Confirmation
 from reliable_mq.sync.publisher import Publisher
 from reliable_mq.topology import Queue
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import pyarrow as pa
-
-    from reliable_mq.message import Message
-    from reliable_mq.spark.options import WriteOptions
-    from reliable_mq.sync.confirmation import Confirmation
 
 __all__ = ["BatchSink", "StreamSink", "WrittenPartition", "close_all", "publisher_pool"]
 

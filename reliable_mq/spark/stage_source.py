@@ -12,20 +12,17 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from pyspark.sql.streaming.datasource import ReadLimit
 
 from reliable_mq.spark.metrics import exporter
+from reliable_mq.spark.options import StagedOptions
 from reliable_mq.spark.queue_source import on_termination
 from reliable_mq.spark.stream_offsets import from_checkpoint
 from reliable_mq.spark.stream_source import StreamSource
 from reliable_mq.stage import StageRelay
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from pyspark.sql.streaming.datasource import ReadLimit
-
-    from reliable_mq.spark.options import StagedOptions
 
 __all__ = ["StagedSource"]
 

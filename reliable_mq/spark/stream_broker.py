@@ -20,26 +20,20 @@ from __future__ import annotations
 import http
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from struct import Struct
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from reliable_mq.codec import CodecError, Properties, encode_ack
-from reliable_mq.codec.methods import Cancel, CheckQueue, Consume, QueueState, SetPrefetch
-from reliable_mq.core.channel_setup import StepRefused, is_away, refusal
+from reliable_mq.codec import CodecError, Properties, RawDelivery, encode_ack
+from reliable_mq.codec.methods import Cancel, CheckQueue, Consume, MethodReply, QueueState, SetPrefetch, Step
+from reliable_mq.core.channel_setup import ServerInfo, StepRefused, is_away, refusal
+from reliable_mq.core.reconnect import ConnectionLoss
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 from reliable_mq.monitoring.management import ManagementAPI, ManagementError
+from reliable_mq.settings import ConnectionSettings
 from reliable_mq.sync.admin_channel import AdminChannel
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from datetime import datetime
-
-    from reliable_mq.codec import RawDelivery
-    from reliable_mq.codec.methods import MethodReply, Step
-    from reliable_mq.core.channel_setup import ServerInfo
-    from reliable_mq.core.reconnect import ConnectionLoss
-    from reliable_mq.settings import ConnectionSettings
 
 __all__ = [
     "PartitionFinder",

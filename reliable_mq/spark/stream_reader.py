@@ -18,24 +18,21 @@ import logging
 import threading
 import time
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+import pyarrow as pa
 
 from reliable_mq.codec import CodecError, Properties, RawDelivery
 from reliable_mq.codec.methods import CheckQueue
 from reliable_mq.errors import BrokerUnavailable, ConsumeError, TopologyMismatch
 from reliable_mq.spark.columns import record_batch
 from reliable_mq.spark.metrics import exporter
+from reliable_mq.spark.options import StreamOptions
 from reliable_mq.spark.queue_batches import size_of
 from reliable_mq.spark.queue_subscriptions import PrefetchController
 from reliable_mq.spark.stream_broker import StreamChannel, end_of, first_offset, offset_of
 from reliable_mq.spark.stream_offsets import StreamRange
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    import pyarrow as pa
-
-    from reliable_mq.spark.options import StreamOptions
 
 __all__ = ["RangeReader", "ValueFilter"]
 

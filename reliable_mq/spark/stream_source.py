@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
-from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
+import pyarrow as pa
+from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, Filter, InputPartition
 from pyspark.sql.streaming.datasource import (
     ReadAllAvailable,
     ReadLimit,
@@ -27,6 +29,7 @@ from pyspark.sql.streaming.datasource import (
 
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError
 from reliable_mq.spark.metrics import exporter
+from reliable_mq.spark.options import StartingPositions, StreamOptions, Timestamps
 from reliable_mq.spark.pickling import PicklableByName
 from reliable_mq.spark.queue_source import on_termination
 from reliable_mq.spark.stream_broker import PartitionFinder, StreamChannel, StreamEnd, end_of, first_offset, offset_at
@@ -40,14 +43,6 @@ from reliable_mq.spark.stream_offsets import (
     split,
 )
 from reliable_mq.spark.stream_reader import RangeReader
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    import pyarrow as pa
-    from pyspark.sql.datasource import Filter
-
-    from reliable_mq.spark.options import StartingPositions, StreamOptions, Timestamps
 
 __all__ = ["FilteredStreamBatch", "StreamBatch", "StreamSource"]
 

@@ -11,19 +11,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from zlib import crc32
 
 from reliable_mq._util.validation import is_text, is_whole_number, seconds
-from reliable_mq.codec import CodecError, Properties
+from reliable_mq.codec import CodecError, Properties, RawDelivery
 from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
 from reliable_mq.core.stage.session import MissingId, StageSettings
 from reliable_mq.errors import ConfigurationError, TopologyMismatch
-from reliable_mq.topology import Binding, Exchange, Queue
-
-if TYPE_CHECKING:
-    from reliable_mq.codec import RawDelivery
-    from reliable_mq.topology import Declaration
+from reliable_mq.topology import Binding, Declaration, Exchange, Queue
 
 __all__ = ["DEFAULT_RETENTION", "LOCK_SUFFIX", "StageOptions", "shard"]
 

@@ -21,36 +21,33 @@ import logging
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Generator, Iterator
+from typing import Any, Final
 
-from reliable_mq.codec import Properties
-from reliable_mq.codec.methods import Cancel, CheckQueue, ConfirmSelect, Consume, QueueState, SetPrefetch
+from prometheus_client import CollectorRegistry
+
+from reliable_mq.codec import Properties, RawDelivery
+from reliable_mq.codec.methods import Cancel, CheckQueue, ConfirmSelect, Consume, QueueState, SetPrefetch, Step
 from reliable_mq.connection.interfaces import NullListener
-from reliable_mq.core.channel_setup import StepRefused, is_missing, publisher_setup, refusal
-from reliable_mq.core.reconnect import ReconnectPolicy
+from reliable_mq.core.channel_setup import (
+    ServerInfo,
+    SetupGenerator,
+    StepGenerator,
+    StepRefused,
+    is_missing,
+    publisher_setup,
+    refusal,
+)
+from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
 from reliable_mq.core.stage.session import EpochState, StageSession
-from reliable_mq.core.statistics import StageStatus
-from reliable_mq.errors import BrokerUnavailable, ConsumeError, TopologyMismatch
+from reliable_mq.core.statistics import StageStatistics, StageStatus
+from reliable_mq.errors import BrokerUnavailable, ConsumeError, ReliableMQError, TopologyMismatch
 from reliable_mq.metrics.families import stage_readings
-from reliable_mq.metrics.registry import register
-from reliable_mq.stage.options import shard
+from reliable_mq.metrics.registry import Reading, register
+from reliable_mq.settings import ConnectionSettings
+from reliable_mq.stage.options import StageOptions, shard
 from reliable_mq.sync.io_thread import IOThread
 from reliable_mq.url import parse_url
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
-
-    from prometheus_client import CollectorRegistry
-
-    from reliable_mq.codec import RawDelivery
-    from reliable_mq.codec.methods import Step
-    from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
-    from reliable_mq.core.reconnect import ConnectionLoss
-    from reliable_mq.core.statistics import StageStatistics
-    from reliable_mq.errors import ReliableMQError
-    from reliable_mq.metrics.registry import Reading
-    from reliable_mq.settings import ConnectionSettings
-    from reliable_mq.stage.options import StageOptions
 
 __all__ = ["StageRelay"]
 

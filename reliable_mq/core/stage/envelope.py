@@ -18,13 +18,10 @@ from __future__ import annotations
 
 from hashlib import blake2b
 from struct import Struct
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
-from reliable_mq.codec import CodecError, Properties, header_frame_size
+from reliable_mq.codec import CodecError, Properties, RawDelivery, header_frame_size
 from reliable_mq.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from reliable_mq.codec import RawDelivery
 
 __all__ = [
     "HEADER",

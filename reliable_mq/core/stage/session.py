@@ -32,18 +32,15 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from reliable_mq.codec import append_publish, encode_ack, publish_head
+from reliable_mq.codec import RawDelivery, append_publish, encode_ack, publish_head
 from reliable_mq.core.consumer.acks import AckBatcher
 from reliable_mq.core.publisher.confirms import ConfirmTracker
 from reliable_mq.core.stage.envelope import Mark, identity, marker, names_of, parts_of, staged, unstaged
 from reliable_mq.core.stage.tail import SETTLED_AFTER, Settled, Tail
 from reliable_mq.core.statistics import StageStatistics
 from reliable_mq.errors import ConsumeError, ReliableMQError
-
-if TYPE_CHECKING:
-    from reliable_mq.codec import RawDelivery
 
 __all__ = ["PASSED", "TRANSITIONS", "EpochState", "MissingId", "StageSession", "StageSettings"]
 
