@@ -268,12 +268,7 @@ RAW_SCHEMA: Final = pa.schema(
 
 
 def raw_batch(deliveries: Sequence[RawDelivery], queues: str | Sequence[str]) -> pa.RecordBatch:
-    """Make a batch of `RAW_SCHEMA` of deliveries.
-
-    Args:
-        deliveries: from one queue, or from several.
-        queues: its name, or the name for each delivery.
-    """
+    """Make a batch of `RAW_SCHEMA` of deliveries from one queue, or with one for each."""
     count = len(deliveries)
     return pa.RecordBatch.from_arrays(
         [
@@ -289,12 +284,7 @@ def raw_batch(deliveries: Sequence[RawDelivery], queues: str | Sequence[str]) ->
 
 
 def decode(raw: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
-    """Make rows of a batch of `RAW_SCHEMA`.
-
-    Args:
-        raw: the batch.
-        names: of the columns wanted, in their order.
-    """
+    """Make rows of a batch of `RAW_SCHEMA`."""
     properties: list[Properties] = []
     flags = 0
     if any(name in _READERS for name in names):
@@ -318,13 +308,7 @@ def decode(raw: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
 
 
 def record_batch(deliveries: Sequence[RawDelivery], queue: str, names: Sequence[str]) -> pa.RecordBatch:
-    """Make rows of deliveries; of a staged message, those of its original.
-
-    Args:
-        deliveries: of one queue or stream.
-        queue: its name.
-        names: of the columns wanted, in their order.
-    """
+    """Make rows of deliveries; of a staged message, those of its original."""
     if any(_STAGED in delivery.properties for delivery in deliveries):
         return _staged_batch(deliveries, queue, names)
     return decode(raw_batch(deliveries, queue), names)

@@ -26,22 +26,15 @@ _PATH: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionOptions:
-    """Options of a connection. The files are read on each host that connects.
+    """Options of a connection. The files are read on each host that connects."""
 
-    Attributes:
-        heartbeat: seconds; None for the default, as for the others.
-        timeout: seconds for one attempt on one host.
-        ca_file, cert_file, key_file, server_name: of TLS, as in `TLSOptions`.
-        provider: the import path of a function that returns user and password, ``package.module:function``.
-    """
-
-    heartbeat: int | None = None
-    timeout: float | None = None
+    heartbeat: int | None = None  # seconds
+    timeout: float | None = None  # seconds for one attempt on one host
     ca_file: str | None = None
     cert_file: str | None = None
     key_file: str | None = None
     server_name: str | None = None
-    provider: str | None = None
+    provider: str | None = None  # ``package.module:function``, which returns user and password
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of a `Publisher`, or of `parse_url`.

@@ -33,12 +33,7 @@ _COPIES: Final = {"CC": headers.ORIGINAL_CC, "BCC": headers.ORIGINAL_BCC}
 
 
 def letter_of_row(row: UnsendableRow, ids: MessageIds) -> Message:
-    """Return the dead letter of a row that no message can be made of.
-
-    Args:
-        row: with the values of its columns.
-        ids: for a row whose own id is none.
-    """
+    """Return the dead letter of a row that no message can be made of."""
     values = dict(row.values)
     body = values.pop("body", None)
     exchange, routing_key = values.pop("exchange", None), values.pop("routing_key", None)

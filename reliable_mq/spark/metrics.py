@@ -111,15 +111,6 @@ class SinkStatistics(_Statistics):
 class Exporter:
     """Write the metrics of this process. Thread-safe.
 
-    Args:
-        directory: of this host; made where it is missing.
-
-    Attributes:
-        registry: the metrics to write; register with it.
-        path: of the file.
-        streams: the counters of stream mode; registered.
-        sink: the counters of the sink; registered.
-
     Raises:
         OSError: the directory cannot be written to.
     """

@@ -80,20 +80,12 @@ class _QueueBatch:
 
 
 class Batches:
-    """The deliveries of one reader, waiting and in batches. Not thread-safe.
-
-    Args:
-        session: a name that no other process has.
-
-    Attributes:
-        waiting: deliveries that are in no batch.
-        held: bytes of all deliveries here.
-    """
+    """The deliveries of one reader, waiting and in batches. Not thread-safe."""
 
     def __init__(self, session: str) -> None:
-        self._session = session
-        self.waiting: deque[Delivery] = deque()
-        self.held = 0
+        self._session = session  # a name that no other process has
+        self.waiting: deque[Delivery] = deque()  # in no batch
+        self.held = 0  # bytes of all deliveries here
         self._planned: list[_QueueBatch] = []
         self._last = QueuePosition(session, 0, {})  # the end of the newest batch
 
@@ -119,13 +111,7 @@ class Batches:
     ) -> QueuePosition:
         """Put waiting deliveries into a batch that follows ``start``.
 
-        A batch has one delivery at least, however large that is.
-
-        Args:
-            start: where the batch before has ended.
-            most: deliveries at most.
-            most_bytes: bytes at most.
-            remaining: how many may be taken from each queue; None for no limit.
+        A batch has one delivery at least, however large that is; ``remaining`` of each queue at most.
 
         Returns:
             The end of the batch; ``start`` if nothing waits.

@@ -59,33 +59,20 @@ _POLL: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """The result of checking a queue.
+    """The result of checking a queue."""
 
-    Attributes:
-        refused: why it cannot be read; empty if it can.
-        dropped: why it may drop messages (``failOnDataLoss``); empty if it does not.
-        warnings: other flaws.
-    """
-
-    refused: str = ""
-    dropped: str = ""
+    refused: str = ""  # why it cannot be read
+    dropped: str = ""  # why it may drop messages (``failOnDataLoss``)
     warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class QueueProfile:
-    """The arguments of a queue that decide how it is read.
-
-    Attributes:
-        name: of the queue.
-        delivery_limit: None for none. If its arguments are not known, that of the broker's quorum queues.
-        known: whether its arguments are.
-        single_active_consumer: whether it has ``x-single-active-consumer``.
-    """
+    """The arguments of a queue that decide how it is read."""
 
     name: str
-    delivery_limit: int | None = None
-    known: bool = True
+    delivery_limit: int | None = None  # if its arguments are not known, that of the broker's quorum queues
+    known: bool = True  # whether its arguments are
     single_active_consumer: bool = False
 
 
@@ -238,16 +225,11 @@ def application_directory() -> Path | None:
 
 
 class QueueClaims:
-    """The queues that a reader has claimed. Not thread-safe.
-
-    Args:
-        directory: of the application; None claims nothing.
-        settings: of the connection: queues of the same name on other brokers are others.
-    """
+    """The queues that a reader has claimed. Not thread-safe."""
 
     def __init__(self, directory: Path | None, settings: ConnectionSettings) -> None:
-        self._directory = directory
-        self._broker = str(settings)
+        self._directory = directory  # None claims nothing
+        self._broker = str(settings)  # queues of the same name on other brokers are others
         self._files: list[TextIOWrapper] = []
 
     def claim(self, queues: Sequence[str], *, patience: float = _PATIENCE) -> None:

@@ -61,20 +61,10 @@ _SUBSCRIBE_AGAIN: Final = 0.5  # seconds after the broker has cancelled a consum
 
 
 class QueueReader(NullListener):
-    """Subscribe to queues, plan batches and ack them. Construction does not connect.
-
-    Args:
-        options: of the source.
-        session: a name that no other process has.
-        prefetch: the limit of the prefetch that was chosen for the queues.
-
-    Attributes:
-        error: why reading has ended by itself, if it has.
-        statistics: counters for metrics.
-    """
+    """Subscribe to queues, plan batches and ack them. Construction does not connect."""
 
     def __init__(self, options: QueueOptions, session: str, prefetch: PrefetchChoice) -> None:
-        self.error: ReliableMQError | None = None
+        self.error: ReliableMQError | None = None  # why reading has ended by itself
         queues = dict.fromkeys(options.queues, 0)
         self.statistics = QueueStatistics(Counter(queues), Counter(queues), Counter(queues))
         self._options = options
@@ -566,9 +556,5 @@ def longest_linger(since: float, *, backlog: bool) -> float:
 
     With a trigger interval, a batch has what came in meanwhile; unacked deliveries of the batch before kept some back.
     If the queue has more, they are worth a part of the interval.
-
-    Args:
-        since: seconds since the batch before.
-        backlog: whether messages are ready in a queue.
     """
     return max(_LINGER, min(_OF_INTERVAL * since, _LONGEST_LINGER)) if backlog else _LINGER

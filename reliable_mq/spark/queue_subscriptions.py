@@ -41,30 +41,17 @@ _SLACK: Final = 1.1  # times the limit: messages a little larger than the averag
 
 @dataclass(frozen=True, slots=True)
 class PrefetchChoice:
-    """The limit of the prefetch of a query, and why.
+    """The limit of the prefetch of a query, and why."""
 
-    Attributes:
-        most: deliveries that a queue may have unacked.
-        limit: the delivery limit to heed; None where there is none, or where the user has chosen the prefetch.
-        first: the prefetch before a size is known.
-        reason: for the log.
-        careful: whether the queue is the reason to read slower than possible.
-    """
-
-    most: int
-    limit: int | None = None
-    first: int = 1
+    most: int  # deliveries that a queue may have unacked
+    limit: int | None = None  # the delivery limit to heed; None also where the user has chosen the prefetch
+    first: int = 1  # before a size is known
     reason: str = ""
-    careful: bool = False
+    careful: bool = False  # whether the queue is the reason to read slower than possible
 
 
 def choose(given: int | None, queues: Sequence[QueueProfile]) -> PrefetchChoice:
-    """Choose the limit of the prefetch for these queues.
-
-    Args:
-        given: the option of the user; None for the highest that is safe.
-        queues: to be read, with their delivery limits as far as known.
-    """
+    """Choose the limit of the prefetch for these queues."""
     single = any(queue.single_active_consumer for queue in queues)
     if given is not None:
         return PrefetchChoice(given, None, given if single else 1, "the option prefetch says so")
@@ -99,23 +86,10 @@ class PrefetchChange(enum.Enum):
 
 
 class PrefetchController:
-    """Decide on the prefetch of all queues of a reader. Not thread-safe.
-
-    Args:
-        most: deliveries that a queue may have unacked.
-        most_bytes: bytes that all queues together may fill, about.
-        queues: number of queues.
-        limit: the delivery limit of the queues; None if there is none, or if it shall not be heeded.
-        first: the prefetch before a size is known.
-
-    Attributes:
-        granted: the prefetch of the present subscription, for each queue.
-        paused: whether there is no subscription.
-        returned: how often an unacked delivery has come back before, at most; set by the owner.
-    """
+    """Decide on the prefetch of all queues of a reader. Not thread-safe."""
 
     def __init__(self, *, most: int, most_bytes: int, queues: int, limit: int | None = None, first: int = 1) -> None:
-        self.returned = 0
+        self.returned = 0  # how often an unacked delivery has come back before, at most; set by the owner
         self._limit = limit
         self._looked = limit is None  # at a first delivery of this channel
         self._most = most
@@ -124,8 +98,8 @@ class PrefetchController:
         self._first = min(first, most)
         self._known = 0  # deliveries whose size is known
         self._average: float | None = None
-        self.granted = self.prefetch
-        self.paused = False
+        self.granted = self.prefetch  # of the present subscription, for each queue
+        self.paused = False  # there is no subscription
 
     @property
     def prefetch(self) -> int:
@@ -168,22 +142,13 @@ class PrefetchController:
         self._looked = self._limit is None
 
     def grant(self, unacked: int) -> int:
-        """Return the prefetch of a new subscription, and note that there is one.
-
-        Args:
-            unacked: deliveries of earlier subscriptions that are unacked.
-        """
+        """Return the prefetch of a new subscription, and note that there is one."""
         self.granted = self._target(unacked)
         self.paused = False
         return self.granted
 
     def next_change(self, held: int, unacked: int) -> PrefetchChange:
-        """Return how to change the subscription now.
-
-        Args:
-            held: bytes of deliveries that are held.
-            unacked: number of unacked deliveries.
-        """
+        """Return how to change the subscription now."""
         if self.paused:
             return (
                 PrefetchChange.RENEW
@@ -219,12 +184,6 @@ class Subscriptions:
     """The consumers on one channel at a time: one for each queue, with one prefetch.
 
     Its generators are the steps for a connection to carry out. Of the I/O thread alone.
-
-    Args:
-        name: prefix of consumer tags.
-        queues: to be consumed.
-        wanted: whether a queue is to be consumed now.
-        grant: decides the prefetch of new consumers.
     """
 
     def __init__(

@@ -36,19 +36,12 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class UnsendableRow(NamedTuple):
-    """A row that cannot be a message.
+    """A row that cannot be a message."""
 
-    Attributes:
-        number: of the row in its partition, from 0.
-        message_id: of its message, where it has one.
-        reason: why.
-        values: of its columns: times in microseconds, bytes that are not UTF-8 as surrogate escapes.
-    """
-
-    number: int
+    number: int  # in its partition, from 0
     message_id: str | None
     reason: str
-    values: Mapping[str, Any]
+    values: Mapping[str, Any]  # times in microseconds, bytes that are not UTF-8 as surrogate escapes
 
 
 class Outgoing(NamedTuple):
@@ -60,12 +53,7 @@ class Outgoing(NamedTuple):
 
 
 class RowPlan:
-    """The meaning of each column. Made on the driver, used on executors: picklable.
-
-    Args:
-        options: ``exchange`` and ``routing_key`` come before the columns of these names.
-        names: of the columns, in their order; checked by `reliable_mq.spark.columns.check_written_schema`.
-    """
+    """The meaning of each column. Made on the driver, used on executors: picklable."""
 
     def __init__(self, options: WriteOptions, names: tuple[str, ...]) -> None:
         self._positions = {name: position for position, name in enumerate(names)}
@@ -96,13 +84,7 @@ class RowPlan:
         return self._routed or "headers" in self._positions
 
     def messages(self, batch: pa.RecordBatch, ids: MessageIds, first: int) -> Iterator[Outgoing | UnsendableRow]:
-        """Return the messages of a batch in order, or rows that cannot be one.
-
-        Args:
-            batch: with the columns that the plan was made for.
-            ids: for the rows whose ``message_id`` is null or missing.
-            first: the number of the batch's first row in its partition.
-        """
+        """Return the messages of a batch in order, or rows that cannot be one."""
         try:
             yield from self._messages(batch, ids, first)
         except UnicodeDecodeError:  # of a whole column, before the first message
@@ -227,10 +209,6 @@ class _NoTime:
 def written_values(column: pa.Array, *, escaped: bool = False) -> list[dict[str, Any] | None]:
     """Return headers as `Message` takes them, without null fields of structs.
 
-    Args:
-        column: a map with text for names, or a struct.
-        escaped: whether text that is not UTF-8 becomes surrogate escapes.
-
     Raises:
         UnicodeDecodeError: there is such text, and it is not to be escaped.
     """
@@ -317,9 +295,7 @@ class MessageIds:
     def of(self, body: bytes, values: tuple[object, ...] = ()) -> str:
         """Return the id of the next row.
 
-        Args:
-            body: of the message.
-            values: its other columns, in a fixed order; text, numbers, None, and lists or tuples of these.
+        The values are its other columns, in a fixed order: text, numbers, None, and lists or tuples of these.
         """
         digest = self._base.copy()
         if values:

@@ -155,26 +155,15 @@ _QUERY_ID: Final = "sql.streaming.queryId"
 
 @dataclass(frozen=True, slots=True)
 class WrittenPartition(WriterCommitMessage):
-    """The result of a task: all its rows are confirmed.
-
-    Attributes:
-        rows: how many messages.
-        bytes: of their bodies.
-        dead_lettered: those of the rows that could not be sent: their dead letters are confirmed.
-    """
+    """The result of a task: all its rows are confirmed."""
 
     rows: int
-    bytes: int
-    dead_lettered: int = 0
+    bytes: int  # of the bodies
+    dead_lettered: int = 0  # of the rows
 
 
 class BatchSink(PicklableByName, DataSourceArrowWriter):
-    """``df.write.format("rabbitmq")``.
-
-    Args:
-        options: where to.
-        names: of the columns, checked.
-    """
+    """``df.write.format("rabbitmq")``."""
 
     def __init__(self, options: WriteOptions, names: tuple[str, ...]) -> None:
         self._options = options

@@ -37,12 +37,7 @@ _NEAR: Final = 0.1  # of the messages of a stage before the position of the quer
 
 
 class StagedSource(StreamSource):
-    """The reader of a query in staged mode.
-
-    Args:
-        options: checked.
-        names: of the columns wanted, in their order; checked.
-    """
+    """The reader of a query in staged mode."""
 
     def __init__(self, options: StagedOptions, names: Sequence[str]) -> None:
         super().__init__(options.stream, names)

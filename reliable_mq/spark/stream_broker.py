@@ -58,10 +58,6 @@ class StreamChannel(AdminChannel):
     """A channel to consume streams. A context manager: entering connects.
 
     One thread at a time may use it.
-
-    Args:
-        settings: where to; each host is tried once.
-        name: of the connection.
     """
 
     def __init__(self, settings: ConnectionSettings, *, name: str) -> None:
@@ -88,11 +84,7 @@ class StreamChannel(AdminChannel):
     ) -> str:
         """Subscribe. Blocks for two round trips; deliveries may come before it returns.
 
-        Args:
-            stream: its name.
-            offset: a number, a time, ``"first"``, ``"last"`` (the last chunk) or ``"next"``.
-            prefetch: deliveries that may be unacked.
-            arguments: further ones of the consumer.
+        The offset is a number, a time, ``"first"``, ``"last"`` (the last chunk) or ``"next"``.
 
         Returns:
             The consumer tag, to cancel with.
@@ -222,15 +214,10 @@ _LAST: Final = 2**63
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """The end of a stream.
+    """The end of a stream."""
 
-    Attributes:
-        position: the offset after the newest one; 0 for a stream that nothing was ever in.
-        average: bytes of a message, body and properties, in the last chunk; 0 where there is none.
-    """
-
-    position: int
-    average: float
+    position: int  # after the newest message; 0 for a stream that nothing was ever in
+    average: float  # bytes of a message, body and properties, in the last chunk
 
 
 def end_of(channel: StreamChannel, stream: str, patience: float) -> StreamEnd:

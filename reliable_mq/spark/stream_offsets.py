@@ -100,12 +100,8 @@ def limited(
 ) -> dict[str, int]:
     """Limit the messages between two positions, each stream by its share.
 
-    Args:
-        start: of the batch.
-        end: of the streams; those that are missing in ``start`` are read from their own beginning elsewhere.
-        messages: at most so many; None for no limit.
-        size: at most so many bytes, as far as ``average`` is right; None for no limit.
-        average: bytes of a message, by stream.
+    The limit of bytes holds as far as ``average``, the bytes of a message by stream, is right. A stream that ``start``
+    lacks is read from its own beginning elsewhere.
 
     Returns:
         The end of the batch. At least one message is let through where there is one.
@@ -131,13 +127,7 @@ def ranges_of(start: Positions, end: Positions) -> list[StreamRange]:
 
 
 def split(ranges: Iterable[StreamRange], least: int | None, most_records: int | None = None) -> list[StreamRange]:
-    """Split ranges by size.
-
-    Args:
-        ranges: not empty ones.
-        least: pieces at least, as far as they are `worth_having`; None for one of each range.
-        most_records: messages of a piece at most; None for no limit.
-    """
+    """Split ranges, by size, into ``least`` pieces as far as these are `worth_having`."""
     whole = list(ranges)
     counts = [1 if most_records is None else -(-each.size // most_records) for each in whole]
     wanted = 0 if least is None else worth_having(least, sum(each.size for each in whole))

@@ -49,14 +49,7 @@ _FILTER_VALUE: Final = "x-stream-filter-value"
 
 
 class RangeReader:
-    """Read one range, once.
-
-    Args:
-        options: of the source.
-        each: the range.
-        names: of the columns wanted, in their order.
-        patience: seconds without progress after which it gives up.
-    """
+    """Read one range, once."""
 
     def __init__(
         self, options: StreamOptions, each: StreamRange, names: tuple[str, ...], *, patience: float = _PATIENCE

@@ -59,12 +59,7 @@ _Value = TypeVar("_Value", int, int | str)
 
 
 class StreamSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """The reader of a query in stream mode.
-
-    Args:
-        options: checked.
-        names: of the columns wanted, in their order; checked.
-    """
+    """The reader of a query in stream mode."""
 
     def __init__(self, options: StreamOptions, names: Sequence[str]) -> None:
         self._options = options

@@ -88,17 +88,7 @@ del _S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSettings:
-    """The settings of a relay's decisions.
-
-    Attributes:
-        queue: where messages come from.
-        partitions: the streams that they go to.
-        key: returns the bytes that decide on the partition, of a delivery and its message id.
-        missing_id: what is done with a message without an id.
-        max_outstanding: deliveries that may be unacked.
-        max_bytes: bytes that they may fill, about.
-        confirm_timeout: seconds without any confirm, after which an epoch ends.
-    """
+    """The settings of a relay's decisions."""
 
     queue: str
     partitions: tuple[str, ...]
@@ -147,24 +137,13 @@ class _Epoch:
 
 
 class StageSession:
-    """Decide for one relay. Not thread-safe.
-
-    Args:
-        settings: of the relay.
-        shard: returns the index of the partition for a key, of a number of partitions.
-
-    Attributes:
-        state: of the epoch.
-        statistics: counts.
-        prefetch_granted: the prefetch of the present subscription; set by the owner.
-        error: why nothing can be moved any more.
-    """
+    """Decide for one relay. Not thread-safe."""
 
     def __init__(self, settings: StageSettings, shard: Callable[[bytes, int], int]) -> None:
         self.state = EpochState.CLOSED
         self.statistics = StageStatistics()
-        self.prefetch_granted = 0
-        self.error: ReliableMQError | None = None
+        self.prefetch_granted = 0  # of the present subscription; set by the owner
+        self.error: ReliableMQError | None = None  # why nothing can be moved any more
         self._settings = settings
         self._shard = shard
         self._confirms: ConfirmTracker[_Copy] = ConfirmTracker()
@@ -179,12 +158,7 @@ class StageSession:
     def opened(self, number: int, channel: int, frame_max: int, name: bytes, now: float) -> bytes:
         """Begin an epoch on a channel that has the lock; return the markers to write.
 
-        Args:
-            number: of the generation of the channel.
-            channel: its number.
-            frame_max: bytes.
-            name: eight bytes that no other epoch has.
-            now: the time.
+        ``number`` is that of the generation of the channel; ``name`` is eight bytes that no other epoch has.
         """
         heads = [publish_head(channel, "", partition, mandatory=True) for partition in self._settings.partitions]
         epoch = _Epoch(number, channel, frame_max, name, [_PartitionEpoch(head, Tail(name)) for head in heads])
@@ -233,11 +207,6 @@ class StageSession:
 
     def tail_read(self, partition: str, messages: Sequence[tuple[int, RawDelivery]], now: float) -> tuple[bool, bytes]:
         """Take in messages of a tail.
-
-        Args:
-            partition: its name.
-            messages: each with its offset, in order.
-            now: the time.
 
         Returns:
             Whether the read is over, so that its subscription can be cancelled; and the acks to write.
