@@ -174,10 +174,6 @@ def check_read_schema(schema: StructType) -> tuple[str, ...]:
     """Check the schema of ``.schema(...)``, or ours; return its column names in order.
 
     Headers of another type than ours are named by `TypedHeaders`.
-
-    Raises:
-        ConfigurationError: it has no column, one twice, one that is not read or is of another type, or says that it is
-            never null.
     """
     names = tuple(schema.fieldNames())
     if not names:
@@ -216,10 +212,6 @@ def check_written_schema(schema: StructType, options: WriteOptions) -> tuple[str
     """Check a schema to be written; return its column names in order.
 
     It is called on the driver, before anything is sent.
-
-    Raises:
-        ConfigurationError: a column is missing, unknown, given beside its option, or has a type that is not taken; the
-            text names the column and the remedy.
     """
     names = tuple(schema.fieldNames())
     if len(set(names)) < len(names):

@@ -47,7 +47,7 @@ FAMILIES: Final[list[Family]] = []
 
 
 def _counted(name: str, documentation: str, by: str = "", *, kind: Literal["counter", "gauge"] = "counter") -> Any:
-    """Return the field of a metric, which is a number, or has one for each value of a label."""
+    """Return the field of a metric: a number, or one for each value of a label."""
     FAMILIES.append(Family(f"spark_{name}", kind, documentation, (by,) if by else ()))
     return field(default_factory=Counter if by else int, metadata={"family": FAMILIES[-1]})
 
@@ -55,7 +55,7 @@ def _counted(name: str, documentation: str, by: str = "", *, kind: Literal["coun
 _gauge = partial(_counted, kind="gauge")
 
 
-class _Statistics:
+class _SparkStatistics:
     def readings(self) -> Iterator[Reading]:
         """Yield one reading of all fields."""
         for each in fields(self):  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ class _Statistics:
 
 
 @dataclass(slots=True)
-class QueueStatistics(_Statistics):
+class QueueStatistics(_SparkStatistics):
     """Counts and state of the reader of queue mode."""
 
     delivered: Counter[str] = _counted("queue_deliveries", "Deliveries that the driver's reader was given.", "queue")
@@ -82,7 +82,7 @@ class QueueStatistics(_Statistics):
 
 
 @dataclass(slots=True)
-class StreamStatistics(_Statistics):
+class StreamStatistics(_SparkStatistics):
     """Counts of stream mode: three on the driver, the others in tasks."""
 
     end: dict[str, int] = _gauge("stream_end", "The offset behind the newest message, as last looked up.", "stream")
@@ -98,7 +98,7 @@ class StreamStatistics(_Statistics):
 
 
 @dataclass(slots=True)
-class SinkStatistics(_Statistics):
+class SinkStatistics(_SparkStatistics):
     """Counts of the sink beside those of its publishers."""
 
     dead_lettered: Counter[str] = _counted(
@@ -109,11 +109,7 @@ class SinkStatistics(_Statistics):
 
 
 class Exporter:
-    """Write the metrics of this process. Thread-safe.
-
-    Raises:
-        OSError: the directory cannot be written to.
-    """
+    """Write the metrics of this process. Thread-safe."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)

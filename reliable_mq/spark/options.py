@@ -4,27 +4,34 @@ Each option is declared once, with the mode that has it, the field that it sets 
 `docs/guides/spark.md` describes it. A value that is not understood is an error that names the option and the accepted
 values, never a default. Names are compared without case, as Spark does.
 
-Invariant: no error, no ``repr`` and no log line made from these shows the URL, which may hold a password.
+Invariants: no error, no ``repr`` and no log line made from these shows the URL, which may hold a password. What is sent
+to executors is text and numbers; a provider of credentials is imported where it is called, and neither its result nor
+the text of an exception of it is shown.
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib
 import json
 import re
+import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, NoReturn
 
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.monitoring.management import ManagementAPI
-from reliable_mq.settings import SHORT_STRING_BYTES
-from reliable_mq.spark.connections import ConnectionOptions
+from reliable_mq.settings import SHORT_STRING_BYTES, ConnectionSettings
 from reliable_mq.stage import MissingId, StageOptions
+from reliable_mq.tls import TLSOptions
 from reliable_mq.topology import Queue
+from reliable_mq.url import parse_url
 
 __all__ = [
     "LARGEST_PREFETCH",
+    "ConnectionOptions",
     "QueueOptions",
     "StagedOptions",
     "StartingPositions",
@@ -40,6 +47,7 @@ __all__ = [
 LARGEST_PREFETCH: Final = 65535  # it travels in 16 bits
 _LARGEST_BYTES: Final = 100 * 2**20  # of a batch in queue mode: Spark's spark.rpc.message.maxSize is 128 MiB
 _LATEST: Final = 253_402_300_799_999  # milliseconds: the end of the year 9999, Python's last
+_PATH: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _WHOLE: Final = re.compile(r"[0-9]{1,18}")
 _DURATION: Final = re.compile(r"([0-9]{1,9})(ms|s|m|min|h|d)")
 _SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -48,6 +56,37 @@ _SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "
 StartingPositions = str | Mapping[str, int | str]
 #: Milliseconds since 1970, of all streams or by stream.
 Timestamps = int | Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionOptions:
+    """Options of a connection. The files are read on each host that connects."""
+
+    heartbeat: int | None = None  # seconds
+    timeout: float | None = None  # seconds for one attempt on one host
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
+    server_name: str | None = None
+    provider: str | None = None  # ``package.module:function``, which returns user and password
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of a `Publisher`, or of `parse_url`."""
+        tls = None
+        if (self.ca_file, self.cert_file, self.key_file, self.server_name) != (None, None, None, None):
+            tls = TLSOptions(
+                ca_file=self.ca_file, cert_file=self.cert_file, key_file=self.key_file, server_name=self.server_name
+            )
+        return {
+            "heartbeat": self.heartbeat,
+            "connect_timeout": self.timeout,
+            "tls": tls,
+            "credentials": None if self.provider is None else _imported(self.provider),
+        }
+
+    def settings(self, url: str) -> ConnectionSettings:
+        """Return the settings of a connection."""
+        return parse_url(url, **self.arguments())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +146,7 @@ class StagedOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteOptions:
-    """Options of a sink; exchange and routing key come before the columns of these names."""
+    """Options of a sink. Those of a row come before the columns of these names."""
 
     url: str = field(repr=False)
     connection: ConnectionOptions = field(default_factory=ConnectionOptions)
@@ -484,5 +523,45 @@ def _connect(values: dict[str, Any]) -> None:
 
 
 def _apart(values: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Take out the values whose fields begin with a prefix, and return them without it."""
+    """Take out the values of the fields that begin so; return them without it."""
     return {name.removeprefix(prefix): values.pop(name) for name in list(values) if name.startswith(prefix)}
+
+
+# -- credentials -------------------------------------------------------------------------------------------------------
+
+
+class _Provider:
+    """Calls a function for user and password, and hides the text of its errors."""
+
+    def __init__(self, path: str, function: Callable[[], Any]) -> None:
+        self._path = path
+        self._function = function
+
+    def __call__(self) -> Any:
+        try:
+            return self._function()
+        except Exception as error:  # noqa: BLE001
+            failed = type(error).__name__
+        raise ConfigurationError(f"credentialsProvider {self._path!r} raised {failed}, whose text is not shown")
+
+
+def _imported(path: str) -> _Provider:
+    if not _PATH.fullmatch(path):
+        raise ConfigurationError(f"credentialsProvider must be package.module:function, not {path[:80]!r}")
+    module, _, name = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        why = str(error)
+    except Exception as error:  # noqa: BLE001
+        why = f"it raised {type(error).__name__}"
+    else:
+        if not callable(found):
+            raise ConfigurationError(f"credentialsProvider {path!r} is a {type(found).__name__}, and no function")
+        return _Provider(path, found)
+    raise ConfigurationError(
+        f"credentialsProvider {path!r} cannot be imported on host {socket.gethostname()} by {sys.executable}: {why}; "
+        "install it for the driver and for every executor (spark.submit.pyFiles does not reach every process)"
+    )

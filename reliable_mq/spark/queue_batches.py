@@ -53,11 +53,7 @@ class QueuePosition:
 
     @classmethod
     def parse(cls, offset: object) -> QueuePosition:
-        """Decode the output of `as_json`.
-
-        Raises:
-            ConfigurationError: it is something else: the checkpoint belongs to another source.
-        """
+        """Decode the output of `as_json`."""
         match offset:
             case {"session": str(session), "sequence": int(sequence), "queues": dict(queues)}:
                 return cls(session, sequence, queues)
@@ -109,12 +105,9 @@ class Batches:
     def plan(
         self, start: QueuePosition, *, most: int, most_bytes: int, remaining: Mapping[str, int] | None = None
     ) -> QueuePosition:
-        """Put waiting deliveries into a batch that follows ``start``.
+        """Return the end of a batch of waiting deliveries; ``start`` if nothing waits.
 
         A batch has one delivery at least, however large that is; ``remaining`` of each queue at most.
-
-        Returns:
-            The end of the batch; ``start`` if nothing waits.
         """
         for batch in self._planned:
             if batch.start == start:

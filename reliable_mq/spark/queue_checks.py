@@ -1,4 +1,4 @@
-"""Check and claim the queues of a Spark query at its start; an error names its fix.
+"""Check and claim the queues of a query at its start; an error names its fix.
 
 AMQP does not return a queue's arguments. So the queue, which is known to exist, is compared with our own default
 (`core.channel_setup.compare`). Policies cannot be seen that way, and the texts say so.
@@ -77,10 +77,7 @@ class QueueProfile:
 
 
 def check_queues(options: QueueOptions) -> list[QueueProfile]:
-    """Check all queues. Blocks for a connection and some round trips.
-
-    Returns:
-        How each of them is to be read.
+    """Return how queues are to be read. Blocks for a connection and some round trips.
 
     Raises:
         ConfigurationError: one cannot be read, or drops messages and ``failOnDataLoss`` is on.
@@ -233,11 +230,7 @@ class QueueClaims:
         self._files: list[TextIOWrapper] = []
 
     def claim(self, queues: Sequence[str], *, patience: float = _PATIENCE) -> None:
-        """Claim all queues. Blocks for ``patience`` seconds while another reader has one.
-
-        Raises:
-            ConfigurationError: another reader of this application reads one of them.
-        """
+        """Claim all queues. Blocks for ``patience`` seconds while another reader has one."""
         if self._directory is None:
             return
         deadline = time.monotonic() + patience

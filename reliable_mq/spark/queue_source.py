@@ -45,7 +45,6 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMa
 
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.errors import ConfigurationError, ConsumeError, UsageError
-from reliable_mq.settings import ConnectionSettings
 from reliable_mq.spark.columns import decode, raw_batch
 from reliable_mq.spark.options import QueueOptions
 from reliable_mq.spark.pickling import PicklableByName
@@ -132,14 +131,7 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
         self._finished = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "_options": None,
-            "_names": self._names,
-            "_reader": None,
-            "_claims": None,
-            "_available_now": False,
-            "_finished": False,
-        }
+        return {**dict.fromkeys(self.__dict__), "_names": self._names}
 
     # -- in the reader process -----------------------------------------------------------------------------------------
 
@@ -217,7 +209,10 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
     def _started_reader(self) -> QueueReader:
         """Return the reader; the first call connects it."""
         if self._reader is None:
-            self._claim(self._given.connection.settings(self._given.url))
+            if self._claims is None:
+                claims = QueueClaims(application_directory(), self._given.connection.settings(self._given.url))
+                claims.claim(self._given.queues)
+                self._claims = claims
             prefetch = choose(self._given.prefetch, check_queues(self._given))
             logger.log(
                 logging.WARNING if prefetch.careful else logging.INFO,
@@ -228,12 +223,6 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
             reader.open()
             self._reader = reader
         return self._reader
-
-    def _claim(self, settings: ConnectionSettings) -> None:
-        if self._claims is None:
-            claims = QueueClaims(application_directory(), settings)
-            claims.claim(self._given.queues)
-            self._claims = claims
 
     def _next_available(self, reader: QueueReader, start: QueuePosition, most: int) -> QueuePosition:
         """Plan a batch of messages that were ready when the query began.

@@ -232,11 +232,7 @@ class Subscriptions:
             yield Cancel(tag)
 
     def cancelled(self, consumer_tag: str) -> str | None:
-        """Forget a consumer that the broker has cancelled.
-
-        Returns:
-            Its queue; None if the consumer was being cancelled here anyway.
-        """
+        """Forget a consumer; return its queue, None if it was being cancelled anyway."""
         if consumer_tag not in self._active:
             return None
         self._active.remove(consumer_tag)

@@ -82,12 +82,10 @@ class StreamChannel(AdminChannel):
         prefetch: int,
         arguments: Mapping[str, object] | None = None,
     ) -> str:
-        """Subscribe. Blocks for two round trips; deliveries may come before it returns.
+        """Subscribe, and return the consumer tag. Deliveries may come before it returns.
 
-        The offset is a number, a time, ``"first"``, ``"last"`` (the last chunk) or ``"next"``.
-
-        Returns:
-            The consumer tag, to cancel with.
+        Blocks for two round trips. The offset is a number, a time, ``"first"``, ``"last"`` (the last chunk) or
+        ``"next"``.
 
         Raises:
             ConfigurationError: it is another type of queue, which refuses an offset, so nothing was consumed.
@@ -224,9 +222,6 @@ def end_of(channel: StreamChannel, stream: str, patience: float) -> StreamEnd:
     """Find the end of a stream.
 
     Takes some milliseconds, or ``patience`` seconds if the stream is empty.
-
-    Raises:
-        BrokerUnavailable, ConfigurationError, TopologyMismatch: as `StreamChannel.consume`; or nothing comes.
     """
     tag = channel.consume(stream, "last", _PREFETCH)
     found = StreamEnd(0, 0.0)
@@ -248,18 +243,12 @@ def end_of(channel: StreamChannel, stream: str, patience: float) -> StreamEnd:
 
 
 def first_offset(channel: StreamChannel, stream: str, patience: float) -> int | None:
-    """Return the oldest offset of the stream; None if it is empty.
-
-    Errors as for `end_of`.
-    """
+    """Return the oldest offset of the stream; None if it is empty."""
     return _first_from(channel, stream, "first", patience)
 
 
 def offset_at(channel: StreamChannel, stream: str, when: datetime, patience: float) -> int | None:
-    """Return the first offset of a time's chunk; None if nothing is as new.
-
-    Errors as for `end_of`.
-    """
+    """Return the first offset of a time's chunk; None if nothing is as new."""
     return _first_from(channel, stream, when, patience)
 
 
@@ -295,11 +284,7 @@ def _offset(delivery: RawDelivery, stream: str) -> int:
 
 
 def exists(channel: StreamChannel, queue: str) -> bool:
-    """Whether there is a queue of this name.
-
-    Raises:
-        BrokerUnavailable: it cannot be told, or the connection is lost.
-    """
+    """Whether there is a queue of this name."""
     try:
         channel.perform(CheckQueue(queue))
     except StepRefused as refused:
@@ -313,7 +298,7 @@ def exists(channel: StreamChannel, queue: str) -> bool:
 
 
 class PartitionFinder:
-    """Finds streams, the partitions of super streams among them, and looks again for new ones.
+    """Finds streams and partitions of super streams, and looks again for new ones.
 
     A super stream is an exchange; its partitions are bound to it, in the order of ``x-stream-partition-order``. AMQP
     lists no bindings: with the management API they are read, and without it partitions are those that are called
@@ -329,12 +314,7 @@ class PartitionFinder:
         self._looked_at = float("-inf")
 
     def streams(self, channel: StreamChannel) -> list[str]:
-        """Return the streams in order, each once.
-
-        Raises:
-            ConfigurationError: a name is neither a stream nor a super stream.
-            BrokerUnavailable: the broker, or its management API, does not answer, and nothing is known yet.
-        """
+        """Return the streams in order, each once."""
         now = time.monotonic()
         if now - self._looked_at >= _LOOK_AGAIN:
             for name in self._names:

@@ -1,9 +1,9 @@
-"""Positions in streams, as Spark keeps them in its checkpoint: limits, splits, filters.
+"""Positions in streams, as Spark keeps them: limits, splits, filters.
 
-A position is the offset of the next message to read; by stream, in JSON: ``{"events": 1200}``, as Spark's Kafka source
-has them. Where a query begins is marked (``{"initial": {"events": 1200}}``), since Spark does not write that down, and
-may ask for it again, when "latest" has become another: the first batch of a query is therefore empty, and its end is
-where the query begins.
+A position is the offset of the next message to read; by stream, in the checkpoint as JSON: ``{"events": 1200}``, as
+Spark's Kafka source has them. Where a query begins is marked (``{"initial": {"events": 1200}}``), since Spark does not
+write that down, and may ask for it again, when "latest" has become another: the first batch of a query is therefore
+empty, and its end is where the query begins.
 
 Invariants: no I/O; a limit lets at least one message through, or a query would stand still; ranges are split without a
 gap and without an overlap; gaps in the offsets themselves are normal, so a range holds at most as many messages as its
@@ -74,11 +74,7 @@ def marked_initial(positions: Positions) -> dict[str, Any]:
 
 
 def from_checkpoint(offset: Mapping[str, Any]) -> tuple[dict[str, int], bool]:
-    """Decode an offset of Spark's: the positions, and whether the query begins there.
-
-    Raises:
-        ConfigurationError: it is not of this source, or of a newer version of it.
-    """
+    """Decode an offset of Spark's: the positions, and whether the query begins there."""
     inner = offset.get(_INITIAL)
     initial = isinstance(inner, dict)
     positions = inner if initial else offset
@@ -98,13 +94,12 @@ def limited(
     size: int | None = None,
     average: Mapping[str, float] | None = None,
 ) -> dict[str, int]:
-    """Limit the messages between two positions, each stream by its share.
+    """Return the end of a batch that is limited, each stream by its share.
+
+    At least one message is let through where there is one.
 
     The limit of bytes holds as far as ``average``, the bytes of a message by stream, is right. A stream that ``start``
     lacks is read from its own beginning elsewhere.
-
-    Returns:
-        The end of the batch. At least one message is let through where there is one.
     """
     backlog = {name: end[name] - start[name] for name in end if end[name] > start[name]}
     total = sum(backlog.values())

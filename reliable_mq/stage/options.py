@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final
 from zlib import crc32
 
-from reliable_mq._util.validation import is_text, is_whole_number, seconds
+from reliable_mq._util.validation import is_text, seconds, whole_number
 from reliable_mq.codec import CodecError, Properties, RawDelivery
 from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
 from reliable_mq.core.stage.session import MissingId, StageSettings
@@ -99,9 +99,8 @@ class StageOptions:
             ("max_outstanding", self.max_outstanding, 65_535),
             ("max_outstanding_bytes", self.max_outstanding_bytes, None),
         ):
-            if number is not None and (not is_whole_number(number, 1) or (most is not None and number > most)):
-                limits = f"from 1 to {most}" if most is not None else "of at least 1"
-                raise ConfigurationError(f"{self._called(name)} must be a whole number {limits}, not {number!r}")
+            if number is not None:
+                whole_number(self._called(name), number, 1, most)
         if self.retention is not None and not (is_text(self.retention) and _AGE.fullmatch(self.retention)):
             raise ConfigurationError(
                 f"{self._called('retention')} must be a number with a unit of Y, M, D, h, m or s, such as 7D, not "

@@ -21,7 +21,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry
@@ -158,14 +158,10 @@ class StageRelay(NullListener):
         Raises:
             ReliableMQError: it could not be, within ``timeout`` seconds or at all.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._declared or self._error is not None, timeout)
-            if self._error is not None:
-                raise self._error
-            if not self._declared:
-                raise self._last_error or BrokerUnavailable(
-                    f"stage {self._options.stage!r} was not declared within {timeout:g} s"
-                )
+        if not self._wait_for(lambda: self._declared, timeout):
+            with self._changed:
+                error = self._last_error
+            raise error or BrokerUnavailable(f"stage {self._options.stage!r} was not declared within {timeout:g} s")
 
     def wait_active(self, timeout: float) -> bool:
         """Wait until it moves messages; return whether it does.
@@ -173,11 +169,7 @@ class StageRelay(NullListener):
         Raises:
             ReliableMQError: it has ended by itself.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._active or self._error is not None, timeout)
-            if self._error is not None:
-                raise self._error
-            return self._active
+        return self._wait_for(lambda: self._active, timeout)
 
     def wait_moved(self, timeout: float) -> bool:
         """Wait until the messages that were ready when it became active are moved.
@@ -193,11 +185,14 @@ class StageRelay(NullListener):
         Raises:
             ReliableMQError: it has ended by itself.
         """
+        return self._wait_for(lambda: self._active and self._has_moved(), timeout)
+
+    def _wait_for(self, condition: Callable[[], bool], timeout: float) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or (self._active and self._has_moved()), timeout)
+            self._changed.wait_for(lambda: self._error is not None or condition(), timeout)
             if self._error is not None:
                 raise self._error
-            return self._active and self._has_moved()
+            return condition()
 
     def wait_ended(self, timeout: float | None = None) -> bool:
         """Wait until it has ended by itself, or was closed; return whether it has."""
