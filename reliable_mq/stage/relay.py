@@ -39,13 +39,13 @@ from reliable_mq.core.channel_setup import (
     refusal,
 )
 from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
+from reliable_mq.core.stage.options import StageOptions
 from reliable_mq.core.stage.session import EpochState, StageSession
 from reliable_mq.core.statistics import StageStatistics, StageStatus
 from reliable_mq.errors import BrokerUnavailable, ConsumeError, ReliableMQError, TopologyMismatch
 from reliable_mq.metrics.families import stage_readings
 from reliable_mq.metrics.registry import Reading, register
 from reliable_mq.settings import ConnectionSettings
-from reliable_mq.stage.options import StageOptions, shard
 from reliable_mq.sync.io_thread import IOThread
 from reliable_mq.url import parse_url
 
@@ -88,7 +88,7 @@ class StageRelay(NullListener):
         if settings is None:
             settings = parse_url(options.url)
         self._options = options
-        self._session = StageSession(options.settings(), shard)
+        self._session = StageSession(options)
         self.statistics: StageStatistics = self._session.statistics
         # Guarded by `_changed`.
         self._changed = threading.Condition()

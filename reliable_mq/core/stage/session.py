@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -38,11 +38,12 @@ from reliable_mq.codec import RawDelivery, append_publish, encode_ack, publish_h
 from reliable_mq.core.consumer.acks import AckBatcher
 from reliable_mq.core.publisher.confirms import ConfirmTracker
 from reliable_mq.core.stage.envelope import Mark, identity, marker, names_of, parts_of, staged, unstaged
+from reliable_mq.core.stage.options import MissingId, StageOptions, shard
 from reliable_mq.core.stage.tail import SETTLED_AFTER, Settled, Tail
 from reliable_mq.core.statistics import StageStatistics
 from reliable_mq.errors import ConsumeError, ReliableMQError
 
-__all__ = ["PASSED", "TRANSITIONS", "EpochState", "MissingId", "StageSession", "StageSettings"]
+__all__ = ["PASSED", "TRANSITIONS", "EpochState", "StageSession"]
 
 PASSED: Final = 20_000
 """Messages never delivered before, after which those that were requeued at the head of the queue have come."""
@@ -53,13 +54,6 @@ _WEIGHT: Final = 0.2  # of the sizes of one read in the average
 _NAMES_KEPT: Final = 4096  # pairs of exchange and routing key
 _SLACK: Final = 1.1  # times the limit of bytes
 _COUNT: Final = b"\x10x-delivery-count"
-
-
-class MissingId(enum.Enum):
-    """What is done with a message that has no message id."""
-
-    REFUSE = "refuse"
-    REPEAT = "repeat"
 
 
 class EpochState(enum.Enum):
@@ -84,19 +78,6 @@ TRANSITIONS: Final[Mapping[str, Mapping[EpochState, set[EpochState]]]] = {
     "lost": {state: {_S.CLOSED} for state in _S},
 }
 del _S
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageSettings:
-    """The settings of a relay's decisions."""
-
-    queue: str
-    partitions: tuple[str, ...]
-    key: Callable[[RawDelivery, bytes | None], bytes]
-    missing_id: MissingId = MissingId.REFUSE
-    max_outstanding: int = 2000
-    max_bytes: int = 64 * 2**20
-    confirm_timeout: float = 30.0
 
 
 @dataclass(slots=True)
@@ -139,13 +120,13 @@ class _Epoch:
 class StageSession:
     """Decide for one relay. Not thread-safe."""
 
-    def __init__(self, settings: StageSettings, shard: Callable[[bytes, int], int]) -> None:
+    def __init__(self, options: StageOptions) -> None:
         self.state = EpochState.CLOSED
         self.statistics = StageStatistics()
         self.prefetch_granted = 0  # of the present subscription; set by the owner
         self.error: ReliableMQError | None = None  # why nothing can be moved any more
-        self._settings = settings
-        self._shard = shard
+        self._options = options
+        self._key_of = options.key_reader()
         self._confirms: ConfirmTracker[_Copy] = ConfirmTracker()
         self._acks = AckBatcher(ack_interval=0.0, prefetch=0)
         self._epoch: _Epoch | None = None
@@ -160,7 +141,7 @@ class StageSession:
 
         ``number`` is that of the generation of the channel; ``name`` is eight bytes that no other epoch has.
         """
-        heads = [publish_head(channel, "", partition, mandatory=True) for partition in self._settings.partitions]
+        heads = [publish_head(channel, "", partition, mandatory=True) for partition in self._options.streams]
         epoch = _Epoch(number, channel, frame_max, name, [_PartitionEpoch(head, Tail(name)) for head in heads])
         epoch.unmarked = len(heads)
         self._epoch = epoch
@@ -199,7 +180,7 @@ class StageSession:
         return next(
             (
                 (name, each.tail.start)
-                for name, each in zip(self._settings.partitions, epoch.partitions, strict=True)
+                for name, each in zip(self._options.streams, epoch.partitions, strict=True)
                 if each.tail.start is not None
             ),
             None,
@@ -212,7 +193,7 @@ class StageSession:
             Whether the read is over, so that its subscription can be cancelled; and the acks to write.
         """
         epoch = self._opened
-        each = epoch.partitions[self._settings.partitions.index(partition)]
+        each = epoch.partitions[self._options.streams.index(partition)]
         self._acks.delivered(messages[0][1].delivery_tag, messages[-1][1].delivery_tag)
         self._acks.finished([delivery.delivery_tag for _, delivery in messages], now)
         over = each.tail.start is None
@@ -248,18 +229,18 @@ class StageSession:
             return b""
         if not len(self._confirms):
             self._progress_at = now
-        settings = self._settings
+        options = self._options
         frames: list[bytes] = []
         copies: list[_Copy] = []
         done: list[int] = []
         size = 0
-        count = len(settings.partitions)
+        count = len(options.streams)
         lows = [_settled(each).low(now, resolved=not epoch.tail) for each in epoch.partitions]
         for delivery in deliveries:
             parts = parts_of(delivery.properties)
             message_id = parts.message_id
-            if not message_id and settings.missing_id is MissingId.REFUSE:
-                self.error = _without_id(settings.queue, delivery)
+            if not message_id and options.missing_id is MissingId.REFUSE:
+                self.error = _without_id(options.queue, delivery)
                 break
             if delivery.redelivered:
                 self._came_back(epoch, delivery)
@@ -273,7 +254,7 @@ class StageSession:
                         continue
             elif epoch.tail:
                 epoch.passed += 1
-            index = self._shard(settings.key(delivery, message_id), count) if count > 1 else 0
+            index = shard(self._key_of(delivery, message_id), count) if count > 1 else 0
             each = epoch.partitions[index]
             names = self._names_of(delivery.exchange, delivery.routing_key)
             properties, body = staged(names, delivery, parts, lows[index], epoch.name, epoch.frame_max)
@@ -327,7 +308,7 @@ class StageSession:
     def overdue(self, now: float) -> bool:
         """Whether nothing was confirmed, or came of a tail, for too long."""
         waits = self.state is EpochState.READING or bool(len(self._confirms))
-        return waits and now - self._progress_at >= self._settings.confirm_timeout
+        return waits and now - self._progress_at >= self._options.confirm_timeout
 
     def waited(self, now: float) -> None:
         """Begin the time for confirms anew: the broker did not read until now."""
@@ -363,12 +344,12 @@ class StageSession:
     @property
     def prefetch(self) -> int:
         """The prefetch that a subscription should have now."""
-        most = self._settings.max_outstanding
+        most = self._options.max_outstanding
         if self._epoch is not None and self._epoch.returned:
             most >>= 2 * max(self._epoch.returned.values())  # 2000, 500, 125, 31, 7, 1
         if self._average is None:
             return max(min(most, _FIRST), 1)
-        fits = int(self._settings.max_bytes / max(self._average, 1.0))
+        fits = int(self._options.max_outstanding_bytes / max(self._average, 1.0))
         grown = _MORE * self.prefetch_granted if self.prefetch_granted else _FIRST
         return max(min(most, fits, grown), 1)
 
@@ -383,14 +364,14 @@ class StageSession:
     @property
     def wants_pause(self) -> bool:
         """Whether too many bytes are held to read on."""
-        return self.held > _SLACK * self._settings.max_bytes
+        return self.held > _SLACK * self._options.max_outstanding_bytes
 
     def _names_of(self, exchange: str, routing_key: str) -> bytes:
         names = self._names.get((exchange, routing_key))
         if names is None:
             if len(self._names) >= _NAMES_KEPT:
                 self._names.clear()
-            names = self._names[exchange, routing_key] = names_of(self._settings.queue, exchange, routing_key)
+            names = self._names[exchange, routing_key] = names_of(self._options.queue, exchange, routing_key)
         return names
 
     def _learn(self, count: int, size: int) -> None:
