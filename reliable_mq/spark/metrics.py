@@ -57,7 +57,6 @@ _gauge = partial(_counted, kind="gauge")
 
 class _SparkStatistics:
     def readings(self) -> Iterator[Reading]:
-        """Yield one reading of all fields."""
         for each in fields(self):  # type: ignore[arg-type]
             family, value = each.metadata["family"], getattr(self, each.name)
             for label, number in dict(value).items() if family.labels else [("", value)]:

@@ -71,7 +71,6 @@ class ConnectionOptions:
     provider: str | None = None  # ``package.module:function``, which returns user and password
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of a `Publisher`, or of `parse_url`."""
         tls = None
         if (self.ca_file, self.cert_file, self.key_file, self.server_name) != (None, None, None, None):
             tls = TLSOptions(
@@ -85,7 +84,6 @@ class ConnectionOptions:
         }
 
     def settings(self, url: str) -> ConnectionSettings:
-        """Return the settings of a connection."""
         return parse_url(url, **self.arguments())
 
 
@@ -105,8 +103,6 @@ class _ReadOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueOptions(_ReadOptions):
-    """Options of queue mode."""
-
     queues: tuple[str, ...]
     max_messages: int = LARGEST_PREFETCH
     max_bytes: int = 32 * 2**20  # of the bodies of a batch; the reader holds up to twice that in memory
@@ -116,8 +112,6 @@ class QueueOptions(_ReadOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamOptions(_ReadOptions):
-    """Options of stream mode."""
-
     streams: tuple[str, ...]  # super streams among them
     starting_offsets: StartingPositions
     starting_timestamp: Timestamps | None = None  # in place of `starting_offsets`
@@ -208,7 +202,6 @@ def _whole(least: int, most: int | None = None) -> Callable[[str, str], int]:
 
 
 def _duration(name: str, text: str) -> float:
-    """Return a time with its unit, in seconds."""
     match = _DURATION.fullmatch(text.strip().lower())
     if match is None:
         _refuse(f"{name} must be a time with its unit, as 500ms, 30s, 5m, 2h or 1d, not {text[:40]!r}")
@@ -252,7 +245,6 @@ def _by_stream(name: str, text: str, wanted: str, is_wanted: Callable[[Any], boo
 
 
 def _positions(name: str, text: str) -> StartingPositions:
-    """Return ``earliest``, ``latest`` or a position by stream."""
     if text.lower() in ("earliest", "latest"):
         return text.lower()
     wanted = '\'earliest\', \'latest\' or JSON like {"stream": 1200, "other": "latest"}'

@@ -48,12 +48,10 @@ class QueuePosition:
 
     @classmethod
     def first(cls, queues: Iterable[str]) -> QueuePosition:
-        """Return the position of a query that has read nothing."""
         return cls("", 0, dict.fromkeys(queues, 0))
 
     @classmethod
     def parse(cls, offset: object) -> QueuePosition:
-        """Decode the output of `as_json`."""
         match offset:
             case {"session": str(session), "sequence": int(sequence), "queues": dict(queues)}:
                 return cls(session, sequence, queues)
@@ -63,7 +61,6 @@ class QueuePosition:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the JSON that Spark keeps."""
         return {"session": self.session, "sequence": self.sequence, "queues": dict(self.queues)}
 
 

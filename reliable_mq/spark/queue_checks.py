@@ -59,8 +59,6 @@ _POLL: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """The result of checking a queue."""
-
     refused: str = ""  # why it cannot be read
     dropped: str = ""  # why it may drop messages (``failOnDataLoss``)
     warnings: tuple[str, ...] = ()
@@ -249,7 +247,6 @@ class QueueClaims:
             self._files.append(file)
 
     def release(self) -> None:
-        """Release the queues for other readers."""
         files, self._files = self._files, []
         for file in files:
             file.close()

@@ -220,7 +220,6 @@ class QueueReader(NullListener):
             self._metrics.write()
 
     def _readings(self) -> Iterator[Reading]:
-        """Return the metrics; called on any thread."""
         with self._changed:
             self.statistics.ready = dict.fromkeys(self._options.queues, 0) | self._ready
             self.statistics.held_bytes, self.statistics.connected = self._batches.held, self._connected
@@ -383,7 +382,6 @@ class QueueReader(NullListener):
         return not self._closing and (self._remaining is None or self._remaining.get(queue, 0) > 0)
 
     def _set_up(self, server: ServerInfo) -> SetupGenerator:
-        """Count ready messages, and subscribe."""
         counted: dict[str, int] = {}
         step: Step
         try:
@@ -407,7 +405,6 @@ class QueueReader(NullListener):
         self._adjust()
 
     def _recall(self, queue: str) -> None:
-        """Requeue the waiting deliveries of a queue."""
         with self._changed:
             recalled = self._batches.recall(queue)
         self._requeue(recalled)
@@ -428,7 +425,6 @@ class QueueReader(NullListener):
             self._io.run(self._subscriptions.resume(queue), self._changed_subscriptions)
 
     def _adjust(self) -> None:
-        """Change the subscriptions if the deliveries held require it."""
         if self._changing or self._closing or not self._connected:
             return
         self._prefetch.returned = max(self._returned.values(), default=0)

@@ -140,7 +140,6 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
         return QueuePosition.first(self._given.queues).as_json()
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
-        """Return ``maxMessagesPerTrigger``."""
         return ReadMaxRows(self._given.max_messages)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
@@ -255,7 +254,6 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
     # -- on executors --------------------------------------------------------------------------------------------------
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Decode the messages of a partition into rows."""
         if not isinstance(partition, QueuePartition):
             raise UsageError(f"{partition!r} is not a partition of queue mode")
         with pa.ipc.open_stream(partition.value) as batches:

@@ -51,7 +51,6 @@ class PrefetchChoice:
 
 
 def choose(given: int | None, queues: Sequence[QueueProfile]) -> PrefetchChoice:
-    """Choose the limit of the prefetch for these queues."""
     single = any(queue.single_active_consumer for queue in queues)
     if given is not None:
         return PrefetchChoice(given, None, given if single else 1, "the option prefetch says so")
@@ -77,8 +76,6 @@ def choose(given: int | None, queues: Sequence[QueueProfile]) -> PrefetchChoice:
 
 
 class PrefetchChange(enum.Enum):
-    """A change of the subscription."""
-
     STAY = enum.auto()
     PAUSE = enum.auto()
     RENEW = enum.auto()
@@ -148,7 +145,6 @@ class PrefetchController:
         return self.granted
 
     def next_change(self, held: int, unacked: int) -> PrefetchChange:
-        """Return how to change the subscription now."""
         if self.paused:
             return (
                 PrefetchChange.RENEW
@@ -204,11 +200,9 @@ class Subscriptions:
 
     @property
     def queues(self) -> set[str]:
-        """The queues that the broker delivers from now."""
         return {self._queue_of[tag] for tag in self._active}
 
     def begin(self) -> Generator[Step, Any, None]:
-        """Consume all wanted queues, on a new channel."""
         self._queue_of.clear()
         self._active.clear()
         yield from self._consume_wanted()

@@ -46,8 +46,6 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class UnsendableRow(NamedTuple):
-    """A row that cannot be a message."""
-
     number: int  # in its partition, from 0
     message_id: str | None
     reason: str
@@ -55,8 +53,6 @@ class UnsendableRow(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """A message and where to publish it to."""
-
     message: Message
     exchange: str
     routing_key: str

@@ -182,7 +182,6 @@ class _Sink(PicklableByName):
         return self._write_id
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int | None = None) -> None:  # noqa: N803
-        """Log how much was written."""
         what, written = _written(messages, batchId)
         logger.info("%s is written: %d messages are confirmed", what, sum(message.rows for message in written))
         dead_lettered = sum(message.dead_lettered for message in written)
@@ -190,7 +189,6 @@ class _Sink(PicklableByName):
             logger.warning("%s: %d rows could not be sent, and are dead-lettered", what, dead_lettered)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int | None = None) -> None:  # noqa: N803
-        """Log that confirmed messages stay published."""
         what, written = _written(messages, batchId)
         logger.warning(
             "%s was given up after %d messages were confirmed, which stay published; a further attempt publishes them "

@@ -165,13 +165,11 @@ class StreamChannel(AdminChannel):
             self._changed.notify_all()
 
     def cancelled(self, consumer_tag: str) -> None:
-        """Note that the stream was deleted, or moves."""
         with self._changed:
             self._cancelled = True
             self._changed.notify_all()
 
     def delivered(self, deliveries: list[RawDelivery]) -> None:
-        """Collect deliveries, in order."""
         self._arriving += deliveries
 
     def read_finished(self) -> None:
@@ -212,8 +210,6 @@ _LAST: Final = 2**63
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """The end of a stream."""
-
     position: int  # after the newest message; 0 for a stream that nothing was ever in
     average: float  # bytes of a message, body and properties, in the last chunk
 

@@ -117,7 +117,6 @@ def limited(
 
 
 def ranges_of(start: Positions, end: Positions) -> list[StreamRange]:
-    """Return the ranges between two positions, without empty ones."""
     return [StreamRange(name, start[name], end[name]) for name in sorted(end) if end[name] > start.get(name, end[name])]
 
 

@@ -223,11 +223,9 @@ class ValueFilter:
 
     @property
     def arguments(self) -> Mapping[str, object]:
-        """The arguments of a consumer."""
         return {"x-stream-filter": sorted(self._values), "x-stream-match-unfiltered": self._unfiltered}
 
     def passes(self, delivery: RawDelivery) -> bool:
-        """Whether to read a message."""
         raw = delivery.properties
         if _FILTER_VALUE.encode() not in raw:
             return self._unfiltered

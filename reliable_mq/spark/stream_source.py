@@ -76,14 +76,11 @@ class _Ranges(PicklableByName):
         return split(ranges, self._options.min_partitions, self._options.max_records)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Read a range, on an executor."""
         if isinstance(partition, StreamRange):  # Spark makes up another one where there is none
             yield from RangeReader(self._options, partition, self._names).batches()
 
 
 class StreamSource(_Ranges, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """The reader of a query in stream mode."""
-
     def __init__(self, options: StreamOptions, names: Sequence[str]) -> None:
         super().__init__(options, names)
         self._planner = _Planner(options)
@@ -109,7 +106,6 @@ class StreamSource(_Ranges, DataSourceStreamReader, SupportsTriggerAvailableNow)
         return ReadMaxRows(self._options.max_messages or _NO_LIMIT)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        """Remember where the streams end now."""
         self._target = {name: end.position for name, end in self._planner.ends(sure=True).items()}
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
@@ -160,7 +156,6 @@ class StreamSource(_Ranges, DataSourceStreamReader, SupportsTriggerAvailableNow)
         return planned
 
     def _too_few(self, begin: Mapping[str, int], end: Mapping[str, int]) -> bool:
-        """Whether to wait for ``minMessagesPerTrigger``."""
         least = self._options.min_messages
         if least is None or self._target is not None:
             return False
@@ -171,7 +166,6 @@ class StreamSource(_Ranges, DataSourceStreamReader, SupportsTriggerAvailableNow)
         return waiting < least and now - self._planned_at < self._options.max_trigger_delay
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
-        """Return the end of the streams, for the query's progress."""
         return self._planner.known_ends()
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
@@ -184,7 +178,6 @@ class StreamSource(_Ranges, DataSourceStreamReader, SupportsTriggerAvailableNow)
         """Do nothing: a stream keeps its messages, and the checkpoint has the position."""
 
     def stop(self) -> None:
-        """Disconnect."""
         self._planner.close()
         self._show_no_more()
 
@@ -215,7 +208,6 @@ class StreamBatch(_Ranges, DataSourceReader):
         self._filters = RangeFilters()
 
     def partitions(self) -> Sequence[InputPartition]:
-        """Return the ranges between ``startingOffsets`` and ``endingOffsets``."""
         planner = _Planner(self._options)
         try:
             end = planner.ending(self._options.ending_offsets)
@@ -291,7 +283,6 @@ class StagedSource(StreamSource):
         return planned
 
     def stop(self) -> None:
-        """Close the relay, and disconnect."""
         self._close_relay()
         super().stop()
 
@@ -315,7 +306,6 @@ class StagedSource(StreamSource):
             relay.close(_CLOSE)
 
     def _show_no_more(self) -> None:
-        """Handle the end of the process."""
         self._close_relay()
         super()._show_no_more()
 
@@ -381,7 +371,6 @@ class _Planner:
         return {name: end.average for name, end in self._ends.items()}
 
     def positions(self, option: str, given: StartingPositions) -> dict[str, int]:
-        """Return the positions to begin at, by the options."""
         channel = self._connected()
         names = self._names(channel)
         if option == "startingOffsets" and self._options.starting_timestamp is not None:
@@ -391,7 +380,6 @@ class _Planner:
         return {name: self._position(channel, name, position) for name, position in by_name.items()}
 
     def ending(self, given: StartingPositions) -> dict[str, int]:
-        """Return the positions to end at, by the options."""
         ends = {name: end.position for name, end in self.ends(sure=True).items()}
         if self._options.ending_timestamp is not None:
             channel = self._connected()
@@ -455,7 +443,6 @@ class _Planner:
         return result
 
     def close(self) -> None:
-        """Disconnect."""
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.__exit__(None, None, None)

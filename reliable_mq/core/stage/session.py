@@ -57,8 +57,6 @@ _COUNT: Final = b"\x10x-delivery-count"
 
 
 class EpochState(enum.Enum):
-    """The state of a session."""
-
     CLOSED = "no channel, or not the active relay"
     FENCING = "the markers are published, and not all confirmed"
     READING = "the tails of the partitions are read"
@@ -82,8 +80,6 @@ del _S
 
 @dataclass(slots=True)
 class _Copy:
-    """A copy that is not confirmed."""
-
     partition: int
     number: int  # in `Settled`; 0 for a marker
     delivery_tag: int
@@ -92,8 +88,6 @@ class _Copy:
 
 @dataclass(slots=True)
 class _PartitionEpoch:
-    """One partition, in one epoch."""
-
     head: bytes
     tail: Tail
     settled: Settled | None = None
@@ -318,7 +312,6 @@ class StageSession:
 
     @property
     def outstanding(self) -> int:
-        """The number of deliveries that are not acked."""
         return self._acks.outstanding
 
     @property
@@ -411,7 +404,6 @@ def _settled(partition: _PartitionEpoch) -> Settled:
 
 
 def _recognised(delivery: RawDelivery) -> tuple[Mark | None, bytes | None]:
-    """Return mark and identity of a message in a stage."""
     found = unstaged(delivery.properties, delivery.body)
     if found is None:
         return None, None

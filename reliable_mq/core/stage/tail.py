@@ -81,7 +81,6 @@ class Tail:
         return False
 
     def _next(self, first: int) -> None:
-        """Decide on the next read, or end."""
         start, known = self.start, self._known
         complete = first == 0 or self._last or (isinstance(start, int) and first > start)
         if known is None and not complete:
@@ -114,7 +113,6 @@ class Settled:
         return self._published
 
     def acked(self, number: int, now: float) -> None:
-        """Note that the original of a copy was acked."""
         if number != self._prefix + 1:
             self._ahead.add(number)
             return
