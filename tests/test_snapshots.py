@@ -27,7 +27,6 @@ from sqlalchemy import create_engine
 from reliable_mq.cli.app import app
 from reliable_mq.core import headers
 from reliable_mq.metrics import families
-from reliable_mq.metrics.registry import Family
 from reliable_mq.outbox import SQLAlchemyOutbox, SQLiteOutbox
 from reliable_mq.spark import metrics as spark_metrics
 from reliable_mq.stores import SQLAlchemyStore, SQLiteStore
@@ -123,7 +122,7 @@ def signature(value: Callable[..., object]) -> str:
 def metric_names() -> Iterator[str]:
     found = {
         *families.FAMILIES.values(),
-        *(value for value in vars(spark_metrics).values() if isinstance(value, Family)),
+        *spark_metrics.FAMILIES,
     }
     for family in sorted(found, key=lambda family: family.full_name):
         yield f"{family.kind} {family.full_name}({', '.join(family.labels)})"

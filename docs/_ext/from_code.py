@@ -30,7 +30,6 @@ from reliable_mq import errors
 from reliable_mq.cli.app import app as command_line
 from reliable_mq.core import headers
 from reliable_mq.metrics.families import FAMILIES
-from reliable_mq.metrics.registry import Family
 from reliable_mq.spark import metrics as spark_metrics
 
 if TYPE_CHECKING:
@@ -108,7 +107,7 @@ class Metrics(FromCode):
     required_arguments = 1
 
     def lines(self) -> Iterator[str]:
-        every = [*FAMILIES.values(), *(value for value in vars(spark_metrics).values() if isinstance(value, Family))]
+        every = [*FAMILIES.values(), *spark_metrics.FAMILIES]
         found = {family.full_name: family for family in every if family.name.startswith(self.arguments[0])}
         common = set.intersection(*(set(family.labels) for family in found.values()))
         if common:

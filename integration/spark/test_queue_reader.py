@@ -29,7 +29,7 @@ from integration.support.spark import requeued_counts
 from reliable_mq import Message, Publisher, Queue
 from reliable_mq.errors import ConfigurationError, ConsumeError
 from reliable_mq.spark.options import QueueOptions, read_options
-from reliable_mq.spark.queue_claims import QueueClaims
+from reliable_mq.spark.queue_checks import QueueClaims
 from reliable_mq.spark.queue_source import QueueSource
 from reliable_mq.testing.waiting import wait_until
 

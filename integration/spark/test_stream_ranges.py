@@ -13,14 +13,12 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, Rea
 
 from reliable_mq import Binding, Exchange, Message, Publisher, Queue
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError, TopologyMismatch
-from reliable_mq.spark import stream_reader, super_streams
+from reliable_mq.spark import stream_broker, stream_reader
 from reliable_mq.spark.datasource import RabbitMQDataSource
 from reliable_mq.spark.options import read_options
-from reliable_mq.spark.stream_broker import StreamChannel, StreamEnd
-from reliable_mq.spark.stream_filters import ValueFilter
+from reliable_mq.spark.stream_broker import PartitionFinder, StreamChannel, StreamEnd
 from reliable_mq.spark.stream_offsets import StreamRange
-from reliable_mq.spark.stream_reader import RangeReader
-from reliable_mq.spark.super_streams import PartitionFinder
+from reliable_mq.spark.stream_reader import RangeReader, ValueFilter
 from reliable_mq.testing.waiting import wait_until
 from reliable_mq.url import parse_url
 
@@ -390,7 +388,7 @@ def test_a_new_partition_is_read_by_a_query_that_runs(
     vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch, by_bindings: bool
 ) -> None:
     """From its first message, after a batch that pins that; the others go on where they were."""
-    monkeypatch.setattr(super_streams, "_LOOK_AGAIN", 0.0)
+    monkeypatch.setattr(stream_broker, "_LOOK_AGAIN", 0.0)
     bind(vhost, {"orders-0": 0, "orders-1": 1})
     given = {"managementUrl": vhost.broker.management.url} if by_bindings else {}
     reader = source(vhost.url, stream="orders", startingOffsets="earliest", **given)

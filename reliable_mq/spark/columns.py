@@ -1,5 +1,8 @@
 """The columns that can be read and written; deliveries as rows, through Arrow.
 
+Headers are text, or of the type that a schema names: a map, or a struct with their names. A value that is not of that
+type is null.
+
 Invariants: a delivery always becomes a row with its body, whatever is wrong with its properties: one that cannot be
 decoded is null; the Arrow types are exactly those that Spark derives from the schema.
 """
@@ -9,14 +12,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from decimal import Decimal
+from typing import Any, Final
 
 import pyarrow as pa
+from pyspark.sql.pandas.types import to_arrow_type
 from pyspark.sql.types import (
+    ArrayType,
     BinaryType,
     BooleanType,
     ByteType,
     DataType,
+    DecimalType,
     DoubleType,
     FloatType,
     IntegerType,
@@ -32,10 +39,7 @@ from pyspark.sql.types import (
 from reliable_mq.codec import CodecError, Properties, RawDelivery
 from reliable_mq.core.stage.envelope import HEADER, unstaged
 from reliable_mq.errors import ConfigurationError
-from reliable_mq.spark.header_values import TypedHeaders, arrow_type, refusal_of, value_of
-
-if TYPE_CHECKING:
-    from reliable_mq.spark.options import WriteOptions
+from reliable_mq.spark.options import WriteOptions
 
 __all__ = [
     "RAW_SCHEMA",
@@ -80,7 +84,10 @@ READ_SCHEMA: Final = StructType(
 _ON_REQUEST: Final = StructType([StructField("traceparent", StringType())])
 _READABLE: Final = StructType([*READ_SCHEMA, *_ON_REQUEST])
 
-_WHOLE: Final = (ByteType, ShortType, IntegerType, LongType)
+_BITS: Final[Mapping[type[DataType], int]] = {ByteType: 8, ShortType: 16, IntegerType: 32, LongType: 64}
+_WHOLE: Final = tuple(_BITS)
+_HEADER_READ: Final = (StringType, BinaryType, BooleanType, *_WHOLE, DoubleType, FloatType, TimestampType)
+_HEADER_WRITTEN: Final = (*_HEADER_READ, DecimalType)
 
 #: The columns that a sink accepts, with their types. Only ``body`` is required.
 WRITTEN: Final[Mapping[str, tuple[type[DataType], ...]]] = {
@@ -103,17 +110,7 @@ WRITTEN: Final[Mapping[str, tuple[type[DataType], ...]]] = {
     "persistent": (BooleanType,),
 }
 
-_ARROW: Final[Mapping[str, Any]] = {
-    "binary": pa.binary(),
-    "string": pa.string(),
-    "bigint": pa.int64(),
-    "int": pa.int32(),
-    "double": pa.float64(),
-    "boolean": pa.bool_(),
-    "timestamp": pa.timestamp("us", tz="UTC"),
-    "map<string,string>": pa.map_(pa.string(), pa.string()),
-}
-_TYPES: Final = {field.name: _ARROW[field.dataType.simpleString()] for field in _READABLE}
+_TYPES: Final = {field.name: to_arrow_type(field.dataType, timezone="UTC") for field in _READABLE}
 _STREAM_OFFSET: Final = "x-stream-offset"
 _TRACEPARENT: Final = b"\x0btraceparent"  # the name in a table
 _STAGED: Final = HEADER.encode()
@@ -141,14 +138,42 @@ _FLAGS: Final = {
 _LATEST: Final = 253_402_300_799  # the last second of the year 9999
 
 
+class TypedHeaders(str):
+    """The name of the column of headers, with the type that a schema gives it."""
+
+    __slots__ = ("kind",)
+
+    kind: DataType
+
+
+def _refusal(kind: DataType, *, read: bool) -> str:
+    """Return why headers cannot be of this type, a map or a struct; empty if they can."""
+    if isinstance(kind, StructType):
+        names = kind.fieldNames()
+        if len(set(names)) < len(names):
+            return f"has a field twice: {', '.join(names)}"
+        if read and not all(field.nullable for field in kind):
+            return "has a field that is NOT NULL, and any header may be missing: leave NOT NULL out"
+        return next(filter(None, (_refusal(field.dataType, read=read) for field in kind)), "")
+    if isinstance(kind, MapType):
+        if not isinstance(kind.keyType, StringType):
+            return f"has a map with keys of {kind.keyType.simpleString()}: names are string"
+        if read and not kind.valueContainsNull:
+            return "has a map of values that are NOT NULL: leave NOT NULL out"
+        return _refusal(kind.valueType, read=read)
+    if isinstance(kind, ArrayType):
+        if read and not kind.containsNull:
+            return "has an array of elements that are NOT NULL: leave NOT NULL out"
+        return _refusal(kind.elementType, read=read)
+    if isinstance(kind, _HEADER_READ if read else _HEADER_WRITTEN):
+        return ""
+    return f"has a {kind.simpleString()} in it, which AMQP has no type for: use string"
+
+
 def check_read_schema(schema: StructType) -> tuple[str, ...]:
     """Check the schema of ``.schema(...)``, or ours; return its column names in order.
 
     Headers of another type than ours are named by `TypedHeaders`.
-
-    Raises:
-        ConfigurationError: it has no column, one twice, one that is not read or is of another type, or says that it is
-            never null.
     """
     names = tuple(schema.fieldNames())
     if not names:
@@ -164,7 +189,7 @@ def check_read_schema(schema: StructType) -> tuple[str, ...]:
             )
         ours = _READABLE[field.name].dataType
         if field.name == "headers" and isinstance(field.dataType, (MapType, StructType)):
-            refusal = refusal_of(field.dataType, read=True)
+            refusal = _refusal(field.dataType, read=True)
             if refusal:
                 raise ConfigurationError(f"column 'headers' of the schema {refusal}")
             ours = field.dataType
@@ -178,20 +203,15 @@ def check_read_schema(schema: StructType) -> tuple[str, ...]:
                 f"column {field.name!r} of the schema, or a value in it, is NOT NULL, and Spark takes the columns of a "
                 "source in Python as they are, which may be null: leave NOT NULL out"
             )
-    return tuple(
-        TypedHeaders.of(field.dataType) if field.name == "headers" and field.dataType != _HEADERS else field.name
-        for field in schema
-    )
+    typed = TypedHeaders("headers")
+    typed.kind = schema["headers"].dataType if "headers" in names else _HEADERS
+    return tuple(typed if name == "headers" and typed.kind != _HEADERS else name for name in names)
 
 
 def check_written_schema(schema: StructType, options: WriteOptions) -> tuple[str, ...]:
     """Check a schema to be written; return its column names in order.
 
     It is called on the driver, before anything is sent.
-
-    Raises:
-        ConfigurationError: a column is missing, unknown, given beside its option, or has a type that is not taken; the
-            text names the column and the remedy.
     """
     names = tuple(schema.fieldNames())
     if len(set(names)) < len(names):
@@ -210,7 +230,7 @@ def check_written_schema(schema: StructType, options: WriteOptions) -> tuple[str
             raise ConfigurationError(
                 f"column {field.name!r} is {field.dataType.simpleString()}, and must be {wanted}: cast it"
             )
-        refusal = refusal_of(field.dataType, read=False) if field.name == "headers" else ""
+        refusal = _refusal(field.dataType, read=False) if field.name == "headers" else ""
         if refusal:
             raise ConfigurationError(f"column 'headers' {refusal}")
     if "body" not in names:
@@ -240,12 +260,7 @@ RAW_SCHEMA: Final = pa.schema(
 
 
 def raw_batch(deliveries: Sequence[RawDelivery], queues: str | Sequence[str]) -> pa.RecordBatch:
-    """Make a batch of `RAW_SCHEMA` of deliveries.
-
-    Args:
-        deliveries: from one queue, or from several.
-        queues: its name, or the name for each delivery.
-    """
+    """Make a batch of `RAW_SCHEMA` of deliveries from one queue, or with one for each."""
     count = len(deliveries)
     return pa.RecordBatch.from_arrays(
         [
@@ -261,12 +276,7 @@ def raw_batch(deliveries: Sequence[RawDelivery], queues: str | Sequence[str]) ->
 
 
 def decode(raw: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
-    """Make rows of a batch of `RAW_SCHEMA`.
-
-    Args:
-        raw: the batch.
-        names: of the columns wanted, in their order.
-    """
+    """Make rows of a batch of `RAW_SCHEMA`."""
     properties: list[Properties] = []
     flags = 0
     if any(name in _READERS for name in names):
@@ -278,7 +288,7 @@ def decode(raw: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
     for name in names:
         read, kind = _READERS.get(name), _TYPES[name]
         if isinstance(name, TypedHeaders):
-            read, kind = _typed_headers(name.kind), arrow_type(name.kind)
+            read, kind = _typed_headers(name.kind), to_arrow_type(name.kind, timezone="UTC")
         types.append(kind)
         if read is None:
             arrays.append(raw.column(name))
@@ -290,13 +300,7 @@ def decode(raw: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
 
 
 def record_batch(deliveries: Sequence[RawDelivery], queue: str, names: Sequence[str]) -> pa.RecordBatch:
-    """Make rows of deliveries; of a staged message, those of its original.
-
-    Args:
-        deliveries: of one queue or stream.
-        queue: its name.
-        names: of the columns wanted, in their order.
-    """
+    """Make rows of deliveries; of a staged message, those of its original."""
     if any(_STAGED in delivery.properties for delivery in deliveries):
         return _staged_batch(deliveries, queue, names)
     return decode(raw_batch(deliveries, queue), names)
@@ -368,10 +372,45 @@ def _typed_headers(kind: DataType) -> Callable[[Properties], Any]:
     """Return a reader of headers of another type than ours."""
 
     def read(properties: Properties) -> Any:
-        own = {name: value for name, value in properties.headers.items() if name != _STREAM_OFFSET}
-        return value_of(kind, own, _as_text)
+        return _of_kind(kind, {name: value for name, value in properties.headers.items() if name != _STREAM_OFFSET})
 
     return read
+
+
+def _of_kind(kind: DataType, value: Any) -> Any:
+    """Return a header, or all of them, for Arrow; None if it is of another type."""
+    if isinstance(kind, StructType):
+        return (
+            {field.name: _of_kind(field.dataType, value.get(field.name)) for field in kind}
+            if isinstance(value, Mapping)
+            else None
+        )
+    if isinstance(kind, MapType):
+        return (
+            [(_as_text(name), _of_kind(kind.valueType, each)) for name, each in value.items()]
+            if isinstance(value, Mapping)
+            else None
+        )
+    if isinstance(kind, ArrayType):
+        return [_of_kind(kind.elementType, each) for each in value] if isinstance(value, list) else None
+    if isinstance(kind, StringType):
+        return _as_text(value)
+    if isinstance(kind, BinaryType):
+        return value.encode("utf-8", "surrogateescape") if isinstance(value, str) else _if(value, bytes)
+    if isinstance(kind, BooleanType):
+        return _if(value, bool)
+    if isinstance(kind, TimestampType):
+        return _if(value, datetime)
+    if isinstance(value, bool) or not isinstance(value, (int, float, Decimal)):
+        return None
+    bits = _BITS.get(type(kind))
+    if bits is None:
+        return float(value)
+    return value if isinstance(value, int) and -(1 << bits - 1) <= value < 1 << bits - 1 else None
+
+
+def _if(value: Any, kind: type) -> Any:
+    return value if isinstance(value, kind) else None
 
 
 def _traceparent(properties: Properties) -> str | None:

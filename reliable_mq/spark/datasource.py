@@ -9,30 +9,25 @@ stops a reader that it has not got. The reader that it returns then raises the e
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any, NoReturn
 
-from pyspark.sql.datasource import DataSource, DataSourceStreamReader
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    DataSourceStreamArrowWriter,
+    DataSourceStreamReader,
+    DataSourceWriter,
+)
 from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow
+from pyspark.sql.types import StructType
 
 from reliable_mq.errors import ConfigurationError, ReliableMQError
 from reliable_mq.spark.columns import READ_SCHEMA, check_read_schema, check_written_schema
-from reliable_mq.spark.options import QueueOptions, read_options, write_options
+from reliable_mq.spark.options import QueueOptions, is_staged, read_options, staged_options, write_options
 from reliable_mq.spark.pickling import PicklableByName, PicklableByNameMeta
 from reliable_mq.spark.queue_source import QueueSource, refuse_batch
 from reliable_mq.spark.sink import BatchSink, StreamSink
-from reliable_mq.spark.stage_options import is_staged, staged_options
-from reliable_mq.spark.stage_source import StagedSource
-from reliable_mq.spark.stream_source import FilteredStreamBatch, StreamBatch, StreamSource
-
-if TYPE_CHECKING:
-    from pyspark.sql.datasource import (
-        DataSourceReader,
-        DataSourceStreamArrowWriter,
-        DataSourceWriter,
-        InputPartition,
-    )
-    from pyspark.sql.streaming.datasource import ReadLimit
-    from pyspark.sql.types import StructType
+from reliable_mq.spark.stream_source import FilteredStreamBatch, StagedSource, StreamBatch, StreamSource
 
 __all__ = ["RabbitMQDataSource", "RefusedStream"]
 
@@ -42,15 +37,10 @@ class RabbitMQDataSource(PicklableByName, DataSource, metaclass=PicklableByNameM
 
     @classmethod
     def name(cls) -> str:
-        """Return the name for ``format()``."""
         return "rabbitmq"
 
     def schema(self) -> StructType:
-        """Return the schema of a read that has none of its own.
-
-        Raises:
-            ConfigurationError: it is a table that is created: Spark does not give it its options when it is read.
-        """
+        """Return the schema of a read that has none of its own."""
         if "provider" in self.options:  # Spark adds it to the properties of a table
             raise ConfigurationError(
                 "CREATE TABLE ... USING rabbitmq cannot be: Spark reads a table in Python without its options, and its "
@@ -60,7 +50,6 @@ class RabbitMQDataSource(PicklableByName, DataSource, metaclass=PicklableByNameM
         return READ_SCHEMA
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        """Return the reader of a batch."""
         if is_staged(self.options):
             staged_options(self.options, streaming=False)  # which refuses it
         options = read_options(self.options, streaming=False)
@@ -77,7 +66,6 @@ class RabbitMQDataSource(PicklableByName, DataSource, metaclass=PicklableByNameM
             return RefusedStream(error)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
-        """Return the writer of a batch."""
         if overwrite:
             raise ConfigurationError(
                 "mode('overwrite') cannot be: what is in a queue is not for a publisher to delete; use mode('append')"
@@ -86,7 +74,6 @@ class RabbitMQDataSource(PicklableByName, DataSource, metaclass=PicklableByNameM
         return BatchSink(options, check_written_schema(schema, options))
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:  # noqa: N802
-        """Return the writer of a streaming query."""
         if overwrite:
             raise ConfigurationError(
                 "outputMode('complete') cannot be: it replaces what was written before, and what is in a queue is not "
@@ -112,33 +99,11 @@ class RefusedStream(PicklableByName, DataSourceStreamReader, SupportsTriggerAvai
     def __init__(self, error: ReliableMQError) -> None:
         self._error = error
 
-    def initialOffset(self) -> NoReturn:  # noqa: N802
-        """Raise the error."""
+    def _refuse(self, *_args: Any, **_named: Any) -> NoReturn:
         raise self._error
 
-    def getDefaultReadLimit(self) -> NoReturn:  # noqa: N802
-        """Raise the error."""
-        raise self._error
-
-    def prepareForTriggerAvailableNow(self) -> NoReturn:  # noqa: N802
-        """Raise the error."""
-        raise self._error
-
-    def latestOffset(self, start: dict[str, object], limit: ReadLimit) -> NoReturn:  # noqa: N802
-        """Raise the error."""
-        raise self._error
-
-    def partitions(self, start: dict[str, object], end: dict[str, object]) -> NoReturn:
-        """Raise the error."""
-        raise self._error
-
-    def read(self, partition: InputPartition) -> NoReturn:
-        """Raise the error."""
-        raise self._error
-
-    def commit(self, end: dict[str, object]) -> NoReturn:
-        """Raise the error."""
-        raise self._error
+    initialOffset = getDefaultReadLimit = prepareForTriggerAvailableNow = latestOffset = _refuse  # noqa: N815
+    partitions = read = commit = _refuse
 
     def stop(self) -> None:
         """Do nothing: there is nothing to close."""

@@ -14,29 +14,28 @@ Invariants: a file is replaced in one step; two living processes never write the
 once, and never stops a query.
 """
 
+# ruff: noqa: RUF009  # _counted and _gauge return fields
+
 from __future__ import annotations
 
 import fcntl
 import logging
 import threading
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from functools import partial
+from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final, Literal
 
-from prometheus_client import CollectorRegistry, write_to_textfile
+from prometheus_client import CollectorRegistry, Metric, write_to_textfile
 
 from reliable_mq._util.hooks import ForkStage, at_fork
 from reliable_mq._util.threads import start_daemon
 from reliable_mq.metrics.registry import Family, Reading, register
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-    from io import TextIOWrapper
-
-    from prometheus_client import Metric
-
-__all__ = ["Exporter", "QueueStatistics", "SinkStatistics", "StreamStatistics", "exporter", "queue_readings"]
+__all__ = ["FAMILIES", "Exporter", "QueueStatistics", "SinkStatistics", "StreamStatistics", "exporter", "locked"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,122 +43,72 @@ _EVERY: Final = 5.0  # seconds between two writes
 _MOST: Final = 1024  # processes of a host
 _STEM: Final = "reliable_mq_spark"
 
-_QUEUE: Final = ("queue",)
-_STREAM: Final = ("stream",)
-
-DELIVERIES = Family("spark_queue_deliveries", "counter", "Deliveries that the driver's reader was given.", _QUEUE)
-ACKED = Family("spark_queue_acked", "counter", "Deliveries acked, since their batch was committed.", _QUEUE)
-REQUEUED = Family("spark_queue_requeued", "counter", "Deliveries requeued unread.", _QUEUE)
-READY = Family("spark_queue_ready", "gauge", "Messages that waited in the queue when last asked for.", _QUEUE)
-BATCHES = Family("spark_queue_batches", "counter", "Batches planned in queue mode.", ())
-HELD_BYTES = Family("spark_queue_held_bytes", "gauge", "Bytes of the deliveries that the driver's reader holds.", ())
-CONNECTED = Family("spark_queue_connected", "gauge", "1 while subscribed.", ())
-RECONNECTS = Family("spark_queue_reconnects", "counter", "Connections lost and made again.", ())
-STALE_ACKS = Family(
-    "spark_queue_stale_acks", "counter", "Acks dropped, since their channel was gone: these messages come again.", ()
-)
-STREAM_END = Family("spark_stream_end", "gauge", "The offset behind the newest message, as last looked up.", _STREAM)
-STREAM_PLANNED = Family("spark_stream_planned", "gauge", "The offset up to which batches are planned.", _STREAM)
-STREAM_BEGIN = Family(
-    "spark_stream_begin",
-    "gauge",
-    "The offset of the oldest message of a stage, as last looked up: nothing is lost while it is at most that planned.",
-    _STREAM,
-)
-STREAM_ROWS = Family("spark_stream_rows", "counter", "Rows that tasks have read.", _STREAM)
-STREAM_RECONNECTS = Family("spark_stream_reconnects", "counter", "Connections of tasks lost and made again.", _STREAM)
-SINK_DEAD_LETTERED = Family(
-    "spark_sink_dead_lettered",
-    "counter",
-    "Rows that could not be sent, whose dead letters are confirmed: again where a task or a batch runs again.",
-    _QUEUE,
-)
+FAMILIES: Final[list[Family]] = []
 
 
-@dataclass(slots=True)
-class QueueStatistics:
-    """Counters of the reader of queue mode: the first three by queue."""
-
-    delivered: Counter[str] = field(default_factory=Counter)
-    acked: Counter[str] = field(default_factory=Counter)
-    requeued: Counter[str] = field(default_factory=Counter)
-    batches: int = 0
-    stale_acks: int = 0
-    reconnects: int = 0
+def _counted(name: str, documentation: str, by: str = "", *, kind: Literal["counter", "gauge"] = "counter") -> Any:
+    """Return the field of a metric: a number, or one for each value of a label."""
+    FAMILIES.append(Family(f"spark_{name}", kind, documentation, (by,) if by else ()))
+    return field(default_factory=Counter if by else int, metadata={"family": FAMILIES[-1]})
 
 
-@dataclass(slots=True)
-class StreamStatistics:
-    """Counters of stream mode, by stream: three on the driver, the others in tasks."""
+_gauge = partial(_counted, kind="gauge")
 
-    begin: dict[str, int] = field(default_factory=dict)
-    end: dict[str, int] = field(default_factory=dict)
-    planned: dict[str, int] = field(default_factory=dict)
-    rows: Counter[str] = field(default_factory=Counter)
-    reconnects: Counter[str] = field(default_factory=Counter)
 
+class _SparkStatistics:
     def readings(self) -> Iterator[Reading]:
-        """Yield one reading of them."""
-        values: tuple[tuple[Family, Mapping[str, int]], ...] = (
-            (STREAM_BEGIN, self.begin),
-            (STREAM_END, self.end),
-            (STREAM_PLANNED, self.planned),
-            (STREAM_ROWS, self.rows),
-            (STREAM_RECONNECTS, self.reconnects),
-        )
-        for family, by_stream in values:
-            for stream, value in dict(by_stream).items():
-                yield Reading(family, (stream,), value)
+        for each in fields(self):  # type: ignore[arg-type]
+            family, value = each.metadata["family"], getattr(self, each.name)
+            for label, number in dict(value).items() if family.labels else [("", value)]:
+                yield Reading(family, (label,) if family.labels else (), number)
 
 
 @dataclass(slots=True)
-class SinkStatistics:
-    """Counters of the sink beside those of its publishers, by dead-letter queue."""
+class QueueStatistics(_SparkStatistics):
+    """Counts and state of the reader of queue mode."""
 
-    dead_lettered: Counter[str] = field(default_factory=Counter)
+    delivered: Counter[str] = _counted("queue_deliveries", "Deliveries that the driver's reader was given.", "queue")
+    acked: Counter[str] = _counted("queue_acked", "Deliveries acked, since their batch was committed.", "queue")
+    requeued: Counter[str] = _counted("queue_requeued", "Deliveries requeued unread.", "queue")
+    ready: dict[str, int] = _gauge("queue_ready", "Messages that waited in the queue when last asked for.", "queue")
+    batches: int = _counted("queue_batches", "Batches planned in queue mode.")
+    held_bytes: int = _gauge("queue_held_bytes", "Bytes of the deliveries that the driver's reader holds.")
+    connected: bool = _gauge("queue_connected", "1 while subscribed.")
+    reconnects: int = _counted("queue_reconnects", "Connections lost and made again.")
+    stale_acks: int = _counted(
+        "queue_stale_acks", "Acks dropped, since their channel was gone: these messages come again."
+    )
 
-    def readings(self) -> Iterator[Reading]:
-        """Yield one reading of them."""
-        for queue, value in dict(self.dead_lettered).items():
-            yield Reading(SINK_DEAD_LETTERED, (queue,), value)
+
+@dataclass(slots=True)
+class StreamStatistics(_SparkStatistics):
+    """Counts of stream mode: three on the driver, the others in tasks."""
+
+    end: dict[str, int] = _gauge("stream_end", "The offset behind the newest message, as last looked up.", "stream")
+    planned: dict[str, int] = _gauge("stream_planned", "The offset up to which batches are planned.", "stream")
+    begin: dict[str, int] = _gauge(
+        "stream_begin",
+        "The offset of the oldest message of a stage, as last looked up: nothing is lost while it is at most that "
+        "planned.",
+        "stream",
+    )
+    rows: Counter[str] = _counted("stream_rows", "Rows that tasks have read.", "stream")
+    reconnects: Counter[str] = _counted("stream_reconnects", "Connections of tasks lost and made again.", "stream")
 
 
-def queue_readings(
-    queues: Iterable[str],
-    statistics: QueueStatistics,
-    *,
-    ready: Mapping[str, int],
-    held_bytes: int,
-    connected: bool,
-) -> Iterator[Reading]:
-    """Yield one reading of the reader of queue mode."""
-    for queue in queues:
-        yield Reading(DELIVERIES, (queue,), statistics.delivered[queue])
-        yield Reading(ACKED, (queue,), statistics.acked[queue])
-        yield Reading(REQUEUED, (queue,), statistics.requeued[queue])
-        yield Reading(READY, (queue,), ready.get(queue, 0))
-    yield Reading(BATCHES, (), statistics.batches)
-    yield Reading(HELD_BYTES, (), held_bytes)
-    yield Reading(CONNECTED, (), connected)
-    yield Reading(RECONNECTS, (), statistics.reconnects)
-    yield Reading(STALE_ACKS, (), statistics.stale_acks)
+@dataclass(slots=True)
+class SinkStatistics(_SparkStatistics):
+    """Counts of the sink beside those of its publishers."""
+
+    dead_lettered: Counter[str] = _counted(
+        "sink_dead_lettered",
+        "Rows that could not be sent, whose dead letters are confirmed: again where a task or a batch runs again.",
+        "queue",
+    )
 
 
 class Exporter:
-    """Write the metrics of this process. Thread-safe.
-
-    Args:
-        directory: of this host; made where it is missing.
-
-    Attributes:
-        registry: the metrics to write; register with it.
-        path: of the file.
-        streams: the counters of stream mode; registered.
-        sink: the counters of the sink; registered.
-
-    Raises:
-        OSError: the directory cannot be written to.
-    """
+    """Write the metrics of this process. Thread-safe."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -237,11 +186,13 @@ def _file(directory: Path, worker: int) -> Path:
 def _claimed(directory: Path) -> tuple[int, TextIOWrapper]:
     """Take the lowest number that no living process has; remove files of dead ones."""
     for worker in range(_MOST):
-        claim = _locked(directory, worker)
+        claim = locked(_lock_of(directory, worker))
         if claim is not None:
             for path in directory.glob(f"{_STEM}_*.prom"):
                 number = path.stem.removeprefix(f"{_STEM}_")
-                other = _locked(directory, int(number)) if number.isdecimal() and int(number) != worker else None
+                other = (
+                    locked(_lock_of(directory, int(number))) if number.isdecimal() and int(number) != worker else None
+                )
                 if other is not None:
                     path.unlink(missing_ok=True)
                     other.close()
@@ -249,9 +200,13 @@ def _claimed(directory: Path) -> tuple[int, TextIOWrapper]:
     raise OSError(f"{_MOST} processes write there")
 
 
-def _locked(directory: Path, worker: int) -> TextIOWrapper | None:
-    """Lock a number for as long as the file is open; None where another process has."""
-    opened = (directory / f".{_STEM}_{worker}.lock").open("a")
+def _lock_of(directory: Path, worker: int) -> Path:
+    return directory / f".{_STEM}_{worker}.lock"
+
+
+def locked(path: Path) -> TextIOWrapper | None:
+    """Lock a file for as long as it is open; None where another process has."""
+    opened = path.open("a")
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

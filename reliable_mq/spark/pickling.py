@@ -23,8 +23,6 @@ class PicklableByNameMeta(ABCMeta):
 
 
 class PicklableByName:
-    """A mixin for a class whose objects Spark pickles."""
-
     def __reduce__(self) -> tuple[Any, tuple[str, str, bytes]]:
         state = self.__getstate__()  # type: ignore[misc,operator,unused-ignore]
         return _unpacked, (type(self).__module__, type(self).__qualname__, pickle.dumps(state))

@@ -22,13 +22,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from reliable_mq.codec import RawDelivery
+from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from reliable_mq.codec import RawDelivery
-    from reliable_mq.core.consumer.delivery import Delivery
 
 __all__ = ["Batches", "QueuePosition", "size_of"]
 
@@ -50,16 +48,10 @@ class QueuePosition:
 
     @classmethod
     def first(cls, queues: Iterable[str]) -> QueuePosition:
-        """Return the position of a query that has read nothing."""
         return cls("", 0, dict.fromkeys(queues, 0))
 
     @classmethod
     def parse(cls, offset: object) -> QueuePosition:
-        """Decode the output of `as_json`.
-
-        Raises:
-            ConfigurationError: it is something else: the checkpoint belongs to another source.
-        """
         match offset:
             case {"session": str(session), "sequence": int(sequence), "queues": dict(queues)}:
                 return cls(session, sequence, queues)
@@ -69,7 +61,6 @@ class QueuePosition:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the JSON that Spark keeps."""
         return {"session": self.session, "sequence": self.sequence, "queues": dict(self.queues)}
 
 
@@ -82,20 +73,12 @@ class _QueueBatch:
 
 
 class Batches:
-    """The deliveries of one reader, waiting and in batches. Not thread-safe.
-
-    Args:
-        session: a name that no other process has.
-
-    Attributes:
-        waiting: deliveries that are in no batch.
-        held: bytes of all deliveries here.
-    """
+    """The deliveries of one reader, waiting and in batches. Not thread-safe."""
 
     def __init__(self, session: str) -> None:
-        self._session = session
-        self.waiting: deque[Delivery] = deque()
-        self.held = 0
+        self._session = session  # a name that no other process has
+        self.waiting: deque[Delivery] = deque()  # in no batch
+        self.held = 0  # bytes of all deliveries here
         self._planned: list[_QueueBatch] = []
         self._last = QueuePosition(session, 0, {})  # the end of the newest batch
 
@@ -119,18 +102,9 @@ class Batches:
     def plan(
         self, start: QueuePosition, *, most: int, most_bytes: int, remaining: Mapping[str, int] | None = None
     ) -> QueuePosition:
-        """Put waiting deliveries into a batch that follows ``start``.
+        """Return the end of a batch of waiting deliveries; ``start`` if nothing waits.
 
-        A batch has one delivery at least, however large that is.
-
-        Args:
-            start: where the batch before has ended.
-            most: deliveries at most.
-            most_bytes: bytes at most.
-            remaining: how many may be taken from each queue; None for no limit.
-
-        Returns:
-            The end of the batch; ``start`` if nothing waits.
+        A batch has one delivery at least, however large that is; ``remaining`` of each queue at most.
         """
         for batch in self._planned:
             if batch.start == start:

@@ -1,84 +1,81 @@
-"""Check the queues of a Spark query at its start; an error names its fix.
+"""Check and claim the queues of a query at its start; an error names its fix.
 
 AMQP does not return a queue's arguments. So the queue, which is known to exist, is compared with our own default
 (`core.channel_setup.compare`). Policies cannot be seen that way, and the texts say so.
 
-Invariant: a queue that drops messages, or would be deleted by our reading it, is refused before anything is consumed.
+Two readers of a queue in one application would share its messages. Spark makes a source of every branch of a query that
+reads a DataFrame, and one for every query. A stream gives each of them every message. A queue gives each message to one
+of them: a join of a queue with itself would lose the rows of both, acked. All readers of an application are on the
+driver's host, so a claim is a lock on a file in the application's own directory (`SPARK_LOCAL_DIRS`), which the
+operating system drops with the process, however it ends.
+
+Invariants: a queue that drops messages, or would be deleted by our reading it, is refused before anything is consumed;
+a claim waits for a few seconds at most, which the reader of a query that has just ended has to go; other applications,
+and readers outside of one, are not concerned.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Generator, Iterator, Mapping
+import os
+import threading
+import time
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any, Final
 
 from reliable_mq.codec.methods import CheckQueue, DeclareQueue
 from reliable_mq.core.channel_setup import Comparison, Pipeline, StepRefused, compare, refusal
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
+from reliable_mq.settings import ConnectionSettings
+from reliable_mq.spark.metrics import locked
+from reliable_mq.spark.options import QueueOptions
 from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.topology import Queue
 from reliable_mq.topology.arguments import ARGUMENTS
 
-if TYPE_CHECKING:
-    from reliable_mq.spark.options import QueueOptions
-
-__all__ = ["CheckResult", "QueueArguments", "QueueProfile", "check_queues", "delivery_limit", "judge"]
+__all__ = [
+    "CheckResult",
+    "QueueClaims",
+    "QueueProfile",
+    "application_directory",
+    "check_queues",
+    "delivery_limit",
+    "judge",
+]
 
 logger = logging.getLogger(__name__)
 
 _NAME: Final = "spark-check"  # of the connection, and in the log
 _LIMIT: Final = ARGUMENTS["x-delivery-limit"]
 _SHORT_TIMEOUT: Final = 600_000  # milliseconds
-
-
-@dataclass(frozen=True, slots=True)
-class QueueArguments:
-    """The declaration of an existing queue."""
-
-    durable: bool = True
-    auto_delete: bool = False
-    values: Mapping[str, object] = field(default_factory=dict)
+_PATIENCE: Final = 15.0  # seconds for the reader of a query that has ended to requeue and go
+_POLL: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """The result of checking a queue.
-
-    Attributes:
-        refused: why it cannot be read; empty if it can.
-        dropped: why it may drop messages (``failOnDataLoss``); empty if it does not.
-        warnings: other flaws.
-    """
-
-    refused: str = ""
-    dropped: str = ""
+    refused: str = ""  # why it cannot be read
+    dropped: str = ""  # why it may drop messages (``failOnDataLoss``)
     warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class QueueProfile:
-    """The arguments of a queue that decide how it is read.
-
-    Attributes:
-        name: of the queue.
-        delivery_limit: None for none. If its arguments are not known, that of the broker's quorum queues.
-        known: whether its arguments are.
-        single_active_consumer: whether it has ``x-single-active-consumer``.
-    """
+    """The arguments of a queue that decide how it is read."""
 
     name: str
-    delivery_limit: int | None = None
-    known: bool = True
+    delivery_limit: int | None = None  # if its arguments are not known, that of the broker's quorum queues
+    known: bool = True  # whether its arguments are
     single_active_consumer: bool = False
 
 
 def check_queues(options: QueueOptions) -> list[QueueProfile]:
-    """Check all queues. Blocks for a connection and some round trips.
-
-    Returns:
-        How each of them is to be read.
+    """Return how queues are to be read. Blocks for a connection and some round trips.
 
     Raises:
         ConfigurationError: one cannot be read, or drops messages and ``failOnDataLoss`` is on.
@@ -93,57 +90,46 @@ def check_queues(options: QueueOptions) -> list[QueueProfile]:
                 channel.perform(CheckQueue(name))
             except StepRefused as refused:
                 raise refusal(CheckQueue(name), refused) from refused
-            arguments = _arguments(channel, name, version)
-            if arguments is None:
+            queue = _declaration(channel, name, version)
+            if queue is None:
                 profiles.append(QueueProfile(name, _in_effect(_LIMIT.default_on(version)), known=False))
                 continue
-            result = judge(name, arguments, version)
+            result = judge(queue, version)
             if result.refused:
                 raise ConfigurationError(result.refused)
             if result.dropped and options.fail_on_data_loss:
                 raise ConfigurationError(f"{result.dropped} (failOnDataLoss=false reads it all the same)")
             for warning in (*filter(None, [result.dropped]), *result.warnings):
                 logger.warning("%s", warning)
-            single = arguments.values.get("x-single-active-consumer") is True
-            profiles.append(QueueProfile(name, delivery_limit(arguments, version), single_active_consumer=single))
+            single = queue.arguments.get("x-single-active-consumer") is True
+            profiles.append(QueueProfile(name, delivery_limit(queue, version), single_active_consumer=single))
     return profiles
 
 
-def delivery_limit(arguments: QueueArguments, version: tuple[int, ...]) -> int | None:
-    """Return the delivery limit in effect; None if there is none.
-
-    Args:
-        arguments: of the queue.
-        version: of the broker.
-    """
-    if arguments.values.get("x-queue-type", "classic") != "quorum":
+def delivery_limit(queue: DeclareQueue, version: tuple[int, ...]) -> int | None:
+    """Return the delivery limit in effect on a broker of this version; None for none."""
+    if queue.arguments.get("x-queue-type", "classic") != "quorum":
         return None
-    return _in_effect(arguments.values.get(_LIMIT.name, _LIMIT.default_on(version)))
+    return _in_effect(queue.arguments.get(_LIMIT.name, _LIMIT.default_on(version)))
 
 
 def _in_effect(limit: object) -> int | None:
     return limit if isinstance(limit, int) and limit >= 0 else None
 
 
-def judge(name: str, arguments: QueueArguments, version: tuple[int, ...]) -> CheckResult:
-    """Return the flaws of a queue.
-
-    Args:
-        name: of the queue.
-        arguments: its own.
-        version: of the broker.
-    """
-    values = arguments.values
+def judge(queue: DeclareQueue, version: tuple[int, ...]) -> CheckResult:
+    """Return the flaws of a queue on a broker of this version."""
+    name, values = queue.name, queue.arguments
     kind = values.get("x-queue-type", "classic")
     if kind == "stream":
         return CheckResult(refused=f"{name!r} is a stream: read it with the option stream, not queue")
-    if arguments.auto_delete:
+    if queue.auto_delete:
         return CheckResult(
             refused=f"queue {name!r} is auto-delete: it would be deleted with all its messages when this query stops "
             "reading it; bind a durable queue to the same exchange, and read that"
         )
     warnings = []
-    if not arguments.durable:
+    if not queue.durable:
         warnings.append(
             f"queue {name!r} is not durable: it does not survive a restart of the broker; declare a durable one"
         )
@@ -155,7 +141,7 @@ def judge(name: str, arguments: QueueArguments, version: tuple[int, ...]) -> Che
         )
     if kind != "quorum":
         return CheckResult(warnings=tuple(warnings))
-    limit = delivery_limit(arguments, version)
+    limit = delivery_limit(queue, version)
     if limit is None:
         return CheckResult(warnings=tuple(warnings))
     own = "" if _LIMIT.name in values else " (the broker's default)"
@@ -188,16 +174,16 @@ def _quietly() -> Iterator[None]:
         connector.removeFilter(other)
 
 
-def _arguments(channel: AdminChannel, name: str, version: tuple[int, ...]) -> QueueArguments | None:
-    """Return the arguments of an existing queue; None if they cannot be known."""
+def _declaration(channel: AdminChannel, name: str, version: tuple[int, ...]) -> DeclareQueue | None:
+    """Return the declaration of an existing queue; None if it cannot be known."""
     try:
         comparison = _carry_out(channel, compare(DeclareQueue(name, arguments=Queue(name).arguments_for(version))))
     except BrokerUnavailable as error:
         text = str(error)
     else:
-        existing, text = comparison.existing, comparison.ended_by
-        if isinstance(existing, DeclareQueue):
-            return QueueArguments(existing.durable, existing.auto_delete, existing.arguments)
+        if isinstance(comparison.existing, DeclareQueue):
+            return comparison.existing
+        text = comparison.ended_by
     logger.warning(
         "the arguments of queue %r cannot be looked at (%s): make sure that it has x-delivery-limit=-1 or a "
         "dead-letter exchange, where it is a quorum queue",
@@ -221,3 +207,46 @@ def _carry_out(channel: AdminChannel, steps: Generator[Pipeline, Any, Comparison
     except StopIteration as stop:
         comparison: Comparison = stop.value
         return comparison
+
+
+# -- claims ------------------------------------------------------------------------------------------------------------
+
+
+def application_directory() -> Path | None:
+    """Return the directory that this application alone has; None outside of Spark."""
+    first = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0]
+    directory = Path(first)
+    return directory if directory.name.startswith("blockmgr-") and directory.is_dir() else None
+
+
+class QueueClaims:
+    """The queues that a reader has claimed. Not thread-safe."""
+
+    def __init__(self, directory: Path | None, settings: ConnectionSettings) -> None:
+        self._directory = directory  # None claims nothing
+        self._broker = str(settings)  # queues of the same name on other brokers are others
+        self._files: list[TextIOWrapper] = []
+
+    def claim(self, queues: Sequence[str], *, patience: float = _PATIENCE) -> None:
+        """Claim all queues. Blocks for ``patience`` seconds while another reader has one."""
+        if self._directory is None:
+            return
+        deadline = time.monotonic() + patience
+        for queue in sorted(queues):  # two readers that claim the same queues do not wait for each other
+            name = hashlib.sha256(f"{self._broker}\0{queue}".encode()).hexdigest()[:24]
+            while (file := locked(self._directory / f"reliable-mq-{name}.lock")) is None:
+                if time.monotonic() >= deadline:
+                    self.release()
+                    raise ConfigurationError(
+                        f"queue {queue!r} is read twice in this application, and each message would come to one of the "
+                        "two readers only. Spark makes a reader for every query, and for every branch of one (a "
+                        "self-join, a union): read the queue once, in staged mode (the option stage), whose stream "
+                        "gives every reader all messages; or do all that is to be done with a batch in one foreachBatch"
+                    )
+                threading.Event().wait(_POLL)
+            self._files.append(file)
+
+    def release(self) -> None:
+        files, self._files = self._files, []
+        for file in files:
+            file.close()

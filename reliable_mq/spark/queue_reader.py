@@ -8,7 +8,7 @@ Invariants:
 - A delivery is acked only after its batch was committed, and only on the channel that it came on: if that channel is
   lost, its ack is dropped and counted, and the broker delivers it again.
 - Deliveries of a lost channel that are in no batch are dropped at once.
-- The held bytes are bounded (`queue_prefetch`), whatever the prefetch.
+- The held bytes are bounded (`queue_subscriptions`), whatever the prefetch.
 - Closing requeues uncommitted deliveries by ``basic.nack``, after the subscriptions have ended: the broker would
   deliver them to these again.
 """
@@ -19,34 +19,30 @@ import logging
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
-from reliable_mq.codec import encode_ack, encode_nack
-from reliable_mq.codec.methods import CheckQueue
+from reliable_mq.codec import RawDelivery, encode_ack, encode_nack
+from reliable_mq.codec.methods import CheckQueue, QueueState, Step
 from reliable_mq.connection.interfaces import NullListener
-from reliable_mq.core.channel_setup import StepRefused, is_missing, refusal
+from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator, StepRefused, is_missing, refusal
 from reliable_mq.core.consumer.acks import AckBatcher
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
-from reliable_mq.core.reconnect import ReconnectPolicy
-from reliable_mq.errors import BrokerUnavailable, ConsumeError
-from reliable_mq.metrics.registry import register
-from reliable_mq.spark.metrics import QueueStatistics, exporter, queue_readings
+from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
+from reliable_mq.errors import BrokerUnavailable, ConsumeError, ReliableMQError
+from reliable_mq.metrics.registry import Reading, register
+from reliable_mq.spark.metrics import QueueStatistics, exporter
+from reliable_mq.spark.options import QueueOptions
 from reliable_mq.spark.queue_batches import Batches, QueuePosition
-from reliable_mq.spark.queue_prefetch import PrefetchChange, PrefetchChoice, PrefetchController, times_returned
-from reliable_mq.spark.queue_subscriptions import Subscriptions
+from reliable_mq.spark.queue_subscriptions import (
+    PrefetchChange,
+    PrefetchChoice,
+    PrefetchController,
+    Subscriptions,
+    times_returned,
+)
 from reliable_mq.sync.io_thread import IOThread
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from reliable_mq.codec import RawDelivery
-    from reliable_mq.codec.methods import QueueState, Step
-    from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
-    from reliable_mq.core.reconnect import ConnectionLoss
-    from reliable_mq.errors import ReliableMQError
-    from reliable_mq.metrics.registry import Reading
-    from reliable_mq.spark.options import QueueOptions
 
 __all__ = ["QueueReader", "longest_linger"]
 
@@ -65,21 +61,12 @@ _SUBSCRIBE_AGAIN: Final = 0.5  # seconds after the broker has cancelled a consum
 
 
 class QueueReader(NullListener):
-    """Subscribe to queues, plan batches and ack them. Construction does not connect.
-
-    Args:
-        options: of the source.
-        session: a name that no other process has.
-        prefetch: the limit of the prefetch that was chosen for the queues.
-
-    Attributes:
-        error: why reading has ended by itself, if it has.
-        statistics: counters for metrics.
-    """
+    """Subscribe to queues, plan batches and ack them. Construction does not connect."""
 
     def __init__(self, options: QueueOptions, session: str, prefetch: PrefetchChoice) -> None:
-        self.error: ReliableMQError | None = None
-        self.statistics = QueueStatistics()
+        self.error: ReliableMQError | None = None  # why reading has ended by itself
+        queues = dict.fromkeys(options.queues, 0)
+        self.statistics = QueueStatistics(Counter(queues), Counter(queues), Counter(queues))
         self._options = options
         self._settings = settings = options.connection.settings(options.url)
         # Shared by both threads, guarded by `_changed`.
@@ -233,12 +220,10 @@ class QueueReader(NullListener):
             self._metrics.write()
 
     def _readings(self) -> Iterator[Reading]:
-        """Return the metrics; called on any thread."""
         with self._changed:
-            ready, held, connected = dict(self._ready), self._batches.held, self._connected
-        yield from queue_readings(
-            self._options.queues, self.statistics, ready=ready, held_bytes=held, connected=connected
-        )
+            self.statistics.ready = dict.fromkeys(self._options.queues, 0) | self._ready
+            self.statistics.held_bytes, self.statistics.connected = self._batches.held, self._connected
+        yield from self.statistics.readings()
 
     def _check_missing(self) -> None:
         patience = self._options.missing_queue_timeout
@@ -397,7 +382,6 @@ class QueueReader(NullListener):
         return not self._closing and (self._remaining is None or self._remaining.get(queue, 0) > 0)
 
     def _set_up(self, server: ServerInfo) -> SetupGenerator:
-        """Count ready messages, and subscribe."""
         counted: dict[str, int] = {}
         step: Step
         try:
@@ -421,7 +405,6 @@ class QueueReader(NullListener):
         self._adjust()
 
     def _recall(self, queue: str) -> None:
-        """Requeue the waiting deliveries of a queue."""
         with self._changed:
             recalled = self._batches.recall(queue)
         self._requeue(recalled)
@@ -442,7 +425,6 @@ class QueueReader(NullListener):
             self._io.run(self._subscriptions.resume(queue), self._changed_subscriptions)
 
     def _adjust(self) -> None:
-        """Change the subscriptions if the deliveries held require it."""
         if self._changing or self._closing or not self._connected:
             return
         self._prefetch.returned = max(self._returned.values(), default=0)
@@ -570,9 +552,5 @@ def longest_linger(since: float, *, backlog: bool) -> float:
 
     With a trigger interval, a batch has what came in meanwhile; unacked deliveries of the batch before kept some back.
     If the queue has more, they are worth a part of the interval.
-
-    Args:
-        since: seconds since the batch before.
-        backlog: whether messages are ready in a queue.
     """
     return max(_LINGER, min(_OF_INTERVAL * since, _LONGEST_LINGER)) if backlog else _LINGER

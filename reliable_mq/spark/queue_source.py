@@ -37,26 +37,22 @@ import time
 import uuid
 from _thread import start_new_thread
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
+from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.errors import ConfigurationError, ConsumeError, UsageError
 from reliable_mq.spark.columns import decode, raw_batch
+from reliable_mq.spark.options import QueueOptions
 from reliable_mq.spark.pickling import PicklableByName
 from reliable_mq.spark.queue_batches import QueuePosition, size_of
-from reliable_mq.spark.queue_checks import check_queues
-from reliable_mq.spark.queue_claims import QueueClaims, application_directory
-from reliable_mq.spark.queue_prefetch import choose
+from reliable_mq.spark.queue_checks import QueueClaims, application_directory, check_queues
 from reliable_mq.spark.queue_reader import QueueReader
+from reliable_mq.spark.queue_subscriptions import choose
 from reliable_mq.spark.stream_offsets import worth_having
-
-if TYPE_CHECKING:
-    from reliable_mq.core.consumer.delivery import Delivery
-    from reliable_mq.settings import ConnectionSettings
-    from reliable_mq.spark.options import QueueOptions
 
 __all__ = ["QueuePartition", "QueueSource", "on_termination", "refuse_batch"]
 
@@ -135,14 +131,7 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
         self._finished = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "_options": None,
-            "_names": self._names,
-            "_reader": None,
-            "_claims": None,
-            "_available_now": False,
-            "_finished": False,
-        }
+        return {**dict.fromkeys(self.__dict__), "_names": self._names}
 
     # -- in the reader process -----------------------------------------------------------------------------------------
 
@@ -151,7 +140,6 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
         return QueuePosition.first(self._given.queues).as_json()
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
-        """Return ``maxMessagesPerTrigger``."""
         return ReadMaxRows(self._given.max_messages)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
@@ -220,7 +208,10 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
     def _started_reader(self) -> QueueReader:
         """Return the reader; the first call connects it."""
         if self._reader is None:
-            self._claim(self._given.connection.settings(self._given.url))
+            if self._claims is None:
+                claims = QueueClaims(application_directory(), self._given.connection.settings(self._given.url))
+                claims.claim(self._given.queues)
+                self._claims = claims
             prefetch = choose(self._given.prefetch, check_queues(self._given))
             logger.log(
                 logging.WARNING if prefetch.careful else logging.INFO,
@@ -231,12 +222,6 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
             reader.open()
             self._reader = reader
         return self._reader
-
-    def _claim(self, settings: ConnectionSettings) -> None:
-        if self._claims is None:
-            claims = QueueClaims(application_directory(), settings)
-            claims.claim(self._given.queues)
-            self._claims = claims
 
     def _next_available(self, reader: QueueReader, start: QueuePosition, most: int) -> QueuePosition:
         """Plan a batch of messages that were ready when the query began.
@@ -269,7 +254,6 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
     # -- on executors --------------------------------------------------------------------------------------------------
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Decode the messages of a partition into rows."""
         if not isinstance(partition, QueuePartition):
             raise UsageError(f"{partition!r} is not a partition of queue mode")
         with pa.ipc.open_stream(partition.value) as batches:

@@ -7,63 +7,59 @@ and how many equal rows came before. Equal rows are interchangeable.
 
 Invariants:
 
+- Headers of other types than text have AMQP's type of their kind: an array is a list, a map or a struct is a table.
+  Entries of maps are sorted, since Spark promises no order. Nothing raises for a value that a column of its type can
+  hold, but for text that is not UTF-8.
 - A row that cannot be a message is an `UnsendableRow` in its place; the rows around it are not touched.
 - Within one partition no two rows have the same id. Attempts that see the same rows, in whatever order, make the same
   ids. They contain nothing random, and nothing that differs between processes (``hash`` does).
+
+A row that cannot be sent becomes a dead letter that says why. It has as much of its row as a message can carry: the
+body, and every property and header that is valid. The columns that are not travel as text in a header of ours. Where
+the message was for, and why it was not sent, is in the headers that every dead letter of this package has, so that the
+tools for dead letters read it. A letter can always be encoded, whatever the row holds; it is persistent, has the
+message id of its row if that is one, and else an id that every attempt makes again; nothing in it routes it elsewhere
+or lets it expire.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from hashlib import blake2b
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 
-from reliable_mq.core.headers import trace_ids
-from reliable_mq.errors import ConfigurationError
+from reliable_mq._util.version import OWN_VERSION
+from reliable_mq.codec import Properties, encode_properties, encode_property, encode_table
+from reliable_mq.core import headers
+from reliable_mq.core.publisher.publication import Publication
+from reliable_mq.errors import ConfigurationError, PublishError, PublishRefused
 from reliable_mq.message import Message
-from reliable_mq.spark.header_values import moment, written_values
+from reliable_mq.spark.options import WriteOptions
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+__all__ = ["MessageIds", "Outgoing", "RowPlan", "UnsendableRow", "letter_of_message", "letter_of_row", "written_values"]
 
-    from reliable_mq.spark.options import WriteOptions
-
-__all__ = ["MessageIds", "Outgoing", "RowPlan", "UnsendableRow"]
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class UnsendableRow(NamedTuple):
-    """A row that cannot be a message.
-
-    Attributes:
-        number: of the row in its partition, from 0.
-        message_id: of its message, where it has one.
-        reason: why.
-        values: of its columns: times in microseconds, bytes that are not UTF-8 as surrogate escapes.
-    """
-
-    number: int
+    number: int  # in its partition, from 0
     message_id: str | None
     reason: str
-    values: Mapping[str, Any]
+    values: Mapping[str, Any]  # times in microseconds, bytes that are not UTF-8 as surrogate escapes
 
 
 class Outgoing(NamedTuple):
-    """A message and where to publish it to."""
-
     message: Message
     exchange: str
     routing_key: str
 
 
 class RowPlan:
-    """The meaning of each column. Made on the driver, used on executors: picklable.
-
-    Args:
-        options: ``exchange`` and ``routing_key`` come before the columns of these names.
-        names: of the columns, in their order; checked by `reliable_mq.spark.columns.check_written_schema`.
-    """
+    """The meaning of each column. Made on the driver, used on executors: picklable."""
 
     def __init__(self, options: WriteOptions, names: tuple[str, ...]) -> None:
         self._positions = {name: position for position, name in enumerate(names)}
@@ -94,13 +90,7 @@ class RowPlan:
         return self._routed or "headers" in self._positions
 
     def messages(self, batch: pa.RecordBatch, ids: MessageIds, first: int) -> Iterator[Outgoing | UnsendableRow]:
-        """Return the messages of a batch in order, or rows that cannot be one.
-
-        Args:
-            batch: with the columns that the plan was made for.
-            ids: for the rows whose ``message_id`` is null or missing.
-            first: the number of the batch's first row in its partition.
-        """
+        """Return the messages of a batch in order, or rows that cannot be one."""
         try:
             yield from self._messages(batch, ids, first)
         except UnicodeDecodeError:  # of a whole column, before the first message
@@ -164,7 +154,7 @@ def _properties(names: tuple[str, ...], values: tuple[Any, ...]) -> dict[str, An
         properties["headers"] = dict(properties["headers"])
     if "traceparent" in properties:  # unless the row has a context among its headers
         traceparent = properties.pop("traceparent")
-        if trace_ids(traceparent) is None:
+        if headers.trace_ids(traceparent) is None:
             raise ConfigurationError(
                 f"traceparent must be a context in W3C's form, 00-TRACE-SPAN-01 say, not {traceparent[:80]!r}: null it"
             )
@@ -200,7 +190,70 @@ def _entries(column: pa.Array) -> list[Any]:
     return [None if entries is None else sorted(entries, key=_name) for entries in _plain(column)]
 
 
-def _name(entry: tuple[str, str | None]) -> str:
+def moment(microseconds: int) -> datetime:
+    """Return a time since 1970, in whole seconds."""
+    try:
+        return _EPOCH + timedelta(seconds=microseconds // 1_000_000)
+    except OverflowError as error:  # Spark's timestamps end in the year 294247
+        raise ConfigurationError("timestamp lies outside of the years 1 to 9999: correct it, or null it") from error
+
+
+class _NoTime:
+    """A time that Python has not, which no message can carry."""
+
+    def __init__(self, microseconds: int) -> None:
+        self._microseconds = microseconds
+
+    def __repr__(self) -> str:
+        return f"{self._microseconds} microseconds since 1970"
+
+
+def written_values(column: pa.Array, *, escaped: bool = False) -> list[dict[str, Any] | None]:
+    """Return headers as `Message` takes them, without null fields of structs.
+
+    Raises:
+        UnicodeDecodeError: there is such text, and it is not to be escaped.
+    """
+    plain = column.cast(_plain_type(column.type, escaped))
+    return [_written(column.type, value) for value in plain.to_pylist()]
+
+
+def _plain_type(kind: pa.DataType, escaped: bool) -> pa.DataType:
+    """Return the type with numbers for times, and bytes for text to be escaped."""
+    if pa.types.is_map(kind):
+        return pa.map_(_plain_type(kind.key_type, escaped), _plain_type(kind.item_type, escaped))
+    if pa.types.is_struct(kind):
+        return pa.struct([(field.name, _plain_type(field.type, escaped)) for field in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(_plain_type(kind.value_type, escaped))
+    if pa.types.is_timestamp(kind):
+        return pa.int64()
+    if escaped and pa.types.is_large_string(kind):
+        return pa.large_binary()
+    return pa.binary() if escaped and pa.types.is_string(kind) else kind
+
+
+def _written(kind: pa.DataType, value: Any) -> Any:
+    if value is None:
+        return None
+    if pa.types.is_map(kind):
+        entries = [(_written(kind.key_type, name), _written(kind.item_type, each)) for name, each in value]
+        return dict(sorted(entries, key=_name))
+    if pa.types.is_struct(kind):
+        return {field.name: _written(field.type, value[field.name]) for field in kind if value[field.name] is not None}
+    if pa.types.is_list(kind):
+        return [_written(kind.value_type, each) for each in value]
+    if pa.types.is_timestamp(kind):
+        try:
+            return moment(value)
+        except ConfigurationError:
+            return _NoTime(value)
+    if isinstance(value, bytes) and (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        return value.decode("utf-8", "surrogateescape")
+    return value
+
+
+def _name(entry: tuple[str, Any]) -> str:
     return entry[0]
 
 
@@ -244,9 +297,7 @@ class MessageIds:
     def of(self, body: bytes, values: tuple[object, ...] = ()) -> str:
         """Return the id of the next row.
 
-        Args:
-            body: of the message.
-            values: its other columns, in a fixed order; text, numbers, None, and lists or tuples of these.
+        The values are its other columns, in a fixed order: text, numbers, None, and lists or tuples of these.
         """
         digest = self._base.copy()
         if values:
@@ -263,3 +314,125 @@ class MessageIds:
         count = self._repeated.get(key, 0) + 1
         self._repeated[key] = count
         return f"{self._prefix}/{name.hex()}/{count}"
+
+
+# -- dead letters ------------------------------------------------------------------------------------------------------
+
+_TEXT: Final = 1024  # characters of a value that is no property or header
+_HEADERS: Final = 48 * 2**10  # bytes; a frame holds 128 KiB, or 8 where the broker wants it so
+_LARGEST: Final = 16 * 2**20  # bytes of a body, as a publisher sends it by default
+_CUT: Final = 64 * 2**10  # bytes of a body that is too large
+_TOO_LARGE: Final = 311
+_MOVED: Final = {"user_id": headers.ORIGINAL_USER_ID, "expiration": headers.ORIGINAL_EXPIRATION}
+_COPIES: Final = {"CC": headers.ORIGINAL_CC, "BCC": headers.ORIGINAL_BCC}
+
+
+def letter_of_row(row: UnsendableRow, ids: MessageIds) -> Message:
+    """Return the dead letter of a row that no message can be made of."""
+    values = dict(row.values)
+    body = values.pop("body", None)
+    exchange, routing_key = values.pop("exchange", None), values.pop("routing_key", None)
+    given = dict(values.pop("headers", None) or ())
+    if (traceparent := values.pop("traceparent", None)) is not None:
+        given.setdefault("traceparent", traceparent)
+    table, unfit = _fit_headers(given)
+    fit: dict[str, Any] = {}
+    for name, value in values.items():
+        if value is None or name == "persistent":
+            continue
+        if not _fits(name, value):
+            unfit[name] = _header_text(f"{value} microseconds since 1970" if name == "timestamp" else value)
+        elif name in _MOVED:
+            table[_MOVED[name]] = str(round(value * 1000)) if name == "expiration" else value
+        else:
+            fit[name] = moment(value) if name == "timestamp" else value
+    if "message_id" not in fit:
+        others = sorted((name, value) for name, value in row.values.items() if name != "body")
+        fit["message_id"] = ids.of(body or b"", (body is None, others))
+    table |= _ours(row.reason, exchange or "", routing_key or "")
+    if unfit:
+        table[headers.ORIGINAL_COLUMNS] = unfit
+    body = body or b""
+    return _bounded(Message(body, headers=table, **fit), cut=len(body) > _LARGEST)
+
+
+def letter_of_message(refused: Outgoing | Publication, error: PublishError | ConfigurationError) -> Message:
+    """Return the dead letter of a message that cannot be sent to where its row says."""
+    message = refused.message
+    view = Properties(encode_properties(message))
+    table = {name: value for name, value in view.headers.items() if name not in _COPIES}
+    for name, original in _COPIES.items():
+        if name in view.headers:
+            table[original] = view.headers[name]
+    for name, original in _MOVED.items():
+        value = getattr(view, name)
+        if value is not None:
+            table[original] = value
+    table |= _ours(str(error), refused.exchange, refused.routing_key)
+    letter = message.replace(headers=table, user_id=None, expiration=None, persistent=True)
+    return _bounded(letter, cut=_is_too_large(error))
+
+
+def _is_too_large(error: Exception) -> bool:
+    """Whether a message was refused for its size, here or by the broker."""
+    return isinstance(error, PublishRefused) and (
+        error.reply_code == _TOO_LARGE or "is larger than" in error.reply_text
+    )
+
+
+def _ours(reason: str, exchange: str, routing_key: str) -> dict[str, Any]:
+    table = {
+        headers.FORMAT: headers.FORMAT_VERSION,
+        headers.DEAD_LETTER_REASON: _header_text(reason),
+        headers.CONSUMER: "spark-sink",
+        headers.PACKAGE_VERSION: OWN_VERSION,
+        headers.ORIGINAL_EXCHANGE: _header_text(exchange),
+        headers.ORIGINAL_ROUTING_KEY: _header_text(routing_key),
+    }
+    if not exchange:  # the default exchange: the key names a queue, which a replay goes to
+        table[headers.ORIGINAL_QUEUE] = _header_text(routing_key)
+    return table
+
+
+def _bounded(letter: Message, *, cut: bool) -> Message:
+    """Return a letter that a frame holds, with a body that a broker takes."""
+    ours = letter.headers
+    if len(encode_table(ours)) > _HEADERS:
+        ours = {name: value for name, value in ours.items() if name.startswith(headers.PREFIX)}
+        left_out = "headers, which are too large for a dead letter"
+        ours[headers.ORIGINAL_COLUMNS] = {"headers": left_out}
+        letter = letter.replace(headers=ours)
+    if not cut or len(letter.body) <= _CUT:
+        return letter
+    return letter.replace(body=letter.body[:_CUT], headers={**ours, headers.ORIGINAL_SIZE: len(letter.body)})
+
+
+def _fit_headers(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split headers into those that can be sent, and the text of the others."""
+    fit: dict[str, Any] = {}
+    unfit: dict[str, Any] = {}
+    for name, value in given.items():
+        try:
+            name.encode()
+            encode_property("headers", {name: value})
+        except (ConfigurationError, UnicodeError):
+            unfit[f"headers[{name.encode('utf-8', 'backslashreplace').decode()[:100]}]"] = _header_text(value)
+        else:
+            fit[_COPIES.get(name, name)] = value
+    return fit, unfit
+
+
+def _fits(name: str, value: Any) -> bool:
+    try:
+        if isinstance(value, str):
+            value.encode()
+        encode_property(name, moment(value) if name == "timestamp" else value)
+    except (ConfigurationError, UnicodeError):
+        return False
+    return True
+
+
+def _header_text(value: Any) -> str | bytes:
+    """Return a value as the text of a header: bytes where it is not UTF-8."""
+    text = value if isinstance(value, str) else repr(value)
+    return headers.wire_text(text[:_TEXT])

@@ -15,7 +15,7 @@ Invariants:
 - A writer does nothing when it is made, and can be pickled.
 - After the first failure no further row is sent; outstanding rows are waited for, so that the error has their outcome.
 - With a queue for dead letters, a row that cannot be sent is no failure: its dead letter is confirmed before its task
-  is done (`reliable_mq.spark.dead_rows`). What another row would meet, too, is one: a full queue, a lost broker, an
+  is done (`reliable_mq.spark.rows`). What another row would meet, too, is one: a full queue, a lost broker, an
   exchange or a routing key of the options.
 - No message, log line or error of a writer holds the URL.
 - A publisher belongs to one task at a time, and is kept only if that task has seen everything confirmed. An unused one
@@ -29,32 +29,26 @@ import os
 import threading
 import uuid
 from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
 from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, at_fork
 from reliable_mq.core import headers
 from reliable_mq.errors import ConfigurationError, PublishError, PublishRefused, PublishReturned, ReliableMQError
-from reliable_mq.spark.connections import ConnectionOptions
-from reliable_mq.spark.dead_rows import letter_of_message, letter_of_row
+from reliable_mq.message import Message
 from reliable_mq.spark.metrics import exporter
+from reliable_mq.spark.options import ConnectionOptions, WriteOptions
 from reliable_mq.spark.pickling import PicklableByName
-from reliable_mq.spark.rows import MessageIds, Outgoing, RowPlan, UnsendableRow
+from reliable_mq.spark.rows import MessageIds, Outgoing, RowPlan, UnsendableRow, letter_of_message, letter_of_row
+from reliable_mq.sync.confirmation import Confirmation
 from reliable_mq.sync.publisher import Publisher
 from reliable_mq.topology import Queue
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import pyarrow as pa
-
-    from reliable_mq.message import Message
-    from reliable_mq.spark.options import WriteOptions
-    from reliable_mq.sync.confirmation import Confirmation
 
 __all__ = ["BatchSink", "StreamSink", "WrittenPartition", "close_all", "publisher_pool"]
 
@@ -159,75 +153,63 @@ _QUERY_ID: Final = "sql.streaming.queryId"
 
 @dataclass(frozen=True, slots=True)
 class WrittenPartition(WriterCommitMessage):
-    """The result of a task: all its rows are confirmed.
-
-    Attributes:
-        rows: how many messages.
-        bytes: of their bodies.
-        dead_lettered: those of the rows that could not be sent: their dead letters are confirmed.
-    """
+    """The result of a task: all its rows are confirmed."""
 
     rows: int
-    bytes: int
-    dead_lettered: int = 0
+    bytes: int  # of the bodies
+    dead_lettered: int = 0  # of the rows
 
 
-class BatchSink(PicklableByName, DataSourceArrowWriter):
-    """``df.write.format("rabbitmq")``.
-
-    Args:
-        options: where to.
-        names: of the columns, checked.
-    """
-
+class _Sink(PicklableByName):
     def __init__(self, options: WriteOptions, names: tuple[str, ...]) -> None:
         self._options = options
         self._plan = RowPlan(options, names)
         self._write_id = str(uuid.uuid4())
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WrittenPartition:
-        """Publish a partition; returns when all of it is confirmed.
+        """Publish a partition; return when all of it is confirmed.
 
         Raises:
             PublishError: a row was not confirmed, or cannot be a message.
             BrokerUnavailable: connecting cannot succeed.
         """
-        partition = _partition()
-        return _Partition(self._options, self._plan, f"{self._write_id}/{partition}", partition).write(iterator)
-
-    def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Log how much was written."""
-        _log_commit("the batch", messages)
-
-    def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Log that confirmed messages stay published."""
-        _log_abort("the batch", messages)
-
-
-class StreamSink(PicklableByName, DataSourceStreamArrowWriter):
-    """``df.writeStream.format("rabbitmq")``. Arguments as for `BatchSink`."""
-
-    def __init__(self, options: WriteOptions, names: tuple[str, ...]) -> None:
-        self._options = options
-        self._plan = RowPlan(options, names)
-
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> WrittenPartition:
-        """Publish a partition of a micro-batch. As `BatchSink.write`."""
-        partition = _partition()
         context = TaskContext.get()
-        query, batch = (
-            (context.getLocalProperty(_QUERY_ID), context.getLocalProperty(_BATCH_ID)) if context else (None, None)
+        number = 0 if context is None else context.partitionId()
+        return _Partition(self._options, self._plan, f"{self._prefix(context)}/{number}", number).write(iterator)
+
+    def _prefix(self, _context: TaskContext | None) -> str:
+        """Return the beginning of the message ids, in which partitions follow."""
+        return self._write_id
+
+    def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int | None = None) -> None:  # noqa: N803
+        what, written = _written(messages, batchId)
+        logger.info("%s is written: %d messages are confirmed", what, sum(message.rows for message in written))
+        dead_lettered = sum(message.dead_lettered for message in written)
+        if dead_lettered:
+            logger.warning("%s: %d rows could not be sent, and are dead-lettered", what, dead_lettered)
+
+    def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int | None = None) -> None:  # noqa: N803
+        what, written = _written(messages, batchId)
+        logger.warning(
+            "%s was given up after %d messages were confirmed, which stay published; a further attempt publishes them "
+            "again with the same ids",
+            what,
+            sum(message.rows for message in written),
         )
-        prefix = f"{query or uuid.uuid4()}/{batch or 0}/{partition}"
-        return _Partition(self._options, self._plan, prefix, partition).write(iterator)
 
-    def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        """Log how much was written."""
-        _log_commit(f"micro-batch {batchId}", messages)
 
-    def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        """Log that confirmed messages stay published."""
-        _log_abort(f"micro-batch {batchId}", messages)
+class BatchSink(_Sink, DataSourceArrowWriter):
+    """``df.write.format("rabbitmq")``."""
+
+
+class StreamSink(_Sink, DataSourceStreamArrowWriter):
+    """``df.writeStream.format("rabbitmq")``."""
+
+    def _prefix(self, context: TaskContext | None) -> str:
+        if context is None:
+            return f"{uuid.uuid4()}/0"
+        query, batch = context.getLocalProperty(_QUERY_ID), context.getLocalProperty(_BATCH_ID)
+        return f"{query or uuid.uuid4()}/{batch or 0}"
 
 
 @dataclass(slots=True)
@@ -391,24 +373,6 @@ def _not_dead_lettered(letter: Message, error: Exception) -> PublishError:
     )
 
 
-def _partition() -> int:
-    context = TaskContext.get()
-    return 0 if context is None else context.partitionId()
-
-
-def _log_commit(what: str, messages: Sequence[Any]) -> None:
-    written = [message for message in messages if isinstance(message, WrittenPartition)]
-    logger.info("%s is written: %d messages are confirmed", what, sum(message.rows for message in written))
-    dead_lettered = sum(message.dead_lettered for message in written)
-    if dead_lettered:
-        logger.warning("%s: %d rows could not be sent, and are dead-lettered", what, dead_lettered)
-
-
-def _log_abort(what: str, messages: Sequence[Any]) -> None:
-    written = [message for message in messages if isinstance(message, WrittenPartition)]
-    logger.warning(
-        "%s was given up after %d messages were confirmed, which stay published; a further attempt publishes them again"
-        " with the same ids",
-        what,
-        sum(message.rows for message in written),
-    )
+def _written(messages: Sequence[object], batch_id: int | None) -> tuple[str, list[WrittenPartition]]:
+    what = "the batch" if batch_id is None else f"micro-batch {batch_id}"
+    return what, [message for message in messages if isinstance(message, WrittenPartition)]

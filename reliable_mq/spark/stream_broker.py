@@ -1,4 +1,4 @@
-"""Read streams on one connection, and find their first and last offsets.
+"""Read streams on one connection; find streams, and their first and last offsets.
 
 An ack takes nothing out of a stream: it lets the broker send more. Nothing is retried here; a lost connection is an
 error for the reader, which knows the offset to continue at.
@@ -17,27 +17,36 @@ Invariants:
 
 from __future__ import annotations
 
+import http
+import logging
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from struct import Struct
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from reliable_mq.codec import CodecError, Properties, encode_ack
-from reliable_mq.codec.methods import Cancel, CheckQueue, Consume, QueueState, SetPrefetch
-from reliable_mq.core.channel_setup import StepRefused, is_away, refusal
+from reliable_mq.codec import CodecError, Properties, RawDelivery, encode_ack
+from reliable_mq.codec.methods import Cancel, CheckQueue, Consume, MethodReply, QueueState, SetPrefetch, Step
+from reliable_mq.core.channel_setup import ServerInfo, StepRefused, is_away, refusal
+from reliable_mq.core.reconnect import ConnectionLoss
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
+from reliable_mq.monitoring.management import ManagementAPI, ManagementError
+from reliable_mq.settings import ConnectionSettings
 from reliable_mq.sync.admin_channel import AdminChannel
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from datetime import datetime
+__all__ = [
+    "PartitionFinder",
+    "StreamChannel",
+    "StreamEnd",
+    "bound_partitions",
+    "end_of",
+    "first_offset",
+    "offset_at",
+    "offset_of",
+]
 
-    from reliable_mq.codec import RawDelivery
-    from reliable_mq.codec.methods import MethodReply, Step
-    from reliable_mq.core.channel_setup import ServerInfo
-    from reliable_mq.core.reconnect import ConnectionLoss
-    from reliable_mq.settings import ConnectionSettings
-
-__all__ = ["StreamChannel", "StreamEnd", "end_of", "exists", "first_offset", "offset_at", "offset_of"]
+logger = logging.getLogger(__name__)
 
 _OFFSET: Final = "x-stream-offset"
 _ENTRY: Final = bytes((len(_OFFSET),)) + _OFFSET.encode() + b"l"  # name and type, as RabbitMQ encodes them
@@ -49,10 +58,6 @@ class StreamChannel(AdminChannel):
     """A channel to consume streams. A context manager: entering connects.
 
     One thread at a time may use it.
-
-    Args:
-        settings: where to; each host is tried once.
-        name: of the connection.
     """
 
     def __init__(self, settings: ConnectionSettings, *, name: str) -> None:
@@ -77,16 +82,10 @@ class StreamChannel(AdminChannel):
         prefetch: int,
         arguments: Mapping[str, object] | None = None,
     ) -> str:
-        """Subscribe. Blocks for two round trips; deliveries may come before it returns.
+        """Subscribe, and return the consumer tag. Deliveries may come before it returns.
 
-        Args:
-            stream: its name.
-            offset: a number, a time, ``"first"``, ``"last"`` (the last chunk) or ``"next"``.
-            prefetch: deliveries that may be unacked.
-            arguments: further ones of the consumer.
-
-        Returns:
-            The consumer tag, to cancel with.
+        Blocks for two round trips. The offset is a number, a time, ``"first"``, ``"last"`` (the last chunk) or
+        ``"next"``.
 
         Raises:
             ConfigurationError: it is another type of queue, which refuses an offset, so nothing was consumed.
@@ -166,13 +165,11 @@ class StreamChannel(AdminChannel):
             self._changed.notify_all()
 
     def cancelled(self, consumer_tag: str) -> None:
-        """Note that the stream was deleted, or moves."""
         with self._changed:
             self._cancelled = True
             self._changed.notify_all()
 
     def delivered(self, deliveries: list[RawDelivery]) -> None:
-        """Collect deliveries, in order."""
         self._arriving += deliveries
 
     def read_finished(self) -> None:
@@ -206,28 +203,21 @@ _PREFETCH: Final = 2000  # of the search for the end; a chunk has some thousand 
 _LOOKS: Final = 100  # so many times the prefetch, where messages come in as fast as they are looked at
 _SLOWEST: Final = 30.0  # seconds for the first message of a stream that has some
 _NOT_FOUND: Final = 404
+_LOOK_AGAIN: Final = 30.0  # seconds
+_MOST: Final = 1000
+_LAST: Final = 2**63
 
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """The end of a stream.
-
-    Attributes:
-        position: the offset after the newest one; 0 for a stream that nothing was ever in.
-        average: bytes of a message, body and properties, in the last chunk; 0 where there is none.
-    """
-
-    position: int
-    average: float
+    position: int  # after the newest message; 0 for a stream that nothing was ever in
+    average: float  # bytes of a message, body and properties, in the last chunk
 
 
 def end_of(channel: StreamChannel, stream: str, patience: float) -> StreamEnd:
     """Find the end of a stream.
 
     Takes some milliseconds, or ``patience`` seconds if the stream is empty.
-
-    Raises:
-        BrokerUnavailable, ConfigurationError, TopologyMismatch: as `StreamChannel.consume`; or nothing comes.
     """
     tag = channel.consume(stream, "last", _PREFETCH)
     found = StreamEnd(0, 0.0)
@@ -249,18 +239,12 @@ def end_of(channel: StreamChannel, stream: str, patience: float) -> StreamEnd:
 
 
 def first_offset(channel: StreamChannel, stream: str, patience: float) -> int | None:
-    """Return the oldest offset of the stream; None if it is empty.
-
-    Errors as for `end_of`.
-    """
+    """Return the oldest offset of the stream; None if it is empty."""
     return _first_from(channel, stream, "first", patience)
 
 
 def offset_at(channel: StreamChannel, stream: str, when: datetime, patience: float) -> int | None:
-    """Return the first offset of a time's chunk; None if nothing is as new.
-
-    Errors as for `end_of`.
-    """
+    """Return the first offset of a time's chunk; None if nothing is as new."""
     return _first_from(channel, stream, when, patience)
 
 
@@ -296,11 +280,7 @@ def _offset(delivery: RawDelivery, stream: str) -> int:
 
 
 def exists(channel: StreamChannel, queue: str) -> bool:
-    """Whether there is a queue of this name.
-
-    Raises:
-        BrokerUnavailable: it cannot be told, or the connection is lost.
-    """
+    """Whether there is a queue of this name."""
     try:
         channel.perform(CheckQueue(queue))
     except StepRefused as refused:
@@ -308,3 +288,92 @@ def exists(channel: StreamChannel, queue: str) -> bool:
             return False
         raise refusal(CheckQueue(queue), refused) from refused
     return True
+
+
+# -- super streams -----------------------------------------------------------------------------------------------------
+
+
+class PartitionFinder:
+    """Finds streams and partitions of super streams, and looks again for new ones.
+
+    A super stream is an exchange; its partitions are bound to it, in the order of ``x-stream-partition-order``. AMQP
+    lists no bindings: with the management API they are read, and without it partitions are those that are called
+    ``name-0``, ``name-1`` and so on. A stream that was found stays in its place; where a later look fails, what was
+    found before is kept.
+    """
+
+    def __init__(self, settings: ConnectionSettings, names: Sequence[str], management_url: str | None) -> None:
+        self._settings = settings
+        self._names = names
+        self._management_url = management_url
+        self._found: dict[str, list[str]] = {}  # by name; a stream is its own
+        self._looked_at = float("-inf")
+
+    def streams(self, channel: StreamChannel) -> list[str]:
+        """Return the streams in order, each once."""
+        now = time.monotonic()
+        if now - self._looked_at >= _LOOK_AGAIN:
+            for name in self._names:
+                if self._found.get(name) != [name]:
+                    self._look(channel, name)
+            self._looked_at = now
+        return list(dict.fromkeys(stream for name in self._names for stream in self._found[name]))
+
+    def _look(self, channel: StreamChannel, name: str) -> None:
+        known = self._found.get(name, [])
+        if not known and exists(channel, name):
+            self._found[name] = [name]
+            return
+        try:
+            found = (
+                _numbered(channel, name, known)
+                if self._management_url is None
+                else self._bound(self._management_url, name)
+            )
+        except BrokerUnavailable as error:
+            if not known or self._management_url is None:
+                raise
+            logger.warning("the partitions of super stream %r are not looked up for now: %s", name, error)
+            return
+        for stream in found:
+            if known and stream not in known:
+                logger.info("super stream %r has a new partition %r: it is read from its first message", name, stream)
+        self._found[name] = found
+
+    def _bound(self, management_url: str, name: str) -> list[str]:
+        api = ManagementAPI.at(management_url, self._settings)  # each time: a token may have expired
+        try:
+            bindings = api.get("exchanges", self._settings.virtual_host, name, "bindings", "source")
+        except ManagementError as error:
+            refused = error.status in {http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN}
+            raise BrokerUnavailable(f"the bindings of {name!r} cannot be read: {error}", permanent=refused) from error
+        found = bound_partitions(bindings)
+        if not found:
+            raise ConfigurationError(
+                f"there is no stream {name!r}, and no super stream: no queue is bound to an exchange of that name"
+            )
+        return found
+
+
+def bound_partitions(bindings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the queues of bindings in their order; those without one are last."""
+    order: dict[str, int] = {}
+    for binding in bindings:
+        if binding.get("destination_type") == "queue":
+            place = binding.get("arguments", {}).get("x-stream-partition-order")
+            number = place if isinstance(place, int) else int(place) if str(place).isdecimal() else _LAST
+            queue = str(binding["destination"])
+            order[queue] = min(number, order.get(queue, _LAST))
+    return sorted(order, key=lambda queue: (order[queue], queue))
+
+
+def _numbered(channel: StreamChannel, name: str, known: Sequence[str]) -> list[str]:
+    found = list(known)
+    while len(found) < _MOST and exists(channel, f"{name}-{len(found)}"):
+        found.append(f"{name}-{len(found)}")
+    if not found:
+        raise ConfigurationError(
+            f"there is no stream {name!r}, and no super stream with a partition '{name}-0': create it, or, where the "
+            "partitions of a super stream have other names, give managementUrl, or these, separated by commas"
+        )
+    return found

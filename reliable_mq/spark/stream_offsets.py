@@ -1,13 +1,13 @@
-"""Positions in streams, as Spark keeps them in its checkpoint: limits and splits.
+"""Positions in streams, as Spark keeps them: limits, splits, filters.
 
-A position is the offset of the next message to read; by stream, in JSON: ``{"events": 1200}``, as Spark's Kafka source
-has them. Where a query begins is marked (``{"initial": {"events": 1200}}``), since Spark does not write that down, and
-may ask for it again, when "latest" has become another: the first batch of a query is therefore empty, and its end is
-where the query begins.
+A position is the offset of the next message to read; by stream, in the checkpoint as JSON: ``{"events": 1200}``, as
+Spark's Kafka source has them. Where a query begins is marked (``{"initial": {"events": 1200}}``), since Spark does not
+write that down, and may ask for it again, when "latest" has become another: the first batch of a query is therefore
+empty, and its end is where the query begins.
 
 Invariants: no I/O; a limit lets at least one message through, or a query would stand still; ranges are split without a
 gap and without an overlap; gaps in the offsets themselves are normal, so a range holds at most as many messages as its
-size says.
+size says; no message that passes all of Spark's filters is left out.
 """
 
 from __future__ import annotations
@@ -17,12 +17,23 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
 
-from pyspark.sql.datasource import InputPartition
+from pyspark.sql.datasource import (
+    EqualNullSafe,
+    EqualTo,
+    Filter,
+    GreaterThan,
+    GreaterThanOrEqual,
+    In,
+    InputPartition,
+    LessThan,
+    LessThanOrEqual,
+)
 
 from reliable_mq.errors import ConfigurationError
 
 __all__ = [
     "Positions",
+    "RangeFilters",
     "StreamRange",
     "from_checkpoint",
     "limited",
@@ -63,11 +74,7 @@ def marked_initial(positions: Positions) -> dict[str, Any]:
 
 
 def from_checkpoint(offset: Mapping[str, Any]) -> tuple[dict[str, int], bool]:
-    """Decode an offset of Spark's: the positions, and whether the query begins there.
-
-    Raises:
-        ConfigurationError: it is not of this source, or of a newer version of it.
-    """
+    """Decode an offset of Spark's: the positions, and whether the query begins there."""
     inner = offset.get(_INITIAL)
     initial = isinstance(inner, dict)
     positions = inner if initial else offset
@@ -87,17 +94,12 @@ def limited(
     size: int | None = None,
     average: Mapping[str, float] | None = None,
 ) -> dict[str, int]:
-    """Limit the messages between two positions, each stream by its share.
+    """Return the end of a batch that is limited, each stream by its share.
 
-    Args:
-        start: of the batch.
-        end: of the streams; those that are missing in ``start`` are read from their own beginning elsewhere.
-        messages: at most so many; None for no limit.
-        size: at most so many bytes, as far as ``average`` is right; None for no limit.
-        average: bytes of a message, by stream.
+    At least one message is let through where there is one.
 
-    Returns:
-        The end of the batch. At least one message is let through where there is one.
+    The limit of bytes holds as far as ``average``, the bytes of a message by stream, is right. A stream that ``start``
+    lacks is read from its own beginning elsewhere.
     """
     backlog = {name: end[name] - start[name] for name in end if end[name] > start[name]}
     total = sum(backlog.values())
@@ -115,18 +117,11 @@ def limited(
 
 
 def ranges_of(start: Positions, end: Positions) -> list[StreamRange]:
-    """Return the ranges between two positions, without empty ones."""
     return [StreamRange(name, start[name], end[name]) for name in sorted(end) if end[name] > start.get(name, end[name])]
 
 
 def split(ranges: Iterable[StreamRange], least: int | None, most_records: int | None = None) -> list[StreamRange]:
-    """Split ranges by size.
-
-    Args:
-        ranges: not empty ones.
-        least: pieces at least, as far as they are `worth_having`; None for one of each range.
-        most_records: messages of a piece at most; None for no limit.
-    """
+    """Split ranges, by size, into ``least`` pieces as far as these are `worth_having`."""
     whole = list(ranges)
     counts = [1 if most_records is None else -(-each.size // most_records) for each in whole]
     wanted = 0 if least is None else worth_having(least, sum(each.size for each in whole))
@@ -164,3 +159,53 @@ def _shares(sizes: Mapping[str, int], total: int) -> dict[str, int]:
             shares[name] += 1
             left -= 1
     return shares
+
+
+class RangeFilters:
+    """Filters on offset and queue, which become ranges. Picklable.
+
+    Spark hands over the filters of a batch that are joined by AND, and applies each of them to the rows again. So a
+    filter that is not understood here costs time and nothing else.
+    """
+
+    def __init__(self) -> None:
+        self._first = 0
+        self._end = 2**63  # exclusive
+        self._queues: frozenset[str] | None = None
+
+    def note(self, each: Filter) -> None:
+        """Take a filter into account, if it is one on ``offset`` or ``queue``."""
+        if isinstance(each, (EqualTo, EqualNullSafe)):
+            self._values(each.attribute, (each.value,))
+        elif isinstance(each, In):
+            self._values(each.attribute, each.value)
+        elif (
+            isinstance(each, (GreaterThan, GreaterThanOrEqual, LessThan, LessThanOrEqual))
+            and each.attribute == ("offset",)
+            and _whole(each.value)
+        ):
+            after = each.value + isinstance(each, (GreaterThan, LessThanOrEqual))
+            if isinstance(each, (GreaterThan, GreaterThanOrEqual)):
+                self._first = max(self._first, after)
+            else:
+                self._end = min(self._end, after)
+
+    def applied(self, ranges: Iterable[StreamRange]) -> list[StreamRange]:
+        """Return the parts of ranges that rows may pass the filters from."""
+        cut = [
+            StreamRange(each.stream, max(each.start, self._first), min(each.end, self._end))
+            for each in ranges
+            if self._queues is None or each.stream in self._queues
+        ]
+        return [each for each in cut if each.size > 0]
+
+    def _values(self, attribute: tuple[str, ...], values: tuple[Any, ...]) -> None:
+        if attribute == ("queue",) and all(isinstance(value, str) for value in values):
+            self._queues = frozenset(values) if self._queues is None else self._queues & frozenset(values)
+        elif attribute == ("offset",) and values and all(map(_whole, values)):
+            self._first = max(self._first, min(values))
+            self._end = min(self._end, max(values) + 1)
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

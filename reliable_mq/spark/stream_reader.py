@@ -18,27 +18,23 @@ import logging
 import threading
 import time
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
+import pyarrow as pa
+
+from reliable_mq.codec import CodecError, Properties, RawDelivery
 from reliable_mq.codec.methods import CheckQueue
 from reliable_mq.errors import BrokerUnavailable, ConsumeError, TopologyMismatch
 from reliable_mq.spark.columns import record_batch
 from reliable_mq.spark.metrics import exporter
+from reliable_mq.spark.options import StreamOptions
 from reliable_mq.spark.queue_batches import size_of
-from reliable_mq.spark.queue_prefetch import PrefetchController
+from reliable_mq.spark.queue_subscriptions import PrefetchController
 from reliable_mq.spark.stream_broker import StreamChannel, end_of, first_offset, offset_of
-from reliable_mq.spark.stream_filters import ValueFilter
 from reliable_mq.spark.stream_offsets import StreamRange
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import pyarrow as pa
-
-    from reliable_mq.codec import RawDelivery
-    from reliable_mq.spark.options import StreamOptions
-
-__all__ = ["RangeReader"]
+__all__ = ["RangeReader", "ValueFilter"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,17 +45,11 @@ _GATHER: Final = 0.05  # seconds for which a batch is gathered
 _PATIENCE: Final = 60.0  # seconds without a message, or without a broker, before a task gives up
 _PROBE: Final = 5.0  # seconds for the first message when nothing but the ends is asked for
 _BETWEEN_ATTEMPTS: Final = 0.5
+_FILTER_VALUE: Final = "x-stream-filter-value"
 
 
 class RangeReader:
-    """Read one range, once.
-
-    Args:
-        options: of the source.
-        each: the range.
-        names: of the columns wanted, in their order.
-        patience: seconds without progress after which it gives up.
-    """
+    """Read one range, once."""
 
     def __init__(
         self, options: StreamOptions, each: StreamRange, names: tuple[str, ...], *, patience: float = _PATIENCE
@@ -218,3 +208,29 @@ class RangeReader:
     @property
     def _left(self) -> StreamRange:
         return StreamRange(self._range.stream, self._position, self._range.end)
+
+
+class ValueFilter:
+    """Messages of a stream by their ``x-stream-filter-value``, or without one.
+
+    RabbitMQ keeps a Bloom filter of the values of each chunk, and leaves chunks out that have none of a consumer's.
+    Chunks that it sends have other messages, too, which are left out here.
+    """
+
+    def __init__(self, values: Sequence[str], *, unfiltered: bool) -> None:
+        self._values = frozenset(values)
+        self._unfiltered = unfiltered
+
+    @property
+    def arguments(self) -> Mapping[str, object]:
+        return {"x-stream-filter": sorted(self._values), "x-stream-match-unfiltered": self._unfiltered}
+
+    def passes(self, delivery: RawDelivery) -> bool:
+        raw = delivery.properties
+        if _FILTER_VALUE.encode() not in raw:
+            return self._unfiltered
+        try:
+            value = Properties(raw).headers_beginning(_FILTER_VALUE).get(_FILTER_VALUE)
+        except CodecError:
+            return self._unfiltered
+        return value in self._values if isinstance(value, str) else self._unfiltered

@@ -1,4 +1,4 @@
-"""Stream mode: executors read stream queues, range by range, as often as needed.
+"""Stream and staged mode: executors read stream queues, range by range.
 
 The reader decides on ranges of offsets, in a process of its own beside the driver; the executors read them, in
 parallel. An ack takes nothing out of a stream: the position of a query is in its checkpoint alone.
@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
-from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
+import pyarrow as pa
+from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, Filter, InputPartition
 from pyspark.sql.streaming.datasource import (
     ReadAllAvailable,
     ReadLimit,
@@ -27,23 +29,23 @@ from pyspark.sql.streaming.datasource import (
 
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError
 from reliable_mq.spark.metrics import exporter
+from reliable_mq.spark.options import StagedOptions, StartingPositions, StreamOptions, Timestamps
 from reliable_mq.spark.pickling import PicklableByName
 from reliable_mq.spark.queue_source import on_termination
-from reliable_mq.spark.stream_broker import StreamChannel, StreamEnd, end_of, first_offset, offset_at
-from reliable_mq.spark.stream_filters import RangeFilters
-from reliable_mq.spark.stream_offsets import StreamRange, from_checkpoint, limited, marked_initial, ranges_of, split
+from reliable_mq.spark.stream_broker import PartitionFinder, StreamChannel, StreamEnd, end_of, first_offset, offset_at
+from reliable_mq.spark.stream_offsets import (
+    RangeFilters,
+    StreamRange,
+    from_checkpoint,
+    limited,
+    marked_initial,
+    ranges_of,
+    split,
+)
 from reliable_mq.spark.stream_reader import RangeReader
-from reliable_mq.spark.super_streams import PartitionFinder
+from reliable_mq.stage import StageRelay
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    import pyarrow as pa
-    from pyspark.sql.datasource import Filter
-
-    from reliable_mq.spark.options import StartingPositions, StreamOptions, Timestamps
-
-__all__ = ["FilteredStreamBatch", "StreamBatch", "StreamSource"]
+__all__ = ["FilteredStreamBatch", "StagedSource", "StreamBatch", "StreamSource"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,33 +54,42 @@ _SURE: Final = 3.0  # seconds after which a stream from which nothing comes is e
 _QUICK: Final = 0.25  # the same where it will be asked again
 _AWAY: Final = 1.0  # seconds between two attempts at a broker that is away
 _NO_LIMIT: Final = 2**63 - 1
+_DECLARED: Final = 60.0  # seconds for the stage to be declared
+_ACTIVE: Final = 15.0  # seconds for this relay to be the active one, where a query reads what there is and ends
+_MOVED: Final = 1.0  # seconds between two looks at the relay meanwhile
+_CLOSE: Final = 5.0  # seconds for outstanding confirms
+_LOOK_EVERY: Final = 30.0  # seconds between two looks at the beginning of the stage
+_NEAR: Final = 0.1  # of the messages of a stage before the position of the query: fewer are too few
 
 
 _Value = TypeVar("_Value", int, int | str)
 
 
-class StreamSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """The reader of a query in stream mode.
-
-    Args:
-        options: checked.
-        names: of the columns wanted, in their order; checked.
-    """
+class _Ranges(PicklableByName):
+    """The options and columns of a reader, and what it does on executors."""
 
     def __init__(self, options: StreamOptions, names: Sequence[str]) -> None:
         self._options = options
         self._names = tuple(names)
+
+    def _split(self, ranges: Sequence[StreamRange]) -> list[StreamRange]:
+        return split(ranges, self._options.min_partitions, self._options.max_records)
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        if isinstance(partition, StreamRange):  # Spark makes up another one where there is none
+            yield from RangeReader(self._options, partition, self._names).batches()
+
+
+class StreamSource(_Ranges, DataSourceStreamReader, SupportsTriggerAvailableNow):
+    def __init__(self, options: StreamOptions, names: Sequence[str]) -> None:
+        super().__init__(options, names)
         self._planner = _Planner(options)
         self._target: dict[str, int] | None = None  # where a query with Trigger.AvailableNow ends
         self._planned_at: float | None = None  # the newest batch, or the first call
         self._away_until: float | None = None  # where the broker is away: not to be asked before
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
-        """Return the positions where a new query begins, marked as such.
-
-        Raises:
-            ConfigurationError: an offset to begin at lies behind the end of its stream.
-        """
+        """Return the positions where a new query begins, marked as such."""
         given = self._options.starting_offsets
         positions = self._planner.positions("startingOffsets", given)
         if not isinstance(given, str):
@@ -95,7 +106,6 @@ class StreamSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvail
         return ReadMaxRows(self._options.max_messages or _NO_LIMIT)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        """Remember where the streams end now."""
         self._target = {name: end.position for name, end in self._planner.ends(sure=True).items()}
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
@@ -146,7 +156,6 @@ class StreamSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvail
         return planned
 
     def _too_few(self, begin: Mapping[str, int], end: Mapping[str, int]) -> bool:
-        """Whether to wait for ``minMessagesPerTrigger``."""
         least = self._options.min_messages
         if least is None or self._target is not None:
             return False
@@ -157,24 +166,18 @@ class StreamSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvail
         return waiting < least and now - self._planned_at < self._options.max_trigger_delay
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
-        """Return the end of the streams, for the query's progress."""
         return self._planner.known_ends()
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """Return the ranges of a batch: the same for the same offsets, across restarts."""
         begin, initial = from_checkpoint(start)
         finish, _ = from_checkpoint(end)
-        return [] if initial else _split(self._options, ranges_of(begin, finish))
-
-    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Read a range, on an executor."""
-        return _read(self._options, self._names, partition)
+        return [] if initial else self._split(ranges_of(begin, finish))
 
     def commit(self, end: dict[str, Any]) -> None:
         """Do nothing: a stream keeps its messages, and the checkpoint has the position."""
 
     def stop(self) -> None:
-        """Disconnect."""
         self._planner.close()
         self._show_no_more()
 
@@ -197,32 +200,21 @@ class StreamSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvail
             metrics.write()
 
 
-class StreamBatch(PicklableByName, DataSourceReader):
+class StreamBatch(_Ranges, DataSourceReader):
     """The reader of a batch of stream mode. Arguments as for `StreamSource`."""
 
     def __init__(self, options: StreamOptions, names: Sequence[str]) -> None:
-        self._options = options
-        self._names = tuple(names)
+        super().__init__(options, names)
         self._filters = RangeFilters()
 
     def partitions(self) -> Sequence[InputPartition]:
-        """Return the ranges between ``startingOffsets`` and ``endingOffsets``.
-
-        Raises:
-            ConfigurationError: an offset to end at is not there yet, or one to begin at is behind the end.
-            BrokerUnavailable, TopologyMismatch: the streams cannot be looked at.
-        """
         planner = _Planner(self._options)
         try:
             end = planner.ending(self._options.ending_offsets)
             begin = planner.beginning(self._options.starting_offsets, end)
         finally:
             planner.close()
-        return _split(self._options, self._filters.applied(ranges_of(begin, end)))
-
-    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Read a range, on an executor."""
-        return _read(self._options, self._names, partition)
+        return self._split(self._filters.applied(ranges_of(begin, end)))
 
 
 class FilteredStreamBatch(StreamBatch):
@@ -240,6 +232,100 @@ class FilteredStreamBatch(StreamBatch):
         for each in filters:
             self._filters.note(each)
         return filters
+
+
+class StagedSource(StreamSource):
+    """The reader of a query in staged mode.
+
+    A relay moves a queue into the stream that executors read. It runs in the reader's process beside the driver, unless
+    ``stageBy`` says that something else fills the stage. What it moves is exactly once in the stage
+    (`reliable_mq.stage`), and the position of the query is in its checkpoint: so a batch that runs again has the same
+    rows, and no row passes the driver. Nothing is moved before Spark asks for something; the relay ends with the
+    process, or before it: at the end of a query it acks what the stage has confirmed.
+    """
+
+    def __init__(self, options: StagedOptions, names: Sequence[str]) -> None:
+        super().__init__(options.stream, names)
+        self._relay_options = options.relay
+        self._relay: StageRelay | None = None
+        self._closed = False
+        self._looked_at = float("-inf")
+
+    def initialOffset(self) -> dict[str, Any]:  # noqa: N802
+        """Return the positions where a new query begins. The stage is declared then."""
+        self._begin()
+        return super().initialOffset()
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        """Move the messages that are ready now; then remember where the stage ends."""
+        relay = self._begin()
+        if relay is not None:
+            if relay.wait_active(_ACTIVE):
+                while not relay.wait_moved(_MOVED):
+                    pass
+            else:
+                logger.warning(
+                    "another relay moves messages into the stage, or the broker is away: reading what the stage has now"
+                )
+            self._close_relay()
+        super().prepareForTriggerAvailableNow()
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
+        """Return the end of the next batch, or raise why the relay has ended by itself."""
+        relay = self._begin()
+        if relay is not None and relay.error is not None:
+            raise relay.error
+        planned = super().latestOffset(start, limit)
+        now = time.monotonic()
+        if now - self._looked_at >= _LOOK_EVERY:
+            self._looked_at = now
+            self._check_retention(from_checkpoint(start)[0])
+        return planned
+
+    def stop(self) -> None:
+        self._close_relay()
+        super().stop()
+
+    def _begin(self) -> StageRelay | None:
+        """Return the relay, started; None where there is none, or no longer."""
+        if self._relay is None and self._relay_options is not None and not self._closed:
+            metrics = exporter(self._options.metrics_directory)
+            registry = None if metrics is None else metrics.registry
+            settings = self._options.connection.settings(self._options.url)
+            relay = StageRelay(self._relay_options, registry=registry, settings=settings)
+            on_termination(self._show_no_more)
+            relay.start()
+            self._relay = relay
+            relay.wait_declared(_DECLARED)
+        return self._relay
+
+    def _close_relay(self) -> None:
+        relay, self._relay = self._relay, None
+        self._closed = True
+        if relay is not None:
+            relay.close(_CLOSE)
+
+    def _show_no_more(self) -> None:
+        self._close_relay()
+        super()._show_no_more()
+
+    def _check_retention(self, position: Mapping[str, int]) -> None:
+        """Show the stage's oldest offset; warn where unread messages are about to go."""
+        ends, beginnings = self._planner.known_ends() or {}, self._planner.beginnings()
+        metrics = exporter(self._options.metrics_directory)
+        if metrics is not None:
+            metrics.streams.begin.update(beginnings)
+        for name, first in beginnings.items():
+            at, end = position.get(name, 0), ends.get(name, 0)
+            if first and at < end and at - first < _NEAR * (end - first):
+                logger.warning(
+                    "stage %r drops its oldest messages, it begins at offset %d, and the query has read up to offset "
+                    "%d of %d: raise stageRetention and stageMaxBytes, or read faster",
+                    name,
+                    first,
+                    at,
+                    end,
+                )
 
 
 class _Planner:
@@ -285,7 +371,6 @@ class _Planner:
         return {name: end.average for name, end in self._ends.items()}
 
     def positions(self, option: str, given: StartingPositions) -> dict[str, int]:
-        """Return the positions to begin at, by the options."""
         channel = self._connected()
         names = self._names(channel)
         if option == "startingOffsets" and self._options.starting_timestamp is not None:
@@ -295,7 +380,6 @@ class _Planner:
         return {name: self._position(channel, name, position) for name, position in by_name.items()}
 
     def ending(self, given: StartingPositions) -> dict[str, int]:
-        """Return the positions to end at, by the options."""
         ends = {name: end.position for name, end in self.ends(sure=True).items()}
         if self._options.ending_timestamp is not None:
             channel = self._connected()
@@ -359,7 +443,6 @@ class _Planner:
         return result
 
     def close(self) -> None:
-        """Disconnect."""
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.__exit__(None, None, None)
@@ -415,12 +498,3 @@ def _second(milliseconds: int, *, up: bool = False) -> datetime:
     return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(
         seconds=-(-milliseconds // 1000) if up else milliseconds // 1000
     )
-
-
-def _split(options: StreamOptions, ranges: Sequence[StreamRange]) -> list[StreamRange]:
-    return split(ranges, options.min_partitions, options.max_records)
-
-
-def _read(options: StreamOptions, names: tuple[str, ...], partition: InputPartition) -> Iterator[pa.RecordBatch]:
-    if isinstance(partition, StreamRange):  # Spark makes up another one where there is none
-        yield from RangeReader(options, partition, names).batches()

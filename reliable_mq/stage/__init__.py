@@ -7,8 +7,7 @@ original then. It is the relay of ``format("rabbitmq")`` with the option ``stage
 
 from __future__ import annotations
 
-from reliable_mq.core.stage.session import MissingId
-from reliable_mq.stage.options import StageOptions
+from reliable_mq.core.stage.options import MissingId, StageOptions
 from reliable_mq.stage.relay import StageRelay
 
 __all__ = ["MissingId", "StageOptions", "StageRelay"]

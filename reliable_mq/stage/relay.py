@@ -21,36 +21,33 @@ import logging
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, Final
 
-from reliable_mq.codec import Properties
-from reliable_mq.codec.methods import Cancel, CheckQueue, ConfirmSelect, Consume, QueueState, SetPrefetch
+from prometheus_client import CollectorRegistry
+
+from reliable_mq.codec import Properties, RawDelivery
+from reliable_mq.codec.methods import Cancel, CheckQueue, ConfirmSelect, Consume, QueueState, SetPrefetch, Step
 from reliable_mq.connection.interfaces import NullListener
-from reliable_mq.core.channel_setup import StepRefused, is_missing, publisher_setup, refusal
-from reliable_mq.core.reconnect import ReconnectPolicy
+from reliable_mq.core.channel_setup import (
+    ServerInfo,
+    SetupGenerator,
+    StepGenerator,
+    StepRefused,
+    is_missing,
+    publisher_setup,
+    refusal,
+)
+from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
+from reliable_mq.core.stage.options import StageOptions
 from reliable_mq.core.stage.session import EpochState, StageSession
-from reliable_mq.core.statistics import StageStatus
-from reliable_mq.errors import BrokerUnavailable, ConsumeError, TopologyMismatch
+from reliable_mq.core.statistics import StageStatistics, StageStatus
+from reliable_mq.errors import BrokerUnavailable, ConsumeError, ReliableMQError, TopologyMismatch
 from reliable_mq.metrics.families import readings
-from reliable_mq.metrics.registry import register
-from reliable_mq.stage.options import shard
+from reliable_mq.metrics.registry import Reading, register
+from reliable_mq.settings import ConnectionSettings
 from reliable_mq.sync.io_thread import IOThread
 from reliable_mq.url import parse_url
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
-
-    from prometheus_client import CollectorRegistry
-
-    from reliable_mq.codec import RawDelivery
-    from reliable_mq.codec.methods import Step
-    from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
-    from reliable_mq.core.reconnect import ConnectionLoss
-    from reliable_mq.core.statistics import StageStatistics
-    from reliable_mq.errors import ReliableMQError
-    from reliable_mq.metrics.registry import Reading
-    from reliable_mq.settings import ConnectionSettings
-    from reliable_mq.stage.options import StageOptions
 
 __all__ = ["StageRelay"]
 
@@ -91,7 +88,7 @@ class StageRelay(NullListener):
         if settings is None:
             settings = parse_url(options.url)
         self._options = options
-        self._session = StageSession(options.settings(), shard)
+        self._session = StageSession(options)
         self.statistics: StageStatistics = self._session.statistics
         # Guarded by `_changed`.
         self._changed = threading.Condition()
@@ -161,14 +158,10 @@ class StageRelay(NullListener):
         Raises:
             ReliableMQError: it could not be, within ``timeout`` seconds or at all.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._declared or self._error is not None, timeout)
-            if self._error is not None:
-                raise self._error
-            if not self._declared:
-                raise self._last_error or BrokerUnavailable(
-                    f"stage {self._options.stage!r} was not declared within {timeout:g} s"
-                )
+        if not self._wait_for(lambda: self._declared, timeout):
+            with self._changed:
+                error = self._last_error
+            raise error or BrokerUnavailable(f"stage {self._options.stage!r} was not declared within {timeout:g} s")
 
     def wait_active(self, timeout: float) -> bool:
         """Wait until it moves messages; return whether it does.
@@ -176,11 +169,7 @@ class StageRelay(NullListener):
         Raises:
             ReliableMQError: it has ended by itself.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._active or self._error is not None, timeout)
-            if self._error is not None:
-                raise self._error
-            return self._active
+        return self._wait_for(lambda: self._active, timeout)
 
     def wait_moved(self, timeout: float) -> bool:
         """Wait until the messages that were ready when it became active are moved.
@@ -196,11 +185,14 @@ class StageRelay(NullListener):
         Raises:
             ReliableMQError: it has ended by itself.
         """
+        return self._wait_for(lambda: self._active and self._has_moved(), timeout)
+
+    def _wait_for(self, condition: Callable[[], bool], timeout: float) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or (self._active and self._has_moved()), timeout)
+            self._changed.wait_for(lambda: self._error is not None or condition(), timeout)
             if self._error is not None:
                 raise self._error
-            return self._active and self._has_moved()
+            return condition()
 
     def wait_ended(self, timeout: float | None = None) -> bool:
         """Wait until it has ended by itself, or was closed; return whether it has."""

@@ -9,15 +9,15 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 from reliable_mq.codec import RawDelivery
 from reliable_mq.core.stage.envelope import unstaged
+from reliable_mq.core.stage.options import StageOptions
 from reliable_mq.core.stage.session import (
     TRANSITIONS,
     EpochState,
-    MissingId,
     StageSession,
-    StageSettings,
 )
 from tests.core.deliveries import properties
 from tests.transitions import follows
@@ -29,18 +29,8 @@ class CheckedSession(follows(TRANSITIONS), StageSession):  # type: ignore[misc]
     """A session that allows no change of its state but those of the table."""
 
 
-def settings(partitions: int = 1, **changed: object) -> StageSettings:
-    given: dict[str, object] = {
-        "queue": "orders",
-        "partitions": tuple(f"stage-{number}" for number in range(partitions)),
-        "key": lambda delivery, message_id: message_id or delivery.body,
-        **changed,
-    }
-    return StageSettings(**given)  # type: ignore[arg-type]
-
-
-def shard(key: bytes, partitions: int) -> int:
-    return sum(key) % partitions
+def stage_options(partitions: int = 1, **changed: Any) -> StageOptions:
+    return StageOptions(url="amqp://localhost/", queue="orders", stage="stage", partitions=partitions, **changed)
 
 
 @dataclass
@@ -203,12 +193,10 @@ __all__ = [
     "FRAME_MAX",
     "Channel",
     "CheckedSession",
-    "MissingId",
     "Queued",
     "Stage",
     "confirm",
     "moving",
     "parsed",
-    "settings",
-    "shard",
+    "stage_options",
 ]

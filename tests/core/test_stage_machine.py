@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from reliable_mq.core.stage.session import EpochState
 from reliable_mq.core.stage.tail import SETTLED_AFTER
-from tests.core.staging import FRAME_MAX, Channel, CheckedSession, Queued, Stage, settings, shard
+from tests.core.staging import FRAME_MAX, Channel, CheckedSession, Queued, Stage, stage_options
 
 _FORGOTTEN = SETTLED_AFTER / 2  # seconds of acks that a classic queue forgets when its broker is killed
 
@@ -23,8 +23,8 @@ class RelayMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.settings = settings(2, max_outstanding=8)
-        self.stage = Stage(self.settings.partitions)
+        self.options = stage_options(2, max_outstanding=8)
+        self.stage = Stage(self.options.streams)
         self.queue: deque[Queued] = deque()
         self.acked: list[Queued] = []
         self.given: list[str] = []
@@ -35,7 +35,7 @@ class RelayMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         """A relay gets the lock: the channel before is gone."""
         self.epoch += 1
-        self.session = CheckedSession(self.settings, shard)
+        self.session = CheckedSession(self.options)
         self.channel = Channel(self.stage, self.queue)
         name = self.epoch.to_bytes(8)
         self.channel.write(self.session.opened(self.epoch, 1, FRAME_MAX, name, self.now))

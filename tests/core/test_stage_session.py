@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import pytest
 
 from reliable_mq.codec import RawDelivery
 from reliable_mq.core.stage import session as module
 from reliable_mq.core.stage.envelope import unstaged
-from reliable_mq.core.stage.session import EpochState, MissingId
+from reliable_mq.core.stage.options import MissingId, shard
+from reliable_mq.core.stage.session import EpochState
 from reliable_mq.core.stage.tail import SETTLED_AFTER
 from tests.core.deliveries import properties
 from tests.core.staging import (
@@ -21,18 +23,17 @@ from tests.core.staging import (
     confirm,
     moving,
     parsed,
-    settings,
-    shard,
+    stage_options,
 )
 
 
 class Bench:
     """A session with a queue and a stage."""
 
-    def __init__(self, messages: int = 0, partitions: int = 1, **changed: object) -> None:
-        self.settings = settings(partitions, **changed)
-        self.session = CheckedSession(self.settings, shard)
-        self.stage = Stage(self.settings.partitions)
+    def __init__(self, messages: int = 0, partitions: int = 1, **changed: Any) -> None:
+        self.options = stage_options(partitions, **changed)
+        self.session = CheckedSession(self.options)
+        self.stage = Stage(self.options.streams)
         self.queue = deque(Queued(f"m{number}") for number in range(messages))
         self.channel = Channel(self.stage, self.queue)
         self.epoch = 0
@@ -302,7 +303,7 @@ def test_messages_behind_the_end_of_a_read_are_acked() -> None:
 
 def test_the_prefetch_grows_as_sizes_become_known() -> None:
     """And is bounded in bytes."""
-    bench = Bench(100, max_outstanding=2000, max_bytes=100_000)
+    bench = Bench(100, max_outstanding=2000, max_outstanding_bytes=100_000)
     session = bench.session
     assert session.prefetch == 8
     bench.begin()

@@ -10,8 +10,7 @@ import pytest
 from reliable_mq.core import headers
 from reliable_mq.errors import PublishRefused, PublishReturned
 from reliable_mq.message import Message
-from reliable_mq.spark.dead_rows import letter_of_message, letter_of_row
-from reliable_mq.spark.rows import MessageIds, Outgoing, UnsendableRow
+from reliable_mq.spark.rows import MessageIds, Outgoing, UnsendableRow, letter_of_message, letter_of_row
 
 
 def letter(**values: Any) -> Message:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from pyspark.sql.pandas.types import to_arrow_type
 from pyspark.sql.types import (
     ArrayType,
     BinaryType,
@@ -32,8 +33,8 @@ from reliable_mq import Message
 from reliable_mq.codec import RawDelivery, encode_properties
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.spark.columns import check_read_schema, check_written_schema, record_batch
-from reliable_mq.spark.header_values import arrow_type, written_values
 from reliable_mq.spark.options import WriteOptions
+from reliable_mq.spark.rows import written_values
 
 WHEN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 TEXT, WHOLE, LONG = StringType(), IntegerType(), LongType()
@@ -58,7 +59,7 @@ def schema(headers: DataType) -> StructType:
 
 
 def column(kind: DataType, *values: Any) -> pa.Array:
-    return pa.array(values, arrow_type(kind))
+    return pa.array(values, to_arrow_type(kind, timezone="UTC"))
 
 
 def read(headers: dict[str, Any], kind: DataType) -> Any:
@@ -66,7 +67,7 @@ def read(headers: dict[str, Any], kind: DataType) -> Any:
     names = pickle.loads(pickle.dumps(check_read_schema(schema(kind))))
     properties = encode_properties(Message(b"", headers=headers))
     batch = record_batch([RawDelivery("", 1, False, "", "orders", properties, b"")], "orders", names)
-    assert batch.schema.field("headers").type == arrow_type(kind)
+    assert batch.schema.field("headers").type == to_arrow_type(kind, timezone="UTC")
     return batch.column("headers").to_pylist()[0]
 
 

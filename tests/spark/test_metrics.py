@@ -15,9 +15,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import reliable_mq.spark
-from reliable_mq.metrics.registry import Family, register
+from reliable_mq.metrics.registry import register
 from reliable_mq.spark import metrics
-from reliable_mq.spark.metrics import Exporter, QueueStatistics, exporter, queue_readings
+from reliable_mq.spark.metrics import FAMILIES, Exporter, QueueStatistics, exporter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -57,22 +57,14 @@ def samples(path: Path) -> dict[tuple[str, ...], float]:
     }
 
 
-def families() -> list[Family]:
-    return [value for value in vars(metrics).values() if isinstance(value, Family)]
-
-
 def test_a_process_writes_its_metrics_into_a_file_that_the_node_exporter_reads(
     tmp_path: Path, started: Callable[[Path], Exporter]
 ) -> None:
     """With its number as a label; the directory is made, and nothing else is left in it but a hidden lock."""
     metrics_of_one = started(tmp_path / "made" / "for it")
-    statistics = QueueStatistics(batches=2, reconnects=1)
+    statistics = QueueStatistics(batches=2, reconnects=1, ready={"orders": 7}, held_bytes=100, connected=True)
     statistics.delivered["orders"] = 5
-
-    register(
-        metrics_of_one.registry,
-        lambda: queue_readings(["orders"], statistics, ready={"orders": 7}, held_bytes=100, connected=True),
-    )
+    register(metrics_of_one.registry, statistics.readings)
     metrics_of_one.streams.rows["events"] = 3
     metrics_of_one.sink.dead_lettered["orders.rows"] = 4
     metrics_of_one.write()
@@ -174,8 +166,8 @@ def test_the_reference_lists_every_metric() -> None:
     docs = Path(__file__).parents[2] / "docs"
     assert "(../reference/metrics.md#spark)" in (docs / "guides" / "spark.md").read_text()
     assert "```{metrics} spark\n" in (docs / "reference" / "metrics.md").read_text()
-    assert len(families()) > 10
-    assert all(family.name.startswith("spark_") for family in families())
+    assert len(FAMILIES) > 10
+    assert all(family.name.startswith("spark_") for family in FAMILIES)
 
 
 def test_nothing_here_needs_pandas() -> None:

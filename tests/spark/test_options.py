@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pyspark import cloudpickle
 
 from reliable_mq.errors import ConfigurationError
+from reliable_mq.spark import options as module
 from reliable_mq.spark.columns import READ_SCHEMA
 from reliable_mq.spark.datasource import RabbitMQDataSource
 from reliable_mq.spark.options import QueueOptions, StreamOptions, read_options, write_options
@@ -213,3 +215,10 @@ def test_a_sink_refuses_what_it_does_not_know(given: dict[str, str], says: str) 
     """With its name."""
     with pytest.raises(ConfigurationError, match=says):
         write_options({"url": URL, **given})
+
+
+def test_the_guide_describes_every_option() -> None:
+    """By its name; Spark's own, which is refused, among them."""
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "spark.md").read_text()
+    for option in {*module._QUEUE, *module._STREAM, *module._STAGED, *module._SINK}:
+        assert f"`{option.name}" in guide, option.name

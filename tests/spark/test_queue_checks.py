@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from reliable_mq.spark.queue_checks import CheckResult, QueueArguments, delivery_limit, judge
+from reliable_mq.codec.methods import DeclareQueue
+from reliable_mq.spark.queue_checks import CheckResult, delivery_limit, judge
 
 QUORUM = {"x-queue-type": "quorum"}
 DEAD = {"x-dead-letter-exchange": ""}
@@ -12,7 +13,7 @@ V40, V312 = (4, 0, 5), (3, 12, 0)
 
 
 def verdict(values: dict[str, object], version: tuple[int, ...] = V40, **more: bool) -> CheckResult:
-    return judge("q", QueueArguments(values=values, **more), version)
+    return judge(DeclareQueue("q", arguments=values, **more), version)
 
 
 @pytest.mark.parametrize(
@@ -77,4 +78,4 @@ def test_what_had_better_be_known_is_a_warning() -> None:
 def test_the_delivery_limit_of_a_queue_is_known(
     values: dict[str, object], version: tuple[int, ...], limit: int | None
 ) -> None:
-    assert delivery_limit(QueueArguments(values=values), version) == limit
+    assert delivery_limit(DeclareQueue("q", arguments=values), version) == limit

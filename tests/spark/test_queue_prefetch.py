@@ -6,7 +6,7 @@ import pytest
 
 from reliable_mq.codec import RawDelivery, encode_table, join_properties
 from reliable_mq.spark.queue_checks import QueueProfile
-from reliable_mq.spark.queue_prefetch import PrefetchChange, PrefetchController, choose, times_returned
+from reliable_mq.spark.queue_subscriptions import PrefetchChange, PrefetchController, choose, times_returned
 
 
 def controller(

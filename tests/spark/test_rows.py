@@ -9,9 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from reliable_mq.spark.dead_rows import letter_of_row
 from reliable_mq.spark.options import WriteOptions
-from reliable_mq.spark.rows import MessageIds, Outgoing, RowPlan, UnsendableRow
+from reliable_mq.spark.rows import MessageIds, Outgoing, RowPlan, UnsendableRow, letter_of_row
 
 
 def plan(*names: str, **options: str) -> RowPlan:

@@ -8,7 +8,7 @@ from reliable_mq.codec import RawDelivery, encode_table, join_properties, split_
 from reliable_mq.core.stage.envelope import marker, names_of, parts_of, staged
 from reliable_mq.errors import ConfigurationError, Difference
 from reliable_mq.spark.columns import record_batch
-from reliable_mq.spark.stage_options import is_staged, staged_options
+from reliable_mq.spark.options import is_staged, staged_options
 from reliable_mq.stage import MissingId
 from reliable_mq.topology import mismatch_from_differences
 from tests.core.deliveries import properties

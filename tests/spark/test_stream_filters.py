@@ -20,8 +20,7 @@ from pyspark.sql.datasource import (
     Not,
 )
 
-from reliable_mq.spark.stream_filters import RangeFilters
-from reliable_mq.spark.stream_offsets import StreamRange
+from reliable_mq.spark.stream_offsets import RangeFilters, StreamRange
 
 if TYPE_CHECKING:
     from pyspark.sql.datasource import Filter

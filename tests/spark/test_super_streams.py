@@ -8,8 +8,8 @@ import pytest
 
 from reliable_mq.errors import BrokerUnavailable
 from reliable_mq.monitoring.management import ManagementAPI, ManagementError
-from reliable_mq.spark import super_streams
-from reliable_mq.spark.super_streams import PartitionFinder, bound_partitions
+from reliable_mq.spark import stream_broker
+from reliable_mq.spark.stream_broker import PartitionFinder, bound_partitions
 from reliable_mq.url import parse_url
 
 
@@ -29,8 +29,8 @@ def test_partitions_are_in_the_order_of_their_bindings() -> None:
 
 def test_what_was_found_stays_while_the_api_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """A query reads on; one that begins is told."""
-    monkeypatch.setattr(super_streams, "_LOOK_AGAIN", 0.0)
-    monkeypatch.setattr(super_streams, "exists", lambda *_: False)
+    monkeypatch.setattr(stream_broker, "_LOOK_AGAIN", 0.0)
+    monkeypatch.setattr(stream_broker, "exists", lambda *_: False)
     answers: list[Any] = [[binding("a", 0)], ManagementError("away"), [binding("a", 0), binding("b", 1)]]
 
     def get(_api: object, *_segments: str) -> Any:

@@ -18,13 +18,10 @@ from __future__ import annotations
 
 from hashlib import blake2b
 from struct import Struct
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
-from reliable_mq.codec import CodecError, Properties, header_frame_size
+from reliable_mq.codec import CodecError, Properties, RawDelivery, header_frame_size
 from reliable_mq.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from reliable_mq.codec import RawDelivery
 
 __all__ = [
     "HEADER",
@@ -60,16 +57,10 @@ _PERSISTENT: Final = b"\2"
 
 
 class Mark(NamedTuple):
-    """The relay's mark in a staged message.
+    """The relay's mark in a staged message."""
 
-    Attributes:
-        low: an offset of this partition below which everything is settled; `UNKNOWN` in a marker.
-        epoch: eight bytes that no other epoch of a relay has.
-        is_marker: whether there is no original.
-    """
-
-    low: int
-    epoch: bytes
+    low: int  # an offset of this partition below which everything is settled; `UNKNOWN` in a marker
+    epoch: bytes  # eight bytes that no other epoch of a relay has
     is_marker: bool
 
 
@@ -88,19 +79,12 @@ class Original(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The parts of encoded properties that concern the relay.
+    """The parts of encoded properties that concern the relay."""
 
-    Attributes:
-        flags: of the properties that the copy has, too.
-        before: these, up to the headers.
-        after: these, behind the delivery mode.
-        message_id: None where there is none, or the properties are broken.
-    """
-
-    flags: int
-    before: bytes
-    after: bytes
-    message_id: bytes | None
+    flags: int  # of the properties that the copy has, too
+    before: bytes  # these, up to the headers
+    after: bytes  # these, behind the delivery mode
+    message_id: bytes | None  # None where there is none, or the properties are broken
 
 
 _NOTHING: Final = Parts(0, b"", b"", None)
@@ -185,16 +169,7 @@ def names_of(queue: str, exchange: str, routing_key: str) -> bytes:
 def staged(
     names: bytes, delivery: RawDelivery, parts: Parts, low: int, epoch: bytes, frame_max: int
 ) -> tuple[bytes, bytes]:
-    """Return encoded properties and body of the copy.
-
-    Args:
-        names: of its queue, exchange and routing key.
-        delivery: the original.
-        parts: of its properties.
-        low: for the mark.
-        epoch: likewise.
-        frame_max: the largest frame, bytes; 0 for no limit.
-    """
+    """Return encoded properties and body of the copy; ``names`` is from `names_of`."""
     flags = _REDELIVERED if delivery.redelivered else 0
     original, body = delivery.properties, delivery.body
     properties = _properties(_HEAD.pack(_VERSION, flags, low, epoch) + names + original, parts)
@@ -206,10 +181,6 @@ def staged(
 
 def unstaged(properties: bytes, body: bytes) -> tuple[Mark, Original | None] | None:
     """Return mark and original of a staged message; None if it is no staged one.
-
-    Args:
-        properties: of a delivery from the stream, encoded.
-        body: likewise.
 
     Raises:
         ConfigurationError: it was written by a newer version of this package.

@@ -30,22 +30,20 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from reliable_mq.codec import append_publish, encode_ack, publish_head
+from reliable_mq.codec import RawDelivery, append_publish, encode_ack, publish_head
 from reliable_mq.core.consumer.acks import AckBatcher
 from reliable_mq.core.publisher.confirms import ConfirmTracker
 from reliable_mq.core.stage.envelope import Mark, identity, marker, names_of, parts_of, staged, unstaged
+from reliable_mq.core.stage.options import MissingId, StageOptions, shard
 from reliable_mq.core.stage.tail import SETTLED_AFTER, Settled, Tail
 from reliable_mq.core.statistics import StageStatistics
 from reliable_mq.errors import ConsumeError, ReliableMQError
 
-if TYPE_CHECKING:
-    from reliable_mq.codec import RawDelivery
-
-__all__ = ["PASSED", "TRANSITIONS", "EpochState", "MissingId", "StageSession", "StageSettings"]
+__all__ = ["PASSED", "TRANSITIONS", "EpochState", "StageSession"]
 
 PASSED: Final = 20_000
 """Messages never delivered before, after which those that were requeued at the head of the queue have come."""
@@ -58,16 +56,7 @@ _SLACK: Final = 1.1  # times the limit of bytes
 _COUNT: Final = b"\x10x-delivery-count"
 
 
-class MissingId(enum.Enum):
-    """What is done with a message that has no message id."""
-
-    REFUSE = "refuse"
-    REPEAT = "repeat"
-
-
 class EpochState(enum.Enum):
-    """The state of a session."""
-
     CLOSED = "no channel, or not the active relay"
     FENCING = "the markers are published, and not all confirmed"
     READING = "the tails of the partitions are read"
@@ -89,33 +78,8 @@ TRANSITIONS: Final[Mapping[str, Mapping[EpochState, set[EpochState]]]] = {
 del _S
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageSettings:
-    """The settings of a relay's decisions.
-
-    Attributes:
-        queue: where messages come from.
-        partitions: the streams that they go to.
-        key: returns the bytes that decide on the partition, of a delivery and its message id.
-        missing_id: what is done with a message without an id.
-        max_outstanding: deliveries that may be unacked.
-        max_bytes: bytes that they may fill, about.
-        confirm_timeout: seconds without any confirm, after which an epoch ends.
-    """
-
-    queue: str
-    partitions: tuple[str, ...]
-    key: Callable[[RawDelivery, bytes | None], bytes]
-    missing_id: MissingId = MissingId.REFUSE
-    max_outstanding: int = 2000
-    max_bytes: int = 64 * 2**20
-    confirm_timeout: float = 30.0
-
-
 @dataclass(slots=True)
 class _Copy:
-    """A copy that is not confirmed."""
-
     partition: int
     number: int  # in `Settled`; 0 for a marker
     delivery_tag: int
@@ -124,8 +88,6 @@ class _Copy:
 
 @dataclass(slots=True)
 class _PartitionEpoch:
-    """One partition, in one epoch."""
-
     head: bytes
     tail: Tail
     settled: Settled | None = None
@@ -150,26 +112,15 @@ class _Epoch:
 
 
 class StageSession:
-    """Decide for one relay. Not thread-safe.
+    """Decide for one relay. Not thread-safe."""
 
-    Args:
-        settings: of the relay.
-        shard: returns the index of the partition for a key, of a number of partitions.
-
-    Attributes:
-        state: of the epoch.
-        statistics: counts.
-        prefetch_granted: the prefetch of the present subscription; set by the owner.
-        error: why nothing can be moved any more.
-    """
-
-    def __init__(self, settings: StageSettings, shard: Callable[[bytes, int], int]) -> None:
+    def __init__(self, options: StageOptions) -> None:
         self.state = EpochState.CLOSED
         self.statistics = StageStatistics()
-        self.prefetch_granted = 0
-        self.error: ReliableMQError | None = None
-        self._settings = settings
-        self._shard = shard
+        self.prefetch_granted = 0  # of the present subscription; set by the owner
+        self.error: ReliableMQError | None = None  # why nothing can be moved any more
+        self._options = options
+        self._key_of = options.key_reader()
         self._confirms: ConfirmTracker[_Copy] = ConfirmTracker()
         self._acks = AckBatcher(ack_interval=0.0, prefetch=0)
         self._epoch: _Epoch | None = None
@@ -182,14 +133,9 @@ class StageSession:
     def opened(self, number: int, channel: int, frame_max: int, name: bytes, now: float) -> bytes:
         """Begin an epoch on a channel that has the lock; return the markers to write.
 
-        Args:
-            number: of the generation of the channel.
-            channel: its number.
-            frame_max: bytes.
-            name: eight bytes that no other epoch has.
-            now: the time.
+        ``number`` is that of the generation of the channel; ``name`` is eight bytes that no other epoch has.
         """
-        heads = [publish_head(channel, "", partition, mandatory=True) for partition in self._settings.partitions]
+        heads = [publish_head(channel, "", partition, mandatory=True) for partition in self._options.streams]
         epoch = _Epoch(number, channel, frame_max, name, [_PartitionEpoch(head, Tail(name)) for head in heads])
         epoch.unmarked = len(heads)
         self._epoch = epoch
@@ -228,7 +174,7 @@ class StageSession:
         return next(
             (
                 (name, each.tail.start)
-                for name, each in zip(self._settings.partitions, epoch.partitions, strict=True)
+                for name, each in zip(self._options.streams, epoch.partitions, strict=True)
                 if each.tail.start is not None
             ),
             None,
@@ -237,16 +183,11 @@ class StageSession:
     def tail_read(self, partition: str, messages: Sequence[tuple[int, RawDelivery]], now: float) -> tuple[bool, bytes]:
         """Take in messages of a tail.
 
-        Args:
-            partition: its name.
-            messages: each with its offset, in order.
-            now: the time.
-
         Returns:
             Whether the read is over, so that its subscription can be cancelled; and the acks to write.
         """
         epoch = self._opened
-        each = epoch.partitions[self._settings.partitions.index(partition)]
+        each = epoch.partitions[self._options.streams.index(partition)]
         self._acks.delivered(messages[0][1].delivery_tag, messages[-1][1].delivery_tag)
         self._acks.finished([delivery.delivery_tag for _, delivery in messages], now)
         over = each.tail.start is None
@@ -282,18 +223,18 @@ class StageSession:
             return b""
         if not len(self._confirms):
             self._progress_at = now
-        settings = self._settings
+        options = self._options
         frames: list[bytes] = []
         copies: list[_Copy] = []
         done: list[int] = []
         size = 0
-        count = len(settings.partitions)
+        count = len(options.streams)
         lows = [_settled(each).low(now, resolved=not epoch.tail) for each in epoch.partitions]
         for delivery in deliveries:
             parts = parts_of(delivery.properties)
             message_id = parts.message_id
-            if not message_id and settings.missing_id is MissingId.REFUSE:
-                self.error = _without_id(settings.queue, delivery)
+            if not message_id and options.missing_id is MissingId.REFUSE:
+                self.error = _without_id(options.queue, delivery)
                 break
             if delivery.redelivered:
                 self._came_back(epoch, delivery)
@@ -307,7 +248,7 @@ class StageSession:
                         continue
             elif epoch.tail:
                 epoch.passed += 1
-            index = self._shard(settings.key(delivery, message_id), count) if count > 1 else 0
+            index = shard(self._key_of(delivery, message_id), count) if count > 1 else 0
             each = epoch.partitions[index]
             names = self._names_of(delivery.exchange, delivery.routing_key)
             properties, body = staged(names, delivery, parts, lows[index], epoch.name, epoch.frame_max)
@@ -361,7 +302,7 @@ class StageSession:
     def overdue(self, now: float) -> bool:
         """Whether nothing was confirmed, or came of a tail, for too long."""
         waits = self.state is EpochState.READING or bool(len(self._confirms))
-        return waits and now - self._progress_at >= self._settings.confirm_timeout
+        return waits and now - self._progress_at >= self._options.confirm_timeout
 
     def waited(self, now: float) -> None:
         """Begin the time for confirms anew: the broker did not read until now."""
@@ -371,7 +312,6 @@ class StageSession:
 
     @property
     def outstanding(self) -> int:
-        """The number of deliveries that are not acked."""
         return self._acks.outstanding
 
     @property
@@ -397,12 +337,12 @@ class StageSession:
     @property
     def prefetch(self) -> int:
         """The prefetch that a subscription should have now."""
-        most = self._settings.max_outstanding
+        most = self._options.max_outstanding
         if self._epoch is not None and self._epoch.returned:
             most >>= 2 * max(self._epoch.returned.values())  # 2000, 500, 125, 31, 7, 1
         if self._average is None:
             return max(min(most, _FIRST), 1)
-        fits = int(self._settings.max_bytes / max(self._average, 1.0))
+        fits = int(self._options.max_outstanding_bytes / max(self._average, 1.0))
         grown = _MORE * self.prefetch_granted if self.prefetch_granted else _FIRST
         return max(min(most, fits, grown), 1)
 
@@ -417,14 +357,14 @@ class StageSession:
     @property
     def wants_pause(self) -> bool:
         """Whether too many bytes are held to read on."""
-        return self.held > _SLACK * self._settings.max_bytes
+        return self.held > _SLACK * self._options.max_outstanding_bytes
 
     def _names_of(self, exchange: str, routing_key: str) -> bytes:
         names = self._names.get((exchange, routing_key))
         if names is None:
             if len(self._names) >= _NAMES_KEPT:
                 self._names.clear()
-            names = self._names[exchange, routing_key] = names_of(self._settings.queue, exchange, routing_key)
+            names = self._names[exchange, routing_key] = names_of(self._options.queue, exchange, routing_key)
         return names
 
     def _learn(self, count: int, size: int) -> None:
@@ -464,7 +404,6 @@ def _settled(partition: _PartitionEpoch) -> Settled:
 
 
 def _recognised(delivery: RawDelivery) -> tuple[Mark | None, bytes | None]:
-    """Return mark and identity of a message in a stage."""
     found = unstaged(delivery.properties, delivery.body)
     if found is None:
         return None, None

@@ -65,10 +65,7 @@ class Tail:
     def read(self, offset: int, mark: Mark | None, identity: bytes | None) -> bool:
         """Take in the next message of a read; return whether the read is over.
 
-        Args:
-            offset: of the message.
-            mark: of the message; None if it is not ours.
-            identity: of the copy; None for a message without an id, and for one that is not ours.
+        There is no mark if it is not ours, and no identity, either, of a message without an id.
         """
         if self._first is None:
             self._first = offset
@@ -84,7 +81,6 @@ class Tail:
         return False
 
     def _next(self, first: int) -> None:
-        """Decide on the next read, or end."""
         start, known = self.start, self._known
         complete = first == 0 or self._last or (isinstance(start, int) and first > start)
         if known is None and not complete:
@@ -100,12 +96,7 @@ class Tail:
 
 
 class Settled:
-    """Compute ``low`` for one partition in one epoch.
-
-    Args:
-        low: of the tail.
-        marker: offset of the marker.
-    """
+    """Compute ``low`` for one partition in one epoch."""
 
     def __init__(self, low: int, marker: int) -> None:
         self._low = low
@@ -122,7 +113,6 @@ class Settled:
         return self._published
 
     def acked(self, number: int, now: float) -> None:
-        """Note that the original of a copy was acked."""
         if number != self._prefix + 1:
             self._ahead.add(number)
             return
@@ -139,9 +129,7 @@ class Settled:
     def low(self, now: float, *, resolved: bool) -> int:
         """Return the offset below which everything is settled.
 
-        Args:
-            now: the time.
-            resolved: whether nothing of the tail can come any more.
+        ``resolved`` says that nothing of the tail can come any more.
         """
         history = self._history
         while history and now - history[0][1] >= SETTLED_AFTER:

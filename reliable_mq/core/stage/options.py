@@ -8,29 +8,21 @@ enforce an exclusive consumer of a quorum queue.)
 
 from __future__ import annotations
 
+import enum
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from zlib import crc32
 
-from reliable_mq._util.validation import is_text, is_whole_number, seconds
-from reliable_mq.codec import CodecError, Properties
+from reliable_mq._util.validation import is_text, seconds, whole_number
+from reliable_mq.codec import CodecError, Properties, RawDelivery
 from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
-from reliable_mq.core.stage.session import MissingId, StageSettings
 from reliable_mq.errors import ConfigurationError, TopologyMismatch
-from reliable_mq.topology import Binding, Exchange, Queue
+from reliable_mq.topology import Binding, Declaration, Exchange, Queue
 
-if TYPE_CHECKING:
-    from reliable_mq.codec import RawDelivery
-    from reliable_mq.topology import Declaration
+__all__ = ["MissingId", "StageOptions", "shard"]
 
-__all__ = ["DEFAULT_RETENTION", "LOCK_SUFFIX", "StageOptions", "shard"]
-
-LOCK_SUFFIX: Final = ".relay"
-"""Of the name of the queue that is a stage's lock."""
-DEFAULT_RETENTION: Final = "7D"
-"""How long a stage keeps messages, unless it is told."""
 
 _AGE: Final = re.compile(r"([1-9][0-9]{0,8})([YMDhms])")
 _SECONDS: Final = {"Y": 365 * 86_400, "M": 30 * 86_400, "D": 86_400, "h": 3600, "m": 60, "s": 1}
@@ -45,6 +37,13 @@ _OPTIONS: Final = {  # by the argument that the stage has of them
     "x-max-length-bytes": "max_bytes",
     "x-stream-max-segment-size-bytes": "max_bytes",
 }
+
+
+class MissingId(enum.Enum):
+    """What is done with a message that has no message id."""
+
+    REFUSE = "refuse"
+    REPEAT = "repeat"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +78,7 @@ class StageOptions:
     stage: str
     partitions: int | None = None
     key: str = "message_id"
-    retention: str | None = DEFAULT_RETENTION
+    retention: str | None = "7D"
     max_bytes: int | None = None
     missing_id: MissingId = MissingId.REFUSE
     max_outstanding: int = 2000
@@ -103,9 +102,8 @@ class StageOptions:
             ("max_outstanding", self.max_outstanding, 65_535),
             ("max_outstanding_bytes", self.max_outstanding_bytes, None),
         ):
-            if number is not None and (not is_whole_number(number, 1) or (most is not None and number > most)):
-                limits = f"from 1 to {most}" if most is not None else "of at least 1"
-                raise ConfigurationError(f"{self._called(name)} must be a whole number {limits}, not {number!r}")
+            if number is not None:
+                whole_number(self._called(name), number, 1, most)
         if self.retention is not None and not (is_text(self.retention) and _AGE.fullmatch(self.retention)):
             raise ConfigurationError(
                 f"{self._called('retention')} must be a number with a unit of Y, M, D, h, m or s, such as 7D, not "
@@ -132,7 +130,7 @@ class StageOptions:
     @property
     def lock(self) -> str:
         """The queue whose exclusive consumer is the active relay."""
-        return self.stage + LOCK_SUFFIX
+        return f"{self.stage}.relay"
 
     def topology(self) -> list[Declaration]:
         """Return the declarations of the stage and its lock."""
@@ -169,17 +167,22 @@ class StageOptions:
             differences=mismatch.differences,
         )
 
-    def settings(self) -> StageSettings:
-        """Return what the session needs."""
-        return StageSettings(
-            queue=self.queue,
-            partitions=self.streams,
-            key=_key(self.key),
-            missing_id=self.missing_id,
-            max_outstanding=self.max_outstanding,
-            max_bytes=self.max_outstanding_bytes,
-            confirm_timeout=self.confirm_timeout,
-        )
+    def key_reader(self) -> Callable[[RawDelivery, bytes | None], bytes]:
+        """Return a function of a delivery and its message id, for what `shard` takes."""
+        if self.key == "message_id":
+            return lambda delivery, message_id: message_id or delivery.body
+        if self.key == "routing_key":
+            return lambda delivery, _: delivery.routing_key.encode("utf-8", "surrogateescape")
+        header = self.key.removeprefix(_HEADER_KEY)
+
+        def value_of(delivery: RawDelivery, _: bytes | None) -> bytes:
+            try:
+                value = Properties(delivery.properties).headers.get(header)
+            except CodecError:
+                value = None
+            return delivery.body if value is None else str(value).encode("utf-8", "surrogateescape")
+
+        return value_of
 
     def _called(self, option: str) -> str:
         return self.names.get(option, option)
@@ -194,20 +197,3 @@ def _seconds_of(age: str) -> int:
     matched = _AGE.fullmatch(age)
     assert matched is not None, age  # noqa: S101
     return int(matched[1]) * _SECONDS[matched[2]]
-
-
-def _key(name: str) -> Callable[[RawDelivery, bytes | None], bytes]:
-    if name == "message_id":
-        return lambda delivery, message_id: message_id or delivery.body
-    if name == "routing_key":
-        return lambda delivery, _: delivery.routing_key.encode("utf-8", "surrogateescape")
-    header = name.removeprefix(_HEADER_KEY)
-
-    def value_of(delivery: RawDelivery, _: bytes | None) -> bytes:
-        try:
-            value = Properties(delivery.properties).headers.get(header)
-        except CodecError:
-            value = None
-        return delivery.body if value is None else str(value).encode("utf-8", "surrogateescape")
-
-    return value_of
