@@ -49,7 +49,8 @@ FAMILIES: Final[list[Family]] = []
 def _counted(name: str, documentation: str, by: str = "", *, kind: Literal["counter", "gauge"] = "counter") -> Any:
     """Return the field of a metric: a number, or one for each value of a label."""
     FAMILIES.append(Family(f"spark_{name}", kind, documentation, (by,) if by else ()))
-    return field(default_factory=Counter if by else int, metadata={"family": FAMILIES[-1]})
+    by_label = Counter if kind == "counter" else dict  # `update` of a counter adds
+    return field(default_factory=by_label if by else int, metadata={"family": FAMILIES[-1]})
 
 
 _gauge = partial(_counted, kind="gauge")

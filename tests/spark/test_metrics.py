@@ -66,6 +66,8 @@ def test_a_process_writes_its_metrics_into_a_file_that_the_node_exporter_reads(
     statistics.delivered["orders"] = 5
     register(metrics_of_one.registry, statistics.readings)
     metrics_of_one.streams.rows["events"] = 3
+    for end in (10, 12):
+        metrics_of_one.streams.end.update({"events": end})
     metrics_of_one.sink.dead_lettered["orders.rows"] = 4
     metrics_of_one.write()
     assert metrics_of_one.path.name == "reliable_mq_spark_0.prom"
@@ -77,6 +79,7 @@ def test_a_process_writes_its_metrics_into_a_file_that_the_node_exporter_reads(
     assert found["reliable_mq_spark_queue_connected", "worker=0"] == 1
     assert found["reliable_mq_spark_queue_reconnects_total", "worker=0"] == 1
     assert found["reliable_mq_spark_stream_rows_total", "stream=events", "worker=0"] == 3
+    assert found["reliable_mq_spark_stream_end", "stream=events", "worker=0"] == 12
     assert found["reliable_mq_spark_sink_dead_lettered_total", "queue=orders.rows", "worker=0"] == 4
 
 
