@@ -253,7 +253,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
         elif tracer is not None:
             trace = tracer.begin(message, exchange, key)
         try:
-            size = options.check(message, exchange, key, channel.frame_max)
+            size = options.limits.check(message, exchange, key, channel.frame_max)
             confirmation: ConfirmationT = self._confirmation(
                 message, exchange, key, options.mandatory, size, accepted_at, limit, channel
             )
@@ -294,7 +294,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
         """Make the confirmation of a message that is to be stored."""
         options, broker = self._options, self._channel
         frame_max = options.settings.frame_max if broker is None else broker.frame_max
-        size = options.check(message, exchange, key, frame_max)
+        size = options.limits.check(message, exchange, key, frame_max)
         ordering_key = channel.outbox.ordering_key(message, exchange, key)
         confirmation = self._stored_confirmation(
             message, exchange, key, options.mandatory, size, accepted_at, limit, channel
@@ -303,7 +303,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
         trace = None if self._tracer is None else self._tracer.begin(message, exchange, key, operation="create")
         if trace is not None:
             channel.observe(confirmation, trace)
-            if options.fits_frame(message, trace.header_bytes, frame_max):
+            if options.limits.fits_frame(message, trace.header_bytes, frame_max):
                 stored = Message.from_wire(message.body, encode_properties(message, trace.headers))
         confirmation.row = NewRow(stored, exchange, key, options.mandatory, ordering_key)
         return confirmation
@@ -321,7 +321,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
 
     def _new_relayed(self, channel: ChannelT, row: OutboxRow) -> ConfirmationT:
         """Make the confirmation of a row of the outbox, for the relay."""
-        size = self._options.check(row.message, row.exchange, row.routing_key, channel.frame_max)
+        size = self._options.limits.check(row.message, row.exchange, row.routing_key, channel.frame_max)
         confirmation: ConfirmationT = self._confirmation(
             row.message, row.exchange, row.routing_key, row.mandatory, size, time.monotonic(), None, channel
         )

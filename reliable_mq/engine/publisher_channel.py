@@ -102,7 +102,7 @@ class BasePublisherChannel(BaseChannel[P]):
         self.connected = False
         self.largest_body = 0
         self._setup = options.setup
-        self._fits_frame = options.fits_frame
+        self._fits_frame = options.limits.fits_frame
         self._record = QueueRecord(options.settings.virtual_host, options.new_queue_grace)
         self._connection_lost = False
         self._delivery_timeout = options.delivery_timeout

@@ -1,22 +1,19 @@
 """The options of a publisher, declared and checked for both APIs.
 
-Invariants: a wrong option is refused here, before anything is connected, with a text that names it; a message that
-cannot be sent is refused before anything of it is sent.
+Invariant: a wrong option is refused here, before anything is connected, with a text that names it.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from reliable_mq._util.validation import Duration, is_text, is_whole_number, seconds
-from reliable_mq.codec import encode_properties, header_frame_size, publish_head
+from reliable_mq._util.validation import Duration, is_text, seconds
 from reliable_mq.core import channel_setup
 from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
 from reliable_mq.core.publisher.session import PublisherSession
-from reliable_mq.core.publisher.window import PublishWindow
+from reliable_mq.core.publisher.window import MessageLimits, PublishWindow
 from reliable_mq.core.reconnect import ReconnectPolicy
-from reliable_mq.errors import ConfigurationError, PublishRefused
-from reliable_mq.message import Message
+from reliable_mq.errors import ConfigurationError
 from reliable_mq.outbox.protocol import Outbox
 from reliable_mq.retry import RetryPolicy
 from reliable_mq.topology import declarations
@@ -43,10 +40,6 @@ DEFAULT_RETRY: Final = RetryPolicy(max_attempts=6, delays=(0.1, 0.3, 1.0, 3.0, 5
 """The retries of a nacked publish: six attempts in about ten seconds, after which a full queue has room or stays full.
 """
 
-_CONTENT_TOO_LARGE: Final = 311  # the AMQP reply code for a body that is too large
-_TARGETS_KEPT: Final = 4096  # pairs of exchange and routing key known to be valid
-_DUPLICATE_HEADER_BYTES: Final = 64  # of the header that marks a possible duplicate, at most
-
 
 class PublisherOptions:
     """The options of one publisher, checked, and the objects that they describe.
@@ -57,6 +50,7 @@ class PublisherOptions:
         raise_when_blocked: whether a publish is refused while the broker blocks publishing.
         raise_when_disconnected: whether a publish is refused while there is no connection.
         settings: of the connection.
+        limits: of each message.
         window: of messages that are not confirmed yet.
     """
 
@@ -156,8 +150,6 @@ class PublisherOptions:
             raise ConfigurationError(f"name must be text that is not empty, not {name!r}")
         if not isinstance(mandatory, bool):
             raise ConfigurationError(f"mandatory must be True or False, not {mandatory!r}")
-        if not is_whole_number(max_message_bytes, 0):
-            raise ConfigurationError(f"max_message_bytes must be a whole number, not {max_message_bytes!r}")
         if tracing is not None and not isinstance(tracing, Tracing):
             raise ConfigurationError(f"tracing must be a Tracing, not {tracing!r}")
         self.name = name
@@ -171,13 +163,12 @@ class PublisherOptions:
         self.outbox = outbox
         self.registry = registry
         self._topology = declarations(topology)
-        self._max_message_bytes = max_message_bytes
         self._retry = retry
         self.confirm_timeout = seconds("confirm_timeout", confirm_timeout, positive=True)
+        self.limits = MessageLimits(max_message_bytes, mandatory=mandatory)
         self.window = PublishWindow(max_outstanding, max_outstanding_bytes)
         self._reconnect = reconnect_wait, reconnect_stop
         self.new_reconnect_policy()  # refuses a wrong reconnect_wait or reconnect_stop
-        self._targets: set[tuple[str, str]] = set()
 
     def new_session(self, random: Random) -> PublisherSession[Any]:
         """Make a session; `random` is the source of its jitter."""
@@ -203,37 +194,6 @@ class PublisherOptions:
         """
         return channel_setup.publisher_setup(self._topology, server.version_tuple, maker)
 
-    def check(self, message: Message, exchange: str, routing_key: str, frame_max: int) -> int:
-        """Refuse a message that cannot be sent; return the size of its body in bytes.
-
-        Args:
-            message: to publish.
-            exchange: its exchange.
-            routing_key: its routing key.
-            frame_max: of the latest connection, bytes.
-
-        Raises:
-            ConfigurationError: an argument is wrong.
-            PublishRefused: the message is too large.
-        """
-        if not isinstance(message, Message):
-            raise ConfigurationError(f"message must be a Message, not {type(message).__name__}: wrap it, Message(body)")
-        if (exchange, routing_key) not in self._targets:
-            publish_head(1, exchange, routing_key, self.mandatory)  # refuses a name that cannot be encoded
-            if len(self._targets) >= _TARGETS_KEPT:
-                self._targets.clear()
-            self._targets.add((exchange, routing_key))
-        size = len(message.body)
-        if size > self._max_message_bytes or message.encoded_properties is not None:
-            self._check_size(message, size, frame_max)
-        return size
-
-    @staticmethod
-    def fits_frame(message: Message, header_bytes: int, frame_max: int) -> bool:
-        """Whether a frame holds the headers of a message and so many bytes more."""
-        header = header_frame_size(encode_properties(message))
-        return header + header_bytes + _DUPLICATE_HEADER_BYTES <= frame_max
-
     def new_tracer(self) -> PublisherTracer | None:
         """Make the tracer of a publisher; None without traces."""
         if self.tracing is None:
@@ -241,22 +201,3 @@ class PublisherOptions:
         from reliable_mq.tracing.publishing import PublisherTracer  # noqa: PLC0415  # it imports OpenTelemetry
 
         return PublisherTracer(self.tracing, name=self.name, endpoints=self.settings.endpoints)
-
-    def _check_size(self, message: Message, size: int, frame_max: int) -> None:
-        if size > self._max_message_bytes:
-            raise PublishRefused(
-                f"message {message.message_id} was not sent: its body has {size} bytes, and max_message_bytes is "
-                f"{self._max_message_bytes}; split it, or raise the limit here and in the broker (max_message_size)",
-                message_id=message.message_id,
-                reply_code=_CONTENT_TOO_LARGE,
-                reply_text="refused before sending",
-            )
-        header = header_frame_size(message.encoded_properties or b"")
-        if header + _DUPLICATE_HEADER_BYTES > frame_max:
-            raise PublishRefused(
-                f"message {message.message_id} was not sent: its properties and headers take {header} bytes, "
-                f"and one frame of this connection holds {frame_max}; move data into the body",
-                message_id=message.message_id,
-                reply_code=_CONTENT_TOO_LARGE,
-                reply_text="refused before sending",
-            )

@@ -9,10 +9,8 @@ import pytest
 
 from reliable_mq.codec.methods import ConfirmSelect
 from reliable_mq.core.channel_setup import ServerInfo
-from reliable_mq.engine import publisher_options
 from reliable_mq.engine.publisher_options import PublisherOptions
-from reliable_mq.errors import ConfigurationError, PublishRefused
-from reliable_mq.message import Message
+from reliable_mq.errors import ConfigurationError
 from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.retry import RetryPolicy
 
@@ -88,35 +86,3 @@ def test_an_outbox_contradicts_raising_while_disconnected(tmp_path: Path) -> Non
     """With an outbox, a message is stored whether or not the broker is there."""
     with pytest.raises(ConfigurationError, match="on_disconnected='raise' contradicts outbox"):
         options(on_disconnected="raise", outbox=SQLiteOutbox(tmp_path / "outbox.db"))
-
-
-def test_what_is_no_message_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="message"):
-        options().check(b"x", "", "q", FRAME_MAX)  # type: ignore[arg-type]
-
-
-def test_a_target_that_cannot_be_encoded_is_refused_each_time() -> None:
-    made = options()
-    for _ in range(2):
-        with pytest.raises(ConfigurationError, match="routing_key"):
-            made.check(Message(b"x"), "", "k" * 256, FRAME_MAX)
-
-
-def test_known_targets_are_forgotten_at_some_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publisher_options, "_TARGETS_KEPT", 3)
-    made = options()
-    for number in range(10):
-        assert made.check(Message(b"xy"), "", f"q{number}", FRAME_MAX) == 2
-        assert len(made._targets) <= 3
-
-
-def test_a_message_that_is_too_large_is_refused() -> None:
-    made = options(max_message_bytes=10)
-    assert made.check(Message(b"x" * 10), "", "q", FRAME_MAX) == 10
-    with pytest.raises(PublishRefused, match="max_message_bytes") as caught:
-        made.check(Message(b"x" * 11), "", "q", FRAME_MAX)
-    assert caught.value.reply_code == 311
-    small, large = Message(b"x", headers={"h": "x" * 100}), Message(b"x", headers={"h": "x" * 8192})
-    assert made.check(small, "", "q", 8192) == 1
-    with pytest.raises(PublishRefused, match="headers"):
-        made.check(large, "", "q", 8192)

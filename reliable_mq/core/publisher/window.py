@@ -1,4 +1,4 @@
-"""The window of a publisher, and one outstanding publish per ``message_id``.
+"""What a publisher admits: limits of a message, a window, one publish per id.
 
 A full window makes ``submit`` wait, so that neither the process nor the broker is flooded. A returned message names its
 ``message_id`` and nothing else, so two outstanding publishes with the same id could not be told apart: the second one
@@ -6,6 +6,7 @@ waits until the first is settled.
 
 Invariants:
 
+- a message that cannot be sent is refused by `MessageLimits` before anything of it is sent;
 - `PublishWindow` never holds more than ``max_count`` messages, nor more than ``max_bytes``, except for a single message
   larger than ``max_bytes``, which is admitted alone (else it could never be sent);
 - an admitted message is released once, so an empty publisher has an empty window;
@@ -15,17 +16,93 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from reliable_mq._util.validation import whole_number
+from reliable_mq._util.validation import is_whole_number, whole_number
+from reliable_mq.codec import encode_properties, header_frame_size, publish_head
 from reliable_mq.core.publisher.publication import Publication, PublicationState
+from reliable_mq.errors import ConfigurationError, PublishRefused
+from reliable_mq.message import Message
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["MessageIdQueue", "PublishWindow"]
+__all__ = ["MessageIdQueue", "MessageLimits", "PublishWindow"]
+
+_CONTENT_TOO_LARGE: Final = 311  # the AMQP reply code for a body that is too large
+_TARGETS_KEPT: Final = 4096  # pairs of exchange and routing key known to be valid
+_DUPLICATE_HEADER_BYTES: Final = 64  # of the header that marks a possible duplicate, at most
 
 P = TypeVar("P", bound=Publication)
+
+
+class MessageLimits:
+    """What a message may be, wherever it is published. Thread-safe.
+
+    Args:
+        max_message_bytes: of a body.
+        mandatory: of every publish.
+
+    Raises:
+        ConfigurationError: ``max_message_bytes`` is no whole number.
+    """
+
+    def __init__(self, max_message_bytes: int, *, mandatory: bool) -> None:
+        if not is_whole_number(max_message_bytes, 0):
+            raise ConfigurationError(f"max_message_bytes must be a whole number, not {max_message_bytes!r}")
+        self._max_message_bytes = max_message_bytes
+        self._mandatory = mandatory
+        self._targets: set[tuple[str, str]] = set()
+
+    def check(self, message: Message, exchange: str, routing_key: str, frame_max: int) -> int:
+        """Refuse a message that cannot be sent; return the size of its body in bytes.
+
+        Args:
+            message: to publish.
+            exchange: its exchange.
+            routing_key: its routing key.
+            frame_max: of the latest connection, bytes.
+
+        Raises:
+            ConfigurationError: an argument is wrong.
+            PublishRefused: the message is too large.
+        """
+        if not isinstance(message, Message):
+            raise ConfigurationError(f"message must be a Message, not {type(message).__name__}: wrap it, Message(body)")
+        if (exchange, routing_key) not in self._targets:
+            publish_head(1, exchange, routing_key, self._mandatory)  # refuses a name that cannot be encoded
+            if len(self._targets) >= _TARGETS_KEPT:
+                self._targets.clear()
+            self._targets.add((exchange, routing_key))
+        size = len(message.body)
+        if size > self._max_message_bytes or message.encoded_properties is not None:
+            self._check_size(message, size, frame_max)
+        return size
+
+    @staticmethod
+    def fits_frame(message: Message, header_bytes: int, frame_max: int) -> bool:
+        """Whether a frame holds the headers of a message and so many bytes more."""
+        header = header_frame_size(encode_properties(message))
+        return header + header_bytes + _DUPLICATE_HEADER_BYTES <= frame_max
+
+    def _check_size(self, message: Message, size: int, frame_max: int) -> None:
+        if size > self._max_message_bytes:
+            raise PublishRefused(
+                f"message {message.message_id} was not sent: its body has {size} bytes, and max_message_bytes is "
+                f"{self._max_message_bytes}; split it, or raise the limit here and in the broker (max_message_size)",
+                message_id=message.message_id,
+                reply_code=_CONTENT_TOO_LARGE,
+                reply_text="refused before sending",
+            )
+        header = header_frame_size(message.encoded_properties or b"")
+        if header + _DUPLICATE_HEADER_BYTES > frame_max:
+            raise PublishRefused(
+                f"message {message.message_id} was not sent: its properties and headers take {header} bytes, "
+                f"and one frame of this connection holds {frame_max}; move data into the body",
+                message_id=message.message_id,
+                reply_code=_CONTENT_TOO_LARGE,
+                reply_text="refused before sending",
+            )
 
 
 class PublishWindow:
