@@ -151,7 +151,7 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
             with on_signals(partial(self._on_signal, subscription)):
                 await subscription.ended.wait()
                 self.stop()  # it may have ended by itself
-                await awaiting(self._finish(subscription))
+                await awaiting(self._finish(subscription, self._pools))
         except asyncio.CancelledError:
             await self._finish_cancelled(subscription)
             raise
@@ -253,8 +253,8 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
     async def _wait_ended(self, subscription: AsyncSubscription) -> None:
         await subscription.ended.wait()
 
-    async def _stop_pools(self, patience: float) -> list[bool]:
-        return await asyncio.gather(*(pool.stop(patience) for pool in self._pools))
+    async def _stop_pools(self, pools: tuple[TaskPool | ThreadPool, ...], patience: float) -> list[bool]:
+        return await asyncio.gather(*(pool.stop(patience) for pool in pools))
 
     async def _finish_cancelled(self, subscription: AsyncSubscription) -> None:
         """Cancel the handlers, and wait for the end: the waiting task was cancelled."""
@@ -264,7 +264,7 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
             pool.cancel()
         late = subscription.call_later(_CANCEL_TIMEOUT, subscription.stop_now)
         try:
-            await awaiting(self._finish(subscription))
+            await awaiting(self._finish(subscription, self._pools))
         except asyncio.CancelledError:  # once more
             subscription.stop_now()
             subscription.abort()

@@ -133,6 +133,10 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
         if asyncio.get_running_loop() is not self.loop:
             raise UsageError("this publisher belongs to another event loop; make one for each")
 
+    def check_closable(self) -> None:
+        """Raise UsageError on another event loop, which cannot wait for the end."""
+        self.check_usable()
+
     async def wait_connected(self, limit: float, attempts: int = 1, *, firm: bool = False) -> ReliableMQError | None:
         """Wait for the attempts; by several tasks."""
         self.check_usable()

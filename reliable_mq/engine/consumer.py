@@ -106,13 +106,15 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
     _state = RunState.IDLE
     _subscription: SubscriptionT | None = None
     _pools: tuple[PoolT, ...] = ()
+    _starters = 0  # callers that wait for the first attempts of the subscription
+    _is_kept = False  # whether the subscription was begun for good: by `run` or ``with``, or with success
     _stop_by: float | None = None  # on the monotonic clock
 
     @declared_by(ConsumerOptions.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._made_in = os.getpid()
         self._changed_at = time.monotonic()  # made, or stopped
-        self._lock = threading.RLock()  # for the four above; held for moments only, and again by a signal handler
+        self._lock = threading.RLock()  # for those above; held for moments only, and again by a signal handler
         self._options = ConsumerOptions(*args, **kwargs)
         self._check_options(self._options)
         registry = self._options.registry
@@ -125,8 +127,8 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
         """Return the class of the pools that run the handler."""
         raise NotImplementedError
 
-    def _stop_pools(self, patience: float) -> Any:
-        """End the pools that run the handler; return whether each has ended. A step."""
+    def _stop_pools(self, pools: tuple[PoolT, ...], patience: float) -> Any:
+        """End pools that run the handler; return whether each has ended. A step."""
         raise NotImplementedError
 
     def _wait_ended(self, subscription: SubscriptionT) -> Any:
@@ -285,19 +287,40 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
         self._release()
 
     def _connect(self, *, required: bool) -> Steps[SubscriptionT]:
-        """Start, and wait for the first attempts; undo the start if they fail."""
-        first = self._subscription is None
-        subscription = self._start()
+        """Start, and wait for the first attempts.
+
+        Undo the start if they fail, or are interrupted, for every caller that waits.
+        """
+        with self._lock:
+            subscription = self._start()
+            self._starters += 1
         try:
             yield from self._await_first_attempts(subscription, required=required)
         except BaseException:
-            if first:
-                subscription.stop_now()
-                yield from self._finish(subscription)
-                if self._subscription is subscription:
-                    self._not_started()
+            with self._lock:
+                self._starters -= 1
+                pools = self._pools
+                useless = self._subscription is subscription and not self._starters and not self._is_kept
+                if useless:
+                    self._not_started()  # at once: another call begins anew, whatever interrupts this one
+            if useless:
+                yield from self._discard(subscription, pools)
             raise
+        with self._lock:
+            self._starters -= 1
+            self._is_kept = True
         return subscription
+
+    def _discard(self, subscription: SubscriptionT, pools: tuple[PoolT, ...]) -> Steps[None]:
+        """End a subscription that nobody uses; wait for it, unless that is interrupted."""
+        subscription.stop_now()
+        try:
+            yield from self._finish(subscription, pools)
+        except BaseException:
+            subscription.abort()
+            for pool in pools:
+                pool.abort()
+            raise
 
     def _enter(self) -> Steps[None]:
         subscription = self._start(enter=True)
@@ -336,12 +359,13 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
         """Note that it runs, unless a signal handler has stopped it meanwhile."""
         if enter and not self._is_stopped:
             self._state = RunState.ENTERED
+            self._is_kept = True
         elif self._state is RunState.IDLE:
             self._state = RunState.STARTED
 
     def _not_started(self) -> None:
         """Forget a start that failed, so that it may be tried again."""
-        self._subscription, self._pools = None, ()
+        self._subscription, self._pools, self._is_kept = None, (), False
         if not self._is_stopped:
             self._state = RunState.IDLE
 
@@ -396,28 +420,27 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
         self._check_loop()
         self.stop()
         if self._subscription is not None:
-            yield from self._finish(self._subscription)
+            yield from self._finish(self._subscription, self._pools)
         else:
             self._finished()
 
-    def _finish(self, subscription: SubscriptionT) -> Steps[None]:
+    def _finish(self, subscription: SubscriptionT, pools: tuple[PoolT, ...]) -> Steps[None]:
         """Wait for the end, and leave nothing behind. Several callers may do so."""
         subscription.stop()
         yield self._wait_ended(subscription)
-        if self._pools:
-            ended = yield self._stop_pools(self._patience(subscription))
+        if pools:
+            ended = yield self._stop_pools(pools, self._patience(subscription))
             if not all(ended):
                 logger.warning("handlers of consumer %r are still running", self._options.name)
-            unanswered = yield self._pools[0].retry_settlements(
-                self._time_to_settle(), lambda: not subscription.hurried
-            )
+            unanswered = yield pools[0].retry_settlements(self._time_to_settle(), lambda: not subscription.hurried)
             if unanswered:
                 logger.error(UNANSWERED, self._options.name, unanswered)
         yield subscription.join()
         if subscription.republisher is not None:
             yield subscription.republisher.close(END_TIMEOUT)
-        self._release()
-        self._finished()
+        if self._subscription in (None, subscription):  # otherwise it was begun anew meanwhile
+            self._release()
+            self._finished()
 
     def _raise_error(self) -> None:
         """Raise the error that ended the consumer, if one did."""

@@ -234,9 +234,10 @@ class BaseOutboxChannel(BaseChannel[C]):
         self._check_usable()
         self._check_relayed()
         deadline = time.monotonic() + timeout
-        stored = yield self._wait_stored(timeout)
-        if not stored:
-            return max(self._window.count, 1)
+        if self._window.count:
+            stored = yield self._wait_stored(timeout)
+            if not stored and (left := self._window.count):
+                return left
         _, last = yield self._ask(self._backlog, deadline)
         left = yield from self._wait_relayed(last, deadline, lambda: True)
         if left:

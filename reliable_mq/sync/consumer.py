@@ -113,7 +113,7 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
                 wait_heeding_signals(subscription.ended)
             finally:
                 self.stop()  # it may have ended by itself
-                blocking(self._finish(subscription))
+                blocking(self._finish(subscription, self._pools))
         self._raise_error()
 
     def close(self) -> None:
@@ -200,8 +200,8 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
     def _wait_ended(self, subscription: Subscription) -> None:
         subscription.ended.wait()
 
-    def _stop_pools(self, patience: float) -> list[bool]:
-        return [pool.stop(max(patience, 0.1)) for pool in self._pools]
+    def _stop_pools(self, pools: tuple[WorkerPool, ...], patience: float) -> list[bool]:
+        return [pool.stop(max(patience, 0.1)) for pool in pools]
 
     def _keep(self) -> None:
         _open_consumers.add(self)

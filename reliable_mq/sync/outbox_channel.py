@@ -279,7 +279,13 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
         self.check_waitable()
         deadline = time.monotonic() + timeout
         answered = threading.Event()
-        self._writer.call(answered.set)
+
+        def answer() -> None:
+            with self.lock:
+                answered.set()
+                self._changed.notify_all()
+
+        self._writer.call(answer)
         with self.lock:
             while not answered.is_set():
                 remaining = deadline - time.monotonic()

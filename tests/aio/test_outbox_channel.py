@@ -301,6 +301,14 @@ def test_connecting_starts_the_relay(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_an_empty_outbox_is_flushed_without_waiting(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with AsyncPublisher(NOBODY, outbox=SQLiteOutbox(tmp_path / "outbox"), name="empty") as publisher:
+            await publisher.flush(0)
+
+    asyncio.run(main())
+
+
 class RowsInTests:
     """A publisher of rows that notes which are sent, and settles none; sending waits if it is told to."""
 

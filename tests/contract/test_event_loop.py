@@ -520,6 +520,73 @@ def test_a_task_that_is_cancelled_in_get_takes_nothing_with_it(broker: ScriptedB
     run(main())
 
 
+@pytest.mark.parametrize("pulls", [False, True], ids=["connect", "get"])
+def test_a_start_that_is_cancelled_twice_may_be_tried_again(broker: ScriptedBroker, run: Any, pulls: bool) -> None:
+    """As when a deadline and the end of a task group meet: the second one comes while the start is undone."""
+
+    async def main() -> None:
+        consumer = AsyncConsumer(broker.url, "orders")
+
+        async def take() -> list[bytes]:
+            async with consumer.get(1, timeout=20) as deliveries:
+                return [delivery.body for delivery in deliveries]
+
+        starting = asyncio.create_task(take() if pulls else consumer.connect())
+        while consumer._subscription is None:
+            await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.sleep(0)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        broker.ready.append(b"a")
+        await consumer.connect()
+        assert await take() == [b"a"]
+        await consumer.close()
+
+    run(main())
+
+
+def test_who_gives_up_a_start_ends_it_for_nobody_else(broker: ScriptedBroker, run: Any) -> None:
+    async def main() -> None:
+        consumer = AsyncConsumer(broker.url, "orders")
+
+        async def take() -> list[bytes]:
+            async with consumer.get(1, timeout=20) as deliveries:
+                return [delivery.body for delivery in deliveries]
+
+        first = asyncio.create_task(consumer.connect())
+        while consumer._subscription is None:
+            await asyncio.sleep(0)
+        others = [asyncio.create_task(consumer.connect()), asyncio.create_task(take())]
+        await asyncio.sleep(0)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        broker.ready.append(b"a")
+        assert await asyncio.gather(*others) == [None, [b"a"]]
+        await consumer.close()
+
+    run(main())
+
+
+def test_another_event_loop_closes_no_publisher(broker: ScriptedBroker) -> None:
+    """And changes nothing about it."""
+
+    async def main() -> None:
+        async with AsyncPublisher(broker.url) as publisher:
+
+            def elsewhere() -> None:
+                with pytest.raises(UsageError, match="another event loop"):
+                    asyncio.run(publisher.close())
+
+            await asyncio.to_thread(elsewhere)
+            assert publisher.health().ready
+            await publisher.connect()
+
+    asyncio.run(main())
+
+
 # -- closing that is cancelled, or comes early -------------------------------------------------------------------------
 
 

@@ -158,6 +158,11 @@ def test_connecting_starts_the_relay(tmp_path: Path) -> None:
     publisher.close(0)
 
 
+def test_an_empty_outbox_is_flushed_without_waiting(tmp_path: Path) -> None:
+    with Publisher(NOBODY, outbox=SQLiteOutbox(tmp_path / "outbox"), name="empty") as publisher:
+        publisher.flush(0)
+
+
 class Gated(SQLiteOutbox):
     """An outbox that writes when it is let, one transaction at a time."""
 
