@@ -229,6 +229,16 @@ def test_a_publish_into_a_queue_that_was_found_does_not_wait(vhost: VirtualHost,
         publisher.publish(Message(b"x"), routing_key="orders", timeout=30)
 
 
+def test_a_second_publisher_does_not_wait_for_what_the_first_has_proven(vhost: VirtualHost, publisher_api: str) -> None:
+    """A queue is new once in its life, not once for each publisher of a process."""
+    with Publisher(vhost.url, topology=[ORDERS], new_queue_grace=AMPLE) as publisher:
+        publisher.publish(Message(b"x"), routing_key="orders")
+    with Publisher(vhost.url, topology=[ORDERS], new_queue_grace=AMPLE) as publisher:
+        began = time.monotonic()
+        publisher.publish(Message(b"x"), routing_key="orders")
+        assert time.monotonic() - began < AMPLE / 2
+
+
 def test_all_connections_of_a_process_know_of_its_new_queues(vhost: VirtualHost, publisher_api: str) -> None:
     """Whoever made it: a publisher without a topology, say, publishes into what a consumer declares."""
     began = time.monotonic()

@@ -46,6 +46,10 @@ class SharedNewQueues(NewQueues):
         with self.lock:
             super().made(names, now)
 
+    def prove(self, broker: str, grace: float, moment: float) -> None:
+        with self.lock:
+            super().prove(broker, grace, moment)
+
     def new(self, proven: float, grace: float) -> list[str]:
         with self.lock:
             return super().new(proven, grace)

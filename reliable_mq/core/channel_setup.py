@@ -109,12 +109,17 @@ class ServerInfo:
     properties: Mapping[str, object] = field(default_factory=dict, repr=False)  # all of them
 
     @property
+    def reported_name(self) -> str:
+        """The name that the broker reports: of its cluster, or of the node (``rabbit@host``); empty for none."""
+        return str(self.properties.get("cluster_name", ""))
+
+    @property
     def cluster_name(self) -> str:
         """The name that the cluster was given; empty if it was given none.
 
         Then each node reports a name of its own, ``rabbit@host``: after a reconnect to another node it is another one.
         """
-        name = str(self.properties.get("cluster_name", ""))
+        name = self.reported_name
         return "" if "@" in name else name
 
     @classmethod

@@ -5,7 +5,7 @@ node that is killed before that starts again with the queue empty, whatever it h
 confirmed in such a queue counts as unconfirmed until the node has answered several frames, the last of which was sent a
 grace after the queue was made. That the time has passed here proves nothing: the node may have frozen, or its answers
 may have waited in our own socket. Only the process that made the queue knows of it, so all of its connections share
-that knowledge.
+that knowledge, and what one of them has proven of their age.
 
 One answer proves nothing, however quick: it may be the first of a broker that was frozen until then, and has yet to
 save its queues. Killed at that moment, RabbitMQ 4.3 lost them in five of five trials. Round trips with pauses, the
@@ -58,6 +58,7 @@ class NewQueues:
         self.longest = 0.0  # the longest grace of its users, seconds
         self._made: dict[str, float] = {}
         self._being_made: dict[str, int] = {}  # how many connections are declaring it
+        self._proven: dict[tuple[str, float], float] = {}  # by broker and grace; see `prove`
 
     def begin(self, names: Iterable[str]) -> None:
         for name in names:
@@ -80,6 +81,18 @@ class NewQueues:
         """Note that no declaration goes on: queues that were being made may exist."""
         names, self._being_made = list(self._being_made), {}
         self._add(names, now)
+
+    def prove(self, broker: str, grace: float, moment: float) -> None:
+        """Note that queues of a broker that were made ``grace`` seconds before ``moment`` are old.
+
+        ``broker`` is the name that it reports: brokers whose cluster was given no name share one record.
+        """
+        if broker:
+            self._proven[broker, grace] = max(moment, self.proven(broker, grace))
+
+    def proven(self, broker: str, grace: float) -> float:
+        """The latest moment of `prove`; minus infinity for none."""
+        return self._proven.get((broker, grace), _NEVER)
 
     def new(self, proven: float, grace: float) -> list[str]:
         """The queues younger than ``grace`` seconds at ``proven``, or being made."""

@@ -329,7 +329,8 @@ class BasePublisherChannel(BaseChannel[P]):
         self._connection_lost = False
         if self._record.ready(server):
             self.session.connection_replaced()
-        self.session.channel_opened(generation, channel, frame_max, time.monotonic(), self._record.queues)
+        now, queues, broker = time.monotonic(), self._record.queues, server.reported_name
+        self.session.channel_opened(generation, channel, frame_max, now, queues, broker)
         with self._guard:
             self.connected, self._changed_at = True, time.monotonic()
             self._state_changed()

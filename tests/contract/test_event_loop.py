@@ -520,6 +520,12 @@ def test_a_task_that_is_cancelled_in_get_takes_nothing_with_it(broker: ScriptedB
     run(main())
 
 
+async def begun(consumer: AsyncConsumer) -> None:
+    """Return in the turn of the loop in which a start has begun, before it can have ended."""
+    while consumer._subscription is None:  # noqa: ASYNC110  # an event would come later
+        await asyncio.sleep(0)
+
+
 @pytest.mark.parametrize("pulls", [False, True], ids=["connect", "get"])
 def test_a_start_that_is_cancelled_twice_may_be_tried_again(broker: ScriptedBroker, run: Any, pulls: bool) -> None:
     """As when a deadline and the end of a task group meet: the second one comes while the start is undone."""
@@ -532,8 +538,7 @@ def test_a_start_that_is_cancelled_twice_may_be_tried_again(broker: ScriptedBrok
                 return [delivery.body for delivery in deliveries]
 
         starting = asyncio.create_task(take() if pulls else consumer.connect())
-        while consumer._subscription is None:
-            await asyncio.sleep(0)
+        await begun(consumer)
         starting.cancel()
         await asyncio.sleep(0)
         starting.cancel()
@@ -556,8 +561,7 @@ def test_who_gives_up_a_start_ends_it_for_nobody_else(broker: ScriptedBroker, ru
                 return [delivery.body for delivery in deliveries]
 
         first = asyncio.create_task(consumer.connect())
-        while consumer._subscription is None:
-            await asyncio.sleep(0)
+        await begun(consumer)
         others = [asyncio.create_task(consumer.connect()), asyncio.create_task(take())]
         await asyncio.sleep(0)
         first.cancel()

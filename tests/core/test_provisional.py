@@ -83,3 +83,26 @@ def test_what_is_proven_holds_for_the_same_broker_only(confirms: ProvisionalConf
     assert confirms.proven == GRACE
     confirms.channel_opened(NewQueues())
     assert confirms.proven == -inf
+
+
+def test_what_one_publisher_has_proven_holds_for_the_next(confirms: ProvisionalConfirms[Publication]) -> None:
+    """Of the same broker, and for the grace that was proven."""
+    confirms.channel_opened(confirms.new_queues, "rabbit@one")
+    prove(confirms)
+
+    def final(grace: float, broker: str) -> bool:
+        following: ProvisionalConfirms[Publication] = ProvisionalConfirms(grace)
+        following.channel_opened(confirms.new_queues, broker)
+        return following.acked(1, [1], [publication := on_wire()], GRACE) == [publication]
+
+    assert final(GRACE, "rabbit@one")
+    assert not final(2 * GRACE, "rabbit@one")
+    assert not final(GRACE, "rabbit@two")
+    assert not final(GRACE, "")
+
+
+def test_a_broker_without_a_name_is_proven_for_one_publisher(confirms: ProvisionalConfirms[Publication]) -> None:
+    """It might be another one that reports no name."""
+    prove(confirms)
+    assert confirms.proven == GRACE
+    assert confirms.new_queues.proven("", GRACE) == -inf

@@ -47,6 +47,7 @@ class ProvisionalConfirms(Generic[P]):
         self.new_queues = NewQueues()
         #: Queues that were made a grace before are old: the broker has run since.
         self.proven = -inf
+        self._broker = ""
         self._places: dict[P, tuple[int, int]] = {}  # generation and number: the order of publishing
         self._final: list[tuple[float, int, list[P]]] = []  # what the broker must outlive to confirm those
         self._order = itertools.count()  # breaks ties in _final
@@ -57,11 +58,20 @@ class ProvisionalConfirms(Generic[P]):
     def __len__(self) -> int:
         return len(self._places)
 
-    def channel_opened(self, new_queues: NewQueues) -> None:
-        """Begin with a channel, perhaps to another broker, of which nothing is known."""
-        if self.grace and new_queues is not self.new_queues:
+    def channel_opened(self, new_queues: NewQueues, broker: str = "") -> None:
+        """Begin with a channel, perhaps to another broker: what others have proven of it holds here, too.
+
+        Args:
+            new_queues: of the broker.
+            broker: the name that it reports; empty if it reports none.
+        """
+        if not self.grace:
+            return
+        if new_queues is not self.new_queues:
             self.new_queues = new_queues
             self.proven = -inf
+        self._broker = broker
+        self.proven = max(self.proven, new_queues.proven(broker, self.grace))
 
     def acked(self, generation: int, numbers: list[int], publications: list[P], now: float) -> list[P]:
         """Keep those that may be in a new queue; return the others, which are final."""
@@ -129,7 +139,9 @@ class ProvisionalConfirms(Generic[P]):
         watched = self.grace * _WATCHED
         self._next_at = now + watched / (_ROUND_TRIPS - 1)
         if len(self._answered) == _ROUND_TRIPS:
-            self.proven = max(self.proven, self._answered[0] + watched)
+            moment = self._answered[0] + watched
+            self.proven = max(self.proven, moment)
+            self.new_queues.prove(self._broker, self.grace, moment)
         final: list[P] = []
         while self._final and self._final[0][0] <= self.proven:
             final += heapq.heappop(self._final)[2]

@@ -124,15 +124,23 @@ class PublisherSession(Generic[P]):
             record(publications, PublicationEvent.BLOCKED)
 
     def channel_opened(
-        self, generation: int, channel: int, frame_max: int, now: float, new_queues: NewQueues | None = None
+        self,
+        generation: int,
+        channel: int,
+        frame_max: int,
+        now: float,
+        new_queues: NewQueues | None = None,
+        broker: str = "",
     ) -> None:
         """Publish on a channel that is open and in confirm mode.
+
+        ``broker`` is the name that the broker reports; empty if it reports none.
 
         If its connection is not that of the last channel, `connection_replaced` comes before.
         """
         self._tracker.channel_opened(generation)
         if new_queues is not None:
-            self._provisional.channel_opened(new_queues)
+            self._provisional.channel_opened(new_queues, broker)
         self._channel = channel
         self.disconnected_reason = None
         self.frame_max = frame_max
