@@ -110,7 +110,10 @@ class ServerInfo:
 
     @property
     def reported_name(self) -> str:
-        """The name that the broker reports: of its cluster, or of the node (``rabbit@host``); empty for none."""
+        """The name that the broker reports; empty if it reports none.
+
+        It is that of its cluster, or of the node, ``rabbit@host``.
+        """
         return str(self.properties.get("cluster_name", ""))
 
     @property

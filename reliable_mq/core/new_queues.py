@@ -83,7 +83,7 @@ class NewQueues:
         self._add(names, now)
 
     def prove(self, broker: str, grace: float, moment: float) -> None:
-        """Note that queues of a broker that were made ``grace`` seconds before ``moment`` are old.
+        """Note that queues made ``grace`` seconds before ``moment`` are old.
 
         ``broker`` is the name that it reports: brokers whose cluster was given no name share one record.
         """

@@ -59,7 +59,9 @@ class ProvisionalConfirms(Generic[P]):
         return len(self._places)
 
     def channel_opened(self, new_queues: NewQueues, broker: str = "") -> None:
-        """Begin with a channel, perhaps to another broker: what others have proven of it holds here, too.
+        """Begin with a channel, perhaps to another broker.
+
+        What other publishers have proven of it holds here, too.
 
         Args:
             new_queues: of the broker.
