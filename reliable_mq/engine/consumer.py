@@ -343,7 +343,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
         """Take deliveries; return the block that has them."""
         wait = self._check_get(max_messages, timeout)
         subscription: Any = self._subscription
-        if subscription is None or subscription.ended.is_set():
+        if subscription is None or subscription.ended.is_set() or not self._is_kept:
             subscription = yield from self._connect(required=False)
         self._check_loop()
         began = time.time_ns()
