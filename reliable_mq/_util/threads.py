@@ -36,7 +36,7 @@ __all__ = [
     "CancelHandle",
     "Condition",
     "DaemonExecutor",
-    "Event",
+    "InterruptibleEvent",
     "call_in_background",
     "call_on_thread",
     "start_daemon",
@@ -177,7 +177,7 @@ class DaemonExecutor:
     @contextlib.contextmanager
     def cutting(self, timeout: float) -> Iterator[CancelHandle]:
         """Cut the handle if the block, which stays on its thread, takes too long."""
-        handle, over = CancelHandle(), Event()
+        handle, over = CancelHandle(), InterruptibleEvent()
         self._submit(lambda: None if over.wait(timeout) else handle.cut(), lambda _result, _error: None, beyond=True)
         try:
             yield handle
@@ -457,7 +457,7 @@ class Condition(threading.Condition):
             raise
 
 
-class Event:
+class InterruptibleEvent:
     """An event that a signal handler may set, or end the wait for by an exception.
 
     The standard library's may stay locked then: see `Condition`.

@@ -26,7 +26,7 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from reliable_mq._util.threads import Condition, Event
+from reliable_mq._util.threads import Condition, InterruptibleEvent
 from reliable_mq.core.consumer.attempts import Failure, describe, shown
 from reliable_mq.core.consumer.delivery import Delivery, message_names
 from reliable_mq.core.consumer.dispatch import Work, verdicts
@@ -236,7 +236,7 @@ class WorkerPool:
         """Retry settlements after `stop`."""
         if not self._claiming or not self._claiming.retries:
             return 0
-        over = Event()
+        over = InterruptibleEvent()
         thread = threading.Thread(
             target=self._retry_settlements, args=(over,), name=f"{self._name}-settlements", daemon=True
         )
@@ -247,7 +247,7 @@ class WorkerPool:
         over.set()
         return len(self._claiming.retries)
 
-    def _retry_settlements(self, over: Event) -> None:
+    def _retry_settlements(self, over: InterruptibleEvent) -> None:
         if self._store is None or self._claiming is None:
             raise RuntimeError("there is no store")
         store = self._store

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from queue import SimpleQueue
     from types import FrameType, TracebackType
 
-    from reliable_mq._util.threads import Event
+    from reliable_mq._util.threads import InterruptibleEvent
     from reliable_mq.engine.consumer_options import ConsumerOptions
     from reliable_mq.sync.subscription import PulledDelivery
 
@@ -44,7 +44,7 @@ __all__ = ["Consumer", "next_signal", "wait_heeding_signals"]
 _LOOK_EVERY: Final = 0.5  # seconds
 
 
-def wait_heeding_signals(over: Event | threading.Event) -> None:
+def wait_heeding_signals(over: InterruptibleEvent | threading.Event) -> None:
     """Block until ``over`` is set, and let signal handlers run every half second."""
     while not over.wait(_LOOK_EVERY):
         pass

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from reliable_mq._util.threads import CallbackThread, Condition, Event
+from reliable_mq._util.threads import CallbackThread, Condition, InterruptibleEvent
 from reliable_mq.engine.pull import LONGEST_WAIT, BasePullSubscription, PulledDelivery
 from reliable_mq.engine.republisher import BaseRepublisher
 from reliable_mq.engine.steps import blocking
@@ -58,10 +58,10 @@ class Republisher(BaseRepublisher):
 class Subscription(BaseSubscription):
     """The connection of a consumer, on an I/O thread."""
 
-    ended: Event
+    ended: InterruptibleEvent
     _connection_type = IOThread
-    _event_type = Event
-    _first_attempts_over: Event
+    _event_type = InterruptibleEvent
+    _first_attempts_over: InterruptibleEvent
     _io: IOThread
 
     def __init__(self, options: ConsumerOptions) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import pytest
 
 from reliable_mq import Consumer, Message, Publisher, Queue
-from reliable_mq._util.threads import CallbackThread, DaemonExecutor, Event
+from reliable_mq._util.threads import CallbackThread, DaemonExecutor, InterruptibleEvent
 from reliable_mq.engine.workers import _WaitingWork
 from reliable_mq.sync import consumer as consumer_module
 from reliable_mq.testing.waiting import wait_until
@@ -168,7 +168,7 @@ def test_an_interrupted_get_takes_nothing_and_keeps_nobody_waiting() -> None:
 
 
 def test_an_interrupted_waiting_or_setting_leaves_an_event_usable() -> None:
-    event = Event()
+    event = InterruptibleEvent()
 
     def wait() -> None:
         event.clear()
@@ -198,7 +198,7 @@ def test_close_does_not_wait_for_ever_for_an_end_that_does_not_come(monkeypatch:
     monkeypatch.setattr(consumer_module, "END_TIMEOUT", 0.1)
     consumer = Consumer("amqp://guest:guest@127.0.0.1:1/", Queue("orders"), stop_timeout=0.1)
     began = time.monotonic()
-    consumer._wait_ended(cast("Any", SimpleNamespace(ended=Event())))
+    consumer._wait_ended(cast("Any", SimpleNamespace(ended=InterruptibleEvent())))
     assert time.monotonic() - began < PATIENCE
 
 
