@@ -1,4 +1,4 @@
-"""Daemon threads for calls and callbacks, and a condition safe in signal handlers.
+"""Daemon threads for calls and callbacks; a condition and an event for signals.
 
 No thread of this package keeps the interpreter from ending, so the executors of the standard library are not used:
 the interpreter waits for their threads at exit.
@@ -29,13 +29,14 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
 __all__ = [
     "CallbackThread",
     "CancelHandle",
     "Condition",
     "DaemonExecutor",
+    "InterruptibleEvent",
     "call_in_background",
     "call_on_thread",
     "start_daemon",
@@ -127,7 +128,10 @@ def _shut(connection: Any) -> None:
 
 
 class DaemonExecutor:
-    """Call functions on daemon threads, ``most`` at once. Thread-safe, and fork-safe."""
+    """Call functions on daemon threads, ``most`` at once. Thread-safe, and fork-safe.
+
+    A signal handler that interrupts a method may call any other.
+    """
 
     _threads: int  # that take calls from the queue
 
@@ -173,7 +177,7 @@ class DaemonExecutor:
     @contextlib.contextmanager
     def cutting(self, timeout: float) -> Iterator[CancelHandle]:
         """Cut the handle if the block, which stays on its thread, takes too long."""
-        handle, over = CancelHandle(), threading.Event()
+        handle, over = CancelHandle(), InterruptibleEvent()
         self._submit(lambda: None if over.wait(timeout) else handle.cut(), lambda _result, _error: None, beyond=True)
         try:
             yield handle
@@ -214,7 +218,7 @@ class DaemonExecutor:
 
     def _reset(self) -> None:
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # again by a signal handler
         self._calls: SimpleQueue[tuple[Callable[[], object], _Report] | None] = SimpleQueue()
         self._threads = 0
         self._busy = 0
@@ -230,14 +234,21 @@ class DaemonExecutor:
         with self._lock:
             if self._busy >= self._most and not beyond and not queue:
                 raise TimeoutError(f"{self._busy} earlier questions are without an answer")
-            if self._closed:
+            closed = self._closed
+            if closed:
                 start_daemon(f"{self._name}-late", self._run_one, fn, report)
-            else:
-                if self._busy >= self._threads and (beyond or self._threads < self._most):
-                    start_daemon(f"{self._name}-{self._threads + 1}", self._run, self._calls)
-                    self._threads += 1
-                self._calls.put((fn, report))
+                self._busy += 1
+                return
+            if self._busy >= self._threads and (beyond or self._threads < self._most):
+                start_daemon(f"{self._name}-{self._threads + 1}", self._run, self._calls)
+                self._threads += 1
             self._busy += 1
+            self._calls.put((fn, report))  # one step with the line before
+            if self._closed:  # meanwhile, by a signal handler: there may be no thread any more, or one too many
+                start_daemon(f"{self._name}-late", self._run, self._calls)
+                for _ in range(self._threads + 1):
+                    self._calls.put(None)
+                self._threads = 0
 
     def _run(self, calls: SimpleQueue[tuple[Callable[[], object], _Report] | None]) -> None:
         while (call := calls.get()) is not None:
@@ -307,8 +318,13 @@ class CallbackThread:
         with self._lock:
             if self._thread is None and not self._over:
                 # Assigned first: a signal handler that comes in between would start another one.
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                self._thread = thread = threading.Thread(target=self._main, name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except BaseException:  # of a signal handler, say; the thread may begin all the same
+                    if thread.ident is None and self._thread is thread:
+                        self._thread = None
+                    raise
 
     def put(self, callback: Callable[[], object]) -> None:
         """Run ``callback`` soon; after `stop`, on a thread of its own. Does not block."""
@@ -350,12 +366,18 @@ class CallbackThread:
     def join(self, timeout: float) -> bool:
         """Wait for the end of the stopped thread, not on itself; return whether it ended."""
         thread = self._stopped
-        if thread is None:
+        if thread is None or thread.ident is None:
             return True
         if thread is threading.current_thread():
             return False
         thread.join(timeout)
         return not thread.is_alive()
+
+    def _main(self) -> None:
+        with self._lock:
+            given_up = not self.is_current
+        if not given_up:
+            self._run()
 
     def _run(self) -> None:
         due: float | None = None  # when to run those of `put_later`
@@ -402,8 +424,27 @@ class Condition(threading.Condition):
 
     Python runs signal handlers between any two steps of the main thread, and their exception (``KeyboardInterrupt``)
     comes out there. The standard library's ``wait`` loses its lock if that is between releasing it and waiting; leaving
-    the block then raises an error of its own in place of the exception.
+    the block then raises an error of its own in place of the exception. Its ``__enter__`` is a function of Python, and
+    may have taken the lock, but not return: nobody would release it. So a block is entered by the lock::
+
+        with changed.lock:
+            changed.wait()
+
+    Attributes:
+        lock: guards what is waited for. Entering and leaving it are each one step.
     """
+
+    def __init__(self, lock: threading.RLock | None = None) -> None:
+        self.lock = threading.RLock() if lock is None else lock
+        super().__init__(self.lock)
+
+    def __enter__(self) -> NoReturn:
+        """Raise TypeError: the lock is what to enter."""
+        raise TypeError("enter the lock of the condition")
+
+    def __exit__(self, *_: object) -> NoReturn:
+        """Raise TypeError, as entering does."""
+        raise TypeError("leave the lock of the condition")
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait as ``threading.Condition`` does, up to ``timeout`` seconds."""
@@ -414,3 +455,36 @@ class Condition(threading.Condition):
                 self.release()
             self.acquire()
             raise
+
+
+class InterruptibleEvent:
+    """An event that a signal handler may set, or end the wait for by an exception.
+
+    The standard library's may stay locked then: see `Condition`.
+    """
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._lock = self._changed.lock
+        self._set = False
+
+    def is_set(self) -> bool:
+        """Return whether it is set."""
+        return self._set
+
+    def clear(self) -> None:
+        """Unset it."""
+        self._set = False
+
+    def set(self) -> None:
+        """Set it, and wake all that wait."""
+        self._set = True
+        with self._lock:
+            self._changed.notify_all()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is set, up to ``timeout`` seconds; return whether it is."""
+        if self._set:
+            return True
+        with self._lock:
+            return self._changed.wait_for(self.is_set, timeout)

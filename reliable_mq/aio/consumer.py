@@ -28,6 +28,7 @@ from reliable_mq.aio.publisher import AsyncPublisher
 from reliable_mq.aio.subscription import AsyncPullSubscription, AsyncRepublisher, AsyncSubscription
 from reliable_mq.core.consumer.handler import is_coroutine_function
 from reliable_mq.engine.consumer import BaseConsumer
+from reliable_mq.engine.pull import leave
 from reliable_mq.engine.steps import awaiting
 from reliable_mq.errors import UsageError
 
@@ -233,8 +234,14 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
             StaleDelivery: at the end of the block: a channel was lost, and deliveries that could not be acked will come
                 again.
         """
-        with await awaiting(self._get(max_messages, timeout)) as deliveries:
+        deliveries: list[PulledDelivery] = []
+        try:
+            await awaiting(self._get(max_messages, timeout, deliveries))
             yield deliveries
+            leave(deliveries, ack=True)
+        except BaseException:
+            leave(deliveries, ack=False)
+            raise
 
     # Starting and ending
 

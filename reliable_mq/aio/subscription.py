@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from reliable_mq.aio.connection import AsyncConnection
@@ -24,7 +24,7 @@ from reliable_mq.engine.subscription import CLOSE_GRACE, BaseSubscription
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
+    from contextlib import AbstractContextManager
 
     from reliable_mq.aio.publisher import AsyncPublisher
     from reliable_mq.core.retry.dead_letters import RepublishRequest
@@ -113,15 +113,8 @@ class _Changes:
     """Wakes the one who waits. On one loop, so there is nothing to guard."""
 
     def __init__(self) -> None:
+        self.lock: AbstractContextManager[None] = nullcontext()
         self._waiter: asyncio.Future[None] | None = None
-
-    def __enter__(self) -> None:
-        """Do nothing."""
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Do nothing."""
 
     def notify_all(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -145,15 +138,15 @@ class AsyncPullSubscription(AsyncSubscription, BasePullSubscription):
         super().__init__(options)
         self._turn = asyncio.Lock()
 
-    async def take(self, most: int, timeout: float) -> list[PulledDelivery]:
+    async def take(self, most: int, timeout: float, taken: list[PulledDelivery]) -> None:
         """Wait for deliveries; tasks take turns."""
         deadline = time.monotonic() + timeout
         try:
             async with asyncio.timeout(min(timeout, LONGEST_WAIT)):
                 await self._turn.acquire()
         except TimeoutError:
-            return []
+            return
         try:
-            return await awaiting(self._take(most, max(deadline, time.monotonic())))
+            await awaiting(self._take(most, max(deadline, time.monotonic()), taken))
         finally:
             self._turn.release()

@@ -130,7 +130,7 @@ class GetChannel(AdminChannel):
             BrokerUnavailable: the broker does not respond.
         """
         self._wait_ready()
-        with self._changed:
+        with self._lock:
             source, self._loss, self.left = self._source, None, 0
             if self._gone:
                 raise self._stale()
@@ -139,7 +139,7 @@ class GetChannel(AdminChannel):
                 self._consume(source, wanted)
         else:
             self._get(source, most)
-        with self._changed:
+        with self._lock:
             self._check(source)
             taken, self._arrived = self._arrived, []
         self._add_unacked(taken)
@@ -180,11 +180,11 @@ class GetChannel(AdminChannel):
 
     def _get(self, source: ChannelGeneration, most: int) -> bool:
         """Send gets, and wait for the replies; return whether there were any messages."""
-        with self._changed:
+        with self._lock:
             before = len(self._arrived)
             self._outstanding += most
         self._io.call_soon(partial(self._ask, source, most))
-        with self._changed:
+        with self._lock:
             if not self._changed.wait_for(lambda: not self._outstanding or self._is_lost(source), _ANSWER):
                 raise BrokerUnavailable(f"the broker did not answer basic.get within {_ANSWER:g} s")
             self._check(source)
@@ -193,7 +193,7 @@ class GetChannel(AdminChannel):
     def _consume(self, source: ChannelGeneration, wanted: int) -> None:
         """Take so many by a consumer; fewer if another consumer gets them first."""
         tag = f"dead-letters-{next(self._consumers)}"
-        with self._changed:
+        with self._lock:
             enough = len(self._arrived) + wanted
         if self._prefetch != wanted:
             self._perform(source, SetPrefetch(wanted))
@@ -214,7 +214,7 @@ class GetChannel(AdminChannel):
     def _wait_for_arrivals(self, source: ChannelGeneration, enough: int) -> bool:
         """Wait until there are enough; return False if no more come."""
         seen, until = -1, 0.0
-        with self._changed:
+        with self._lock:
             while len(self._arrived) < enough:
                 self._check(source)
                 now = time.monotonic()
@@ -234,13 +234,13 @@ class GetChannel(AdminChannel):
         except BrokerUnavailable:
             self._check_soon(source)
             raise
-        with self._changed:
+        with self._lock:
             if not self._is_lost(source):
                 return
         if isinstance(step, Consume):
             # It may have gone to the next channel: no consumer must stay there.
             self._io.call_soon(self._io.reopen_channel)
-        with self._changed:
+        with self._lock:
             self._check(source)
 
     def _add_unacked(self, deliveries: list[Delivery]) -> None:
@@ -276,12 +276,12 @@ class GetChannel(AdminChannel):
         except BrokerUnavailable:
             self._check_soon(source)
             raise
-        with self._changed:
+        with self._lock:
             self._check(source)
 
     def _check_soon(self, source: ChannelGeneration) -> None:
         """Raise the loss of the channel, if that ended the last step."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._is_lost(source), _REPORTED)
             self._check(source)
 
@@ -319,34 +319,34 @@ class GetChannel(AdminChannel):
             self._io.write(encode_get(source.channel, self._queue) * most)
 
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
-        with self._changed:
+        with self._lock:
             namespace = namespace_of(server.cluster_name, self._virtual_host)
             self._source = ChannelGeneration(generation, channel, self._queue, namespace)
         super().ready(generation, channel, frame_max, server)
 
     def lost(self, generation: int, loss: ConnectionLoss) -> None:
-        with self._changed:
+        with self._lock:
             self._loss = loss
             self._gone = self._gone or bool(self._unacked)
             self._unacked, self._ends, self._arrived, self._outstanding = array("Q"), array("Q"), [], 0
             self._prefetch = 0
         super().lost(generation, loss)
-        with self._changed:
+        with self._lock:
             self._changed.notify_all()
 
     def got(self, delivery: RawDelivery, message_count: int) -> None:
-        with self._changed:
+        with self._lock:
             self.left = self.left or message_count + 1
             self._arrived.append(self._ours(delivery))
             self._answered()
 
     def delivered(self, deliveries: list[RawDelivery]) -> None:
-        with self._changed:
+        with self._lock:
             self._arrived.extend(map(self._ours, deliveries))
             self._changed.notify_all()
 
     def got_empty(self) -> None:
-        with self._changed:
+        with self._lock:
             self._answered()
 
     def _answered(self) -> None:

@@ -31,7 +31,6 @@ from reliable_mq.metrics.registry import register
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from contextlib import AbstractContextManager
 
     from reliable_mq.engine.pull import PulledDelivery
     from reliable_mq.engine.steps import Steps
@@ -339,21 +338,19 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
         if error is not None and (required or error is subscription.error):
             raise error
 
-    def _get(self, max_messages: int, timeout: Duration) -> Steps[AbstractContextManager[list[PulledDelivery]]]:
-        """Take deliveries; return the block that has them."""
+    def _get(self, max_messages: int, timeout: Duration, taken: list[PulledDelivery]) -> Steps[None]:
+        """Take deliveries. ``taken`` gets them, to be left however this ends."""
         wait = self._check_get(max_messages, timeout)
         subscription: Any = self._subscription
         if subscription is None or subscription.ended.is_set() or not self._is_kept:
             subscription = yield from self._connect(required=False)
         self._check_loop()
         began = time.time_ns()
-        deliveries = yield subscription.take(max_messages, wait)
+        yield subscription.take(max_messages, wait, taken)
         if subscription.tracer is not None:
-            subscription.tracer.received(deliveries, began, subscription.peer)
-        if not deliveries and subscription.error is not None:
+            subscription.tracer.received(taken, began, subscription.peer)
+        if not taken and subscription.error is not None:
             raise subscription.error
-        block: AbstractContextManager[list[PulledDelivery]] = subscription.lending(deliveries)
-        return block
 
     def _started(self, enter: bool) -> None:
         """Note that it runs, unless a signal handler has stopped it meanwhile."""

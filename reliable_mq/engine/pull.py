@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from reliable_mq.codec import encode_get
@@ -27,8 +26,8 @@ from reliable_mq.errors import ConsumeError, ConsumerCancelled, StaleDelivery, U
 from reliable_mq.retry import DeadLetter, RetryLater
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from types import TracebackType
+    from collections.abc import Iterable
+    from contextlib import AbstractContextManager
 
     from reliable_mq._util.validation import Duration
     from reliable_mq.codec import RawDelivery
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from reliable_mq.engine.steps import Steps
     from reliable_mq.errors import ReliableMQError
 
-__all__ = ["LONGEST_WAIT", "BasePullSubscription", "ChangeMonitor", "PulledDelivery"]
+__all__ = ["LONGEST_WAIT", "BasePullSubscription", "ChangeMonitor", "PulledDelivery", "leave"]
 
 _POLL_FIRST, _POLL_LONGEST = 0.02, 0.5  # seconds between two requests to an empty queue
 _ANSWER = 5.0  # seconds that the broker's answers to the last requests are waited for
@@ -98,45 +97,66 @@ class PulledDelivery(Delivery):
             StaleDelivery: its channel is gone; the broker will deliver it again.
             UsageError: it is settled already.
         """
-        self._settle(self)
+        self._subscription.settle(self, self)
 
     def retry(self, delay: Duration | None = None) -> None:
         """Retry it later: a failed attempt, as by `RetryLater`. Errors as for `ack`."""
-        self._settle(Failed(self, describe(RetryLater(delay), time.time())))
+        self._subscription.settle(self, Failed(self, describe(RetryLater(delay), time.time())))
 
     def dead_letter(self, reason: str) -> None:
         """Dead-letter it, as `DeadLetter` raised by a handler. Errors as for `ack`."""
-        self._settle(Failed(self, describe(DeadLetter(reason), time.time())))
+        self._subscription.settle(self, Failed(self, describe(DeadLetter(reason), time.time())))
 
     def requeue(self) -> None:
         """Requeue it, without an attempt. Errors as for `ack`."""
-        self._settle(None)
+        self._subscription.settle(self, None)
 
     @property
     def settled(self) -> bool:
         """Whether it was acked, retried, dead-lettered or requeued."""
         return self._settled
 
-    def _settle(self, result: Result | None) -> None:
+    def mark_settled(self) -> None:
+        """Note that it is settled; UsageError if it was."""
         if self._settled:
             raise UsageError(f"{self!r} is settled already")
         self._settled = True
-        self._subscription.settle(self, result)
+
+
+def leave(deliveries: Iterable[PulledDelivery], *, ack: bool) -> None:
+    """Ack, or requeue, unsettled deliveries at the end of a block.
+
+    If that is interrupted, it is to be called again.
+
+    Raises:
+        StaleDelivery: the channel of one is gone; the others are acked.
+    """
+    stale: StaleDelivery | None = None
+    for delivery in deliveries:
+        if not delivery.settled:
+            try:
+                if ack:
+                    delivery.ack()
+                else:
+                    delivery.requeue()
+            except StaleDelivery as error:
+                stale = error
+    if stale is not None and ack:
+        raise stale
 
 
 class ChangeMonitor(Protocol):
-    """Guards the state that a caller and the loop share, and wakes callers on changes."""
+    """Wakes callers on changes of the state that a caller and the loop share.
 
-    def __enter__(self) -> object:
-        """Begin to read or change it."""
+    Attributes:
+        lock: guards that state; the methods are to be called in a block of it.
+    """
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None, /
-    ) -> None:
-        """End that."""
+    @property
+    def lock(self) -> AbstractContextManager[Any]: ...
 
     def notify_all(self) -> None:
-        """Wake callers. Between `__enter__` and `__exit__` only."""
+        """Wake callers."""
 
     def wait(self, timeout: float, /) -> Any:
         """Wait for a change, for up to ``timeout`` seconds. A step."""
@@ -150,12 +170,13 @@ class BasePullSubscription(BaseSubscription):
     """
 
     _changes_type: ClassVar[type[ChangeMonitor]]
-    _changed: ChangeMonitor  # guards the seven that `__init__` begins with
+    _guard: AbstractContextManager[Any]  # of the seven that `__init__` begins with
 
     def __init__(self, options: ConsumerOptions) -> None:
         super().__init__(options)
         self.handlers = self
         self._changed = self._changes_type()
+        self._guard = self._changed.lock
         self._arrived: deque[Delivery] = deque()
         self._unsettled = 0  # given to the user and not settled
         self._wanted = 0  # by the caller whose turn it is, arrived ones included
@@ -171,44 +192,33 @@ class BasePullSubscription(BaseSubscription):
 
     # For callers
 
-    def take(self, most: int, timeout: float) -> Any:
+    def take(self, most: int, timeout: float, taken: list[PulledDelivery]) -> Any:
         """Take up to ``most`` deliveries: those here, or the first that come in time.
 
-        The answers of a broker that is connected are waited for, a few seconds beyond ``timeout`` at most. Where the
-        caller is interrupted, nothing is taken.
+        The answers of a broker that is connected are waited for, a few seconds beyond ``timeout`` at most.
+
+        Args:
+            most: deliveries.
+            timeout: seconds.
+            taken: gets them, one by one; a caller that is interrupted is to leave those that are in it.
 
         Raises:
             UsageError: that would exceed the prefetch.
         """
         raise NotImplementedError
 
-    @contextmanager
-    def lending(self, deliveries: list[PulledDelivery]) -> Iterator[list[PulledDelivery]]:
-        """Ack, at the end of the block, the deliveries that it did not settle.
-
-        If it raises, requeue them.
-        """
-        try:
-            yield deliveries
-        except BaseException:
-            self.leave(deliveries, ack=False)
-            raise
-        self.leave(deliveries, ack=True)
-
-    def _take(self, most: int, deadline: float) -> Steps[list[PulledDelivery]]:
+    def _take(self, most: int, deadline: float, taken: list[PulledDelivery]) -> Steps[None]:
         """Take deliveries. By the caller whose turn it is."""
-        taken: list[PulledDelivery] = []
-        with self._changed:
-            self._begin_round(most)
+        with self._guard:
             try:
+                self._begin_round(most)
                 while (wait := self._take_arrived(taken, deadline)) is not None:
                     yield self._changed.wait(min(wait, LONGEST_WAIT))
             except BaseException:
                 self._put_back(taken)
                 raise
             finally:
-                self._end_round()
-        return taken
+                self._wanted = 0
 
     def _begin_round(self, most: int) -> None:
         """Ask for up to ``most``.
@@ -233,9 +243,11 @@ class BasePullSubscription(BaseSubscription):
             ConsumerCancelled: nothing came, and the queue is gone.
         """
         while self._wanted and self._arrived:
-            taken.append(PulledDelivery(self._arrived.popleft(), self))
+            delivery = PulledDelivery(self._arrived[0], self)
             self._wanted -= 1
             self._unsettled += 1
+            taken.append(delivery)  # one step with the two lines before
+            self._arrived.popleft()
         now = time.monotonic()
         last = deadline + _ANSWER
         gone = self._gone is not None
@@ -250,48 +262,43 @@ class BasePullSubscription(BaseSubscription):
 
     def _put_back(self, taken: list[PulledDelivery]) -> None:
         """Put deliveries in front again: the caller was interrupted before it had them."""
+        if taken and self._arrived:
+            first, last = self._arrived[0], taken[-1]
+            if (first.source, first.delivery_tag) == (last.source, last.delivery_tag):  # so far it was only copied
+                self._arrived.popleft()
         self._arrived.extendleft(reversed(taken))
         self._unsettled -= len(taken)
-
-    def _end_round(self) -> None:
-        self._wanted = 0
+        taken.clear()
 
     def settle(self, delivery: PulledDelivery, result: Result | None) -> None:
-        """Settle a delivery with the result of the user; None requeues it."""
-        with self._changed:
-            self._unsettled -= 1
-        if result is None:
-            self.requeue([delivery])
-        else:
-            self.report([result])  # counted as stale where it is
-            self._wake()
-        if delivery.source is not self.session.source:
-            raise StaleDelivery(f"the channel of {delivery!r} is gone; the broker will deliver it again")
-
-    def leave(self, deliveries: Iterable[PulledDelivery], *, ack: bool) -> None:
-        """Ack, or requeue, unsettled deliveries at the end of a block.
+        """Settle a delivery with the result of the user; None requeues it.
 
         Raises:
-            StaleDelivery: the channel of one is gone; the others are acked.
+            UsageError: it is settled already.
+            StaleDelivery: its channel is gone.
         """
-        stale: StaleDelivery | None = None
-        for delivery in deliveries:
-            if not delivery.settled:
-                try:
-                    if ack:
-                        delivery.ack()
-                    else:
-                        delivery.requeue()
-                except StaleDelivery as error:
-                    stale = error
-        if stale is not None and ack:
-            raise stale
+        reports: deque[Any] = self._requeued if result is None else self._results
+        report = delivery if result is None else result  # counted as stale where it is
+        now = time.monotonic()
+        try:
+            with self._guard:
+                if not self._results:
+                    self._reported_at = now
+                delivery.mark_settled()
+                self._unsettled -= 1
+                reports.append(report)  # one step with the two lines before
+            self._wake()
+        except BaseException:
+            self._io.call_soon(self._run)  # waking it may have been interrupted
+            raise
+        if delivery.source is not self.session.source:
+            raise StaleDelivery(f"the channel of {delivery!r} is gone; the broker will deliver it again")
 
     # On the loop: the handler pool
 
     def put(self, work: Iterable[Delivery | list[Delivery]]) -> None:
         """Pass deliveries on to the caller: requested ones, or those of a next attempt."""
-        with self._changed:
+        with self._guard:
             self._arrived.extend(item for item in work if isinstance(item, Delivery))
             self._changed.notify_all()
 
@@ -300,7 +307,7 @@ class BasePullSubscription(BaseSubscription):
 
     def recall(self) -> list[Delivery]:
         """Return the deliveries that no caller has."""
-        with self._changed:
+        with self._guard:
             recalled = list(self._arrived)
             self._arrived.clear()
         return recalled
@@ -310,7 +317,7 @@ class BasePullSubscription(BaseSubscription):
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
         """Repeat the requests that the lost channel did not answer."""
         self._channel = channel
-        with self._changed:
+        with self._guard:
             self._gone, self._missing = None, False
         super().ready(generation, channel, frame_max, server)
         self._ask_afresh()
@@ -319,7 +326,7 @@ class BasePullSubscription(BaseSubscription):
         """Forget unanswered requests; end if the broker refuses them for good."""
         self._unanswered = 0
         self._empty = False
-        with self._changed:
+        with self._guard:
             self._missing = loss.by_broker and loss.code == _NOT_FOUND
         super().lost(generation, loss)
         if loss.by_broker and loss.code in _REFUSALS:
@@ -332,7 +339,7 @@ class BasePullSubscription(BaseSubscription):
         """Wake callers if the queue is gone; it may come back."""
         super().failed(error, will_retry)
         if will_retry and is_missing(error):
-            with self._changed:
+            with self._guard:
                 self._gone, self._missing = error, False
                 self._changed.notify_all()
 
@@ -365,7 +372,7 @@ class BasePullSubscription(BaseSubscription):
         """Request the deliveries that are still wanted, as far as the prefetch allows."""
         if self._unanswered:
             return
-        with self._changed:
+        with self._guard:
             missing = self._wanted - len(self._arrived)
         if missing > 0 and self.connected and not self._empty:
             prefetch = self._options.prefetch
@@ -373,11 +380,11 @@ class BasePullSubscription(BaseSubscription):
             if self._poll > _POLL_FIRST:
                 self._unanswered = min(self._unanswered, 1)  # an empty queue is asked once at a time
         if self._unanswered:
-            with self._changed:
+            with self._guard:
                 self._over = False
             self._io.write(encode_get(self._channel, self._options.queue_name) * self._unanswered)
             return
-        with self._changed:
+        with self._guard:
             self._over = True
             self._changed.notify_all()
         if missing > 0 and self._poll_timer is None and self.connected:
@@ -400,6 +407,6 @@ class BasePullSubscription(BaseSubscription):
         super()._finish(now)
         if self._poll_timer is not None:
             self._poll_timer.cancel()
-        with self._changed:
+        with self._guard:
             self._done = True
             self._changed.notify_all()

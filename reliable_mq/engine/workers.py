@@ -26,6 +26,7 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from reliable_mq._util.threads import Condition, InterruptibleEvent
 from reliable_mq.core.consumer.attempts import Failure, describe, shown
 from reliable_mq.core.consumer.delivery import Delivery, message_names
 from reliable_mq.core.consumer.dispatch import Work, verdicts
@@ -235,7 +236,7 @@ class WorkerPool:
         """Retry settlements after `stop`."""
         if not self._claiming or not self._claiming.retries:
             return 0
-        over = threading.Event()
+        over = InterruptibleEvent()
         thread = threading.Thread(
             target=self._retry_settlements, args=(over,), name=f"{self._name}-settlements", daemon=True
         )
@@ -246,7 +247,7 @@ class WorkerPool:
         over.set()
         return len(self._claiming.retries)
 
-    def _retry_settlements(self, over: threading.Event) -> None:
+    def _retry_settlements(self, over: InterruptibleEvent) -> None:
         if self._store is None or self._claiming is None:
             raise RuntimeError("there is no store")
         store = self._store
@@ -304,19 +305,20 @@ class _WaitingWork:
     def __init__(self) -> None:
         self.items: deque[Work] = deque()
         self.epoch = 0
-        self._changed = threading.Condition()
+        self._changed = Condition()  # a signal handler may interrupt the one that stops
+        self._lock = self._changed.lock
         self._idle = 0
         self._closed = False
         self._unstarted: deque[Work] | None = None  # work that is not to be begun any more
 
     def put(self, work: Iterable[Work]) -> None:
-        with self._changed:
+        with self._lock:
             (self.items if self._unstarted is None else self._unstarted).extend(work)
             self._notify()
 
     def put_back(self, deliveries: Sequence[Delivery], epoch: int) -> bool:
         """Put deliveries in front again, in their order; False if they are recalled."""
-        with self._changed:
+        with self._lock:
             if epoch != self.epoch:
                 return False
             self.items.extendleft(reversed(deliveries))
@@ -324,23 +326,23 @@ class _WaitingWork:
             return True
 
     def stop_starting(self) -> None:
-        with self._changed:
+        with self._lock:
             if self._unstarted is None:
                 self._unstarted = deque(self._take_all())
 
     def recall(self) -> list[Work]:
-        with self._changed:
+        with self._lock:
             unstarted, self._unstarted = self._unstarted, None if self._unstarted is None else deque()
             return [*(unstarted or ()), *self._take_all()]
 
     def close(self) -> None:
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
 
     def wait(self) -> bool:
         """Wait for work; False where there is none and it is closed."""
-        with self._changed:
+        with self._lock:
             while not self.items:
                 if self._closed:
                     return False

@@ -28,6 +28,7 @@ from queue import Empty, SimpleQueue
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from reliable_mq._util.logs import LogLimit
+from reliable_mq._util.threads import InterruptibleEvent
 from reliable_mq.core.outbox import NewRow, OutboxRow, RelaySession, RowOutcome, RowSettlement
 from reliable_mq.core.statistics import OutboxStatistics, OutboxStatus
 from reliable_mq.errors import OutboxError, ReliableMQError
@@ -287,7 +288,7 @@ class OutboxRelay(_OutboxThread):
         self._max_bytes = max_bytes
         self._session = RelaySession()
         self._leases: RowLeases | None = None
-        self._wake = threading.Event()
+        self._wake = InterruptibleEvent()
         self._lock = threading.Lock()  # for _written
         self._written: list[RowSettlement] = []
         self._outstanding = 0  # rows at the publisher

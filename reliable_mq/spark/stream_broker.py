@@ -63,7 +63,7 @@ class StreamChannel(AdminChannel):
     def __init__(self, settings: ConnectionSettings, *, name: str) -> None:
         super().__init__(settings, name=name)
         self._channel = 0
-        self._arrived: list[RawDelivery] = []  # guarded by _changed, as _loss and _cancelled
+        self._arrived: list[RawDelivery] = []  # guarded by _lock, as _loss and _cancelled
         self._arriving: list[RawDelivery] = []  # I/O thread: of the read that is going on
         self._loss: ConnectionLoss | None = None
         self._cancelled = False
@@ -72,7 +72,7 @@ class StreamChannel(AdminChannel):
     @property
     def usable(self) -> bool:
         """Whether it is connected and nothing was lost."""
-        with self._changed:
+        with self._lock:
             return self._ready and self._loss is None and not self._cancelled
 
     def consume(
@@ -95,7 +95,7 @@ class StreamChannel(AdminChannel):
         self._tags += 1
         tag = f"spark-{self._tags}"
         self.carry_out(SetPrefetch(prefetch))
-        with self._changed:
+        with self._lock:
             self._loss, self._cancelled = None, False
         try:
             self.perform(Consume(stream, tag, arguments={**(arguments or {}), _OFFSET: offset}))
@@ -110,7 +110,7 @@ class StreamChannel(AdminChannel):
     def cancel(self, consumer_tag: str, delivery_tag: int = 0) -> None:
         """Unsubscribe; ack up to ``delivery_tag`` or later, and drop arrived deliveries."""
         self.carry_out(Cancel(consumer_tag))
-        with self._changed:
+        with self._lock:
             last = self._arrived[-1].delivery_tag if self._arrived else delivery_tag
             self._arrived.clear()
         if last:
@@ -129,7 +129,7 @@ class StreamChannel(AdminChannel):
         Raises:
             BrokerUnavailable: the channel is lost, or the stream was deleted, and all that came before was taken.
         """
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(
                 lambda: len(self._arrived) >= least or self._loss is not None or self._cancelled, timeout
             )
@@ -153,19 +153,19 @@ class StreamChannel(AdminChannel):
 
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
         """Note a new channel, without a subscription: the reader still sees the loss."""
-        with self._changed:
+        with self._lock:
             self._channel = channel
         super().ready(generation, channel, frame_max, server)
 
     def lost(self, generation: int, loss: ConnectionLoss) -> None:
         """Keep the arrived deliveries for `take`; no more will come."""
         super().lost(generation, loss)
-        with self._changed:
+        with self._lock:
             self._loss, self._arriving = loss, []
             self._changed.notify_all()
 
     def cancelled(self, consumer_tag: str) -> None:
-        with self._changed:
+        with self._lock:
             self._cancelled = True
             self._changed.notify_all()
 
@@ -175,7 +175,7 @@ class StreamChannel(AdminChannel):
     def read_finished(self) -> None:
         """Wake the reader once for all deliveries of one read."""
         if self._arriving:
-            with self._changed:
+            with self._lock:
                 self._arrived += self._arriving
                 self._changed.notify_all()
             self._arriving = []

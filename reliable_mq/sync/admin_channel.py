@@ -7,7 +7,6 @@ Each host is tried once, since a person waits.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Generator
 from functools import partial
 from types import TracebackType
@@ -16,6 +15,7 @@ from typing import Any, Self, overload
 from tenacity import RetryCallState
 from tenacity.stop import stop_base
 
+from reliable_mq._util.threads import Condition
 from reliable_mq.codec.methods import MethodReply, Step
 from reliable_mq.connection.interfaces import NullListener
 from reliable_mq.core.channel_setup import Pipeline, ServerInfo, StepRefused
@@ -48,7 +48,8 @@ class AdminChannel(NullListener):
     frame_max: int
 
     def __init__(self, settings: ConnectionSettings, *, name: str, patience: float = 0.0) -> None:
-        self._changed = threading.Condition()
+        self._changed = Condition()
+        self._lock = self._changed.lock
         self._ready = False
         self._error: ReliableMQError | None = None
         self._timeout = settings.connect_timeout * len(settings.endpoints) + _GRACE
@@ -96,7 +97,7 @@ class AdminChannel(NullListener):
         self._wait_ready()
         outcome: list[Any] = []
         self._io.call_soon(lambda: self._io.run(_one(step), partial(self._performed, outcome)))
-        with self._changed:
+        with self._lock:
             if not self._changed.wait_for(lambda: outcome, self._timeout):
                 raise BrokerUnavailable(f"the broker did not answer {type(step).__name__} within {self._timeout:g} s")
         if isinstance(outcome[0], Exception):
@@ -105,7 +106,7 @@ class AdminChannel(NullListener):
         return reply
 
     def _wait_ready(self) -> None:
-        with self._changed:
+        with self._lock:
             timeout = self._timeout + self._stop.patience
             if not self._changed.wait_for(lambda: self._ready or self._error is not None, timeout):
                 raise BrokerUnavailable(f"no answer within {timeout:g} s")
@@ -115,22 +116,22 @@ class AdminChannel(NullListener):
     # On the I/O thread
 
     def _performed(self, outcome: list[Any], result: object) -> None:
-        with self._changed:
+        with self._lock:
             self._ready = self._ready and not isinstance(result, StepRefused)  # it costs the channel
             outcome.append(result)
             self._changed.notify_all()
 
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
-        with self._changed:
+        with self._lock:
             self.server, self.frame_max, self._ready, self._stop.was_ready = server, frame_max, True, True
             self._changed.notify_all()
 
     def lost(self, generation: int, loss: ConnectionLoss) -> None:
-        with self._changed:
+        with self._lock:
             self._ready = False
 
     def failed(self, error: ReliableMQError, will_retry: bool) -> None:
-        with self._changed:
+        with self._lock:
             self._error = None if will_retry else error
             self._changed.notify_all()
 

@@ -156,9 +156,10 @@ class Confirmation(BaseConfirmation):
     def _wait(self, timeout: float | None) -> None:
         owner = self.owner
         owner.check_waitable()
-        settled = Condition(owner.lock)
+        lock = owner.lock
+        settled = Condition(lock)
         tell = settled.notify_all
-        with settled:
+        with lock:
             if not self._add_callback(tell):
                 return
             try:

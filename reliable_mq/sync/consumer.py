@@ -14,6 +14,7 @@ import inspect
 import logging
 import signal
 import threading
+import time
 from contextlib import contextmanager
 from queue import Empty
 from typing import TYPE_CHECKING, Final, Self
@@ -21,7 +22,8 @@ from typing import TYPE_CHECKING, Final, Self
 from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, at_fork
 from reliable_mq._util.validation import Duration
 from reliable_mq.core.consumer.handler import is_coroutine_function
-from reliable_mq.engine.consumer import BaseConsumer
+from reliable_mq.engine.consumer import END_TIMEOUT, BaseConsumer
+from reliable_mq.engine.pull import leave
 from reliable_mq.engine.steps import blocking
 from reliable_mq.engine.workers import WorkerPool
 from reliable_mq.errors import ConfigurationError, ReliableMQError
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from queue import SimpleQueue
     from types import FrameType, TracebackType
 
+    from reliable_mq._util.threads import InterruptibleEvent
     from reliable_mq.engine.consumer_options import ConsumerOptions
     from reliable_mq.sync.subscription import PulledDelivery
 
@@ -41,7 +44,7 @@ __all__ = ["Consumer", "next_signal", "wait_heeding_signals"]
 _LOOK_EVERY: Final = 0.5  # seconds
 
 
-def wait_heeding_signals(over: threading.Event) -> None:
+def wait_heeding_signals(over: InterruptibleEvent | threading.Event) -> None:
     """Block until ``over`` is set, and let signal handlers run every half second."""
     while not over.wait(_LOOK_EVERY):
         pass
@@ -192,13 +195,23 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
             StaleDelivery: at the end of the block: a channel was lost, and deliveries that could not be acked will come
                 again.
         """
-        with blocking(self._get(max_messages, timeout)) as deliveries:
+        deliveries: list[PulledDelivery] = []
+        try:
+            blocking(self._get(max_messages, timeout, deliveries))
             yield deliveries
+            leave(deliveries, ack=True)
+        except BaseException:
+            leave(deliveries, ack=False)
+            raise
 
     # Starting and ending
 
     def _wait_ended(self, subscription: Subscription) -> None:
-        subscription.ended.wait()
+        until = time.monotonic() + self._options.stop_timeout + END_TIMEOUT
+        while not subscription.ended.wait(_LOOK_EVERY):
+            if time.monotonic() >= until:
+                logger.error("consumer %r has not ended in time; it is left to itself", self._options.name)
+                return
 
     def _stop_pools(self, pools: tuple[WorkerPool, ...], patience: float) -> list[bool]:
         return [pool.stop(max(patience, 0.1)) for pool in pools]

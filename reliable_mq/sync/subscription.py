@@ -10,11 +10,10 @@ connection is opened with the first publish.
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import TYPE_CHECKING
 
-from reliable_mq._util.threads import CallbackThread
+from reliable_mq._util.threads import CallbackThread, Condition, InterruptibleEvent
 from reliable_mq.engine.pull import LONGEST_WAIT, BasePullSubscription, PulledDelivery
 from reliable_mq.engine.republisher import BaseRepublisher
 from reliable_mq.engine.steps import blocking
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
     from reliable_mq.sync.publisher import Publisher
 
 __all__ = ["PullSubscription", "PulledDelivery", "Republisher", "Subscription"]
+
+_LOOK_AGAIN = 0.1  # seconds after which a caller looks whose turn it is: the one before may have been interrupted
 
 
 class Republisher(BaseRepublisher):
@@ -57,10 +58,10 @@ class Republisher(BaseRepublisher):
 class Subscription(BaseSubscription):
     """The connection of a consumer, on an I/O thread."""
 
-    ended: threading.Event
+    ended: InterruptibleEvent
     _connection_type = IOThread
-    _event_type = threading.Event
-    _first_attempts_over: threading.Event
+    _event_type = InterruptibleEvent
+    _first_attempts_over: InterruptibleEvent
     _io: IOThread
 
     def __init__(self, options: ConsumerOptions) -> None:
@@ -90,18 +91,31 @@ class Subscription(BaseSubscription):
 class PullSubscription(Subscription, BasePullSubscription):
     """A subscription that asks for each delivery."""
 
-    _changes_type = threading.Condition
+    _changes_type = Condition
+    _changed: Condition
 
     def __init__(self, options: ConsumerOptions) -> None:
         super().__init__(options)
-        self._turn = threading.Lock()
+        self._turns = Condition(self._changed.lock)
+        self._taker: object = None  # the call whose turn it is; guarded by that lock
 
-    def take(self, most: int, timeout: float) -> list[PulledDelivery]:
+    def take(self, most: int, timeout: float, taken: list[PulledDelivery]) -> None:
         """Wait for deliveries; callers on several threads take turns."""
-        deadline = time.monotonic() + timeout
-        if not self._turn.acquire(timeout=min(timeout, LONGEST_WAIT)):
-            return []
+        now = time.monotonic()
+        deadline, until = now + timeout, now + min(timeout, LONGEST_WAIT)
+        call = object()
+        lock = self._changed.lock
         try:
-            return blocking(self._take(most, max(deadline, time.monotonic())))
+            with lock:
+                while self._taker is not None:
+                    remaining = until - time.monotonic()
+                    if remaining <= 0:
+                        return
+                    self._turns.wait(min(remaining, _LOOK_AGAIN))
+                self._taker = call
+            blocking(self._take(most, max(deadline, time.monotonic()), taken))
         finally:
-            self._turn.release()
+            if self._taker is call:  # which another thread never sets, nor ends
+                self._taker = None
+                with lock:
+                    self._turns.notify_all()

@@ -1,0 +1,243 @@
+"""What an exception of a signal handler leaves behind that comes within a call: nothing stays locked, or lost.
+
+Python runs signal handlers where a function begins, after a call of what is written in C, and where a loop goes back.
+Here the exception comes at each of these places in turn, those of the standard library's `threading` included.
+"""
+
+from __future__ import annotations
+
+import dis
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from itertools import count
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import pytest
+
+from reliable_mq import Consumer, Message, Publisher, Queue
+from reliable_mq._util.threads import CallbackThread, DaemonExecutor, InterruptibleEvent
+from reliable_mq.engine.workers import _WaitingWork
+from reliable_mq.sync import consumer as consumer_module
+from reliable_mq.testing.waiting import wait_until
+from tests.contract.scripted_broker import ScriptedBroker
+
+if TYPE_CHECKING:
+    from types import CodeType, FrameType
+
+    from tests.contract.scripted_broker import Published
+
+INSIDE = ("/reliable_mq/", "/threading.py", "/contextlib.py")
+PATIENCE = 10.0  # seconds for another thread, which nothing keeps waiting
+
+
+class Interrupted(Exception):
+    """As Celery's soft time limit is one."""
+
+
+@cache
+def places(code: CodeType) -> dict[int, tuple[bool, bool]]:
+    """By offset: whether the instruction before is a call, and whether it jumps back."""
+    found: dict[int, tuple[bool, bool]] = {}
+    call = False
+    for instruction in dis.get_instructions(code):
+        found[instruction.offset] = call, instruction.opname == "JUMP_BACKWARD"
+        call = instruction.opname.startswith("CALL") and not instruction.opname.startswith("CALL_INTRINSIC")
+    return found
+
+
+class Interruption:
+    """Raises at the n-th of these places on this thread, in a block."""
+
+    def __init__(self, step: int) -> None:
+        self.left = step
+        self.over = False
+        self._returned_to: FrameType | None = None  # a call of Python's own ends without such a place
+
+    def __enter__(self) -> Self:
+        self._before = sys.gettrace()
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *_: object) -> bool:
+        sys.settrace(self._before)
+        return self.over
+
+    def _called(self, frame: FrameType, _event: str, _argument: Any) -> Callable[..., Any] | None:
+        self._returned_to = frame.f_back
+        if not any(part in frame.f_code.co_filename for part in INSIDE):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        self._pass()
+        return self._step
+
+    def _step(self, frame: FrameType, event: str, _argument: Any) -> Callable[..., Any]:
+        if event == "opcode":
+            called, jumps = places(frame.f_code).get(frame.f_lasti, (False, False))
+            if jumps or (called and self._returned_to is not frame):
+                self._pass()
+            if self._returned_to is frame:
+                self._returned_to = None
+        elif event == "return":
+            self._returned_to = frame.f_back
+        return self._step
+
+    def _pass(self) -> None:
+        self.left -= 1
+        if not self.left:
+            self.over = True
+            sys.settrace(None)
+            raise Interrupted
+
+
+def on_another_thread(call: Callable[[], object], what: str) -> None:
+    outcome: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            call()
+            outcome.append(None)
+        except BaseException as error:
+            outcome.append(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    wait_until(lambda: outcome, timeout=PATIENCE, what=lambda: what)
+    assert outcome == [None], what
+
+
+def interrupt_everywhere(call: Callable[[], object], check: Callable[[], object], least: int) -> None:
+    """Interrupt a call at each place in turn, and check on another thread what is left."""
+    for step in count(1):
+        interruption = Interruption(step)
+        with suppress(Interrupted), interruption:
+            call()
+        on_another_thread(check, f"after an interruption at step {step}")
+        if not interruption.over:
+            break
+    assert step > least, "it looked at nothing"
+
+
+def confirm(published: Published) -> None:
+    published.channel.ack(published.number)
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+
+
+def test_others_publish_after_an_interrupted_publish() -> None:
+    with ScriptedBroker() as broker:
+        broker.script = confirm
+        with Publisher(broker.url) as publisher:
+
+            def publish() -> None:
+                publisher.publish(Message(b""), routing_key="q", timeout=PATIENCE)
+
+            publish()
+            interrupt_everywhere(publish, publish, least=40)
+
+
+@pytest.mark.slow
+def test_an_interrupted_get_takes_nothing_and_keeps_nobody_waiting() -> None:
+    """Deliveries that nobody has would use up the prefetch: the next call is refused then."""
+    with ScriptedBroker() as broker, Consumer(broker.url, Queue("orders"), prefetch=3) as consumer:
+
+        def get() -> None:
+            broker.ready.extend([b""] * (3 - len(broker.ready)))
+            with consumer.get(3, timeout=PATIENCE):
+                pass
+
+        def one_settles() -> None:
+            broker.ready.extend([b""] * (3 - len(broker.ready)))
+            with consumer.get(3, timeout=PATIENCE) as deliveries:
+                deliveries[0].requeue()
+
+        def check() -> None:
+            with consumer.get(3, timeout=PATIENCE) as deliveries:
+                assert deliveries
+
+        get()
+        for call in (get, one_settles):
+            interrupt_everywhere(call, lambda: (broker.ready.extend([b""] * 3), check()), least=100)
+
+
+def test_an_interrupted_waiting_or_setting_leaves_an_event_usable() -> None:
+    event = InterruptibleEvent()
+
+    def wait() -> None:
+        event.clear()
+        event.wait(0.001)
+
+    def check() -> None:
+        event.set()
+        assert event.wait(PATIENCE)
+
+    interrupt_everywhere(wait, check, least=5)
+    interrupt_everywhere(event.set, check, least=3)
+
+
+def test_an_interrupted_stop_of_the_workers_leaves_them_to_others() -> None:
+    waiting = _WaitingWork()
+
+    def use() -> None:
+        waiting.stop_starting()
+        waiting.recall()
+        waiting.close()
+
+    interrupt_everywhere(use, lambda: waiting.put(()), least=5)
+
+
+def test_close_does_not_wait_for_ever_for_an_end_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread may hang; what is left then can still be closed."""
+    monkeypatch.setattr(consumer_module, "END_TIMEOUT", 0.1)
+    consumer = Consumer("amqp://guest:guest@127.0.0.1:1/", Queue("orders"), stop_timeout=0.1)
+    began = time.monotonic()
+    consumer._wait_ended(cast("Any", SimpleNamespace(ended=InterruptibleEvent())))
+    assert time.monotonic() - began < PATIENCE
+
+
+def test_a_signal_handler_may_close_the_threads_that_a_call_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call is made all the same, and no thread stays."""
+    executor = DaemonExecutor("closed-meanwhile", 2)
+    start = threading.Thread.start
+
+    def start_and_close(thread: threading.Thread) -> None:
+        start(thread)
+        executor.close()
+
+    monkeypatch.setattr(threading.Thread, "start", start_and_close)
+    assert executor.call(lambda _: 1, PATIENCE) == 1
+    wait_until(
+        lambda: not any(thread.name.startswith("closed-meanwhile") for thread in threading.enumerate()),
+        timeout=PATIENCE,
+        what="the end of the threads",
+    )
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_callbacks_run_after_their_thread_was_not_started_by_an_interruption(
+    begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callbacks = CallbackThread("not-started")
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if begun:
+            start(thread)
+        raise Interrupted
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    called = threading.Event()
+    with pytest.raises(Interrupted):
+        callbacks.put(called.set)
+    monkeypatch.undo()
+    callbacks.put(called.set)
+    assert called.wait(PATIENCE)
+    callbacks.stop()
+    assert callbacks.join(PATIENCE)
