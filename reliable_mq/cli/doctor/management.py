@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from reliable_mq.monitoring.management import ManagementError
+from reliable_mq.monitoring.management import ManagementError, rows
 from reliable_mq.topology.arguments import ARGUMENTS
 
 if TYPE_CHECKING:
@@ -17,6 +17,16 @@ __all__ = ["REPLICATED", "QueueView", "Route", "Snapshot"]
 
 REPLICATED: Final = ("quorum", "stream")
 """The types of queues that have copies on several nodes."""
+
+_KINDS: Final[Mapping[str, type | tuple[type, ...]]] = {
+    "type": str,
+    "messages": (int, float),
+    "messages_details": dict,
+    "members": list,
+    "online": list,
+    "arguments": dict,
+    "effective_policy_definition": dict,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +122,10 @@ class Snapshot:
             ManagementError: the API does not respond, or refuses this user.
         """
         return cls(
-            queues={queue["name"]: QueueView(queue) for queue in api.get("queues", virtual_host)},
-            exchanges={exchange["name"]: exchange for exchange in api.get("exchanges", virtual_host)},
-            bindings=api.get("bindings", virtual_host),
-            consumers=api.get("consumers", virtual_host),
+            queues={row["name"]: _checked(api, row) for row in rows(api, "queues", virtual_host, named=True)},
+            exchanges={row["name"]: row for row in rows(api, "exchanges", virtual_host, named=True)},
+            bindings=rows(api, "bindings", virtual_host),
+            consumers=rows(api, "consumers", virtual_host),
             nodes=_nodes(api),
         )
 
@@ -155,9 +165,19 @@ class Snapshot:
         return Route(frozenset({key}))
 
 
+def _checked(api: ManagementAPI, row: Mapping[str, Any]) -> QueueView:
+    """Return a queue whose fields are of RabbitMQ's types, missing or empty."""
+    for name, kind in _KINDS.items():
+        value = row.get(name)
+        if value and not isinstance(value, kind):
+            text = f"{api}: this is not RabbitMQ's API: {name} of queue {row['name']!r} is a {type(value).__name__}"
+            raise ManagementError(text)
+    return QueueView(row)
+
+
 def _nodes(api: ManagementAPI) -> tuple[Mapping[str, Any], ...] | None:
     try:
-        return tuple(api.get("nodes"))
+        return tuple(rows(api, "nodes"))
     except ManagementError as error:
         if error.status not in {http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN}:
             raise
