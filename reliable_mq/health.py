@@ -92,8 +92,7 @@ class _Probes:
         if question is not None:
             return self._judged(question)
         if path == "/metrics" and self._registry is not None:
-            encode, content_type = choose_encoder(accept)
-            return _Answer(HTTPStatus.OK, content_type, encode(self._registry))
+            return _exposed(self._registry, accept)
         known = ", ".join([*_QUESTIONS, *(["/metrics"] if self._registry is not None else [])])
         return _Answer(HTTPStatus.NOT_FOUND, _TEXT, f"there are {known}\n".encode())
 
@@ -115,6 +114,20 @@ class _Probes:
         ]
         body = json.dumps({question: ok, "parts": parts}, indent=2).encode() + b"\n"
         return _Answer(HTTPStatus.OK if ok else HTTPStatus.SERVICE_UNAVAILABLE, _JSON, body)
+
+
+def _exposed(registry: CollectorRegistry, accept: str) -> _Answer:
+    """Return the metrics, as text if a client asks for a format that is none."""
+    try:
+        encode, content_type = choose_encoder(accept)
+    except Exception as error:  # noqa: BLE001  # of a header that anybody may write
+        logger.debug("the header Accept is not understood, text is sent: %r", error)
+        encode, content_type = choose_encoder("")
+    try:
+        return _Answer(HTTPStatus.OK, content_type, encode(registry))
+    except Exception as error:  # noqa: BLE001  # of a collector, which is the user's own code
+        logger.error("the metrics cannot be shown: a collector raised %s: %s", type(error).__name__, error)  # noqa: TRY400  # one line
+        return _Answer(HTTPStatus.INTERNAL_SERVER_ERROR, _TEXT, b"a collector of the metrics raised an error\n")
 
 
 def _health(part: Part | Callable[[], Health]) -> Health:

@@ -293,6 +293,55 @@ def test_the_application_is_served_alone_and_mounted() -> None:
     assert asyncio.run(ask(app, "/readyz")).status_code == 503
 
 
+ODD_FORMATS = [
+    "application/openmetrics-text; version=latest",
+    "text/plain; version=v1",
+    "application/openmetrics-text; version=",
+    "application/openmetrics-text; version=1.0.0; escaping=odd",
+    "text/plain; version=1.0.0; escaping=",
+    ";;;,,,=",
+    "\xff",
+]
+
+
+@pytest.mark.parametrize("accept", ODD_FORMATS)
+def test_a_format_that_is_none_is_answered_all_the_same(accept: str) -> None:
+    registry = CollectorRegistry()
+    Counter("things", "Things.", registry=registry).inc()
+    with HealthServer(Part(), port=0, registry=registry) as server:
+        status, headers, body = get(server, "/metrics", Accept=accept)
+    assert status == 200
+    assert b"things_total 1.0" in body
+    if "version=latest" in accept or "v1" in accept:
+        assert headers["Content-Type"].startswith("text/plain")
+
+
+def test_a_collector_that_raises_is_a_500_and_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def describe(self) -> list[Any]:
+            return []
+
+        def collect(self) -> list[Any]:
+            raise ZeroDivisionError("of the user")
+
+    registry = CollectorRegistry()
+    registry.register(Broken())  # type: ignore[arg-type]
+    with HealthServer(Part(), port=0, registry=registry) as server:
+        status, _, body = get(server, "/metrics")
+        assert get(server, "/livez")[0] == 200
+    assert (status, body) == (500, b"a collector of the metrics raised an error\n")
+    (line,) = caplog.records
+    assert line.getMessage() == "the metrics cannot be shown: a collector raised ZeroDivisionError: of the user"
+    assert line.exc_info is None
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(app=HealthApp(Part(), registry=registry))
+        async with httpx.AsyncClient(transport=transport, base_url="http://probe") as client:
+            return await client.get("/metrics", headers={"Accept": ODD_FORMATS[0]})
+
+    assert asyncio.run(ask()).status_code == 500
+
+
 def test_the_application_begins_and_ends_with_its_server() -> None:
     events = iter(["lifespan.startup", "lifespan.shutdown"])
     sent: list[str] = []

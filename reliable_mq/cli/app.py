@@ -84,8 +84,10 @@ def _run() -> int:
     except _WrongCommandLine as error:
         return _explained(error)
     except (typer.Abort, KeyboardInterrupt) as error:
-        _tell("aborted" if isinstance(error, typer.Abort) else "interrupted")
-        return 1 if isinstance(error, typer.Abort) else INTERRUPTED
+        # Ctrl-C at a question comes as an Abort, as an answer of no does.
+        interrupted = isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt)
+        _tell("interrupted" if interrupted else "aborted")
+        return INTERRUPTED if interrupted else 1
     except ReliableMQError as error:
         _tell(str(error))
         return 1

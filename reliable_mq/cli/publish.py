@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from reliable_mq.cli.files import Input, lines, size_of, whole_files
-from reliable_mq.cli.terminal import INTERRUPTED, URL, errors, escaped, hide_logs, parse_header, say
+from reliable_mq.cli.terminal import INTERRUPTED, URL, errors, escaped, hide_logs, parse_headers, say
 from reliable_mq.errors import ConfigurationError, PublishError, ReliableMQError
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["publish"]
 
+_LONGEST = 1e9  # seconds
 _GRACE = 5.0  # seconds for outstanding confirms after Ctrl-C
 
 
@@ -72,6 +73,8 @@ def publish(
         raise typer.BadParameter("--queue stands for the default exchange and a routing key: leave those out")
     if declare and queue is None:
         raise typer.BadParameter("--declare needs --queue")
+    if not 0 < timeout <= _LONGEST:  # which is false for nan
+        raise typer.BadParameter(f"--timeout takes seconds above 0, up to {_LONGEST:g}, not {timeout:g}")
     if queue is exchange is routing_key is None and not by_json:
         raise typer.BadParameter("where to? Give --queue, or --exchange and --routing-key")
     from reliable_mq import Publisher, Queue
@@ -83,7 +86,7 @@ def publish(
         exchange="" if queue is not None else exchange,
         routing_key=queue if queue is not None else routing_key,
         content_type=content_type,
-        headers=dict(map(parse_header, header or [])) or None,
+        headers=parse_headers(header or []) or None,
         persistent=not transient,
     )
     paths = files or []

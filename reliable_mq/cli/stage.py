@@ -73,6 +73,8 @@ def stage(
         missing = MissingId(missing_id)
     except ValueError:
         raise typer.BadParameter("--missing-id is refuse or repeat") from None
+    if key not in ("message_id", "routing_key") and not (key.startswith("header:") and len(key) > len("header:")):
+        raise typer.BadParameter(f"--key is message_id, routing_key or header:NAME, not {key!r}")
     staged = list(zip(pairs[::2], pairs[1::2], strict=True))
     if len({name for _, name in staged}) < len(staged):
         raise ConfigurationError("two queues have the same STREAM: a stage has one relay, give each queue its own")

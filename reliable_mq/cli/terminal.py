@@ -27,7 +27,7 @@ from rich.text import Text
 from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from prometheus_client import CollectorRegistry
 
@@ -43,7 +43,7 @@ __all__ = [
     "json_text",
     "metrics_served",
     "output",
-    "parse_header",
+    "parse_headers",
     "plain_table",
     "product",
     "say",
@@ -83,12 +83,17 @@ def command_group(name: str, text: str) -> typer.Typer:
     )
 
 
-def parse_header(text: str) -> tuple[str, str]:
-    """Return name and value of ``--header NAME=VALUE``."""
-    name, equals, value = text.partition("=")
-    if not name or not equals:
-        raise typer.BadParameter(f"--header takes NAME=VALUE, not {text!r}")
-    return name, value
+def parse_headers(texts: Iterable[str]) -> dict[str, str]:
+    """Return names and values of ``--header NAME=VALUE``."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise typer.BadParameter(f"--header takes NAME=VALUE, not {text!r}")
+        if name in found:
+            raise typer.BadParameter(f"--header names {name!r} twice")
+        found[name] = value
+    return found
 
 
 def plain_table() -> Table:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import queue as queues
 import signal
 import socket
 from collections.abc import Callable
@@ -79,9 +78,10 @@ def web(
     It runs until Ctrl-C or SIGTERM; a replay that is going on ends with the letters that it is at. The page is for this
     machine alone, unless --host names another address, which needs a token of 16 characters at least.
     """
+    if allow_editing and not allow_changes:
+        raise typer.BadParameter("--allow-editing needs --allow-changes: an edited letter is replayed")
     try:
-        import uvicorn
-
+        from reliable_mq.cli.bounded_http import serve
         from reliable_mq.web import DeadLetterApp
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
@@ -110,42 +110,15 @@ def web(
     with socket.create_server((host, port), family=family, backlog=128) as listening:
         shown = f"[{host}]" if ":" in host else host
         say(f"http://{shown}:{listening.getsockname()[1]}/ (Ctrl-C ends it)", console=output)
-        config = uvicorn.Config(
-            app, log_config=None, access_log=False, proxy_headers=False, server_header=False, lifespan="off"
-        )
-        received = _serve(uvicorn.Server(config), listening)
+        received = serve(app, listening, _GRACE)
     if not app.close(_GRACE):
         say("an operation did not end in time; what it has not confirmed is in its queue")
     raise typer.Exit(INTERRUPTED if received == signal.SIGINT else 0)
 
 
-def _serve(server: object, listening: socket.socket) -> int:
-    """Serve until a signal comes; return its number."""
-    from reliable_mq._util.threads import start_daemon
-
-    received: queues.SimpleQueue[int] = queues.SimpleQueue()  # which a signal handler may use
-    for ending in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(ending, lambda number, _frame: received.put(number))
-
-    def run() -> None:
-        try:
-            server.run(sockets=[listening])  # type: ignore[attr-defined]
-        finally:
-            received.put(0)
-
-    # Not on the main thread, it leaves signals alone.
-    serving = start_daemon("web server", run)
-    number: int = received.get()
-    server.should_exit = True  # type: ignore[attr-defined]
-    serving.join(_GRACE)
-    if number == 0:
-        raise ConfigurationError("the server ended by itself; with -v its log shows why")
-    return number
-
-
 def _token(file: Path | None) -> str | None:
     if file is None:
-        return os.environ.get(_TOKEN) or None
+        return os.environ.get(_TOKEN, "").strip() or None
     try:
         text = file.read_text("utf-8").strip()
     except UnicodeDecodeError:  # whose text would show a part of the token

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,6 +21,7 @@ __all__ = [
     "ConsumerStatistics",
     "ConsumerStatus",
     "Histogram",
+    "Merged",
     "MetricOfField",
     "OutboxStatistics",
     "OutboxStatus",
@@ -86,6 +87,9 @@ class Histogram:
         self.exemplars[bisect_left(self.bounds, value)] = TracedObservation(value, ids, at)
 
 
+Merged: TypeAlias = Literal["sum", "highest", "lowest"]
+
+
 class MetricOfField(NamedTuple):
     """The metric that shows a field."""
 
@@ -93,7 +97,7 @@ class MetricOfField(NamedTuple):
     documentation: str  # its help text, and the documentation of the field
     name: str = ""  # without the prefix of its owner; empty if it is the name of the field
     label: tuple[str, str] | tuple[()] = ()  # name and value of a further label, by which several fields share a metric
-    merged: Literal["sum", "highest"] = "sum"  # how readings of several owners with the same labels become one
+    merged: Merged = "sum"  # how readings of several owners with the same labels become one
 
     @classmethod
     def of(cls, metadata: Mapping[Any, Any]) -> MetricOfField | None:
@@ -102,7 +106,7 @@ class MetricOfField(NamedTuple):
         return metric if isinstance(metric, cls) else None
 
 
-def _gauge(documentation: str, name: str = "", merged: Literal["sum", "highest"] = "sum") -> dict[Any, MetricOfField]:
+def _gauge(documentation: str, name: str = "", merged: Merged = "sum") -> dict[Any, MetricOfField]:
     return {MetricOfField: MetricOfField("gauge", documentation, name, merged=merged)}
 
 
@@ -164,7 +168,7 @@ class PublisherStatus:
     oldest_age: float = field(
         metadata=_gauge("Age of the oldest unsettled message.", "outstanding_oldest_age_seconds", "highest")
     )
-    connected: bool = field(metadata=_gauge("1 while the broker takes messages."))
+    connected: bool = field(metadata=_gauge("1 while the broker takes messages.", merged="lowest"))
     blocked: bool = field(metadata=_gauge("1 while the broker blocks publishing (memory or disk alarm)."))
     blocked_seconds: float = field(metadata=_counter("Time for which the broker has blocked publishing."))
     reconnects: int = field(metadata=_counter(_RECONNECTS))
@@ -210,7 +214,7 @@ class ConsumerStatus:
     """State of a consumer; `event_loop_stalled_seconds` is None for the sync API."""
 
     unacked: int = field(metadata=_gauge("Deliveries received and not acked: waiting, in a handler or held."))
-    connected: bool = field(metadata=_gauge("1 while subscribed."))
+    connected: bool = field(metadata=_gauge("1 while subscribed.", merged="lowest"))
     paused: bool = field(metadata=_gauge("1 while the kill switch pauses the consumer."))
     reconnects: int = field(metadata=_counter(_RECONNECTS))
     handler_seconds: Histogram = field(metadata=_histogram("Time in the handler, per call."))

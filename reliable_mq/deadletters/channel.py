@@ -151,9 +151,10 @@ class GetChannel(AdminChannel):
         Raises:
             StaleDelivery: the channel was lost; some of them may be delivered again.
         """
-        given = [delivery for delivery in deliveries if delivery.source is self._source]
-        frames = [encode_ack(self._source.channel, delivery.delivery_tag, multiple=False) for delivery in given]
-        self._send(b"".join(frames))
+        source = self._source
+        given = [delivery for delivery in deliveries if delivery.source is source]
+        frames = [encode_ack(source.channel, delivery.delivery_tag, multiple=False) for delivery in given]
+        self._send(source, b"".join(frames))
         self._remove_unacked({delivery.delivery_tag for delivery in given})
 
     def finish(self) -> None:
@@ -161,16 +162,16 @@ class GetChannel(AdminChannel):
 
         If the channel is lost, RabbitMQ has done so already, in its own order.
         """
-        source = self._source
         try:
-            self.take(1)  # the queue itself answers it, after the acks
+            self.take(1)  # the queue itself answers it, after the acks; it may have waited for another channel
+            source = self._source
             ready = max(self.left - 1, 0)
             groups = self._groups()
             together = _COMMANDS if self._by_consumers else 1
             for start in range(0, len(groups), together):
                 some = groups[start : start + together]
                 frames = [encode_nack(source.channel, last, multiple=True, requeue=True) for last, _ in some]
-                self._send(b"".join(frames))
+                self._send(source, b"".join(frames))
                 ready += sum(size for _, size in some)
                 self._wait_for(ready)
         except (ConsumeError, BrokerUnavailable):
@@ -268,8 +269,8 @@ class GetChannel(AdminChannel):
         while self.count().messages < ready and time.monotonic() < deadline:
             threading.Event().wait(_POLL_EVERY)
 
-    def _send(self, frames: bytes) -> None:
-        source = self._source
+    def _send(self, source: ChannelGeneration, frames: bytes) -> None:
+        """Write frames on this channel and no other; wait until they are read."""
         self._io.call_soon(lambda: self._io.write(frames) if self._source is source else None)
         try:
             self.count()  # the broker answers in order

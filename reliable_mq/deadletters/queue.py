@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -40,7 +40,7 @@ from reliable_mq.tls import TLSOptions
 from reliable_mq.topology import Queue
 from reliable_mq.url import parse_url
 
-__all__ = ["DeadLetterQueue", "depths"]
+__all__ = ["DeadLetterQueue", "depths", "purge_counted"]
 
 logger = logging.getLogger(__name__)
 
@@ -314,6 +314,16 @@ class DeadLetterQueue:
         Returns:
             How many were deleted.
         """
+        return self._purge(chosen, limit, progress, stop, lambda _deleted: None)
+
+    def _purge(
+        self,
+        chosen: Filter,
+        limit: int | None,
+        progress: Progress | None,
+        stop: threading.Event | None,
+        counted: Callable[[int], object],
+    ) -> int:
         deleted = 0
         with self._operation("purge"):
             try:
@@ -324,6 +334,7 @@ class DeadLetterQueue:
                         matching = matching[: limit - deleted]
                     self._channel.ack(message.delivery for message in matching)
                     deleted += len(matching)
+                    counted(deleted)
                     if (limit is not None and deleted >= limit) or (stop is not None and stop.is_set()):
                         break
             finally:
@@ -442,6 +453,23 @@ class DeadLetterQueue:
                 progress(batch[-1].position, total)
 
 
+def purge_counted(
+    dead: DeadLetterQueue,
+    chosen: Filter,
+    counted: Callable[[int], object],
+    *,
+    limit: int | None = None,
+    progress: Progress | None = None,
+    stop: threading.Event | None = None,
+) -> int:
+    """Purge, and call ``counted`` with the number deleted so far after every batch.
+
+    So the caller knows it, too, if the purge fails or is interrupted: at least so many are gone. Otherwise as
+    `DeadLetterQueue.purge`.
+    """
+    return dead._purge(chosen, limit, progress, stop, counted)  # noqa: SLF001  # of this module
+
+
 def depths(settings: ConnectionSettings, queues: Iterable[str]) -> dict[str, int | None]:
     """Return the number of ready messages of each queue.
 
@@ -471,7 +499,15 @@ def _routing(own: str, to: str | Target | None, *, as_published: bool) -> Routin
         if target == Target("", own):
             raise ConfigurationError(f"to is {own!r} itself: what is replayed would come back for ever")
         return lambda _message: target
-    return _as_published if as_published else _to_queue
+    origin = _as_published if as_published else _to_queue
+
+    def to_origin(message: DeadMessage) -> Target | None:
+        target = origin(message)
+        if target == Target("", own):
+            raise ConfigurationError(f"its origin is {own!r} itself, where it would come back for ever: name a target")
+        return target
+
+    return to_origin
 
 
 def _to_queue(message: DeadMessage) -> Target | None:

@@ -71,7 +71,7 @@ _LOSSES: Final = 10  # in a row, without anything done in between
 
 #: Called with the numbers of messages read and in all.
 Progress: TypeAlias = Callable[[int, int], object]
-#: Returns the target of a dead letter; None if unknown.
+#: Returns the target of a dead letter; None if unknown. Raises ConfigurationError if it cannot go there.
 Routing: TypeAlias = Callable[[DeadMessage], Target | None]
 
 
@@ -277,7 +277,11 @@ class Replay:
         if message.unreadable:
             self._fail(message, ConsumeError(message.unreadable))
             return None
-        target = self.routing(message)
+        try:
+            target = self.routing(message)
+        except ConfigurationError as error:
+            self._fail(message, error)
+            return None
         if target is None:
             self._fail(message, ConsumeError("its origin is unknown: name a target"))
         return target

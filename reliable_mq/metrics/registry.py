@@ -6,8 +6,8 @@ between scrapes, and a process without a registry pays nothing at all.
 Labels are bounded by the code: ``publisher`` and ``consumer`` are the names given to the constructors, ``queue`` is the
 queue consumed from or measured, ``role`` is one of two, ``outcome`` is one of five (of an outbox's row: of three),
 ``what`` of two. Publishers with the same name are added up, except for an age, the rows of an outbox and the depth of a
-queue, of which the highest counts. The counts of a closed one stay in the totals, so a counter never falls while the
-process lives.
+queue, of which the highest counts, and for whether they are connected, of which the lowest does. The counts of a closed
+one stay in the totals, so a counter never falls while the process lives.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
-from reliable_mq.core.statistics import Histogram
+from reliable_mq.core.statistics import Histogram, Merged
 from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Family:
     kind: Literal["counter", "gauge", "histogram"]
     documentation: str
     labels: tuple[str, ...]
-    merged: Literal["sum", "highest"] = "sum"
+    merged: Merged = "sum"
 
     @property
     def full_name(self) -> str:
@@ -100,6 +100,8 @@ class _Totals:
                 total.add(reading.value)
             elif reading.family.merged == "highest":
                 self.values[key] = max(self.values[key], reading.value)
+            elif reading.family.merged == "lowest":
+                self.values[key] = min(self.values.get(key, reading.value), reading.value)
             else:
                 self.values[key] += reading.value
 

@@ -8,20 +8,27 @@ from __future__ import annotations
 import base64
 import http
 import http.client
+import io
 import json
 import re
+import socket
 import ssl
+import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Self
 from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
 
-__all__ = ["ManagementAPI", "ManagementError"]
+__all__ = ["ManagementAPI", "ManagementError", "rows"]
 
 _PORTS: Final = {"http": 15672, "https": 15671}
 _HOST: Final = re.compile(r"[A-Za-z0-9._:-]+")
+_MOST: Final = 64 * 1024 * 1024  # bytes of an answer
+_CHUNK: Final = 64 * 1024
+_TOTAL: Final = 60.0  # seconds for a whole answer
 _SHOWN: Final = 200  # characters of an error's body
 
 
@@ -149,7 +156,7 @@ class ManagementAPI:
         try:
             connection.request("GET", path, headers=headers)
             response = connection.getresponse()
-            content = response.read()
+            content = self._content(response)
         except ssl.SSLCertVerificationError as error:
             raise ManagementError(f"{self}: the certificate does not verify: {error.verify_message}") from error
         except (OSError, http.client.HTTPException) as error:
@@ -164,10 +171,74 @@ class ManagementAPI:
         except (ValueError, RecursionError) as error:
             raise ManagementError(f"{self}: the answer is not JSON; is this RabbitMQ's management API?") from error
 
+    def _content(self, response: http.client.HTTPResponse) -> bytes:
+        content = bytearray()
+        while chunk := response.read(_CHUNK):
+            content += chunk
+            if len(content) > _MOST:
+                raise ManagementError(f"{self}: the answer has more than {_MOST >> 20} MiB")
+        if response.length:
+            raise http.client.IncompleteRead(b"", response.length)
+        return bytes(content)
+
     def _connection(self) -> http.client.HTTPConnection:
         if self.scheme == "https":
-            return http.client.HTTPSConnection(self.host, self.port, timeout=self.timeout, context=self.context)
-        return http.client.HTTPConnection(self.host, self.port, timeout=self.timeout)
+            made: http.client.HTTPConnection = http.client.HTTPSConnection(
+                self.host, self.port, timeout=self.timeout, context=self.context
+            )
+        else:
+            made = http.client.HTTPConnection(self.host, self.port, timeout=self.timeout)
+        made.response_class = partial(_TimelyResponse, time.monotonic() + _TOTAL)  # type: ignore[assignment]
+        return made
+
+
+def rows(api: ManagementAPI, *segments: str, named: bool = False) -> list[dict[str, Any]]:
+    """Return a response that is a list of objects, each named if ``named``.
+
+    Raises:
+        ManagementError: as for `ManagementAPI.get`, or it is something else.
+    """
+    found = api.get(*segments)
+    if not isinstance(found, list) or not all(_is_row(row, named=named) for row in found):
+        raise ManagementError(f"{api}: this is not RabbitMQ's API: the answer about {segments[0]} is of another shape")
+    return found
+
+
+def _is_row(row: object, *, named: bool) -> bool:
+    return isinstance(row, dict) and (not named or isinstance(row.get("name"), str))
+
+
+class _TimelyResponse(http.client.HTTPResponse):
+    """A response whose head and body must have arrived at a time."""
+
+    def __init__(self, deadline: float, sock: socket.socket, *args: Any, **options: Any) -> None:
+        super().__init__(sock, *args, **options)
+        self.fp = io.BufferedReader(_TimelyReader(deadline, sock, self.fp))
+
+
+class _TimelyReader(io.RawIOBase):
+    def __init__(self, deadline: float, sock: socket.socket, file: io.BufferedReader) -> None:
+        self._deadline = deadline
+        self._socket = sock
+        self._file = file
+        self._patience = sock.gettimeout() or _TOTAL
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        remaining = self._deadline - time.monotonic()
+        if remaining <= 0:
+            raise TimeoutError
+        self._socket.settimeout(min(self._patience, remaining))
+        data = self._file.read1(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
 
 
 def _context(settings: ConnectionSettings) -> ssl.SSLContext:

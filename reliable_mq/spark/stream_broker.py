@@ -31,7 +31,7 @@ from reliable_mq.codec.methods import Cancel, CheckQueue, Consume, MethodReply, 
 from reliable_mq.core.channel_setup import ServerInfo, StepRefused, is_away, refusal
 from reliable_mq.core.reconnect import ConnectionLoss
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
-from reliable_mq.monitoring.management import ManagementAPI, ManagementError
+from reliable_mq.monitoring.management import ManagementAPI, ManagementError, rows
 from reliable_mq.settings import ConnectionSettings
 from reliable_mq.sync.admin_channel import AdminChannel
 
@@ -343,7 +343,7 @@ class PartitionFinder:
     def _bound(self, management_url: str, name: str) -> list[str]:
         api = ManagementAPI.at(management_url, self._settings)  # each time: a token may have expired
         try:
-            bindings = api.get("exchanges", self._settings.virtual_host, name, "bindings", "source")
+            bindings = rows(api, "exchanges", self._settings.virtual_host, name, "bindings", "source")
         except ManagementError as error:
             refused = error.status in {http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN}
             raise BrokerUnavailable(f"the bindings of {name!r} cannot be read: {error}", permanent=refused) from error

@@ -94,7 +94,11 @@ class Choice:
         """Read pairs. Errors as for `of`."""
         pairs = tuple((name, value) for name, value in given if name in FIELDS and value.strip())
         single = {name: value.strip() for name, value in pairs if name in _SINGLE}
-        headers = dict(_header(value) for name, value in pairs if name == "header")
+        headers: dict[str, str] = {}
+        for header, value in (_header(value) for name, value in pairs if name == "header"):
+            if header in headers:
+                raise ConfigurationError(f"header {header!r} is named twice")
+            headers[header] = value
         made = Filter(
             exception=single.get("exception"),
             reason=single.get("reason"),

@@ -22,10 +22,12 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, cast
 
 from reliable_mq.deadletters import Filter, ReplayReport
+from reliable_mq.deadletters.queue import purge_counted
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.web.address import Choice
 from reliable_mq.web.jobs import Job, Jobs
@@ -227,7 +229,7 @@ class Operations:
 
         def work(job: Job) -> None:
             with self._source.open(queue) as dead:
-                job.count = dead.purge(choice.filter, progress=job.progress, stop=job.stop)
+                purge_counted(dead, choice.filter, partial(setattr, job, "count"), progress=job.progress, stop=job.stop)
 
         return self.jobs.begin(Job("purge", queue, choice, user), self._audited(work))
 
@@ -309,7 +311,7 @@ class Operations:
             finally:
                 if job.report is not None:
                     result |= {"replayed": job.report.replayed, "failed": job.report.failed}
-                elif result["outcome"] != "failed":
+                elif job.kind == "purge" or result["outcome"] != "failed":
                     result |= {"count": job.count}
                 if changes:
                     with self._lock:

@@ -425,12 +425,29 @@ async def _form(request: Request) -> Fields:
 
 def _choice(fields: Fields) -> Choice:
     """Return the letters that a form is about."""
-    if fields.get("which") != "selected":
-        return Choice.of(Fields(fields.get("choice")))
+    which = fields.get("which")
+    if which in ("", "all"):
+        return _filter_of(fields)
+    if which != "selected":
+        raise ConfigurationError(f"which must be selected or all, not {which!r}")
     letters = [("letter", each) for each in fields.all("letter")]
     if not letters:
         raise ConfigurationError("no letter is selected: go back, and tick some")
     return Choice.of_pairs(letters)
+
+
+def _filter_of(form: Fields) -> Choice:
+    """Return the filter in a form.
+
+    It must be there, without a misspelt field: all letters would be meant otherwise.
+    """
+    if not form.all("choice"):
+        raise ConfigurationError("choice is missing: the filter of the letters, empty for all")
+    given = Fields(form.get("choice"))
+    for name, _ in given.pairs:
+        if name not in FIELDS:
+            raise ConfigurationError(f"choice has a field {name!r}, which no filter has: there are {', '.join(FIELDS)}")
+    return Choice.of(given)
 
 
 def _options(fields: Fields, *, dry_run: bool) -> ReplayOptions:

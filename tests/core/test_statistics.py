@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from reliable_mq.core.statistics import (
     LATENCY_BUCKETS,
     ConsumerStatistics,
+    ConsumerStatus,
     Histogram,
     MetricOfField,
     PublisherStatistics,
+    PublisherStatus,
 )
 
 VALUES = st.one_of(st.floats(0, 200), st.sampled_from(LATENCY_BUCKETS))
@@ -23,6 +25,13 @@ VALUES = st.one_of(st.floats(0, 200), st.sampled_from(LATENCY_BUCKETS))
 
 def bucket(value: float) -> int:
     return sum(value > bound for bound in LATENCY_BUCKETS)
+
+
+@pytest.mark.parametrize("owner", [PublisherStatus, ConsumerStatus])
+def test_of_several_connections_the_lowest_counts(owner: type) -> None:
+    (metric,) = [MetricOfField.of(each.metadata) for each in fields(owner) if each.name == "connected"]
+    assert metric is not None
+    assert metric.merged == "lowest"
 
 
 @given(st.lists(st.lists(VALUES, min_size=1), max_size=5))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from prometheus_client import CollectorRegistry
 
 from reliable_mq.core.statistics import PublisherStatistics, PublisherStatus
@@ -74,6 +76,25 @@ def test_every_count_has_its_metric() -> None:
         if not sample.name.endswith("_bucket")
     }
     assert shown == VALUES
+
+
+def test_one_of_two_publishers_that_is_not_connected_shows() -> None:
+    """The alert is on 0, and both have one name."""
+    registry = CollectorRegistry()
+    for connected in (True, False):
+        status = PublisherStatus(
+            outstanding=3,
+            oldest_age=1.0,
+            connected=connected,
+            blocked=False,
+            blocked_seconds=0.0,
+            reconnects=0,
+            stale_confirms=0,
+        )
+        register(registry, partial(readings, ("orders",), status, PublisherStatistics()))
+    labels = {"publisher": "orders"}
+    assert registry.get_sample_value("reliable_mq_publisher_connected", labels) == 0
+    assert registry.get_sample_value("reliable_mq_publisher_outstanding", labels) == 6
 
 
 def test_a_bucket_is_there_for_every_deadline_of_the_defaults() -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 MESSAGES = Family("messages", "counter", "Messages.", ("name",))
 WAITING = Family("waiting", "gauge", "Waiting.", ("name",))
 AGE = Family("age_seconds", "gauge", "The oldest.", ("name",), "highest")
+CONNECTED = Family("connected", "gauge", "1 while connected.", ("name",), "lowest")
 SECONDS = Family("seconds", "histogram", "Latency.", ("name",))
 
 
@@ -78,6 +79,14 @@ def test_equal_names_are_added_up_and_of_ages_the_highest_counts(registry: Colle
     register(registry, reading("a", messages=3, waiting=2, age=7))
     register(registry, reading("a", messages=4, waiting=1, age=5))
     assert shown(registry) == {"messages_total a": 7, "waiting a": 3, "age_seconds a": 7}
+
+
+def test_of_connections_the_lowest_counts(registry: CollectorRegistry) -> None:
+    """One of two that is not connected must show."""
+    lost, *_ = [register(registry, lambda value=value: [Reading(CONNECTED, ("a",), value)]) for value in (0, 1, 1)]
+    assert shown(registry) == {"connected a": 0}
+    lost.close()
+    assert shown(registry) == {"connected a": 1}
 
 
 def test_a_counter_never_falls_when_its_publisher_goes(registry: CollectorRegistry) -> None:

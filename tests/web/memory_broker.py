@@ -11,7 +11,7 @@ from reliable_mq.codec import encode_properties
 from reliable_mq.core import headers
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 from reliable_mq.deadletters import DeadLetterQueue
-from reliable_mq.errors import BrokerUnavailable, PublishReturned, TopologyMismatch
+from reliable_mq.errors import BrokerUnavailable, PublishReturned, StaleDelivery, TopologyMismatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,6 +25,8 @@ class MemoryBroker:
         self.reads = 0
         self.away = False
         self.counts_reads = False
+        self.fails_at_ack = 0  # the number of the ack that fails, from 1; 0 for none
+        self.failure: BaseException = StaleDelivery("the connection was lost")
         self.gate = threading.Event()  # publishes wait for it
         self.gate.set()
 
@@ -90,6 +92,9 @@ class _Channel:
         return found
 
     def ack(self, deliveries: Iterable[Delivery]) -> None:
+        self._broker.fails_at_ack -= 1
+        if self._broker.fails_at_ack == 0:
+            raise self._broker.failure
         for delivery in deliveries:
             del self._unacked[delivery.delivery_tag]
 

@@ -310,6 +310,42 @@ def test_an_operation_that_fails_says_what_became_of_the_letters(page: Page, bro
     assert "no host could be reached. What was confirmed is out of the queue, everything else is in it" in told
 
 
+def test_a_purge_that_fails_says_how_many_it_deleted(page: Page, broker: MemoryBroker, tmp_path: Path) -> None:
+    broker.add(QUEUE, *map(letter, range(450)))
+    broker.fails_at_ack = 3
+    log = tmp_path / "audit.jsonl"
+    browser = page(allow_changes=True, audit_log=log)
+    form = {"queue": QUEUE, "choice": "", "go": "purge", "name": QUEUE}
+    told = ended(browser, browser.post("/purge", data=form))
+    assert "At least 400 deleted for good, before it failed." in told
+    assert "the connection was lost" in told
+    over = json.loads(log.read_text().splitlines()[-1])
+    assert (over["outcome"], over["count"]) == ("failed", 400)
+    assert "failed: 400" in plain(browser.get("/audit").text)
+    assert len(broker.queues[QUEUE]) == 50
+
+
+@pytest.mark.usefixtures("letters")
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ({"choice": "excepton=ValueError"}, "choice has a field 'excepton', which no filter has"),
+        ({"choice": "exception=ValueError&queue=orders"}, "choice has a field 'queue'"),
+        ({"exception": "ValueError"}, "choice is missing"),
+        ({"choice": "", "which": "selcted"}, "which must be selected or all, not 'selcted'"),
+        ({"choice": "header=a%3D1&header=a%3D2"}, "header 'a' is named twice"),
+    ],
+)
+def test_a_misspelt_filter_selects_nothing(page: Page, broker: MemoryBroker, form: dict[str, str], text: str) -> None:
+    """Not all letters: it is refused where it would change something."""
+    browser = page(allow_changes=True)
+    for path, fields in (("/replay", {"go": "replay"}), ("/purge", {"go": "purge", "name": QUEUE}), ("/export", {})):
+        answer = browser.post(path, data={"queue": QUEUE, **form, **fields})
+        assert answer.status_code == 400
+        assert text in plain(answer.text)
+    assert len(broker.queues[QUEUE]) == 10
+
+
 def test_an_operation_that_is_forgotten_is_said_so(page: Page) -> None:
     browser = page()
     for path in ("/job?id=x", "/file?id=x", "/job?id=x&part=progress"):

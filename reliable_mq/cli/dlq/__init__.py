@@ -32,13 +32,14 @@ from reliable_mq.cli.dlq.render import (
 )
 from reliable_mq.cli.files import lines, whole_file
 from reliable_mq.cli.terminal import (
+    INTERRUPTED,
     URL,
     command_group,
     escaped,
     hide_logs,
     json_text,
     output,
-    parse_header,
+    parse_headers,
     product,
     say,
 )
@@ -85,12 +86,15 @@ def chosen(
     """Return the filter that the options describe."""
     from reliable_mq.deadletters import Filter
 
+    for option, text in (("--exception", exception), ("--reason", reason), ("--from-queue", from_queue)):
+        if text == "":
+            raise typer.BadParameter(f"{option} takes a text that is not empty")
     return Filter(
         exception=exception,
         reason=reason,
         queue=from_queue,
         message_ids=message_id or [],
-        headers=dict(map(parse_header, header or [])),
+        headers=parse_headers(header or []),
         older_than=_age("--older-than", older_than),
         newer_than=_age("--newer-than", newer_than),
     )
@@ -224,6 +228,8 @@ def replay(
         raise typer.BadParameter("--exchange and --routing-key go together")
     if exchange is not None and to is not None:
         raise typer.BadParameter("--to stands for the default exchange and a routing key: leave those out")
+    if as_published and (to is not None or exchange is not None):
+        raise typer.BadParameter("--as-published names the target: leave out --to, or --exchange and --routing-key")
     store = None if idempotency is None else imported_store(idempotency)
     from reliable_mq.deadletters import Target
     from reliable_mq.engine.publisher_channel import unwatched_logger
@@ -270,9 +276,24 @@ def purge(
                 meant = "those that match" if limit is None else f"the first {limit:,} that match"
             question = f"{escaped(queue)} holds {len(dead):,} messages. Delete {meant} for good?"
             typer.confirm(question, abort=True, err=True)
-        with interruptible("deleted messages are gone, the rest is in the queue"), progress_bar("deleting") as bar:
-            deleted = dead.purge(which, limit=limit, progress=bar)
+        deleted = _deleted(dead, which, limit)
     say(f"{deleted:,} deleted")
+
+
+def _deleted(dead: DeadLetterQueue, which: DeadLetterFilter, limit: int | None) -> int:
+    """Purge; say how many are deleted also if it fails or is interrupted."""
+    from reliable_mq.deadletters.queue import purge_counted
+
+    counts = [0]
+    try:
+        with progress_bar("deleting") as bar:
+            return purge_counted(dead, which, counts.append, limit=limit, progress=bar)
+    except KeyboardInterrupt:
+        say(f"interrupted; at least {counts[-1]:,} deleted, the rest is in the queue")
+        raise typer.Exit(INTERRUPTED) from None
+    except Exception:
+        say(f"at least {counts[-1]:,} deleted, the rest is in the queue")
+        raise
 
 
 @dlq.command()
@@ -396,9 +417,13 @@ def imported_store(place: str) -> ResettableStore:
 def _age(option: str, text: str | None) -> float | None:
     if text is None:
         return None
+    from reliable_mq._util.validation import LONGEST
     from reliable_mq.deadletters.filter import age_in_seconds
 
     try:
-        return age_in_seconds(text)
+        age = age_in_seconds(text)
     except ConfigurationError as error:
         raise typer.BadParameter(f"{option} takes a number with s, m, h, d or w behind it, not {text!r}") from error
+    if age > LONGEST:
+        raise typer.BadParameter(f"{option} takes an age of {LONGEST:g} seconds at most, not {text!r}")
+    return age

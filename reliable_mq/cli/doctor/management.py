@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from reliable_mq.monitoring.management import ManagementError
+from reliable_mq.monitoring.management import ManagementError, rows
 from reliable_mq.topology.arguments import ARGUMENTS
 
 if TYPE_CHECKING:
@@ -17,6 +17,30 @@ __all__ = ["REPLICATED", "QueueView", "Route", "Snapshot"]
 
 REPLICATED: Final = ("quorum", "stream")
 """The types of queues that have copies on several nodes."""
+
+_KINDS: Final[Mapping[str, Mapping[str, type | tuple[type, ...]]]] = {
+    "queues": {
+        "type": str,
+        "messages": (int, float),
+        "messages_details": dict,
+        "members": list,
+        "online": list,
+        "arguments": dict,
+        "effective_policy_definition": dict,
+    },
+    "exchanges": {"type": str, "arguments": dict},
+    "bindings": {"source": str, "destination": str, "destination_type": str, "routing_key": str},
+    "consumers": {"queue": dict},
+    "nodes": {},
+}
+"""The types of the fields that are read, by what they are of."""
+
+_ARGUMENT_KINDS: Final[Mapping[str, type]] = {
+    "message-ttl": int,
+    "expires": int,
+    "dead-letter-exchange": str,
+    "dead-letter-routing-key": str,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +136,10 @@ class Snapshot:
             ManagementError: the API does not respond, or refuses this user.
         """
         return cls(
-            queues={queue["name"]: QueueView(queue) for queue in api.get("queues", virtual_host)},
-            exchanges={exchange["name"]: exchange for exchange in api.get("exchanges", virtual_host)},
-            bindings=api.get("bindings", virtual_host),
-            consumers=api.get("consumers", virtual_host),
+            queues={row["name"]: _view(api, row) for row in _rows(api, "queues", virtual_host, named=True)},
+            exchanges={row["name"]: row for row in _rows(api, "exchanges", virtual_host, named=True)},
+            bindings=_rows(api, "bindings", virtual_host),
+            consumers=_rows(api, "consumers", virtual_host),
             nodes=_nodes(api),
         )
 
@@ -141,7 +165,9 @@ class Snapshot:
         if not matching:
             flaw = f"no binding of the dead-letter exchange {exchange!r} matches the dead-letter routing key {key!r}"
             return Route(flaw=flaw, certain=True)
-        return Route(frozenset(each["destination"] for each in matching if each["destination_type"] == "queue"))
+        return Route(
+            frozenset(each.get("destination", "") for each in matching if each.get("destination_type") == "queue")
+        )
 
     def _by_default_exchange(self, key: str | None) -> Route:
         if key is None:
@@ -155,9 +181,33 @@ class Snapshot:
         return Route(frozenset({key}))
 
 
+def _rows(api: ManagementAPI, what: str, *segments: str, named: bool = False) -> list[dict[str, Any]]:
+    """Return rows whose fields are of RabbitMQ's types, missing or empty."""
+    found = rows(api, what, *segments, named=named)
+    for row in found:
+        for name, kind in _KINDS[what].items():
+            value = row.get(name)
+            if value and not isinstance(value, kind):
+                raise _another_shape(api, what, name, value)
+    return found
+
+
+def _view(api: ManagementAPI, row: Mapping[str, Any]) -> QueueView:
+    view = QueueView(row)
+    for name, kind in _ARGUMENT_KINDS.items():
+        value = view.argument(name)
+        if value is not None and not isinstance(value, kind):
+            raise _another_shape(api, "queues", name, value)
+    return view
+
+
+def _another_shape(api: ManagementAPI, what: str, name: str, value: object) -> ManagementError:
+    return ManagementError(f"{api}: this is not RabbitMQ's API: {name} of {what} is a {type(value).__name__}")
+
+
 def _nodes(api: ManagementAPI) -> tuple[Mapping[str, Any], ...] | None:
     try:
-        return tuple(api.get("nodes"))
+        return tuple(_rows(api, "nodes", named=True))
     except ManagementError as error:
         if error.status not in {http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN}:
             raise

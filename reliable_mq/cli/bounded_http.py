@@ -1,0 +1,119 @@
+"""HTTP for ``reliable-mq web``, with bounds that uvicorn lacks.
+
+Invariants:
+
+- a connection on which no whole request head arrives within `HEAD_TIMEOUT` seconds is closed, and one whose request is
+  not complete `BODY_TIMEOUT` seconds after its head;
+- of more than `CONNECTIONS`, the one that has waited for a request for the longest time is closed, so that clients that
+  send nothing keep nobody out; if none waits, uvicorn's ``limit_concurrency`` answers with 503.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue as queues
+import signal
+import socket
+from typing import Any, ClassVar, Final
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from reliable_mq._util.threads import start_daemon
+from reliable_mq.errors import ConfigurationError
+
+__all__ = ["BODY_TIMEOUT", "CONNECTIONS", "HEAD_TIMEOUT", "BoundedHTTP", "serve"]
+
+CONNECTIONS: Final = 100
+HEAD_TIMEOUT: Final = 10.0  # seconds
+BODY_TIMEOUT: Final = 60.0  # seconds
+
+
+class BoundedHTTP(H11Protocol):
+    """The protocol of one connection."""
+
+    _waiting: ClassVar[dict[BoundedHTTP, None]] = {}  # for a head; the longest first
+    _deadline: asyncio.TimerHandle | None = None
+    _awaited: object = None  # the part of a request that the deadline is for
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > CONNECTIONS:
+            longest = next(iter(self._waiting), None)
+            if longest is not None:
+                longest.drop()
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._end_watch()
+
+    def drop(self) -> None:
+        """Close it, whatever it is at."""
+        self._end_watch()
+        self.connections.discard(self)
+        self.transport.abort()
+
+    def _watch(self) -> None:
+        """Set the deadline for what the client sends next, unless it is set."""
+        state = self.conn.their_state
+        if state is self._awaited:
+            return
+        self._end_watch()
+        timeout = {h11.IDLE: HEAD_TIMEOUT, h11.SEND_BODY: BODY_TIMEOUT}.get(state)
+        if timeout is not None:
+            self._awaited = state
+            self._deadline = self.loop.call_later(timeout, self.drop)
+            if state is h11.IDLE:
+                self._waiting[self] = None
+
+    def _end_watch(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = self._awaited = None
+        self._waiting.pop(self, None)
+
+
+def serve(app: Any, listening: socket.socket, grace: float) -> int:
+    """Serve until a signal comes; return its number.
+
+    Requests that are going on then have ``grace`` seconds.
+    """
+    config = uvicorn.Config(
+        app,
+        http=BoundedHTTP,
+        limit_concurrency=CONNECTIONS + 1,  # which are there if all of them are busy
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        lifespan="off",
+    )
+    server = uvicorn.Server(config)
+    received: queues.SimpleQueue[int] = queues.SimpleQueue()  # which a signal handler may use
+    for ending in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ending, lambda number, _frame: received.put(number))
+
+    def run() -> None:
+        try:
+            server.run(sockets=[listening])
+        finally:
+            received.put(0)
+
+    # Not on the main thread, it leaves signals alone.
+    serving = start_daemon("web server", run)
+    number: int = received.get()
+    server.should_exit = True
+    serving.join(grace)
+    if number == 0:
+        raise ConfigurationError("the server ended by itself; with -v its log shows why")
+    return number

@@ -1,0 +1,112 @@
+"""The server of ``reliable-mq web``: clients that send nothing keep nobody out."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import uvicorn
+
+from reliable_mq.cli import bounded_http
+from reliable_mq.cli.bounded_http import BoundedHTTP
+from reliable_mq.testing.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
+POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\n"
+
+
+async def app(_scope: Any, receive: Any, send: Any) -> None:
+    while (await receive()).get("more_body"):
+        pass
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+@contextmanager
+def served() -> Iterator[tuple[str, int]]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        config = uvicorn.Config(
+            app, http=BoundedHTTP, limit_concurrency=bounded_http.CONNECTIONS + 1, log_config=None, lifespan="off"
+        )
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        wait_until(lambda: server.started, timeout=20, what="the server")
+        try:
+            yield listening.getsockname()
+        finally:
+            server.should_exit = True
+            thread.join(20)
+    assert not BoundedHTTP._waiting
+
+
+def answer(client: socket.socket) -> bytes:
+    found = b""
+    while not found.endswith(b"ok") and (more := client.recv(1000)):
+        found += more
+    return found
+
+
+def ended(client: socket.socket) -> bool:
+    """Whether the server closes the connection within 10 s, and sends nothing more."""
+    client.settimeout(10)
+    try:
+        return client.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize("sent", [b"", GET, POST, GET + b"\r\n"])
+def test_a_request_that_does_not_end_is_dropped(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing, a part of a head, a head without its body, and the second request of a connection."""
+    monkeypatch.setattr(bounded_http, "HEAD_TIMEOUT", 0.3)
+    monkeypatch.setattr(bounded_http, "BODY_TIMEOUT", 0.3)
+    with served() as address, socket.create_connection(address) as client:
+        client.sendall(sent)
+        client.settimeout(10)
+        if sent.endswith(b"\r\n\r\n") and sent.startswith(b"GET"):
+            assert answer(client).endswith(b"ok")
+            client.sendall(b"GET")
+        began = time.monotonic()
+        assert ended(client)
+        assert time.monotonic() - began < 5
+
+
+def test_whole_requests_are_answered_for_as_long_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_http, "HEAD_TIMEOUT", 1.0)
+    with served() as address, socket.create_connection(address) as client:
+        for request in (GET + b"\r\n", POST + b"12345", GET + b"\r\n"):
+            client.sendall(request)
+            assert answer(client).endswith(b"ok")
+            threading.Event().wait(0.5)
+
+
+def test_clients_that_send_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_http, "CONNECTIONS", 3)
+    with served() as address, ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(address)) for _ in range(10)]
+        with socket.create_connection(address) as client:
+            client.sendall(GET + b"\r\n")
+            client.settimeout(10)
+            assert answer(client).endswith(b"ok")
+            assert all(map(ended, silent[:7]))
+
+
+def test_when_all_are_busy_more_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_http, "CONNECTIONS", 2)
+    with served() as address, ExitStack() as stack:
+        for _ in range(2):
+            busy = stack.enter_context(socket.create_connection(address))
+            busy.sendall(POST)
+        threading.Event().wait(0.2)
+        with socket.create_connection(address) as client:
+            client.sendall(GET + b"Connection: close\r\n\r\n")
+            client.settimeout(10)
+            assert client.recv(1000).startswith(b"HTTP/1.1 503")

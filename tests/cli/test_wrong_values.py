@@ -1,0 +1,127 @@
+"""Values of the command line that are refused, with exit status 2; and purges that end early."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import typer
+
+from reliable_mq.cli import app
+from reliable_mq.cli import dlq as commands
+from reliable_mq.cli.terminal import parse_headers
+from reliable_mq.cli.web import _token
+from reliable_mq.errors import StaleDelivery
+from tests.web.memory_broker import MemoryBroker, letter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Run = Callable[..., tuple[int, str]]
+
+BROKER = "amqp://127.0.0.1:1"
+QUEUE = "orders.dead"
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """A function that runs a command line; returns its exit status and its standard error, on one line."""
+
+    def run(*line: str) -> tuple[int, str]:
+        monkeypatch.setattr("sys.argv", ["reliable-mq", *line])
+        status = app.run()
+        return status, " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+    return run
+
+
+@pytest.fixture
+def broker(monkeypatch: pytest.MonkeyPatch) -> MemoryBroker:
+    made = MemoryBroker()
+    made.add(QUEUE, *map(letter, range(450)))
+    monkeypatch.setattr(commands, "_opened", made.open)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        (("dlq", "purge", BROKER, QUEUE, "--exception", ""), "--exception takes a text that is not empty"),
+        (("dlq", "list", BROKER, QUEUE, "--reason", ""), "--reason takes a text that is not empty"),
+        (("dlq", "stats", BROKER, QUEUE, "--from-queue", ""), "--from-queue takes a text that is not empty"),
+        (("dlq", "list", BROKER, QUEUE, "--older-than", "999999999w"), "--older-than takes an age of 1e+09 seconds"),
+        (("dlq", "list", BROKER, QUEUE, "--header", "a=1", "--header", "a=2"), "--header names 'a' twice"),
+        (("dlq", "replay", BROKER, QUEUE, "--to", "q", "--as-published"), "--as-published names the target"),
+        (
+            ("dlq", "replay", BROKER, QUEUE, "--exchange", "", "--routing-key", "q", "--as-published"),
+            "--as-published names the target",
+        ),
+        (("publish", BROKER, "--queue", "q", "--header", "a=1", "--header", "a="), "--header names 'a' twice"),
+        (("publish", BROKER, "--queue", "q", "--timeout", "nan"), "--timeout takes seconds above 0"),
+        (("publish", BROKER, "--queue", "q", "--timeout", "-1"), "--timeout takes seconds above 0"),
+        (("publish", BROKER, "--queue", "q", "--timeout", "0"), "--timeout takes seconds above 0"),
+        (("publish", BROKER, "--queue", "q", "--timeout", "inf"), "--timeout takes seconds above 0"),
+        (("web", BROKER, QUEUE, "--allow-editing"), "--allow-editing needs --allow-changes"),
+        (("stage", BROKER, "orders", "staged", "--key", "foo"), "--key is message_id, routing_key or header:NAME"),
+        (("stage", BROKER, "orders", "staged", "--key", "header:"), "--key is message_id, routing_key or header:NAME"),
+    ],
+)
+def test_a_wrong_value_is_named_with_status_2(run: Run, line: tuple[str, ...], text: str) -> None:
+    status, told = run(*line)
+    assert status == 2
+    assert text in told
+
+
+def test_headers_of_different_names_are_taken() -> None:
+    assert parse_headers(["a=1", "b=a=2", "c="]) == {"a": "1", "b": "a=2", "c": ""}
+
+
+@pytest.mark.parametrize(
+    ("value", "token"), [("a-token-of-some-length \r\n", "a-token-of-some-length"), (" \n", None), ("", None)]
+)
+def test_spaces_around_a_token_are_no_part_of_it(
+    value: str, token: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a file: a variable that is filled from one often ends in a line end."""
+    monkeypatch.setenv("RELIABLE_MQ_WEB_TOKEN", value)
+    assert _token(None) == token
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "text"),
+    [
+        (
+            StaleDelivery("the connection was lost"),
+            1,
+            "at least 400 deleted, the rest is in the queue reliable-mq: the connection was lost",
+        ),
+        (KeyboardInterrupt(), 130, "interrupted; at least 400 deleted, the rest is in the queue"),
+    ],
+)
+def test_a_purge_that_ends_early_says_how_many_it_deleted(
+    run: Run, broker: MemoryBroker, failure: BaseException, status: int, text: str
+) -> None:
+    broker.fails_at_ack, broker.failure = 3, failure
+    assert run("dlq", "purge", BROKER, QUEUE, "--yes") == (status, text)
+    assert len(broker.queues[QUEUE]) == 50
+
+
+@pytest.mark.parametrize(("answer", "status", "text"), [(KeyboardInterrupt(), 130, "interrupted"), ("n", 1, "aborted")])
+def test_ctrl_c_at_the_question_of_a_purge_is_an_interrupt(
+    run: Run,
+    broker: MemoryBroker,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: BaseException | str,
+    status: int,
+    text: str,
+) -> None:
+    def read(_prompt: str) -> str:
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    monkeypatch.setitem(typer.confirm.__globals__, "visible_prompt_func", read)
+    ended, told = run("dlq", "purge", BROKER, QUEUE)
+    assert ended == status
+    assert told.endswith(f"reliable-mq: {text}")
+    assert len(broker.queues[QUEUE]) == 450

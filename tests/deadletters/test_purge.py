@@ -1,0 +1,98 @@
+"""A purge that fails midway, and the nacks at the end of an operation; without a broker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from reliable_mq.codec import encode_nack
+from reliable_mq.core import headers
+from reliable_mq.core.consumer.delivery import ChannelGeneration
+from reliable_mq.core.retry.dead_letters import Target
+from reliable_mq.deadletters import DeadLetterQueue, Filter
+from reliable_mq.deadletters.channel import GetChannel
+from reliable_mq.deadletters.queue import purge_counted
+from reliable_mq.errors import ConfigurationError, StaleDelivery
+from reliable_mq.url import parse_url
+from tests.web.memory_broker import MemoryBroker, letter
+
+QUEUE = "orders.dead"
+
+
+def opened(broker: MemoryBroker) -> DeadLetterQueue:
+    return broker.open("amqp://localhost", QUEUE)
+
+
+def test_a_purge_that_fails_has_counted_what_it_deleted() -> None:
+    broker = MemoryBroker()
+    broker.add(QUEUE, *map(letter, range(500)))
+    broker.fails_at_ack = 3
+    counts: list[int] = []
+    with opened(broker) as dead, pytest.raises(StaleDelivery):
+        purge_counted(dead, Filter(), counts.append)
+    assert counts == [200, 400]
+    assert len(broker.queues[QUEUE]) == 100
+
+
+def test_a_purge_counts_up_to_its_limit() -> None:
+    broker = MemoryBroker()
+    broker.add(QUEUE, *map(letter, range(500)))
+    counts: list[int] = []
+    with opened(broker) as dead:
+        assert purge_counted(dead, Filter(), counts.append, limit=250) == 250
+        assert dead.purge() == 250
+    assert counts == [200, 250]
+
+
+@pytest.mark.parametrize("as_published", [False, True])
+def test_a_letter_whose_origin_is_its_own_queue_is_not_replayed_for_ever(as_published: bool) -> None:
+    broker = MemoryBroker()
+    table = {
+        headers.ORIGINAL_QUEUE: QUEUE,
+        headers.ORIGINAL_EXCHANGE: "",
+        headers.ORIGINAL_ROUTING_KEY: QUEUE,
+    }
+    broker.add(QUEUE, letter(1, **table))
+    broker.queues["elsewhere"] = []
+    with opened(broker) as dead:
+        for dry_run in (True, False):
+            report = dead.replay(as_published=as_published, dry_run=dry_run)
+            assert (report.replayed, report.failed) == (0, 1)
+            assert "its origin is 'orders.dead' itself" in str(report.failures[0][1])
+        assert len(broker.queues[QUEUE]) == 1
+        assert dead.replay(to=Target("", "elsewhere")).replayed == 1
+        with pytest.raises(ConfigurationError, match="itself"):
+            dead.replay(to=QUEUE)
+
+
+class Reconnecting(GetChannel):
+    """Gets another connection while it takes the last message."""
+
+    def __init__(self, *, lost_again: bool) -> None:
+        super().__init__(parse_url("amqp://localhost"), QUEUE, name="test")
+        self._source = ChannelGeneration(1, 3, QUEUE)
+        self.sent: list[tuple[int, bytes]] = []
+        self._lost_again = lost_again
+
+    def take(self, most: int) -> Any:
+        self._source = ChannelGeneration(2, 7, QUEUE)
+        self._unacked.append(1)
+        self._ends.append(1)
+        self.left = 1
+        return []
+
+    def _send(self, source: ChannelGeneration, frames: bytes) -> None:
+        self.sent.append((source.channel, frames))
+        if self._lost_again:
+            raise self._stale()
+
+    def _wait_for(self, ready: int) -> None:
+        assert ready == 1
+
+
+@pytest.mark.parametrize("lost_again", [False, True])
+def test_the_last_nack_goes_to_the_channel_of_its_delivery(lost_again: bool) -> None:
+    channel = Reconnecting(lost_again=lost_again)
+    channel.finish()
+    assert channel.sent == [(7, encode_nack(7, 1, multiple=True, requeue=True))]
