@@ -429,14 +429,13 @@ class Condition(threading.Condition):
 
         with changed.lock:
             changed.wait()
-
-    Attributes:
-        lock: guards what is waited for. Entering and leaving it are each one step.
     """
 
-    def __init__(self, lock: threading.RLock | None = None) -> None:
-        self.lock = threading.RLock() if lock is None else lock
-        super().__init__(self.lock)
+    @property
+    def lock(self) -> threading.RLock:
+        """Guards what is waited for. Entering and leaving it are each one step."""
+        lock: threading.RLock = self._lock  # type: ignore[attr-defined]  # an __init__ would cost every publish more
+        return lock
 
     def __enter__(self) -> NoReturn:
         """Raise TypeError: the lock is what to enter."""
