@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Self
 from prometheus_client import CollectorRegistry
 
 from integration.support.prometheus import Prometheus
-from reliable_mq.cli.demo.run import run
+from reliable_mq.cli.demo.display import run
 from reliable_mq.cli.demo.scenario import Outages, Shop
 from reliable_mq.health import HealthServer
 from reliable_mq.monitoring import QueueDepths
