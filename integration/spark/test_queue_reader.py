@@ -18,6 +18,7 @@ import threading
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import pytest
 from pyspark.sql.streaming.datasource import ReadMaxRows
@@ -524,6 +525,9 @@ def test_two_readers_of_one_queue_in_an_application_are_refused(
     first.until(5)
     with pytest.raises(ConfigurationError, match=r"queue 'orders' is read twice .*the option stage.* foreachBatch"):
         query(vhost.url, queue="other,orders").batch()
+    address = urlsplit(vhost.url).hostname or ""
+    with pytest.raises(ConfigurationError, match="queue 'orders' is read twice"):
+        query(vhost.url.replace(address, "localhost" if address != "localhost" else "127.0.0.1")).batch()
     assert query(vhost.url, queue="other").batch() == 0
     first.source.stop()
     second = query(vhost.url)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pyarrow as pa
 import pytest
 
 from integration.support.spark import bodies_of, drain
-from reliable_mq import Binding, Exchange, Publisher, PublishError, Queue, RetryPolicy
+from reliable_mq import Binding, ConfigurationError, Exchange, Publisher, PublishError, Queue, RetryPolicy
 from reliable_mq.core import headers
 from reliable_mq.deadletters import DeadLetterQueue, DeadMessage, Origin
 from reliable_mq.spark import sink
@@ -225,6 +225,48 @@ def test_rows_that_cannot_be_sent_are_dead_lettered_and_the_others_written(
     assert letters["b"].origin == Origin("nowhere", "", "nowhere")
     assert letters["large la"].headers[headers.ORIGINAL_SIZE] == 18_000_000
     assert "18000000 bytes" in letters["large la"].unreadable
+
+
+def test_rows_that_a_letter_can_hold_only_in_part_are_dead_lettered(vhost: VirtualHost) -> None:
+    """A header's name with a NUL; a direct reply, which RabbitMQ refuses where nobody consumes replies."""
+    named = pa.map_(pa.string(), pa.string())
+    batch = pa.RecordBatch.from_pydict(
+        {
+            "body": ["a", "b", "c"],
+            "routing_key": ["orders"] * 3,
+            "headers": pa.array([[("a\0b", "v")], None, [("fine", "1")]], named),
+            "reply_to": [None, "amq.rabbitmq.reply-to", "replies"],
+        }
+    )
+    written = write(vhost, batch, dead_letter_queue="dead")
+    assert (written.rows, written.dead_lettered) == (3, 2)
+    assert set(bodies_of(drain(vhost, "orders"))) == {b"c"}
+    letters = dead_letters(vhost)
+    assert letters["a"].headers[headers.ORIGINAL_COLUMNS] == {"headers[a\\x00b]": "v"}
+    assert letters["b"].headers[headers.ORIGINAL_COLUMNS] == {"reply_to": "amq.rabbitmq.reply-to"}
+
+
+def test_a_routing_key_for_all_rows_that_is_wrong_dead_letters_none(vhost: VirtualHost) -> None:
+    """Headers decide nothing at the default exchange: the task fails, as it does without them."""
+    named = pa.map_(pa.string(), pa.string())
+    batch = pa.RecordBatch.from_pydict({"body": ["a"], "headers": pa.array([[("fine", "1")]], named)})
+    with pytest.raises(PublishError, match="312 NO_ROUTE"):
+        write(vhost, batch, routing_key="ordres", dead_letter_queue="dead")
+    assert not dead_letters(vhost)
+
+
+def test_a_row_that_no_letter_can_be_made_of_fails_its_task_by_its_number(
+    vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With both reasons."""
+
+    def refused(*_given: object) -> NoReturn:
+        raise ConfigurationError("no letter")
+
+    monkeypatch.setattr("reliable_mq.spark.sink.letter_of_row", refused)
+    batch = pa.RecordBatch.from_pydict({"body": ["a", None], "routing_key": ["orders"] * 2})
+    with pytest.raises(PublishError, match=r"row 1: column body is null.* no dead letter can be made of it: no letter"):
+        write(vhost, batch, dead_letter_queue="dead")
 
 
 def test_dead_letters_of_rows_are_replayed(vhost: VirtualHost) -> None:

@@ -68,6 +68,72 @@ def test_what_was_ready_is_moved_and_read_and_the_query_ends(
     assert all(row.offset is not None for row in read)
 
 
+def ended(vhost: VirtualHost, start: dict[str, Any] | None, **options: str) -> tuple[list[str], dict[str, Any]]:
+    """Play Spark with trigger(availableNow=True); return the message ids and the position."""
+    made = RabbitMQDataSource({"url": vhost.url, **STAGED, **options})
+    source: Any = made.streamReader(made.schema())
+    rows: list[str] = []
+    try:
+        source.prepareForTriggerAvailableNow()
+        at = source.initialOffset() if start is None else start
+        while (end := source.latestOffset(at, ReadMaxRows(1000))) != at:
+            for part in source.partitions(at, end):
+                rows += [row["message_id"] for batch in source.read(part) for row in batch.to_pylist()]
+            at = end
+    finally:
+        source.stop()
+    return rows, at
+
+
+def in_a_thread(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """The main thread would have its signals handled."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function, *arguments, **named).result()
+
+
+def test_f69_a_stage_that_was_deleted_between_two_runs_is_not_made_anew_in_silence(vhost: VirtualHost) -> None:
+    """Each run fails and leaves the queue alone; with failOnDataLoss=false the new stage is read whole."""
+    first = publish(vhost, 20)
+    rows, at = in_a_thread(ended, vhost, None)
+    assert sorted(rows) == sorted(first)
+    vhost.delete_queue("orders.stage")
+    second = publish(vhost, 60)  # more than were read before: the offsets of a new stage would tell nothing
+    for _ in range(2):
+        with pytest.raises(ConsumeError, match=r"stage 'orders\.stage' is gone: orders\.stage was deleted after"):
+            in_a_thread(ended, vhost, at)
+    wait_until(lambda: ready(vhost) == 60, timeout=20, what="a queue that is as it was")
+    rows, _ = in_a_thread(ended, vhost, at, failOnDataLoss="false")
+    assert sorted(rows) == sorted(second)
+
+
+@pytest.mark.parametrize(("before", "after"), [("", "2"), ("2", ""), ("3", "2")])
+def test_a_stage_of_other_streams_than_those_of_the_checkpoint_is_refused(
+    vhost: VirtualHost, before: str, after: str
+) -> None:
+    """Before anything is moved, where no query reads; with the streams of before it goes on."""
+    old, new = ({"stagePartitions": each} if each else {} for each in (before, after))
+    publish(vhost, 20)
+    _, at = in_a_thread(ended, vhost, None, **old)
+    second = publish(vhost, 20)
+    with pytest.raises(ConsumeError, match=r"the query has read .* was stage or stagePartitions changed\?"):
+        in_a_thread(ended, vhost, at, **new)
+    wait_until(lambda: ready(vhost) == 20, timeout=20, what="a queue that is as it was")
+    rows, _ = in_a_thread(ended, vhost, at, **old)
+    assert sorted(rows) == sorted(second)
+
+
+def test_a_query_goes_on_with_more_partitions(vhost: VirtualHost) -> None:
+    """New ones are read from their first message; a stream of the stage's own name is none of them."""
+    publish(vhost, 1, Queue("orders.stage", type="stream"))
+    first = publish(vhost, 20)
+    rows, at = in_a_thread(ended, vhost, None, stagePartitions="2")
+    assert sorted(rows) == sorted(first)
+    second = publish(vhost, 40)
+    rows, at = in_a_thread(ended, vhost, at, stagePartitions="3")
+    assert sorted(rows) == sorted(second)
+    assert sorted(at) == ["orders.stage-0", "orders.stage-1", "orders.stage-2"]
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_f60_a_staged_query_killed_in_every_phase_of_a_batch_loses_nothing(

@@ -328,7 +328,7 @@ def test_filters_of_a_batch_become_ranges(vhost: VirtualHost) -> None:
     """Spark applies them again; a reader without the option has no method that Spark would refuse."""
     publish(vhost, 100)
     filtered = batch(vhost.url, filterPushdown="true")
-    filters = [GreaterThanOrEqual(("offset",), 90), EqualTo(("type",), "x")]
+    filters = [GreaterThanOrEqual(("offset",), 90), EqualTo(("type",), "x"), EqualTo(("queue",), "of the original")]
     assert filtered.pushFilters(filters) == filters
     assert filtered.partitions() == [StreamRange("events", 90, 100)]
     assert type(batch(vhost.url)).pushFilters is DataSourceReader.pushFilters
@@ -527,6 +527,25 @@ def test_a_stream_that_was_made_anew_is_data_loss_for_a_query_that_ends_as_well(
     lenient = source(vhost.url, failOnDataLoss="false")
     lenient.prepareForTriggerAvailableNow()
     assert ranges_from(lenient, {"events": 100}) == [StreamRange("events", 0, 5)]
+    lenient.stop()
+
+
+@pytest.mark.parametrize("available_now", [False, True])
+def test_a_stream_that_was_made_anew_and_is_empty_is_data_loss(
+    vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch, available_now: bool
+) -> None:
+    """Once it is certain; nothing would tell when it has grown."""
+    monkeypatch.setattr("reliable_mq.spark.stream_source._DOUBTFUL", 1.0)
+    with Publisher(vhost.url, topology=[EVENTS]) as publisher:
+        publisher.connect()
+    reader = source(vhost.url)
+    if available_now:
+        reader.prepareForTriggerAvailableNow()
+    with pytest.raises(ConsumeError, match="was read up to offset 99 and is empty now"):
+        reader.latestOffset({"events": 100}, ANY)
+    reader.stop()
+    lenient = source(vhost.url, failOnDataLoss="false")
+    assert lenient.latestOffset({"events": 100}, ANY) == {"events": 0}
     lenient.stop()
 
 

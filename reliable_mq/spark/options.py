@@ -18,7 +18,7 @@ import re
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, NoReturn
 
 from reliable_mq.errors import ConfigurationError
@@ -448,7 +448,8 @@ def staged_options(given: Mapping[str, str], *, streaming: bool) -> StagedOption
                 _refuse(f"{option.name} is for the relay of the query, and stageBy is none")
         return StagedOptions(None, stream)
     names = {option.field: option.name for option in _STAGE}
-    return StagedOptions(StageOptions(url=stream.url, names=names, **values), stream)
+    relay = StageOptions(url=stream.url, names=names, **values)
+    return StagedOptions(relay, replace(stream, streams=relay.streams))  # not what else is of these names
 
 
 def write_options(given: Mapping[str, str]) -> WriteOptions:

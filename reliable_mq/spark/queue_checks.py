@@ -7,7 +7,9 @@ Two readers of a queue in one application would share its messages. Spark makes 
 reads a DataFrame, and one for every query. A stream gives each of them every message. A queue gives each message to one
 of them: a join of a queue with itself would lose the rows of both, acked. All readers of an application are on the
 driver's host, so a claim is a lock on a file in the application's own directory (`SPARK_LOCAL_DIRS`), which the
-operating system drops with the process, however it ends.
+operating system drops with the process, however it ends. A broker has many addresses: so queues of one virtual host are
+the same where the broker tells the same name of its cluster, and where the URL is the same (the nodes of a cluster that
+was given no name tell their own).
 
 Invariants: a queue that drops messages, or would be deleted by our reading it, is refused before anything is consumed;
 a claim waits for a few seconds at most, which the reader of a query that has just ended has to go; other applications,
@@ -74,8 +76,12 @@ class QueueProfile:
     single_active_consumer: bool = False
 
 
-def check_queues(options: QueueOptions) -> list[QueueProfile]:
+def check_queues(options: QueueOptions, claims: QueueClaims | None = None) -> list[QueueProfile]:
     """Return how queues are to be read. Blocks for a connection and some round trips.
+
+    Args:
+        options: of the query.
+        claims: to claim the queues with before they are looked at.
 
     Raises:
         ConfigurationError: one cannot be read, or drops messages and ``failOnDataLoss`` is on.
@@ -84,6 +90,8 @@ def check_queues(options: QueueOptions) -> list[QueueProfile]:
     """
     profiles = []
     with _quietly(), AdminChannel(options.connection.settings(options.url), name=_NAME) as channel:
+        if claims is not None:
+            claims.claim(options.queues, cluster=str(channel.server.properties.get("cluster_name", "")))
         version = channel.server.version_tuple
         for name in options.queues:
             try:
@@ -224,16 +232,28 @@ class QueueClaims:
 
     def __init__(self, directory: Path | None, settings: ConnectionSettings) -> None:
         self._directory = directory  # None claims nothing
-        self._broker = str(settings)  # queues of the same name on other brokers are others
+        self._url = str(settings)
+        self._virtual_host = settings.virtual_host
         self._files: list[TextIOWrapper] = []
 
-    def claim(self, queues: Sequence[str], *, patience: float = _PATIENCE) -> None:
-        """Claim all queues. Blocks for ``patience`` seconds while another reader has one."""
-        if self._directory is None:
+    def claim(self, queues: Sequence[str], *, cluster: str = "", patience: float = _PATIENCE) -> None:
+        """Claim all queues, once. Blocks while another reader has one.
+
+        Args:
+            queues: their names; those of the same name on other brokers are others.
+            cluster: the name that the broker tells; empty if it tells none.
+            patience: seconds to wait for another reader to go.
+        """
+        if self._directory is None or self._files:
             return
         deadline = time.monotonic() + patience
-        for queue in sorted(queues):  # two readers that claim the same queues do not wait for each other
-            name = hashlib.sha256(f"{self._broker}\0{queue}".encode()).hexdigest()[:24]
+        brokers = [self._url, *([f"{cluster}\0{self._virtual_host}"] if cluster else [])]
+        claimed = {
+            hashlib.sha256(f"{broker}\0{queue}".encode()).hexdigest()[:24]: queue
+            for broker in brokers
+            for queue in queues
+        }
+        for name, queue in sorted(claimed.items()):  # two readers that claim the same do not wait for each other
             while (file := locked(self._directory / f"reliable-mq-{name}.lock")) is None:
                 if time.monotonic() >= deadline:
                     self.release()
@@ -241,7 +261,9 @@ class QueueClaims:
                         f"queue {queue!r} is read twice in this application, and each message would come to one of the "
                         "two readers only. Spark makes a reader for every query, and for every branch of one (a "
                         "self-join, a union): read the queue once, in staged mode (the option stage), whose stream "
-                        "gives every reader all messages; or do all that is to be done with a batch in one foreachBatch"
+                        "gives every reader all messages; or do all that is to be done with a batch in one "
+                        "foreachBatch. (Two brokers that tell the same cluster name count as one: rabbitmqctl "
+                        "set_cluster_name)"
                     )
                 threading.Event().wait(_POLL)
             self._files.append(file)

@@ -209,10 +209,9 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
         """Return the reader; the first call connects it."""
         if self._reader is None:
             if self._claims is None:
-                claims = QueueClaims(application_directory(), self._given.connection.settings(self._given.url))
-                claims.claim(self._given.queues)
-                self._claims = claims
-            prefetch = choose(self._given.prefetch, check_queues(self._given))
+                settings = self._given.connection.settings(self._given.url)
+                self._claims = QueueClaims(application_directory(), settings)
+            prefetch = choose(self._given.prefetch, check_queues(self._given, self._claims))
             logger.log(
                 logging.WARNING if prefetch.careful else logging.INFO,
                 "prefetch %d for %s: %s", prefetch.most, ", ".join(self._given.queues), prefetch.reason,

@@ -86,8 +86,11 @@ class RowPlan:
 
     @property
     def chooses_route(self) -> bool:
-        """Whether a row decides on its queues, as headers do at some exchanges."""
-        return self._routed or "headers" in self._positions
+        """Whether a row decides on its queues, as headers do at some exchanges.
+
+        Not at the default exchange, which looks at the routing key alone.
+        """
+        return self._routed or ("headers" in self._positions and self._exchange != "")
 
     def messages(self, batch: pa.RecordBatch, ids: MessageIds, first: int) -> Iterator[Outgoing | UnsendableRow]:
         """Return the messages of a batch in order, or rows that cannot be one."""
@@ -318,12 +321,14 @@ class MessageIds:
 
 # -- dead letters ------------------------------------------------------------------------------------------------------
 
+_SHOWN: Final = 200  # bytes of a name in another one, which has 255
 _TEXT: Final = 1024  # characters of a value that is no property or header
 _HEADERS: Final = 48 * 2**10  # bytes; a frame holds 128 KiB, or 8 where the broker wants it so
 _LARGEST: Final = 16 * 2**20  # bytes of a body, as a publisher sends it by default
 _CUT: Final = 64 * 2**10  # bytes of a body that is too large
 _TOO_LARGE: Final = 311
 _MOVED: Final = {"user_id": headers.ORIGINAL_USER_ID, "expiration": headers.ORIGINAL_EXPIRATION}
+_DIRECT_REPLY: Final = "amq.rabbitmq.reply-to"  # RabbitMQ refuses it of a channel that consumes no replies
 _COPIES: Final = {"CC": headers.ORIGINAL_CC, "BCC": headers.ORIGINAL_BCC}
 
 
@@ -340,7 +345,9 @@ def letter_of_row(row: UnsendableRow, ids: MessageIds) -> Message:
     for name, value in values.items():
         if value is None or name == "persistent":
             continue
-        if not _fits(name, value):
+        if name == "reply_to" and value == _DIRECT_REPLY:
+            unfit[name] = value
+        elif not _fits(name, value):
             unfit[name] = _header_text(f"{value} microseconds since 1970" if name == "timestamp" else value)
         elif name in _MOVED:
             table[_MOVED[name]] = str(round(value * 1000)) if name == "expiration" else value
@@ -369,7 +376,11 @@ def letter_of_message(refused: Outgoing | Publication, error: PublishError | Con
         if value is not None:
             table[original] = value
     table |= _ours(str(error), refused.exchange, refused.routing_key)
-    letter = message.replace(headers=table, user_id=None, expiration=None, persistent=True)
+    letter = message.replace(user_id=None, expiration=None, persistent=True)
+    if view.reply_to == _DIRECT_REPLY:
+        table[headers.ORIGINAL_COLUMNS] = {"reply_to": _DIRECT_REPLY}
+        letter = letter.replace(reply_to=None)
+    letter = letter.replace(headers=table)
     return _bounded(letter, cut=_is_too_large(error))
 
 
@@ -416,10 +427,18 @@ def _fit_headers(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
             name.encode()
             encode_property("headers", {name: value})
         except (ConfigurationError, UnicodeError):
-            unfit[f"headers[{name.encode('utf-8', 'backslashreplace').decode()[:100]}]"] = _header_text(value)
+            unfit[f"headers[{_shown(name)}]"] = _header_text(value)
         else:
             fit[_COPIES.get(name, name)] = value
     return fit, unfit
+
+
+def _shown(name: str) -> str:
+    """Return the name of a header as part of another name: short, and printable."""
+    printable = "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in name
+    )
+    return printable.encode()[:_SHOWN].decode(errors="ignore")
 
 
 def _fits(name: str, value: Any) -> bool:

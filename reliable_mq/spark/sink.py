@@ -265,11 +265,17 @@ class _Partition:
     def _unsendable(self, row: UnsendableRow) -> None:
         """Take a row that no message can be made of."""
         self.unsent.append(row.number)
+        failure = PublishError(row.reason, message_id=row.message_id)
         if self.options.dead_letter_queue is not None:
-            self._dead_letter(row.number, letter_of_row(row, self.ids))
-            return
+            try:
+                letter = letter_of_row(row, self.ids)
+            except (ConfigurationError, UnicodeError) as error:
+                failure = PublishError(f"{row.reason}; and no dead letter can be made of it: {error}")
+            else:
+                self._dead_letter(row.number, letter)
+                return
         self._settle(0)
-        self._failed(row.number, row.message_id, PublishError(row.reason, message_id=row.message_id))
+        self._failed(row.number, row.message_id, failure)
         self._check()
 
     def _not_submitted(self, outgoing: Outgoing, error: PublishError | ConfigurationError) -> None:

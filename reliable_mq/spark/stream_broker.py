@@ -41,6 +41,7 @@ __all__ = [
     "StreamEnd",
     "bound_partitions",
     "end_of",
+    "exists",
     "first_offset",
     "offset_at",
     "offset_of",

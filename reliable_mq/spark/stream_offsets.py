@@ -162,19 +162,19 @@ def _shares(sizes: Mapping[str, int], total: int) -> dict[str, int]:
 
 
 class RangeFilters:
-    """Filters on offset and queue, which become ranges. Picklable.
+    """Filters on offset, which become ranges. Picklable.
 
     Spark hands over the filters of a batch that are joined by AND, and applies each of them to the rows again. So a
-    filter that is not understood here costs time and nothing else.
+    filter that is not understood here costs time and nothing else. So do those on ``queue``: in a row that was staged
+    it is the queue that the message came from, and only reading tells which rows those are.
     """
 
     def __init__(self) -> None:
         self._first = 0
         self._end = 2**63  # exclusive
-        self._queues: frozenset[str] | None = None
 
     def note(self, each: Filter) -> None:
-        """Take a filter into account, if it is one on ``offset`` or ``queue``."""
+        """Take a filter into account, if it is one on ``offset``."""
         if isinstance(each, (EqualTo, EqualNullSafe)):
             self._values(each.attribute, (each.value,))
         elif isinstance(each, In):
@@ -192,17 +192,11 @@ class RangeFilters:
 
     def applied(self, ranges: Iterable[StreamRange]) -> list[StreamRange]:
         """Return the parts of ranges that rows may pass the filters from."""
-        cut = [
-            StreamRange(each.stream, max(each.start, self._first), min(each.end, self._end))
-            for each in ranges
-            if self._queues is None or each.stream in self._queues
-        ]
+        cut = [StreamRange(each.stream, max(each.start, self._first), min(each.end, self._end)) for each in ranges]
         return [each for each in cut if each.size > 0]
 
     def _values(self, attribute: tuple[str, ...], values: tuple[Any, ...]) -> None:
-        if attribute == ("queue",) and all(isinstance(value, str) for value in values):
-            self._queues = frozenset(values) if self._queues is None else self._queues & frozenset(values)
-        elif attribute == ("offset",) and values and all(map(_whole, values)):
+        if attribute == ("offset",) and values and all(map(_whole, values)):
             self._first = max(self._first, min(values))
             self._end = min(self._end, max(values) + 1)
 

@@ -12,6 +12,7 @@ offset that was seen, or a cut before one.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -32,7 +33,15 @@ from reliable_mq.spark.metrics import exporter
 from reliable_mq.spark.options import StagedOptions, StartingPositions, StreamOptions, Timestamps
 from reliable_mq.spark.pickling import PicklableByName
 from reliable_mq.spark.queue_source import on_termination
-from reliable_mq.spark.stream_broker import PartitionFinder, StreamChannel, StreamEnd, end_of, first_offset, offset_at
+from reliable_mq.spark.stream_broker import (
+    PartitionFinder,
+    StreamChannel,
+    StreamEnd,
+    end_of,
+    exists,
+    first_offset,
+    offset_at,
+)
 from reliable_mq.spark.stream_offsets import (
     RangeFilters,
     StreamRange,
@@ -43,7 +52,7 @@ from reliable_mq.spark.stream_offsets import (
     split,
 )
 from reliable_mq.spark.stream_reader import RangeReader
-from reliable_mq.stage import StageRelay
+from reliable_mq.stage import StageOptions, StageRelay
 
 __all__ = ["FilteredStreamBatch", "StagedSource", "StreamBatch", "StreamSource"]
 
@@ -52,6 +61,7 @@ logger = logging.getLogger(__name__)
 _FRESH: Final = 0.25  # seconds for which an end that was looked up is good enough: Spark asks every 10 ms
 _SURE: Final = 3.0  # seconds after which a stream from which nothing comes is empty
 _QUICK: Final = 0.25  # the same where it will be asked again
+_DOUBTFUL: Final = 10.0  # the same where the query has read messages of it
 _AWAY: Final = 1.0  # seconds between two attempts at a broker that is away
 _NO_LIMIT: Final = 2**63 - 1
 _DECLARED: Final = 60.0  # seconds for the stage to be declared
@@ -225,9 +235,10 @@ class FilteredStreamBatch(StreamBatch):
     """
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802
-        """Note filters on ``offset`` and ``queue``; Spark applies all of them again.
+        """Note filters on ``offset``; Spark applies all of them again.
 
-        The column ``timestamp`` is the publisher's word, not the stream's time: ``startingTimestamp`` has that.
+        The column ``timestamp`` is the publisher's word, not the stream's time: ``startingTimestamp`` has that. The
+        column ``queue`` of a row from a stage is its original's queue, not the stream.
         """
         for each in filters:
             self._filters.note(each)
@@ -242,6 +253,9 @@ class StagedSource(StreamSource):
     (`reliable_mq.stage`), and the position of the query is in its checkpoint: so a batch that runs again has the same
     rows, and no row passes the driver. Nothing is moved before Spark asks for something; the relay ends with the
     process, or before it: at the end of a query it acks what the stage has confirmed.
+
+    A stage that the query has read is not made anew in silence: it must exist before the relay begins, which therefore
+    waits until Spark has told the position of the query.
     """
 
     def __init__(self, options: StagedOptions, names: Sequence[str]) -> None:
@@ -249,16 +263,42 @@ class StagedSource(StreamSource):
         self._relay_options = options.relay
         self._relay: StageRelay | None = None
         self._closed = False
+        self._moves_first = False
         self._looked_at = float("-inf")
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
         """Return the positions where a new query begins. The stage is declared then."""
-        self._begin()
+        self._begin(None)
         return super().initialOffset()
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        """Note that the query ends. Its position is not known before `latestOffset`."""
+        self._moves_first = True
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
+        """Return the end of the next batch, or raise why the relay has ended by itself."""
+        if isinstance(limit, ReadAllAvailable):
+            return super().latestOffset(start, limit)  # which refuses it
+        position, initial = from_checkpoint(start)
+        relay = self._begin(None if initial else position)
+        if relay is not None and relay.error is not None:
+            raise relay.error
+        if self._moves_first:
+            self._move_ready(relay)
+            self._moves_first = False
+        planned = super().latestOffset(start, limit)
+        now = time.monotonic()
+        if now - self._looked_at >= _LOOK_EVERY:
+            self._looked_at = now
+            self._check_retention(position)
+        return planned
+
+    def stop(self) -> None:
+        self._close_relay()
+        super().stop()
+
+    def _move_ready(self, relay: StageRelay | None) -> None:
         """Move the messages that are ready now; then remember where the stage ends."""
-        relay = self._begin()
         if relay is not None:
             if relay.wait_active(_ACTIVE):
                 while not relay.wait_moved(_MOVED):
@@ -270,25 +310,15 @@ class StagedSource(StreamSource):
             self._close_relay()
         super().prepareForTriggerAvailableNow()
 
-    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
-        """Return the end of the next batch, or raise why the relay has ended by itself."""
-        relay = self._begin()
-        if relay is not None and relay.error is not None:
-            raise relay.error
-        planned = super().latestOffset(start, limit)
-        now = time.monotonic()
-        if now - self._looked_at >= _LOOK_EVERY:
-            self._looked_at = now
-            self._check_retention(from_checkpoint(start)[0])
-        return planned
+    def _begin(self, position: Mapping[str, int] | None) -> StageRelay | None:
+        """Return the relay, started; None where there is none, or no longer.
 
-    def stop(self) -> None:
-        self._close_relay()
-        super().stop()
-
-    def _begin(self) -> StageRelay | None:
-        """Return the relay, started; None where there is none, or no longer."""
+        Args:
+            position: of a query that has read the stage; None for a new one.
+        """
         if self._relay is None and self._relay_options is not None and not self._closed:
+            if position is not None:
+                self._check_stage(position, self._relay_options)
             metrics = exporter(self._options.metrics_directory)
             registry = None if metrics is None else metrics.registry
             settings = self._options.connection.settings(self._options.url)
@@ -298,6 +328,27 @@ class StagedSource(StreamSource):
             self._relay = relay
             relay.wait_declared(_DECLARED)
         return self._relay
+
+    def _check_stage(self, position: Mapping[str, int], options: StageOptions) -> None:
+        """Refuse a stage that is gone, or that has other streams than were read."""
+        lenient = not self._options.fail_on_data_loss
+        others = sorted(position.keys() - set(options.streams))
+        if others and not lenient:  # with failOnDataLoss=false, the planner warns of them
+            raise ConsumeError(
+                f"the query has read {', '.join(others)}, and the stage is {', '.join(options.streams)} now: was "
+                "stage or stagePartitions changed? Give it the value that the query began with, or more partitions "
+                "than those. For fewer, or to begin with partitions, let the query read this stage to its end; then "
+                "give a stage of another name, and a checkpointLocation of its own. With failOnDataLoss=false what was "
+                "not read is left out"
+            )
+        gone = self._planner.missing([name for name in options.streams if name in position], _DECLARED)
+        if gone and not lenient:
+            raise ConsumeError(
+                f"stage {options.stage!r} is gone: {', '.join(gone)} was deleted after the query had read it, and "
+                "messages that it had not read are lost. Give the query a checkpointLocation of its own, or set "
+                "failOnDataLoss to false: either makes the stage anew, and reads it from its beginning"
+            )
+        self._planner.begin_anew(gone)
 
     def _close_relay(self) -> None:
         relay, self._relay = self._relay, None
@@ -337,6 +388,27 @@ class _Planner:
         self._finder: PartitionFinder | None = None
         self._ends: dict[str, StreamEnd] = {}
         self._looked_at = float("-inf")
+        self._anew: frozenset[str] = frozenset()  # streams that were gone when the query began
+
+    def missing(self, names: Iterable[str], timeout: float) -> list[str]:
+        """Return the streams that do not exist; waits for a broker that is away.
+
+        Raises:
+            BrokerUnavailable: it could not be asked within ``timeout`` seconds or at all.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                channel = self._connected()
+                return [name for name in names if not exists(channel, name)]
+            except BrokerUnavailable as error:
+                if error.permanent or time.monotonic() >= deadline:
+                    raise
+            threading.Event().wait(_AWAY)
+
+    def begin_anew(self, names: Iterable[str]) -> None:
+        """Note streams that are made anew: their old positions mean nothing."""
+        self._anew = frozenset(names)
 
     def ends(self, *, sure: bool) -> dict[str, StreamEnd]:
         """Return the ends of all streams.
@@ -431,8 +503,12 @@ class _Planner:
         for name, position in end.items():
             if name not in begin:
                 result[name] = first_offset(self._connected(), name, _SURE) or 0
-            elif 0 < position < begin[name]:
-                lost.append(f"stream {name!r} was read up to offset {begin[name] - 1} and ends at {position - 1} now")
+            elif name in self._anew:
+                lost.append(f"stream {name!r} was read up to offset {begin[name] - 1} and was gone")
+                result[name] = 0
+            elif (last := self._newest(name, position, begin[name])) < begin[name] - 1:
+                now = f"ends at {last} now" if last >= 0 else "is empty now"
+                lost.append(f"stream {name!r} was read up to offset {begin[name] - 1} and {now}")
                 result[name] = 0
             else:
                 result[name] = begin[name]
@@ -440,7 +516,14 @@ class _Planner:
             if self._options.fail_on_data_loss:
                 raise ConsumeError(f"{what}: was it deleted, and made anew? Set failOnDataLoss to false to go on")
             logger.warning("%s; going on, since failOnDataLoss is false", what)
+        self._anew = frozenset()
         return result
+
+    def _newest(self, name: str, end: int, begin: int) -> int:
+        """Return a stream's newest offset; waits longer for one said to be empty."""
+        if begin and not end:
+            end = end_of(self._connected(), name, _DOUBTFUL).position
+        return end - 1
 
     def close(self) -> None:
         channel, self._channel = self._channel, None

@@ -58,6 +58,29 @@ def test_a_letter_has_the_same_id_at_every_attempt(message_id: str | None) -> No
     assert first.message_id != letter(body=b"", message_id=message_id).message_id
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"), [("a\0b", "a\\x00b"), ("\u00fc" * 200, "\u00fc" * 100), ("n" * 300, "n" * 200)]
+)
+def test_a_header_whose_name_no_message_can_carry_is_kept_as_text(name: str, shown: str) -> None:
+    """The letter names it in characters that can be sent, and as many as fit."""
+    made = letter(body=b"b", headers=[(name, "v"), ("fine", "1")])
+    assert made.headers["fine"] == "1"
+    assert made.headers[headers.ORIGINAL_COLUMNS] == {f"headers[{shown}]": "v"}
+    assert made.encoded_properties is not None
+
+
+def test_a_letter_asks_for_no_direct_reply() -> None:
+    """RabbitMQ would refuse it as it refused the message: its channel consumes no replies."""
+    direct = "amq.rabbitmq.reply-to"
+    made = letter(body=b"b", reply_to=direct, priority=300)
+    assert (made.reply_to, made.headers[headers.ORIGINAL_COLUMNS]) == (None, {"reply_to": direct, "priority": "300"})
+    error = PublishRefused("refused", reply_code=406, reply_text="PRECONDITION_FAILED - fast reply consumer")
+    made = letter_of_message(Outgoing(Message(b"b", reply_to=direct), "", "orders"), error)
+    assert (made.reply_to, made.headers[headers.ORIGINAL_COLUMNS]) == (None, {"reply_to": direct})
+    made = letter_of_message(Outgoing(Message(b"b", reply_to="replies"), "", "orders"), error)
+    assert (made.reply_to, headers.ORIGINAL_COLUMNS in made.headers) == ("replies", False)
+
+
 def test_a_letter_fits_into_a_frame_whatever_the_row_holds() -> None:
     """Its body is cut where a broker would not take it, and says how long it was."""
     made = letter(

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from reliable_mq.codec.methods import DeclareQueue
-from reliable_mq.spark.queue_checks import CheckResult, delivery_limit, judge
+from reliable_mq.errors import ConfigurationError
+from reliable_mq.spark.queue_checks import CheckResult, QueueClaims, delivery_limit, judge
+from reliable_mq.url import parse_url
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 QUORUM = {"x-queue-type": "quorum"}
 DEAD = {"x-dead-letter-exchange": ""}
@@ -79,3 +86,34 @@ def test_the_delivery_limit_of_a_queue_is_known(
     values: dict[str, object], version: tuple[int, ...], limit: int | None
 ) -> None:
     assert delivery_limit(DeclareQueue("q", arguments=values), version) == limit
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "refused"),
+    [
+        (("amqp://localhost/", "shop"), ("amqp://127.0.0.1/", "shop"), True),
+        (("amqp://localhost/", "rabbit@a"), ("amqp://localhost/", "rabbit@b"), True),
+        (("amqp://localhost/", ""), ("amqp://localhost/", ""), True),
+        (("amqp://localhost/", "shop"), ("amqp://localhost/other", "shop"), False),
+        (("amqp://localhost/", "shop"), ("amqp://127.0.0.1/", "till"), False),
+        (("amqp://localhost/", ""), ("amqp://127.0.0.1/", ""), False),
+    ],
+)
+def test_a_queue_is_the_same_by_whatever_address_it_is_read(
+    tmp_path: Path, first: tuple[str, str], second: tuple[str, str], refused: bool
+) -> None:
+    """By the name of the cluster and the virtual host, or by the URL."""
+    one, two = (QueueClaims(tmp_path, parse_url(url)) for url, _ in (first, second))
+    one.claim(["a", "b"], cluster=first[1])
+    one.claim(["a", "b"], cluster=first[1])  # it has them
+    two.claim(["c"], cluster=second[1])
+    two.release()
+    if not refused:
+        two.claim(["c", "b"], cluster=second[1], patience=0)
+        two.release()
+    else:
+        with pytest.raises(ConfigurationError, match="queue 'b' is read twice in this application"):
+            two.claim(["c", "b"], cluster=second[1], patience=0)
+    one.release()
+    two.claim(["c", "b"], cluster=second[1], patience=0)
+    two.release()

@@ -161,3 +161,21 @@ def test_a_context_of_another_form_is_refused_by_its_column() -> None:
     row = unsendable(refused)
     assert row.reason == "traceparent must be a context in W3C's form, 00-TRACE-SPAN-01 say, not '0af7': null it"
     assert letter_of_row(row, MessageIds("q/0/0")).headers["traceparent"] == "0af7"
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "decides"),
+    [
+        (("body", "headers"), {"routing_key": "k"}, False),
+        (("body", "headers"), {"routing_key": "k", "exchange": ""}, False),
+        (("body", "headers"), {"routing_key": "k", "exchange": "e"}, True),
+        (("body", "headers", "exchange"), {"routing_key": "k"}, True),
+        (("body", "routing_key"), {}, True),
+        (("body", "type"), {"routing_key": "k", "exchange": "e"}, False),
+    ],
+)
+def test_headers_decide_on_the_queues_of_a_row_where_an_exchange_may_look_at_them(
+    names: tuple[str, ...], options: dict[str, str], decides: bool
+) -> None:
+    """The default exchange does not: a routing key that is wrong for one row is so for all."""
+    assert plan(*names, **options).chooses_route is decides

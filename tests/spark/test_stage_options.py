@@ -44,6 +44,7 @@ def test_the_options_of_the_stage_and_of_stream_mode_hold() -> None:
     assert (options.relay.key, options.relay.retention, options.relay.max_bytes) == ("header:customer", None, 1_000_000)
     assert options.relay.missing_id is MissingId.REPEAT
     assert (options.stream.starting_offsets, options.stream.max_messages) == ("latest", 10)
+    assert options.stream.streams == options.relay.streams
 
 
 def test_without_a_relay_there_are_no_options_of_one() -> None:
