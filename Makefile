@@ -54,10 +54,10 @@ test-unit:  ## the tests that need no broker, and the coverage of the core
 test-core: venv
 	$(PYTEST) tests/core tests/codec -m traced -n auto --cov=reliable_mq.core --cov=reliable_mq.codec --cov-report=term-missing --cov-fail-under=100 $(ARGS)
 
-# Each process collects all tests, so that more of them take longer.
 test-rest: venv
-	$(PYTEST) tests -m "not traced" -n 4 $(ARGS)
+	$(PYTEST) tests -m "not traced" -n $(JOBS) $(ARGS)
 
+# Each process collects all tests, so that more of them take longer.
 test-fast: venv  ## most tests that need no broker (under a minute)
 	$(PYTEST) tests -q -m "not slow" -n 3 $(ARGS)
 
