@@ -30,7 +30,7 @@ from reliable_mq.metrics.families import readings
 from reliable_mq.metrics.registry import register
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from reliable_mq.engine.pull import PulledDelivery
     from reliable_mq.engine.steps import Steps
@@ -279,10 +279,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
     def _undo_start(self) -> None:
         subscription, pools = self._subscription, self._pools
         self._not_started()
-        if subscription is not None:
-            subscription.abort()
-        for pool in pools:
-            pool.abort()
+        _abort(subscription, pools)
         self._release()
 
     def _connect(self, *, required: bool) -> Steps[SubscriptionT]:
@@ -316,9 +313,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
         try:
             yield from self._finish(subscription, pools)
         except BaseException:
-            subscription.abort()
-            for pool in pools:
-                pool.abort()
+            _abort(subscription, pools)
             raise
 
     def _enter(self) -> Steps[None]:
@@ -487,3 +482,11 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
             ),
             subscription.session.statistics,
         )
+
+
+def _abort(subscription: BaseSubscription | None, pools: Iterable[HandlerPool]) -> None:
+    """End the parts of a consumer, as far as that goes without waiting."""
+    if subscription is not None:
+        subscription.abort()
+    for pool in pools:
+        pool.abort()

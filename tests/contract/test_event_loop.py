@@ -520,6 +520,11 @@ def test_a_task_that_is_cancelled_in_get_takes_nothing_with_it(broker: ScriptedB
     run(main())
 
 
+async def take_one(consumer: AsyncConsumer) -> list[bytes]:
+    async with consumer.get(1, timeout=20) as deliveries:
+        return [delivery.body for delivery in deliveries]
+
+
 async def begun(consumer: AsyncConsumer) -> None:
     """Return in the turn of the loop in which a start has begun, before it can have ended."""
     while consumer._subscription is None:  # noqa: ASYNC110  # an event would come later
@@ -532,12 +537,7 @@ def test_a_start_that_is_cancelled_twice_may_be_tried_again(broker: ScriptedBrok
 
     async def main() -> None:
         consumer = AsyncConsumer(broker.url, "orders")
-
-        async def take() -> list[bytes]:
-            async with consumer.get(1, timeout=20) as deliveries:
-                return [delivery.body for delivery in deliveries]
-
-        starting = asyncio.create_task(take() if pulls else consumer.connect())
+        starting = asyncio.create_task(take_one(consumer) if pulls else consumer.connect())
         await begun(consumer)
         starting.cancel()
         await asyncio.sleep(0)
@@ -546,7 +546,7 @@ def test_a_start_that_is_cancelled_twice_may_be_tried_again(broker: ScriptedBrok
             await starting
         broker.ready.append(b"a")
         await consumer.connect()
-        assert await take() == [b"a"]
+        assert await take_one(consumer) == [b"a"]
         await consumer.close()
 
     run(main())
@@ -556,14 +556,12 @@ def test_a_start_that_is_cancelled_twice_may_be_tried_again(broker: ScriptedBrok
 def test_who_gives_up_a_start_ends_it_for_nobody_else(broker: ScriptedBroker, run: Any, pulls: bool) -> None:
     async def main() -> None:
         consumer = AsyncConsumer(broker.url, "orders")
-
-        async def take() -> list[bytes]:
-            async with consumer.get(1, timeout=20) as deliveries:
-                return [delivery.body for delivery in deliveries]
-
-        first = asyncio.create_task(take() if pulls else consumer.connect())
+        first = asyncio.create_task(take_one(consumer) if pulls else consumer.connect())
         await begun(consumer)
-        others = [asyncio.create_task(take()), *([] if pulls else [asyncio.create_task(consumer.connect())])]
+        others = [
+            asyncio.create_task(take_one(consumer)),
+            *([] if pulls else [asyncio.create_task(consumer.connect())]),
+        ]
         await asyncio.sleep(0)
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
