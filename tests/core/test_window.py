@@ -163,6 +163,16 @@ def test_a_message_larger_than_the_whole_window_goes_alone() -> None:
     assert not admit(window, 0)
 
 
+def test_a_cleared_window_has_every_place_free() -> None:
+    window = PublishWindow(2, 80)
+    window.take(80)
+    window.release(2, 90)  # as after an interrupted caller
+    window.clear()
+    window.take(40)
+    window.take(40)
+    assert not window.fits(0)
+
+
 @pytest.mark.parametrize(("on_wire", "worth_it"), [(8, False), (5, False), (4, True), (0, True)])
 def test_waiting_callers_are_woken_when_the_channel_owes_half_a_window(on_wire: int, worth_it: bool) -> None:
     """Not for every place; and an idle channel always wakes them, else a publisher would stand still."""

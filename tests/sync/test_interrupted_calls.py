@@ -139,8 +139,13 @@ def test_others_publish_after_an_interrupted_publish() -> None:
             def publish() -> None:
                 publisher.publish(Message(b""), routing_key="q", timeout=PATIENCE)
 
+            def check() -> None:
+                publish()
+                window = cast("Any", publisher)._channel.window
+                assert (window.count, window.bytes) == (0, 0)
+
             publish()
-            interrupt_everywhere(publish, publish, least=40)
+            interrupt_everywhere(publish, check, least=40)
 
 
 @pytest.mark.slow

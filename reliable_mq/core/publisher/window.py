@@ -9,7 +9,7 @@ Invariants:
 - a message that cannot be sent is refused by `MessageLimits` before anything of it is sent;
 - `PublishWindow` never holds more than ``max_count`` messages, nor more than ``max_bytes``, except for a single message
   larger than ``max_bytes``, which is admitted alone (else it could never be sent);
-- an admitted message is released once, so an empty publisher has an empty window;
+- an admitted message is released once; with none outstanding the window is empty, whatever interrupted its callers;
 - `MessageIdQueue` admits one publication per id at a time; the others follow in the order in which they came.
 """
 
@@ -124,6 +124,10 @@ class PublishWindow:
     def release(self, count: int, size: int) -> None:
         self.count -= count
         self.bytes -= size
+
+    def clear(self) -> None:
+        """Free every place, with no message outstanding: an interrupted caller may have left one wrong."""
+        self.count = self.bytes = 0
 
     def worth_waking(self, on_wire: int) -> bool:
         """Whether to wake the callers that wait for a place.
