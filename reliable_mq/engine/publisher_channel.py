@@ -471,11 +471,10 @@ class BasePublisherChannel(BaseChannel[P]):
             self.window.release(session.freed_count, session.freed_bytes)
             session.freed_count = session.freed_bytes = 0
             self._oldest = session.oldest_accepted_at
-            if self._oldest is None:
-                if (first := self._first_in_inbox()) is not None:
-                    self._oldest = first.accepted_at
-                else:
-                    self.window.clear()
+            if self._oldest is None and (first := self._first_in_inbox()) is not None:
+                self._oldest = first.accepted_at
+            if self._oldest is None and session.is_empty:
+                self.window.clear()
             self._notify_settled()
         if unwatched is not None:
             self._log_unwatched(unwatched, unwatched_count)

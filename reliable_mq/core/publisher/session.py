@@ -359,6 +359,11 @@ class PublisherSession(Generic[P]):
         return len(self._deadlines)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether no publish has a place in the window: abandoned ones keep theirs."""
+        return not self._ids
+
+    @property
     def on_wire(self) -> int:
         """Publishes for which the open channel owes a confirm."""
         return len(self._tracker)

@@ -9,7 +9,7 @@ Invariants:
 - a message that cannot be sent is refused by `MessageLimits` before anything of it is sent;
 - `PublishWindow` never holds more than ``max_count`` messages, nor more than ``max_bytes``, except for a single message
   larger than ``max_bytes``, which is admitted alone (else it could never be sent);
-- an admitted message is released once; with none outstanding the window is empty, whatever interrupted its callers;
+- an admitted message is released once; with none left the window is empty, whatever has interrupted its callers;
 - `MessageIdQueue` admits one publication per id at a time; the others follow in the order in which they came.
 """
 
@@ -126,7 +126,7 @@ class PublishWindow:
         self.bytes -= size
 
     def clear(self) -> None:
-        """Free every place, with no message outstanding: an interrupted caller may have left one wrong."""
+        """Free every place. No message has one: interrupted callers may have miscounted."""
         self.count = self.bytes = 0
 
     def worth_waking(self, on_wire: int) -> bool:
