@@ -55,7 +55,7 @@ test-core: venv
 	$(PYTEST) tests/core tests/codec -m traced -n auto --cov=reliable_mq.core --cov=reliable_mq.codec --cov-report=term-missing --cov-fail-under=100 $(ARGS)
 
 test-rest: venv
-	$(PYTEST) tests -m "not traced" -n $(JOBS) $(ARGS)
+	$(PYTEST) tests -m "not traced" -n $(JOBS) --dist worksteal $(ARGS)
 
 # Each process collects all tests, so that more of them take longer.
 test-fast: venv  ## most tests that need no broker (under a minute)

@@ -12,8 +12,6 @@ import urllib.error
 import urllib.request
 from typing import TYPE_CHECKING, Any, Self
 
-import pytest
-
 from integration.support.consuming import numbered, publish
 from integration.support.programs import ROOT, environment
 from reliable_mq import Publisher, Queue
@@ -87,22 +85,18 @@ class Pod:
             self.said.append(line.decode().rstrip("\n"))
 
 
-@pytest.fixture(params=["sync", "aio"])
-def api(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
-
-
 def fill(vhost: VirtualHost) -> None:
     with Publisher(vhost.url, topology=[ORDERS]) as publisher:
         publisher.connect()
     publish(vhost, "orders", numbered(10))
 
 
-def test_a_pod_that_is_told_to_end_is_not_ready_finishes_and_requeues_the_rest(vhost: VirtualHost, api: str) -> None:
+def test_a_pod_that_is_told_to_end_is_not_ready_finishes_and_requeues_the_rest(
+    vhost: VirtualHost, one_api: str
+) -> None:
     """Readiness is off while it drains, liveness is not; nothing is lost, and it ends in its grace."""
     fill(vhost)
-    with Pod(vhost.url, api) as pod:
+    with Pod(vhost.url, one_api) as pod:
         pod.wait_for("begun 0")
         wait_until(lambda: pod.probe("/readyz")[0] == 200, timeout=60, what=lambda: f"{pod.probe('/readyz')}")
         pod.terminate()
@@ -120,10 +114,10 @@ def test_a_pod_that_is_told_to_end_is_not_ready_finishes_and_requeues_the_rest(v
     assert (counts["orders"], counts["shipped"]) == (9, 1)
 
 
-def test_a_pod_whose_handler_hangs_ends_in_its_grace_all_the_same(vhost: VirtualHost, api: str) -> None:
+def test_a_pod_whose_handler_hangs_ends_in_its_grace_all_the_same(vhost: VirtualHost, one_api: str) -> None:
     """After stop_timeout its delivery goes back to the queue."""
     fill(vhost)
-    with Pod(vhost.url, api, stop_timeout=1.0) as pod:
+    with Pod(vhost.url, one_api, stop_timeout=1.0) as pod:
         pod.wait_for("begun 0")
         began = time.monotonic()
         pod.terminate()
@@ -133,11 +127,11 @@ def test_a_pod_whose_handler_hangs_ends_in_its_grace_all_the_same(vhost: Virtual
 
 
 def test_a_pod_whose_broker_is_away_lives_and_is_not_ready(
-    vhost: VirtualHost, fault_proxy: FaultProxyFactory, api: str
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, one_api: str
 ) -> None:
     """It is not restarted for that, and ready again by itself."""
     proxy = fault_proxy(vhost.url)
-    with Pod(proxy.url, api) as pod:
+    with Pod(proxy.url, one_api) as pod:
         wait_until(lambda: pod.probe("/readyz")[0] == 200, timeout=60, what=lambda: f"{pod.probe('/readyz')}")
         proxy.refuse_connections()
         proxy.cut()

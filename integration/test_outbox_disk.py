@@ -23,14 +23,13 @@ if TYPE_CHECKING:
     from reliable_mq.testing import Audit, VirtualHost
 
 
-@pytest.mark.parametrize("api", ["sync", "aio"])
 def test_f39_a_full_disk_refuses_new_messages_and_earlier_ones_are_published(
-    api: str, vhost: VirtualHost, tmp_path: Path, checker: Audit
+    one_api: str, vhost: VirtualHost, tmp_path: Path, checker: Audit
 ) -> None:
     """Refused in time, with the reason; what was accepted arrives, rows are removed, and then there is room again."""
     directory = tmp_path / "small"
     directory.mkdir()
-    program = [sys.executable, "-m", "integration.programs.full_disk", vhost.url, str(directory), api]
+    program = [sys.executable, "-m", "integration.programs.full_disk", vhost.url, str(directory), one_api]
     done = subprocess.run(
         ["unshare", "--user", "--map-root-user", "--mount", *program],
         env=environment(),
@@ -48,11 +47,10 @@ def test_f39_a_full_disk_refuses_new_messages_and_earlier_ones_are_published(
     assert not balance.refuted
 
 
-@pytest.mark.parametrize("api", ["sync", "aio"])
-def test_what_is_accepted_is_on_the_disk_before_publish_returns(api: str, tmp_path: Path) -> None:
+def test_what_is_accepted_is_on_the_disk_before_publish_returns(one_api: str, tmp_path: Path) -> None:
     """A power cut forgets what was not synchronised; one synchronisation serves all that came in meanwhile."""
     path = tmp_path / "outbox"
-    said = traced("syncing", str(path), api, directory=tmp_path)
+    said = traced("syncing", str(path), one_api, directory=tmp_path)
     synchronised = f"sync {path}-wal"
     assert f"sync {tmp_path}" in said[: said.index("published")], "the name of the new file"
     spans: dict[str, list[int]] = {"publish": [], "submit": [], "write": []}

@@ -90,12 +90,11 @@ class Killed:
         assert died > 0
 
 
-@pytest.mark.parametrize("api", ["sync", "aio"])
 def test_f33_a_publisher_killed_at_any_line_publishes_all_that_it_accepted_at_its_next_start(
-    api: str, vhost: VirtualHost, tmp_path: Path, checker: Audit, rng: random.Random
+    one_api: str, vhost: VirtualHost, tmp_path: Path, checker: Audit, rng: random.Random
 ) -> None:
     """A SIGKILL at seeded lines of the outbox's code, one start after the other on one file; the same ids arrive."""
-    killed = Killed(vhost, tmp_path / "outbox", api, checker)
+    killed = Killed(vhost, tmp_path / "outbox", one_api, checker)
     killed.run_and_be_killed(15, 25 if soaking() else 6, rng)
     with Publisher(vhost.url, topology=[ORDERS], outbox=SQLiteOutbox(tmp_path / "outbox")) as publisher:
         publisher.flush(30)
@@ -106,9 +105,8 @@ def test_f33_a_publisher_killed_at_any_line_publishes_all_that_it_accepted_at_it
     assert balance.drained >= balance.confirmed
 
 
-@pytest.mark.parametrize("api", ["sync", "aio"])
 def test_f33_what_a_killed_process_has_left_keeps_the_order_of_its_keys(
-    api: str, vhost: VirtualHost, tmp_path: Path, checker: Audit, rng: random.Random
+    one_api: str, vhost: VirtualHost, tmp_path: Path, checker: Audit, rng: random.Random
 ) -> None:
     """First occurrences of the messages of a key come in the order in which they were accepted."""
     path = tmp_path / "outbox"
@@ -116,7 +114,7 @@ def test_f33_what_a_killed_process_has_left_keeps_the_order_of_its_keys(
     numbers = iter(range(100_000))
     outbox.write([NewRow(Message(b"%d" % next(numbers)), "", "orders", True, "key") for _ in range(300)], [])
     for _ in range(4):
-        killed = Killed(vhost, path, api, checker)
+        killed = Killed(vhost, path, one_api, checker)
         assert killed.run(0, rng.randrange(500, 12_000)) is None
         outbox.write([NewRow(Message(b"%d" % next(numbers)), "", "orders", True, "key") for _ in range(10)], [])
     with Publisher(vhost.url, topology=[ORDERS], outbox=outbox) as publisher:

@@ -9,6 +9,7 @@ import time
 from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import pytest
 import redis
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 # A database, or a database and a driver of another than its usual one.
 KINDS = ("redis", "redis+asyncio", "postgresql", "postgresql+psycopg_async", "mariadb", "mysql")
+BOTH_APIS = [{"redis", "postgresql"}, {"redis+asyncio", "postgresql+psycopg_async"}]  # of one server
 MORE_DRIVERS = ("postgresql+asyncpg", "postgresql+psycopg2", "mariadb+asyncmy", "mysql+asyncmy")
 EVERY_KIND = [*KINDS, *(pytest.param(kind, marks=pytest.mark.soak) for kind in MORE_DRIVERS)]
 _AGE = """
@@ -55,6 +57,15 @@ _REWRITE = """
 local key = redis.call('KEYS', '*' .. ARGV[1])[1]
 redis.call('SET', key, '2' .. string.sub(redis.call('GET', key), 2), 'KEEPTTL')
 """
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Outside of a soak half of the tests of a server run on each API."""
+    left = set() if soaking() else BOTH_APIS[crc32(metafunc.function.__name__.encode()) % 2]
+    kinds = [kind for kind in EVERY_KIND if not isinstance(kind, str) or kind not in left]
+    for name in ("subject", "breakable"):
+        if name in metafunc.fixturenames and not any(metafunc.definition.iter_markers("parametrize")):
+            metafunc.parametrize(name, kinds, indirect=True)
 
 
 def redis_subject(url: str, store: Any, close: Callable[[], object]) -> Subject:
@@ -85,7 +96,7 @@ def make(kind: str, database: Callable[[str], Database]) -> Subject:
     return redis_subject(url, store, store.close)
 
 
-@pytest.fixture(params=EVERY_KIND)
+@pytest.fixture
 def subject(request: pytest.FixtureRequest, database: Callable[[str], Database]) -> Iterator[Subject]:
     with make(request.param, database) as made:
         yield made
@@ -260,7 +271,7 @@ def all_returned(pool: Any) -> None:
     wait_until(lambda: pool.checkedout() == 0, timeout=20, what=pool.status)
 
 
-@pytest.fixture(params=EVERY_KIND)
+@pytest.fixture
 def breakable(request: pytest.FixtureRequest, database: Callable[[str], Database]) -> Iterator[Breakable]:
     made = Breakable(request.param, database)
     yield made

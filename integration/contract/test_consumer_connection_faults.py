@@ -83,9 +83,10 @@ def test_f03_connection_is_reset_after_frame_n(
     with Publisher(vhost.url, topology=[ORDERS]) as publisher:
         publisher.connect()
     handler = Handler(account=checker)
-    for frame in [*range(1, 14), *rng.sample(range(14, 700), 6)]:
+    in_handshake, later = range(1, 14), range(14, 700)
+    for frame in [*in_handshake, *rng.sample(later, 6)]:
         direction = rng.choice(["to_broker", "to_client"])
-        bodies = numbered(200, first=frame * 1000)
+        bodies = numbered(20 if frame in in_handshake else 200, first=frame * 1000)
         publish(vhost, "orders", bodies, checker)
         proxy.cut_after(frame, direction)
         with Consumer(proxy.url, ORDERS, handler, prefetch=20, ack_every=3, reconnect_wait=SOON):

@@ -16,6 +16,7 @@ import socket
 import sys
 import tarfile
 from abc import ABC, abstractmethod
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -36,6 +37,7 @@ OWNER_LABEL: Final = "reliable-mq.testing.owner"
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1"})
 _START_ATTEMPTS: Final = 10
 _STATUS_TIMEOUT: Final = 30.0
+_CALLS_PER_STATUS: Final = 10  # docker takes longer to answer than a server that starts
 
 
 class File(NamedTuple):
@@ -73,6 +75,9 @@ class ContainedServer(ABC):
     # life
 
     @abstractmethod
+    def answers(self) -> bool:
+        """Return whether the server answers."""
+
     def wait_ready(self, timeout: float = 90.0) -> None:
         """Block until the server answers.
 
@@ -82,6 +87,16 @@ class ContainedServer(ABC):
         Raises:
             TimeoutError: it did not within `timeout`, or its container ended; the text has the end of its log.
         """
+        calls = count(1)
+
+        def ready() -> bool:
+            if self.answers():
+                return True
+            if next(calls) % _CALLS_PER_STATUS == 0 and self.status() == "exited":
+                raise TimeoutError(f"{self} ended while it started:\n{self.logs()}")
+            return False
+
+        wait_until(ready, timeout=timeout, what=lambda: f"{self} ready:\n{self.logs()}", interval=0.1)
 
     def create(
         self, image: str, command: Iterable[str] = (), *, files: Mapping[str, File] | None = None, **options: Any

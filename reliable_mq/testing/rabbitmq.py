@@ -263,23 +263,6 @@ class RabbitMQ(ContainedServer):
 
     # waiting
 
-    def wait_ready(self, timeout: float = _START_TIMEOUT) -> None:
-        """Block until the broker answers the AMQP protocol header.
-
-        Args:
-            timeout: seconds.
-
-        Raises:
-            TimeoutError: it did not within `timeout`, or its container ended.
-        """
-
-        def ready() -> bool:
-            if self.status() == "exited":
-                raise TimeoutError(f"the broker ended while it started:\n{self.logs()}")
-            return self.answers()
-
-        wait_until(ready, timeout=timeout, what=lambda: f"{self} ready:\n{self.logs()}", interval=0.1)
-
     def answers(self) -> bool:
         """Return whether the broker answers the AMQP protocol header within 5 s."""
         try:
