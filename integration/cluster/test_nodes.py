@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from contextlib import ExitStack
 from threading import Event
 from typing import TYPE_CHECKING
@@ -12,13 +14,16 @@ from integration.support.seeds import soaking
 from integration.support.traffic import DEAD_LETTERS, DELAY_QUEUE, DIRECT, ORDERS, PLAIN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from random import Random
 
     from integration.support.traffic import Traffic
     from reliable_mq.testing import ClusterNode, RabbitMQCluster, VirtualHost
 
-pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("baseline"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.usefixtures("baseline"), pytest.mark.timeout(900)]
+
+GOES_ON = 15.0  # seconds, within which publishing goes on behind the death of a leader
+MINUTES = "RELIABLE_MQ_MIXED_MINUTES"  # for which a soak mixes faults
 
 
 def lasts(seconds: float) -> None:
@@ -26,42 +31,155 @@ def lasts(seconds: float) -> None:
     Event().wait(seconds)
 
 
-def test_f20_leaders_of_work_delay_and_dead_letter_queues_are_killed(
-    rabbitmq_cluster: RabbitMQCluster, cluster_vhost: VirtualHost, traffic: Callable[..., Traffic], rng: Random
-) -> None:
-    with traffic() as flow:
-        node = rng.choice(rabbitmq_cluster.nodes)
-        for queue in (ORDERS.name, DELAY_QUEUE, DEAD_LETTERS):
-            rabbitmq_cluster.transfer_leader(queue, node, cluster_vhost.name)
-        flow.fault()
-        node.kill()
-        flow.wait_progress()
-        rabbitmq_cluster.start()
-        rabbitmq_cluster.wait_ready()
-        flow.wait_progress()
-        flow.finish()
+# Each is over when it returns: all nodes are back, and messages flow.
 
 
-@pytest.mark.parametrize("seconds", [10, pytest.param(60, marks=pytest.mark.soak)])
-def test_f21_nothing_is_confirmed_without_a_majority(
-    rabbitmq_cluster: RabbitMQCluster, traffic: Callable[..., Traffic], rng: Random, seconds: float
-) -> None:
+def leaders_are_killed(flow: Traffic, rng: Random) -> None:
+    node = rng.choice(flow.cluster.nodes)
+    for queue in (ORDERS.name, DELAY_QUEUE, DEAD_LETTERS):
+        flow.cluster.transfer_leader(queue, node, flow.vhost.name)
+    flow.fault("leaders killed")
+    node.kill()
+    flow.wait_progress()
+    flow.cluster.start()
+
+
+def a_node_without_leaders_is_killed(flow: Traffic, rng: Random, node: ClusterNode | None = None) -> None:
+    """Clients that are connected to it connect to the next host at once."""
+    node = node or rng.choice(flow.cluster.nodes)
+    others = [each for each in flow.cluster.nodes if each is not node]
+    for queue in (ORDERS.name, PLAIN.name):
+        flow.cluster.transfer_leader(queue, rng.choice(others), flow.vhost.name)
+    flow.fault("node without leaders killed")
+    node.kill()
+    flow.wait_progress()
+    flow.cluster.start()
+
+
+def a_majority_is_killed(flow: Traffic, rng: Random, seconds: float = 10) -> None:
     """Calls end by their deadlines meanwhile; all others settle when it is back."""
-    with traffic() as flow:
-        flow.fault()
-        for node in rng.sample(rabbitmq_cluster.nodes, 2):
-            node.kill()
-        with ExitStack() as windows:
-            for history in flow.all_histories:
-                windows.enter_context(history.without_majority(by=DIRECT))
-            lasts(seconds)
-        rabbitmq_cluster.start()
-        rabbitmq_cluster.wait_ready()
+    flow.fault("majority killed")
+    for node in rng.sample(flow.cluster.nodes, 2):
+        node.kill()
+    with ExitStack() as windows:
+        for history in flow.all_histories:
+            windows.enter_context(history.without_majority(by=DIRECT))
+        lasts(seconds)
+    flow.cluster.start()
+
+
+def the_leader_is_cut_off(flow: Traffic, rng: Random, seconds: float = 8) -> None:
+    """Clients are on both sides, and may stay there."""
+    flow.fault("leader cut off")
+    flow.cluster.partition(flow.cluster.leader_of(ORDERS.name, flow.vhost.name), one_way=rng.random() < 0.5)
+    lasts(seconds)
+    flow.cluster.heal()
+
+
+def each_node_is_restarted(flow: Traffic, rng: Random) -> None:
+    """One of them is drained before."""
+    flow.fault("node drained, each restarted")
+    node = rng.choice(flow.cluster.nodes)
+    flow.cluster.drain(node)
+    flow.wait_progress()
+    flow.cluster.revive(node)
+    nodes = list(flow.cluster.nodes)
+    for each in rng.sample(nodes, len(nodes)):
+        flow.cluster.wait_ready()
+        each.restart()
         flow.wait_progress()
+
+
+def the_leader_is_frozen(flow: Traffic, rng: Random) -> None:
+    leader = flow.cluster.leader_of(ORDERS.name, flow.vhost.name)
+    flow.fault("leader frozen")
+    leader.pause()
+    lasts(rng.uniform(8, 90) if soaking() else 8)
+    leader.unpause()
+
+
+def a_node_loses_its_disk(flow: Traffic, rng: Random) -> None:
+    """What it has copied when it has joined again is a majority together with one other node."""
+    leader = flow.cluster.leader_of(ORDERS.name, flow.vhost.name)
+    node = rng.choice([node for node in flow.cluster.nodes if node is not leader])
+    flow.fault("disk lost")
+    flow.cluster.lose_disk(node)
+    flow.wait_progress()
+    flow.cluster.start()
+    flow.cluster.wait_ready()
+    leader.kill()
+    flow.wait_progress()
+    flow.cluster.start()
+
+
+def the_leader_is_transferred(flow: Traffic, rng: Random) -> None:
+    flow.fault("leader transferred")
+    for _ in range(10):
+        leader = flow.cluster.leader_of(ORDERS.name, flow.vhost.name)
+        other = rng.choice([node for node in flow.cluster.nodes if node is not leader])
+        flow.cluster.transfer_leader(ORDERS.name, other, flow.vhost.name)
+
+
+FAULTS = (
+    leaders_are_killed,
+    a_node_without_leaders_is_killed,
+    a_majority_is_killed,
+    the_leader_is_cut_off,
+    each_node_is_restarted,
+    the_leader_is_frozen,
+    a_node_loses_its_disk,
+    the_leader_is_transferred,
+)
+
+
+def in_turn(rng: Random) -> Iterator[Callable[[Traffic, Random], None]]:
+    """Each fault once; in a soak again and again, for as long as the environment says."""
+    until = time.monotonic() + 60 * float(os.environ.get(MINUTES, "0"))
+    yield from rng.sample(FAULTS, len(FAULTS))
+    while time.monotonic() < until:
+        yield rng.choice(FAULTS)
+
+
+def settle(flow: Traffic) -> None:
+    """Wait until the cluster is whole and messages flow."""
+    flow.cluster.wait_ready()
+    flow.wait_progress()
+
+
+@pytest.mark.timeout(900 + 120 * float(os.environ.get(MINUTES, "0")))
+def test_f20_to_f23_f62_to_f64_and_f67_one_after_the_other(traffic: Callable[..., Traffic], rng: Random) -> None:
+    """`RELIABLE_MQ_MIXED_MINUTES=60` mixes them for an hour."""
+    with traffic() as flow:
+        for fault in in_turn(rng):
+            fault(flow, rng)
+            settle(flow)
+        flow.finish(cut_off=True)
+
+
+@pytest.mark.soak
+def test_f20_leaders_of_work_delay_and_dead_letter_queues_are_killed(
+    traffic: Callable[..., Traffic], rng: Random
+) -> None:
+    with traffic() as flow:
+        leaders_are_killed(flow, rng)
+        settle(flow)
+        flow.finish()
+        assert flow.silence("leaders killed") < GOES_ON
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seconds", [10, 60])
+def test_f21_nothing_is_confirmed_without_a_majority(
+    traffic: Callable[..., Traffic], rng: Random, seconds: float
+) -> None:
+    with traffic() as flow:
+        a_majority_is_killed(flow, rng, seconds)
+        settle(flow)
         flow.finish()
 
 
-@pytest.mark.parametrize("one_way", [False, pytest.param(True, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("one_way", [False, True])
 def test_f22_a_leader_cut_off_with_its_clients_confirms_nothing(
     rabbitmq_cluster: RabbitMQCluster, cluster_vhost: VirtualHost, traffic: Callable[..., Traffic], one_way: bool
 ) -> None:
@@ -79,7 +197,7 @@ def test_f22_a_leader_cut_off_with_its_clients_confirms_nothing(
 
     with traffic(pinned=pinned) as flow:
         alone = leader()
-        flow.fault()
+        flow.fault("leader cut off with its clients")
         rabbitmq_cluster.partition(alone, one_way=one_way)
         with ExitStack() as windows:
             for history in flow.all_histories:
@@ -94,83 +212,45 @@ def test_f22_a_leader_cut_off_with_its_clients_confirms_nothing(
         flow.finish(cut_off=True)
 
 
-def test_f23_a_node_is_drained_then_each_is_restarted(
-    rabbitmq_cluster: RabbitMQCluster, traffic: Callable[..., Traffic], rng: Random
-) -> None:
+@pytest.mark.soak
+def test_f23_a_node_is_drained_then_each_is_restarted(traffic: Callable[..., Traffic], rng: Random) -> None:
     with traffic() as flow:
-        flow.fault()
-        node = rng.choice(rabbitmq_cluster.nodes)
-        rabbitmq_cluster.drain(node)
-        flow.wait_progress()
-        rabbitmq_cluster.revive(node)
-        nodes = list(rabbitmq_cluster.nodes)
-        for each in rng.sample(nodes, len(nodes)):
-            rabbitmq_cluster.wait_ready()
-            each.restart()
-            flow.wait_progress()
-        rabbitmq_cluster.wait_ready()
+        each_node_is_restarted(flow, rng)
+        settle(flow)
         flow.finish()
 
 
-def test_f62_a_frozen_leader(
-    rabbitmq_cluster: RabbitMQCluster, cluster_vhost: VirtualHost, traffic: Callable[..., Traffic], rng: Random
-) -> None:
+@pytest.mark.soak
+def test_f62_a_frozen_leader(traffic: Callable[..., Traffic], rng: Random) -> None:
     with traffic() as flow:
-        leader = rabbitmq_cluster.leader_of(ORDERS.name, cluster_vhost.name)
-        flow.fault()
-        leader.pause()
-        lasts(rng.uniform(8, 90) if soaking() else 8)
-        leader.unpause()
-        flow.wait_progress()
-        rabbitmq_cluster.wait_ready()
+        the_leader_is_frozen(flow, rng)
+        settle(flow)
         flow.finish(cut_off=True)
 
 
-def test_f63_a_node_loses_its_disk_and_joins_again(
-    rabbitmq_cluster: RabbitMQCluster, cluster_vhost: VirtualHost, traffic: Callable[..., Traffic], rng: Random
-) -> None:
-    """What it has copied then is a majority together with one other node."""
+@pytest.mark.soak
+def test_f63_a_node_loses_its_disk_and_joins_again(traffic: Callable[..., Traffic], rng: Random) -> None:
     with traffic() as flow:
-        leader = rabbitmq_cluster.leader_of(ORDERS.name, cluster_vhost.name)
-        node = rng.choice([node for node in rabbitmq_cluster.nodes if node is not leader])
-        flow.fault()
-        rabbitmq_cluster.lose_disk(node)
-        flow.wait_progress()
-        rabbitmq_cluster.start()
-        rabbitmq_cluster.wait_ready()
-        leader.kill()
-        flow.wait_progress()
-        rabbitmq_cluster.start()
-        rabbitmq_cluster.wait_ready()
+        a_node_loses_its_disk(flow, rng)
+        settle(flow)
         flow.finish()
 
 
-def test_f64_the_leader_is_transferred_ten_times(
-    rabbitmq_cluster: RabbitMQCluster, cluster_vhost: VirtualHost, traffic: Callable[..., Traffic], rng: Random
-) -> None:
+@pytest.mark.soak
+def test_f64_the_leader_is_transferred_ten_times(traffic: Callable[..., Traffic], rng: Random) -> None:
     with traffic() as flow:
-        flow.fault()
-        for _ in range(10):
-            leader = rabbitmq_cluster.leader_of(ORDERS.name, cluster_vhost.name)
-            other = rng.choice([node for node in rabbitmq_cluster.nodes if node is not leader])
-            rabbitmq_cluster.transfer_leader(ORDERS.name, other, cluster_vhost.name)
-        flow.wait_progress()
+        the_leader_is_transferred(flow, rng)
+        settle(flow)
         flow.finish()
 
 
+@pytest.mark.soak
 def test_f67_the_node_of_the_connections_dies_and_the_leader_lives_elsewhere(
-    rabbitmq_cluster: RabbitMQCluster, cluster_vhost: VirtualHost, traffic: Callable[..., Traffic], rng: Random
+    rabbitmq_cluster: RabbitMQCluster, traffic: Callable[..., Traffic], rng: Random
 ) -> None:
-    """Clients connect to the next host at once."""
     nodes = list(rabbitmq_cluster.nodes)
     first = rng.choice(nodes)
-    order = [first, *(node for node in nodes if node is not first)]
-    with traffic(order=order) as flow:
-        for queue in (ORDERS.name, PLAIN.name):
-            rabbitmq_cluster.transfer_leader(queue, rng.choice(order[1:]), cluster_vhost.name)
-        flow.fault()
-        first.kill()
-        flow.wait_progress()
-        rabbitmq_cluster.start()
-        rabbitmq_cluster.wait_ready()
+    with traffic(order=[first, *(node for node in nodes if node is not first)]) as flow:
+        a_node_without_leaders_is_killed(flow, rng, first)
+        settle(flow)
         flow.finish()

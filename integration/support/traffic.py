@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from integration.support.blocking import BlockingPublisher
 from integration.support.blocking_consumer import BlockingConsumer
+from integration.support.seeds import soaking
 from reliable_mq import Consumer, Message, Publisher, PublishError, Queue, RetryPolicy
 from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.stores import MemoryStore
@@ -43,6 +44,7 @@ RETRY = RetryPolicy(max_attempts=3, delays=(0.3,))
 DELAY_QUEUE, DEAD_LETTERS = "orders.retry.300", "orders.dead"
 DIRECT, STORED = ("sync publisher", "asyncio publisher"), ("sync outbox", "asyncio outbox")
 BODIES = {b"fine": 90, b"fails once": 6, b"fails always": 4}
+PAUSE = 0.02 if soaking() else 0.05  # seconds between two messages of a publisher
 LONG = 300.0  # seconds, which no fault here lasts
 LATE = 20.0  # seconds, by which a busy machine may be late
 GRACE = 2.5  # seconds, after which a queue is not new any more
@@ -84,7 +86,7 @@ class Source:
 
     def _run(self) -> None:
         try:
-            while not self._stop.wait(0.02):
+            while not self._stop.wait(PAUSE):
                 self._publish_one()
         except BaseException as error:
             self._failure = error
@@ -161,7 +163,8 @@ class Traffic:
         self._stack = ExitStack()
         self._sources: list[Source] = []
         self._consumers: dict[str, Any] = {}
-        self._fault = self._over = 0.0
+        self._faults: list[tuple[str, float]] = []
+        self._over = 0.0
 
     def __enter__(self) -> Self:
         with ExitStack() as undo:
@@ -183,9 +186,9 @@ class Traffic:
 
     # -- while it runs -------------------------------------------------------------------------------------------------
 
-    def fault(self) -> None:
+    def fault(self, what: str) -> None:
         """From now on, the time until messages flow again counts."""
-        self._fault = time.monotonic()
+        self._faults.append((what, time.monotonic()))
 
     def count(self, name: str) -> None:
         with self._lock:
@@ -206,6 +209,13 @@ class Traffic:
                 }
 
         wait_until(lambda: not behind(), timeout=timeout, what=lambda: f"progress of {behind()}")
+
+    def silence(self, fault: str, kind: OperationKind = OperationKind.PUBLISH) -> float:
+        """Return the seconds from a fault, the slowest of its kind, to the end of the longest silence after it."""
+        by = DIRECT if kind is OperationKind.PUBLISH else None
+        ends = [*(at for _, at in self._faults[1:]), self._over]
+        spans = [(since, until) for (what, since), until in zip(self._faults, ends, strict=True) if what == fault]
+        return max(each.recovery(kind, since, until, by=by) for each in self.all_histories for since, until in spans)
 
     @property
     def all_histories(self) -> list[History]:
@@ -246,11 +256,14 @@ class Traffic:
             assert isinstance(account, Audit)
             account.drain(self.vhost, [queue], dead_letters=[f"{queue}.dead"], timeout=120)
             result = history.result(tolerance=LATE)
-            self._report(f"{queue}: {result}{self._recovery(history)}")
+            self._report(f"{queue}: {result}")
             result.check(effects_once=queue == ORDERS.name)
             assert not result.balance.refuted, "an error said that the broker does not have a message that it has"
             assert result.balance.confirmed > 20
             assert result.balance.dead_lettered
+        for what in dict(self._faults):
+            confirms, handlers = self.silence(what), self.silence(what, OperationKind.HANDLE)
+            self._report(f"{what}: silent until {confirms:.1f} s (confirms) and {handlers:.1f} s (handlers) after it")
         assert not self.errors, f"{len(self.errors)} failed, such as {self.errors[0]!r}"
 
     def _seen_by_broker(self) -> str:
@@ -269,13 +282,6 @@ class Traffic:
             if channel.get("consumer_count")
         ]
         return "; ".join((*queues, *channels))
-
-    def _recovery(self, history: History) -> str:
-        if not self._fault:
-            return ""
-        confirm = history.recovery(OperationKind.PUBLISH, self._fault, self._over, by=DIRECT)
-        handled = history.recovery(OperationKind.HANDLE, self._fault, self._over)
-        return f", silent until {confirm:.1f} s (confirms) and {handled:.1f} s (handlers) after the fault"
 
     def _wait_until_handled(self, timeout: float) -> None:
         waiting: dict[str, int] = {}
