@@ -30,6 +30,8 @@ def main() -> int:
         if not _hold_streams():
             print("reliable-mq: standard output is closed; /dev/null is for what nobody wants to see", file=sys.stderr)
             return 1
+        if os.environ.get("COLUMNS") == "0":  # as where nobody knows the width: rich would show nothing
+            del os.environ["COLUMNS"]
         from reliable_mq.cli.app import run
 
         status = run()

@@ -228,6 +228,8 @@ def _outbox(
         return
     if not create and not Path(where).exists():
         raise OutboxError(f"there is no outbox {where}; a database is named by its URL")
+    if Path(where).exists() and not Path(where).is_file():
+        raise OutboxError(f"{where} is no file: name the SQLite file of an outbox, or a database by its URL")
     from reliable_mq.outbox import SQLiteOutbox
 
     file = SQLiteOutbox(where)

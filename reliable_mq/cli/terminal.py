@@ -17,6 +17,7 @@ import re
 import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, BinaryIO, Final, TypeAlias, cast
+from urllib.parse import quote
 
 import typer
 from rich import box
@@ -51,8 +52,24 @@ __all__ = [
     "without_passwords",
 ]
 
+_PASSWORD: Final = "RELIABLE_MQ_PASSWORD"  # noqa: S105  # of the environment: all users of a machine see arguments
+_USER_ALONE: Final = re.compile(r"(amqps?://[^:@/?#]+)(@.*)", re.DOTALL)
+
+
+def _with_password(url: str) -> str:
+    """Return the URL, with the password of the environment if it has a user alone."""
+    found = _USER_ALONE.fullmatch(url)
+    password = os.environ.get(_PASSWORD)
+    return url if found is None or password is None else f"{found[1]}:{quote(password, safe='')}{found[2]}"
+
+
 URL: TypeAlias = Annotated[
-    str, typer.Argument(metavar="URL", help="amqp:// or amqps://, several hosts separated by commas.")
+    str,
+    typer.Argument(
+        metavar="URL",
+        help=f"amqp:// or amqps://, several hosts separated by commas. A password may come from {_PASSWORD}.",
+        callback=_with_password,
+    ),
 ]
 MetricsPort: TypeAlias = Annotated[
     int | None, typer.Option(min=0, max=65_535, help="Serve Prometheus metrics on this port; 0 for a free one.")

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import pytest
+import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -21,7 +22,7 @@ from reliable_mq.cli.demo.display import LinesDisplay
 from reliable_mq.cli.dlq.render import details, listing, statistics_json, statistics_tables, summary, summary_json
 from reliable_mq.cli.doctor import examine
 from reliable_mq.cli.doctor.finding import Finding, Status
-from reliable_mq.cli.terminal import escaped, json_text, product, say, show_logs, without_passwords
+from reliable_mq.cli.terminal import URL, escaped, json_text, product, say, show_logs, without_passwords
 from reliable_mq.codec import encode_properties
 from reliable_mq.core import headers
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
@@ -227,6 +228,29 @@ def test_headers_and_properties_of_0_and_false_are_shown() -> None:
 )
 def test_no_error_shows_the_password_of_a_url(text: str, expected: str) -> None:
     assert without_passwords(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("amqp://shop@h1,h2/v?heartbeat=5", "amqp://shop:p%40%2F%3F@h1,h2/v?heartbeat=5"),
+        ("amqps://shop@h", "amqps://shop:p%40%2F%3F@h"),
+        ("amqp://shop:its-own@h", "amqp://shop:its-own@h"),
+        ("amqp://shop:@h", "amqp://shop:@h"),
+        ("amqp://h/v", "amqp://h/v"),
+        ("amqp://h/v@w", "amqp://h/v@w"),
+    ],
+)
+def test_the_password_of_the_environment_is_that_of_a_user_without_one(url: str, expected: str) -> None:
+    seen: list[str] = []
+    command = typer.Typer()
+
+    @command.command()
+    def show(url: URL) -> None:
+        seen.append(url)
+
+    result = CliRunner().invoke(command, [url], env={"RELIABLE_MQ_PASSWORD": "p@/?"})
+    assert (result.exit_code, seen) == (0, [expected])
 
 
 @pytest.mark.parametrize("arguments", [["publish", "--queue", "q", "u"], ["doctor", "u"], ["dlq", "list", "u", "q"]])
