@@ -43,6 +43,7 @@ def main(arguments: list[str]) -> int:
     observed = _OBSERVE in arguments
     # Ctrl-C is the demo's: without --observe that is a process of its own, after which we clean up.
     signal.signal(signal.SIGINT, signal.default_int_handler if observed else lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # which ends what was started here, too
     remove_leftovers()
     _tell("starting RabbitMQ in a container")
     with RabbitMQ() as broker:

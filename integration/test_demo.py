@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 from typing import TYPE_CHECKING
+from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
@@ -49,6 +50,26 @@ def test_the_observed_demo_says_where_to_look_and_everything_is_there() -> None:
                 reader.join(20)
     assert demo.returncode == 0
     assert "lost 0" in shown[-1]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+def test_the_observed_demo_leaves_nothing_behind_when_it_is_terminated() -> None:
+    told: list[str] = []
+    with Process("integration.demo", "--observe", "--messages", "100000", "--rate", "100", "--kills", "0") as demo:
+        assert demo.stdout is not None
+        assert demo.stderr is not None
+        readers = [gather(demo.stderr, told), gather(demo.stdout, [])]
+        wait_until(lambda: any(line.startswith("logs:") for line in told), timeout=120, what=lambda: f"{told}")
+        addresses = re.findall(r"(http://[^\s,]+)", "".join(told))
+        assert len(addresses) >= 5
+        demo.terminate()
+        assert demo.wait(120) == 128 + signal.SIGTERM
+        for reader in readers:
+            reader.join(20)
+    for address in addresses:
+        with pytest.raises(URLError, match="refused"):
+            got(address)
 
 
 def check(told: str) -> None:
