@@ -14,6 +14,7 @@ Invariants:
 - PREPARING, CONNECTING, SETTING_UP, REOPENING and CLOSING end by a timer at the latest. The timer is suspended only
   while the broker blocks the connection and so answers nothing (not in CLOSING).
 - No method of the client is called from inside a call of the client.
+- A connection that the broker has blocked counts as blocked until it ends, and no later one does for it.
 """
 
 from __future__ import annotations
@@ -388,6 +389,8 @@ class Connector:
             self._set_timer(wait, self._reconnect)
             self._warned = True
             logger.warning("%s: %s; next attempt in %.1f s", self._name, error, wait)
+        if self._link is None:
+            self._unblock()
         self._notify(self._client.failed, error, wait is not None)
 
     def _attempt_discarded(self, error: BrokerUnavailable) -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+import pytest
 import tenacity
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -102,7 +103,7 @@ class Link:
         self.channel: Channel | None = None
         self.asked: list[tuple[int, tuple[int, int]]] = []  # methods that the broker has not answered
         self.foreign: list[bytes] = []  # frames that the owner wrote
-        self.opened = self.aborted = self.over = False
+        self.opened = self.aborted = self.over = self.blocked = False
         links.append(self)
 
     def write(self, data: bytes) -> None:
@@ -345,6 +346,7 @@ class ConnectorMachine(RuleBasedStateMachine):
     @rule(blocked=st.booleans())
     def block(self, blocked: bool) -> None:
         link = self.links[-1]
+        link.blocked = blocked
         if blocked:
             self.loop.guard(lambda: self.connector.link_blocked(link, "memory"))
         else:
@@ -421,6 +423,11 @@ class ConnectorMachine(RuleBasedStateMachine):
         if self.state is ConnectionState.READY:
             assert self.owner.live or self.owner.raises
 
+    @invariant()
+    def blocked_with_its_connection(self) -> None:
+        if self.state is ConnectionState.READY and self.owner.live:
+            assert self.owner.is_blocked == self.links[-1].blocked
+
     def teardown(self) -> None:
         try:
             self.call(self.connector.close, 1.0)
@@ -442,6 +449,26 @@ class ConnectorMachine(RuleBasedStateMachine):
 
 TestConnectorMachine = ConnectorMachine.TestCase
 TestConnectorMachine.settings = machine(60, steps=50)
+
+
+@pytest.mark.parametrize("code", [None, 320])
+def test_a_block_ends_with_a_connection_lost_in_a_set_up(code: int | None) -> None:
+    """The channel of a blocked connection is lost; the connection is lost before it has another one."""
+    machine = ConnectorMachine()
+    try:
+        machine.proceed(10)
+        machine.block(blocked=True)
+        machine.close_channel(404)
+        machine.pass_time(0.0)
+        assert machine.state is ConnectionState.SETTING_UP
+        machine.lose_link(code, which=-1)
+        assert not machine.owner.is_blocked
+        machine.pass_time(0.0)
+        machine.proceed(20)
+        assert machine.state is ConnectionState.READY
+        machine.blocked_with_its_connection()
+    finally:
+        machine.teardown()
 
 
 def test_every_state_is_entered_by_a_transition_of_the_table() -> None:
