@@ -28,11 +28,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from reliable_mq._util.threads import call_in_background
 from reliable_mq.connection.channel import SetupRunner
+from reliable_mq.connection.errors import as_ours, is_refusal
 from reliable_mq.connection.interfaces import ConnectCredentials
 from reliable_mq.connection.token_renewer import TokenRenewer
 from reliable_mq.core.consumer.attempts import printable
 from reliable_mq.core.reconnect import ConnectionLoss, CredentialsCalls
-from reliable_mq.errors import BrokerUnavailable, ReliableMQError
+from reliable_mq.errors import BrokerUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from reliable_mq.connection.interfaces import ConnectionListener, EventLoop, Link, OpenLink, TimerHandle
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
     from reliable_mq.core.reconnect import ReconnectPolicy
+    from reliable_mq.errors import ReliableMQError
     from reliable_mq.settings import ConnectionSettings, Endpoint
 
 __all__ = ["TRANSITIONS", "ConnectionState", "Connector"]
@@ -132,7 +134,13 @@ class Connector:
         # For calls of the credentials callback. Its patience ends a little before that of the attempt.
         self._credentials_calls = CredentialsCalls(_CALL_AGAIN_AFTER * settings.connect_timeout)
         self._renewer = TokenRenewer(
-            name, loop, settings, self._credentials_calls, self.discard, lambda: self._blocked is not None
+            name,
+            loop,
+            settings,
+            self._credentials_calls,
+            discard=self.discard,
+            is_blocked=lambda: self._blocked is not None,
+            unneeded=self._call_for_credentials,
         )
         self.tokens = self._renewer.statistics
         self.peer: Endpoint | None = None
@@ -251,9 +259,12 @@ class Connector:
         self._set_timer(self._settings.connect_timeout, self._on_timeout)
         if self._settings.tls is None and not callable(self._settings.credentials):
             self._on_credentials(self._read_credentials())
-        elif self._credentials_calls.begin(
-            time.monotonic()
-        ):  # if not, an earlier call is still running: its result will do
+        else:
+            self._call_for_credentials()
+
+    def _call_for_credentials(self) -> None:
+        """Read credentials for an attempt, unless a call is running whose result will do."""
+        if self._state is ConnectionState.PREPARING and self._credentials_calls.begin(time.monotonic()):
             call_in_background(
                 f"{self._name} credentials",
                 self._read_credentials,
@@ -273,7 +284,7 @@ class Connector:
         if self._state is not ConnectionState.PREPARING:
             return
         if isinstance(result, Exception):
-            self._attempt_failed(_as_ours(result, f"no credentials: the callback raised {type(result).__name__}"))
+            self._attempt_failed(as_ours(result, f"no credentials: the callback raised {type(result).__name__}"))
             return
         self._enter(ConnectionState.CONNECTING)
         self._renewer.credentials_read(result.credentials)
@@ -332,7 +343,7 @@ class Connector:
                 channel, self._channel = self._channel, None
                 channel.silence()
                 channel.close()
-            error = _as_ours(outcome, f"the set-up failed: {outcome!r}")
+            error = as_ours(outcome, f"the set-up failed: {outcome!r}")
             self._attempt_failed(error, connected=self._link is not None)
         elif self._link is not None and self._channel is not None:
             self._become_ready(self._link, self._channel)
@@ -406,7 +417,7 @@ class Connector:
             self._renewer.lost(loss)
             if self._state in _ESTABLISHED:
                 self._plan_reconnect(loss)
-            elif self._step_outstanding is not None and _is_refusal(loss):
+            elif self._step_outstanding is not None and is_refusal(loss):
                 self._step_outstanding.refuse(loss.code or 0, loss.text, connection=True)
             elif self._state in _ATTEMPT:
                 self._attempt_failed(error)
@@ -584,20 +595,6 @@ _DOING = {
     ConnectionState.SETTING_UP: "setting up the channel",
 }
 
-_CONNECTION_FORCED = 320  # the broker shuts down: no refusal of the step that was outstanding
-
 
 def _write_nothing(_data: bytes) -> None:
     """Drop frames: no channel is ready."""
-
-
-def _is_refusal(loss: ConnectionLoss) -> bool:
-    return loss.by_broker and loss.code != _CONNECTION_FORCED
-
-
-def _as_ours(error: Exception, otherwise: str) -> ReliableMQError:
-    if isinstance(error, ReliableMQError):
-        return error
-    ours = BrokerUnavailable(otherwise)
-    ours.__cause__ = error
-    return ours

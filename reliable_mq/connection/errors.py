@@ -1,4 +1,4 @@
-"""Map the end of a connection to `BrokerUnavailable`.
+"""Map the end of a connection, or of an attempt, to `BrokerUnavailable`.
 
 It has a code of the broker, or an error of the system.
 
@@ -13,12 +13,15 @@ import socket
 import ssl
 from typing import TYPE_CHECKING
 
-from reliable_mq.errors import BrokerUnavailable
+from reliable_mq.errors import BrokerUnavailable, ReliableMQError
 
 if TYPE_CHECKING:
+    from reliable_mq.core.reconnect import ConnectionLoss
     from reliable_mq.settings import Endpoint
 
-__all__ = ["broker_unavailable", "is_certificate_problem", "system_problem"]
+__all__ = ["as_ours", "broker_unavailable", "is_certificate_problem", "is_refusal", "system_problem"]
+
+_CONNECTION_FORCED = 320  # the broker shuts down: no refusal of the step that was outstanding
 
 
 def broker_unavailable(
@@ -74,3 +77,17 @@ def system_problem(cause: BaseException | None) -> str | None:
             return cause.strerror or str(cause) or type(cause).__name__
         case _:
             return None
+
+
+def is_refusal(loss: ConnectionLoss) -> bool:
+    """Whether the broker closed the connection over the step that was outstanding."""
+    return loss.by_broker and loss.code != _CONNECTION_FORCED
+
+
+def as_ours(error: Exception, otherwise: str) -> ReliableMQError:
+    """Return the error if it is ours; else one with the text ``otherwise``."""
+    if isinstance(error, ReliableMQError):
+        return error
+    ours = BrokerUnavailable(otherwise)
+    ours.__cause__ = error
+    return ours

@@ -46,6 +46,7 @@ class TokenRenewer:
         calls: of the callback, which hung ones share with those of connects.
         discard: aborts the connection.
         is_blocked: whether the broker has blocked it.
+        unneeded: called when an answer has come too late for its connection: the next one may have waited for it.
 
     Attributes:
         statistics: counts.
@@ -57,8 +58,10 @@ class TokenRenewer:
         loop: EventLoop,
         settings: ConnectionSettings,
         calls: CredentialsCalls,
+        *,
         discard: Callable[[str], None],
         is_blocked: Callable[[], bool],
+        unneeded: Callable[[], None],
     ) -> None:
         self.statistics = TokenStatistics()
         self._name = name
@@ -67,6 +70,7 @@ class TokenRenewer:
         self._calls = calls
         self._discard = discard
         self._is_blocked = is_blocked
+        self._unneeded = unneeded
         self._renewal = TokenRenewal()
         self._link: Link | None = None
         self._timer: TimerHandle | None = None
@@ -136,6 +140,7 @@ class TokenRenewer:
     def _on_read(self, link: Link | None, result: Credentials | Exception | None) -> None:
         self._calls.answered()
         if link is None or link is not self._link or self._renewal.state is not RenewalState.READING:
+            self._unneeded()
             return
         if not isinstance(result, Credentials):
             self._failed("the callback returned none" if result is None else str(result))

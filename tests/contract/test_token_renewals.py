@@ -9,6 +9,7 @@ import pytest
 
 from reliable_mq import Message
 from reliable_mq.settings import Credentials
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,6 +89,33 @@ def test_a_callback_that_hangs_blocks_nothing_and_is_called_again(
             release.set()
         publisher.publish(Message(b"3"), routing_key="orders", timeout=20)
         assert broker.connection is connection
+
+
+@pytest.mark.slow
+def test_a_connect_does_not_wait_for_the_answer_to_a_renewal_of_a_lost_connection(
+    broker: ScriptedBroker, new_publisher: NewPublisher, caplog: Any
+) -> None:
+    """The answer is not for the next connection, which calls by itself then, and not only in a later attempt."""
+    broker.script = acking
+    hangs, release = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        hangs.set()
+        release.wait(60)
+
+    issuer = Issuer()
+    issuer.next = hang
+    url = f"amqp://127.0.0.1:{broker.port}/"
+    with new_publisher(url, credentials=issuer, connect_timeout=60) as publisher:
+        try:
+            publisher.publish(Message(b"1"), routing_key="orders", timeout=20)
+            assert hangs.wait(20)
+            broker.connection.cut()
+            wait_until(lambda: not publisher.connected, timeout=20, what="the loss of the connection")
+        finally:
+            release.set()
+        publisher.publish(Message(b"2"), routing_key="orders", timeout=20)
+    assert "not ready within" not in caplog.text
 
 
 @pytest.mark.slow
