@@ -359,6 +359,7 @@ class BasePublisherChannel(BaseChannel[P]):
                 self.fatal = error
             self._state_changed()
             self._notify_change()
+            self._refuse_waiting()
         if not will_retry:
             self._end()
 

@@ -611,24 +611,28 @@ def test_while_disconnected_a_publish_may_raise_at_once(broker: ScriptedBroker, 
     assert {published.body for published in broker.published} == {b"0", b"after"}
 
 
+@pytest.mark.parametrize("first_lost", ["connection", "channel"])
 def test_a_caller_that_waits_for_the_window_is_refused_when_the_connection_is_lost(
-    broker: ScriptedBroker, new_publisher: NewPublisher
+    broker: ScriptedBroker, new_publisher: NewPublisher, first_lost: str
 ) -> None:
-    """Long before its deadline: it was not accepted yet."""
-    with new_publisher(on_disconnected="raise", max_outstanding=1, delivery_timeout=60) as publisher:
+    """Long before its deadline: it was not accepted yet. Also when a channel is lost, and no other can be opened."""
+    with new_publisher(on_disconnected="raise", max_outstanding=2, delivery_timeout=60) as publisher:
         with ThreadPoolExecutor(1) as pool:
-            [first] = submit(publisher, 1)
-            broker.wait_published(1)
-            second = pool.submit(publisher.submit, Message(b"waits"), routing_key=KEY)
+            accepted = submit(publisher, 2)
+            broker.wait_published(2)
+            waiting = pool.submit(publisher.submit, Message(b"waits"), routing_key=KEY)
             channel = getattr(publisher, "publisher", publisher)._channel  # of a blocking one, the publisher inside
             waiters = channel._waiters
             wait_until(lambda: getattr(waiters, "waiting", waiters), timeout=30, what="a caller that waits")
-            broker.refusals["Connection.Open"] = 541, "INTERNAL_ERROR - starting"
-            broker.connection.cut()
-            assert isinstance(second.exception(30), PublishDisconnected)
+            broker.refusals["Connection.Open"] = broker.refusals["Confirm.Select"] = 541, "INTERNAL_ERROR - starting"
+            if first_lost == "connection":
+                broker.connection.cut()
+            else:
+                broker.published[0].channel.close(406, "PRECONDITION_FAILED - a text that names no publish")
+            assert isinstance(waiting.exception(30), PublishDisconnected)
         broker.script = acking
-        del broker.refusals["Connection.Open"]
-        assert first.exception(30) is None
+        broker.refusals.clear()
+        assert errors(accepted) == [None, None]
 
 
 def test_a_channel_that_is_closed_is_no_lost_connection(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
