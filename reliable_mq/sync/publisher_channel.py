@@ -362,6 +362,8 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
         """Wait until it fits; return whether the I/O thread has accepted it already."""
         self._crowded = self._callbacks.backlog > self.window.max_count
         size, passes = confirmation.size, self._callbacks.is_current  # a callback does not wait for those behind it
+        if passes and confirmation.timeout is None:
+            confirmation.timeout = self._delivery_timeout  # it overtakes others, whose deadlines are before its own
         if self._waiters.is_free(size, crowded=self._crowded, passes=passes):
             return False
         record((confirmation,), PublicationEvent.WINDOW_FULL)

@@ -446,6 +446,36 @@ def test_a_full_window_keeps_the_next_message_back(broker: ScriptedBroker, new_p
         assert len(broker.published) == 4
 
 
+def test_a_callback_that_overtakes_a_caller_does_not_put_off_its_deadline(
+    broker: ScriptedBroker, new_publisher_of_the_sync_api: NewPublisher
+) -> None:
+    """While more callbacks are due than the window has places, only what they publish is admitted."""
+    gate, runs = threading.Event(), threading.Event()
+    with new_publisher_of_the_sync_api(max_outstanding=2, confirm_timeout=1000, delivery_timeout=500) as publisher:
+
+        def overtake(_: object) -> None:
+            runs.set()
+            assert gate.wait(30)
+            publisher.submit(Message(b"overtakes"), routing_key=KEY)
+
+        [first] = submit(publisher, 1)
+        for callback in (overtake, id, id, id):
+            first.add_done_callback(callback)
+        [published] = broker.wait_published(1)
+        published.channel.ack(1)
+        assert runs.wait(30)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(publisher.submit, Message(b"waits"), routing_key=KEY)
+            channel = publisher._channel
+            wait_until(lambda: channel._waiting, timeout=30, what="a caller that waits")
+            gate.set()
+            overtaken = waiting.result(30)
+        _, second, third = broker.wait_published(3)
+        assert (second.body, third.body) == (b"overtakes", b"waits")
+        assert channel.session.next_wakeup() == overtaken.accepted_at + 500
+        second.channel.ack(3, multiple=True)
+
+
 def test_large_bodies_fill_the_window_by_their_bytes(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
     with new_publisher(max_outstanding_bytes=1000) as publisher:
         first = publisher.submit(Message(b"x" * 600), routing_key=KEY)
