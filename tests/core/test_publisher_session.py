@@ -436,7 +436,7 @@ def test_one_that_waits_for_its_turn_can_be_given_up(shell: Shell) -> None:
 
 
 def test_closing_for_good_gives_up_everything(shell: Shell) -> None:
-    """On the wire, delayed, waiting or ready, with any timeout: all of it is settled, once."""
+    """On the wire, delayed, waiting or ready, with any timeout: all of it is settled, once. Nothing is to come."""
     shell.accept("nacked", "on the wire", timeout=500.0)
     shell.send()
     shell.nack(1)
@@ -448,6 +448,7 @@ def test_closing_for_good_gives_up_everything(shell: Shell) -> None:
     assert shell.session.freed_count == 3
     shell.lose()
     assert shell.session.freed_count == 4
+    assert shell.session.next_wakeup() is None
     shell.reopen()
     assert shell.sent(now=10.0) == []
 

@@ -283,6 +283,7 @@ class PublisherSession(Generic[P]):
         """Settle all publishes as at their deadline: the publisher closes for good."""
         for publication in self._deadlines.expire(_FOR_EVER):
             self._give_up(publication)
+        self._delayed.clear()  # or the next wake-up would be theirs
 
     def tick(self, now: float) -> None:
         """Advance the timers to ``now``. Comes before `data_to_send`.
