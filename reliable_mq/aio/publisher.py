@@ -247,8 +247,13 @@ class AsyncPublisher(
         else:
             confirmation = self._new_confirmation(channel, message, exchange, routing_key, timeout, reported)
         owner = confirmation.owner
-        if not owner.take(confirmation):
-            await owner.wait_for_window(confirmation)
+        try:
+            if not owner.take(confirmation):
+                await owner.wait_for_window(confirmation)
+        except BaseException:
+            if reported:
+                self._not_reported((confirmation,))
+            raise
         return confirmation
 
     async def _connect_relay(self) -> None:

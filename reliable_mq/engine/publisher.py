@@ -39,7 +39,7 @@ from reliable_mq.metrics.families import readings
 from reliable_mq.metrics.registry import register
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from reliable_mq._util.validation import Duration
     from reliable_mq.core.outbox import OutboxRow
@@ -342,9 +342,13 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
         try:
             yield report
         except BaseException:
-            if self._channel is not None and self._outbox is None:
-                self._channel.not_reported(report.outstanding)
+            self._not_reported(report.outstanding)
             raise
+
+    def _not_reported(self, confirmations: Iterable[ConfirmationT]) -> None:
+        """Note that no caller is told of these: they may be on their way all the same."""
+        if self._channel is not None and self._outbox is None:
+            self._channel.not_reported(confirmations)
 
     # Opening
 

@@ -223,7 +223,12 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
             confirmation = blocking(self._first_confirmation(message, exchange, routing_key, timeout, reported))
         else:
             confirmation = self._new_confirmation(channel, message, exchange, routing_key, timeout, reported)
-        confirmation.owner.submit(confirmation)
+        try:
+            confirmation.owner.submit(confirmation)
+        except BaseException:
+            if reported:
+                self._not_reported((confirmation,))
+            raise
         return confirmation
 
     def _relay(self, row: OutboxRow) -> Confirmation:

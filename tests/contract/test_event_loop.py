@@ -23,8 +23,10 @@ from reliable_mq import (
     Consumer,
     DeadLetter,
     Message,
+    PublishNacked,
     PublishUnconfirmed,
     Queue,
+    RetryPolicy,
     StaleDelivery,
     UsageError,
 )
@@ -352,6 +354,27 @@ def test_a_large_publish_that_is_cancelled_holds_up_no_small_one_behind_it(broke
             assert large.cancelled()
 
     run(main())
+
+
+def test_a_failure_of_a_message_let_in_as_its_task_is_cancelled_is_raised_at_the_end(
+    broker: ScriptedBroker, run: Any
+) -> None:
+    """In the same turn of the loop: the message is on its way, and no report tells of it."""
+
+    async def main() -> None:
+        async with AsyncPublisher(broker.url, max_outstanding=1, retry=RetryPolicy(max_attempts=1)) as publisher:
+            first = await publisher.submit(Message(b"1"), routing_key="q")
+            many = asyncio.create_task(publisher.publish_many([Message(b"2")], routing_key="q"))
+            await asyncio.sleep(0)
+            first.add_done_callback(lambda _: many.cancel())
+            await until(lambda: len(broker.published) == 1)
+            broker.published[0].channel.ack(1)
+            await until(lambda: len(broker.published) == 2)
+            assert many.cancelled()
+            broker.published[1].channel.nack(2)
+
+    with pytest.raises(PublishNacked):
+        run(main())
 
 
 def test_the_time_to_connect_counts_against_the_wait_for_room(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reliable_mq import Consumer, Message, Publisher, PublishUnconfirmed, Queue
+from reliable_mq import Consumer, Message, Publisher, PublishNacked, PublishUnconfirmed, Queue, RetryPolicy
 from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.sync.consumer import _open_consumers
 from reliable_mq.sync.publisher import _open_publishers
@@ -184,4 +184,24 @@ def test_a_failure_that_an_interrupted_publish_did_not_see_is_raised_at_the_end(
             publisher.publish(Message(b""), routing_key="q", timeout=2)
         interrupting.join()
         with pytest.raises(PublishUnconfirmed):
+            leaving.close()
+
+
+def test_a_failure_of_a_publish_that_was_interrupted_in_submitting_is_raised_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The message is in the inbox, and its caller does not come to waiting."""
+    with ScriptedBroker() as broker, ExitStack() as leaving:
+        broker.script = lambda published: published.channel.nack(published.number)
+        publisher = leaving.enter_context(Publisher(broker.url, retry=RetryPolicy(max_attempts=1)))
+        assert publisher._channel is not None
+
+        def wake(_fn: object) -> bool:
+            monkeypatch.undo()
+            raise Interrupted
+
+        monkeypatch.setattr(publisher._channel._io, "call_soon", wake)
+        with pytest.raises(Interrupted):
+            publisher.publish(Message(b""), routing_key="q")
+        with pytest.raises(PublishNacked):
             leaving.close()
