@@ -7,11 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
-from sqlalchemy import create_engine, delete, select
+from sqlalchemy import create_engine, delete, select, text
 
 from integration.support.programs import environment, faketime, output_of
 from integration.support.seeds import soak_seeds
 from reliable_mq.outbox import SQLAlchemyOutbox
+from reliable_mq.outbox.sqlalchemy_table import database_time
 from reliable_mq.testing.outbox_contract import OutboxContract, OutboxUnderTest
 from tests.outbox.row_leases_contract import RowLeasesContract, TableOutbox, store, take
 
@@ -67,6 +68,33 @@ def test_f45_leases_and_delays_of_an_outbox_do_not_look_at_the_wall_clock_of_a_r
     program = [sys.executable, "-m", "integration.programs.jumping_outbox", str(offset_file)]
     said = output_of([*program, str(tmp_path / "outbox"), *urls], env=environment() | faketime(offset_file))
     assert said == "end\n"
+
+
+def test_the_clock_of_leases_does_not_go_back_when_summer_time_ends(database: Callable[[str], Database]) -> None:
+    """In a session whose local time has just begun an hour anew. MySQL takes it for the one before."""
+    engine = create_engine(database("mysql").fresh())
+    with engine.begin() as connection:
+        for statement in _SUMMER_TIME_HAS_ENDED:
+            connection.execute(text(statement))
+    try:
+        with engine.connect() as connection:
+            exact = connection.execute(text("SELECT unix_timestamp()")).scalar_one()
+            connection.execute(text("SET time_zone = 'Test/Summer'"))
+            assert 0 <= database_time(connection) - exact < 30
+    finally:
+        with engine.begin() as connection:
+            for table in ("time_zone", "time_zone_transition_type", "time_zone_transition", "time_zone_name"):
+                connection.execute(text(f"DELETE FROM mysql.{table} WHERE Time_zone_id = 9999"))
+        engine.dispose()
+
+
+_SUMMER_TIME_HAS_ENDED = (
+    "INSERT INTO mysql.time_zone (Time_zone_id, Use_leap_seconds) VALUES (9999, 'N')",
+    "INSERT INTO mysql.time_zone_name (Name, Time_zone_id) VALUES ('Test/Summer', 9999)",
+    "INSERT INTO mysql.time_zone_transition_type VALUES (9999, 0, 7200, 1, 'S'), (9999, 1, 3600, 0, 'W')",
+    "INSERT INTO mysql.time_zone_transition VALUES (9999, unix_timestamp() - 9999999, 0)",
+    "INSERT INTO mysql.time_zone_transition VALUES (9999, unix_timestamp() - 600, 1)",
+)
 
 
 class TestOutbox(OutboxContract):

@@ -44,10 +44,12 @@ READY: Final = 0
 DELAYED: Final = 1
 SET_ASIDE: Final = 2
 
+# From the time in UTC: the local time of a zone goes through one hour twice when its summer time ends.
+_MYSQL_CLOCK: Final = "timestampdiff(microsecond, '1970-01-01', utc_timestamp(6)) / 1000000"
 _CLOCKS: Final = {
     "postgresql": "extract(epoch from clock_timestamp())",
-    "mysql": "unix_timestamp(sysdate(6))",
-    "mariadb": "unix_timestamp(sysdate(6))",
+    "mysql": _MYSQL_CLOCK,
+    "mariadb": _MYSQL_CLOCK,
 }
 _FILES: Final = frozenset({"sqlite"})
 _MYSQL: Final = ("mysql", "mariadb")
