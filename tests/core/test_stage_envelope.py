@@ -163,6 +163,8 @@ def test_a_copy_of_a_copy_comes_back_whole() -> None:
         properties(headers={"other": 1}),
         properties(headers={HEADER: "text"}),
         properties(headers={HEADER: b"short"}),
+        properties(headers={HEADER: b"\x01\x00" + bytes(16) + b"\x00\x00"}),
+        properties(headers={HEADER: b"\x01\x04" + bytes(16) + b"\x00\x00\x00\x00\x00"}),
         properties(headers={"a": HEADER + " is no header here", "b": HEADER}),
         properties(message_id=HEADER, headers=BROKEN_TABLE),
         b"\x20\x00\x00\x00\x00\x30" + bytes((len(HEADER),)) + HEADER.encode() + b"x\x7f\xff\xff\xff",

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 from struct import Struct
+from struct import error as struct_error
 from typing import Final, NamedTuple
 
 from reliable_mq.codec import CodecError, Properties, RawDelivery, header_frame_size
@@ -182,6 +183,8 @@ def staged(
 def unstaged(properties: bytes, body: bytes) -> tuple[Mark, Original | None] | None:
     """Return mark and original of a staged message; None if it is no staged one.
 
+    It is none, either, if its header is broken, as in a message that others have put there.
+
     Raises:
         ConfigurationError: it was written by a newer version of this package.
     """
@@ -199,14 +202,17 @@ def unstaged(properties: bytes, body: bytes) -> tuple[Mark, Original | None] | N
         return mark, None
     names = []
     at = _HEAD.size
-    for _ in range(3):
-        end = at + 1 + value[at]
-        names.append(value[at + 1 : end].decode("utf-8", "surrogateescape"))
-        at = end
-    original = value[at:]
-    if flags & _BEFORE_BODY:
-        (length,) = _LENGTH.unpack(original)
-        original, body = body[:length], body[length:]
+    try:
+        for _ in range(3):
+            end = at + 1 + value[at]
+            names.append(value[at + 1 : end].decode("utf-8", "surrogateescape"))
+            at = end
+        original = value[at:]
+        if flags & _BEFORE_BODY:
+            (length,) = _LENGTH.unpack(original)
+            original, body = body[:length], body[length:]
+    except (IndexError, struct_error):
+        return None
     return mark, Original(names[0], names[1], names[2], bool(flags & _REDELIVERED), original, body)
 
 
