@@ -16,12 +16,22 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeGuard
 
 from reliable_mq.errors import ConfigurationError
 
-__all__ = ["Duration", "declared_by", "file_path", "is_text", "is_whole_number", "seconds", "whole_number"]
+__all__ = [
+    "LONGEST_BUSY_TIMEOUT",
+    "Duration",
+    "declared_by",
+    "file_path",
+    "is_text",
+    "is_whole_number",
+    "seconds",
+    "whole_number",
+]
 
 P = ParamSpec("P")
 
 Duration = float | timedelta
 
+LONGEST_BUSY_TIMEOUT: Final = 2_000_000.0  # seconds, some three weeks; SQLite counts milliseconds in 32 bits
 LONGEST: Final = 1e9  # seconds, some thirty years: more than a timer can be trusted with
 
 

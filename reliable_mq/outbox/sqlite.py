@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from reliable_mq._util.boottime import since_boot
-from reliable_mq._util.validation import Duration, file_path, seconds
+from reliable_mq._util.validation import LONGEST_BUSY_TIMEOUT, Duration, file_path, seconds
 from reliable_mq.core.outbox import COLUMNS, FORMAT, NewRow, RowOutcome, RowSettlement, values_of
 from reliable_mq.errors import ConfigurationError, OutboxError, UsageError
 from reliable_mq.outbox.protocol import FailedRow, OutboxStatus, RowLeases, check_ids, check_number, ordering_by
@@ -73,8 +73,6 @@ _TABLES: Final = (
     "CREATE TABLE outbox_epoch (epoch INTEGER NOT NULL)",
     "INSERT INTO outbox_epoch VALUES (0)",
 )
-
-_LONGEST_TIMEOUT: Final = 2_000_000.0  # seconds, some three weeks; SQLite counts milliseconds in 32 bits
 
 _INSERT: Final = f"INSERT INTO outbox ({', '.join(COLUMNS)}, stored_at) VALUES ({', '.join('?' * (len(COLUMNS) + 1))})"  # noqa: S608
 _REMOVE: Final = "DELETE FROM outbox WHERE id = ?"
@@ -142,7 +140,7 @@ class SQLiteOutbox:
             raise ConfigurationError(f"ordering_key must be a function or None, not {ordering_key!r}")
         self.path = file_path(path).absolute()
         self.poll_interval = seconds("poll_interval", poll_interval, positive=True)
-        self._timeout = min(seconds("timeout", timeout, positive=True), _LONGEST_TIMEOUT)
+        self._timeout = min(seconds("timeout", timeout, positive=True), LONGEST_BUSY_TIMEOUT)
         self._ordering_key = ordering_key
         self._reserve = DiskReserve(self.path)
         self._made_in = os.getpid()

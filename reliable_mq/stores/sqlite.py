@@ -15,7 +15,7 @@ import time
 from typing import Any, Final, TypeVar
 
 from reliable_mq._util.boottime import boot, since_boot
-from reliable_mq._util.validation import Duration, file_path
+from reliable_mq._util.validation import LONGEST_BUSY_TIMEOUT, Duration, file_path
 from reliable_mq.errors import IdempotencyStoreError
 from reliable_mq.stores.base import DAY, SyncStore, run_queries
 from reliable_mq.stores.sql import SQLite, SQLStoreBase, Steps, Transaction, checked_table
@@ -82,7 +82,7 @@ class SQLiteStore(SQLStoreBase, SyncStore):
             raise IdempotencyStoreError(f"{self!r} was busy for {self._timeout:g} s")
         try:
             connection = self._connection or self._connect()
-            left = max(query.deadline - time.monotonic(), 0.001)
+            left = min(max(query.deadline - time.monotonic(), 0.001), LONGEST_BUSY_TIMEOUT)
             connection.execute(f"PRAGMA busy_timeout = {int(left * 1000)}")
             connection.execute(f"PRAGMA synchronous = {'FULL' if query.durable else 'NORMAL'}")
             connection.execute("BEGIN IMMEDIATE")
@@ -104,7 +104,11 @@ class SQLiteStore(SQLStoreBase, SyncStore):
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(
-            self._path, timeout=self._timeout, isolation_level=None, check_same_thread=False, cached_statements=32
+            self._path,
+            timeout=min(self._timeout, LONGEST_BUSY_TIMEOUT),
+            isolation_level=None,
+            check_same_thread=False,
+            cached_statements=32,
         )
         try:
             _use_wal(connection, self._timeout)

@@ -9,6 +9,7 @@ import sqlite3
 import tempfile
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,20 @@ def test_a_file_that_somebody_else_has_locked_is_an_error_in_time(tmp_path: Path
         other.execute("ROLLBACK")
         other.close()
         assert store.claim_many(["b"], 60.0)[0].status is ClaimStatus.NEW
+
+
+def test_a_call_waits_for_others_however_long_its_timeout_is(tmp_path: Path) -> None:
+    """SQLite counts milliseconds in 32 bits, and takes a greater number for no waiting at all."""
+    path = tmp_path / "store.db"
+    claimed(path, ["a"])
+    other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    released = threading.Timer(0.2, other.execute, ["ROLLBACK"])
+    released.start()
+    with SQLiteStore(path, timeout=timedelta(days=30)) as store:
+        assert store.claim_many(["b"], 60.0)[0].status is ClaimStatus.NEW
+    released.join()
+    other.close()
 
 
 def test_a_thread_that_has_the_store_for_long_is_an_error_in_time(tmp_path: Path) -> None:
