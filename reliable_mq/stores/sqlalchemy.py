@@ -474,10 +474,7 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
         try:
             yield session
         except BaseException:
-            try:
-                await self._in_time(self._roll_back(session))
-            except IdempotencyStoreError as error:
-                self._log_failed_rollback(error)
+            await self._roll_back_in_time(session)
             raise
         await self._in_time(self._commit(session, transaction, connection, inbox_claims))
         _mark(inbox_claims, CommitStatus.DONE)
@@ -490,8 +487,13 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
         _mark(inbox_claims, CommitStatus.UNKNOWN)
 
     async def _begin_in_time(self) -> tuple[AsyncSession, SessionTransaction, Connection]:
+        beginning = asyncio.ensure_future(self._begin())
         try:
-            return await self._in_time(self._begin())
+            return await self._in_time(beginning)
+        except asyncio.CancelledError:
+            if beginning.done() and not beginning.cancelled() and beginning.exception() is None:
+                await self._roll_back_in_time(beginning.result()[0])  # it began at the moment of the cancellation
+            raise
         except (ConfigurationError, IdempotencyStoreError):
             raise
         except Exception as error:  # whatever the driver raises
@@ -519,6 +521,12 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
             raise
         await session.close()
 
+    async def _roll_back_in_time(self, session: AsyncSession) -> None:
+        try:
+            await self._in_time(self._roll_back(session))
+        except IdempotencyStoreError as error:
+            self._log_failed_rollback(error)
+
     async def _roll_back(self, session: AsyncSession) -> None:
         try:
             await session.close()
@@ -532,7 +540,7 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
         async with self._engine.connect() as connection:
             return await connection.run_sync(self._execute, query)
 
-    async def _in_time(self, coroutine: Coroutine[Any, Any, T], limit: float | None = None) -> T:
+    async def _in_time(self, coroutine: Coroutine[Any, Any, T] | asyncio.Task[T], limit: float | None = None) -> T:
         """Await with a timeout; do not wait for a driver that delays its cancellation."""
         task = asyncio.ensure_future(coroutine)
         try:

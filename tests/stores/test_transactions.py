@@ -14,6 +14,7 @@ from sqlalchemy import Engine, create_engine, event, text
 from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.pool import QueuePool
 
 from reliable_mq import ConfigurationError, IdempotencyStoreError, UsageError
 from reliable_mq.core.consumer.delivery import Delivery
@@ -368,5 +369,32 @@ def test_on_a_loop_a_session_of_the_users_own_takes_the_record_in(path: Path) ->
         assert commit_of(one) is commit_of(other) is CommitStatus.UNKNOWN
         assert effects(path) == ["a"]
         assert await store.release_many([claim_of(one), claim_of(other)], failed=True) == [False, True]
+
+    on_a_loop(path, scenario)
+
+
+def test_on_a_loop_a_transaction_cancelled_as_it_has_begun_is_not_left_open(path: Path) -> None:
+    """Nobody has its session then: its connection would stay away from the pool, and hold the lock of the file."""
+
+    async def scenario(store: AsyncSQLAlchemyStore, engine: AsyncEngine) -> None:
+        class Cancelling(AsyncSession):
+            async def run_sync(self, *args: Any, **named: Any) -> Any:
+                begun = await super().run_sync(*args, **named)
+                handler.cancel()
+                return begun
+
+        [claim] = await store.claim_many(["a"], 60.0)
+        cancelled = AsyncSQLAlchemyStore(engine, session=async_sessionmaker(engine, class_=Cancelling))
+
+        async def handle() -> None:
+            async with cancelled.transaction(held(claim, cancelled.transaction)):
+                raise AssertionError("it goes on")
+
+        handler = asyncio.ensure_future(handle())
+        with pytest.raises(asyncio.CancelledError):
+            await handler
+        assert isinstance(engine.pool, QueuePool)
+        assert engine.pool.checkedout() == 0
+        assert await store.release_many([claim], failed=True) == [True]
 
     on_a_loop(path, scenario)
