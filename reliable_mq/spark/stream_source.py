@@ -69,6 +69,7 @@ _ACTIVE: Final = 15.0  # seconds for this relay to be the active one, where a qu
 _MOVED: Final = 1.0  # seconds between two looks at the relay meanwhile
 _CLOSE: Final = 5.0  # seconds for outstanding confirms
 _LOOK_EVERY: Final = 30.0  # seconds between two looks at the beginning of the stage
+_LATEST: Final = 253_402_300_799  # the last second of the year 9999, Python's last
 _NEAR: Final = 0.1  # of the messages of a stage before the position of the query: fewer are too few
 
 
@@ -578,6 +579,5 @@ class _Planner:
 
 def _second(milliseconds: int, *, up: bool = False) -> datetime:
     """Return a time as AMQP carries it: in whole seconds."""
-    return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(
-        seconds=-(-milliseconds // 1000) if up else milliseconds // 1000
-    )
+    seconds = -(-milliseconds // 1000) if up else milliseconds // 1000
+    return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(seconds=min(seconds, _LATEST))

@@ -6,13 +6,14 @@ import socket
 import threading
 import time
 from contextlib import closing
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import pytest
 from pyspark.sql.streaming.datasource import ReadMaxRows
 
 from reliable_mq.spark.options import read_options
-from reliable_mq.spark.stream_source import StreamSource
+from reliable_mq.spark.stream_source import StreamSource, _second
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,3 +73,11 @@ def test_a_broker_that_is_away_is_asked_for_once_a_second(
         "no new messages for now"
     ]
     reader.stop()
+
+
+def test_a_time_in_the_last_second_of_all_is_that_second() -> None:
+    """It stands for "until the end": 9999-12-31 23:59:59.999 is how many write that, and no second is behind it."""
+    last = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
+    assert _second(253_402_300_799_999, up=True) == last
+    assert _second(253_402_300_798_001, up=True) == last
+    assert _second(253_402_300_799_999) == last
