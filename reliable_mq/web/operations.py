@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -68,6 +69,7 @@ class AuditLog:
         self._path = None if path is None else Path(path)
         self._lock = threading.Lock()
         self._latest: deque[Mapping[str, Any]] = deque(maxlen=_ENTRIES_SHOWN)
+        self._unfinished = False  # whether the file ends with a part of a line: the disk was full
         if self._path is not None:
             try:
                 self._append(b"")
@@ -105,7 +107,11 @@ class AuditLog:
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o640)
         try:
             if data:
-                os.write(descriptor, data)  # one write: lines of several processes do not mix
+                line = b"\n" * self._unfinished + data
+                written = os.write(descriptor, line)  # one write: lines of several processes do not mix
+                self._unfinished = written < len(line)
+                if self._unfinished:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,6 +13,7 @@ from reliable_mq import Message
 from reliable_mq.core import headers
 from reliable_mq.stores import MemoryStore
 from reliable_mq.testing.waiting import wait_until
+from reliable_mq.web.operations import AuditLog
 from tests.web.memory_broker import letter
 from tests.web.test_pages import first_letter, plain
 
@@ -300,6 +302,24 @@ def test_what_cannot_be_logged_does_not_begin(page: Page, broker: MemoryBroker, 
     told = ended(browser, browser.post("/replay", data={"queue": QUEUE, "choice": "", "go": "replay"}))
     assert "Is a directory" in told
     assert len(broker.queues[QUEUE]) == 10
+
+
+def test_an_entry_of_which_the_disk_takes_a_part_is_an_error_and_spoils_no_other(tmp_path: Path) -> None:
+    """Nothing begins without its entry, so a short write must not pass for one."""
+    path = tmp_path / "audit.jsonl"
+    log = AuditLog(path)
+    log.write("begun", "first", {})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            log.write("begun", "second", {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    log.write("begun", "third", {})
+    log.write("begun", "fourth", {})
+    for each in (log, AuditLog(path)):
+        assert [entry["id"] for entry in each.latest()] == ["fourth", "third", "first"]
 
 
 @pytest.mark.usefixtures("letters")
