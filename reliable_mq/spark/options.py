@@ -16,11 +16,13 @@ import importlib
 import json
 import re
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, NoReturn
 
+from reliable_mq._util.validation import LONGEST
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.monitoring.management import ManagementAPI
 from reliable_mq.settings import SHORT_STRING_BYTES, ConnectionSettings
@@ -57,6 +59,25 @@ StartingPositions = str | Mapping[str, int | str]
 #: Milliseconds since 1970, of all streams or by stream.
 Timestamps = int | Mapping[str, int]
 
+_ARGUMENTS: Final = {"heartbeat": "connection.heartbeat", "connect_timeout": "connection.timeout"}
+_TLS: Final = {  # as those before, the options by the arguments that errors name
+    "ca_file": "connection.caFile",
+    "cert_file": "connection.certFile",
+    "key_file": "connection.keyFile",
+    "server_name": "connection.serverName",
+}
+
+
+class _NamedTLSOptions(TLSOptions):
+    """TLS options whose errors name the option of Spark."""
+
+    def build_context(self) -> ssl.SSLContext:
+        try:
+            return super().build_context()
+        except ConfigurationError as error:
+            name, _, rest = str(error).partition(" ")
+            raise ConfigurationError(f"{_TLS.get(name, name)} {rest}") from error
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionOptions:
@@ -71,20 +92,26 @@ class ConnectionOptions:
     provider: str | None = None  # ``package.module:function``, which returns user and password
 
     def arguments(self) -> dict[str, Any]:
-        tls = None
-        if (self.ca_file, self.cert_file, self.key_file, self.server_name) != (None, None, None, None):
-            tls = TLSOptions(
-                ca_file=self.ca_file, cert_file=self.cert_file, key_file=self.key_file, server_name=self.server_name
-            )
+        tls = {name: value for name in _TLS if (value := getattr(self, name)) is not None}
+        if "key_file" in tls and "cert_file" not in tls:
+            _refuse("connection.keyFile is given without connection.certFile: a key is of no use alone")
         return {
             "heartbeat": self.heartbeat,
             "connect_timeout": self.timeout,
-            "tls": tls,
+            "tls": _NamedTLSOptions(**tls) if tls else None,
             "credentials": None if self.provider is None else _imported(self.provider),
         }
 
     def settings(self, url: str) -> ConnectionSettings:
-        return parse_url(url, **self.arguments())
+        arguments = self.arguments()
+        try:
+            return parse_url(url, **arguments)
+        except ConfigurationError as error:
+            tls = next((option for name, option in _TLS.items() if getattr(self, name) is not None), "")
+            name, _, rest = str(error).replace("the tls argument", tls).partition(" ")
+            if arguments.get(name) is not None:
+                name = {**_ARGUMENTS, "tls": tls}.get(name, "credentialsProvider")
+            raise ConfigurationError(f"{name} {rest.replace('are given twice', 'is given twice')}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,17 +232,24 @@ def _duration(name: str, text: str) -> float:
     match = _DURATION.fullmatch(text.strip().lower())
     if match is None:
         _refuse(f"{name} must be a time with its unit, as 500ms, 30s, 5m, 2h or 1d, not {text[:40]!r}")
-    return int(match[1]) * _SECONDS[match[2]]
+    seconds = int(match[1]) * _SECONDS[match[2]]
+    return seconds if seconds <= LONGEST else _refuse(f"{name} is {text[:40]!r}, and {LONGEST:.0f}s is the most")
 
 
-def _whole_seconds(name: str, text: str) -> int:
+def _heartbeat(name: str, text: str) -> int:
     seconds = _duration(name, text)
-    return int(seconds) if seconds == int(seconds) else _refuse(f"{name} must be whole seconds")
+    if seconds not in range(1, 65536):
+        _refuse(f"{name} must be whole seconds, 1s to 65535s, not {text[:40]!r}: heartbeats cannot be switched off")
+    return int(seconds)
 
 
 def _timeout(name: str, text: str) -> float | None:
     """Return seconds; 0 stands for the default."""
     return _duration(name, text) or None
+
+
+def _positive(name: str, text: str) -> float:
+    return _duration(name, text) or _refuse(f"{name} must be longer than {text[:40]!r}")
 
 
 def _one_of(wanted: str, values: Mapping[str, Any]) -> Callable[[str, str], Any]:
@@ -274,8 +308,8 @@ def _number(name: str, text: str) -> int:
 
 _CONNECTION: Final = (
     _Option("url", "url", _as_is),
-    _Option("connection.heartbeat", "connection.heartbeat", _whole_seconds),
-    _Option("connection.timeout", "connection.timeout", _duration),
+    _Option("connection.heartbeat", "connection.heartbeat", _heartbeat),
+    _Option("connection.timeout", "connection.timeout", _positive),
     _Option("connection.caFile", "connection.ca_file", _text),
     _Option("connection.certFile", "connection.cert_file", _text),
     _Option("connection.keyFile", "connection.key_file", _text),
@@ -378,10 +412,6 @@ def read_options(given: Mapping[str, str], *, streaming: bool) -> QueueOptions |
 
 
 def _queue_options(given: Mapping[str, str]) -> QueueOptions:
-    names, of_queues = {name.lower() for name in given}, {option.name for option in _QUEUE}
-    for option in _STREAM:
-        if option.name.lower() in names and option.name not in of_queues:
-            _refuse(f"{option.name} is an option of stream mode, and queue is given")
     options = QueueOptions(**_source_values(given, _QUEUE))
     least, prefetch = options.min_messages, options.prefetch
     if least is not None and prefetch is not None and least > prefetch:
@@ -480,9 +510,19 @@ def _check_known(given: Mapping[str, str], options: Sequence[_Option]) -> None:
         if name == "path":
             _refuse("a path is given to load() or start(): RabbitMQ has none; name the queue in an option")
         if name not in by_name:
+            _refuse_other_mode(name, options)
             near = difflib.get_close_matches(name, by_name, n=1)
             hint = f"; did you mean {by_name[near[0]]}?" if near else ""
             _refuse(f"unknown option {name[:40]!r}{hint} (known: {', '.join(by_name.values())})")
+
+
+def _refuse_other_mode(name: str, options: Sequence[_Option]) -> None:
+    """Refuse an option that has a meaning elsewhere, and say where."""
+    modes = {"queue mode": _QUEUE, "stream mode": _STREAM, "staged mode": _STAGED, "a sink": _SINK}
+    own = next(mode for mode, each in modes.items() if each is options)
+    found = {mode: option.name for mode, each in modes.items() for option in each if option.name.lower() == name}
+    if found:
+        _refuse(f"{next(iter(found.values()))} is an option of {' and '.join(found)}, and this is {own}: leave it out")
 
 
 def _values(given: Mapping[str, str], options: Sequence[_Option]) -> dict[str, Any]:

@@ -43,23 +43,47 @@ def test_each_option_is_taken() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"connection.heartbeat": "0s"}, "heartbeat must be"),
+        ({"connection.heartbeat": "0s"}, "^connection.heartbeat must be whole seconds, 1s to 65535s, not '0s'"),
         ({"connection.heartbeat": "1500ms"}, "connection.heartbeat must be whole seconds"),
         ({"connection.timeout": "10"}, "connection.timeout must be a time with its unit"),
-        ({"connection.timeout": "0s"}, "connect_timeout must be"),
-        ({"connection.caFile": "/ca.pem"}, "use amqps"),
+        ({"connection.timeout": "0s"}, "^connection.timeout must be longer"),
+        ({"connection.caFile": "/ca.pem"}, "^connection.caFile is given, .*use amqps"),
+        ({"connection.keyFile": "/k.pem"}, "^connection.keyFile is given without connection.certFile"),
         ({"connection.cafiles": "/ca.pem"}, "did you mean connection.caFile"),
         ({"credentialsProvider": "os.getpid"}, "must be package.module:function"),
         ({"credentialsProvider": "no.such.module:function"}, "No module named 'no'"),
         ({"credentialsProvider": "os:no_such"}, "no attribute 'no_such'"),
         ({"credentialsProvider": "os:sep"}, "is a str, and no function"),
-        ({"credentialsProvider": "os:getpid"}, "credentials are given twice"),
+        ({"credentialsProvider": "os:getpid"}, "^credentialsProvider is given twice"),
     ],
 )
 def test_what_is_not_understood_is_refused(given: dict[str, str], says: str) -> None:
     """On the driver, before anything connects."""
     with pytest.raises(ConfigurationError, match=says):
         settings("amqp://u:p@broker.example/", **given)
+
+
+@pytest.mark.parametrize(
+    ("url", "given", "says"),
+    [
+        ("amqp://u:p@h/?heartbeat=9", {"connection.heartbeat": "9s"}, "^connection.heartbeat is given twice"),
+        ("amqp://u:p@h/?heartbeat=0", {}, "^heartbeat must be"),
+        ("amqp://u:p@h/?connection_timeout=900", {"connection.timeout": "9s"}, "^connection.timeout is given twice"),
+        ("amqps://u:p@h/?certfile=c", {"connection.caFile": "a"}, "^certfile is in the URL beside connection.caFile:"),
+    ],
+)
+def test_what_contradicts_the_url_is_refused_by_its_name(url: str, given: dict[str, str], says: str) -> None:
+    """By that of the option where there is one, and not of an argument that only Python has."""
+    with pytest.raises(ConfigurationError, match=says):
+        settings(url, **given)
+
+
+def test_a_file_that_cannot_be_read_is_named_by_its_option() -> None:
+    """Files are read at each connect, on the host that connects."""
+    made = settings("amqps://u:p@h/", **{"connection.caFile": "/no/such.pem"})
+    assert made.tls is not None
+    with pytest.raises(ConfigurationError, match=r"^connection.caFile '/no/such.pem' cannot be read"):
+        made.tls.build_context()
 
 
 def test_a_provider_is_imported_where_it_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,10 @@ def test_every_option_of_a_stream_is_taken() -> None:
         ({"stream": "s", "managementUrl": "localhost"}, "management URL must be http"),
         ({"stream": "s", "streamFilterMatchUnfiltered": "true"}, "is given without streamFilter"),
         ({"stream": "s", "streamFilter": "eu,,us"}, "streamFilter has an empty name"),
-        ({"stream": "s", "exchange": "x"}, "unknown option 'exchange'"),
+        ({"stream": "s", "exchange": "x"}, "exchange is an option of a sink, and this is stream mode: leave it out"),
+        ({"stream": "s", "missingqueuetimeout": "1s"}, "missingQueueTimeout is an option of queue mode, and this is"),
+        ({"queue": "q", "stageBy": "none"}, "stageBy is an option of staged mode, and this is queue mode"),
+        ({"queue": "q", "missingQueueTimeout": "99999d"}, "missingQueueTimeout is '99999d', and 1000000000s is the"),
     ],
 )
 def test_what_is_not_understood_is_refused(given: dict[str, str], says: str) -> None:
@@ -194,7 +197,8 @@ def test_a_sink_passes_options_on_to_its_publishers() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"queue": "a"}, "unknown option 'queue'"),
+        ({"queue": "a"}, "queue is an option of queue mode and staged mode, and this is a sink"),
+        ({"publisher.confirmTimeout": "99999d"}, "publisher.confirmTimeout is '99999d', and 1000000000s is the most"),
         ({"asyncProgressTrackingEnabled": "true"}, "asyncProgressTrackingEnabled is on"),
         ({"path": "x"}, "a path is given"),
         ({"onUnsendableRow": "skip"}, "onUnsendableRow must be 'fail' or 'deadLetter', not 'skip'"),

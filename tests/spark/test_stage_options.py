@@ -59,7 +59,7 @@ def test_without_a_relay_there_are_no_options_of_one() -> None:
     [
         ({"stageRetension": "1D"}, r"did you mean stageRetention\?"),
         ({"retention": "1D"}, r"unknown option 'retention'; did you mean stageRetention\? \(known: stage, stageBy"),
-        ({"missingQueueTimeout": "1s"}, "unknown option"),
+        ({"missingQueueTimeout": "1s"}, "missingQueueTimeout is an option of queue mode, and this is staged mode"),
         ({"stage": " "}, "stage must name one stream, in at most 255 bytes, not ''"),
         ({"stage": "a,b"}, "stage must name one stream, in at most 255 bytes, not 'a,b'"),
         ({"stage": "s" * 241}, "stage must be a name of 1 to 240 bytes"),
