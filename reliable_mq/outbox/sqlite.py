@@ -188,11 +188,8 @@ class SQLiteOutbox:
         ]
         if not (stored or removed or changed):
             return
-        if stored and not self._reserve.available():
-            raise OutboxError(
-                f"storing {len(stored)} messages failed in outbox {self.path}: the disk is full, but for the room that "
-                "is needed to remove rows; make room. Earlier rows are safe"
-            )
+        if stored:
+            self._need_reserve(f"storing {len(stored)} messages")
 
         def work(connection: sqlite3.Connection) -> None:
             if stored:
@@ -210,7 +207,10 @@ class SQLiteOutbox:
     def claims(self) -> RowLeases:
         """Return new leases, for one relay."""
         self.open()
-        return SQLiteRowLeases(self.path, self._timeout, self._file)
+        try:
+            return SQLiteRowLeases(self.path, self._timeout, self._file)
+        except (sqlite3.Error, OSError) as error:
+            raise outbox_error(error, self.path, "opening") from error
 
     def backlog(self, up_to: int | None = None) -> tuple[int, int]:
         """Count the rows that will be published; return that, and the id of the last row."""
@@ -291,6 +291,17 @@ class SQLiteOutbox:
             return count
 
         return self._transact_on_full_disk(work, "changing what was set aside")
+
+    def _need_reserve(self, what: str) -> None:
+        try:
+            there = self._reserve.available()
+        except OSError as error:
+            raise outbox_error(error, self.path, what) from error
+        if not there:
+            raise OutboxError(
+                f"{what} failed in outbox {self.path}: the disk is full, but for the room that is needed to remove "
+                "rows; make room. Earlier rows are safe"
+            )
 
     def _transact_on_full_disk(self, work: Callable[[sqlite3.Connection], T], what: str) -> T:
         """Release the reserve if a full disk has no space for a removal."""

@@ -202,6 +202,22 @@ def test_a_reserve_that_finds_no_room_is_said_to_be_missing(tmp_path: Path, monk
     assert (tmp_path / "outbox-reserve").stat().st_size == 0
 
 
+@pytest.mark.parametrize(("file", "what"), [("reserve", "storing 1 messages failed"), ("relay", "opening failed")])
+def test_a_file_beside_it_that_cannot_be_opened_is_an_error_of_the_outbox(
+    outbox: SQLiteOutbox, file: str, what: str
+) -> None:
+    """As one of another user; and nothing was stored, so that the message may be stored elsewhere."""
+    outbox.open()
+    path = Path(f"{outbox.path}-{file}")
+    path.mkdir()
+    with pytest.raises(OutboxError, match=f"{what} in outbox {outbox.path}: .*{path}") as raised:
+        outbox.claims() if file == "relay" else store(outbox, 1, None)
+    assert not raised.value.may_have_arrived
+    path.rmdir()
+    store(outbox, 1, None)
+    assert len(outbox.claims().take(10).rows) == 1
+
+
 def test_a_look_for_rows_passes_over_so_many_and_no_more(outbox: SQLiteOutbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a backlog of one key, others are found look by look, while rows of that key are published."""
     monkeypatch.setattr(sqlite_relay, "_ROWS_PASSED", 50)
