@@ -301,10 +301,10 @@ class StagedSource(StreamSource):
     def _move_ready(self, relay: StageRelay | None) -> None:
         """Move the messages that are ready now; then remember where the stage ends."""
         if relay is not None:
-            if relay.wait_active(_ACTIVE):
-                while not relay.wait_moved(_MOVED):
-                    pass
-            else:
+            active = relay.wait_active(_ACTIVE)
+            while active and not relay.wait_moved(_MOVED):
+                active = relay.wait_active(_ACTIVE)  # it may have lost its connection, and another one be active
+            if not active:
                 logger.warning(
                     "another relay moves messages into the stage, or the broker is away: reading what the stage has now"
                 )

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 import pytest
 from pyspark.sql.streaming.datasource import ReadMaxRows
 
-from reliable_mq.spark.options import read_options
-from reliable_mq.spark.stream_source import StreamSource, _second
+from reliable_mq.errors import BrokerUnavailable
+from reliable_mq.spark import stream_source
+from reliable_mq.spark.options import read_options, staged_options
+from reliable_mq.spark.stream_source import StagedSource, StreamSource, _second
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,3 +83,47 @@ def test_a_time_in_the_last_second_of_all_is_that_second() -> None:
     assert _second(253_402_300_799_999, up=True) == last
     assert _second(253_402_300_798_001, up=True) == last
     assert _second(253_402_300_799_999) == last
+
+
+class LostRelay:
+    """A relay that was active, lost its connection, and waits for another one since."""
+
+    error = None
+
+    def __init__(self, *_args: object, **_named: object) -> None:
+        self.closed = False
+        self._active = [True, True]
+        self._waits = 0
+
+    def start(self) -> None:
+        pass
+
+    def wait_declared(self, _timeout: float) -> None:
+        pass
+
+    def wait_active(self, _timeout: float) -> bool:
+        return bool(self._active and self._active.pop())
+
+    def wait_moved(self, _timeout: float) -> bool:
+        self._waits += 1
+        assert self._waits < 10, "it waits for ever"
+        return False
+
+    def close(self, _timeout: float) -> None:
+        self.closed = True
+
+
+def test_a_query_that_reads_what_there_is_does_not_wait_for_another_relay(
+    closing_server: Closing, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own was the active one at first: the query would never end."""
+    made: list[LostRelay] = []
+    monkeypatch.setattr(stream_source, "StageRelay", lambda *args, **named: made.append(LostRelay()) or made[0])
+    given = {"url": closing_server.url, "queue": "orders", "stage": "events", "connection.timeout": "1s"}
+    reader = StagedSource(staged_options(given, streaming=True), ["body"])
+    reader.prepareForTriggerAvailableNow()
+    with pytest.raises(BrokerUnavailable):  # where the stage ends is asked for then
+        reader.latestOffset({"initial": {"events": 0}}, ANY)
+    assert made[0].closed
+    assert "another relay moves messages into the stage" in caplog.text
+    reader.stop()
