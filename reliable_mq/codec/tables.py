@@ -45,6 +45,7 @@ _TAGGED_UINT64 = Struct(">cQ")
 _TAGGED_DOUBLE = Struct(">cd")
 _TAGGED_DECIMAL = Struct(">cBi")
 _DECIMAL = Struct(">Bi")
+_DECIMAL_DIGITS = 11  # more than any has: a number of so many, whatever follows, does not fit
 _UINT64 = Struct(">Q")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _SECOND = timedelta(seconds=1)
@@ -226,7 +227,7 @@ def _encode_decimal(value: Decimal, _: int) -> bytes:
     sign, digits, exponent = value.as_tuple()
     if not isinstance(exponent, int):
         raise _Unfit(f"is {value}, and AMQP carries finite decimals only: leave it out")
-    unscaled = int("".join(map(str, digits)))
+    unscaled = int("".join(map(str, digits[:_DECIMAL_DIGITS])))
     places = -exponent
     if -10 < places < 0:
         unscaled *= 10**-places

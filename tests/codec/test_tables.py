@@ -297,6 +297,7 @@ def test_values_of_like_types_are_written_as_the_type_they_are_like(value: objec
         ({"k": Decimal(2**31)}, "does not fit an AMQP decimal"),
         ({"k": Decimal("1E+10")}, "does not fit an AMQP decimal"),
         ({"k": Decimal("1E-256")}, "does not fit an AMQP decimal"),
+        ({"k": Decimal("1" * 5000)}, "does not fit an AMQP decimal"),
         ({"k": naive(2024)}, "headers['k'] has no time zone"),
         ({"k": datetime(1969, 12, 31, tzinfo=UTC)}, "lies before 1970"),
         ({"k": "\ud800"}, "headers['k'] cannot be encoded as UTF-8"),
