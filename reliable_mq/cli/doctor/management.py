@@ -226,9 +226,12 @@ def _matches(exchange_type: str, binding: Mapping[str, Any], key: str) -> bool:
 
 
 def _topic_matches(pattern: list[str], words: list[str]) -> bool:
-    if not pattern:
-        return not words
-    head, *rest = pattern
-    if head == "#":
-        return any(_topic_matches(rest, words[start:]) for start in range(len(words) + 1))
-    return bool(words) and head in ("*", words[0]) and _topic_matches(rest, words[1:])
+    taken = {0}  # how many words the pattern may stand for, as far as it was read
+    for part in pattern:
+        if part == "#":
+            taken = set(range(min(taken), len(words) + 1))
+        else:
+            taken = {count + 1 for count in taken if count < len(words) and part in ("*", words[count])}
+        if not taken:
+            return False
+    return len(words) in taken
