@@ -2,10 +2,10 @@
 
 Example::
 
-with RabbitMQ() as broker:
-publisher = Publisher(broker.url)
-broker.kill()
-broker.start()
+    with RabbitMQ() as broker:
+        publisher = Publisher(broker.url)
+        broker.kill()
+        broker.start()
 """
 
 from __future__ import annotations
