@@ -242,6 +242,21 @@ def test_the_reference_has_every_public_name() -> None:
         assert set(importlib.import_module(package).__all__) - {"Difference"} <= documented
 
 
+def test_the_reference_has_what_a_class_inherits() -> None:
+    """A method that a base class adds, such as ``Consumer.stop``, is in the manual as its own methods are."""
+    blocks = dict(re.findall(r"^\.\. autoclass:: (\w+)\n((?:   :.+\n)*)", API.read_text(), re.MULTILINE))
+    checked = 0
+    for package in ("reliable_mq", "reliable_mq.stores", "reliable_mq.outbox", "reliable_mq.deadletters"):
+        for name in importlib.import_module(package).__all__:
+            owner = getattr(importlib.import_module(package), name)
+            bases = [base.__name__ for base in getattr(owner, "__mro__", ()) if base.__module__.startswith("reliable_mq")]
+            if name not in blocks or not any("Base" in base for base in bases):
+                continue
+            assert ":inherited-members:" in blocks[name] or re.search(r":members: \w", blocks[name]), name
+            checked += 1
+    assert checked > 8
+
+
 @pytest.mark.parametrize("owner", [Publisher, Consumer])
 def test_defaults_are_those_of_the_code(owner: type[Publisher | Consumer]) -> None:
     """The tables of settings name parameters, and their defaults where these are plain values."""

@@ -16,6 +16,7 @@ import ast
 import importlib
 import inspect
 import re
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -77,6 +78,12 @@ def arguments_of(docstring: str) -> dict[str, str]:
 def shown_default(default: Any) -> str:
     if default is inspect.Parameter.empty:
         return "-"
+    if repr(default) == "<factory>":  # of a dataclass; those of ours make an empty mapping
+        return "`{}`"
+    if isinstance(default, Enum):
+        return f"`{default.name}`"
+    if repr(default).isupper():  # a sentinel, shown by its name
+        return f"`{default!r}`"
     if isinstance(default, int) and not isinstance(default, bool) and default and default % (1024 * 1024) == 0:
         return f"{default // (1024 * 1024)} MiB"
     if isinstance(default, (str, int, float, tuple, frozenset, type(None))):

@@ -89,19 +89,12 @@ class Delivery(RawDelivery):
 
     Attributes:
         body: the bytes of the message.
-        exchange: where it was published to.
-        routing_key: with which key.
-        redelivered: whether it may have been delivered before: by the broker's word, or because this is not the first
-            attempt.
-        consumer_tag: of the consumer that it was delivered to.
+        exchange: the exchange that it was published to; empty for the default exchange.
+        routing_key: the routing key that it was published with.
+        redelivered: whether it may have been delivered before: the broker says so, or this is not the first attempt.
+        consumer_tag: the tag of the consumer that received it.
         delivery_tag: its number on its channel.
-        properties: the encoded properties, as they came.
-        state: its place in the consumer.
-        claim: the claim under which its handler has finished, for as long as the idempotency store has not taken that.
-        flaw: the error in its properties, once they were found broken.
-        inbox_claim: its claim in the idempotency store while its handler runs; None without one that has transactions.
-        store_failures: how often the idempotency store failed for it.
-        attempt_context: the trace context of the last attempt, if that is sampled; else None.
+        properties: its encoded properties, byte for byte.
     """
 
     __slots__ = (
@@ -136,13 +129,13 @@ class Delivery(RawDelivery):
         self._routing_key = routing_key
         self._properties = properties
         self._body = body
-        self.state = _QUEUED
+        self.state = _QUEUED  # in the consumer
         self._failures: AttemptHistory | None = None
-        self.claim: Claim | None = None
-        self.flaw: str | None = None
-        self.inbox_claim: InboxClaim | None = None
-        self.store_failures = 0
-        self.attempt_context: str | None = None
+        self.claim: Claim | None = None  # of its handler, which has finished, until the idempotency store has the result
+        self.flaw: str | None = None  # the error in its properties, once they were found broken
+        self.inbox_claim: InboxClaim | None = None  # while its handler runs, in a store that has transactions
+        self.store_failures = 0  # of the idempotency store, for this delivery
+        self.attempt_context: str | None = None  # the trace context of the last attempt, if that is sampled
         self._decoded: Properties | None = None
 
     @property
