@@ -163,12 +163,19 @@ class Commands(FromCode):
                     ", ".join(f"`{name}`" for name in [*each.opts, *each.secondary_opts])
                     if each.param_type_name == "option"
                     else f"`{each.name.upper()}`",
-                    options_as_code(cell(each.help or "")),
+                    options_as_code(cell(each.help or "")) + stated_default(each),
                 )
                 for each in child.params
                 if each.name != "help"
             ]
             yield from (*table(("argument or option", "meaning"), rows), "")
+
+
+def stated_default(parameter: Any) -> str:
+    """Return a sentence with the default of an option, unless its help has it or it is a flag that is off."""
+    if parameter.default in (None, False, "", ()) or "Default:" in (parameter.help or ""):
+        return ""
+    return f" Default: `{parameter.default}`."
 
 
 def options_as_code(text: str) -> str:
