@@ -228,10 +228,10 @@ class KillSwitch:
 
     Args:
         share: of failed handler calls within the window, above 0 and up to 1.
-        window: seconds, or a timedelta, as the two below.
+        window: seconds, or a timedelta, that the share is taken over.
         minimum: handler calls within the window below which the consumer does not pause.
-        pause: seconds until the first probe; doubled after each failed probe.
-        longest_pause: seconds; the limit of that.
+        pause: seconds, or a timedelta, until the first probe; doubled after each failed probe.
+        longest_pause: seconds, or a timedelta, that a pause lasts at most.
 
     Raises:
         ConfigurationError: a value is out of its range; the message names it.

@@ -250,8 +250,8 @@ def test_the_reference_has_what_a_class_inherits() -> None:
     for package in ("reliable_mq", "reliable_mq.stores", "reliable_mq.outbox", "reliable_mq.deadletters"):
         for name in importlib.import_module(package).__all__:
             owner = getattr(importlib.import_module(package), name)
-            bases = [base.__name__ for base in getattr(owner, "__mro__", ()) if base.__module__.startswith("reliable_mq")]
-            if name not in blocks or not any("Base" in base for base in bases):
+            bases = [base for base in getattr(owner, "__mro__", ()) if base.__module__.startswith("reliable_mq")]
+            if name not in blocks or not any("Base" in base.__name__ for base in bases):
                 continue
             assert ":inherited-members:" in blocks[name] or re.search(r":members: \w", blocks[name]), name
             checked += 1

@@ -62,6 +62,7 @@ class FromCode(SphinxDirective):
         raise NotImplementedError
 
     def run(self) -> list[nodes.Node]:
+        self.env.note_reread()  # the code may have changed where the page has not
         section = nodes.section()
         self.state.nested_parse(StringList([*self.lines()], source="code"), 0, section, match_titles=True)
         return section.children

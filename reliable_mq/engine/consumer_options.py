@@ -127,29 +127,33 @@ class ConsumerOptions:
             url: as for ``Publisher``.
             queue: a ``Queue``, which is declared at every connect, with its dead-letter queue; a plain name means a
                 queue that exists and is not declared.
-            handler: called with one `Delivery`, or with a list of them if ``batch_size`` is given; a plain function on
-                a thread, a coroutine function, which an ``AsyncConsumer`` takes, in a task. A batch handler may return
-                a list with a verdict per item (``Ack``, ``RetryLater(...)``, ``DeadLetter(...)``), in the order in
-                which it leaves its own list; if it raises, each item is retried by itself. None to use ``get`` alone.
-            topology: further declarations.
+            handler: called with one `Delivery`, or with a list of them if ``batch_size`` is given. A plain function
+                runs on a thread, a coroutine function, which only an ``AsyncConsumer`` takes, in a task. A batch
+                handler may return a list with a verdict for each item (``Ack``, ``RetryLater(...)``,
+                ``DeadLetter(...)``), in the order in which it leaves its own list; if it raises, each item is retried
+                by itself. None to use ``get`` alone.
+            topology: further queues, exchanges and bindings to declare at every connect.
             prefetch: deliveries that may be unacked at a time; 100 to 300 is usually best, 0 is no limit.
-            concurrency: handlers that run at a time, in as many threads, or tasks. Above 1, handlers run out of order.
-            retry: when a failed delivery is retried, and where it waits meanwhile.
-            kill_switch: when to pause because too many handlings fail; None for never.
-            idempotency: a store of messages that are done, so that duplicates do not take effect again. With asyncio, a
-                store that blocks is called on a thread, one whose methods are coroutine functions is awaited.
-            idempotency_key: returns the key of a delivery; by default its ``message_id``.
-            idempotency_lease: seconds for which a delivery being handled is claimed; longer than a handler may take.
+            concurrency: handlers that run at a time, each in a thread or task. Above 1, handlers run out of order.
+            retry: how often, after which delays and where a failed delivery is retried; default ``RetryPolicy()``: 5
+                attempts, after 1, 10, 60 and 60 s.
+            kill_switch: when to pause because too many handler calls fail; None for never.
+            idempotency: a store that remembers handled messages, so that duplicates have no effect. With asyncio, a
+                store that blocks is called on a thread; one whose methods are coroutine functions is awaited.
+            idempotency_key: a function that returns the key of a delivery; by default its ``message_id``.
+            idempotency_lease: seconds for which a delivery that is being handled is claimed. Choose it above the time
+                that a handler takes.
             idempotency_namespace: tells equal queue names apart in a store that several brokers or virtual hosts share.
                 By default the name that the broker's cluster was given, if any, and the virtual host, as
                 ``"shop/orders"``; give a name of your own if several clusters without one share the store, or deliver
                 the same messages.
             ack_every: finished deliveries that are acked with one frame; by default half of the prefetch, 100 at most.
-            ack_interval: seconds after which finished deliveries are acked, however few. While no handler runs it is
-                sooner.
-            ack_mode: ``"automatic"``: the broker forgets a message as it sends it: at most once, and never retried.
-            batch_size: deliveries per call of the handler.
-            batch_wait: seconds that an incomplete batch waits for more.
+            ack_interval: seconds after which finished deliveries are acked, however few. While no handler runs they are
+                acked sooner.
+            ack_mode: ``"manual"``, or ``"automatic"``: the broker then forgets a message as it sends it, so it is
+                delivered at most once and never retried.
+            batch_size: the most deliveries for one call of the handler; None for one delivery, which is not in a list.
+            batch_wait: seconds that an incomplete batch waits for more deliveries.
             dead_letter: a ``Queue`` or the name of one for messages that are given up; by default that of ``queue``;
                 None for none: they are rejected, and lost if the broker has no dead-letter exchange for them.
             offset: where to begin in a stream: ``"first"``, ``"last"``, ``"next"`` (the default), an offset, or an
@@ -157,24 +161,24 @@ class ConsumerOptions:
             exclusive: refuse other consumers of a classic queue. RabbitMQ ignores it on others, which have
                 ``Queue(..., single_active_consumer=True)``.
             consumer_arguments: further arguments of ``basic.consume``, e.g. ``{"x-priority": 5}``.
-            max_body_bytes: a larger delivery is dead-lettered, and no handler sees it; None for no limit. One more than
-                1 MiB larger is not read into memory if the queue has dead letters of its own: the broker dead-letters
-                it.
-            max_header_bytes: likewise for the encoded properties and headers.
-            consumer_timeout: seconds after which the broker takes an unacked delivery back: its own setting, which no
-                client can read; None if it has none. The arguments of the queue override it. After three quarters of it
-                a warning is logged.
-            stop_timeout: seconds that ``stop`` waits for handlers that run; then tasks are cancelled, and the
-                deliveries of all come again.
+            max_body_bytes: a delivery with a larger body is dead-lettered, and no handler sees it; None for no limit. A
+                body that is larger by more than 1 MiB is not read into memory if the queue has dead letters of its own:
+                the broker dead-letters it.
+            max_header_bytes: the same for the encoded properties and headers.
+            consumer_timeout: seconds after which the broker requeues an unacked delivery; None if it never does. It is
+                a setting of the broker, which no client can read. The arguments of the queue override it. After three
+                quarters of it a warning is logged.
+            stop_timeout: seconds that ``stop`` waits for running handlers. Then tasks are cancelled, and all unfinished
+                deliveries come again.
             new_queue_grace: as for ``Publisher``, for messages that are published again: the original of a retry or a
                 dead letter is acked once its copy is confirmed for good.
             reconnect_wait: as for ``Publisher``.
             reconnect_stop: as for ``Publisher``.
             credentials: as for ``Publisher``.
             tls: as for ``Publisher``.
-            heartbeat: seconds.
-            connect_timeout: seconds for one attempt on one host.
-            name: of threads and tasks, in metrics, in dead letters, and of the consumer at the broker.
+            heartbeat: as for ``Publisher``.
+            connect_timeout: as for ``Publisher``.
+            name: the name of threads and tasks, in metrics, in dead letters, and of the consumer at the broker.
             registry: where to register Prometheus metrics; None for none.
             tracing: a ``Tracing``, for OpenTelemetry spans of handlers and acks; None for none. Handlers then run in
                 the context of their message.

@@ -87,39 +87,45 @@ class PublisherOptions:
                 in their hosts only.
             topology: queues, exchanges and bindings to declare at every connect.
             max_outstanding: messages that may be unconfirmed at a time. At the limit ``submit`` waits.
-            max_outstanding_bytes: the sum of their bodies, likewise. A larger message is published alone.
-            max_message_bytes: a larger body is refused before anything is sent. RabbitMQ's own default is 16 MiB.
+            max_outstanding_bytes: bytes of their bodies that may be unconfirmed at a time. A larger message is
+                published alone.
+            max_message_bytes: bytes above which a body is refused before anything is sent. RabbitMQ's own default is
+                16 MiB.
             mandatory: whether a message that no queue is bound for fails (``PublishReturned``), or is dropped by the
                 broker.
             confirm_timeout: seconds without any confirm, while some are outstanding, after which the connection is
                 replaced and all unconfirmed messages are published again.
             delivery_timeout: seconds from ``submit`` after which a message is given up (``PublishUnconfirmed``).
-            retry: retries of a nacked message before it is reported (``PublishNacked``); without ``retry_on``,
-                ``give_up_on`` and ``backend``, which are for consumers.
+            retry: how often, and after which delays, a nacked message is published again before it is reported
+                (``PublishNacked``). It must not set ``retry_on``, ``give_up_on`` or ``backend``, which are for
+                consumers.
             on_blocked: while the broker blocks publishing (memory or disk alarm), ``"wait"`` until the deadline, or
                 ``"raise"`` ``PublishBlocked`` at once for new messages.
             on_disconnected: while there is no connection, ``"wait"`` for one until the deadline, or ``"raise"``
-                ``PublishDisconnected`` at once for new messages, also for those that wait for the window. Messages
-                accepted before are published again as ever. The first publish waits until every host had one attempt.
-                Not together with an outbox, which stores messages whether or not the broker is there.
+                ``PublishDisconnected`` at once, for new messages and for those that wait for the window. Messages that
+                were accepted before are published again in either case. The first publish waits until every host had
+                one attempt. Not together with an outbox, which stores messages whether or not the broker is there.
             new_queue_grace: seconds for which confirms of a quorum queue that this process has made are provisional:
-                RabbitMQ loses the messages of a queue younger than a second if it is killed. Until then, and until the
-                broker has answered several requests, the last one sent after that, the message counts as outstanding,
-                and is published again if the connection is lost. 0 for confirms that are final at once.
+                RabbitMQ loses the messages of a queue younger than a second if it is killed. Such a message stays
+                outstanding until the broker has answered several requests, the last one sent after that time; it is
+                published again if the connection is lost. 0 makes confirms final at once.
             outbox: stores messages durably before they are published (`reliable_mq.outbox`). ``publish`` then returns
-                once a message is stored, whether or not the broker is there; a relay in this process publishes it until
-                it is confirmed, and at the next start the messages that this process has left.
+                once a message is stored, whether or not the broker is there. A relay in this process publishes stored
+                messages until they are confirmed, those of earlier processes too.
             reconnect_wait: seconds to wait after each round over the hosts: a function of the number of rounds since
                 the connection was lost, or a tenacity wait; default exponential from 0.2 s to 30 s with jitter.
             reconnect_stop: whether to give up after a round over the hosts: a function of the number of rounds, or a
                 tenacity stop; default never. Then all unconfirmed messages fail, and the publisher has ended.
-            credentials: a plain callable that returns ``(username, password)``, called at every connect, for rotated
-                passwords and tokens. With asyncio, on a thread.
+            credentials: one ``Credentials``, or a plain callable that returns ``(username, password)`` or
+                ``Credentials``, for passwords and tokens that change. It is called on a thread, at every connect, and
+                before a token with ``expires_in`` expires.
             tls: a ``TLSOptions``, for certificates and authorities; ``amqps`` always verifies unless it says otherwise.
-            heartbeat: seconds. An event loop that stands still for half of them is reported in the log; after about
-                twice as many, the broker closes the connection.
-            connect_timeout: seconds for one attempt on one host, the handshakes and the declarations included.
-            name: of threads and in metrics, and of the connection in RabbitMQ's management UI unless the URL names it.
+            heartbeat: seconds; default that of the URL, else 20. The log reports an event loop that stands still for
+                half of them; after about twice as many, the broker closes the connection.
+            connect_timeout: seconds for one attempt on one host, the handshakes and the declarations included; default
+                that of the URL, else 10.
+            name: the name of threads, in metrics, and of the connection in RabbitMQ's management UI unless the URL has
+                one.
             registry: where to register Prometheus metrics; None for none.
             tracing: a ``Tracing``, for an OpenTelemetry span of every message; None for none.
 

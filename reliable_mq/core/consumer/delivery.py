@@ -131,7 +131,7 @@ class Delivery(RawDelivery):
         self._body = body
         self.state = _QUEUED  # in the consumer
         self._failures: AttemptHistory | None = None
-        self.claim: Claim | None = None  # of its handler, which has finished, until the idempotency store has the result
+        self.claim: Claim | None = None  # of its finished handler, until the idempotency store has the result
         self.flaw: str | None = None  # the error in its properties, once they were found broken
         self.inbox_claim: InboxClaim | None = None  # while its handler runs, in a store that has transactions
         self.store_failures = 0  # of the idempotency store, for this delivery
