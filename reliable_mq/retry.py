@@ -100,7 +100,7 @@ class RetryPolicy:
             the same kind. The constructor calls it once per attempt; for random delays use ``jitter``.
         jitter: the largest random addition to a delay, as a part of it, from 0 (none) to 1 (up to twice the delay).
         retry_on: the exceptions after which a handler is called again; others dead-letter at once. Default: all. Both
-            match subclasses, as ``except`` does; for an ``ExceptionGroup`` see `retries`.
+            match subclasses, as ``except`` does. An ``ExceptionGroup`` is retried if each exception in it is.
         give_up_on: exceptions that dead-letter at once, even if ``retry_on`` names a base class of theirs.
         backend: where a delivery waits. ``"queues"``: in one delay queue per delay, declared beside the queue; if that
             is impossible (a plain name, a stream, an auto-delete queue), in memory. ``"memory"``: unacked, in the

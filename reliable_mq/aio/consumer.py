@@ -143,7 +143,7 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
 
         Raises:
             TopologyMismatch: the queue differs from its declaration, or does not exist.
-            BrokerUnavailable: connecting cannot succeed, or was given up as told.
+            BrokerUnavailable: connecting cannot succeed, or ``reconnect_stop`` has ended it.
             UsageError: it runs already, was stopped, has no handler, or is used on another event loop.
         """
         self._check_runnable()

@@ -37,7 +37,7 @@ __all__ = ["AsyncPublisher"]
 class AsyncPublisher(
     BasePublisher[AsyncConfirmation, AsyncStoredConfirmation, AsyncPublisherChannel, AsyncOutboxChannel]
 ):
-    """Publishes messages and knows of each whether the broker has it.
+    """Publishes messages, and reports for each whether the broker has it.
 
     For one event loop, any number of its tasks. Construction does not connect. ``async with``, ``connect`` or the first
     publish does; from then on the publisher reconnects by itself, declares ``topology`` again, and publishes again,
@@ -135,7 +135,7 @@ class AsyncPublisher(
             return report.report()
 
     async def flush(self, timeout: Duration | None = None) -> None:
-        """Wait until everything submitted before is settled, well or not.
+        """Wait until every message submitted before is settled: confirmed or failed.
 
         With an outbox: until everything that was in it at this moment is confirmed, also of earlier processes, or is
         set aside, or waits behind a message that is.

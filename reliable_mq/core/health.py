@@ -26,7 +26,7 @@ class Health:
         live: False if nothing but a new process helps.
         ready: whether it can do its task now.
         progressing: False if it has had work for long, and nothing of that work has ended.
-        since: since when, in seconds since 1970: of the oldest reason, or of the last change to the good.
+        since: when the oldest reason began, in seconds since 1970; without a reason, when it became ready.
         reason: why an answer is no; empty if none is.
     """
 

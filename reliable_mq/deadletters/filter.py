@@ -70,7 +70,7 @@ class Filter:
         fingerprints: one of these, of `DeadMessage.fingerprint`; messages that are equal in every byte have one.
         headers: names to values; a value that is no text is compared as Python shows it.
         older_than: seconds or a timedelta since it died; one whose time of death is unknown does not match.
-        newer_than: likewise.
+        newer_than: seconds or a timedelta; dead for less than that.
 
     Raises:
         ConfigurationError: a value is of the wrong kind; names the field.

@@ -61,8 +61,8 @@ class DeadLetterQueue:
     the queue as it was: the same messages, and if all of them were read, in the same order. (A quorum queue puts
     requeued messages behind the others: reading some of them, with a limit, moves these.) RabbitMQ counts the
     deliveries: the messages are redelivered from then on, and on a quorum queue of RabbitMQ 4.0 to 4.2 each operation
-    counts against its delivery limit, if it has one (the queues that this package declares have none). Meanwhile,
-    no other consumer gets them.
+    counts against its delivery limit, if it has one (the queues that this package declares have none). During an
+    operation, no consumer gets these messages.
 
     Args:
         url: as for ``Publisher``.
@@ -234,8 +234,8 @@ class DeadLetterQueue:
     ) -> ReplayReport:
         """Publish dead letters again, each confirmed before it is removed from the queue.
 
-        Blocks until done. The copy has no headers about failures, so that it has all its attempts again; everything
-        else is as it was. A replay may be interrupted, or killed, and run again at any time: nothing is lost, and at
+        Blocks until done. The copy has no headers about failures, so it has all its attempts again; the rest of the
+        message is unchanged. A replay may be interrupted, or killed, and run again at any time: nothing is lost, and at
         most one batch (200 messages; with a ``rate``, one second's) is published twice.
 
         Args:
@@ -251,8 +251,9 @@ class DeadLetterQueue:
             idempotency_namespace: that of the consumer, if it was given one.
             body: publish this body in place of that of each; every property stays as it was.
             progress: called after every batch with the numbers of messages read and in all.
-            stop: when another thread sets it, the replay ends after the batch that it is at, as if that was the last.
-            report: a new one to count in, so that another thread sees the counts meanwhile.
+            stop: an event; when another thread sets it, the replay ends after the current batch, as if that was the
+                last.
+            report: a new `ReplayReport` to count in, which another thread may read during the replay.
 
         Returns:
             The counts, and the dead letters that could not be published; these are still in the queue.
@@ -308,8 +309,8 @@ class DeadLetterQueue:
     ) -> int:
         """Delete dead letters for good.
 
-        Errors as for `browse`; those that were deleted before stay so. The arguments are those of `browse`, and
-        ``stop``: when another thread sets it, the purge ends after the batch that it is at.
+        The arguments and errors are those of `browse`; after an error, messages that were deleted before stay deleted.
+        When another thread sets ``stop``, the purge ends after the current batch.
 
         Returns:
             How many were deleted.

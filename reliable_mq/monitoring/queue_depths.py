@@ -42,12 +42,12 @@ _END: Final = 10.0  # seconds for the thread, which may wait for the broker
 class QueueDepths:
     """Measures how many messages wait in queues, for a registry. A context manager.
 
-    One process for each virtual host is enough. Entering starts a thread and does not wait for the broker, so it suits
-    asyncio programs, too. It reconnects by itself. It runs once.
+    One process for each virtual host is enough. Entering starts a thread and does not wait for the broker, so asyncio
+    programs can use it, too. It reconnects by itself, and can be entered once.
 
     Args:
         url: as for ``Publisher``.
-        queues: a `Queue` stands for itself and its dead-letter queue; a name for that queue alone. The label ``role``
+        queues: a `Queue` means that queue and its dead-letter queue; a name means one queue. The label ``role``
             is ``dead_letters`` for dead-letter queues and names that end with ``.dead``, else ``queue``.
         registry: a ``prometheus_client.CollectorRegistry``.
         interval: seconds or a timedelta between two measurements.

@@ -78,7 +78,7 @@ class RowLeases(Protocol):
     def close(self) -> None:
         """Release all rows that are left, for other relays.
 
-        They may have been published, unless ``decided`` was told that they go back.
+        They may have been published, unless ``decided`` was given the outcome ``RowOutcome.BACK`` for them.
         """
         ...
 

@@ -20,8 +20,8 @@ class IdempotencyStore(Protocol):
 
     The methods may block, and are called from worker threads only. Each is atomic per key. It raises
     `IdempotencyStoreError` if the store cannot be reached: the call may have taken effect or not, and may be repeated.
-    A store has a timeout of its own: a call that never returns keeps its worker thread for ever, though it doubles no
-    effect.
+    A store has a timeout of its own: a call that never returns blocks its worker thread for ever, though it never
+    makes an effect happen twice.
 
     A store whose records can be written in the transaction of a handler may have a method ``transaction(*deliveries)``
     as well, which ``Delivery.transaction`` calls.
@@ -39,9 +39,8 @@ class IdempotencyStore(Protocol):
         """Mark new claims as done.
 
         Returns:
-            Per claim, in order, whether the key is done on account of it: False if its token is stale, because the
-            lease ended and another holder took over, or because it was released. Completing a claim again returns True
-            again.
+            Per claim, in order, whether this claim has made its key done. False if its token is stale: the lease ended
+            and another holder took over, or the claim was released. Completing a claim again returns True again.
         """
         ...
 
@@ -50,7 +49,7 @@ class IdempotencyStore(Protocol):
 
         Args:
             claims: the claims.
-            failed: whether an attempt failed, which counts; else nothing was tried.
+            failed: whether an attempt failed, which is counted; False if no handler ran.
 
         Returns:
             Per claim, in order, whether it was held; False, and nothing counted, if its token is stale. A store that

@@ -325,7 +325,7 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
             deliveries: those of the handler: one or, in a batch handler, several.
 
         Returns:
-            A context manager of an ORM session, whose ``execute`` and ``connection()`` serve those who want no ORM.
+            A context manager of an ORM session. Without the ORM, use its ``execute`` and ``connection()``.
 
         Raises:
             IdempotencyStoreError: at the beginning: no connection in time. At the end: another holder has taken over,

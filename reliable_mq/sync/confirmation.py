@@ -128,10 +128,9 @@ class Confirmation(BaseConfirmation):
     def add_done_callback(self, callback: Callable[[Self], object]) -> None:
         """Call ``callback(confirmation)`` when the outcome is known.
 
-        On a thread of the publisher's for this purpose.
-
-        Called at once, by the calling thread, if it is known already. A callback may publish; an exception in it is
-        logged. While callbacks are slower than publishing, ``submit`` waits for them as for room in the window.
+        A thread that the publisher has for callbacks calls it; if the outcome is known already, the calling thread
+        does, at once. A callback may publish; an exception in it is logged. While callbacks are slower than publishing,
+        ``submit`` waits for them as it does for the window.
 
         Raises:
             ConfigurationError: ``callback`` cannot be called, or is a coroutine function.

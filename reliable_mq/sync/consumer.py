@@ -104,7 +104,7 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
 
         Raises:
             TopologyMismatch: the queue differs from its declaration, or does not exist.
-            BrokerUnavailable: connecting cannot succeed, or was given up as told.
+            BrokerUnavailable: connecting cannot succeed, or ``reconnect_stop`` has ended it.
             UsageError: it runs already, was stopped, or has no handler.
         """
         self._check_runnable()

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel, OutboxChannel]):
-    """Publishes messages and knows of each whether the broker has it.
+    """Publishes messages, and reports for each whether the broker has it.
 
     Thread-safe; one connection, one I/O thread.
 
@@ -70,8 +70,8 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
             timeout: seconds after which it is given up; None for the publisher's ``delivery_timeout``.
 
         Returns:
-            A receipt, with the message's id and the number of attempts; its ``status`` is ``"confirmed"``, or
-            ``"stored"`` with an outbox.
+            A receipt with the message's id and the number of attempts. Its ``status`` is ``"confirmed"``; with an
+            outbox it is ``"stored"``.
 
         Raises:
             OutboxError: with an outbox alone: it could not be stored.
@@ -129,7 +129,7 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
             return report.report()  # which waits for each
 
     def flush(self, timeout: Duration | None = None) -> None:
-        """Wait until everything submitted before is settled, well or not.
+        """Wait until every message submitted before is settled: confirmed or failed.
 
         With an outbox: until everything that was in it at this moment is confirmed, also of earlier processes, or is
         set aside, or waits behind a message that is.
@@ -164,8 +164,8 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
     def close(self, timeout: Duration = CLOSE_TIMEOUT) -> None:
         """Wait until everything is settled, for up to ``timeout`` seconds; disconnect.
 
-        What is not settled by then is given up. Does nothing when it is closed, and waits with another caller that is
-        closing it. A closing that was interrupted is taken up again. Does nothing in a forked child.
+        Messages that are not settled by then are given up. Does nothing when it is closed, or in a forked child. If
+        another caller is closing it, waits for that. A call after an interrupted one goes on with the closing.
 
         Raises:
             PublishError: messages failed, or were given up, and nobody has looked at their confirmations.

@@ -121,7 +121,7 @@ class Queue:
 
     @property
     def dead_letter_name(self) -> str | None:
-        """The queue that dead letters go to, declared by us or not.
+        """The name of the queue that dead letters go to, declared here or not.
 
         None if there is none, and if the `arguments` of the user route dead letters.
         """

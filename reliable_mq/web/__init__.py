@@ -43,8 +43,8 @@ class DeadLetterApp:
     It shows queues and letters; with ``allow_changes``, users replay and purge them. It connects to the broker when a
     page needs that, once for each operation. The requests of several users at a time, and threads, are fine.
 
-    Who may use it: with ``token``, whoever knows it; with ``user``, whom that function names; with neither, requests
-    from this machine that come through no proxy.
+    With ``token``, users sign in with it. With ``user``, the function decides who may use the page. With neither, the
+    page serves requests from this machine that come through no proxy.
 
     Args:
         url: as for ``Publisher``.
@@ -122,8 +122,8 @@ class DeadLetterApp:
     def close(self, timeout: float = 10.0) -> bool:
         """Stop the operations that are going on, and wait for them. Blocks.
 
-        A replay or purge ends after the messages that it is at; the others stay in their queue. The end of the process
-        does no harm either.
+        A replay or purge ends after its current batch; the other messages stay in their queue. If the process ends
+        without this call, nothing is lost either.
 
         Args:
             timeout: seconds.
