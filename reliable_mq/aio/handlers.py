@@ -58,8 +58,7 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.consumer.dispatch import Work
     from reliable_mq.core.consumer.handler import ClaimPolicy, Handling, Result
-    from reliable_mq.engine.steps import awaiting
-from reliable_mq.engine.workers import ResultSink
+    from reliable_mq.engine.workers import ResultSink
 
 __all__ = ["TaskPool", "ThreadPool"]
 

@@ -540,9 +540,9 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
         async with self._engine.connect() as connection:
             return await connection.run_sync(self._execute, query)
 
-    async def _in_time(self, coroutine: Coroutine[Any, Any, T] | asyncio.Task[T], limit: float | None = None) -> T:
+    async def _in_time(self, call: Coroutine[Any, Any, T] | asyncio.Task[T], limit: float | None = None) -> T:
         """Await with a timeout; do not wait for a driver that delays its cancellation."""
-        task = asyncio.ensure_future(coroutine)
+        task = asyncio.ensure_future(call)
         try:
             done, _ = await asyncio.wait({task}, timeout=self._timeout if limit is None else limit)
         except asyncio.CancelledError:

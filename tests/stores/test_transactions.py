@@ -20,6 +20,7 @@ from reliable_mq import ConfigurationError, IdempotencyStoreError, UsageError
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.idempotency import CommitStatus, InboxClaim
 from reliable_mq.stores import AsyncSQLAlchemyStore, Claim, ClaimStatus, SQLAlchemyStore
+from reliable_mq.testing.waiting import until
 from tests.core.deliveries import delivery
 
 INSERT = text("INSERT INTO effects (id) VALUES (:id)")
@@ -373,28 +374,42 @@ def test_on_a_loop_a_session_of_the_users_own_takes_the_record_in(path: Path) ->
     on_a_loop(path, scenario)
 
 
-def test_on_a_loop_a_transaction_cancelled_as_it_has_begun_is_not_left_open(path: Path) -> None:
-    """Nobody has its session then: its connection would stay away from the pool, and hold the lock of the file."""
+@pytest.mark.parametrize("moment", ["begun", "committed", "rolled back"])
+def test_on_a_loop_a_transaction_gives_its_connection_back_whenever_it_is_cancelled(path: Path, moment: str) -> None:
+    """SQLite's lock goes with the connection: with one that is kept, nobody could write any more."""
 
-    async def scenario(store: AsyncSQLAlchemyStore, engine: AsyncEngine) -> None:
-        class Cancelling(AsyncSession):
-            async def run_sync(self, *args: Any, **named: Any) -> Any:
-                begun = await super().run_sync(*args, **named)
-                handler.cancel()
-                return begun
+    async def scenario(_store: AsyncSQLAlchemyStore, engine: AsyncEngine) -> None:
+        calls: list[str] = []
 
-        [claim] = await store.claim_many(["a"], 60.0)
-        cancelled = AsyncSQLAlchemyStore(engine, session=async_sessionmaker(engine, class_=Cancelling))
+        def call(name: str) -> None:
+            calls.append(name)
+            if name == moment:
+                running.cancel()
+
+        class Mine(AsyncSession):
+            async def run_sync(self, *args: Any, **options: Any) -> Any:
+                outcome = await super().run_sync(*args, **options)
+                call("committed" if calls else "begun")
+                return outcome
+
+            async def close(self) -> None:
+                call("rolled back")
+                await super().close()
 
         async def handle() -> None:
-            async with cancelled.transaction(held(claim, cancelled.transaction)):
-                raise AssertionError("it goes on")
+            async with one.transaction() as session:
+                await session.execute(INSERT, {"id": "a"})
+                if moment == "rolled back":
+                    raise ValueError("no")
 
-        handler = asyncio.ensure_future(handle())
+        store = AsyncSQLAlchemyStore(engine, session=async_sessionmaker(engine, class_=Mine))
+        one = held((await store.claim_many(["a"], 60.0))[0], store.transaction)
+        running = asyncio.ensure_future(handle())
         with pytest.raises(asyncio.CancelledError):
-            await handler
-        assert isinstance(engine.pool, QueuePool)
-        assert engine.pool.checkedout() == 0
-        assert await store.release_many([claim], failed=True) == [True]
+            await running
+        pool = engine.pool
+        assert isinstance(pool, QueuePool)
+        await until(lambda: pool.checkedout() == 0, timeout=10)
+        assert effects(path) == (["a"] if moment == "committed" else [])
 
     on_a_loop(path, scenario)
