@@ -42,8 +42,10 @@ def outcomes(publications: Iterable[Publication]) -> list[Outcome | None]:
 
 def test_a_publish_is_confirmed_by_its_ack_and_not_before(shell: Shell) -> None:
     """Accepted, written, acked: only the ack settles it, and frees its place."""
+    assert shell.session.is_empty
     (publication,) = shell.accept("body")
     assert shell.session.outstanding == 1
+    assert not shell.session.is_empty
     (published,) = shell.send()
     assert published == Published(1, "", "orders", True, "id of body", False, True, b"body")
     assert shell.take_settled() == []
@@ -175,6 +177,16 @@ def test_a_nacked_publish_is_tried_again_after_its_delay(shell: Shell) -> None:
     assert not published.possible_duplicate
     shell.ack(2)
     assert publication.receipt().attempts == 2
+
+
+def test_a_nacked_publish_whose_time_is_over_before_its_delay_is_not_sent_again(shell: Shell) -> None:
+    (publication,) = shell.accept("body", timeout=DELAYS[0] / 2)
+    shell.send()
+    shell.nack(1)
+    assert shell.sent(now=DELAYS[0] / 2) == []
+    assert publication.outcome is Outcome.UNKNOWN
+    assert shell.sent(now=DELAYS[0]) == []
+    assert shell.session.next_wakeup() is None
 
 
 def test_a_publish_is_reported_nacked_after_the_last_attempt(shell: Shell) -> None:
