@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
+from pika.exceptions import ChannelClosedByBroker
 
 from integration.support.traffic import GRACE, LATE, OPTIONS, url_of
 from reliable_mq import Consumer, Message, Publisher, PublishError, Queue
@@ -28,7 +29,20 @@ EVENTS = Queue("events", type="stream")
 
 
 def content(vhost: VirtualHost) -> list[tuple[int, bytes]]:
-    """Offset and body of every message of the stream, read with plain pika."""
+    """Offset and body of every message of the stream, read with plain pika; a replica that starts is waited for."""
+
+    def read_all() -> list[tuple[int, bytes]] | None:
+        try:
+            return _content(vhost)
+        except ChannelClosedByBroker as error:
+            if "running replica" not in error.reply_text:
+                raise
+            return None
+
+    return wait_until(read_all, timeout=120, what="a running replica", interval=1.0) or []
+
+
+def _content(vhost: VirtualHost) -> list[tuple[int, bytes]]:
     found: list[tuple[int, bytes]] = []
     with vhost.connect() as connection:
         channel = connection.channel()

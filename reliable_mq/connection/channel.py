@@ -16,10 +16,11 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 from reliable_mq.codec import CodecError, InboundReader, methods
-from reliable_mq.codec.methods import Cancel, SetPrefetch
+from reliable_mq.codec.methods import Cancel, Consume, SetPrefetch
 from reliable_mq.core.channel_setup import Pipeline, StepRefused
 from reliable_mq.errors import BrokerUnavailable
 
@@ -28,10 +29,15 @@ if TYPE_CHECKING:
 
     from reliable_mq.codec import ChannelSink, RawDelivery
     from reliable_mq.codec.methods import MethodReply, Step
-    from reliable_mq.connection.interfaces import ChannelEvents
+    from reliable_mq.connection.interfaces import ChannelEvents, EventLoop, TimerHandle
     from reliable_mq.core.channel_setup import StepGenerator
 
-__all__ = ["Channel", "ChannelTable", "ReadThrottle", "ReadyGate", "SetupRunner"]
+__all__ = ["Channel", "ChannelTable", "ReadThrottle", "ReadyGate", "SetupRunner", "StepQueue"]
+
+_STREAM_OFFSET: Final = "x-stream-offset"  # of a consumer of a stream alone
+# Seconds for ``consume-ok`` of a stream, at least. RabbitMQ 4.3 takes 4 to 14 s while the node of a member is down: one
+# process knows of all members of all streams, and tries to reach that node again and again.
+_TIME_TO_ATTACH: Final = 60.0
 
 _LONGEST_GAP = 1e-3  # seconds
 _GAP_PER_DELIVERY = 2.5e-6  # seconds for each delivery of the prefetch
@@ -221,7 +227,7 @@ class SetupRunner:
         self._answered = answered
         self._waiting: Step | Pipeline | None = None  # for another channel
         self._replies: list[MethodReply] = []  # to the pipeline that was sent
-        self._step: Step | Pipeline  # that was sent last
+        self._step: Step | Pipeline | None = None  # that was sent last
         self._channel: Channel
 
     def start(self, channel: Channel) -> None:
@@ -237,6 +243,12 @@ class SetupRunner:
     def wants_channel(self) -> bool:
         """Whether a step waits for another channel: the broker closed the last one."""
         return self._waiting is not None
+
+    def time_to_answer(self, usual: float) -> float:
+        """Return the seconds that the broker has for its next answer; ``usual`` for most."""
+        step = self._step
+        attaches = isinstance(step, Consume) and _STREAM_OFFSET in step.arguments
+        return max(usual, _TIME_TO_ATTACH) if attaches else usual
 
     def refuse(self, code: int, text: str, *, connection: bool = False) -> None:
         """Throw the refusal of the step into the generator.
@@ -301,6 +313,82 @@ class SetupRunner:
         self._waiting = None
         if done is not None:
             done(outcome)
+
+
+class StepQueue:
+    """Steps on a channel that is ready, one generator after the other.
+
+    Lives on the loop.
+
+    Args:
+        loop: of the connection.
+        usual: seconds that the broker has for most answers.
+        is_blocked: whether the broker has blocked the connection: it answers nothing then.
+        discard: aborts the connection.
+    """
+
+    def __init__(
+        self, loop: EventLoop, usual: float, is_blocked: Callable[[], bool], discard: Callable[[str], None]
+    ) -> None:
+        self._loop = loop
+        self._usual = usual
+        self._is_blocked = is_blocked
+        self._discard = discard
+        self._runners: deque[SetupRunner] = deque()  # the first one is under way
+        self._timer: TimerHandle | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether steps are under way."""
+        return bool(self._runners)
+
+    def add(self, generator: StepGenerator, done: Callable[[Any], None], channel: Callable[[], Channel | None]) -> None:
+        """Carry out the steps after those that were added before; not from inside this call.
+
+        Args:
+            generator: of the steps.
+            done: called exactly once, with the generator's result or the exception that ended it.
+            channel: returns the one that is ready when the steps begin, if there is one.
+        """
+        start = partial(self._start, channel)
+        self._runners.append(SetupRunner(generator, partial(self._ended, done, start)))
+        if len(self._runners) == 1:
+            self._loop.call_soon(start)
+
+    def refuse(self, code: int, text: str) -> None:
+        """Throw the broker's refusal into the steps that are under way."""
+        self._runners[0].refuse(code, text)
+
+    def fail_all(self, error: Exception) -> None:
+        """End all steps with an error."""
+        while self._runners:
+            self._runners[0].fail(error)
+
+    def _start(self, channel: Callable[[], Channel | None]) -> None:
+        ready = channel()
+        if self._runners and ready is not None:
+            self._set_timer(self._usual)
+            self._runners[0].start(ready)
+
+    def _ended(self, done: Callable[[Any], None], start: Callable[[], None], outcome: object) -> None:
+        self._runners.popleft()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._runners:
+            self._loop.call_soon(start)
+        done(outcome)
+
+    def _set_timer(self, seconds: float, waited: float = 0.0) -> None:
+        self._timer = self._loop.call_later(seconds, partial(self._on_timeout, waited + seconds))
+
+    def _on_timeout(self, waited: float) -> None:
+        if self._is_blocked():
+            self._set_timer(self._usual)
+        elif (limit := self._runners[0].time_to_answer(self._usual)) > waited:
+            self._set_timer(limit - waited, waited)
+        else:
+            self._discard(f"the broker did not answer within {waited:g} s")
 
 
 class ReadyGate:

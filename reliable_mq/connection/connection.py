@@ -22,12 +22,11 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from reliable_mq._util.threads import call_in_background
-from reliable_mq.connection.channel import SetupRunner
+from reliable_mq.connection.channel import SetupRunner, StepQueue
 from reliable_mq.connection.errors import as_ours, is_refusal
 from reliable_mq.connection.interfaces import ConnectCredentials
 from reliable_mq.connection.token_renewer import TokenRenewer
@@ -154,8 +153,7 @@ class Connector:
         self._warned = False  # of a loss or a failed attempt, whose end is logged at the same level
         self._set_up: SetupRunner | None = None
         self._answered_at = float("-inf")  # when the broker last answered a step of a set-up
-        self._runs: deque[SetupRunner] = deque()  # on the ready channel; the first one is under way
-        self._run_timer: TimerHandle | None = None
+        self._runs = StepQueue(loop, settings.connect_timeout, lambda: self._blocked is not None, self.discard)
 
     def begin(self) -> None:
         """Connect, and reconnect until `close`, which may have been called before."""
@@ -179,12 +177,13 @@ class Connector:
                 follows).
         """
         if self._state is ConnectionState.READY:
-            self._runs.append(SetupRunner(generator, partial(self._run_ended, done)))
-            if len(self._runs) == 1:
-                self._loop.call_soon(self._start_run)
+            self._runs.add(generator, partial(self._notify, done), self._ready_channel)
         else:
             generator.close()
             self._loop.call_soon(partial(self._notify, done, BrokerUnavailable("no channel is open")))
+
+    def _ready_channel(self) -> Channel | None:
+        return self._channel if self._state is ConnectionState.READY else None
 
     def discard(self, reason: str) -> None:
         """Abort the connection: its channel is in doubt. ``lost`` and a reconnect follow."""
@@ -219,7 +218,7 @@ class Connector:
         if again:
             return
         self._end_set_up()
-        self._end_runs(BrokerUnavailable(f"{self._name} is closed"))
+        self._runs.fail_all(BrokerUnavailable(f"{self._name} is closed"))
         if self._link is not None:
             self._link.close()
         self._end_if_closed()
@@ -305,7 +304,12 @@ class Connector:
         """Seconds left for the broker's next answer in a set-up under way."""
         if self._state is not ConnectionState.SETTING_UP:
             return 0.0
-        return max(0.0, self._answered_at + self._settings.connect_timeout - time.monotonic())
+        return max(0.0, self._answered_at + self._time_to_answer - time.monotonic())
+
+    @property
+    def _time_to_answer(self) -> float:
+        usual = self._settings.connect_timeout
+        return usual if self._set_up is None else self._set_up.time_to_answer(usual)
 
     def _open_channel(self, link: Link) -> None:
         self._enter(ConnectionState.SETTING_UP)
@@ -367,9 +371,11 @@ class Connector:
 
     def _on_timeout(self) -> None:
         """End a state that took longer than the time to connect."""
-        seconds = self._settings.connect_timeout
+        seconds = self._time_to_answer
         if self._blocked is not None:
             self._set_timer(seconds, self._on_timeout)
+        elif self.patience > 0:
+            self._set_timer(self.patience, self._on_timeout)
         elif self._state is ConnectionState.REOPENING:
             self.discard(f"channel.close was not answered within {seconds:g} s")
         else:
@@ -436,9 +442,9 @@ class Connector:
             else:
                 self._attempt_failed(BrokerUnavailable(f"the broker opened no channel: {code} {text}"), connected=True)
         elif self._state in _ESTABLISHED:
-            refused = by_broker and bool(self._runs)
+            refused = by_broker and self._runs.is_busy
             if refused:
-                self._runs[0].refuse(code, text)
+                self._runs.refuse(code, text)
             # The caller of `run` has been told of the refusal, and decides whether it matters.
             level = logging.INFO if refused else logging.WARNING
             self._plan_reconnect(ConnectionLoss(code if by_broker else None, text, "channel", by_broker), level)
@@ -464,7 +470,7 @@ class Connector:
         self._report_loss(loss)
 
     def _report_loss(self, loss: ConnectionLoss) -> None:
-        self._end_runs(BrokerUnavailable(f"the {loss.scope} was lost: {loss.text}"))
+        self._runs.fail_all(BrokerUnavailable(f"the {loss.scope} was lost: {loss.text}"))
         if loss.scope == "connection":
             self._unblock()
         if self._live:
@@ -530,36 +536,6 @@ class Connector:
     def link_drained(self, link: Link) -> None:
         if link is self._link and self._state is ConnectionState.READY:
             self._notify(self._client.write_drained)
-
-    # -- steps on the live channel -------------------------------------------------------------------------------------
-
-    def _start_run(self) -> None:
-        if self._runs and self._channel is not None and self._state is ConnectionState.READY:
-            self._run_timer = self._loop.call_later(self._settings.connect_timeout, self._on_run_timeout)
-            self._runs[0].start(self._channel)
-
-    def _run_ended(self, done: Callable[[Any], None], outcome: object) -> None:
-        self._runs.popleft()
-        self._cancel_run_timer()
-        if self._runs:
-            self._loop.call_soon(self._start_run)
-        self._notify(done, outcome)
-
-    def _on_run_timeout(self) -> None:
-        seconds = self._settings.connect_timeout
-        if self._blocked is not None:
-            self._run_timer = self._loop.call_later(seconds, self._on_run_timeout)
-        else:
-            self.discard(f"the broker did not answer within {seconds:g} s")
-
-    def _end_runs(self, error: Exception) -> None:
-        while self._runs:
-            self._runs[0].fail(error)
-
-    def _cancel_run_timer(self) -> None:
-        if self._run_timer is not None:
-            self._run_timer.cancel()
-            self._run_timer = None
 
     # -- state and timers ----------------------------------------------------------------------------------------------
 

@@ -680,6 +680,28 @@ def test_what_was_pulled_on_a_lost_channel_cannot_be_acked(broker: ScriptedBroke
         wait_acked(broker, 1)
 
 
+def test_a_broker_has_longer_to_attach_a_consumer_to_a_stream(
+    broker: ScriptedBroker, new_consumer: NewConsumer
+) -> None:
+    """RabbitMQ takes 4 to 14 s while the node of a member is down."""
+    attached = broker.gates["late"] = threading.Event()
+
+    def attach_late() -> None:
+        broker.wait(lambda: "Basic.Consume" in broker.seen, "a subscription")
+        attached.wait(1.0)
+        attached.set()
+
+    late = threading.Thread(target=attach_late)
+    late.start()
+    handler = Handler()
+    events = Queue("events", type="stream")
+    with new_consumer(handler, events, offset="next", name="late", connect_timeout=0.3):
+        late.join()
+        broker.consuming.deliver(b"x")
+        handler.wait_done(1)
+    assert len(broker.connections) == 1
+
+
 # -- whatever comes ----------------------------------------------------------------------------------------------------
 
 
