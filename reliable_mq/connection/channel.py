@@ -343,7 +343,7 @@ class StepQueue:
         return bool(self._runners)
 
     def add(self, generator: StepGenerator, done: Callable[[Any], None], channel: Callable[[], Channel | None]) -> None:
-        """Carry out the steps after those that were added before; not from inside this call.
+        """Carry out the steps after those of earlier calls, not from inside this call.
 
         Args:
             generator: of the steps.
