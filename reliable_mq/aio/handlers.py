@@ -23,6 +23,7 @@ import itertools
 import logging
 import time
 from collections import deque
+from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -72,6 +73,9 @@ _CANCELLED = "its handler was cancelled"
 class TaskPool:
     """Runs coroutine handlers in tasks, on the event loop that it is made on.
 
+    A task runs one handler after the other, until one leaves context variables behind: then another task goes on, so
+    that none sees those of an earlier delivery.
+
     Args:
         name: of the tasks.
         count: how many, at most.
@@ -109,6 +113,7 @@ class TaskPool:
         self._store = None if store is None or claiming is None else StoreAdapter(store, f"{name}-store", count)
         self._sink = sink
         self._loop = asyncio.get_running_loop()
+        self._context = copy_context()  # in which each task begins
         self._tasks: dict[asyncio.Task[None], Sequence[Delivery]] = {}  # and the deliveries each has not reported
         self._idle: deque[asyncio.Future[None]] = deque()
         self._stopped_starting = False  # no handler is started any more
@@ -209,7 +214,8 @@ class TaskPool:
             missing -= 1
 
     def _start(self, coroutine: Coroutine[Any, Any, None], deliveries: Sequence[Delivery] = ()) -> None:
-        task = self._loop.create_task(coroutine, name=f"{self._name}-handler-{next(self._numbers)}")
+        name = f"{self._name}-handler-{next(self._numbers)}"
+        task = self._context.copy().run(partial(self._loop.create_task, coroutine, name=name))
         self._tasks[task] = deliveries
         task.add_done_callback(self._ended)
 
@@ -226,7 +232,7 @@ class TaskPool:
                 len(unreported),
                 exc_info=error,
             )
-        if self.items and not self._closed:  # somebody cancelled it: others take over
+        if self.items and not self._closed:  # it was cancelled, or its context has changed: others take over
             self._loop.call_soon(self._fill)
 
     # -- one task --------------------------------------------------------------------------------------------------
@@ -253,13 +259,20 @@ class TaskPool:
                 self._tasks[task] = ()
                 if results:
                     report(results)
-                if task.cancelling():
+                if task.cancelling() or self._has_changed_context():
                     return
                 if time.perf_counter() - resumed > _SLICE:
                     await asyncio.sleep(0)
                     resumed = time.perf_counter()
         except (asyncio.CancelledError, GeneratorExit):  # while it held nothing
             return
+
+    def _has_changed_context(self) -> bool:
+        """Whether a handler has left context variables behind in this task, which the next one would see."""
+        try:
+            return copy_context() != self._context
+        except Exception:  # noqa: BLE001  # their values cannot be compared
+            return True
 
     async def _wait(self) -> None:
         idle = self._loop.create_future()
@@ -365,7 +378,7 @@ class TaskPool:
                     answer: object
                     if not isinstance(step, RunHandler):
                         answer = await store.ask(step)
-                    elif cancelled or task.cancelling() or not groups.may_begin(time.perf_counter()):
+                    elif cancelled or task.cancelling() or not self._may_begin(groups):
                         raise NotStarted  # noqa: TRY301
                     else:
                         answer = await self._call(step.argument)
@@ -390,6 +403,9 @@ class TaskPool:
         except StopIteration as stop:
             results: list[Result] = stop.value
             return results
+
+    def _may_begin(self, groups: ClaimBatcher) -> bool:
+        return groups.may_begin(time.perf_counter()) and not self._has_changed_context()
 
     async def _call(self, argument: Work) -> object:
         started = time.perf_counter()

@@ -9,7 +9,8 @@ import threading
 import time
 import tracemalloc
 from collections import deque
-from typing import TYPE_CHECKING
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -700,6 +701,29 @@ def test_a_broker_has_longer_to_attach_a_consumer_to_a_stream(
         broker.consuming.deliver(b"x")
         handler.wait_done(1)
     assert len(broker.connections) == 1
+
+
+TENANT: ContextVar[str] = ContextVar("tenant", default="")
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 5}, {"idempotency": True}], ids=["each", "batches", "store"])
+def test_a_handler_sees_no_context_variable_of_an_earlier_delivery(
+    broker: ScriptedBroker, new_consumer: NewConsumer, options: dict[str, Any]
+) -> None:
+    seen: list[str] = []
+
+    def handle(given: Any) -> None:
+        deliveries = given if isinstance(given, list) else [given]
+        seen.extend(TENANT.get() for _ in deliveries)
+        TENANT.set(deliveries[0].body.decode())
+
+    if "idempotency" in options:
+        options = {"idempotency": MemoryStore()}
+    with new_consumer(handle, prefetch=60, concurrency=2, **options):
+        for number in range(60):
+            broker.consuming.deliver(b"%d" % number, message_id=str(number))
+        wait_acked(broker, *range(1, 61))
+    assert seen == [""] * 60
 
 
 # -- whatever comes ----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import threading
 import time
 import tracemalloc
 import weakref
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ from reliable_mq.connection.aiormq_driver import Link, link
 from reliable_mq.connection.connection import ConnectionState
 from reliable_mq.engine import publisher as engine_publisher
 from reliable_mq.outbox import SQLiteOutbox
+from reliable_mq.stores import MemoryStore
 from reliable_mq.testing.waiting import until
 
 if TYPE_CHECKING:
@@ -430,6 +432,44 @@ def test_readings_of_a_consumer_are_those_of_the_sync_api(broker: ScriptedBroker
     stalled = 'reliable_mq_consumer_event_loop_stalled_seconds_total{consumer="consumer",queue="q"}'
     assert names(ours) == names(theirs) | {stalled}
     assert 'reliable_mq_consumer_acked_total{consumer="consumer",queue="q"}' in names(theirs)
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 5}, {"idempotency": True}], ids=["each", "batches", "store"])
+def test_a_coroutine_handler_sees_the_context_of_its_consumer_and_of_no_earlier_delivery(
+    broker: ScriptedBroker, run: Any, options: dict[str, Any]
+) -> None:
+    """Its own variables stay for as long as it runs, also where their values cannot be compared."""
+    tenant: ContextVar[Any] = ContextVar("tenant", default="")
+    region: ContextVar[str] = ContextVar("region", default="")
+    seen: list[object] = []
+
+    class Incomparable:
+        def __eq__(self, other: object) -> bool:
+            raise ValueError
+
+        __hash__ = None  # type: ignore[assignment]
+
+    async def handle(given: Any) -> None:
+        deliveries = given if isinstance(given, list) else [given]
+        seen.extend((tenant.get(), region.get()) for _ in deliveries)
+        mine = Incomparable()
+        tenant.set(mine)
+        await asyncio.sleep(0)
+        assert tenant.get() is mine
+
+    def deliver() -> None:
+        for number in range(60):
+            broker.consuming.deliver(b"%d" % number, message_id=str(number))
+        broker.wait(lambda: {one.tag for one in broker.settlements if one.verdict == "ack"} >= {60}, "acks")
+
+    async def main() -> None:
+        region.set("eu")
+        named = {"idempotency": MemoryStore()} if "idempotency" in options else options
+        async with AsyncConsumer(broker.url, "q", handle, prefetch=60, concurrency=2, **named):
+            await asyncio.to_thread(deliver)
+
+    run(main())
+    assert seen == [("", "eu")] * 60
 
 
 def test_deliveries_of_a_block_in_which_the_consumer_is_closed_are_requeued(broker: ScriptedBroker, run: Any) -> None:
