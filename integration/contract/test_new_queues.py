@@ -1,4 +1,4 @@
-"""Row 61: a broker killed while a quorum queue is younger than a second and a half, of whatever kind that queue is.
+"""Row 61: a broker killed while a quorum queue, or a stream, is younger than a second and a half.
 
 The tests of the grace give it themselves: elsewhere the suites treat new queues as if they were old.
 """
@@ -18,13 +18,25 @@ from integration.support.consuming import numbered, publish
 from integration.support.new_queues import elect_leaders, let_new_queues_age, signals_at_once
 from integration.support.publishing import Load
 from integration.support.seeds import soaking
-from reliable_mq import Consumer, DeadLetter, Delivery, Message, Publisher, Queue, RetryLater, RetryPolicy
+from integration.support.set_up import broker_image
+from reliable_mq import (
+    Consumer,
+    DeadLetter,
+    Delivery,
+    Message,
+    Publisher,
+    PublishUnconfirmed,
+    Queue,
+    RetryLater,
+    RetryPolicy,
+)
+from reliable_mq.testing import RabbitMQ
 from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from random import Random
 
-    from reliable_mq.testing import Audit, FaultProxyFactory, RabbitMQ, VirtualHost
+    from reliable_mq.testing import Audit, FaultProxyFactory, VirtualHost
 
 GRACE = 2.0
 AMPLE = 6.0  # seconds of grace for a test that does something within them
@@ -124,6 +136,27 @@ def test_f61_the_broker_is_killed_while_the_work_queue_is_new(
     checker.close()
 
 
+def test_f61_the_broker_is_killed_while_its_first_stream_is_new(publisher_api: str, rng: Random) -> None:
+    """RabbitMQ makes with it the process that knows of all streams, and may lose that: the stream is no stream then."""
+    events = Queue("events", type="stream")
+    with RabbitMQ(broker_image("newest")) as broker:
+        with Publisher(
+            broker.url, topology=[events], new_queue_grace=GRACE, reconnect_wait=SOON, delivery_timeout=10
+        ) as publisher:
+            publisher.connect()
+            confirmations = [publisher.submit(Message(b"x"), routing_key=events.name) for _ in range(100)]
+            time.sleep(rng.uniform(0.1, 0.6))
+            assert not any(one.done() for one in confirmations)
+            kill_and_start(broker)
+            failures = [one.exception(PLENTY) for one in confirmations]
+        assert {type(failure) for failure in failures} <= {type(None), PublishUnconfirmed}
+        confirmed = {one.message_id for one in confirmations if one.exception() is None}
+        if confirmed:  # it was saved in time
+            found: set[str | None] = set()
+            with Consumer(broker.url, events, lambda delivery: found.add(delivery.message_id), offset="first"):
+                wait_until(lambda: confirmed <= found, timeout=PLENTY, what="what was confirmed")
+
+
 class Failing:
     """A handler that fails first attempts in a way of its own, and books what it handles."""
 
@@ -206,9 +239,8 @@ def test_f61_the_broker_is_killed_while_a_queue_that_the_consumer_made_is_new(
     checker.close()
 
 
-@pytest.mark.parametrize("kind", ["classic", "stream"])
-def test_classic_queues_and_streams_have_no_grace(vhost: VirtualHost, publisher_api: str, kind: str) -> None:
-    queue = Queue("q", type="stream") if kind == "stream" else Queue("q", type="classic", dead_letter=None)
+def test_classic_queues_have_no_grace(vhost: VirtualHost, publisher_api: str) -> None:
+    queue = Queue("q", type="classic", dead_letter=None)
     with Publisher(vhost.url, topology=[queue], new_queue_grace=60) as publisher:
         began = time.monotonic()
         publisher.publish(Message(b"x"), routing_key="q", timeout=30)

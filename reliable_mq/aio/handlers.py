@@ -268,7 +268,7 @@ class TaskPool:
             return
 
     def _has_changed_context(self) -> bool:
-        """Whether a handler has left context variables behind in this task, which the next one would see."""
+        """Whether a handler has left context variables in this task for the next one."""
         try:
             return copy_context() != self._context
         except Exception:  # noqa: BLE001  # their values cannot be compared

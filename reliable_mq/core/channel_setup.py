@@ -11,7 +11,8 @@ Invariants:
 - A declaration that differs from the existing queue or exchange is compared with it, argument by argument (`compare`),
   before the error is raised: at a set-up only, as a step may cost the channel. One that was refused on a channel in use
   is compared at the next set-up.
-- A quorum queue counts as new (`core.new_queues`) before it is declared, unless the broker was asked for it and has it.
+- A quorum queue or stream counts as new (`core.new_queues`) before it is declared, unless the broker was asked for it
+  and has it.
 - A refusal is raised as one of our errors, which names the step; its type says whether trying again can help
   (`core.reconnect.is_permanent`).
 - Nothing here selects transactions: a channel is never both transactional and confirming (the broker forbids it).
@@ -98,6 +99,10 @@ _DIFFERENT = frozenset({_PRECONDITION_FAILED, 503})
 # others heal: resource-locked (the exclusive queue of a connection that is dying), internal-error, ...
 _PERMANENT = frozenset({403, _NOT_FOUND, *_DIFFERENT, 530, 540})
 
+# What RabbitMQ loses when it is killed as it has just made it: of streams the first one of a broker, with which it
+# makes the process that knows of them all.
+_REPLICATED = frozenset({"quorum", "stream"})
+
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
@@ -177,7 +182,7 @@ def publisher_setup(
     """Declare `topology`, in order, and select confirms.
 
     The version of the broker decides the arguments that it can be given. The maker is notified of the quorum queues
-    that are made; if it is None, the broker is not asked for them first.
+    and streams that are made; if it is None, the broker is not asked for them first.
 
     Raises:
         TopologyMismatch: something exists that differs, or something named is missing.
@@ -230,7 +235,8 @@ def declare(queue: Queue, version: tuple[int, ...], maker: NewQueueListener | No
         TopologyMismatch: it exists and differs.
         BrokerUnavailable: the broker refused it for another reason.
     """
-    yield from _make([queue.name] if queue.type == "quorum" else [], maker, _carry_out(_declare_queue(queue, version)))
+    new = [queue.name] if queue.type in _REPLICATED else []
+    yield from _make(new, maker, _carry_out(_declare_queue(queue, version)))
 
 
 def explain(
@@ -350,8 +356,8 @@ def _declare_all(
     steps = tuple(_declare(declaration, version) for declaration in declared)
     if not steps:
         return
-    quorum = [item.name for item in declared if isinstance(item, Queue) and item.type == "quorum"]
-    missing = (yield from _missing(quorum)) if maker is not None else []
+    replicated = [item.name for item in declared if isinstance(item, Queue) and item.type in _REPLICATED]
+    missing = (yield from _missing(replicated)) if maker is not None else []
     yield from _make(missing, maker, _carry_out_all(steps))
 
 

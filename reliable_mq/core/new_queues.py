@@ -1,7 +1,8 @@
-"""New quorum queues of this process: a confirm of theirs is not final yet.
+"""New quorum queues and streams of this process: no confirm of theirs is final.
 
 RabbitMQ saves the registration of a quorum queue half a second to a second after it made the queue (4.0 and 4.3). A
-node that is killed before that starts again with the queue empty, whatever it has confirmed. So a message that is
+node that is killed before that starts again with the queue empty, whatever it has confirmed. It saves what it knows of
+streams as late after it made its first one: killed before that, it has lost the stream. So a message that is
 confirmed in such a queue counts as unconfirmed until the node has answered several frames, the last of which was sent a
 grace after the queue was made. That the time has passed here proves nothing: the node may have frozen, or its answers
 may have waited in our own socket. Only the process that made the queue knows of it, so all of its connections share

@@ -105,8 +105,8 @@ class PublisherOptions:
                 ``PublishDisconnected`` at once, for new messages and for those that wait for the window. Messages that
                 were accepted before are published again in either case. The first publish waits until every host had
                 one attempt. Not together with an outbox, which stores messages whether or not the broker is there.
-            new_queue_grace: seconds for which confirms of a quorum queue that this process has made are provisional:
-                RabbitMQ loses the messages of a queue younger than a second if it is killed. Such a message stays
+            new_queue_grace: seconds for which confirms of a quorum queue or stream that this process has made are
+                provisional: RabbitMQ may lose one that is younger than a second if it is killed. Such a message stays
                 outstanding until the broker has answered several requests, the last one sent after that time; it is
                 published again if the connection is lost. 0 makes confirms final at once.
             outbox: stores messages durably before they are published (`reliable_mq.outbox`). ``publish`` then returns

@@ -525,7 +525,7 @@ def _settle_all(claiming: ClaimPolicy, ask: Callable[[Step], Any]) -> Steps[None
 
 
 def call_handler(handler: Callable[[Any], object], argument: Work) -> object:
-    """Call a plain handler, in a context of its own: it leaves no context variable behind.
+    """Call a plain handler in a context of its own: it leaves no variable behind.
 
     Raises:
         RetryLater, DeadLetter: it returned that, for a single delivery.

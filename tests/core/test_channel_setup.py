@@ -176,18 +176,18 @@ A, B, C = (Queue(name, dead_letter=None) for name in "abc")
 NOT_FOUND = StepRefused(404, "NOT_FOUND - no queue", answered=(granted(CheckQueue("a")),))
 
 
-def test_quorum_queues_are_looked_for_in_one_round_trip_before_anything_is_declared() -> None:
+def test_quorum_queues_and_streams_are_looked_for_in_one_round_trip_before_anything_is_declared() -> None:
     noted = Noted()
     passing = Queue("p", type="classic", exclusive=True)
     topology = [Exchange("e"), A, Queue("s", type="stream"), Queue("t", type="classic", dead_letter=None), passing, B]
     sent = sent_by(publisher_setup(topology, NEWEST, noted))
-    assert sent[0] == Pipeline((CheckQueue("a"), CheckQueue("b")))
+    assert sent[0] == Pipeline((CheckQueue("a"), CheckQueue("s"), CheckQueue("b")))
     assert [type(step) for step in sent] == [Pipeline, Pipeline, ConfirmSelect]
     assert noted.told == [], "all of them exist"
 
 
-@pytest.mark.parametrize("topology", [[], [Exchange("e")], [Queue("s", type="stream")]])
-def test_nothing_is_looked_for_where_no_quorum_queue_is_declared(topology: list[Exchange | Queue]) -> None:
+@pytest.mark.parametrize("topology", [[], [Exchange("e")], [Queue("q", type="classic", dead_letter=None)]])
+def test_nothing_is_looked_for_where_no_quorum_queue_or_stream_is_declared(topology: list[Exchange | Queue]) -> None:
     noted = Noted()
     assert not any(isinstance(step, CheckQueue) for step in steps_of(publisher_setup(topology, NEWEST, noted)))
     assert noted.told == []
