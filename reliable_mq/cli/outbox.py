@@ -226,9 +226,11 @@ def _outbox(
             box.open()
             yield box
         return
-    if not create and not Path(where).exists():
-        raise OutboxError(f"there is no outbox {where}; a database is named by its URL")
-    if Path(where).exists() and not Path(where).is_file():
+    path = Path(where)
+    if not path.exists():
+        if not create:
+            raise OutboxError(f"there is no outbox {where}; a database is named by its URL")
+    elif not path.is_file():
         raise OutboxError(f"{where} is no file: name the SQLite file of an outbox, or a database by its URL")
     from reliable_mq.outbox import SQLiteOutbox
 

@@ -19,6 +19,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from reliable_mq._util.validation import LONGEST
 from reliable_mq.cli.files import Input, lines, size_of, whole_files
 from reliable_mq.cli.terminal import INTERRUPTED, URL, errors, escaped, hide_logs, parse_headers, say
 from reliable_mq.errors import ConfigurationError, PublishError, ReliableMQError
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["publish"]
 
-_LONGEST = 1e9  # seconds
 _GRACE = 5.0  # seconds for outstanding confirms after Ctrl-C
 
 
@@ -73,8 +73,8 @@ def publish(
         raise typer.BadParameter("--queue stands for the default exchange and a routing key: leave those out")
     if declare and queue is None:
         raise typer.BadParameter("--declare needs --queue")
-    if not 0 < timeout <= _LONGEST:  # which is false for nan
-        raise typer.BadParameter(f"--timeout takes seconds above 0, up to {_LONGEST:g}, not {timeout:g}")
+    if not 0 < timeout <= LONGEST:  # which is false for nan
+        raise typer.BadParameter(f"--timeout takes seconds above 0, up to {LONGEST:g}, not {timeout:g}")
     if queue is exchange is routing_key is None and not by_json:
         raise typer.BadParameter("where to? Give --queue, or --exchange and --routing-key")
     from reliable_mq import Publisher, Queue

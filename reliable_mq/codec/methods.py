@@ -31,6 +31,7 @@ __all__ = [
     "CONNECTION_SECRET_UPDATED",
     "CONNECTION_TUNE",
     "CONNECTION_UNBLOCKED",
+    "STREAM_OFFSET",
     "Arguments",
     "Bind",
     "Cancel",
@@ -127,6 +128,10 @@ class SetPrefetch:
     """``basic.qos`` for later consumers; messages, 0 for no limit."""
 
     count: int
+
+
+#: The argument of a consumer of a stream, which no other may have; and a header of its deliveries.
+STREAM_OFFSET: Final = "x-stream-offset"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from reliable_mq.codec import CodecError, InboundReader, methods
-from reliable_mq.codec.methods import Cancel, Consume, SetPrefetch
+from reliable_mq.codec.methods import STREAM_OFFSET, Cancel, Consume, SetPrefetch
 from reliable_mq.core.channel_setup import Pipeline, StepRefused
 from reliable_mq.errors import BrokerUnavailable
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Channel", "ChannelTable", "ReadThrottle", "ReadyGate", "SetupRunner", "StepQueue"]
 
-_STREAM_OFFSET: Final = "x-stream-offset"  # of a consumer of a stream alone
 # Seconds for ``consume-ok`` of a stream, at least. RabbitMQ 4.3 takes 4 to 14 s while the node of a member is down: one
 # process knows of all members of all streams, and tries to reach that node again and again.
 _TIME_TO_ATTACH: Final = 60.0
@@ -247,7 +246,7 @@ class SetupRunner:
     def time_to_answer(self, usual: float) -> float:
         """Return the seconds that the broker has for its next answer; ``usual`` for most."""
         step = self._step
-        attaches = isinstance(step, Consume) and _STREAM_OFFSET in step.arguments
+        attaches = isinstance(step, Consume) and STREAM_OFFSET in step.arguments
         return max(usual, _TIME_TO_ATTACH) if attaches else usual
 
     def refuse(self, code: int, text: str, *, connection: bool = False) -> None:
@@ -323,15 +322,23 @@ class StepQueue:
     Args:
         loop: of the connection.
         usual: seconds that the broker has for most answers.
+        channel: returns the one that is ready, if there is one.
         is_blocked: whether the broker has blocked the connection: it answers nothing then.
         discard: aborts the connection.
     """
 
     def __init__(
-        self, loop: EventLoop, usual: float, is_blocked: Callable[[], bool], discard: Callable[[str], None]
+        self,
+        loop: EventLoop,
+        usual: float,
+        *,
+        channel: Callable[[], Channel | None],
+        is_blocked: Callable[[], bool],
+        discard: Callable[[str], None],
     ) -> None:
         self._loop = loop
         self._usual = usual
+        self._channel = channel
         self._is_blocked = is_blocked
         self._discard = discard
         self._runners: deque[SetupRunner] = deque()  # the first one is under way
@@ -342,18 +349,16 @@ class StepQueue:
         """Whether steps are under way."""
         return bool(self._runners)
 
-    def add(self, generator: StepGenerator, done: Callable[[Any], None], channel: Callable[[], Channel | None]) -> None:
+    def add(self, generator: StepGenerator, done: Callable[[Any], None]) -> None:
         """Carry out the steps after those of earlier calls, not from inside this call.
 
         Args:
             generator: of the steps.
             done: called exactly once, with the generator's result or the exception that ended it.
-            channel: returns the one that is ready when the steps begin, if there is one.
         """
-        start = partial(self._start, channel)
-        self._runners.append(SetupRunner(generator, partial(self._ended, done, start)))
+        self._runners.append(SetupRunner(generator, partial(self._ended, done)))
         if len(self._runners) == 1:
-            self._loop.call_soon(start)
+            self._loop.call_soon(self._start)
 
     def refuse(self, code: int, text: str) -> None:
         """Throw the broker's refusal into the steps that are under way."""
@@ -364,19 +369,19 @@ class StepQueue:
         while self._runners:
             self._runners[0].fail(error)
 
-    def _start(self, channel: Callable[[], Channel | None]) -> None:
-        ready = channel()
+    def _start(self) -> None:
+        ready = self._channel()
         if self._runners and ready is not None:
             self._set_timer(self._usual)
             self._runners[0].start(ready)
 
-    def _ended(self, done: Callable[[Any], None], start: Callable[[], None], outcome: object) -> None:
+    def _ended(self, done: Callable[[Any], None], outcome: object) -> None:
         self._runners.popleft()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self._runners:
-            self._loop.call_soon(start)
+            self._loop.call_soon(self._start)
         done(outcome)
 
     def _set_timer(self, seconds: float, waited: float = 0.0) -> None:

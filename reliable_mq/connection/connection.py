@@ -153,7 +153,13 @@ class Connector:
         self._warned = False  # of a loss or a failed attempt, whose end is logged at the same level
         self._set_up: SetupRunner | None = None
         self._answered_at = float("-inf")  # when the broker last answered a step of a set-up
-        self._runs = StepQueue(loop, settings.connect_timeout, lambda: self._blocked is not None, self.discard)
+        self._runs = StepQueue(
+            loop,
+            settings.connect_timeout,
+            channel=self._ready_channel,
+            is_blocked=lambda: self._blocked is not None,
+            discard=self.discard,
+        )
 
     def begin(self) -> None:
         """Connect, and reconnect until `close`, which may have been called before."""
@@ -177,7 +183,7 @@ class Connector:
                 follows).
         """
         if self._state is ConnectionState.READY:
-            self._runs.add(generator, partial(self._notify, done), self._ready_channel)
+            self._runs.add(generator, partial(self._notify, done))
         else:
             generator.close()
             self._loop.call_soon(partial(self._notify, done, BrokerUnavailable("no channel is open")))

@@ -55,6 +55,7 @@ from reliable_mq.topology import (
     mismatch_from_differences,
     mismatch_from_reply,
 )
+from reliable_mq.topology.arguments import REPLICATED
 
 if TYPE_CHECKING:
     from reliable_mq.core.new_queues import NewQueueListener
@@ -98,10 +99,6 @@ _DIFFERENT = frozenset({_PRECONDITION_FAILED, 503})
 # access-refused, not-found, precondition-failed, command-invalid, not-allowed (a reserved name), not-implemented. The
 # others heal: resource-locked (the exclusive queue of a connection that is dying), internal-error, ...
 _PERMANENT = frozenset({403, _NOT_FOUND, *_DIFFERENT, 530, 540})
-
-# What RabbitMQ loses when it is killed as it has just made it: of streams the first one of a broker, with which it
-# makes the process that knows of them all.
-_REPLICATED = frozenset({"quorum", "stream"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +232,7 @@ def declare(queue: Queue, version: tuple[int, ...], maker: NewQueueListener | No
         TopologyMismatch: it exists and differs.
         BrokerUnavailable: the broker refused it for another reason.
     """
-    new = [queue.name] if queue.type in _REPLICATED else []
+    new = [queue.name] if queue.type in REPLICATED else []
     yield from _make(new, maker, _carry_out(_declare_queue(queue, version)))
 
 
@@ -356,7 +353,7 @@ def _declare_all(
     steps = tuple(_declare(declaration, version) for declaration in declared)
     if not steps:
         return
-    replicated = [item.name for item in declared if isinstance(item, Queue) and item.type in _REPLICATED]
+    replicated = [item.name for item in declared if isinstance(item, Queue) and item.type in REPLICATED]
     missing = (yield from _missing(replicated)) if maker is not None else []
     yield from _make(missing, maker, _carry_out_all(steps))
 

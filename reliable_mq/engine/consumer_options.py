@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeVar
 from reliable_mq._util.validation import Duration, is_text, is_whole_number, seconds, whole_number
 from reliable_mq._util.version import OWN_VERSION
 from reliable_mq.codec import LARGEST_BODY
-from reliable_mq.codec.methods import Consume, SetPrefetch
+from reliable_mq.codec.methods import STREAM_OFFSET, Consume, SetPrefetch
 from reliable_mq.core.channel_setup import consumer_setup, pull_setup
 from reliable_mq.core.consumer.acks import AckBatcher, StreamOffset
 from reliable_mq.core.consumer.dispatch import Batcher
@@ -57,7 +57,6 @@ _LARGEST_PREFETCH: Final = 65535  # it travels in 16 bits
 _LONGEST_NAME: Final = 200  # bytes; it is the beginning of consumer tags, which are short strings
 _OFFSETS: Final = ("first", "last", "next")
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-_OFFSET: Final = "x-stream-offset"
 _REST: Final = 0.01  # seconds between acks that are sent because no handler runs: so few that they cost nothing
 _CONSUMER_TIMEOUT: Final = "x-consumer-timeout"  # milliseconds
 _SINGLE_ACTIVE: Final = "x-single-active-consumer"
@@ -277,7 +276,7 @@ class ConsumerOptions:
         self._broker_retries = self._retried_by_the_broker(queue)
         self._delay_queues = self._new_delay_queues(queue)
         self._quarantine = self._new_quarantine(queue)
-        self.is_stream = _OFFSET in self._arguments or (isinstance(queue, Queue) and queue.type == "stream")
+        self.is_stream = STREAM_OFFSET in self._arguments or (isinstance(queue, Queue) and queue.type == "stream")
 
         given = {
             "retry": retry is not None,
@@ -465,7 +464,7 @@ class ConsumerOptions:
 
     def consume(self, consumer_tag: str, following: int | None) -> Consume:
         """Return the step of `setup` that subscribes."""
-        arguments = self._arguments if following is None else {**self._arguments, _OFFSET: following}
+        arguments = self._arguments if following is None else {**self._arguments, STREAM_OFFSET: following}
         return Consume(self.queue_name, consumer_tag, self._ack_mode == "automatic", self._exclusive, arguments)
 
     @property
@@ -546,9 +545,9 @@ def _arguments(given: Mapping[str, object] | None, queue: Queue | str, offset: O
     if offset is not None:
         if isinstance(queue, Queue) and queue.type != "stream":
             _refuse(f"offset is for streams, and queue {queue.name!r} is of type {queue.type}")
-        if _OFFSET in arguments:
-            _refuse(f"offset is given beside {_OFFSET} in consumer_arguments: leave one of them out")
-        arguments[_OFFSET] = _checked_offset(offset)
+        if STREAM_OFFSET in arguments:
+            _refuse(f"offset is given beside {STREAM_OFFSET} in consumer_arguments: leave one of them out")
+        arguments[STREAM_OFFSET] = _checked_offset(offset)
     return arguments
 
 

@@ -37,6 +37,7 @@ from pyspark.sql.types import (
 )
 
 from reliable_mq.codec import CodecError, Properties, RawDelivery
+from reliable_mq.codec.methods import STREAM_OFFSET
 from reliable_mq.core.stage.envelope import HEADER, unstaged
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.spark.options import WriteOptions
@@ -111,10 +112,9 @@ WRITTEN: Final[Mapping[str, tuple[type[DataType], ...]]] = {
 }
 
 _TYPES: Final = {field.name: to_arrow_type(field.dataType, timezone="UTC") for field in _READABLE}
-_STREAM_OFFSET: Final = "x-stream-offset"
 _TRACEPARENT: Final = b"\x0btraceparent"  # the name in a table
 _STAGED: Final = HEADER.encode()
-_OFFSET_ENTRY: Final = bytes((len(_STREAM_OFFSET),)) + _STREAM_OFFSET.encode() + b"l"
+_OFFSET_ENTRY: Final = bytes((len(STREAM_OFFSET),)) + STREAM_OFFSET.encode() + b"l"
 _ONLY_OFFSET: Final = (len(_OFFSET_ENTRY) + 8).to_bytes(4) + _OFFSET_ENTRY  # a table that has nothing else
 _WITH_OFFSET: Final = len(_ONLY_OFFSET) + 8
 _ALL: Final = 0xFFFF
@@ -365,14 +365,14 @@ def _headers(properties: Properties) -> list[tuple[str, str | None]]:
     """
     if _has_only_offset(properties.raw):  # to decode nothing else costs as much as the rest of the row
         return []
-    return [(_clean(name), _as_text(value)) for name, value in properties.headers.items() if name != _STREAM_OFFSET]
+    return [(_clean(name), _as_text(value)) for name, value in properties.headers.items() if name != STREAM_OFFSET]
 
 
 def _typed_headers(kind: DataType) -> Callable[[Properties], Any]:
     """Return a reader of headers of another type than ours."""
 
     def read(properties: Properties) -> Any:
-        return _of_kind(kind, {name: value for name, value in properties.headers.items() if name != _STREAM_OFFSET})
+        return _of_kind(kind, {name: value for name, value in properties.headers.items() if name != STREAM_OFFSET})
 
     return read
 
@@ -479,7 +479,7 @@ def _number_in_headers(header: str) -> Callable[[Properties], int | None]:
     return read
 
 
-_offset_among_headers: Final = _number_in_headers(_STREAM_OFFSET)
+_offset_among_headers: Final = _number_in_headers(STREAM_OFFSET)
 
 
 def _expiration(properties: Properties) -> float | None:

@@ -91,7 +91,7 @@ def check_queues(options: QueueOptions, claims: QueueClaims | None = None) -> li
     profiles = []
     with _quietly(), AdminChannel(options.connection.settings(options.url), name=_NAME) as channel:
         if claims is not None:
-            claims.claim(options.queues, cluster=str(channel.server.properties.get("cluster_name", "")))
+            claims.claim(options.queues, cluster=channel.server.reported_name)
         version = channel.server.version_tuple
         for name in options.queues:
             try:

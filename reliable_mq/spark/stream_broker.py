@@ -27,7 +27,16 @@ from struct import Struct
 from typing import Any, Final
 
 from reliable_mq.codec import CodecError, Properties, RawDelivery, encode_ack
-from reliable_mq.codec.methods import Cancel, CheckQueue, Consume, MethodReply, QueueState, SetPrefetch, Step
+from reliable_mq.codec.methods import (
+    STREAM_OFFSET,
+    Cancel,
+    CheckQueue,
+    Consume,
+    MethodReply,
+    QueueState,
+    SetPrefetch,
+    Step,
+)
 from reliable_mq.core.channel_setup import ServerInfo, StepRefused, is_away, refusal
 from reliable_mq.core.reconnect import ConnectionLoss
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
@@ -49,8 +58,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_OFFSET: Final = "x-stream-offset"
-_ENTRY: Final = bytes((len(_OFFSET),)) + _OFFSET.encode() + b"l"  # name and type, as RabbitMQ encodes them
+_ENTRY: Final = bytes((len(STREAM_OFFSET),)) + STREAM_OFFSET.encode() + b"l"  # name and type, as RabbitMQ encodes them
 _PRECONDITION_FAILED: Final = 406
 _number: Final = Struct(">q").unpack_from
 
@@ -99,9 +107,9 @@ class StreamChannel(AdminChannel):
         with self._lock:
             self._loss, self._cancelled = None, False
         try:
-            self.perform(Consume(stream, tag, arguments={**(arguments or {}), _OFFSET: offset}))
+            self.perform(Consume(stream, tag, arguments={**(arguments or {}), STREAM_OFFSET: offset}))
         except StepRefused as refused:
-            if refused.code == _PRECONDITION_FAILED and _OFFSET in refused.text:
+            if refused.code == _PRECONDITION_FAILED and STREAM_OFFSET in refused.text:
                 raise ConfigurationError(
                     f"{stream!r} is no stream: read it with the option queue ({refused.text})"
                 ) from refused
@@ -194,7 +202,7 @@ def offset_of(delivery: RawDelivery) -> int | None:
         number: int = _number(raw, at + len(_ENTRY))[0]
         return number
     try:
-        value = Properties(raw).headers_beginning(_OFFSET).get(_OFFSET)
+        value = Properties(raw).headers_beginning(STREAM_OFFSET).get(STREAM_OFFSET)
     except CodecError:
         return None
     return value if isinstance(value, int) and not isinstance(value, bool) else None

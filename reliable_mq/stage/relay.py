@@ -27,7 +27,16 @@ from typing import Any, Final
 from prometheus_client import CollectorRegistry
 
 from reliable_mq.codec import Properties, RawDelivery
-from reliable_mq.codec.methods import Cancel, CheckQueue, ConfirmSelect, Consume, QueueState, SetPrefetch, Step
+from reliable_mq.codec.methods import (
+    STREAM_OFFSET,
+    Cancel,
+    CheckQueue,
+    ConfirmSelect,
+    Consume,
+    QueueState,
+    SetPrefetch,
+    Step,
+)
 from reliable_mq.connection.interfaces import NullListener
 from reliable_mq.core.channel_setup import (
     ServerInfo,
@@ -59,7 +68,6 @@ _CROWDED_COUNTS: Final = 2  # in a row that find other consumers: one that has j
 _LONGEST_WAIT: Final = 2.0  # seconds between two attempts: a relay that waits takes over soon
 _MISSING: Final = 60.0  # seconds for which a queue or a stage that is not there is waited for
 _TAIL_PREFETCH: Final = 2000
-_OFFSET: Final = "x-stream-offset"
 _CLOSE_GRACE: Final = 3.0  # seconds for the closing handshake
 
 
@@ -374,7 +382,10 @@ class StageRelay(NullListener):
         if session.state is EpochState.READING and self._tail_tag is None and (read := session.next_read) is not None:
             self._tail_of, offset = read
             self._tail_tag = self._new_tag("tail")
-            steps = (SetPrefetch(_TAIL_PREFETCH), Consume(self._tail_of, self._tail_tag, arguments={_OFFSET: offset}))
+            steps = (
+                SetPrefetch(_TAIL_PREFETCH),
+                Consume(self._tail_of, self._tail_tag, arguments={STREAM_OFFSET: offset}),
+            )
             self._change(steps)
         elif session.state is EpochState.MOVING:
             left = self._declared_at + self._options.new_stage_grace - time.monotonic()
@@ -572,7 +583,7 @@ def _carried_out(step: Step) -> Generator[Step, Any, Any]:
 
 
 def _offset_of(delivery: RawDelivery) -> int:
-    offset = Properties(delivery.properties).headers.get(_OFFSET)
+    offset = Properties(delivery.properties).headers.get(STREAM_OFFSET)
     if not isinstance(offset, int):
         raise ConsumeError("a message of a stage came without an offset: it is no stream")
     return offset

@@ -21,6 +21,7 @@ from reliable_mq.errors import ConfigurationError
 
 __all__ = [
     "ARGUMENTS",
+    "REPLICATED",
     "SHORT_STRING_BYTES",
     "Argument",
     "ArgumentProblem",
@@ -39,6 +40,8 @@ QueueType = Literal["quorum", "classic", "stream"]
 _QUORUM: Final = frozenset({"quorum"})
 _CLASSIC: Final = frozenset({"classic"})
 _STREAM: Final = frozenset({"stream"})
+#: The types of queues that have copies on several nodes.
+REPLICATED: Final = _QUORUM | _STREAM
 _NO_STREAM: Final = _QUORUM | _CLASSIC
 _EVERY: Final = _NO_STREAM | _STREAM
 

@@ -39,6 +39,17 @@ class Issuer:
             behave()
         return Credentials("guest", f"token {self.calls}", expires_in=LIFETIME)
 
+    def hang(self) -> tuple[threading.Event, threading.Event]:
+        """Let the first renewal hang. Return what is set when it does, and what releases it."""
+        hangs, release = threading.Event(), threading.Event()
+
+        def hang() -> None:
+            hangs.set()
+            release.wait(60)
+
+        self.next = hang
+        return hangs, release
+
 
 def renewals(broker: ScriptedBroker) -> int:
     return broker.seen.count("Connection.UpdateSecret")
@@ -69,14 +80,8 @@ def test_a_callback_that_hangs_blocks_nothing_and_is_called_again(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
     broker.script = acking
-    hangs, release = threading.Event(), threading.Event()
-
-    def hang() -> None:
-        hangs.set()
-        release.wait(60)
-
     issuer = Issuer()
-    issuer.next = hang
+    hangs, release = issuer.hang()
     url = f"amqp://127.0.0.1:{broker.port}/"
     with new_publisher(url, credentials=issuer, connect_timeout=2) as publisher:
         try:
@@ -97,14 +102,8 @@ def test_a_connect_does_not_wait_for_the_answer_to_a_renewal_of_a_lost_connectio
 ) -> None:
     """The answer is not for the next connection, which calls by itself then, and not only in a later attempt."""
     broker.script = acking
-    hangs, release = threading.Event(), threading.Event()
-
-    def hang() -> None:
-        hangs.set()
-        release.wait(60)
-
     issuer = Issuer()
-    issuer.next = hang
+    hangs, release = issuer.hang()
     url = f"amqp://127.0.0.1:{broker.port}/"
     with new_publisher(url, credentials=issuer, connect_timeout=60) as publisher:
         try:

@@ -16,13 +16,14 @@ from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
 from reliable_mq.cli.doctor.finding import Finding, Status
-from reliable_mq.cli.doctor.management import REPLICATED, Snapshot
+from reliable_mq.cli.doctor.management import Snapshot
 from reliable_mq.core.channel_setup import ServerInfo
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 from reliable_mq.monitoring.management import ManagementAPI, ManagementError
 from reliable_mq.settings import ConnectionSettings, Endpoint
 from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.tls import TLSOptions
+from reliable_mq.topology.arguments import REPLICATED
 
 __all__ = [
     "HostEntry",

@@ -13,10 +13,7 @@ from reliable_mq.topology.arguments import ARGUMENTS
 if TYPE_CHECKING:
     from reliable_mq.monitoring.management import ManagementAPI
 
-__all__ = ["REPLICATED", "QueueView", "Route", "Snapshot"]
-
-REPLICATED: Final = ("quorum", "stream")
-"""The types of queues that have copies on several nodes."""
+__all__ = ["QueueView", "Route", "Snapshot"]
 
 _KINDS: Final[Mapping[str, Mapping[str, type | tuple[type, ...]]]] = {
     "queues": {

@@ -18,11 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from reliable_mq.cli.doctor.finding import Finding, Status
-from reliable_mq.cli.doctor.management import REPLICATED, QueueView, Route, Snapshot
+from reliable_mq.cli.doctor.management import QueueView, Route, Snapshot
 from reliable_mq.core.consumer.quarantine import QUARANTINE_SUFFIX
 from reliable_mq.core.retry.delay_queues import DelayQueue
 from reliable_mq.topology import DEAD_SUFFIX
-from reliable_mq.topology.arguments import ARGUMENTS, lint_arguments
+from reliable_mq.topology.arguments import ARGUMENTS, REPLICATED, lint_arguments
 
 __all__ = [
     "dead_letter_queues",

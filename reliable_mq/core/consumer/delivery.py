@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from reliable_mq import drivers
 from reliable_mq.codec import CodecError, Properties, RawDelivery, plain_message_id
+from reliable_mq.codec.methods import STREAM_OFFSET
 from reliable_mq.core.consumer.attempts import AttemptHistory
 from reliable_mq.errors import ConsumeError, UsageError
 
@@ -287,7 +288,7 @@ class Delivery(RawDelivery):
     @property
     def offset(self) -> int | None:
         """Its offset in a stream; None where the queue is no stream."""
-        offset = self.headers.get("x-stream-offset")
+        offset = self.headers.get(STREAM_OFFSET)
         return offset if isinstance(offset, int) else None
 
     def headers_beginning(self, prefix: str) -> Mapping[str, object]:
