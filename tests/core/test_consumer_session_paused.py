@@ -57,6 +57,36 @@ def test_a_probe_that_fails_pauses_again() -> None:
     assert session.statistics.pauses == 2
 
 
+def test_what_was_dispatched_before_the_pause_is_no_probe_and_what_it_did_changes_nothing() -> None:
+    session = make(kill_switch=SWITCH)
+    *failing, slow, slower, last = deliver(session, items(5))
+    session.finished([Failed(item, failure(delay=100)) for item in failing], 0.0)
+    session.postponed([last], 0.0)
+    session.tick(5.0)
+    assert session.take_work() == [last]
+    session.finished([slow], 6.0)
+    assert session.paused
+    session.finished([Failed(slower, failure(delay=100))], 6.0)
+    assert session.take_work() == [], "the probe is under way"
+    session.finished([last], 7.0)
+    assert not session.paused
+
+
+def test_a_recalled_delivery_that_is_tried_again_stays_alone() -> None:
+    session = make(kill_switch=KillSwitch(share=0.5, window=10, minimum=4, pause=5), batch=(2, 1.0))
+    session.delivered(items(6), 0.0)
+    culprits, failing, [fifth, sixth] = session.take_batches()
+    session.finished([Failed(item, failure(), alone=False) for item in culprits], 0.0)
+    alone = session.take_batches()
+    assert alone == [[item] for item in culprits]
+    session.finished([Failed(item, failure(delay=100)) for item in failing], 0.0)
+    session.postponed([*culprits, fifth, sixth], 0.0)
+    session.tick(5.0)
+    assert session.take_batches() == [culprits[:1]]
+    session.finished(culprits[:1], 5.0)
+    assert session.take_batches() == [culprits[1:], [fifth, sixth]]
+
+
 def test_a_probe_that_says_nothing_about_the_handler_is_followed_by_another() -> None:
     session = paused()
     session.tick(5.0)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from reliable_mq import ConfigurationError, KillSwitch
 from reliable_mq.core.consumer.kill_switch import TRANSITIONS, KillSwitchMonitor, Transition
+from tests.core.deliveries import delivery
 from tests.core.sessions import CheckedKillSwitch
 from tests.transitions import changes
 
@@ -32,7 +33,7 @@ def test_every_transition_of_the_table_happens() -> None:
     monitor = tripped()
     for handled, now in ((0, 2.0), (1, 6.0)):
         assert allowed(monitor, now) == 1
-        monitor.dispatched()
+        monitor.dispatched([delivery(1)])
         monitor.settled(handled, 1 - handled, now)
     assert CheckedKillSwitch.seen == changes(TRANSITIONS)
 
@@ -64,14 +65,16 @@ def test_what_was_handed_out_before_the_pause_changes_nothing() -> None:
     assert monitor.settled(50, 50, 1.0) is None
     assert allowed(monitor, 1.9) == 0
     assert allowed(monitor, 2.0) == 1
-    assert monitor.settled(1, 0, 2.0) is None, "it was no probe"
-    assert monitor.paused
+    earlier, probe, suspect = delivery(1), delivery(2), delivery(3)
+    monitor.dispatched([probe])
+    monitor.dispatched([suspect], beside=True)
+    assert [monitor.is_probe(one) for one in (earlier, probe, suspect)] == [False, True, True]
 
 
 def test_one_that_succeeds_ends_it() -> None:
     monitor = tripped()
     assert allowed(monitor, 2.0) == 1
-    monitor.dispatched()
+    monitor.dispatched([delivery(1)])
     assert allowed(monitor, 2.1) == 0
     assert monitor.deadline is None
     assert monitor.settled(1, 0, 2.5) is Transition.RESUMED
@@ -83,13 +86,13 @@ def test_each_that_fails_doubles_the_pause_up_to_the_longest() -> None:
     now, pauses = 2.0, []
     for _ in range(3):
         assert allowed(monitor, now) == 1
-        monitor.dispatched()
+        monitor.dispatched([delivery(1)])
         assert monitor.settled(0, 1, now) is Transition.PAUSED
         pauses.append(monitor.pause)
         now += monitor.pause
     assert pauses == [4.0, 5.0, 5.0]
     assert allowed(monitor, now) == 1
-    monitor.dispatched()
+    monitor.dispatched([delivery(1)])
     monitor.settled(1, 0, now)
     assert monitor.settled(0, 4, now) is Transition.PAUSED
     assert monitor.pause == 2.0, "it begins anew"
@@ -98,7 +101,7 @@ def test_each_that_fails_doubles_the_pause_up_to_the_longest() -> None:
 def test_a_probe_that_is_recalled_makes_room_for_another() -> None:
     monitor = tripped()
     assert allowed(monitor, 2.0) == 1
-    monitor.dispatched()
+    monitor.dispatched([delivery(1)])
     monitor.recalled()
     assert allowed(monitor, 2.0) == 1
 
@@ -116,12 +119,13 @@ def test_a_pause_ends_though_there_is_nothing_to_probe_with() -> None:
 def test_one_that_may_hang_is_a_probe_that_no_other_waits_for(failed: int, change: Transition) -> None:
     monitor = tripped()
     monitor.due(2.0)
-    monitor.dispatched(beside=True)
+    suspect = delivery(1)
+    monitor.dispatched([suspect], beside=True)
     assert monitor.allows == 1
     assert monitor.settled(1 - failed, failed, 2.5) is change
     if failed:
         assert allowed(monitor, 2.5 + monitor.pause) == 1
-        assert monitor.settled(1, 0, 7.0) is None, "that one was before"
+        assert not monitor.is_probe(suspect), "that one was before"
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.floats(0, 4)), max_size=60))
@@ -130,8 +134,9 @@ def test_whatever_happens_it_runs_or_has_a_time_to_look_again(results: list[tupl
     for handled, failed, wait in results:
         now += wait
         if allowed(monitor, now) == 1:
-            monitor.dispatched()
-        monitor.settled(handled, failed, now)
+            monitor.dispatched([delivery(1)])
+        if handled or failed:
+            monitor.settled(handled, failed, now)
         assert len(monitor._parts) <= 11
         monitor.due(now)
         deadline = monitor.deadline

@@ -65,7 +65,8 @@ class Dispatcher:
         if self._batcher is None:
             self._ready[:0] = deliveries
         else:
-            self._ready += self._batcher.add(deliveries, now)
+            self._ready[:0] = [[delivery] for delivery in deliveries if delivery.redelivered]
+            self._ready += self._batcher.add([delivery for delivery in deliveries if not delivery.redelivered], now)
 
     def due(self, now: float) -> None:
         """Advance the timers of batches and of the kill switch to ``now``."""
@@ -84,7 +85,7 @@ class Dispatcher:
             if allowed is not None:
                 work, self._ready = work[:allowed], work[allowed:]
             if allowed:
-                self._kill_switch.dispatched()
+                self._kill_switch.dispatched(self._deliveries(work))
         deliveries = self._deliveries(work)
         for delivery in deliveries:
             delivery.state = _RUNNING
@@ -101,7 +102,7 @@ class Dispatcher:
         if kill_switch is not None and kill_switch.paused:
             if not kill_switch.allows or self._ready:
                 return []
-            kill_switch.dispatched(beside=True)
+            kill_switch.dispatched(self._quarantined, beside=True)
         taken, self._quarantined = self._quarantined, []
         for delivery in taken:
             delivery.state = _RUNNING

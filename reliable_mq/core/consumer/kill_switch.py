@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    from reliable_mq.core.consumer.delivery import Delivery
     from reliable_mq.retry import KillSwitch
 
 __all__ = ["TRANSITIONS", "KillSwitchMonitor", "KillSwitchState", "Transition"]
@@ -60,8 +62,8 @@ class KillSwitchMonitor:
         self._parts: deque[tuple[float, int, int]] = deque()  # since when, handlings, failures
         self.pause = switch.pause  # seconds of the pause that has begun, or comes next
         self._until = 0.0
-        self._probe = False  # one is dispatched
-        self._beside = False  # another one is, for which no probe waits
+        self._probe: Sequence[Delivery] = ()  # that is dispatched
+        self._beside: Sequence[Delivery] = ()  # dispatched, too; no probe waits for these
 
     @property
     def paused(self) -> bool:
@@ -74,7 +76,7 @@ class KillSwitchMonitor:
 
     def due(self, now: float) -> None:
         if self._state is KillSwitchState.PAUSED and now >= self._until:
-            self._state, self._probe, self._beside = KillSwitchState.PROBING, False, False
+            self._state, self._probe, self._beside = KillSwitchState.PROBING, (), ()
 
     @property
     def allows(self) -> int | None:
@@ -83,22 +85,26 @@ class KillSwitchMonitor:
             return None
         return int(self._state is KillSwitchState.PROBING and not self._probe)
 
-    def dispatched(self, *, beside: bool = False) -> None:
+    def dispatched(self, probe: Sequence[Delivery], *, beside: bool = False) -> None:
         """Note a dispatched probe; ``beside``: it may hang, so no other waits for it."""
-        self._probe |= not beside
-        self._beside |= beside
+        if beside:
+            self._beside = probe
+        else:
+            self._probe = probe
+
+    def is_probe(self, delivery: Delivery) -> bool:
+        """Whether this delivery was dispatched as a probe: until the consumer resumes, no other result counts."""
+        return any(probe is delivery for probe in chain(self._probe, self._beside))
 
     def recalled(self) -> None:
         """Forget the probe: it was recalled, or its channel is lost."""
-        self._probe = self._beside = False
+        self._probe = self._beside = ()
 
     def settled(self, handled: int, failed: int, now: float) -> Transition | None:
-        """Count results. Return the transition that they lead to, if any."""
+        """Count results; while paused, of probes alone. Return the transition that they lead to, if any."""
         if self._state is KillSwitchState.PAUSED:
             return None
         if self._state is KillSwitchState.PROBING:
-            if not (self._probe or self._beside):
-                return None
             if failed:
                 self.pause = min(self.pause * 2, self._switch.longest_pause)
                 return self._paused(now)

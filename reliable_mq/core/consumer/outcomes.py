@@ -205,6 +205,10 @@ class OutcomeHandler:
         return self._quarantine is not None and self._quarantine.has(delivery)
 
     def _count_for_kill_switch(self, kill_switch: KillSwitchMonitor, results: Sequence[Result], now: float) -> None:
+        if kill_switch.paused:
+            results = [result for result in results if kill_switch.is_probe(_delivery_of(result))]
+            if not results:
+                return
         handled = sum(isinstance(result, Delivery) for result in results)
         failed = sum(isinstance(result, Failed) for result in results)
         if not handled and not failed:
