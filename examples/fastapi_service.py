@@ -1,7 +1,8 @@
 """A FastAPI application that publishes what it is sent and consumes it in the background: both live in the lifespan.
 
-``POST /orders`` answers 202 once the broker has the order, and 503 where it has not taken it or nobody knows. A client
-that tries again sends the same ``order``, from which the ``message_id`` is made: whoever handles orders can tell.
+``POST /orders`` answers 202 once the broker has the order, and 503 where it has not taken it or nobody knows: at once
+while there is no connection (``on_disconnected="raise"``). A client that tries again sends the same ``order``, from
+which the ``message_id`` is made: whoever handles orders can tell.
 
 Signals are the server's: it ends the lifespan, which stops the consumer, then flushes the publisher. With
 ``uvicorn fastapi_service:app`` it serves for real; run as a program, it sends itself two requests.
@@ -40,7 +41,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         handled.put_nowait(delivery.json()["order"])
 
     async with (
-        AsyncPublisher(URL, topology=[ORDERS], delivery_timeout=10) as publisher,
+        AsyncPublisher(URL, topology=[ORDERS], delivery_timeout=10, on_disconnected="raise") as publisher,
         AsyncConsumer(URL, ORDERS, handle),
     ):
         app.state.publisher, app.state.handled = publisher, handled
