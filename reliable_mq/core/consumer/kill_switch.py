@@ -93,7 +93,10 @@ class KillSwitchMonitor:
             self._probe = probe
 
     def is_probe(self, delivery: Delivery) -> bool:
-        """Whether this delivery was dispatched as a probe: until the consumer resumes, no other result counts."""
+        """Whether this delivery was dispatched as a probe.
+
+        Until the consumer resumes, no other result counts.
+        """
         return any(probe is delivery for probe in chain(self._probe, self._beside))
 
     def recalled(self) -> None:
@@ -101,7 +104,10 @@ class KillSwitchMonitor:
         self._probe = self._beside = ()
 
     def settled(self, handled: int, failed: int, now: float) -> Transition | None:
-        """Count results; while paused, of probes alone. Return the transition that they lead to, if any."""
+        """Count results, and return the transition that they lead to, if any.
+
+        Until the consumer resumes, they are those of probes alone.
+        """
         if self._state is KillSwitchState.PAUSED:
             return None
         if self._state is KillSwitchState.PROBING:
