@@ -143,8 +143,15 @@ def _found_by(settings: ConnectionSettings, management_url: str | None) -> Calla
     from reliable_mq.cli.doctor.queues import dead_letter_queues
     from reliable_mq.monitoring.management import ManagementAPI, ManagementError
 
+    if management_url:
+        ManagementAPI.check(management_url, settings, option="--management-url")
+
     def find() -> list[str]:
-        apis = [ManagementAPI.at(management_url, settings)] if management_url else ManagementAPI.beside(settings)
+        apis = (
+            [ManagementAPI.at(management_url, settings, option="--management-url")]
+            if management_url
+            else ManagementAPI.beside(settings)
+        )
         why = "it is not asked, since its address is a guess, and not secured"
         for api in apis:
             if not api.sends_password:

@@ -65,15 +65,18 @@ class ManagementAPI:
     timeout: float = 10.0
 
     @classmethod
-    def at(cls, url: str, settings: ConnectionSettings) -> Self:
+    def at(cls, url: str, settings: ConnectionSettings, *, option: str) -> Self:
         """Return the API at ``http[s]://[user:password@]host[:port][/prefix]``.
 
         Without a user it takes that of `settings`.
 
+        Args:
+            option: as which the user gave the URL; an error names it.
+
         Raises:
             ConfigurationError: the URL is none, or there is no user.
         """
-        parts, host = _checked(url, settings)
+        parts, host = _checked(url, settings, option)
         if parts.username is not None:
             credentials: Credentials | None = Credentials(unquote(parts.username), unquote(parts.password or ""))
         else:
@@ -88,9 +91,9 @@ class ManagementAPI:
         )
 
     @staticmethod
-    def check(url: str, settings: ConnectionSettings) -> None:
+    def check(url: str, settings: ConnectionSettings, *, option: str) -> None:
         """Raise what `at` raises for such a URL, and ask for no credentials."""
-        _checked(url, settings)
+        _checked(url, settings, option)
 
     @classmethod
     def beside(cls, settings: ConnectionSettings) -> list[Self]:
@@ -254,7 +257,7 @@ def _reason(content: bytes) -> str:
     return str(answer.get("reason") or answer.get("error") if isinstance(answer, dict) else answer)[:_SHOWN]
 
 
-def _checked(url: str, settings: ConnectionSettings) -> tuple[SplitResult, str]:
+def _checked(url: str, settings: ConnectionSettings, option: str) -> tuple[SplitResult, str]:
     """Return the parts of a management URL, and its host."""
     try:
         parts = urlsplit(url)
@@ -262,7 +265,7 @@ def _checked(url: str, settings: ConnectionSettings) -> tuple[SplitResult, str]:
     except ValueError:
         parts, host = urlsplit(""), None
     if not host or not _HOST.fullmatch(host) or parts.scheme not in _PORTS:
-        raise ConfigurationError("the management URL must be http[s]://[user:password@]host[:port]")
+        raise ConfigurationError(f"{option} must be http[s]://[user:password@]host[:port]")
     if parts.username is None and settings.credentials is None:
-        raise ConfigurationError("the management URL needs a user: http[s]://user:password@host[:port]")
+        raise ConfigurationError(f"{option} needs a user: http[s]://user:password@host[:port]")
     return parts, host

@@ -441,7 +441,8 @@ def _stream_options(given: Mapping[str, str], *, streaming: bool) -> StreamOptio
     if options.match_unfiltered and options.stream_filter is None:
         _refuse("streamFilterMatchUnfiltered is given without streamFilter: all messages are read")
     if options.management_url is not None:
-        ManagementAPI.check(options.management_url, options.connection.settings(options.url))
+        settings = options.connection.settings(options.url)
+        ManagementAPI.check(options.management_url, settings, option="managementUrl")
     return options
 
 

@@ -350,7 +350,8 @@ class PartitionFinder:
         self._found[name] = found
 
     def _bound(self, management_url: str, name: str) -> list[str]:
-        api = ManagementAPI.at(management_url, self._settings)  # each time: a token may have expired
+        # Each time: a token may have expired.
+        api = ManagementAPI.at(management_url, self._settings, option="managementUrl")
         try:
             bindings = rows(api, "exchanges", self._settings.virtual_host, name, "bindings", "source")
         except ManagementError as error:

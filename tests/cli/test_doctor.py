@@ -155,7 +155,8 @@ def http_server(answers: dict[str, tuple[int, object]], received: list[str | Non
 
 
 def api(port: int, path: str = "") -> ManagementAPI:
-    return ManagementAPI.at(f"http://user:{SECRET}@127.0.0.1:{port}{path}", parse_url("amqp://localhost"))
+    url = f"http://user:{SECRET}@127.0.0.1:{port}{path}"
+    return ManagementAPI.at(url, parse_url("amqp://localhost"), option="url")
 
 
 def test_segments_are_encoded_and_a_prefix_is_kept() -> None:
@@ -195,7 +196,7 @@ def test_an_api_that_is_not_there_is_an_error_without_status() -> None:
 )
 def test_a_management_url_that_is_none_is_refused(url: str, text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
-        ManagementAPI.at(url, parse_url("amqp://localhost"))
+        ManagementAPI.at(url, parse_url("amqp://localhost"), option="url")
 
 
 def test_without_a_url_the_api_is_looked_for_beside_amqp() -> None:
@@ -218,7 +219,7 @@ def test_without_a_url_the_api_is_looked_for_beside_amqp() -> None:
 def test_a_guessed_place_is_sent_the_password_on_this_machine_or_verified_only(url: str, sends: bool) -> None:
     (guess,) = ManagementAPI.beside(parse_url(url))
     assert guess.sends_password is sends
-    assert ManagementAPI.at("http://elsewhere", parse_url(url)).sends_password
+    assert ManagementAPI.at("http://elsewhere", parse_url(url), option="url").sends_password
 
 
 def test_credentials_are_asked_for_where_the_url_names_no_user() -> None:
@@ -229,10 +230,10 @@ def test_credentials_are_asked_for_where_the_url_names_no_user() -> None:
         return Credentials("user", SECRET)
 
     settings = parse_url("amqp://localhost", credentials=credentials)
-    assert ManagementAPI.at(f"http://user:{SECRET}@localhost", settings).sends_password
-    ManagementAPI.check("http://localhost", settings)
+    assert ManagementAPI.at(f"http://user:{SECRET}@localhost", settings, option="url").sends_password
+    ManagementAPI.check("http://localhost", settings, option="url")
     assert not calls
-    assert ManagementAPI.at("http://localhost", settings).sends_password
+    assert ManagementAPI.at("http://localhost", settings, option="url").sends_password
     assert len(calls) == 1
 
 
@@ -264,8 +265,18 @@ def test_without_an_option_no_password_leaves_this_machine_in_plaintext(monkeypa
 
 @pytest.mark.parametrize("url", ["http://[::1", "http://a b", "http://a\x00b", "ftp://a", "http://a:port", ""])
 def test_what_is_no_url_at_all_is_refused_as_a_management_url(url: str) -> None:
-    with pytest.raises(ConfigurationError, match="management URL must be"):
-        ManagementAPI.at(url, parse_url("amqp://localhost"))
+    """With the option that it was given as."""
+    settings = parse_url("amqp://localhost")
+    with pytest.raises(ConfigurationError, match="^--management-url must be http"):
+        examine._by_management(
+            settings, HostEntry(settings, ServerInfo("RabbitMQ", "4.3.6", (4, 3, 6)), 131072), [], url
+        )
+
+
+def test_a_management_url_without_a_user_is_refused_where_a_certificate_is_the_user() -> None:
+    settings = parse_url("amqps://localhost", mechanism="EXTERNAL", tls=TLSOptions(cert_file="c"))
+    with pytest.raises(ConfigurationError, match="^managementUrl needs a user: http"):
+        ManagementAPI.check("http://localhost", settings, option="managementUrl")
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,12 @@ def test_a_wrong_value_is_named_with_status_2(run: Run, line: tuple[str, ...], t
     assert text in told
 
 
+@pytest.mark.parametrize("url", ["localhost:15672", "amqp://localhost", "http://"])
+def test_the_page_is_not_served_with_a_wrong_management_url(run: Run, url: str) -> None:
+    status, told = run("web", BROKER, "--management-url", url)
+    assert (status, told) == (1, "reliable-mq: --management-url must be http[s]://[user:password@]host[:port]")
+
+
 def test_headers_of_different_names_are_taken() -> None:
     assert parse_headers(["a=1", "b=a=2", "c="]) == {"a": "1", "b": "a=2", "c": ""}
 

@@ -39,7 +39,7 @@ def answering(write: Callable[[http.server.BaseHTTPRequestHandler], object]) -> 
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            yield ManagementAPI.at(f"http://127.0.0.1:{server.server_address[1]}", SETTINGS)
+            yield ManagementAPI.at(f"http://127.0.0.1:{server.server_address[1]}", SETTINGS, option="url")
         finally:
             server.shutdown()
             thread.join()

@@ -106,7 +106,7 @@ def test_every_option_of_a_stream_is_taken() -> None:
         ({"stream": "s", "maxTriggerDelay": "5s"}, "maxTriggerDelay is given without minMessagesPerTrigger"),
         ({"queue": "a", "minMessagesPerTrigger": "9", "maxMessagesPerTrigger": "8"}, "is 9, and maxMessagesPerTrigger"),
         ({"queue": "a", "minMessagesPerTrigger": "9", "prefetch": "8"}, "is 9, and prefetch lets 8"),
-        ({"stream": "s", "managementUrl": "localhost"}, "management URL must be http"),
+        ({"stream": "s", "managementUrl": "localhost"}, "^managementUrl must be http"),
         ({"stream": "s", "streamFilterMatchUnfiltered": "true"}, "is given without streamFilter"),
         ({"stream": "s", "streamFilter": "eu,,us"}, "streamFilter has an empty name"),
         ({"stream": "s", "exchange": "x"}, "exchange is an option of a sink, and this is stream mode: leave it out"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from reliable_mq.errors import BrokerUnavailable
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 from reliable_mq.monitoring.management import ManagementAPI, ManagementError
 from reliable_mq.spark import stream_broker
 from reliable_mq.spark.stream_broker import PartitionFinder, bound_partitions
@@ -47,3 +47,5 @@ def test_what_was_found_stays_while_the_api_is_away(monkeypatch: pytest.MonkeyPa
     with pytest.raises(BrokerUnavailable, match="bindings of 's' cannot be read: refused") as raised:
         PartitionFinder(parse_url("amqp://localhost/"), ["s"], "http://localhost:15672").streams(channel)
     assert raised.value.permanent
+    with pytest.raises(ConfigurationError, match="^managementUrl must be http"):
+        PartitionFinder(parse_url("amqp://localhost/"), ["s"], "localhost:15672").streams(channel)

@@ -75,7 +75,9 @@ def _by_management(
 ) -> list[Finding]:
     """Run the checks that need the management API; without it, name them as unchecked."""
     candidates = (
-        ManagementAPI.beside(settings) if management_url is None else [ManagementAPI.at(management_url, settings)]
+        ManagementAPI.beside(settings)
+        if management_url is None
+        else [ManagementAPI.at(management_url, settings, option="--management-url")]
     )
     why = fix = ""
     for api in candidates:
