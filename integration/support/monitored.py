@@ -1,4 +1,4 @@
-"""A shop that Prometheus scrapes: publishers and consumers of both APIs, an outbox, depths of queues, a small load."""
+"""A shop that Prometheus scrapes: publishers and consumers of both APIs, an outbox, a stage, a small load."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from reliable_mq import Consumer, DeadLetter, Message, Publisher, Queue, RetryPo
 from reliable_mq.health import HealthServer
 from reliable_mq.monitoring import QueueDepths
 from reliable_mq.outbox import SQLiteOutbox
+from reliable_mq.stage import StageOptions, StageRelay
 from reliable_mq.stores import MemoryStore
 
 if TYPE_CHECKING:
@@ -26,26 +27,26 @@ __all__ = ["INVOICES", "ORDERS", "MonitoredShop"]
 
 ORDERS = Queue("orders")
 INVOICES = Queue("invoices", type="classic")
+RETURNS = Queue("returns", dead_letter=None)
+CLOSING = 30.0  # seconds for the relay to move what is left
 QUICK = RetryPolicy(max_attempts=3, delays=(0.2, 0.5))
 
 
 class MonitoredShop:
-    """Publishes and handles orders and invoices until it is left. A context manager.
+    """Publishes and handles orders and invoices, and moves returns into a stage, until it is left. A context manager.
 
     Args:
         url: of the broker, for everything.
         directory: for the outbox.
-        rate: orders per second; as many invoices.
+        rate: orders per second; as many invoices, and a return for ten of them.
         failing: the share of orders whose first attempt fails; one in a hundred of these is dead-lettered.
 
     Attributes:
         registry: of everything in it.
         address: where metrics and probes are served, once entered.
         failing: may be changed while it runs.
-        names: the labels ``publisher`` and ``consumer`` of what is in it.
     """
 
-    names = frozenset({"shop", "shop outbox", "shop asyncio", "billing", "billing asyncio"})
     address: str
 
     def __init__(self, url: str, directory: Path, *, rate: float = 100.0, failing: float = 0.0) -> None:
@@ -61,7 +62,7 @@ class MonitoredShop:
         with ExitStack() as stack:
             parts: list[Any] = []
             common: dict[str, Any] = {"registry": self.registry, "reconnect_wait": tenacity.wait_fixed(0.5)}
-            sync = Publisher(self._url, topology=[ORDERS], name="shop", **common)
+            sync = Publisher(self._url, topology=[ORDERS, RETURNS], name="shop", **common)
             asyncio = BlockingPublisher(self._url, topology=[INVOICES], name="shop asyncio", **common)
             outbox = SQLiteOutbox(self._directory / "outbox")
             stored = Publisher(self._url, topology=[ORDERS], outbox=outbox, name="shop outbox", **common)
@@ -74,6 +75,11 @@ class MonitoredShop:
                     kind(self._url, queue, self._handle, name=name, retry=QUICK, idempotency=MemoryStore(), **common)
                 )
                 parts.append(getattr(consumer, "consumer", consumer))
+            relay = StageRelay(
+                StageOptions(url=self._url, queue=RETURNS.name, stage="returns.stage"), registry=self.registry
+            )
+            stack.callback(relay.close, CLOSING)
+            relay.start()
             stack.enter_context(QueueDepths(self._url, [ORDERS, INVOICES], registry=self.registry, interval=0.5))
             server = stack.enter_context(HealthServer(*parts, port=0, registry=self.registry))
             self.address = server.url.removeprefix("http://")
@@ -95,6 +101,7 @@ class MonitoredShop:
             asyncio.submit(Message.json({"invoice": self._numbers}), routing_key=INVOICES.name)
             if self._numbers % 10 == 0:
                 stored.publish(Message.json({"order": -self._numbers}), routing_key=ORDERS.name)
+                sync.submit(Message.json({"return": self._numbers}), routing_key=RETURNS.name)
 
     def _handle(self, delivery: Delivery) -> None:
         number = abs(next(iter(delivery.json().values())))
