@@ -90,7 +90,7 @@ demo-cluster: venv image  ## orders on three nodes: the leader killed, a partiti
 dashboards: venv image prometheus  ## the pictures of the dashboards in the manual, drawn from real data
 	@$(BIN)/python -m integration.draw_dashboards
 
-pictures: venv image prometheus chromium  ## the other pictures in the manual: a trace, probes, tokens, alerts, failing fast
+pictures: venv image prometheus chromium  ## the other pictures in the manual: a trace, probes, tokens, failing fast, alerts, dead letters
 	@$(BIN)/python -m integration.draw_pictures
 
 java:

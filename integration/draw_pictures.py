@@ -1,8 +1,9 @@
-"""``make pictures``: pictures of a trace, probes, tokens, failing fast and alerts in the manual, drawn from real runs.
+"""``make pictures``: a trace, probes, tokens, failing fast, alerts, dead letters: pictures in the manual, of real runs.
 
 Each runs on a broker in a container. The trace is drawn from the spans that were exported, the answers of the probes
 are those that the command line printed, the tokens are those that were issued, the publishes those that were made. The
-alerts are a page of Prometheus.
+alerts are a page of Prometheus. The dead letters are on the page for them; they are published with the headers that
+consumers write, since they are days old.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import textwrap
 import threading
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import matplotlib as mpl
 import tenacity
@@ -30,14 +32,15 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from PIL import Image
 from prometheus_client import CollectorRegistry
 
-from integration.support.browser import chromium
+from integration.support.browser import chromium, served
 from integration.support.monitored import MonitoredShop
 from integration.support.prometheus import Prometheus
 from integration.support.tokens import CONF, Issuer
 from reliable_mq import Consumer, Message, PublishDisconnected, Publisher, Queue, RetryPolicy, Tracing
+from reliable_mq.core import headers
 from reliable_mq.health import HealthServer
 from reliable_mq.monitoring.alerts import AlertSettings, rules
-from reliable_mq.testing import RabbitMQ, remove_leftovers
+from reliable_mq.testing import RabbitMQ, VirtualHost, remove_leftovers
 from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -57,6 +60,7 @@ COLUMNS = 110  # of a terminal
 LIFETIME = 10.0  # seconds of a token
 RENEWALS = 4
 PAUSE = 0.1  # seconds between two publishes
+ALL_FAILED = "5 of 5 attempts failed"
 BEFORE, DEAD, AFTER = 4.0, 5.0, 4.0  # seconds of a broker
 
 
@@ -70,6 +74,7 @@ def main() -> int:
     draw_calls(calls)
     draw_tokens(*tokens())
     show_alerts()
+    show_dead_letters()
     return 0
 
 
@@ -347,6 +352,75 @@ def show_alerts() -> None:
         page.screenshot(path=file, full_page=True)
         broker.start()
     reduce(file)
+
+
+# The page for dead letters
+
+
+class Cause(NamedTuple):
+    """What orders died of.
+
+    Attributes:
+        count: of the orders.
+        exception: the class that the last attempt raised, and its text; empty for none.
+        hours: over which they died, until now.
+    """
+
+    count: int
+    exception: tuple[str, str] | tuple[()]
+    reason: str
+    attempts: int
+    hours: float
+
+
+CAUSES = (
+    Cause(142, ("shop.payment.GatewayTimeout", "no answer from https://pay.example within 30 s"), ALL_FAILED, 5, 48),
+    Cause(40, ("shop.payment.CardDeclined", "the bank declined the card"), ALL_FAILED, 5, 66),
+    Cause(17, ("sqlalchemy.exc.OperationalError", "the database is in recovery mode"), ALL_FAILED, 5, 70),
+    Cause(15, (), "the customer is gone", 1, 24),
+)
+
+
+def show_dead_letters() -> None:
+    """Take the page for dead letters in a browser."""
+    dead = f"{ORDERS.name}.dead"
+    file = IMAGES / "dead-letters.png"
+    with RabbitMQ() as broker, chromium() as browser:
+        virtual_host = VirtualHost(broker, "shop")
+        virtual_host.create()
+        with Publisher(virtual_host.url, topology=[ORDERS]) as publisher:
+            assert publisher.publish_many(letters(), routing_key=dead).ok
+        with served(virtual_host.url, [dead], allow_changes=True) as address:
+            page = browser.new_page(viewport={"width": 1200, "height": 900}, color_scheme="light")
+            page.goto(f"{address}/letters?queue={dead}")
+            page.locator("table.letters").wait_for()
+            page.screenshot(path=file)
+    reduce(file)
+
+
+def letters() -> list[Message]:
+    """Return the dead letters of all causes, the oldest first."""
+    now = datetime.now(UTC)
+    died = [
+        (now - timedelta(hours=cause.hours * (number + 1) / cause.count), cause)
+        for cause in CAUSES
+        for number in range(cause.count)
+    ]
+    return [
+        Message.json(
+            {"order": 10_000 + number, "customer": f"customer-{number % 97}", "amount": "129.90", "currency": "EUR"},
+            message_id=f"order-{10_000 + number}",
+            headers={
+                headers.FORMAT: headers.FORMAT_VERSION,
+                headers.ORIGINAL_QUEUE: ORDERS.name,
+                headers.ATTEMPTS: cause.attempts,
+                headers.DEAD_LETTER_REASON: cause.reason,
+                headers.LAST_FAILURE: at,
+                **dict(zip((headers.EXCEPTION_TYPE, headers.EXCEPTION_MESSAGE), cause.exception, strict=False)),
+            },
+        )
+        for number, (at, cause) in enumerate(sorted(died))
+    ]
 
 
 if __name__ == "__main__":
