@@ -71,6 +71,8 @@ class ManagementAPI:
         Without a user it takes that of `settings`.
 
         Args:
+            url: as above.
+            settings: of the AMQP connection.
             option: as which the user gave the URL; an error names it.
 
         Raises:

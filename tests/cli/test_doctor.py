@@ -267,7 +267,7 @@ def test_without_an_option_no_password_leaves_this_machine_in_plaintext(monkeypa
 def test_what_is_no_url_at_all_is_refused_as_a_management_url(url: str) -> None:
     """With the option that it was given as."""
     settings = parse_url("amqp://localhost")
-    with pytest.raises(ConfigurationError, match="^--management-url must be http"):
+    with pytest.raises(ConfigurationError, match=r"^--management-url must be http"):
         examine._by_management(
             settings, HostEntry(settings, ServerInfo("RabbitMQ", "4.3.6", (4, 3, 6)), 131072), [], url
         )
@@ -275,7 +275,7 @@ def test_what_is_no_url_at_all_is_refused_as_a_management_url(url: str) -> None:
 
 def test_a_management_url_without_a_user_is_refused_where_a_certificate_is_the_user() -> None:
     settings = parse_url("amqps://localhost", mechanism="EXTERNAL", tls=TLSOptions(cert_file="c"))
-    with pytest.raises(ConfigurationError, match="^managementUrl needs a user: http"):
+    with pytest.raises(ConfigurationError, match=r"^managementUrl needs a user: http"):
         ManagementAPI.check("http://localhost", settings, option="managementUrl")
 
 

@@ -47,5 +47,5 @@ def test_what_was_found_stays_while_the_api_is_away(monkeypatch: pytest.MonkeyPa
     with pytest.raises(BrokerUnavailable, match="bindings of 's' cannot be read: refused") as raised:
         PartitionFinder(parse_url("amqp://localhost/"), ["s"], "http://localhost:15672").streams(channel)
     assert raised.value.permanent
-    with pytest.raises(ConfigurationError, match="^managementUrl must be http"):
+    with pytest.raises(ConfigurationError, match=r"^managementUrl must be http"):
         PartitionFinder(parse_url("amqp://localhost/"), ["s"], "localhost:15672").streams(channel)
