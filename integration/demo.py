@@ -2,8 +2,9 @@
 
 The wheel knows nothing of docker: the demo is given the commands that kill and start a broker, here these two. With
 ``--observe`` (``make demo ARGS=--observe``) the same shop runs in this process, slower, and everything that watches it:
-Prometheus with the alerts, the probes, the page for dead letters. When all orders are handled it stays up until Ctrl-C.
-The audit comes after that, so that the dead letters can be looked at.
+Prometheus with the alerts, the probes, the page for dead letters. Beside it runs a small shop with what the demo lacks,
+so that every panel of the dashboards has data: an outbox, asyncio, a stage. When all orders are handled it stays up
+until Ctrl-C. The audit comes after that, so that the dead letters can be looked at.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Self
 
 from prometheus_client import CollectorRegistry
 
+from integration.support.monitored import MonitoredShop
 from integration.support.prometheus import Prometheus
 from reliable_mq.cli.demo.display import run
 from reliable_mq.cli.demo.scenario import Outages, Shop
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _OBSERVE = "--observe"
+_BESIDE = 20.0  # orders a second of the small shop
 _ALERTS = AlertSettings(hold="5s", window="2m", max_age="10s")  # for a broker that is dead for seconds
 
 
@@ -113,7 +116,9 @@ class ObservedShop(Shop):
         stack.enter_context(QueueDepths(self._broker_url, [self.queue], registry=self._registry, interval=0.5))
         served = HealthServer(self.publisher, self.consumer, port=0, registry=self._registry)
         address = stack.enter_context(served).url.removeprefix("http://")
-        prometheus = stack.enter_context(Prometheus(directory, {"shop": [address]}, rules=rules(_ALERTS)))
+        beside = stack.enter_context(MonitoredShop(self._broker_url, directory, rate=_BESIDE)).address
+        targets = {"shop": [address], "beside": [beside]}
+        prometheus = stack.enter_context(Prometheus(directory, targets, rules=rules(_ALERTS)))
         port = free_port()
         page = [sys.executable, "-m", "reliable_mq.cli", "web", self._broker_url, self.queues[1]]
         with log.open("ab") as out:
@@ -126,6 +131,7 @@ class ObservedShop(Shop):
         return [
             f"alerts:        {prometheus.page('alerts')}",
             f"metrics:       http://{address}/metrics, and graphs of them: {prometheus.page('graph')}",
+            f"beside it:     http://{beside}/metrics: an outbox, asyncio and a stage, at {_BESIDE:.0f} orders a second",
             f"probes:        http://{address}/livez, /readyz, /progressz",
             f"dead letters:  http://127.0.0.1:{port}/ (the audit counts what you delete there as lost)",
             "dashboards:    reliable-mq grafana publishers, and consumers, for a Grafana with this Prometheus",

@@ -23,6 +23,7 @@ from matplotlib import pyplot as plt
 from PIL import Image
 
 from integration.support.monitored import MonitoredShop
+from integration.support.panels import asked
 from integration.support.prometheus import Prometheus
 from reliable_mq.monitoring.dashboards import DASHBOARDS
 from reliable_mq.monitoring.grafana import dashboard_json
@@ -31,6 +32,7 @@ from reliable_mq.testing import RabbitMQ, remove_leftovers
 IMAGES = Path(__file__).parents[1] / "docs" / "_static"
 SECONDS = 150.0
 FAILING, WELL, KILLED = 30.0, 60.0, 75.0  # seconds after the begin
+INTERVALS = {"rate_interval": "8s", "over": f"{SECONDS:.0f}s"}
 COLUMN, LINE = 0.56, 0.36  # inches of a unit of Grafana's grid
 COLORS = {"green": "#37872d", "yellow": "#e0b400", "red": "#c4162a"}
 PALETTE = 64
@@ -105,16 +107,9 @@ def draw(model: dict[str, Any], prometheus: Prometheus, file: Path, variables: l
     print(f"{file.name}: {file.stat().st_size // 1000} kB", file=sys.stderr)
 
 
-def asked(expression: str, variables: list[str]) -> str:
-    """Return the query that Grafana would send, with everything selected."""
-    for name in variables:
-        expression = expression.replace(f'"${name}"', '".*"')
-    return expression.replace("$__rate_interval", "8s").replace("$__range", f"{SECONDS:.0f}s")
-
-
 def draw_number(axes: Any, panel: dict[str, Any], prometheus: Prometheus, variables: list[str]) -> None:
     """Draw the latest value on the colour of its threshold."""
-    found = prometheus.query(asked(panel["targets"][0]["expr"], variables))
+    found = prometheus.query(asked(panel["targets"][0]["expr"], variables, **INTERVALS))
     value = float(found[0]["value"][1]) if found else math.nan
     steps = panel["fieldConfig"]["defaults"]["thresholds"]["steps"]
     color = [step["color"] for step in steps if step["value"] is None or value >= step["value"]][-1]
@@ -130,7 +125,7 @@ def draw_lines(axes: Any, panel: dict[str, Any], prometheus: Prometheus, variabl
     defaults = panel["fieldConfig"]["defaults"]
     highest, number = 0.0, 0
     for target in panel["targets"]:
-        for series in prometheus.query_range(asked(target["expr"], variables), SECONDS):
+        for series in prometheus.query_range(asked(target["expr"], variables, **INTERVALS), SECONDS):
             legend = target["legendFormat"]
             for name, value in series["metric"].items():
                 legend = legend.replace(f"{{{{{name}}}}}", value)

@@ -6,12 +6,14 @@ import json
 import re
 import signal
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.error import URLError
+from urllib.parse import urlencode
 from urllib.request import urlopen
 
 import pytest
 
+from integration.support.panels import wait_for_data
 from integration.support.processes import Process
 from reliable_mq.testing.waiting import wait_until
 
@@ -62,7 +64,7 @@ def test_the_observed_demo_leaves_nothing_behind_when_it_is_terminated() -> None
         readers = [gather(demo.stderr, told), gather(demo.stdout, [])]
         wait_until(lambda: any(line.startswith("logs:") for line in told), timeout=120, what=lambda: f"{told}")
         addresses = re.findall(r"(http://[^\s,]+)", "".join(told))
-        assert len(addresses) >= 5
+        assert len(addresses) >= 6
         demo.terminate()
         assert demo.wait(120) == 128 + signal.SIGTERM
         for reader in readers:
@@ -87,8 +89,15 @@ def check(told: str) -> None:
     queue = depth.findall(got(addresses["metrics"]))[0]
     assert json.loads(got(addresses["probes"]))["live"] is True
     assert queue in got(addresses["dead letters"])
-    query = "/api/v1/query?query=" + "count(count_over_time(ALERTS{alertname=%22ReliableMQDeadLetters%22}[1h]))"
-    wait_until(lambda: json.loads(got(prometheus + query))["data"]["result"], timeout=60, what="an alert in Prometheus")
+
+    def query(expression: str) -> list[dict[str, Any]]:
+        asked = urlencode({"query": expression})
+        found: list[dict[str, Any]] = json.loads(got(f"{prometheus}/api/v1/query?{asked}"))["data"]["result"]
+        return found
+
+    fired = 'count(count_over_time(ALERTS{alertname="ReliableMQDeadLetters",job="shop"}[1h]))'
+    wait_until(lambda: query(fired), timeout=60, what="an alert in Prometheus")
+    wait_for_data(query, timeout=60)
 
 
 def got(url: str) -> str:

@@ -1,0 +1,65 @@
+"""The queries of the dashboards' panels, as Grafana asks them, and a wait until all of them have data."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from reliable_mq.monitoring.dashboards import DASHBOARDS
+from reliable_mq.monitoring.grafana import dashboard_json
+from reliable_mq.testing.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = ["asked", "expressions", "wait_for_data"]
+
+
+def asked(expression: str, variables: Iterable[str], *, rate_interval: str, over: str) -> str:
+    """Return the query that Grafana sends for an expression, with everything selected.
+
+    Args:
+        expression: of a panel.
+        variables: of its dashboard.
+        rate_interval: as Prometheus writes it; several scrape intervals.
+        over: the time that the dashboard shows.
+    """
+    for name in variables:
+        expression = expression.replace(f'"${name}"', '".*"')
+    expression = expression.replace("$__rate_interval", rate_interval).replace("$__range", over)
+    assert "$" not in expression
+    return expression
+
+
+def expressions() -> dict[str, str]:
+    """Return each query of each panel of each dashboard by a name, for a Prometheus that scrapes every second."""
+    return {
+        f"{name}: {panel['title']} {target['refId']}": asked(
+            target["expr"], [variable.label for variable in dashboard.variables], rate_interval="6s", over="30s"
+        )
+        for name, dashboard in DASHBOARDS.items()
+        for panel in dashboard_json(dashboard)["panels"]
+        for target in panel.get("targets", ())
+    }
+
+
+def wait_for_data(query: Callable[[str], list[dict[str, Any]]], *, timeout: float) -> None:
+    """Wait until each query of each panel has had a finite value.
+
+    Args:
+        query: returns the instant vector of an expression.
+        timeout: seconds.
+
+    Raises:
+        TimeoutError: some had none; the text names them.
+    """
+    missing = expressions()
+    assert len(missing) > 60
+
+    def all_answered() -> bool:
+        for name, expression in list(missing.items()):
+            if any(math.isfinite(float(series["value"][1])) for series in query(expression)):
+                del missing[name]
+        return not missing
+
+    wait_until(all_answered, timeout=timeout, what=lambda: f"data for {missing}", interval=1)
