@@ -325,6 +325,8 @@ class DeadLetterQueue:
         stop: threading.Event | None,
         counted: Callable[[int], object],
     ) -> int:
+        if limit is not None:
+            whole_number("limit", limit, 1)
         deleted = 0
         with self._operation("purge"):
             try:

@@ -108,15 +108,21 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
             UsageError: it runs already, was stopped, or has no handler.
         """
         self._check_runnable()
-        with self._signals() as received:
-            subscription = self._start(enter=True)
-            if received:
-                self.stop()
-            try:
-                wait_heeding_signals(subscription.ended)
-            finally:
-                self.stop()  # it may have ended by itself
-                blocking(self._finish(subscription, self._pools))
+        try:
+            with self._signals() as received:
+                subscription = self._start(enter=True)
+                if received:
+                    self.stop()
+                try:
+                    wait_heeding_signals(subscription.ended)
+                finally:
+                    self.stop()  # it may have ended by itself
+                    blocking(self._finish(subscription, self._pools))
+        except ReliableMQError:
+            raise
+        except BaseException:  # of a signal handler, say: nobody else ends it
+            self._close_at_once()
+            raise
         self._raise_error()
 
     def close(self) -> None:
@@ -167,12 +173,16 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
         except ReliableMQError:
             raise
         except BaseException:  # of a signal handler, say: nobody closes it again
-            if self._subscription is not None:
-                self._subscription.stop_now()
-            self.close()
+            self._close_at_once()
             raise
         if exc_type is None:
             self._raise_error()
+
+    def _close_at_once(self) -> None:
+        """Close, and wait for no handler."""
+        if self._subscription is not None:
+            self._subscription.stop_now()
+        self.close()
 
     @contextmanager
     def get(self, max_messages: int = 1, timeout: Duration = 0.0) -> Iterator[list[PulledDelivery]]:

@@ -159,6 +159,40 @@ def test_an_interrupted_entering_leaves_no_thread(
     gc.collect()
 
 
+def running_consumer(url: str, _: Path) -> None:
+    one = Consumer(url, Queue("orders"), lambda _: None, name="interrupted", stop_timeout=5)
+    over = threading.Event()
+
+    def stop_it() -> None:
+        wait_until(lambda: one._subscription is not None or over.is_set(), timeout=20, what="a consumer that runs")
+        one.stop()
+
+    stopper = threading.Thread(target=stop_it)
+    stopper.start()
+    try:
+        one.run()
+    finally:
+        over.set()
+        stopper.join()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use", [consumer, running_consumer], ids=lambda use: use.__name__)
+def test_an_interrupted_stop_leaves_no_thread_of_a_consumer(
+    tmp_path: Path, use: Callable[[str, Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of ``with``, and of `Consumer.run`."""
+    caplog.set_level(logging.CRITICAL)
+    for step in range(100, 10_000, EVERY):
+        where = interrupt(use, "amqp://guest:guest@127.0.0.1:1/", tmp_path, step)
+        nothing_is_left(where)
+        if not where:
+            break
+    else:
+        pytest.fail("it never came to its end")
+    gc.collect()
+
+
 @pytest.mark.slow
 def test_an_interrupted_leaving_closes_a_publisher(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A time limit that strikes in the flush at the end of a block gives up what is left, and disconnects."""
