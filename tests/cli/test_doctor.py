@@ -116,6 +116,12 @@ def test_a_wrong_url_is_said_without_a_traceback() -> None:
     assert isinstance(result.exception, ConfigurationError)  # which `run` turns into a line
 
 
+def test_a_wrong_management_url_is_said_before_anything_is_looked_at() -> None:
+    result = CliRunner().invoke(app, ["doctor", "amqp://127.0.0.1:1", "--management-url", "ftp://localhost"])
+    assert isinstance(result.exception, ConfigurationError)
+    assert "--management-url" in str(result.exception)
+
+
 # -- the management API ------------------------------------------------------------------------------------------------
 
 

@@ -43,6 +43,8 @@ _PATIENCE: Final = 5.0  # seconds for the broker to return one message
 
 def examine(url: str, settings: ConnectionSettings, queues: Sequence[str], management_url: str | None) -> list[Finding]:
     """Run all checks. Blocks for connections and round trips."""
+    if management_url is not None:
+        ManagementAPI.check(management_url, settings, option="--management-url")
     findings: list[Finding] = []
     entries: list[HostEntry] = []
     for endpoint in settings.endpoints:
