@@ -488,11 +488,17 @@ CONSUMERS: Final = Dashboard(
             ),
             lines(
                 "State of the relays",
-                "Relays that move messages; messages that wait; deliveries not acked; bytes not confirmed.",
+                "Relays that move messages; messages that wait; deliveries not acked.",
                 tuple(
                     PanelQuery(f"sum by (queue) (reliable_mq_stage_{metric})", f"{{{{queue}}}} {metric}")
-                    for metric in ("active", "ready", "outstanding", "held_bytes")
+                    for metric in ("active", "ready", "outstanding")
                 ),
+            ),
+            lines(
+                "Bytes held by the relays",
+                "Bodies that the stage has not confirmed.",
+                (PanelQuery("sum by (queue) (reliable_mq_stage_held_bytes)", "{{queue}}"),),
+                unit="bytes",
             ),
         ),
     ),
