@@ -31,7 +31,7 @@ from opentelemetry.trace import (
 from reliable_mq.codec import encode_properties, plain_properties_head
 from reliable_mq.core.publisher.publication import Outcome
 from reliable_mq.core.publisher.trace import PublicationEvent
-from reliable_mq.errors import PublishBlocked, PublishRefused, PublishUnconfirmed
+from reliable_mq.errors import PublishBlocked, PublishDisconnected, PublishRefused, PublishUnconfirmed
 from reliable_mq.message import Message
 from reliable_mq.tracing import conventions
 from reliable_mq.tracing.propagation import TRACEPARENT, Propagation, ids_of, traceparent_in
@@ -357,6 +357,7 @@ def with_headers(message: Message, headers: Mapping[str, str]) -> Message:
 
 _OUTCOMES: Final[Mapping[type[BaseException], Outcome]] = {
     PublishRefused: Outcome.REFUSED,
+    PublishDisconnected: Outcome.REFUSED,  # nothing was sent
     PublishUnconfirmed: Outcome.UNKNOWN,
     PublishBlocked: Outcome.UNKNOWN,
 }

@@ -5,23 +5,25 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 from opentelemetry import baggage, context
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 from opentelemetry.trace import get_current_span
 from prometheus_client import CollectorRegistry
-from prometheus_client.openmetrics.exposition import generate_latest
 
 from reliable_mq import (
     ConfigurationError,
     Message,
     PublishBlocked,
+    PublishDisconnected,
     PublishNacked,
     PublishRefused,
     PublishReturned,
     PublishUnconfirmed,
     RetryPolicy,
 )
+from reliable_mq.health import HealthServer
 from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.testing.waiting import wait_until
 from tests.tracing.spans import BrokenEnd, BrokenSampler, Recorder, context_of, traceparent
@@ -139,14 +141,36 @@ def test_a_returned_publish_shows_the_reply(broker: ScriptedBroker, new_publishe
 
 
 def test_a_refused_publish_shows_its_doubt(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    """Two are lost with the channel, either may be the cause, and both may have arrived; each is sent again, alone."""
+
+    def script(published: Published) -> None:
+        if published.body == b"bad":
+            published.channel.close(404, "NOT_FOUND - a text that names no publish")
+        elif len(broker.published) > 1:
+            acking(published)
+
+    broker.script = script
+    recorder = Recorder()
+    with new_publisher(tracing=recorder.tracing) as publisher:
+        confirmations = [publisher.submit(Message(body), exchange="x") for body in (b"good", b"bad")]
+        assert isinstance(confirmations[1].exception(30), PublishRefused)
+        assert confirmations[0].exception(30) is None
+        spans = recorder.wait(2)
+    assert [[event.name.removeprefix("reliable_mq.") for event in span.events] for span in spans] == [
+        ["sent", "in_doubt", "sent"]
+    ] * 2
+    assert [(span.attributes or {})["reliable_mq.outcome"] for span in spans] == ["confirmed", "refused"]
+    assert [(span.attributes or {})["reliable_mq.possible_duplicate"] for span in spans] == [True, True]
+
+
+def test_a_publish_that_was_refused_for_sure_has_no_doubt(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
     broker.script = lambda published: published.channel.close(404, "NOT_FOUND - no exchange 'x' in vhost '/'")
     recorder = Recorder()
     with new_publisher(tracing=recorder.tracing) as publisher:
         with pytest.raises(PublishRefused):
             publisher.publish(Message(b""), exchange="x")
-        found = outcome(recorder)
-    assert found[:3] == ("refused", "PublishRefused", "ERROR")
-    assert found[3][0] == "sent"
+        assert outcome(recorder) == ("refused", "PublishRefused", "ERROR", ["sent"])
+    assert "reliable_mq.possible_duplicate" not in (recorder.spans[0].attributes or {})
 
 
 def test_a_lost_connection_is_doubt_and_a_second_attempt(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
@@ -222,6 +246,21 @@ def test_a_blocked_broker_is_an_event(broker: ScriptedBroker, new_publisher: New
         spans = recorder.wait(2)
     events = [[event.name.removeprefix("reliable_mq.") for event in span.events] for span in spans]
     assert events == [["blocked", "unblocked", "sent"], ["blocked"]]
+
+
+def test_a_publish_without_a_connection_ends_as_refused(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    recorder = Recorder()
+    with new_publisher(tracing=recorder.tracing, on_disconnected="raise") as publisher:
+        publisher.connect()
+        broker.refusals["Connection.Open"] = 541, "INTERNAL_ERROR - starting"
+        broker.connection.cut()
+        wait_until(lambda: not publisher.connected, timeout=30, what="the loss")
+        with pytest.raises(PublishDisconnected):
+            publisher.publish(Message(b""), routing_key="orders")
+        assert outcome(recorder) == ("refused", "PublishDisconnected", "ERROR", [])
+    [span] = recorder.spans
+    assert span.attributes is not None
+    assert "network.peer.address" not in span.attributes  # nothing was sent
 
 
 def test_a_context_in_the_message_is_kept_and_linked(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
@@ -339,10 +378,12 @@ def test_a_failure_that_nobody_waits_for_is_logged_with_traces_too(
     publisher = new_publisher(tracing=recorder.tracing, retry=RetryPolicy(1))
     publisher.connect()
     publisher.submit(Message(b""), routing_key="orders")
-    recorder.wait(1)
+    [send] = recorder.wait(1)
     with pytest.raises(PublishNacked):
         publisher.close()
-    assert "1 publishes failed that nobody waits for" in caplog.text
+    [record] = [record for record in caplog.records if "1 publishes failed that nobody waits for" in record.message]
+    ids = context_of(send)
+    assert (vars(record)["trace_id"], vars(record)["span_id"]) == (f"{ids.trace_id:032x}", f"{ids.span_id:016x}")
 
 
 def test_a_publish_leaves_the_callers_context_as_it_was(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
@@ -354,14 +395,17 @@ def test_a_publish_leaves_the_callers_context_as_it_was(broker: ScriptedBroker, 
     assert not get_current_span().get_span_context().is_valid
 
 
-def test_times_to_the_confirm_have_exemplars(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+def test_a_scrape_shows_exemplars_of_times_to_the_confirm(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
     broker.script = acking
     recorder = Recorder()
     registry = CollectorRegistry()
-    with new_publisher(tracing=recorder.tracing, registry=registry) as publisher:
+    with (
+        new_publisher(tracing=recorder.tracing, registry=registry) as publisher,
+        HealthServer(getattr(publisher, "publisher", publisher), port=0, registry=registry) as server,
+    ):
         publisher.publish(Message(b""), routing_key="orders")
         [send] = recorder.wait(1)
-        text = generate_latest(registry).decode()
+        text = httpx.get(f"{server.url}/metrics", headers={"Accept": "application/openmetrics-text"}, timeout=30).text
     [line] = [line for line in text.splitlines() if "confirm_seconds_bucket" in line and " # " in line]
     assert f'trace_id="{context_of(send).trace_id:032x}"' in line
 
