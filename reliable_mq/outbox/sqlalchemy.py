@@ -49,6 +49,7 @@ from reliable_mq.outbox.sqlalchemy_table import (
     outbox_table,
     portions,
 )
+from reliable_mq.tracing import Tracing
 from reliable_mq.url import redacted
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ class SQLAlchemyOutbox:
             for which it returns the same text are published one after the other; None means no order.
         lease: seconds after which other relays may take the rows of a relay that died.
         poll_interval: seconds after which an idle relay looks for rows.
+        tracing: a ``Tracing``, for a *create* span of every message that is added, whose context the message carries;
+            None for none. Messages of a publisher have that of the publisher.
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -104,6 +107,7 @@ class SQLAlchemyOutbox:
         ordering_key: OrderingKey | None = None,
         lease: Duration = 30.0,
         poll_interval: Duration = 0.2,
+        tracing: Tracing | None = None,
     ) -> None:
         if not isinstance(engine, (Engine, AsyncEngine)):
             raise ConfigurationError(f"engine must be an Engine or an AsyncEngine of SQLAlchemy, not {engine!r}")
@@ -112,6 +116,8 @@ class SQLAlchemyOutbox:
             raise ConfigurationError(f"table must be text that is not empty, not {table!r}")
         if ordering_key is not None and not callable(ordering_key):
             raise ConfigurationError(f"ordering_key must be a function or None, not {ordering_key!r}")
+        if tracing is not None and not isinstance(tracing, Tracing):
+            raise ConfigurationError(f"tracing must be a Tracing, not {tracing!r}")
         self.poll_interval = seconds("poll_interval", poll_interval, positive=True)
         self.table = outbox_table(table, schema)
         self._engine = engine
@@ -121,6 +127,7 @@ class SQLAlchemyOutbox:
         )
         self._create = create
         self._ordering_key = ordering_key
+        self._tracing = tracing
         self._lease = seconds("lease", lease, positive=True)
         self._opened = False
         self._made_in = os.getpid()
@@ -157,14 +164,16 @@ class SQLAlchemyOutbox:
             raise ConfigurationError(f"message must be a Message, not {type(message).__name__}: wrap it, Message(body)")
         publish_head(1, exchange, routing_key, mandatory)  # refuses what cannot be encoded, naming it
         _check_texts(message.message_id, exchange, routing_key, ordering_key)
+        if not isinstance(session, Connection) and not hasattr(session, "add"):
+            raise ConfigurationError(
+                f"session must be a Session, an AsyncSession or a Connection, not {type(session).__name__}"
+            )
+        if self._tracing is not None:
+            message = self._tracing.create(message, exchange=exchange, routing_key=routing_key)
         values = self._values(NewRow(message, exchange, routing_key, mandatory, ordering_key), time.time())
         if isinstance(session, Connection):
             session.execute(sa.insert(self.table), values)
             return
-        if not hasattr(session, "add"):
-            raise ConfigurationError(
-                f"session must be a Session, an AsyncSession or a Connection, not {type(session).__name__}"
-            )
         row = self._entity()
         for name, value in values.items():
             setattr(row, name, value)

@@ -129,8 +129,8 @@ class Tracing:
     def create(self, message: Message, *, exchange: str = "", routing_key: str = "") -> Message:
         """Return a message that carries the current context, by a *create* span.
 
-        For messages that are stored now and sent by somebody else, as with ``SQLAlchemyOutbox.add``. One that carries a
-        context already is returned as it is.
+        For messages that are stored now and sent by somebody else, in a table of yours; ``SQLAlchemyOutbox(tracing=)``
+        calls it. A message that carries a context already is returned as it is.
         """
         from reliable_mq.tracing.publishing import PublisherTracer, with_headers  # noqa: PLC0415
 

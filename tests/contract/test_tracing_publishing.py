@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,9 @@ from opentelemetry import baggage, context
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 from opentelemetry.trace import get_current_span
 from prometheus_client import CollectorRegistry
+from sqlalchemy import create_engine
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.orm import Session
 
 from reliable_mq import (
     ConfigurationError,
@@ -24,13 +28,15 @@ from reliable_mq import (
     RetryPolicy,
 )
 from reliable_mq.health import HealthServer
-from reliable_mq.outbox import SQLiteOutbox
+from reliable_mq.outbox import SQLAlchemyOutbox, SQLiteOutbox
 from reliable_mq.testing.waiting import wait_until
 from tests.tracing.spans import BrokenEnd, BrokenSampler, Recorder, context_of, traceparent
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
+    from reliable_mq import Tracing
     from tests.contract.scripted_broker import Published, ScriptedBroker
 
 NewPublisher = "Callable[..., Any]"
@@ -456,6 +462,73 @@ def test_the_context_is_that_of_who_stores_the_message(
     assert golden["send orders"]["attributes"]["reliable_mq.outcome"] == "confirmed"
     assert context_of(create).trace_id == context_of(send).trace_id
     assert headers_of(broker.published[0]) == {"traceparent": traceparent(create)}
+
+
+def add_to_session(database: Path, tracing: Tracing, message: Message, **options: Any) -> None:
+    engine = create_engine(f"sqlite:///{database}")
+    with Session(engine) as session:
+        SQLAlchemyOutbox(engine, tracing=tracing).add(session, message, **options)
+        session.commit()
+    engine.dispose()
+
+
+def add_to_connection(database: Path, tracing: Tracing, message: Message, **options: Any) -> None:
+    engine = create_engine(f"sqlite:///{database}")
+    with engine.begin() as connection:
+        SQLAlchemyOutbox(engine, tracing=tracing).add(connection, message, **options)
+    engine.dispose()
+
+
+def add_to_asyncio_session(database: Path, tracing: Tracing, message: Message, **options: Any) -> None:
+    async def main() -> None:
+        engine = create_async_engine(f"sqlite+aiosqlite:///{database}")
+        async with AsyncSession(engine) as session:
+            SQLAlchemyOutbox(engine, tracing=tracing).add(session, message, **options)
+            await session.commit()
+        await engine.dispose()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("add", [add_to_session, add_to_connection, add_to_asyncio_session])
+def test_a_row_of_a_transaction_carries_the_context_of_its_code(
+    broker: ScriptedBroker, new_publisher: NewPublisher, tmp_path: Path, add: Callable[..., None]
+) -> None:
+    """A publisher elsewhere relays it, in the same trace; a row that has a context already keeps that."""
+    broker.script = acking
+    recorder, database = Recorder(), tmp_path / "shop.db"
+    engine = create_engine(f"sqlite:///{database}")
+    relayed = SQLAlchemyOutbox(engine, create=True)
+    relayed.create_table()
+    message = Message(b"four", headers={"mine": 1})
+    with recorder.tracer.start_as_current_span("HTTP") as current:
+        add(database, recorder.tracing, message, exchange="shop", routing_key="orders")
+        add(database, recorder.tracing, Message(b"", headers={"traceparent": THEIRS}), routing_key="orders")
+    assert message.headers == {"mine": 1}
+    with new_publisher(tracing=recorder.tracing, outbox=relayed, name="relay") as publisher:
+        publisher.flush(30)
+    engine.dispose()
+    recorder.wait(4)
+    create, send = recorder.named("create shop:orders"), recorder.named("send shop:orders")
+    assert {context_of(span).trace_id for span in (create, send)} == {current.get_span_context().trace_id}
+    golden = {span["name"]: span for span in recorder.golden()}
+    assert golden["create shop:orders"]["parent"] == "HTTP"
+    assert (golden["send shop:orders"]["parent"], golden["send shop:orders"]["links"]) == (create.name, [create.name])
+    first, second = broker.published
+    assert headers_of(first) == {"mine": 1, "traceparent": traceparent(create)}
+    assert first.message_id == message.message_id
+    assert headers_of(second) == {"traceparent": THEIRS}
+
+
+def test_a_row_that_is_refused_has_no_span() -> None:
+    recorder = Recorder()
+    outbox = SQLAlchemyOutbox(create_engine("sqlite://"), tracing=recorder.tracing)
+    with recorder.tracer.start_as_current_span("HTTP"):
+        with pytest.raises(ConfigurationError, match="session"):
+            outbox.add(None, Message(b""), routing_key="orders")  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match="routing_key"):
+            outbox.add(None, Message(b""), routing_key="k" * 256)  # type: ignore[arg-type]
+    assert [span.name for span in recorder.spans] == ["HTTP"]
 
 
 def test_a_row_of_a_message_that_is_not_sampled_has_no_span(

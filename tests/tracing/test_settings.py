@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 from opentelemetry.semconv._incubating.attributes import messaging_attributes
+from sqlalchemy import create_engine
 
 from reliable_mq import ConfigurationError, Consumer, Message, Publisher, Tracing
+from reliable_mq.outbox import SQLAlchemyOutbox
 from reliable_mq.tracing import conventions
 from reliable_mq.tracing.tracing import TracerErrors
 from tests.tracing.spans import CONVENTIONS, OURS
@@ -40,6 +42,11 @@ def test_a_publisher_refuses_another_object_for_tracing() -> None:
 def test_a_consumer_refuses_another_object_for_tracing() -> None:
     with pytest.raises(ConfigurationError, match="tracing must be a Tracing, not True"):
         Consumer(URL, "orders", print, tracing=True)  # type: ignore[arg-type]
+
+
+def test_an_outbox_refuses_another_object_for_tracing() -> None:
+    with pytest.raises(ConfigurationError, match="tracing must be a Tracing, not True"):
+        SQLAlchemyOutbox(create_engine("sqlite://"), tracing=True)  # type: ignore[arg-type]
 
 
 def test_what_a_tracer_raises_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
