@@ -76,17 +76,23 @@ def test_a_write_does_not_return_before_the_broker_has_confirmed(
 
 
 def test_traces_pass_through_source_and_sink(spark: SparkSession, vhost: VirtualHost) -> None:
-    """From a header into its column and back; one that a row has among its headers stays."""
+    """From a header into its column and back; what a row has, in the column or its headers, comes before the option."""
     events, trace = Queue("events", type="stream"), "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     with Publisher(vhost.url, topology=[events]) as publisher:
         publisher.publish(Message(b"1", headers={"traceparent": trace}), routing_key="events")
     source = spark.read.format("rabbitmq").options(url=vhost.url, stream="events")
     read = source.schema("body binary, traceparent string").load()
     own = trace.replace("-01", "-00")
+    option = trace.replace("-b7", "-c7")
     write(read, vhost, routingKey="orders")
-    write(read.selectExpr("*", f"map('traceparent', '{own}') as headers"), vhost, routingKey="orders")
+    write(read, vhost, routingKey="orders", traceparent=option)
+    with_headers = read.selectExpr("*", f"map('traceparent', '{own}') as headers")
+    write(with_headers, vhost, routingKey="orders", traceparent=option)
+    write(read.drop("traceparent"), vhost, routingKey="orders", traceparent=option)
     sent = [properties.headers["traceparent"] for properties, _ in drain(vhost, "orders")]
-    assert sent == [trace, own]
+    assert sent == [trace, trace, own, option]
+    with pytest.raises(PySparkException, match="traceparent must be a context in W3C's form"):
+        write(read, vhost, routingKey="orders", traceparent="0af7")
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from reliable_mq.errors import ConfigurationError
+
 PREFIX: Final = "x-reliable-mq-"
 
 POSSIBLE_DUPLICATE: Final = "x-reliable-mq-possible-duplicate"
@@ -83,6 +85,19 @@ def trace_ids(traceparent: str) -> dict[str, str] | None:
     """Return ``trace_id`` and ``span_id`` of a ``traceparent``; None if it is invalid."""
     found = _TRACEPARENT.fullmatch(traceparent)
     return None if found is None else found.groupdict()
+
+
+def checked_traceparent(name: str, text: str) -> str:
+    """Return a ``traceparent`` as it is.
+
+    Raises:
+        ConfigurationError: it is invalid; the text begins with the name.
+    """
+    if trace_ids(text) is None:
+        raise ConfigurationError(
+            f"{name} must be a context in W3C's form, 00-TRACE-SPAN-01 say, not {text[:80]!r}: correct it, or give none"
+        )
+    return text
 
 
 def wire_text(value: str) -> str | bytes:

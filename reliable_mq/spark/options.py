@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, NoReturn
 
 from reliable_mq._util.validation import LONGEST
+from reliable_mq.core.headers import checked_traceparent
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.monitoring.management import ManagementAPI
 from reliable_mq.settings import SHORT_STRING_BYTES, ConnectionSettings
@@ -167,12 +168,13 @@ class StagedOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteOptions:
-    """Options of a sink. Those of a row come before the columns of these names."""
+    """Options of a sink. ``exchange`` and ``routing_key`` come before the columns of these names."""
 
     url: str = field(repr=False)
     connection: ConnectionOptions = field(default_factory=ConnectionOptions)
     exchange: str | None = None
     routing_key: str | None = None
+    traceparent: str | None = None  # of rows without a context of their own
     dead_letter_queue: str | None = None  # None: a row that cannot be sent fails its task
     metrics_directory: str | None = None
     publisher: tuple[tuple[str, float | bool], ...] = ()  # arguments of `Publisher` that are given
@@ -189,10 +191,6 @@ class _Option(NamedTuple):
 
 def _refuse(text: str) -> NoReturn:
     raise ConfigurationError(text)
-
-
-def _as_is(_name: str, text: str) -> str:
-    return text
 
 
 def _text(name: str, text: str) -> str:
@@ -307,7 +305,7 @@ def _number(name: str, text: str) -> int:
 # -- the options -------------------------------------------------------------------------------------------------------
 
 _CONNECTION: Final = (
-    _Option("url", "url", _as_is),
+    _Option("url", "url", lambda _, text: text),
     _Option("connection.heartbeat", "connection.heartbeat", _heartbeat),
     _Option("connection.timeout", "connection.timeout", _positive),
     _Option("connection.caFile", "connection.ca_file", _text),
@@ -361,7 +359,7 @@ _STAGE: Final = (
     _Option("stage", "stage", lambda _, text: text.strip()),
     _Option("stageBy", "by", _one_of("query or none", {"query": "query", "none": "none"})),
     _Option("stagePartitions", "partitions", _number),
-    _Option("stageKey", "key", _as_is),
+    _Option("stageKey", "key", lambda _, text: text),
     _Option("stageRetention", "retention", lambda _, text: None if text == "0" else text),
     _Option("stageMaxBytes", "max_bytes", _number),
     _Option("stageMissingId", "missing_id", _one_of("refuse or repeat", {each.value: each for each in MissingId})),
@@ -375,6 +373,7 @@ _SINK: Final = (
     *_CONNECTION,
     _Option("exchange", "exchange", _short_text),
     _Option("routingKey", "routing_key", _short_text),
+    _Option("traceparent", "traceparent", checked_traceparent),
     _Option("onUnsendableRow", "mode", _one_of("'fail' or 'deadLetter'", {"fail": "fail", "deadletter": "deadLetter"})),
     _Option("deadLetterQueue", "dead_letter_queue", _text),
     _Option("metricsDirectory", "metrics_directory", _text),

@@ -69,6 +69,7 @@ class RowPlan:
             self._positions.pop("routing_key", None)
         self._exchange = options.exchange or ""
         self._routing_key = options.routing_key or ""
+        self._traceparent = options.traceparent  # no part of an id: a row keeps its own in another trace
         self._routed = "exchange" in self._positions or "routing_key" in self._positions
         self._properties = tuple(
             sorted(self._positions.keys() - {"body", "exchange", "routing_key", "message_id"})  # whatever their order
@@ -120,7 +121,7 @@ class RowPlan:
             try:
                 if message_id is None and body is not None:
                     message_id = ids.of(body, (exchange, routing_key, *values) if self._routed else values)  # noqa: PLW2901
-                properties = _properties(names, values) if values else {}
+                properties = _properties(names, values, self._traceparent) if values or self._traceparent else {}
                 message = Message(body, message_id=message_id, **properties)
             except (ConfigurationError, UnicodeError) as error:
                 reason = str(error)
@@ -128,7 +129,7 @@ class RowPlan:
                     reason = "column body is null: leave such rows out, or give them an empty one"
                 given = dict(zip(names, values, strict=True)) if values else {}
                 given |= {"body": body, "exchange": exchange, "routing_key": routing_key, "message_id": message_id}
-                yield UnsendableRow(number, message_id, reason, given)
+                yield self._unsendable(number, message_id, reason, given)
             else:
                 yield Outgoing(message, exchange or "", routing_key or "")
 
@@ -144,6 +145,11 @@ class RowPlan:
                 given[name] = _escaped(row.column(self._positions[name]))
         message_id = None if "message_id" in unfit else given.get("message_id")
         reason = f"column {unfit[0]} holds bytes that are not UTF-8: decode them, or put them into body"
+        return self._unsendable(number, message_id, reason, given)
+
+    def _unsendable(self, number: int, message_id: str | None, reason: str, given: dict[str, Any]) -> UnsendableRow:
+        if self._traceparent is not None and given.get("traceparent") is None:
+            given["traceparent"] = self._traceparent
         return UnsendableRow(number, message_id, reason, given)
 
     def _values(self, batch: pa.RecordBatch, name: str, otherwise: object = None) -> Iterable[Any]:
@@ -151,16 +157,14 @@ class RowPlan:
         return repeat(otherwise) if position is None else _CONVERTERS.get(name, _plain)(batch.column(position))
 
 
-def _properties(names: tuple[str, ...], values: tuple[Any, ...]) -> dict[str, Any]:
+def _properties(names: tuple[str, ...], values: tuple[Any, ...], traceparent: str | None) -> dict[str, Any]:
+    """Return the properties of a row; it has the ``traceparent`` if it has no context of its own."""
     properties = {name: value for name, value in zip(names, values, strict=True) if value is not None}
     if "headers" in properties:
         properties["headers"] = dict(properties["headers"])
-    if "traceparent" in properties:  # unless the row has a context among its headers
-        traceparent = properties.pop("traceparent")
-        if headers.trace_ids(traceparent) is None:
-            raise ConfigurationError(
-                f"traceparent must be a context in W3C's form, 00-TRACE-SPAN-01 say, not {traceparent[:80]!r}: null it"
-            )
+    if "traceparent" in properties:
+        traceparent = headers.checked_traceparent("traceparent", properties.pop("traceparent"))
+    if traceparent is not None:  # unless the row has a context among its headers
         properties["headers"] = {"traceparent": traceparent, **properties.get("headers", {})}
     if "timestamp" in properties:
         properties["timestamp"] = moment(properties["timestamp"])

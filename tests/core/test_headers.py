@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from reliable_mq.core.headers import trace_ids
+from reliable_mq.core.headers import checked_traceparent, trace_ids
+from reliable_mq.errors import ConfigurationError
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -15,6 +16,7 @@ TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 )
 def test_a_context_has_two_ids(text: str) -> None:
     assert trace_ids(text) == {"trace_id": TRACE, "span_id": SPAN}
+    assert checked_traceparent("traceparent", text) == text
 
 
 @pytest.mark.parametrize(
@@ -37,3 +39,5 @@ def test_a_context_has_two_ids(text: str) -> None:
 )
 def test_text_of_another_form_is_no_context(text: str) -> None:
     assert trace_ids(text) is None
+    with pytest.raises(ConfigurationError, match=r"^a name must be a context in W3C's form"):
+        checked_traceparent("a name", text)

@@ -177,6 +177,8 @@ def test_a_sink_takes_where_to_write() -> None:
     assert (options.exchange, options.routing_key) == ("", "k")
     assert write_options({"url": URL}).exchange is None
     assert write_options({"url": URL}).publisher == ()
+    trace = f"00-{'a' * 32}-{'b' * 16}-01"
+    assert write_options({"url": URL, "traceparent": trace}).traceparent == trace
 
 
 def test_a_sink_takes_a_queue_for_dead_letters() -> None:
@@ -211,6 +213,11 @@ def test_a_sink_passes_options_on_to_its_publishers() -> None:
         ),
         ({"routingKey": "\N{SNOWMAN}" * 100}, "routingKey has 300 bytes in UTF-8, and AMQP allows 255"),
         ({"exchange": "x" * 256}, "exchange has 256 bytes"),
+        (
+            {"traceparent": "0af7"},
+            "traceparent must be a context in W3C's form, 00-TRACE-SPAN-01 say, not '0af7': correct it, or give none",
+        ),
+        ({"traceparent": f"00-{'0' * 32}-{'b' * 16}-01"}, "traceparent must be a context in W3C's form"),
         ({"publisher.confirmTimeout": "10"}, "publisher.confirmTimeout must be a time with its unit"),
         ({"publisher.maxOutstandin": "10"}, "did you mean publisher.maxOutstanding?"),
     ],

@@ -154,12 +154,45 @@ def test_the_context_of_a_trace_is_a_header_unless_the_row_has_one() -> None:
     }
 
 
+def test_the_context_of_the_option_is_that_of_rows_without_one() -> None:
+    """The column wins, and the headers over both; the id of a row is as without it."""
+    kind = pa.map_(pa.string(), pa.string())
+    option, column, own = (TRACE.replace("-01", f"-0{flags}") for flags in (3, 1, 0))
+    columns = {
+        "body": ["a", "b", "c", "d"],
+        "traceparent": [None, column, column, None],
+        "headers": pa.array([[("n", "1")], None, [("traceparent", own)], [("traceparent", own)]], kind),
+    }
+    found = messages(columns, routing_key="q", traceparent=option)
+    assert [out.message.headers for out in found] == [
+        {"traceparent": option, "n": "1"}, {"traceparent": column}, {"traceparent": own}, {"traceparent": own}
+    ]  # fmt: skip
+    without = messages(columns, routing_key="q")
+    assert [out.message.message_id for out in found] == [out.message.message_id for out in without]
+    [bare] = messages({"body": ["a"]}, routing_key="q", traceparent=option)
+    assert bare.message.headers == {"traceparent": option}
+
+
+@pytest.mark.parametrize(("name", "value"), [("body", None), ("type", b"x" * 256), ("type", b"\xff")])
+def test_a_dead_letter_of_a_row_has_the_context_of_the_option(name: str, value: bytes | None) -> None:
+    """Without a body, with a text that is too long, or one that is not UTF-8."""
+    text = pa.Array.from_buffers(pa.string(), 1, pa.array([value], pa.binary()).buffers())
+    columns = {"body": ["a"], "traceparent": pa.nulls(1, pa.string()), name: text}
+    batch = pa.RecordBatch.from_pydict(columns)
+    made = plan(*columns, routing_key="q", traceparent=TRACE)
+    [refused] = made.messages(batch, MessageIds("q/0/0", made.constant), 0)
+    assert letter_of_row(unsendable(refused), MessageIds("q/0/0")).headers["traceparent"] == TRACE
+
+
 def test_a_context_of_another_form_is_refused_by_its_column() -> None:
     batch = pa.RecordBatch.from_pydict({"body": ["a"], "traceparent": ["0af7"]})
     made = plan("body", "traceparent", routing_key="q")
     [refused] = made.messages(batch, MessageIds("q/0/0", made.constant), 0)
     row = unsendable(refused)
-    assert row.reason == "traceparent must be a context in W3C's form, 00-TRACE-SPAN-01 say, not '0af7': null it"
+    assert (
+        row.reason
+        == "traceparent must be a context in W3C's form, 00-TRACE-SPAN-01 say, not '0af7': correct it, or give none"
+    )
     assert letter_of_row(row, MessageIds("q/0/0")).headers["traceparent"] == "0af7"
 
 
