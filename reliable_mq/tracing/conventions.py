@@ -1,7 +1,7 @@
 """Names of spans and attributes: of OpenTelemetry's conventions, and ours.
 
-The former are those of version 1.44.0, of which messaging is in development. A test compares them with the constants of
-``opentelemetry-semantic-conventions``, which is no dependency of this package.
+The former are those of version 1.44.0, of which messaging is in development. Tests compare them, and every span that
+they see, with the files of OpenTelemetry's model.
 """
 
 from __future__ import annotations
