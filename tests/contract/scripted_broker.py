@@ -161,7 +161,11 @@ class Channel:
         self.delivered += 1
         self.unacked.add(self.delivered)
         method = commands.Basic.GetOk(self.delivered, False, "", "orders", len(ready) - 1)
-        self.send(method, *content(commands.Basic.Properties(), ready.popleft()))
+        found = ready.popleft()
+        if isinstance(found, bytes):
+            self.send(method, *content(commands.Basic.Properties(), found))
+        else:
+            self.send(method, *content(found.properties, found.body))
 
     def cancel(self) -> None:
         """Cancel every consumer, as where its queue is deleted."""
@@ -375,7 +379,7 @@ class ScriptedBroker:
         secrets_unanswered: whether ``connection.update-secret`` gets no answer, as while it is blocked.
         seen: the names of all methods read, in order.
         published, settlements: what was read.
-        ready: bodies that ``basic.get`` takes.
+        ready: bodies, or publishes, that ``basic.get`` takes.
         connections: all there have been.
         failures: what scripts raised; the first is raised by `stop`.
     """
@@ -394,7 +398,7 @@ class ScriptedBroker:
         self.seen: list[str] = []
         self.published: list[Published] = []
         self.settlements: list[Settlement] = []
-        self.ready: deque[bytes] = deque()
+        self.ready: deque[bytes | Published] = deque()
         self.connections: list[Connection] = []
         self.failures: list[Exception] = []
         self._changed = threading.Condition()

@@ -1,4 +1,7 @@
-"""Spans as a collector gets them: exported by OTLP over HTTP, decoded with OpenTelemetry's own protocol buffers."""
+"""Spans as a collector gets them: exported by OTLP over HTTP, decoded with OpenTelemetry's own protocol buffers.
+
+Each test compares all that the spans say with what they should.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,25 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+from integration.support.blocking import BlockingPublisher
+from integration.support.blocking_consumer import BlockingConsumer
 from reliable_mq import Consumer, Message, Publisher, RetryPolicy, Tracing
+from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.tracing.tracing import SCHEMA_URL
 from tests.contract.scripted_broker import ScriptedBroker
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+    from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 
     from tests.contract.scripted_broker import Published
+
+
+both_apis = pytest.mark.parametrize(
+    ("publisher", "consumer"), [(Publisher, Consumer), (BlockingPublisher, BlockingConsumer)], ids=["sync", "aio"]
+)
 
 
 class Collector(ThreadingHTTPServer):
@@ -64,14 +78,93 @@ def collector() -> Iterator[Collector]:
         thread.join(30)
 
 
-def attributes(span: Span) -> dict[str, Any]:
-    return {one.key: getattr(one.value, str(one.value.WhichOneof("value"))) for one in span.attributes}
+@pytest.fixture
+def broker() -> Iterator[ScriptedBroker]:
+    with ScriptedBroker() as broker:
+        yield broker
 
 
-def test_a_collector_gets_the_spans_of_publisher_and_consumer(collector: Collector) -> None:
-    provider = TracerProvider()
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(collector.url)))
-    tracing = Tracing(tracer_provider=provider)
+class Traces:
+    """Traces of spans that go to a collector."""
+
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+        self._provider = TracerProvider()
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(collector.url)))
+        self.tracing = Tracing(tracer_provider=self._provider)
+
+    def golden(self) -> list[dict[str, Any]]:
+        """Return all that the collected spans say; names stand for ids."""
+        self._provider.shutdown()
+        spans = self._collector.spans
+        names = {span.span_id: span.name for span in spans}
+        first = {span.trace_id: span.name for span in reversed(spans)}
+        return [
+            {
+                "name": span.name,
+                "kind": Span.SpanKind.Name(span.kind),
+                "trace": first[span.trace_id],
+                "parent": names[span.parent_span_id] if span.parent_span_id else None,
+                "links": [(names[link.span_id], decoded(link.attributes)) for link in span.links],
+                "attributes": decoded(span.attributes),
+                "events": [(event.name, decoded(event.attributes)) for event in span.events],
+                "status": (Status.StatusCode.Name(span.status.code), span.status.message),
+            }
+            for span in spans
+        ]
+
+
+def decoded(attributes: Iterable[KeyValue]) -> dict[str, Any]:
+    return {one.key: getattr(one.value, str(one.value.WhichOneof("value"))) for one in attributes}
+
+
+def common(broker: ScriptedBroker, client: str, operation: str, kind: str) -> dict[str, Any]:
+    """The attributes of each span."""
+    return {
+        "messaging.system": "rabbitmq",
+        "messaging.client.id": client,
+        "messaging.operation.name": operation,
+        "messaging.operation.type": kind,
+        "messaging.destination.name": "orders",
+        "messaging.rabbitmq.destination.routing_key": "orders",
+        "server.address": "127.0.0.1",
+        "server.port": broker.port,
+    }
+
+
+def peer(broker: ScriptedBroker) -> dict[str, Any]:
+    return {"network.peer.address": "127.0.0.1", "network.peer.port": broker.port}
+
+
+def of_message(message_id: str) -> dict[str, Any]:
+    return {"messaging.message.id": message_id, "messaging.message.body.size": 4}
+
+
+def sent(broker: ScriptedBroker, message_id: str) -> dict[str, Any]:
+    """The span of a publish in no other span."""
+    return {
+        "name": "send orders",
+        "kind": "SPAN_KIND_PRODUCER",
+        "trace": "send orders",
+        "parent": None,
+        "links": [],
+        "attributes": {
+            **common(broker, "shop", "send", "send"),
+            **peer(broker),
+            **of_message(message_id),
+            "reliable_mq.outcome": "confirmed",
+            "reliable_mq.attempts": 1,
+        },
+        "events": [("reliable_mq.sent", {"reliable_mq.attempt": 1})],
+        "status": ("STATUS_CODE_UNSET", ""),
+    }
+
+
+@both_apis
+def test_a_collector_gets_the_spans_of_publisher_and_consumer(
+    collector: Collector, broker: ScriptedBroker, publisher: type[Any], consumer: type[Any]
+) -> None:
+    traces = Traces(collector)
     delivered = threading.Event()
 
     def to_the_consumer(published: Published) -> None:
@@ -82,28 +175,152 @@ def test_a_collector_gets_the_spans_of_publisher_and_consumer(collector: Collect
         delivered.set()
         raise ValueError("no stock")
 
-    with ScriptedBroker() as broker:
-        broker.script = to_the_consumer
-        options = {"tracing": tracing, "retry": RetryPolicy(1), "dead_letter": None}
-        with Consumer(broker.url, "orders", handle, **options):  # type: ignore[arg-type]
-            assert broker.consuming
-            with Publisher(broker.url, tracing=tracing) as publisher:
-                receipt = publisher.publish(Message(b"four"), routing_key="orders")
-            assert delivered.wait(30)
-            broker.wait_settled(1)
-    provider.shutdown()
-    send, process, reject = collector.spans
-    assert [(span.name, span.kind) for span in (send, process, reject)] == [
-        ("send orders", Span.SPAN_KIND_PRODUCER),
-        ("process orders", Span.SPAN_KIND_CONSUMER),
-        ("reject orders", Span.SPAN_KIND_CLIENT),
-    ]
-    assert [process.parent_span_id, reject.parent_span_id] == [send.span_id, process.span_id]
-    assert {span.trace_id for span in (send, process, reject)} == {send.trace_id}
-    assert [[link.span_id for link in span.links] for span in (process, reject)] == [[send.span_id], [send.span_id]]
-    assert [event.name for event in send.events] == ["reliable_mq.sent"]
-    assert attributes(send)["messaging.message.id"] == receipt.message_id
-    assert attributes(send)["reliable_mq.outcome"] == "confirmed"
-    assert (process.status.code, process.status.message) == (Status.STATUS_CODE_ERROR, "no stock")
-    assert attributes(process)["error.type"] == "ValueError"
-    assert attributes(reject)["messaging.operation.type"] == "settle"
+    broker.script = to_the_consumer
+    options = {"tracing": traces.tracing, "retry": RetryPolicy(1), "dead_letter": None, "name": "billing"}
+    with consumer(broker.url, "orders", handle, **options):
+        assert broker.consuming
+        with publisher(broker.url, tracing=traces.tracing, name="shop") as shop:
+            receipt = shop.publish(Message(b"four"), routing_key="orders")
+        assert delivered.wait(30)
+        broker.wait_settled(1)
+    send, process, reject = traces.golden()
+    [(_, raised)] = process["events"]
+    assert raised.pop("exception.stacktrace").endswith("ValueError: no stock\n")
+    assert send == sent(broker, receipt.message_id)
+    assert process == {
+        "name": "process orders",
+        "kind": "SPAN_KIND_CONSUMER",
+        "trace": "send orders",
+        "parent": "send orders",
+        "links": [("send orders", {})],
+        "attributes": {
+            **common(broker, "billing", "process", "process"),
+            **of_message(receipt.message_id),
+            "messaging.rabbitmq.message.delivery_tag": 1,
+            "reliable_mq.attempt": 1,
+            "reliable_mq.outcome": "failed",
+            "error.type": "ValueError",
+        },
+        "events": [
+            (
+                "exception",
+                {"exception.type": "ValueError", "exception.message": "no stock", "exception.escaped": "False"},
+            )
+        ],
+        "status": ("STATUS_CODE_ERROR", "no stock"),
+    }
+    assert reject == {
+        "name": "reject orders",
+        "kind": "SPAN_KIND_CLIENT",
+        "trace": "send orders",
+        "parent": "process orders",
+        "links": [("send orders", {})],
+        "attributes": {
+            **common(broker, "billing", "reject", "settle"),
+            **peer(broker),
+            "messaging.message.id": receipt.message_id,
+            "messaging.rabbitmq.message.delivery_tag": 1,
+        },
+        "events": [],
+        "status": ("STATUS_CODE_UNSET", ""),
+    }
+
+
+@both_apis
+def test_a_collector_gets_the_spans_of_an_outbox(
+    collector: Collector, broker: ScriptedBroker, publisher: type[Any], consumer: type[Any], tmp_path: Path
+) -> None:
+    """The row of a message keeps its context: the send span of the relay links to it."""
+    traces = Traces(collector)
+
+    def nacked_first(published: Published) -> None:
+        if len(broker.published) == 1:
+            published.channel.nack(published.number)
+        else:
+            published.channel.ack(published.number)
+
+    broker.script = nacked_first
+    outbox = SQLiteOutbox(tmp_path / "outbox.db")
+    options = {"tracing": traces.tracing, "name": "shop", "outbox": outbox, "retry": RetryPolicy(2, delays=(0.01,))}
+    with publisher(broker.url, **options) as shop:
+        receipt = shop.publish(Message(b"four"), routing_key="orders")
+        shop.flush(30)
+    create, send = traces.golden()
+    assert create == {
+        "name": "create orders",
+        "kind": "SPAN_KIND_PRODUCER",
+        "trace": "create orders",
+        "parent": None,
+        "links": [],
+        "attributes": {
+            **common(broker, "shop", "create", "create"),
+            **of_message(receipt.message_id),
+            "reliable_mq.outcome": "stored",
+        },
+        "events": [],
+        "status": ("STATUS_CODE_UNSET", ""),
+    }
+    assert send == {
+        **sent(broker, receipt.message_id),
+        "kind": "SPAN_KIND_CLIENT",
+        "trace": "create orders",
+        "parent": "create orders",
+        "links": [("create orders", {})],
+        "attributes": {**sent(broker, receipt.message_id)["attributes"], "reliable_mq.attempts": 2},
+        "events": [
+            ("reliable_mq.sent", {"reliable_mq.attempt": 1}),
+            ("reliable_mq.nacked", {"reliable_mq.attempt": 1}),
+            ("reliable_mq.sent", {"reliable_mq.attempt": 2}),
+        ],
+    }
+
+
+@both_apis
+def test_a_collector_gets_the_spans_of_get(
+    collector: Collector, broker: ScriptedBroker, publisher: type[Any], consumer: type[Any]
+) -> None:
+    """Asking for a message is no part of its trace, but links to it; so does the ack."""
+    traces = Traces(collector)
+
+    def ready(published: Published) -> None:
+        broker.ready.append(published)
+        published.channel.ack(published.number)
+
+    broker.script = ready
+    with publisher(broker.url, tracing=traces.tracing, name="shop") as shop:
+        receipt = shop.publish(Message(b"four"), routing_key="orders")
+    with consumer(broker.url, "orders", None, tracing=traces.tracing, name="billing") as billing:
+        with billing.get(1, timeout=30) as deliveries:
+            assert [delivery.body for delivery in deliveries] == [b"four"]
+        broker.wait_settled(1)
+    send, receive, ack = traces.golden()
+    assert send == sent(broker, receipt.message_id)
+    assert receive == {
+        "name": "receive orders",
+        "kind": "SPAN_KIND_CLIENT",
+        "trace": "receive orders",
+        "parent": None,
+        "links": [("send orders", {})],
+        "attributes": {
+            **common(broker, "billing", "receive", "receive"),
+            **peer(broker),
+            "messaging.batch.message_count": 1,
+        },
+        "events": [],
+        "status": ("STATUS_CODE_UNSET", ""),
+    }
+    assert ack == {
+        "name": "ack orders",
+        "kind": "SPAN_KIND_CLIENT",
+        "trace": "receive orders",
+        "parent": "receive orders",
+        "links": [("send orders", {})],
+        "attributes": {
+            **common(broker, "billing", "ack", "settle"),
+            **peer(broker),
+            "messaging.message.id": receipt.message_id,
+            "messaging.rabbitmq.message.delivery_tag": 1,
+        },
+        "events": [],
+        "status": ("STATUS_CODE_UNSET", ""),
+    }
