@@ -83,3 +83,51 @@ def test_retries_dead_letter_and_replay_are_in_one_trace(vhost: VirtualHost, run
         assert [link.context.span_id for link in after.links] == [creation, context_of(before).span_id]
     assert names().count("send orders.retry.200") == 2
     assert names().count("send orders.dead") == 1
+
+
+def take_and_lose(vhost: VirtualHost) -> None:
+    """As a consumer does that is killed by its message."""
+    vhost.wait_for_messages("orders", 1)
+    with vhost.connect() as connection:
+        assert connection.channel().basic_get("orders")[0] is not None
+
+
+@pytest.mark.parametrize("run", [consume, consume_on_asyncio])
+@pytest.mark.parametrize("failed_before", [False, True])
+def test_a_suspect_goes_through_quarantine_in_its_trace(
+    vhost: VirtualHost, run: Callable[..., None], failed_before: bool
+) -> None:
+    """Its attempt there links to the one before, if one ended; those that killed their consumer left no span."""
+    recorder = Recorder()
+    handled = threading.Event()
+
+    def fail(_: Delivery) -> None:
+        raise ValueError("no stock")
+
+    def delayed() -> bool:
+        return any(span.name == "ack orders" for span in recorder.spans)
+
+    options = {"tracing": recorder.tracing, "retry": RETRY, "new_queue_grace": 0}
+    with Publisher(vhost.url, topology=[ORDERS], tracing=recorder.tracing, new_queue_grace=0) as publisher:
+        publisher.publish(Message(b"1"), routing_key="orders")
+    if failed_before:
+        run(vhost, fail, delayed, **options)
+    for _ in range(2):
+        take_and_lose(vhost)
+    vhost.wait_for_messages("orders", 1)
+    run(vhost, lambda _: handled.set(), handled.is_set, **options)
+
+    spans = sorted(recorder.spans, key=lambda span: span.start_time or 0)
+    first, *copies = [span for span in spans if span.name.startswith("send")]
+    *before, last = [span for span in spans if span.name.startswith("process")]
+    assert {context_of(span).trace_id for span in spans} == {context_of(first).trace_id}
+    # It waits in a delay queue after an attempt that failed, and before quarantine.
+    waits = ["send orders.retry.200"] * (len(before) + 1)
+    assert [span.name for span in copies] == [*waits, "send orders.quarantine"]
+    assert len(before) == failed_before
+    assert last.attributes is not None
+    assert last.attributes["reliable_mq.outcome"] == "handled"
+    assert last.attributes["reliable_mq.attempt"] == 1 + failed_before
+    parents = [span.parent.span_id for span in (copies[-1], last) if span.parent is not None]
+    assert parents == [context_of([first, *before][-1]).span_id, context_of(first).span_id]
+    assert [link.context.span_id for link in last.links] == [context_of(span).span_id for span in (first, *before)]
