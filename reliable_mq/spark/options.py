@@ -168,7 +168,7 @@ class StagedOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteOptions:
-    """Options of a sink. ``exchange`` and ``routing_key`` come before the columns of these names."""
+    """Options of a sink. Exchange and routing key come before their columns."""
 
     url: str = field(repr=False)
     connection: ConnectionOptions = field(default_factory=ConnectionOptions)

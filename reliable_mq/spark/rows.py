@@ -158,7 +158,7 @@ class RowPlan:
 
 
 def _properties(names: tuple[str, ...], values: tuple[Any, ...], traceparent: str | None) -> dict[str, Any]:
-    """Return the properties of a row; it has the ``traceparent`` if it has no context of its own."""
+    """Return the properties of a row; ``traceparent`` is for one without a context."""
     properties = {name: value for name, value in zip(names, values, strict=True) if value is not None}
     if "headers" in properties:
         properties["headers"] = dict(properties["headers"])
