@@ -357,7 +357,7 @@ def with_headers(message: Message, headers: Mapping[str, str]) -> Message:
 
 _OUTCOMES: Final[Mapping[type[BaseException], Outcome]] = {
     PublishRefused: Outcome.REFUSED,
-    PublishDisconnected: Outcome.REFUSED,  # nothing was sent
+    PublishBlocked: Outcome.REFUSED,  # nothing was sent
+    PublishDisconnected: Outcome.REFUSED,  # nor here
     PublishUnconfirmed: Outcome.UNKNOWN,
-    PublishBlocked: Outcome.UNKNOWN,
 }

@@ -254,6 +254,18 @@ def test_a_blocked_broker_is_an_event(broker: ScriptedBroker, new_publisher: New
     assert events == [["blocked", "unblocked", "sent"], ["blocked"]]
 
 
+def test_a_publish_while_the_broker_blocks_ends_as_refused(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    recorder = Recorder()
+    with new_publisher(tracing=recorder.tracing, on_blocked="raise") as publisher:
+        broker.connections[-1].block("low on memory")
+        wait_until(lambda: publisher.blocked, timeout=30, what="the alarm")
+        with pytest.raises(PublishBlocked):
+            publisher.publish(Message(b""), routing_key="orders")
+        assert outcome(recorder) == ("refused", "PublishBlocked", "ERROR", [])
+
+
 def test_a_publish_without_a_connection_ends_as_refused(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
     recorder = Recorder()
     with new_publisher(tracing=recorder.tracing, on_disconnected="raise") as publisher:
