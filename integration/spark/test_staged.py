@@ -200,7 +200,7 @@ def test_f69_a_stage_that_drops_unread_messages_is_seen_before(
     vhost: VirtualHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By a warning and a metric while the query is near the oldest message; one that is behind it fails."""
-    monkeypatch.setattr("reliable_mq.spark.stream_source._LOOK_EVERY", 0.0)
+    monkeypatch.setattr("reliable_mq.spark.staged_source._LOOK_EVERY", 0.0)
     messages = [Message(bytes(60_000)) for _ in range(100)]
     published = [message.message_id for message in messages]
     with Publisher(vhost.url, topology=[ORDERS]) as publisher:

@@ -27,7 +27,8 @@ from reliable_mq.spark.options import QueueOptions, is_staged, read_options, sta
 from reliable_mq.spark.pickling import PicklableByName, PicklableByNameMeta
 from reliable_mq.spark.queue_source import QueueSource, refuse_batch
 from reliable_mq.spark.sink import BatchSink, StreamSink
-from reliable_mq.spark.stream_source import FilteredStreamBatch, StagedSource, StreamBatch, StreamSource
+from reliable_mq.spark.staged_source import StagedSource
+from reliable_mq.spark.stream_source import FilteredStreamBatch, StreamBatch, StreamSource
 
 __all__ = ["RabbitMQDataSource", "RefusedStream"]
 

@@ -13,9 +13,10 @@ import pytest
 from pyspark.sql.streaming.datasource import ReadMaxRows
 
 from reliable_mq.errors import BrokerUnavailable
-from reliable_mq.spark import stream_source
+from reliable_mq.spark import staged_source
 from reliable_mq.spark.options import read_options, staged_options
-from reliable_mq.spark.stream_source import StagedSource, StreamSource, _second
+from reliable_mq.spark.staged_source import StagedSource
+from reliable_mq.spark.stream_source import StreamSource, _second
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -118,7 +119,7 @@ def test_a_query_that_reads_what_there_is_does_not_wait_for_another_relay(
 ) -> None:
     """Its own was the active one at first: the query would never end."""
     made: list[LostRelay] = []
-    monkeypatch.setattr(stream_source, "StageRelay", lambda *args, **named: made.append(LostRelay()) or made[0])
+    monkeypatch.setattr(staged_source, "StageRelay", lambda *args, **named: made.append(LostRelay()) or made[0])
     given = {"url": closing_server.url, "queue": "orders", "stage": "events", "connection.timeout": "1s"}
     reader = StagedSource(staged_options(given, streaming=True), ["body"])
     reader.prepareForTriggerAvailableNow()

@@ -1,0 +1,167 @@
+"""Staged mode: a relay moves a queue into a stream, the stage, which executors read.
+
+Invariants: nothing is moved before Spark asks for something; a stage that the query has read is not made anew in
+silence; the relay ends with the process, or before it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit
+
+from reliable_mq.errors import ConsumeError
+from reliable_mq.spark.metrics import exporter
+from reliable_mq.spark.options import StagedOptions
+from reliable_mq.spark.queue_source import on_termination
+from reliable_mq.spark.stream_offsets import from_checkpoint
+from reliable_mq.spark.stream_source import StreamSource
+from reliable_mq.stage import StageOptions, StageRelay
+
+__all__ = ["StagedSource"]
+
+logger = logging.getLogger(__name__)
+
+_DECLARED: Final = 60.0  # seconds for the stage to be declared
+_ACTIVE: Final = 15.0  # seconds for this relay to be the active one, where a query reads what there is and ends
+_MOVED: Final = 1.0  # seconds between two looks at the relay meanwhile
+_CLOSE: Final = 5.0  # seconds for outstanding confirms
+_LOOK_EVERY: Final = 30.0  # seconds between two looks at the beginning of the stage
+_NEAR: Final = 0.1  # of the messages of a stage before the position of the query: fewer are too few
+
+
+class StagedSource(StreamSource):
+    """The reader of a query in staged mode.
+
+    A relay moves a queue into the stream that executors read. It runs in the reader's process beside the driver, unless
+    ``stageBy`` says that something else fills the stage. What it moves is exactly once in the stage
+    (`reliable_mq.stage`), and the position of the query is in its checkpoint: so a batch that runs again has the same
+    rows, and no row passes the driver. Nothing is moved before Spark asks for something; the relay ends with the
+    process, or before it: at the end of a query it acks what the stage has confirmed.
+
+    A stage that the query has read is not made anew in silence: it must exist before the relay begins, which therefore
+    waits until Spark has told the position of the query.
+    """
+
+    def __init__(self, options: StagedOptions, names: Sequence[str]) -> None:
+        super().__init__(options.stream, names)
+        self._relay_options = options.relay
+        self._relay: StageRelay | None = None
+        self._closed = False
+        self._moves_first = False
+        self._looked_at = float("-inf")
+
+    def initialOffset(self) -> dict[str, Any]:  # noqa: N802
+        """Return the positions where a new query begins. The stage is declared then."""
+        self._begin(None)
+        return super().initialOffset()
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        """Note that the query ends. Its position is not known before `latestOffset`."""
+        self._moves_first = True
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
+        """Return the end of the next batch, or raise why the relay has ended by itself."""
+        if isinstance(limit, ReadAllAvailable):
+            return super().latestOffset(start, limit)  # which refuses it
+        position, initial = from_checkpoint(start)
+        relay = self._begin(None if initial else position)
+        if relay is not None and relay.error is not None:
+            raise relay.error
+        if self._moves_first:
+            self._move_ready(relay)
+            self._moves_first = False
+        planned = super().latestOffset(start, limit)
+        now = time.monotonic()
+        if now - self._looked_at >= _LOOK_EVERY:
+            self._looked_at = now
+            self._check_retention(position)
+        return planned
+
+    def stop(self) -> None:
+        self._close_relay()
+        super().stop()
+
+    def _move_ready(self, relay: StageRelay | None) -> None:
+        """Move the messages that are ready now; then remember where the stage ends."""
+        if relay is not None:
+            active = relay.wait_active(_ACTIVE)
+            while active and not relay.wait_moved(_MOVED):
+                active = relay.wait_active(_ACTIVE)  # it may have lost its connection, and another one be active
+            if not active:
+                logger.warning(
+                    "another relay moves messages into the stage, or the broker is away: reading what the stage has now"
+                )
+            self._close_relay()
+        super().prepareForTriggerAvailableNow()
+
+    def _begin(self, position: Mapping[str, int] | None) -> StageRelay | None:
+        """Return the relay, started; None where there is none, or no longer.
+
+        Args:
+            position: of a query that has read the stage; None for a new one.
+        """
+        if self._relay is None and self._relay_options is not None and not self._closed:
+            if position is not None:
+                self._check_stage(position, self._relay_options)
+            metrics = exporter(self._options.metrics_directory)
+            registry = None if metrics is None else metrics.registry
+            settings = self._options.connection.settings(self._options.url)
+            relay = StageRelay(self._relay_options, registry=registry, settings=settings)
+            on_termination(self._show_no_more)
+            relay.start()
+            self._relay = relay
+            relay.wait_declared(_DECLARED)
+        return self._relay
+
+    def _check_stage(self, position: Mapping[str, int], options: StageOptions) -> None:
+        """Refuse a stage that is gone, or that has other streams than were read."""
+        lenient = not self._options.fail_on_data_loss
+        others = sorted(position.keys() - set(options.streams))
+        if others and not lenient:  # with failOnDataLoss=false, the planner warns of them
+            raise ConsumeError(
+                f"the query has read {', '.join(others)}, and the stage is {', '.join(options.streams)} now: was "
+                "stage or stagePartitions changed? Give it the value that the query began with, or more partitions "
+                "than those. For fewer, or to begin with partitions, let the query read this stage to its end; then "
+                "give a stage of another name, and a checkpointLocation of its own. With failOnDataLoss=false what was "
+                "not read is left out"
+            )
+        gone = self._planner.missing([name for name in options.streams if name in position], _DECLARED)
+        if gone and not lenient:
+            raise ConsumeError(
+                f"stage {options.stage!r} is gone: {', '.join(gone)} was deleted after the query had read it, and "
+                "messages that it had not read are lost. Give the query a checkpointLocation of its own, or set "
+                "failOnDataLoss to false: either makes the stage anew, and reads it from its beginning"
+            )
+        self._planner.begin_anew(gone)
+
+    def _close_relay(self) -> None:
+        relay, self._relay = self._relay, None
+        self._closed = True
+        if relay is not None:
+            relay.close(_CLOSE)
+
+    def _show_no_more(self) -> None:
+        self._close_relay()
+        super()._show_no_more()
+
+    def _check_retention(self, position: Mapping[str, int]) -> None:
+        """Show the stage's oldest offset; warn where unread messages are about to go."""
+        ends, beginnings = self._planner.known_ends() or {}, self._planner.beginnings()
+        metrics = exporter(self._options.metrics_directory)
+        if metrics is not None:
+            metrics.streams.begin.update(beginnings)
+        for name, first in beginnings.items():
+            at, end = position.get(name, 0), ends.get(name, 0)
+            if first and at < end and at - first < _NEAR * (end - first):
+                logger.warning(
+                    "stage %r drops its oldest messages, it begins at offset %d, and the query has read up to offset "
+                    "%d of %d: raise stageRetention and stageMaxBytes, or read faster",
+                    name,
+                    first,
+                    at,
+                    end,
+                )
