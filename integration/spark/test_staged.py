@@ -196,59 +196,133 @@ def test_without_a_relay_the_query_reads_what_a_shovel_moves_at_least_once(
     assert rows.keys() == set(published)
 
 
-def test_f69_a_stage_that_drops_unread_messages_is_seen_before(
-    vhost: VirtualHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """By a warning and a metric while the query is near the oldest message; one that is behind it fails."""
-    monkeypatch.setattr("reliable_mq.spark.staged_source._LOOK_EVERY", 0.0)
-    messages = [Message(bytes(60_000)) for _ in range(100)]
-    published = [message.message_id for message in messages]
-    with Publisher(vhost.url, topology=[ORDERS]) as publisher:
-        assert publisher.publish_many(messages, routing_key=ORDERS.name).ok
-    options = {"url": vhost.url, "stageMaxBytes": "2000000", "metricsDirectory": str(tmp_path), **STAGED}
-    made = RabbitMQDataSource(options)
-    source: Any = made.streamReader(made.schema())
-    metrics = exporter(str(tmp_path))
-    assert metrics is not None
+class Watched:
+    """A query of a stage, looked at as Spark would, with what it warns of.
 
-    def planned(position: int) -> int:
-        caplog.clear()
-        end: int = source.latestOffset({"orders.stage": position}, ReadMaxRows(1000))["orders.stage"]
+    Every call looks at the retention. Its metrics are those of this process.
+    """
+
+    def __init__(self, vhost: VirtualHost, directory: Path, caplog: pytest.LogCaptureFixture, **options: str) -> None:
+        made = RabbitMQDataSource({"url": vhost.url, "metricsDirectory": str(directory), **STAGED, **options})
+        self.source: Any = made.streamReader(made.schema())
+        found = exporter(str(directory))
+        assert found is not None
+        self.metrics = found
+        self._caplog = caplog
+
+    @property
+    def begin(self) -> int | None:
+        return self.metrics.streams.begin.get("orders.stage")
+
+    def planned(self, position: int) -> int:
+        """Where a batch from a position ends."""
+        self._caplog.clear()
+        end: int = self.source.latestOffset({"orders.stage": position}, ReadMaxRows(1000))["orders.stage"]
         return end
 
-    def warned() -> bool:
-        return "drops its oldest messages" in caplog.text
+    def warned(self) -> bool:
+        """Whether the last batch came with a warning; the metric has it, too."""
+        self.metrics.write()
+        [line] = [each for each in self.metrics.path.read_text().splitlines() if "spark_stage_at_risk{" in each]
+        found = "is about to drop messages that the query has not read" in self._caplog.text
+        assert line.endswith(" 1.0" if found else " 0.0"), line
+        return found
+
+    def filled(self) -> int:
+        """Have the relay move all; return the end of the stage."""
+        self.source.initialOffset()
+        while not self.source._relay.wait_moved(60):
+            pass
+        wait_until(lambda: self.planned(0) > 100, timeout=60, what="100 messages, and the marker of the relay, seen")
+        return self.planned(0)
+
+    def run(self, follow: Callable[[], None]) -> None:
+        try:
+            in_a_thread(follow)
+        finally:
+            self.source.stop()
+            self.metrics.close()
+
+
+@pytest.fixture
+def hundred(vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The ids of 100 messages of 60 kB in the queue; the retention is looked at with every batch."""
+    monkeypatch.setattr("reliable_mq.spark.staged_source._LOOK_EVERY", 0.0)
+    messages = [Message(bytes(60_000)) for _ in range(100)]
+    with Publisher(vhost.url, topology=[ORDERS]) as publisher:
+        assert publisher.publish_many(messages, routing_key=ORDERS.name).ok
+    return [message.message_id for message in messages]
+
+
+@pytest.mark.usefixtures("hundred")
+def test_f69_a_stage_that_has_dropped_nothing_is_warned_of_by_its_bytes(
+    vhost: VirtualHost, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """6 MB are unread, and the stage keeps 7 for certain: the first segment that goes would be an unread one."""
+    query = Watched(vhost, tmp_path, caplog, stageMaxBytes="8000000")
 
     def follow() -> None:
-        source.initialOffset()
-        while not source._relay.wait_moved(60):
-            pass
-        begins = metrics.streams.begin
-        wait_until(  # 100 messages, and the relay's marker
-            lambda: planned(0) > 100 and begins.get("orders.stage"), timeout=60, what="all messages seen, some dropped"
-        )
-        begin, end = begins["orders.stage"], planned(0)
+        query.filled()
+        assert query.begin == 0
+        assert query.warned()
+        assert "bytes are unread, about, and stageMaxBytes keeps 7000000 for certain" in caplog.text
+        query.planned(50)
+        assert query.begin == 0
+        assert not query.warned()
+
+    query.run(follow)
+
+
+@pytest.mark.usefixtures("hundred")
+def test_f69_a_stage_that_has_dropped_nothing_is_warned_of_by_its_age(
+    vhost: VirtualHost, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Unread messages near the end of their retention; not messages that were just moved."""
+    query = Watched(vhost, tmp_path, caplog, stageRetention="30s")
+
+    def follow() -> None:
+        end = query.filled()
+        assert not query.warned()
+        wait_until(lambda: query.planned(0) and query.warned(), timeout=60, what="a warning")
+        assert "is older than 24 s, and stageRetention is 30s" in caplog.text
+        assert query.begin == 0
+        query.planned(end)
+        assert not query.warned()
+
+    query.run(follow)
+
+
+def test_f69_a_stage_that_drops_unread_messages_is_an_error_and_warned_of(
+    vhost: VirtualHost, tmp_path: Path, caplog: pytest.LogCaptureFixture, hundred: list[str]
+) -> None:
+    """Near the oldest message there is a warning; one that is behind it fails. Also where something else fills it."""
+    query = Watched(vhost, tmp_path / "relay", caplog, stageMaxBytes="2000000")
+    other = Watched(vhost, tmp_path / "none", caplog, stageBy="none")
+
+    def follow() -> None:
+        query.filled()
+        wait_until(lambda: query.planned(0) and query.begin, timeout=60, what="some dropped")
+        assert query.warned()
+        begin, end = query.begin, query.planned(0)
+        assert "reliable_mq_spark_stream_begin{" in query.metrics.path.read_text()
+        assert begin is not None
         assert begin < end
-        assert warned()
-        planned(end)
-        assert not warned()
-        planned(begin + 1)
-        assert warned()
-        [kept] = source.partitions({"orders.stage": begin}, {"orders.stage": end})
-        ids = [row["message_id"] for rows in source.read(kept) for row in rows.to_pylist()]
-        assert ids == published[-len(ids) :]
-        [gone] = source.partitions({"orders.stage": 0}, {"orders.stage": end})
+        query.planned(end)
+        assert not query.warned()
+        for each in (query, other):
+            each.planned(begin + 1)
+            assert each.warned()
+        [kept] = query.source.partitions({"orders.stage": begin}, {"orders.stage": end})
+        ids = [row["message_id"] for rows in query.source.read(kept) for row in rows.to_pylist()]
+        assert ids == hundred[-len(ids) :]
+        [gone] = query.source.partitions({"orders.stage": 0}, {"orders.stage": end})
         with pytest.raises(ConsumeError, match="are gone"):
-            list(source.read(gone))
+            list(query.source.read(gone))
 
     try:
-        with ThreadPoolExecutor(1) as thread:  # the main thread would have its signals handled
-            thread.submit(follow).result()
-        metrics.write()
-        assert "reliable_mq_spark_stream_begin{" in metrics.path.read_text()
+        query.run(follow)
     finally:
-        source.stop()
-        metrics.close()
+        other.run(lambda: None)
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,9 @@ class StreamStatistics(_SparkStatistics):
         "planned.",
         "stream",
     )
+    at_risk: dict[str, int] = _gauge(
+        "stage_at_risk", "1 while a stage is about to drop messages that the query has not read.", "stream"
+    )
     rows: Counter[str] = _counted("stream_rows", "Rows that tasks have read.", "stream")
     reconnects: Counter[str] = _counted("stream_reconnects", "Connections of tasks lost and made again.", "stream")
 

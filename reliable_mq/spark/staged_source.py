@@ -1,4 +1,4 @@
-"""Staged mode: a relay moves a queue into a stream, the stage, which executors read.
+"""Staged mode: a relay moves a queue into a stream, the stage; executors read it.
 
 Invariants: nothing is moved before Spark asks for something; a stage that the query has read is not made anew in
 silence; the relay ends with the process, or before it.
@@ -30,7 +30,9 @@ _ACTIVE: Final = 15.0  # seconds for this relay to be the active one, where a qu
 _MOVED: Final = 1.0  # seconds between two looks at the relay meanwhile
 _CLOSE: Final = 5.0  # seconds for outstanding confirms
 _LOOK_EVERY: Final = 30.0  # seconds between two looks at the beginning of the stage
-_NEAR: Final = 0.1  # of the messages of a stage before the position of the query: fewer are too few
+_MOST_BYTES: Final = 0.75  # of those that the stage keeps may be unread
+_OLDEST: Final = 0.8  # of the retention of the stage: the age that an unread message may have
+_NEAR: Final = 0.1  # of the messages of a stage that drops some, before the position of the query: fewer are too few
 
 
 class StagedSource(StreamSource):
@@ -156,12 +158,31 @@ class StagedSource(StreamSource):
             metrics.streams.begin.update(beginnings)
         for name, first in beginnings.items():
             at, end = position.get(name, 0), ends.get(name, 0)
-            if first and at < end and at - first < _NEAR * (end - first):
+            why = self._risk(name, first, at, end) if at < end else None
+            if metrics is not None:
+                metrics.streams.at_risk[name] = int(why is not None)
+            if why is not None:
                 logger.warning(
-                    "stage %r drops its oldest messages, it begins at offset %d, and the query has read up to offset "
-                    "%d of %d: raise stageRetention and stageMaxBytes, or read faster",
+                    "stage %r is about to drop messages that the query has not read: %s. The query has read up to "
+                    "offset %d of %d: read faster; the next stage may have a larger stageRetention or stageMaxBytes",
                     name,
-                    first,
+                    why,
                     at,
                     end,
                 )
+
+    def _risk(self, name: str, first: int, at: int, end: int) -> str | None:
+        """Return why messages between two offsets are about to go; None if they are not.
+
+        Where something else fills the stage, its limits are not known: there, it must have dropped some before.
+        """
+        limits = self._relay_options
+        if limits is not None and limits.kept_bytes is not None:
+            unread = (end - at) * self._planner.averages().get(name, 0.0)
+            if unread > _MOST_BYTES * limits.kept_bytes:
+                return f"{unread:.0f} bytes are unread, about, and stageMaxBytes keeps {limits.kept_bytes} for certain"
+        if limits is not None and limits.max_age is not None:
+            age = _OLDEST * limits.max_age
+            if self._planner.is_older(name, at, age):
+                return f"the oldest unread one is older than {age:.0f} s, and stageRetention is {limits.retention}"
+        return f"it begins at offset {first}" if first and at - first < _NEAR * (end - first) else None

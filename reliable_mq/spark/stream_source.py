@@ -201,6 +201,7 @@ class StreamSource(_Ranges, DataSourceStreamReader, SupportsTriggerAvailableNow)
             metrics.streams.begin.clear()
             metrics.streams.end.clear()
             metrics.streams.planned.clear()
+            metrics.streams.at_risk.clear()
             metrics.write()
 
 
@@ -297,6 +298,18 @@ class _Planner:
         except BrokerUnavailable as error:
             logger.info("the beginnings of the streams are not known for now: %s", error)
             return {}
+
+    def is_older(self, name: str, position: int, age: float) -> bool:
+        """Whether the message there came more than ``age`` seconds ago, by its chunk."""
+        since = time.time() - age
+        if since <= 0:
+            return False
+        try:
+            newer = offset_at(self._connected(), name, datetime.fromtimestamp(since, UTC), _SURE)
+        except BrokerUnavailable as error:
+            logger.info("the age of the messages of stream %r is not known for now: %s", name, error)
+            return False
+        return newer is None or position < newer
 
     def averages(self) -> dict[str, float]:
         """Return the average bytes of a message, by stream, as found last."""

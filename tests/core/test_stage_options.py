@@ -61,6 +61,7 @@ def test_a_plain_stage_is_a_stream_and_a_lock() -> None:
 
 def test_a_partitioned_stage_is_a_super_stream() -> None:
     made = options(partitions=2, retention=None)
+    assert made.max_age is None
     exchange, first, second, *bindings, lock = made.topology()
     assert isinstance(exchange, Exchange)
     assert exchange.arguments == {"x-super-stream": True}
@@ -68,13 +69,23 @@ def test_a_partitioned_stage_is_a_super_stream() -> None:
     assert [binding.routing_key for binding in bindings if isinstance(binding, Binding)] == ["0", "1"]
 
 
-@pytest.mark.parametrize(("most", "segment"), [(1, 1_000_000), (80_000_000, 10_000_000), (8_000_000_000, 500_000_000)])
-def test_a_limit_of_bytes_drops_whole_segments(most: int, segment: int) -> None:
-    """An eighth of the limit each, within what RabbitMQ takes."""
-    stream, _ = options(max_bytes=most).topology()
+@pytest.mark.parametrize(
+    ("most", "segment", "kept"),
+    [
+        (1, 1_000_000, 0),
+        (80_000_000, 10_000_000, 70_000_000),
+        (8_000_000_000, 500_000_000, 7_500_000_000),
+    ],
+)
+def test_a_limit_of_bytes_drops_whole_segments(most: int, segment: int, kept: int) -> None:
+    """An eighth of the limit each, within what RabbitMQ takes; the others are kept."""
+    limited = options(max_bytes=most)
+    stream, _ = limited.topology()
     assert isinstance(stream, Queue)
     assert stream.max_length_bytes == most
     assert stream.arguments == {"x-stream-max-segment-size-bytes": segment}
+    assert limited.kept_bytes == kept
+    assert options().kept_bytes is None
 
 
 def test_a_stage_that_exists_otherwise_names_its_option() -> None:

@@ -132,15 +132,26 @@ class StageOptions:
         """The queue whose exclusive consumer is the active relay."""
         return f"{self.stage}.relay"
 
+    @property
+    def max_age(self) -> int | None:
+        """The retention in seconds; None for any time."""
+        return None if self.retention is None else _seconds_of(self.retention)
+
+    @property
+    def kept_bytes(self) -> int | None:
+        """Bytes of its newest messages that a partition keeps; None for all.
+
+        RabbitMQ drops a whole segment at a time.
+        """
+        return None if self.max_bytes is None else max(self.max_bytes - _segment(self.max_bytes), 0)
+
     def topology(self) -> list[Declaration]:
         """Return the declarations of the stage and its lock."""
-        age = None if self.retention is None else _seconds_of(self.retention)
         segment: dict[str, object] = {}
         if self.max_bytes is not None:
-            size = min(max(self.max_bytes // _SEGMENTS, _SMALLEST_SEGMENT), _LARGEST_SEGMENT)
-            segment = {"x-stream-max-segment-size-bytes": size}
+            segment = {"x-stream-max-segment-size-bytes": _segment(self.max_bytes)}
         streams = [
-            Queue(name, type="stream", max_age=age, max_length_bytes=self.max_bytes, arguments=segment)
+            Queue(name, type="stream", max_age=self.max_age, max_length_bytes=self.max_bytes, arguments=segment)
             for name in self.streams
         ]
         lock = Queue(self.lock, type="classic", dead_letter=None)
@@ -191,6 +202,10 @@ class StageOptions:
 def shard(key: bytes, partitions: int) -> int:
     """Return the index of the partition for a key: its CRC-32, modulo their number."""
     return crc32(key) % partitions
+
+
+def _segment(max_bytes: int) -> int:
+    return min(max(max_bytes // _SEGMENTS, _SMALLEST_SEGMENT), _LARGEST_SEGMENT)
 
 
 def _seconds_of(age: str) -> int:
