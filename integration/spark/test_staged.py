@@ -14,6 +14,7 @@ from integration.support.spark_application import batches_in, committed_rows, ki
 from reliable_mq import ConfigurationError, ConsumeError, Message, Publisher, Queue
 from reliable_mq.spark.datasource import RabbitMQDataSource
 from reliable_mq.spark.metrics import exporter
+from reliable_mq.stage import StageOptions, StageRelay
 from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
-    from reliable_mq.testing import RabbitMQ, VirtualHost
+    from reliable_mq.testing import FaultProxyFactory, RabbitMQ, VirtualHost
 
 ORDERS = Queue("orders", dead_letter=None)
 STAGED = {"queue": "orders", "stage": "orders.stage"}
@@ -89,6 +90,39 @@ def in_a_thread(function: Callable[..., Any], *arguments: Any, **named: Any) -> 
     """The main thread would have its signals handled."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(function, *arguments, **named).result()
+
+
+def test_available_now_waits_for_what_another_relay_moves(
+    vhost: VirtualHost,
+    fault_proxy: FaultProxyFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As long as the queue sinks: everything that was ready is read. One that moves nothing is not waited for."""
+    monkeypatch.setattr("reliable_mq.spark.staged_source._ACTIVE", 3.0)
+    with fault_proxy(vhost.url) as proxy:
+        options = StageOptions(url=proxy.url, queue="orders", stage="orders.stage", max_outstanding=5)
+        first = publish(vhost, 10)
+        service = StageRelay(options)
+        service.start()
+        try:
+            assert service.wait_active(60)
+            wait_until(lambda: service.statistics.moved == 10, timeout=60, what="a stage in which the first ones are")
+            proxy.throttle(4_000)
+            first += publish(vhost, 80)
+            rows, at = in_a_thread(ended, vhost, None)
+            assert sorted(rows) == sorted(first)
+            assert service.active
+            assert "another relay moves messages" not in caplog.text
+            proxy.throttle(None)
+            proxy.hold_confirms()
+            publish(vhost, 50)
+            rows, _ = in_a_thread(ended, vhost, at)
+            assert len(rows) <= 5
+            assert "another relay moves messages" in caplog.text
+        finally:
+            proxy.heal()
+            service.close(10)
 
 
 def test_f69_a_stage_that_was_deleted_between_two_runs_is_not_made_anew_in_silence(vhost: VirtualHost) -> None:

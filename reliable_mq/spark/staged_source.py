@@ -26,7 +26,8 @@ __all__ = ["StagedSource"]
 logger = logging.getLogger(__name__)
 
 _DECLARED: Final = 60.0  # seconds for the stage to be declared
-_ACTIVE: Final = 15.0  # seconds for this relay to be the active one, where a query reads what there is and ends
+_ACTIVE: Final = 15.0  # seconds for this relay to be active, or another to move some, where a query ends
+_EMPTY: Final = 2  # looks in a row at a queue that find it empty
 _MOVED: Final = 1.0  # seconds between two looks at the relay meanwhile
 _CLOSE: Final = 5.0  # seconds for outstanding confirms
 _LOOK_EVERY: Final = 30.0  # seconds between two looks at the beginning of the stage
@@ -89,16 +90,38 @@ class StagedSource(StreamSource):
 
     def _move_ready(self, relay: StageRelay | None) -> None:
         """Move the messages that are ready now; then remember where the stage ends."""
-        if relay is not None:
-            active = relay.wait_active(_ACTIVE)
-            while active and not relay.wait_moved(_MOVED):
-                active = relay.wait_active(_ACTIVE)  # it may have lost its connection, and another one be active
-            if not active:
+        options = self._relay_options
+        if relay is not None and options is not None:
+            if not self._wait_moved(relay, options.queue):
                 logger.warning(
-                    "another relay moves messages into the stage, or the broker is away: reading what the stage has now"
+                    "another relay moves messages into the stage, or the broker is away, and queue %r is not empty "
+                    "yet: reading what the stage has now",
+                    options.queue,
                 )
             self._close_relay()
         super().prepareForTriggerAvailableNow()
+
+    def _wait_moved(self, relay: StageRelay, queue: str) -> bool:
+        """Wait until what is ready is moved; return whether it is.
+
+        What another relay moves shows in the depth of the queue alone: it is done once it was found empty twice. It is
+        waited for as long as the depth sinks.
+        """
+        least, empty = float("inf"), 0
+        until = time.monotonic() + _ACTIVE
+        while time.monotonic() < until:
+            if relay.wait_active(_MOVED):
+                if relay.wait_moved(_MOVED):
+                    return True
+                until = time.monotonic() + _ACTIVE  # it may lose its connection, and another one be active
+                continue
+            depth = self._planner.depth(queue)
+            empty = empty + 1 if depth == 0 else 0
+            if empty >= _EMPTY:
+                return True
+            if depth is not None and depth < least:
+                least, until = depth, time.monotonic() + _ACTIVE
+        return False
 
     def _begin(self, position: Mapping[str, int] | None) -> StageRelay | None:
         """Return the relay, started; None where there is none, or no longer.

@@ -28,7 +28,8 @@ from pyspark.sql.streaming.datasource import (
     SupportsTriggerAvailableNow,
 )
 
-from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError
+from reliable_mq.codec.methods import CheckQueue, QueueState
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError, TopologyMismatch
 from reliable_mq.spark.metrics import exporter
 from reliable_mq.spark.options import StartingPositions, StreamOptions, Timestamps
 from reliable_mq.spark.pickling import PicklableByName
@@ -298,6 +299,15 @@ class _Planner:
         except BrokerUnavailable as error:
             logger.info("the beginnings of the streams are not known for now: %s", error)
             return {}
+
+    def depth(self, queue: str) -> int | None:
+        """Return how many messages of a queue are ready; None if that is not known."""
+        try:
+            state = self._connected().carry_out(CheckQueue(queue))
+        except (BrokerUnavailable, TopologyMismatch) as error:
+            logger.info("the depth of queue %r is not known for now: %s", queue, error)
+            return None
+        return state.messages if isinstance(state, QueueState) else None
 
     def is_older(self, name: str, position: int, age: float) -> bool:
         """Whether the message there came more than ``age`` seconds ago, by its chunk."""

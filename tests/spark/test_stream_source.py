@@ -119,6 +119,7 @@ def test_a_query_that_reads_what_there_is_does_not_wait_for_another_relay(
 ) -> None:
     """Its own was the active one at first: the query would never end."""
     made: list[LostRelay] = []
+    monkeypatch.setattr(staged_source, "_ACTIVE", 0.3)
     monkeypatch.setattr(staged_source, "StageRelay", lambda *args, **named: made.append(LostRelay()) or made[0])
     given = {"url": closing_server.url, "queue": "orders", "stage": "events", "connection.timeout": "1s"}
     reader = StagedSource(staged_options(given, streaming=True), ["body"])
