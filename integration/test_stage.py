@@ -297,11 +297,10 @@ def test_f69_an_alarm_stops_the_relay_with_everything_unacked(private_vhost: Vir
     assert sum(counts.values()) == len(counts) == 100
 
 
-def test_f69_a_deleted_stage_is_not_made_anew_in_silence(vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f69_a_deleted_stage_is_not_made_anew_in_silence(vhost: VirtualHost) -> None:
     """What was not read is lost; the relay ends with an error, and acks nothing more."""
-    monkeypatch.setattr("reliable_mq.stage.relay._MISSING", 1.0)
     publish(vhost.url, "orders", 10, type="quorum")
-    with relaying(vhost.url) as relay:
+    with relaying(vhost.url, missing_queue_timeout=1.0) as relay:
         assert relay.wait_moved(DEADLINE)
         vhost.delete_queue("stage")
         publish(vhost.url, "orders", 10, first=10)
@@ -324,11 +323,10 @@ def test_a_stage_that_exists_otherwise_ends_the_relay_with_the_options_behind_it
     vhost.wait_for_messages("orders", 10)
 
 
-def test_a_queue_that_is_deleted_ends_the_relay_by_name(vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_queue_that_is_deleted_ends_the_relay_by_name(vhost: VirtualHost) -> None:
     """After a while: it may come back."""
-    monkeypatch.setattr("reliable_mq.stage.relay._MISSING", 1.0)
     publish(vhost.url, "orders", 10, type="quorum")
-    with relaying(vhost.url) as relay:
+    with relaying(vhost.url, missing_queue_timeout=1.0) as relay:
         assert relay.wait_moved(DEADLINE)
         vhost.delete_queue("orders")
         assert relay.wait_ended(DEADLINE)
@@ -480,8 +478,8 @@ def test_the_command_moves_queues_until_sigterm(vhost: VirtualHost) -> None:
 
 
 def test_the_command_ends_with_the_error_of_a_relay(vhost: VirtualHost) -> None:
-    """A queue that does not exist."""
-    process = start_cli("stage", vhost.url, "nowhere", "stage")
-    _, said = process.communicate(timeout=DEADLINE)
+    """A queue that does not exist for as long as it may be missing."""
+    process = start_cli("stage", vhost.url, "nowhere", "stage", "--missing-queue-timeout", "1")
+    _, said = process.communicate(timeout=30)
     assert process.returncode == 1
     assert b"nowhere" in said

@@ -11,7 +11,7 @@ from pyspark.sql.streaming.datasource import ReadMaxRows
 from integration.programs.spark_queries import start
 from integration.support.shovels import shovel
 from integration.support.spark_application import batches_in, committed_rows, killed_in_each_phase
-from reliable_mq import ConfigurationError, ConsumeError, Message, Publisher, Queue
+from reliable_mq import Binding, ConfigurationError, ConsumeError, Exchange, Message, Publisher, Queue
 from reliable_mq.spark.datasource import RabbitMQDataSource
 from reliable_mq.spark.metrics import exporter
 from reliable_mq.stage import StageOptions, StageRelay
@@ -195,6 +195,21 @@ def test_without_a_relay_the_query_reads_what_a_binding_has_put_into_the_stage(
     query = writer.option("checkpointLocation", f"{tmp_path}/checkpoint").trigger(availableNow=True).start()
     assert query.awaitTermination(240)
     assert sorted(row.message_id for row in spark.read.parquet(f"{tmp_path}/output").collect()) == sorted(published)
+
+
+def test_a_stage_that_a_binding_fills_is_filtered_by_the_broker(vhost: VirtualHost) -> None:
+    """It has the header of the filter, which the copies of a relay do not."""
+    shop, stage = Exchange("shop"), Queue("orders.stage", type="stream")
+    bindings = [Binding(shop, queue, routing_key="order") for queue in (ORDERS, stage)]
+    messages = [
+        Message(b"x", headers={"x-stream-filter-value": region}, message_id=f"{region}-{number}")
+        for region in ("eu", "us")
+        for number in range(20)
+    ]
+    with Publisher(vhost.url, topology=[shop, ORDERS, stage, *bindings]) as publisher:
+        assert publisher.publish_many(messages, exchange="shop", routing_key="order").ok
+    rows, _ = in_a_thread(ended, vhost, None, stageBy="none", streamFilter="eu")
+    assert sorted(rows) == sorted(f"eu-{number}" for number in range(20))
 
 
 @pytest.mark.soak

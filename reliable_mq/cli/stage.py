@@ -27,6 +27,8 @@ _NAMES: Final = {
     "key": "--key",
     "retention": "--retention",
     "max_bytes": "--max-bytes",
+    "confirm_timeout": "--confirm-timeout",
+    "missing_queue_timeout": "--missing-queue-timeout",
 }  # of the options, as the user writes them
 _LOOK_EVERY: Final = 0.2  # seconds between two looks at the relays
 
@@ -57,6 +59,14 @@ def stage(
             help="Messages without message_id: end at the first one, or move them, perhaps twice if the relay dies.",
         ),
     ] = "refuse",
+    max_outstanding: Annotated[int, typer.Option(min=1, max=65_535, help="Messages that may be unacked.")] = 2000,
+    confirm_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Time without a confirm after which a relay connects anew.")
+    ] = 30.0,
+    missing_queue_timeout: Annotated[
+        float,
+        typer.Option(min=0.0, metavar="SECONDS", help="How long a QUEUE or STREAM may be missing before it ends."),
+    ] = 60.0,
     metrics_port: MetricsPort = None,
     metrics_address: MetricsAddress = "127.0.0.1",
 ) -> None:
@@ -92,6 +102,9 @@ def stage(
             retention=None if retention == "0" else retention,
             max_bytes=max_bytes,
             missing_id=missing,
+            max_outstanding=max_outstanding,
+            confirm_timeout=confirm_timeout,
+            missing_queue_timeout=missing_queue_timeout,
             names=_NAMES,
         )
         for queue, name in staged

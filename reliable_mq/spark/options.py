@@ -363,12 +363,12 @@ _STAGE: Final = (
     _Option("stageRetention", "retention", lambda _, text: None if text == "0" else text),
     _Option("stageMaxBytes", "max_bytes", _number),
     _Option("stageMissingId", "missing_id", _one_of("refuse or repeat", {each.value: each for each in MissingId})),
-)
-_STAGED: Final = (
-    *_STAGE,
+    _Option("missingQueueTimeout", "missing_queue_timeout", _duration),
+    _Option("publisher.maxOutstanding", "max_outstanding", _number),
+    _Option("publisher.confirmTimeout", "confirm_timeout", _positive),
     _Option("queue", "queue", lambda _, text: text.strip()),
-    *(option for option in _STREAM if option.name != "stream"),
 )
+_STAGED: Final = (*_STAGE, *(option for option in _STREAM if option.name != "stream"))
 _SINK: Final = (
     *_CONNECTION,
     _Option("exchange", "exchange", _short_text),
@@ -458,10 +458,8 @@ def staged_options(given: Mapping[str, str], *, streaming: bool) -> StagedOption
         _refuse(f"stage is for spark.readStream: spark.read reads the stage with the option stream={stage!r}")
     if "stream" in given:
         _refuse("stream and stage are both given: with stage, the option queue says where messages come from")
-    if "streamfilter" in given:
-        _refuse("streamFilter is for streams: a stage has the headers of messages in one of ours, which no filter sees")
     _check_known(given, _STAGED)
-    of_relay = {option.name.lower() for option in _STAGE} | {"queue"}
+    of_relay = {option.name.lower() for option in _STAGE}
     values = _values({name: text for name, text in given.items() if name in of_relay}, _STAGED)
     stage, queue, by = values["stage"], values.setdefault("queue", ""), values.pop("by", "query")
     if not stage or "," in stage or len(stage.encode()) > SHORT_STRING_BYTES:
@@ -474,9 +472,11 @@ def staged_options(given: Mapping[str, str], *, streaming: bool) -> StagedOption
     stream = _stream_options({**rest, "stream": stage}, streaming=True)
     if by == "none":
         for option in _STAGE:
-            if option.field in values and option.name != "stage":
+            if option.field in values and option.name not in ("stage", "queue"):
                 _refuse(f"{option.name} is for the relay of the query, and stageBy is none")
         return StagedOptions(None, stream)
+    if stream.stream_filter is not None:
+        _refuse("streamFilter needs stageBy=none and a binding or shovel: copies of our relay have no header for it")
     names = {option.field: option.name for option in _STAGE}
     relay = StageOptions(url=stream.url, names=names, **values)
     return StagedOptions(relay, replace(stream, streams=relay.streams))  # not what else is of these names

@@ -66,7 +66,6 @@ _TICK: Final = 0.5  # seconds between two looks at the clock
 _COUNT_EVERY: Final = 2.0  # seconds between two counts of the queue
 _CROWDED_COUNTS: Final = 2  # in a row that find other consumers: one that has just gone may be counted once
 _LONGEST_WAIT: Final = 2.0  # seconds between two attempts: a relay that waits takes over soon
-_MISSING: Final = 60.0  # seconds for which a queue or a stage that is not there is waited for
 _TAIL_PREFETCH: Final = 2000
 _CLOSE_GRACE: Final = 3.0  # seconds for the closing handshake
 
@@ -293,7 +292,7 @@ class StageRelay(NullListener):
         if is_missing(error) and self._declared:
             now = time.monotonic()
             self._missing_since = self._missing_since or now
-            if now - self._missing_since < _MISSING and will_retry:
+            if now - self._missing_since < self._options.missing_queue_timeout and will_retry:
                 return
         elif will_retry:
             self._missing_since = None

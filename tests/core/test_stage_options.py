@@ -36,6 +36,7 @@ def delivery(raw: bytes, *, routing_key: str = "key") -> RawDelivery:
         ({"key": 1}, "key must be message_id"),
         ({"missing_id": "refuse"}, "missing_id must be a MissingId"),
         ({"confirm_timeout": 0}, "confirm_timeout must be"),
+        ({"missing_queue_timeout": -1}, "missing_queue_timeout must be"),
         ({"new_stage_grace": -1}, "new_stage_grace must be"),
     ],
 )

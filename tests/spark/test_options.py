@@ -110,7 +110,10 @@ def test_every_option_of_a_stream_is_taken() -> None:
         ({"stream": "s", "streamFilterMatchUnfiltered": "true"}, "is given without streamFilter"),
         ({"stream": "s", "streamFilter": "eu,,us"}, "streamFilter has an empty name"),
         ({"stream": "s", "exchange": "x"}, "exchange is an option of a sink, and this is stream mode: leave it out"),
-        ({"stream": "s", "missingqueuetimeout": "1s"}, "missingQueueTimeout is an option of queue mode, and this is"),
+        (
+            {"stream": "s", "missingqueuetimeout": "1s"},
+            "missingQueueTimeout is an option of queue mode and staged mode, and this is",
+        ),
         ({"queue": "q", "stageBy": "none"}, "stageBy is an option of staged mode, and this is queue mode"),
         ({"queue": "q", "missingQueueTimeout": "99999d"}, "missingQueueTimeout is '99999d', and 1000000000s is the"),
     ],

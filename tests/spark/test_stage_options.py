@@ -35,6 +35,9 @@ def test_the_options_of_the_stage_and_of_stream_mode_hold() -> None:
         "stageRetention": "0",
         "stageMaxBytes": "1000000",
         "stageMissingId": "repeat",
+        "missingQueueTimeout": "5m",
+        "publisher.maxOutstanding": "100",
+        "publisher.confirmTimeout": "1500ms",
         "startingOffsets": "latest",
         "maxMessagesPerTrigger": "10",
     }
@@ -43,6 +46,8 @@ def test_the_options_of_the_stage_and_of_stream_mode_hold() -> None:
     assert options.relay.streams == ("orders.stage-0", "orders.stage-1", "orders.stage-2")
     assert (options.relay.key, options.relay.retention, options.relay.max_bytes) == ("header:customer", None, 1_000_000)
     assert options.relay.missing_id is MissingId.REPEAT
+    assert (options.relay.missing_queue_timeout, options.relay.confirm_timeout) == (300.0, 1.5)
+    assert options.relay.max_outstanding == 100
     assert (options.stream.starting_offsets, options.stream.max_messages) == ("latest", 10)
     assert options.stream.streams == options.relay.streams
 
@@ -50,8 +55,16 @@ def test_the_options_of_the_stage_and_of_stream_mode_hold() -> None:
 def test_without_a_relay_there_are_no_options_of_one() -> None:
     """They would do nothing."""
     assert staged_options({**GIVEN, "stageBy": "none"}, streaming=True).relay is None
-    with pytest.raises(ConfigurationError, match="stageKey is for the relay"):
-        staged_options({**GIVEN, "stageBy": "none", "stageKey": "routing_key"}, streaming=True)
+    for option, value in (("stageKey", "routing_key"), ("publisher.confirmTimeout", "1s")):
+        with pytest.raises(ConfigurationError, match=f"{option} is for the relay of the query, and stageBy is none"):
+            staged_options({**GIVEN, "stageBy": "none", option: value}, streaming=True)
+
+
+def test_a_stage_that_others_fill_is_filtered_as_a_stream() -> None:
+    """A binding, or a shovel, leaves the header of the filter as it is."""
+    given = {**GIVEN, "stageBy": "none", "streamFilter": "eu,us", "streamFilterMatchUnfiltered": "true"}
+    stream = staged_options(given, streaming=True).stream
+    assert (stream.stream_filter, stream.match_unfiltered) == (("eu", "us"), True)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +72,10 @@ def test_without_a_relay_there_are_no_options_of_one() -> None:
     [
         ({"stageRetension": "1D"}, r"did you mean stageRetention\?"),
         ({"retention": "1D"}, r"unknown option 'retention'; did you mean stageRetention\? \(known: stage, stageBy"),
-        ({"missingQueueTimeout": "1s"}, "missingQueueTimeout is an option of queue mode, and this is staged mode"),
+        ({"missingQueueTimeout": "1"}, "missingQueueTimeout must be a time with its unit"),
+        ({"publisher.confirmTimeout": "0s"}, "publisher.confirmTimeout must be longer than '0s'"),
+        ({"publisher.maxOutstanding": "65536"}, "publisher.maxOutstanding must be a whole number from 1 to 65535"),
+        ({"publisher.mandatory": "true"}, "publisher.mandatory is an option of a sink, and this is staged mode"),
         ({"stage": " "}, "stage must name one stream, in at most 255 bytes, not ''"),
         ({"stage": "a,b"}, "stage must name one stream, in at most 255 bytes, not 'a,b'"),
         ({"stage": "s" * 241}, "stage must be a name of 1 to 240 bytes"),
@@ -76,7 +92,10 @@ def test_without_a_relay_there_are_no_options_of_one() -> None:
         ({"stageKey": "body"}, "stageKey must be message_id"),
         ({"stage": "orders"}, "queue and stage are both"),
         ({"endingOffsets": "latest"}, "endingOffsets"),
-        ({"streamFilter": "eu"}, "streamFilter is for streams"),
+        (
+            {"streamFilter": "eu"},
+            "streamFilter needs stageBy=none and a binding or shovel: copies of our relay have no",
+        ),
     ],
 )
 def test_a_wrong_option_is_refused_by_name(changed: dict[str, str], text: str) -> None:

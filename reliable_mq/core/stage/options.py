@@ -65,6 +65,7 @@ class StageOptions:
         max_outstanding: messages that may be unacked.
         max_outstanding_bytes: bytes that they may fill, about.
         confirm_timeout: seconds without a confirm after which the connection is replaced.
+        missing_queue_timeout: seconds for which the queue, or the stage, may be missing before the relay ends.
         new_stage_grace: seconds for which a stage that was just made is left alone: a broker that is killed in its
             first second has forgotten the stream, with everything that it had confirmed.
         names: how errors call an option, by its name here; an option that is missing keeps its name.
@@ -84,6 +85,7 @@ class StageOptions:
     max_outstanding: int = 2000
     max_outstanding_bytes: int = 64 * 2**20
     confirm_timeout: float = 30.0
+    missing_queue_timeout: float = 60.0
     new_stage_grace: float = NEW_QUEUE_GRACE
     names: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
@@ -118,6 +120,7 @@ class StageOptions:
         if not isinstance(self.missing_id, MissingId):
             raise ConfigurationError(f"{self._called('missing_id')} must be a MissingId, not {self.missing_id!r}")
         seconds(self._called("confirm_timeout"), self.confirm_timeout, positive=True)
+        seconds(self._called("missing_queue_timeout"), self.missing_queue_timeout)
         seconds(self._called("new_stage_grace"), self.new_stage_grace)
 
     @property
