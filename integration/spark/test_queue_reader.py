@@ -450,8 +450,7 @@ def test_the_defaults_read_ahead_of_a_queue_without_a_delivery_limit(
     """As far as the limit of bytes goes, whatever is in the batch; the log says why."""
     publish(vhost, 12_000)
     reading = query(vhost.url, most=65535)
-    with caplog.at_level(logging.INFO, "reliable_mq.spark"):
-        wait_until(reading.batch, timeout=60, what="a batch")
+    wait_until(reading.batch, timeout=60, what="a batch")
     assert "prefetch 65535 for orders: no queue has a delivery limit: maxBytesPerTrigger bounds" in caplog.text
     batches = reading.source._reader._batches
     wait_until(lambda: len(reading.rows) + len(batches.waiting) == 12_000, timeout=60, what="all read ahead")

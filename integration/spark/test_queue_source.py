@@ -13,7 +13,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql.functions import expr
 
 from integration.support.spark import failing_once, requeued_counts
-from integration.support.spark_application import batches_in
+from integration.support.spark_application import Application, batches_in
 from reliable_mq import Consumer, Message, Publisher, Queue
 from reliable_mq.testing.waiting import wait_until
 
@@ -132,6 +132,19 @@ def test_available_now_ends_at_what_was_ready_beside_another_consumer(
     assert sorted(others + seen.numbers) == list(range(500))
     assert all(len(batch) <= 100 for batch in seen.batches)
     vhost.wait_for_messages("orders", 0)
+
+
+def test_an_application_says_how_far_it_reads_ahead_and_why(vhost: VirtualHost, tmp_path: Path) -> None:
+    """In its error stream, once, not with each batch, whatever it does about logging."""
+    with Publisher(vhost.url, topology=[Queue("orders")]) as publisher:
+        assert publisher.publish_many([Message(b"x"), Message(b"y")], routing_key="orders").ok
+    sources = {"read": {"url": vhost.url, "queue": "orders", "maxMessagesPerTrigger": "1"}}
+    settings = {"sources": sources, "directory": str(tmp_path), "drain": True}
+    with Application("spark_queries", settings, tmp_path / "log") as application:
+        application.wait(300)
+    assert batches_in(tmp_path / "read" / "checkpoint", "commits") >= 2
+    line = "prefetch 65535 for orders: no queue has a delivery limit: maxBytesPerTrigger bounds what is read ahead"
+    assert (tmp_path / "log").read_text().count(line) == 1
 
 
 def test_available_now_leaves_what_comes_later_to_others(

@@ -212,10 +212,8 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
                 settings = self._given.connection.settings(self._given.url)
                 self._claims = QueueClaims(application_directory(), settings)
             prefetch = choose(self._given.prefetch, check_queues(self._given, self._claims))
-            logger.log(
-                logging.WARNING if prefetch.careful else logging.INFO,
-                "prefetch %d for %s: %s", prefetch.most, ", ".join(self._given.queues), prefetch.reason,
-            )  # fmt: skip
+            # A warning: nothing configures logging in this process of Spark's, which shows no less.
+            logger.warning("prefetch %d for %s: %s", prefetch.most, ", ".join(self._given.queues), prefetch.reason)
             reader = QueueReader(self._given, uuid.uuid4().hex[:12], prefetch)
             on_termination(lambda: reader.close(_REQUEUE))
             reader.open()

@@ -47,7 +47,6 @@ class PrefetchChoice:
     limit: int | None = None  # the delivery limit to heed; None also where the user has chosen the prefetch
     first: int = 1  # before a size is known
     reason: str = ""
-    careful: bool = False  # whether the queue is the reason to read slower than possible
 
 
 def choose(given: int | None, queues: Sequence[QueueProfile]) -> PrefetchChoice:
@@ -66,10 +65,10 @@ def choose(given: int | None, queues: Sequence[QueueProfile]) -> PrefetchChoice:
             if limited.known
             else f"the arguments of queue {limited.name!r} are not known, so it may have a delivery limit"
         )
-        return PrefetchChoice(_CAREFUL, limited.delivery_limit, 1, f"{why}; the option prefetch overrides it", True)
+        return PrefetchChoice(_CAREFUL, limited.delivery_limit, 1, f"{why}; the option prefetch overrides it")
     if single:
         why = "a queue has a single active consumer, which a change of the subscription may make another one"
-        return PrefetchChoice(_STEADY, None, _STEADY, f"{why}; the option prefetch overrides it", True)
+        return PrefetchChoice(_STEADY, None, _STEADY, f"{why}; the option prefetch overrides it")
     return PrefetchChoice(
         LARGEST_PREFETCH, None, 1, "no queue has a delivery limit: maxBytesPerTrigger bounds what is read ahead"
     )

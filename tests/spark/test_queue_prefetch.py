@@ -126,7 +126,6 @@ def test_the_limit_is_the_highest_that_is_safe_for_the_queue(
     choice = choose(given, queues)
     assert (choice.most, choice.limit, choice.first) == (most, limit, first)
     assert says in choice.reason
-    assert choice.careful is (given is None and most < 65535)
 
 
 # -- a delivery limit --------------------------------------------------------------------------------------------------
