@@ -126,8 +126,8 @@ def test_a_stage_is_for_streaming_queries() -> None:
 
 
 def test_rows_of_staged_messages_are_those_of_their_originals() -> None:
-    """Markers are no rows; messages of others are as they are; the offset is that of the stage."""
-    raw = properties(message_id="m", headers={"items": [1, 2]}, user_id=b"\5guest")
+    """Markers are no rows; messages of others are as they are; the offset is of the stage, the delivery count not."""
+    raw = properties(message_id="m", headers={"items": [1, 2], "x-delivery-count": 3}, user_id=b"\5guest")
     original = RawDelivery("work", 1, True, "exchange", "key", raw, b"body")
     copy, body = staged(names_of("orders", "exchange", "key"), original, parts_of(raw), 0, bytes(8), 0)
     deliveries = [
@@ -136,10 +136,12 @@ def test_rows_of_staged_messages_are_those_of_their_originals() -> None:
         RawDelivery("task", 3, False, "", "stage", with_offset(properties(message_id="other", headers={}), 6), b"x"),
     ]
     names = ("body", "queue", "offset", "exchange", "routing_key", "redelivered", "headers", "message_id", "user_id")
+    names += ("delivery_count",)
+    counted = ("x-delivery-count", "3")
     rows = record_batch(deliveries, "stage", names).to_pylist()
     assert [tuple(row.values()) for row in rows] == [
-        (b"body", "orders", 5, "exchange", "key", True, [("items", "[1, 2]")], "m", "guest"),
-        (b"x", "stage", 6, "", "stage", False, [], "other", None),
+        (b"body", "orders", 5, "exchange", "key", True, [("items", "[1, 2]"), counted], "m", "guest", 3),
+        (b"x", "stage", 6, "", "stage", False, [], "other", None, None),
     ]
     assert record_batch(deliveries[:1], "stage", ("body",)).num_rows == 0
 

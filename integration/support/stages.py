@@ -1,0 +1,100 @@
+"""Relays into a stage, and what is in a stage."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import contextmanager
+from threading import Event
+from typing import TYPE_CHECKING
+
+from reliable_mq import Message, Publisher, Queue
+from reliable_mq.codec.methods import Consume, SetPrefetch
+from reliable_mq.core.stage.envelope import Original, unstaged
+from reliable_mq.stage import StageOptions, StageRelay
+from reliable_mq.sync.admin_channel import AdminChannel
+from reliable_mq.testing.waiting import wait_until
+from reliable_mq.url import parse_url
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from reliable_mq.codec import RawDelivery
+    from reliable_mq.testing import VirtualHost
+
+DEADLINE = 60.0
+
+
+class StageReader(AdminChannel):
+    """Reads a stream from its beginning, raw."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(parse_url(url), name="stage-reader", patience=30.0)
+        self.arrived: list[RawDelivery] = []
+
+    def delivered(self, deliveries: list[RawDelivery]) -> None:
+        self.arrived += deliveries
+
+    def wait_quiet(self) -> None:
+        """Wait until no more comes for a while."""
+        quiet = Event()
+        seen = -1
+        while seen != len(self.arrived):
+            seen = len(self.arrived)
+            quiet.wait(0.3)
+
+
+def originals(url: str, *streams: str, count: int) -> list[Original]:
+    """All messages of a stage, once there are so many; markers are left out."""
+    found: list[Original] = []
+    for stream in streams:
+        with StageReader(url) as reader:
+            reader.perform(SetPrefetch(65_535))
+            reader.perform(Consume(stream, "all", arguments={"x-stream-offset": "first"}))
+
+            def staged(reader: StageReader = reader) -> list[Original]:
+                each = [unstaged(delivery.properties, delivery.body) for delivery in list(reader.arrived)]
+                return [item[1] for item in each if item is not None and item[1] is not None]
+
+            if len(streams) == 1:
+                wait_until(lambda staged=staged: len(staged()) >= count, timeout=DEADLINE, what=f"{count} staged")  # type: ignore[misc]
+            reader.wait_quiet()  # what came twice may come last
+            found += staged()
+    return found
+
+
+def delivered_of(url: str, stream: str, count: int) -> list[RawDelivery]:
+    """All messages of a stream, once there are so many, as they come."""
+    with StageReader(url) as reader:
+        reader.perform(SetPrefetch(65_535))
+        reader.perform(Consume(stream, "all", arguments={"x-stream-offset": "first"}))
+        wait_until(lambda: len(reader.arrived) >= count, timeout=DEADLINE, what=lambda: f"{len(reader.arrived)} came")
+        reader.wait_quiet()
+        return list(reader.arrived)
+
+
+def ids(messages: Iterable[Original]) -> Counter[str]:
+    return Counter(Message.from_wire(each.body, each.properties).message_id for each in messages)
+
+
+def publish(url: str, queue: str, count: int, first: int = 0, **declared: object) -> None:
+    topology = [Queue(queue, dead_letter=None, **declared)] if declared else []  # type: ignore[arg-type]
+    with Publisher(url, topology=topology, new_queue_grace=0) as publisher:
+        messages = (Message(b"body", message_id=f"m{number}") for number in range(first, first + count))
+        assert publisher.publish_many(messages, routing_key=queue).ok
+
+
+@contextmanager
+def relaying(url: str, queue: str = "orders", stage: str = "stage", **options: object) -> Iterator[StageRelay]:
+    options = {"new_stage_grace": 0.0, **options}
+    relay = StageRelay(StageOptions(url=url, queue=queue, stage=stage, **options))  # type: ignore[arg-type]
+    relay.start()
+    try:
+        yield relay
+    finally:
+        relay.close(10)
+
+
+def ready(vhost: VirtualHost, queue: str) -> int:
+    with vhost.connect() as connection:
+        count: int = connection.channel().queue_declare(queue, passive=True).method.message_count
+    return count

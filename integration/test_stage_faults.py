@@ -1,0 +1,170 @@
+"""The relay into a stage under load: a stage that does not confirm, or nacks; an alarm; large bodies; SIGTERM."""
+
+from __future__ import annotations
+
+import signal
+import urllib.request
+from collections import Counter
+from struct import Struct
+from typing import TYPE_CHECKING
+
+from integration.support.command_line import start_cli
+from integration.support.stages import DEADLINE, StageReader, ids, originals, publish, ready, relaying
+from reliable_mq import Message, Publisher
+from reliable_mq.codec.methods import Consume, SetPrefetch
+from reliable_mq.testing.frames import Frame, basic_nack
+from reliable_mq.testing.waiting import wait_until
+
+if TYPE_CHECKING:
+    import pytest
+
+    from reliable_mq.testing import FaultProxyFactory, VirtualHost
+
+CONFIRM = Struct(">QB")  # tag and multiple of a basic.ack, behind its name
+LARGE = 256 * 1024
+
+
+def test_f69_while_the_stage_does_not_confirm_nothing_is_acked(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory
+) -> None:
+    """All is back in the queue when the relay connects anew; then each message is moved once, by what the stage has."""
+    publish(vhost.url, "orders", 1, type="quorum")
+    with fault_proxy(vhost.url) as proxy, relaying(proxy.url, confirm_timeout=3.0) as relay:
+        wait_until(lambda: relay.statistics.moved == 1, timeout=DEADLINE, what="the first one moved")
+        proxy.hold_confirms()
+        publish(vhost.url, "orders", 100, first=1)
+        wait_until(lambda: relay.status().outstanding >= 8, timeout=DEADLINE, what="copies that are not confirmed")
+        wait_until(lambda: relay.statistics.failures, timeout=DEADLINE, what="a connection that is replaced")
+        wait_until(lambda: ready(vhost, "orders") == 100, timeout=DEADLINE, what="all requeued")
+        assert relay.statistics.moved == 1
+        proxy.release_confirms()
+        wait_until(
+            lambda: relay.statistics.moved + relay.statistics.moved_before == 101, timeout=DEADLINE, what="all moved"
+        )
+        assert relay.statistics.moved_before >= 8
+    assert ready(vhost, "orders") == 0
+    counts = ids(originals(vhost.url, "stage", count=101))
+    assert sum(counts.values()) == len(counts) == 101
+
+
+def test_f69_a_nack_of_the_stage_loses_and_repeats_nothing(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether the stage has a copy that was nacked is looked up: here it has."""
+    publish(vhost.url, "orders", 1, type="quorum")
+    nacked: list[int] = []
+
+    def nack(_: object, frame: Frame) -> list[Frame]:
+        if frame.name != "basic.ack" or nacked:
+            return [frame]
+        tag, multiple = CONFIRM.unpack_from(frame.payload, 4)
+        nacked.append(tag)
+        return [basic_nack(frame.channel, tag, multiple=bool(multiple))]
+
+    with fault_proxy(vhost.url) as proxy, relaying(proxy.url) as relay:
+        wait_until(lambda: relay.statistics.moved == 1, timeout=DEADLINE, what="the first one moved")
+        proxy.rewrite(nack, "to_client")
+        publish(vhost.url, "orders", 500, first=1)
+        wait_until(
+            lambda: relay.statistics.moved + relay.statistics.moved_before == 501, timeout=DEADLINE, what="all moved"
+        )
+        assert nacked
+        assert relay.statistics.failures == 1
+        assert relay.statistics.moved_before >= 1
+    assert "the stage did not take a message (basic.nack)" in caplog.text
+    counts = ids(originals(vhost.url, "stage", count=501))
+    assert sum(counts.values()) == len(counts) == 501
+
+
+def test_f69_an_alarm_while_messages_move_is_waited_for(
+    private_vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The connection is kept, for longer than confirms may take, and the relay goes on where it was."""
+    publish(private_vhost.url, "orders", 3000, type="quorum")
+    with fault_proxy(private_vhost.url) as proxy:
+        proxy.throttle(40_000)
+        with relaying(proxy.url, confirm_timeout=3.0, max_outstanding=50) as relay:
+            wait_until(lambda: relay.statistics.moved > 50, timeout=DEADLINE, what="some messages moved")
+            private_vhost.broker.alarm("disk")
+            blocked = "the broker takes no messages for now"
+            wait_until(lambda: blocked in caplog.text, timeout=DEADLINE, what="a relay that waits")
+            proxy.throttle(None)
+            assert not relay.wait_moved(6.0)
+            assert relay.active
+            assert relay.statistics.moved < 3000
+            private_vhost.broker.clear_alarm("disk")
+            assert relay.wait_moved(DEADLINE)
+            assert relay.statistics.moved == 3000
+            assert (relay.statistics.failures, relay.statistics.epochs) == (0, 1)
+    counts = ids(originals(private_vhost.url, "stage", count=3000))
+    assert sum(counts.values()) == len(counts) == 3000
+
+
+def test_the_bytes_that_a_relay_holds_are_bounded(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
+    """It has learned to read far ahead of small messages when large ones come: it pauses, and reads on with fewer."""
+    small, large = 4000, 80
+    publish(vhost.url, "orders", small, type="quorum")
+    held: list[int] = []
+    with (
+        fault_proxy(vhost.url) as proxy,
+        relaying(proxy.url, max_outstanding_bytes=4 * LARGE, confirm_timeout=DEADLINE) as relay,
+    ):
+        wait_until(lambda: relay.statistics.moved == small, timeout=DEADLINE, what="small messages moved")
+        cancels = proxy.seen("basic.cancel", "to_broker")
+        proxy.hold_confirms()
+        with Publisher(vhost.url) as publisher:
+            messages = (Message(bytes(LARGE), message_id=f"large-{number}") for number in range(large))
+            assert publisher.publish_many(messages, routing_key="orders").ok
+        proxy.wait_for(
+            lambda: proxy.seen("basic.cancel", "to_broker") >= cancels + 2, DEADLINE, what="fewer, then a pause"
+        )
+        wait_until(
+            lambda: ready(vhost, "orders") + relay.status().outstanding == large, timeout=DEADLINE, what="a pause"
+        )
+        paused = relay.status()
+        assert 4 * LARGE < paused.held_bytes < large * LARGE / 2
+        consumes = proxy.seen("basic.consume", "to_broker")
+        proxy.release_confirms()
+
+        def moved() -> bool:
+            held.append(relay.status().held_bytes)
+            return relay.statistics.moved == small + large
+
+        wait_until(moved, timeout=DEADLINE, what="all moved", interval=0.001)
+        assert proxy.seen("basic.consume", "to_broker") > consumes
+    assert max(held) <= paused.held_bytes
+    counts = ids(originals(vhost.url, "stage", count=small + large))
+    assert sum(counts.values()) == len(counts) == small + large
+
+
+def test_a_command_that_is_terminated_under_load_leaves_the_rest_in_the_queue(vhost: VirtualHost) -> None:
+    """Staged and ready are what was published, and none is in both. Its metrics are served until then."""
+    published = 30_000
+    publish(vhost.url, "orders", published, type="quorum")
+    process = start_cli("stage", vhost.url, "orders", "stage", "--metrics-port", "0")
+    try:
+        assert process.stderr is not None
+        address = process.stderr.readline().decode().split()[1]
+
+        def moved() -> float:
+            with urllib.request.urlopen(address, timeout=10) as answer:
+                lines = answer.read().decode().splitlines()
+            return sum(float(line.split()[-1]) for line in lines if line.startswith("reliable_mq_stage_moved_total{"))
+
+        wait_until(lambda: moved() >= 1000, timeout=DEADLINE, what="some messages moved")
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=DEADLINE)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said
+    staged = ids(originals(vhost.url, "stage", count=1000))
+    assert f"{staged.total():,} messages moved" in said.decode()
+    left = published - staged.total()
+    assert left > 0
+    with StageReader(vhost.url) as reader:
+        reader.perform(SetPrefetch(65_535))
+        reader.perform(Consume("orders", "rest"))
+        wait_until(lambda: len(reader.arrived) >= left, timeout=DEADLINE, what="what is left")
+        reader.wait_quiet()
+        rest = Counter(Message.from_wire(each.body, each.properties).message_id for each in reader.arrived)
+    assert staged + rest == Counter(f"m{number}" for number in range(published))
