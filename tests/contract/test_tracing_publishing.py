@@ -254,9 +254,7 @@ def test_a_blocked_broker_is_an_event(broker: ScriptedBroker, new_publisher: New
     assert events == [["blocked", "unblocked", "sent"], ["blocked"]]
 
 
-def test_a_publish_while_the_broker_blocks_ends_as_refused(
-    broker: ScriptedBroker, new_publisher: NewPublisher
-) -> None:
+def test_a_publish_while_the_broker_blocks_ends_as_refused(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
     recorder = Recorder()
     with new_publisher(tracing=recorder.tracing, on_blocked="raise") as publisher:
         broker.connections[-1].block("low on memory")
