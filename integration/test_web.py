@@ -207,6 +207,25 @@ def test_axe_finds_nothing(vhost: VirtualHost, browser: Browser, dark: bool, siz
     print(f"axe: {len(passed)} pages, {sum(passed)} rules passed, no violation")
 
 
+def test_a_telephone_loses_nothing_of_a_table(vhost: VirtualHost, browser: Browser) -> None:
+    """Its rows are lists there: all can be selected, a cell without content has no label, values stand in one line."""
+    publish(vhost, letters(3))
+    with served(vhost.url, [DEAD, "missing.dead"]) as address, Visitor(browser, address, size="narrow") as user:
+        user.go(LETTERS)
+        user.wait_for_reading()
+        user.page.get_by_text("All on this page").click()
+        assert user.page.locator("#selected").inner_text() == "3 selected"
+        indents = user.page.locator(".letters td[data-label]").evaluate_all("""cells => cells.map(cell => {
+            const text = document.createRange();
+            text.selectNodeContents(cell);
+            return text.getBoundingClientRect().left - cell.getBoundingClientRect().left;
+        })""")
+        assert len(indents) == 3 * 7
+        assert len(set(indents)) == 1, indents
+        user.go("/")
+        assert user.page.get_by_role("row").filter(has_text="missing.dead").locator("td:visible").count() == 1
+
+
 def test_hostile_messages_run_no_script(vhost: VirtualHost, browser: Browser) -> None:
     """Wherever a sender puts them; they ask for nothing, and hide nothing."""
     messages = []

@@ -260,14 +260,15 @@ class Pages:
         """Ask for the token; begin a session."""
         if not self.guard.has_token:
             raise HTTPException(404, "There is nothing to sign in to.")
-        wrong = ""
+        wrong = name = ""
         if request.method == "POST":
             fields = await _form(request)
-            response = self.guard.sign_in(request, fields.get("token"), fields.get("name"))
+            name = fields.get("name")
+            response = self.guard.sign_in(request, fields.get("token"), name)
             if response is not None:
                 return response
             wrong = "This is not the token."
-        return self._page(request, "sign_in.html", 403 if wrong else 200, title="Sign in", wrong=wrong)
+        return self._page(request, "sign_in.html", 403 if wrong else 200, title="Sign in", wrong=wrong, name=name)
 
     async def sign_out(self, request: Request) -> Response:
         return self.guard.sign_out(request)

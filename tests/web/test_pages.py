@@ -48,6 +48,7 @@ def test_the_list_shows_depth_and_age(page: Page, broker: MemoryBroker) -> None:
     assert "orders.dead 1 3 h ago" in text
     assert "mail.dead 0 empty" in text
     assert "gone.dead no such queue" in text
+    assert "not read yet" not in text
     assert broker.reads == 1
 
 
