@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import signal
 import urllib.request
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
+from urllib.parse import urlencode, urlsplit
 
 import pytest
 
@@ -23,12 +26,14 @@ if TYPE_CHECKING:
 
     from playwright.sync_api import Browser
 
+    from integration.support.processes import Process
     from reliable_mq.testing import Audit, VirtualHost
 
 pytestmark = pytest.mark.timeout(600)  # a browser on a machine that is busy
 ORDERS = Queue("orders")
 DEAD = "orders.dead"
 LETTERS = f"/letters?queue={DEAD}"
+TOKEN = "a-token-of-some-length"
 HOSTILE = (
     "<script>alert(1)</script>",
     '"><img src=x onerror=alert(1)>',
@@ -75,6 +80,29 @@ def publish(vhost: VirtualHost, messages: list[Message]) -> None:
         assert publisher.publish_many(messages, routing_key=DEAD).ok
 
 
+@contextmanager
+def started(vhost: VirtualHost, *options: str) -> Iterator[tuple[Process, str]]:
+    """Run ``reliable-mq web`` on a free port; return the process and the address."""
+    with start_cli("web", vhost.url, "--port", "0", *options) as process:
+        assert process.stdout is not None
+        try:
+            yield process, process.stdout.readline().decode().split()[0]
+        finally:
+            process.kill()
+
+
+def asked(address: str, path: str, form: dict[str, str] | None = None, **headers: str) -> tuple[int, str, str]:
+    """Request a page as a program does, or send a form; return the status, the address it leads to, and the page."""
+    connection = http.client.HTTPConnection("127.0.0.1", urlsplit(address).port, timeout=60)
+    data = None if form is None else urlencode(form)
+    sent = {"Content-Type": "application/x-www-form-urlencoded", "Sec-Fetch-Site": "same-origin", **headers}
+    connection.request("GET" if data is None else "POST", path, data, sent)
+    answer = connection.getresponse()
+    told = answer.status, answer.getheader("Location", ""), answer.read().decode()
+    connection.close()
+    return told
+
+
 @pytest.mark.soak
 def test_each_task_is_done_by_keyboard_alone(vhost: VirtualHost, browser: Browser, tmp_path: Path) -> None:
     """Look, filter, open, export, dry run, replay one, edit, delete: Tab, Enter, Space, and letters."""
@@ -86,8 +114,7 @@ def test_each_task_is_done_by_keyboard_alone(vhost: VirtualHost, browser: Browse
         user.press(DEAD)
         user.wait_for_reading()
         user.type_into("Exception", "*Timeout")
-        with user.page.expect_navigation():
-            user.page.keyboard.press("Enter")
+        user.enter()
         assert "exception=*Timeout" in user.page.url.replace("%2A", "*")
         assert user.page.locator("table.letters tbody tr").count() == 4
         user.tab_to("Select letter 1")
@@ -134,8 +161,7 @@ def test_each_task_is_done_by_keyboard_alone(vhost: VirtualHost, browser: Browse
         user.wait_for_reading()
         user.press("Delete all 9…")
         user.type_into(f"Type the name of the queue, {DEAD}, to delete", DEAD)
-        with user.page.expect_navigation():
-            user.page.keyboard.press("Enter")
+        user.enter()
         user.wait_until_idle()
         user.wait_for_text("deleted for good")
         assert vhost.live_counts()[DEAD] == 0
@@ -146,6 +172,91 @@ def test_each_task_is_done_by_keyboard_alone(vhost: VirtualHost, browser: Browse
     events = [json.loads(line) for line in log.read_text().splitlines()]
     ended = [event["operation"] for event in events if event["event"] == "ended"]
     assert ended == ["replay", "replay", "export", "purge"]
+
+
+@pytest.mark.soak
+def test_every_other_task_is_done_by_keyboard_alone(vhost: VirtualHost, browser: Browser) -> None:
+    """Sign in, open, turn pages, choose a group, replay with all options, stop, read again, a selection, sign out."""
+    publish(vhost, letters(60))
+    with Publisher(vhost.url, topology=[Queue("retries")]):
+        pass
+    options = {"any_queue": True, "allow_changes": True, "token": TOKEN}
+    with served(vhost.url, [], **options) as address, Visitor(browser, address) as user:
+        shown = user.page.locator
+        user.go("/")
+        user.type_into("Your name, for the audit log", "Ada")
+        user.type_into("Token", TOKEN)
+        user.enter()
+        user.type_into("Open a queue by its name", DEAD)
+        user.enter()
+        user.wait_for_reading()
+        user.press("Next →")
+        assert shown("table.letters tbody tr").count() == 10
+        user.press("← Previous")
+        assert shown("table.letters tbody tr").count() == 50
+        user.press("shop.PaymentTimeout")
+        assert shown("#letters").inner_text().startswith("20 letters")
+        user.press("id-0")
+        user.press("Next →")
+        assert shown("h1").inner_text() == "id-3"
+        user.press("← Previous")
+        assert shown("h1").inner_text() == "id-0"
+        user.press(DEAD)
+
+        user.press("Replay all 20…")
+        user.type_into("Name of the other queue", "retries")
+        user.type_into("Letters per second, at most", "1")
+        user.type_into("Number of letters, at most", "19")
+        user.press("Replay")
+        user.wait_for_text("· to retries · 1 per second · 19 at most")
+        vhost.wait_for_messages("retries", 2)
+        user.press("Stop")
+        user.wait_until_idle()
+        assert shown(".state").inner_text().startswith("Stopped")
+        replayed = vhost.live_counts()["retries"]
+        assert replayed < 19
+        assert vhost.live_counts()[DEAD] == 60 - replayed
+
+        user.press("Back to the letters")
+        user.wait_for_reading()
+        assert shown("#letters").inner_text().startswith(f"{20 - replayed} letters")
+        publish(vhost, letters(61)[60:])
+        user.press("Read again")
+        assert shown("#letters").inner_text().startswith(f"{21 - replayed} letters")
+
+        user.press("Show all")
+        first_two = shown("table.letters tbody a").all_inner_texts()[:2]
+        for number in (1, 2):
+            user.tab_to(f"Select letter {number}")
+            user.page.keyboard.press("Space")
+        user.press("Export selected")
+        user.wait_until_idle()
+        lines = user.download("Download 2 letters").path().read_text().splitlines()
+        assert [json.loads(line)["message_id"] for line in lines] == first_two
+        user.press("Back to the letters")
+        user.wait_for_reading()
+        user.tab_to("Select all letters on this page")
+        user.page.keyboard.press("Space")
+        assert shown("#selected").inner_text() == "50 selected"
+        user.page.keyboard.press("Space")
+        first = shown("table.letters tbody a").first.inner_text()
+        user.tab_to("Select letter 1")
+        user.page.keyboard.press("Space")
+        user.press("Delete selected…")
+        user.type_into(f"Type the name of the queue, {DEAD}, to delete", DEAD)
+        user.enter()
+        user.wait_until_idle()
+        user.wait_for_text("1 deleted for good")
+        with DeadLetterQueue(vhost.url, DEAD) as queue:
+            left = {message.message_id for message in queue.browse()}
+        assert len(left) == 60 - replayed
+        assert first not in left
+        user.press("Audit log")
+        assert "Ada (127.0.0.1)" in shown("table").inner_text()
+        user.press("Sign out")
+        assert shown("h1").inner_text() == "Sign in"
+        assert user.go("/audit").locator("h1").inner_text() == "Sign in"
+        assert not user.complaints
 
 
 @pytest.mark.soak
@@ -192,13 +303,13 @@ def test_axe_finds_nothing(vhost: VirtualHost, browser: Browser, dark: bool, siz
         user.wait_until_idle()
         passed.append(user.check_accessibility())
     with (
-        served(vhost.url, [DEAD], token="a-token-of-some-length") as address,
+        served(vhost.url, [DEAD], token=TOKEN) as address,
         Visitor(browser, address, dark=dark, size=size) as user,
     ):
         user.go("/")
         passed.append(user.check_accessibility())
         user.page.get_by_label("Your name").fill("Ada")
-        user.page.get_by_label("Token").fill("a-token-of-some-length")
+        user.page.get_by_label("Token").fill(TOKEN)
         user.page.get_by_role("button", name="Sign in").click()
         user.page.get_by_role("link", name=DEAD).wait_for()
         passed.append(user.check_accessibility())
@@ -325,6 +436,32 @@ def test_a_broker_that_dies_in_mid_replay_loses_nothing(
     assert len(checker.close().duplicated) <= 5 * 200
 
 
+def test_a_page_that_is_killed_in_mid_replay_loses_nothing(vhost: VirtualHost, checker: Audit) -> None:
+    """Each letter is in its queue or in its target, and a second page goes on."""
+    messages = letters(1200)
+    publish(vhost, messages)
+    for message in messages:
+        checker.attempted(message.message_id)
+        checker.confirmed(message.message_id)
+    form = {"queue": DEAD, "choice": "", "go": "replay"}
+    with started(vhost, DEAD, "--allow-changes") as (process, address):
+        assert asked(address, "/replay", {**form, "rate": "200"})[0] == 303
+        wait_until(lambda: vhost.live_counts()["orders"] >= 300, timeout=60, what="the middle of the replay")
+        process.kill()
+        assert process.wait(60) == -signal.SIGKILL
+    vhost.wait_for_consumers(DEAD, 0)
+    with DeadLetterQueue(vhost.url, DEAD) as left, DeadLetterQueue(vhost.url, "orders") as replayed:
+        found = [{message.message_id for message in queue.browse()} for queue in (left, replayed)]
+    assert found[0] | found[1] == {message.message_id for message in messages}
+    assert all(found)
+    with started(vhost, DEAD, "--allow-changes") as (_, address):
+        _, job, _ = asked(address, "/replay", form)
+        wait_until(lambda: ">Done<" in asked(address, job)[2], timeout=60, what="the end of the replay")
+        assert f"Replayed</dt><dd><strong>{len(found[0])}<" in asked(address, job)[2].replace(",", "")
+    checker.drain(vhost, ["orders"], dead_letters=[DEAD])
+    assert len(checker.close().duplicated) <= 200
+
+
 @pytest.mark.soak
 def test_two_people_replay_at_once(vhost: VirtualHost, browser: Browser, checker: Audit) -> None:
     """In one process one after another, in two at the same time: each letter goes back once."""
@@ -386,6 +523,32 @@ def test_the_command_listens_elsewhere_with_a_token_only(vhost: VirtualHost) -> 
     assert "is no loopback address: set RELIABLE_MQ_WEB_TOKEN" in " ".join(
         done.stderr.decode().replace("│", " ").split()
     )
+
+
+def test_the_options_of_the_command_are_in_effect(vhost: VirtualHost, tmp_path: Path) -> None:
+    """On all addresses of this machine: a token, a name, changes, editing, and an audit log."""
+    publish(vhost, letters(3))
+    log, secret = tmp_path / "audit.jsonl", tmp_path / "token"
+    secret.write_text(f"{TOKEN}\n")
+    options = (DEAD, "--host", "0.0.0.0", "--allow-changes", "--allow-editing", "--audit-log", str(log))
+    known = {"Host": "shop.example", "Authorization": f"Bearer {TOKEN}"}
+    form = {"queue": DEAD, "choice": "message-id=id-1", "go": "replay"}
+    with started(vhost, *options, "--token-file", str(secret), "--allowed-host", "shop.example") as (_, address):
+        assert asked(address, "/", **{**known, "Host": "evil.example"})[0] == 421
+        assert asked(address, "/", Host="shop.example")[:2] == (303, "/sign-in")
+        assert asked(address, "/replay", form, Host="shop.example")[0] == 401
+        assert "id-1" in asked(address, LETTERS, **known)[2]
+        with DeadLetterQueue(vhost.url, DEAD) as dead:
+            one = next(iter(dead.browse())).fingerprint
+        assert "Replay with this body" in asked(address, f"/edit?queue={DEAD}&id={one}", **known)[2]
+        assert not log.read_text()
+        status, job, _ = asked(address, "/replay", form, **known)
+        assert status == 303
+        wait_until(lambda: ">Done<" in asked(address, job, **known)[2], timeout=60, what="the end of the replay")
+    assert vhost.bodies("orders") == [("id-1", b'{"order":1}')]
+    begun, ended = map(json.loads, log.read_text().splitlines())
+    assert (begun["event"], begun["operation"], begun["user"]) == ("begun", "replay", "bearer of the token (127.0.0.1)")
+    assert (ended["event"], ended["outcome"], ended["replayed"]) == ("ended", "done", 1)
 
 
 def test_reading_counts_as_dlq_list_does(vhost_40: VirtualHost) -> None:

@@ -124,6 +124,10 @@ class Visitor:
     def press(self, name: str) -> None:
         """Go to a link or a button with Tab, and press Enter; wait for the page that comes."""
         self.tab_to(name)
+        self.enter()
+
+    def enter(self) -> None:
+        """Press Enter where the focus is; wait for the page that comes."""
         with self.page.expect_navigation():
             self.page.keyboard.press("Enter")
 

@@ -118,6 +118,7 @@ def test_all_that_match_are_replayed_after_a_dry_run(page: Page, broker: MemoryB
     assert "Replay 3 now" in ended(browser, answer)
     assert broker.queues["elsewhere"] == []
     html = browser.get(str(answer.url)).text
+    assert f'href="/letters?queue={QUEUE}&amp;exception=%2ATimeout">Back to the letters' in html
     again = dict(re.findall(r'type="hidden" name="([a-z]+)" value="([^"]*)"', html))
     assert "Replayed 3" in ended(browser, browser.post("/replay", data={**again, "go": "replay"}))
     assert broker.bodies("elsewhere") == [b'{"order":1}', b'{"order":3}', b'{"order":5}']
