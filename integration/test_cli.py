@@ -227,15 +227,17 @@ def test_head_ends_it_and_what_was_not_written_comes_back(vhost: VirtualHost) ->
     wait_until(lambda: ready(vhost) >= 900, timeout=30, what="messages that came back")
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_consumer_with_everything_acked_that_was_written(vhost: VirtualHost, sent: int) -> None:
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_consumer_with_everything_acked_that_was_written(
+    vhost: VirtualHost, sent: int, status: int
+) -> None:
     declare(vhost)
     run_cli("publish", vhost.url, "--queue", "orders", stdin=b"x\n" * 100)
     with start_cli("consume", vhost.url, "orders", "--ack") as process:
         assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(100)] == [b"x\n"] * 100
         process.send_signal(sent)
-        assert process.wait(30) == 130
+        assert process.wait(30) == status
     vhost.wait_for_messages("orders", 0)
 
 

@@ -59,7 +59,7 @@ def outbox(where: str) -> Iterator[Outbox]:
 ENDS: list[tuple[int, int, list[str]]] = [
     (signal.SIGTERM, 0, []),
     (signal.SIGINT, 130, []),
-    (signal.SIGTERM, 130, ["--until-empty"]),
+    (signal.SIGTERM, 143, ["--until-empty"]),
 ]
 
 

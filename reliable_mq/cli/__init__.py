@@ -5,8 +5,8 @@ One module or package for each command, with its options and its help; it import
 Invariants:
 
 - The product of a command goes to stdout, everything else (progress, logs, errors) to stderr.
-- The exit status is 0 after success, 1 after a failure, 2 for a wrong command line, 130 after Ctrl-C, and 141 if the
-  reader of standard output left in the middle.
+- The exit status is 0 after success, 1 after a failure, 2 for a wrong command line, 130 after Ctrl-C, 143 after
+  SIGTERM (0 where a command runs until then), and 141 if the reader of standard output left in the middle.
 - No output shows a password: a URL is shown as ``str(ConnectionSettings)``.
 - The library does not need this package; without the extra ``cli`` the command explains how to install it.
 """

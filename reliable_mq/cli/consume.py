@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, Final
 
 import typer
 
-from reliable_mq.cli.terminal import INTERRUPTED, URL, product
+from reliable_mq.cli.terminal import URL, ended_by, product
 
 if TYPE_CHECKING:
     from reliable_mq import Consumer, Delivery
@@ -102,19 +102,23 @@ class _Follower:
         self._written = 0
         self._changed = threading.Condition()
         self._status: int | None = None  # until it is over
+        self._signal: int | None = None
         self._error: OSError | None = None
         self._latest = time.monotonic()
 
     @property
     def status(self) -> int:
-        return INTERRUPTED if self._status is None else self._status
+        if self._status is not None:
+            return self._status
+        return 1 if self._signal is None else ended_by(self._signal)
 
     def follow(self, consumer: Consumer) -> None:
         """Run the consumer to the end."""
         from reliable_mq._util.threads import start_daemon
+        from reliable_mq.sync.consumer import run_to_signal
 
         start_daemon("stop-when-over", self._stop_when_over, consumer)
-        consumer.run()  # which stops on a signal
+        self._signal = run_to_signal(consumer)
         if self._error is not None:
             raise self._error
 

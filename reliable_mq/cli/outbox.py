@@ -25,6 +25,7 @@ from reliable_mq.cli.terminal import (
     MetricsAddress,
     MetricsPort,
     command_group,
+    ended_by,
     escaped,
     hide_logs,
     json_text,
@@ -148,15 +149,16 @@ def relay(
                 else:
                     waits_for_signals = True
                     say(f"relaying {box!r}")
-                    ended_by = next_signal(received)
+                    number = next_signal(received)
                     publisher.close(_LEAVE)
-                    raise typer.Exit(INTERRUPTED if ended_by == signal.SIGINT else 0)
+                    raise typer.Exit(INTERRUPTED if number == signal.SIGINT else 0)
             except KeyboardInterrupt:
                 publisher.close(_LEAVE)
                 raise
     except KeyboardInterrupt:
-        in_order = not until_empty and received.get() == signal.SIGTERM
-        raise typer.Exit(0 if in_order else INTERRUPTED) from None
+        number = received.get()
+        in_order = not until_empty and number == signal.SIGTERM
+        raise typer.Exit(0 if in_order else ended_by(number)) from None
     except TimeoutError as error:
         raise OutboxError(str(error)) from error
 

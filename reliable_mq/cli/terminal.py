@@ -38,6 +38,7 @@ __all__ = [
     "MetricsAddress",
     "MetricsPort",
     "command_group",
+    "ended_by",
     "errors",
     "escaped",
     "hide_logs",
@@ -90,6 +91,11 @@ _DRIVERS: Final = ("pika", "aio_pika", "aiormq")
 _STYLES: Final = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "red"}
 # Up to the last "@", since a password may hold anything.
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:.*@)?[^\s'\"]*", re.DOTALL)
+
+
+def ended_by(signal: int) -> int:
+    """Return the exit status after a signal, as that of a shell's."""
+    return 128 + signal
 
 
 def command_group(name: str, text: str) -> typer.Typer:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from reliable_mq.engine.consumer_options import ConsumerOptions
     from reliable_mq.sync.subscription import PulledDelivery
 
-__all__ = ["Consumer", "next_signal", "wait_heeding_signals"]
+__all__ = ["Consumer", "next_signal", "run_to_signal", "wait_heeding_signals"]
 
 _LOOK_EVERY: Final = 0.5  # seconds
 
@@ -107,6 +107,10 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
             BrokerUnavailable: connecting cannot succeed, or ``reconnect_stop`` has ended it.
             UsageError: it runs already, was stopped, or has no handler.
         """
+        self._run()
+
+    def _run(self) -> int | None:
+        """Run; return the first signal that came."""
         self._check_runnable()
         try:
             with self._signals() as received:
@@ -124,6 +128,7 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
             self._close_at_once()
             raise
         self._raise_error()
+        return received[0] if received else None
 
     def close(self) -> None:
         """Stop, and wait until running handlers have ended and the connection is closed.
@@ -255,6 +260,11 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
         finally:
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def run_to_signal(consumer: Consumer) -> int | None:
+    """Run a consumer as `Consumer.run` does; return the first signal that came."""
+    return consumer._run()  # noqa: SLF001  # of this module
 
 
 # Consumers that run in the background are closed at the latest when the interpreter exits, so that handled deliveries

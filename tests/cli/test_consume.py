@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 import threading
 from typing import TYPE_CHECKING, Any, cast
 
@@ -45,8 +46,9 @@ class RunningConsumer:
         self.looks += 1
         return self.looks >= self._connected_at
 
-    def run(self) -> None:
+    def _run(self) -> int | None:
         assert self.stopped.wait(10)
+        return None
 
     def stop(self) -> None:
         self.stopped.set()
@@ -120,8 +122,22 @@ def test_it_does_not_end_before_it_is_connected_however_long_that_takes() -> Non
     assert idle.status == 0
 
 
-def test_a_signal_is_not_a_good_end() -> None:
-    assert follower(io.BytesIO()).status == 130
+class InterruptedConsumer(RunningConsumer):
+    """Ends on a signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self._number = number
+
+    def _run(self) -> int | None:
+        return self._number
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_is_not_a_good_end(number: int, status: int) -> None:
+    interrupted = follower(io.BytesIO())
+    interrupted.follow(cast("Consumer", InterruptedConsumer(number)))
+    assert interrupted.status == status
 
 
 @pytest.mark.slow
