@@ -1,7 +1,8 @@
-"""Values of the command line that are refused, with exit status 2; and purges that end early."""
+"""Values of the command line that are refused, with exit status 2; purges that end early; imports."""
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,11 +12,13 @@ from reliable_mq.cli import app
 from reliable_mq.cli import dlq as commands
 from reliable_mq.cli.terminal import parse_headers
 from reliable_mq.cli.web import _token
+from reliable_mq.deadletters import DeadLetterQueue
 from reliable_mq.errors import StaleDelivery
 from tests.web.memory_broker import MemoryBroker, letter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
 
     Run = Callable[..., tuple[int, str]]
 
@@ -131,3 +134,40 @@ def test_ctrl_c_at_the_question_of_a_purge_is_an_interrupt(
     assert ended == status
     assert told.endswith(f"reliable-mq: {text}")
     assert len(broker.queues[QUEUE]) == 450
+
+
+def test_lines_that_cannot_be_imported_are_named_by_their_file(run: Run, broker: MemoryBroker, tmp_path: Path) -> None:
+    """Also behind a file without lines."""
+    broker.queues[QUEUE] = []
+    files = []
+    for number, text in enumerate(('{"body": "a"}\nno\n', "", '{"body": "b"}\n{"body": "c"}\nno')):
+        files.append(tmp_path / f"{number}.jsonl")
+        files[-1].write_text(text)
+    status, told = run("dlq", "import", BROKER, QUEUE, *map(str, files))
+    assert (status, broker.bodies(QUEUE)) == (1, [b"a", b"b", b"c"])
+    assert f"{files[0]}, line 2: not JSON" in told
+    assert f"{files[2]}, line 3: not JSON" in told
+    assert told.endswith("3 of 5 messages confirmed")
+
+
+def test_an_import_takes_the_same_memory_for_any_number_of_lines(
+    run: Run, broker: MemoryBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peaks = []
+
+    def import_lines(_queue: DeadLetterQueue, lines: Iterable[bytes], **_: object) -> tuple[int, list[object]]:
+        tracemalloc.start()
+        try:
+            found = sum(1 for _ in lines)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+        return found, []
+
+    monkeypatch.setattr(DeadLetterQueue, "import_lines", import_lines)
+    broker.queues[QUEUE] = []
+    file = tmp_path / "dead.jsonl"
+    file.write_text('{"body": "a"}\n' * 20_000)
+    told = run("dlq", "import", BROKER, QUEUE, str(file))
+    assert told == (0, "20,000 of 20,000 messages confirmed")
+    assert max(peaks) < 500_000

@@ -110,7 +110,7 @@ class _Publisher:
     def __init__(self, broker: MemoryBroker) -> None:
         self._broker = broker
 
-    def submit(self, message: Message, *, exchange: str, routing_key: str) -> Any:
+    def submit(self, message: Message, *, exchange: str = "", routing_key: str) -> Any:
         assert self._broker.gate.wait(30)
         if exchange or routing_key not in self._broker.queues:
             raise PublishReturned("312 NO_ROUTE")

@@ -10,6 +10,7 @@ import functools
 import importlib
 import inspect
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from datetime import UTC, datetime
@@ -341,12 +342,20 @@ def import_(
     from reliable_mq.engine.publisher_channel import unwatched_logger
 
     hide_logs(unwatched_logger)
-    places: list[str] = []
+    count = 0
+    before: list[int] = []  # lines before each file
 
     def texts() -> Iterator[bytes]:
-        for item in lines(files or []):
-            places.append(item.where)
-            yield item.data
+        nonlocal count
+        for some in [[file] for file in files or []] or [[]]:
+            before.append(count)
+            for item in lines(some):
+                count += 1
+                yield item.data
+
+    def place(number: int) -> str:
+        file = bisect_left(before, number) - 1
+        return f"{files[file]}, line {number - before[file]}" if files else f"line {number}"
 
     with (
         _opened(url, queue) as dead,
@@ -355,8 +364,8 @@ def import_(
     ):
         confirmed, failures = dead.import_lines(texts(), progress=bar)
     for number, error in failures:
-        say(f"{places[number - 1]}: {error}")
-    say(f"{confirmed:,} of {len(places):,} messages confirmed")
+        say(f"{place(number)}: {error}")
+    say(f"{confirmed:,} of {count:,} messages confirmed")
     raise typer.Exit(1 if failures else 0)
 
 
