@@ -533,7 +533,7 @@ def test_the_options_of_the_command_are_in_effect(vhost: VirtualHost, tmp_path: 
     options = (DEAD, "--host", "0.0.0.0", "--allow-changes", "--allow-editing", "--audit-log", str(log))
     known = {"Host": "shop.example", "Authorization": f"Bearer {TOKEN}"}
     form = {"queue": DEAD, "choice": "message-id=id-1", "go": "replay"}
-    with started(vhost, *options, "--token-file", str(secret), "--allowed-host", "shop.example") as (_, address):
+    with started(vhost, *options, "--token-file", str(secret), "--allowed-host", "shop.example") as (process, address):
         assert asked(address, "/", **{**known, "Host": "evil.example"})[0] == 421
         assert asked(address, "/", Host="shop.example")[:2] == (303, "/sign-in")
         assert asked(address, "/replay", form, Host="shop.example")[0] == 401
@@ -542,13 +542,49 @@ def test_the_options_of_the_command_are_in_effect(vhost: VirtualHost, tmp_path: 
             one = next(iter(dead.browse())).fingerprint
         assert "Replay with this body" in asked(address, f"/edit?queue={DEAD}&id={one}", **known)[2]
         assert not log.read_text()
-        status, job, _ = asked(address, "/replay", form, **known)
-        assert status == 303
-        wait_until(lambda: ">Done<" in asked(address, job, **known)[2], timeout=60, what="the end of the replay")
+        for more in ({"target": "queue", "to": "nowhere"}, {}):
+            status, job, _ = asked(address, "/replay", form | more, **known)
+            assert status == 303
+            wait_until(lambda: ">Done<" in asked(address, job, **known)[2], timeout=60, what="the end of a replay")  # noqa: B023
+        process.terminate()
+        assert process.wait(60) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == b""  # what failed is on the page
     assert vhost.bodies("orders") == [("id-1", b'{"order":1}')]
-    begun, ended = map(json.loads, log.read_text().splitlines())
+    begun, ended = map(json.loads, log.read_text().splitlines()[2:])
     assert (begun["event"], begun["operation"], begun["user"]) == ("begun", "replay", "bearer of the token (127.0.0.1)")
     assert (ended["event"], ended["outcome"], ended["replayed"]) == ("ended", "done", 1)
+
+
+def test_a_button_that_is_pressed_twice_acts_once(vhost: VirtualHost, browser: Browser) -> None:
+    """A limit would be exceeded otherwise."""
+    publish(vhost, letters(5))
+    with served(vhost.url, [DEAD], allow_changes=True) as address, Visitor(browser, address) as user:
+        user.go(LETTERS)
+        user.wait_for_reading()
+        user.page.get_by_role("button", name="Replay all 5…").click()
+        user.page.get_by_label("Number of letters, at most").fill("2")
+        user.page.get_by_role("button", name="Replay", exact=True).dblclick()
+        user.wait_until_idle()
+        user.go("/audit")
+        assert user.page.get_by_text("replay begun").count() == 1
+    assert vhost.live_counts()["orders"] == 2
+
+
+def test_a_page_whose_server_went_away_says_so_and_goes_on_when_it_is_back(
+    vhost: VirtualHost, browser: Browser
+) -> None:
+    """A replay that seems to run for ever would keep an operator waiting."""
+    publish(vhost, letters(5))
+    form = {"queue": DEAD, "choice": "", "go": "replay", "rate": "0.001"}
+    with started(vhost, DEAD, "--allow-changes") as (process, address), Visitor(browser, address.rstrip("/")) as user:
+        user.go(asked(address, "/replay", form)[1])
+        user.wait_for_text("Running")
+        assert not user.page.locator("#silent").is_visible()
+        process.kill()
+        user.page.locator("#silent").wait_for()
+        with started(vhost, DEAD, "--port", str(urlsplit(address).port)):
+            user.wait_for_text("This operation is not kept any more.")
 
 
 def test_reading_counts_as_dlq_list_does(vhost_40: VirtualHost) -> None:

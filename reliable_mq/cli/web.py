@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from reliable_mq.cli.dlq import imported_store
-from reliable_mq.cli.terminal import INTERRUPTED, URL, output, say
+from reliable_mq.cli.terminal import INTERRUPTED, URL, hide_logs, output, say
 from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -88,8 +88,10 @@ def web(
         if missing not in _EXTRA:
             raise
         raise ConfigurationError(f"web needs {missing}, of the extra 'web': pip install 'reliable-mq[web]'") from error
+    from reliable_mq.engine.publisher_channel import unwatched_logger
     from reliable_mq.url import parse_url
 
+    hide_logs(unwatched_logger)
     token = _token(token_file)
     if token is None and not _is_loopback(host):
         raise typer.BadParameter(f"--host {host} is no loopback address: set {_TOKEN}, or give --token-file")

@@ -100,6 +100,7 @@ class DeadLetterApp:
             Route("/letter", pages.letter),
             Route("/body", pages.body),
             Route("/read", pages.read, methods=["POST"]),
+            Route("/reading", pages.reading),
             Route("/replay", pages.replay, methods=["POST"]),
             Route("/purge", pages.purge, methods=["POST"]),
             Route("/edit", pages.edit, methods=["GET", "POST"]),

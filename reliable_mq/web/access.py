@@ -169,7 +169,8 @@ class Guard:
             return None
         if not self.has_token:
             return _refused("this page is for its own machine, or for users that its service knows")
-        if request.method == "GET" and "hx-request" not in request.headers:
+        by_browser = request.method == "GET" or request.headers.get("sec-fetch-mode") == "navigate"
+        if by_browser and "hx-request" not in request.headers:
             return RedirectResponse(f"{request.scope.get('root_path', '')}/sign-in", 303)
         return PlainTextResponse("sign in first\n", 401, {"WWW-Authenticate": "Bearer"})
 

@@ -99,7 +99,7 @@ class Pages:
             await run_in_threadpool(job.wait, _READ_WITHIN)
             reading = self._operations.reading(queue)
             if reading is None:
-                return self._reading_page(request, queue, job)
+                return self._to_reading(request, job, encoded(pair for pair in fields.pairs if pair[0] != "queue"))
         self._source.remember(queue)
         try:
             choice, wrong = Choice.of(fields), ""
@@ -163,9 +163,18 @@ class Pages:
         queue = await self._queue(fields)
         job = self._operations.read(queue, request.state.user)
         await run_in_threadpool(job.wait, _READ_WITHIN)
-        if job.is_over and job.state is not JobState.FAILED:
+        return self._to_reading(request, job, fields.get("choice"))
+
+    async def reading(self, request: Request) -> Response:
+        """The progress of a reading, then its letters or its error."""
+        fields = Fields(request.url.query)
+        queue = await self._queue(fields)
+        job = self._operations.jobs.get(fields.get("id"))
+        if job is None or (job.is_over and job.state is not JobState.FAILED):
             return self._redirect(request, f"/letters?{encoded([('queue', queue)])}&{fields.get('choice')}")
-        return self._reading_page(request, queue, job)
+        if job.is_over:
+            return self._page(request, "error.html", 503, title=queue, text=job.error, queue=queue)
+        return self._page(request, "reading.html", title=queue, queue=queue, job=job)
 
     async def replay(self, request: Request) -> Response:
         """Ask for the options of a replay; begin it."""
@@ -307,11 +316,6 @@ class Pages:
     def _gone(self, request: Request, queue: str) -> Response:
         return self._page(request, "gone.html", 404, title="Letter", queue=queue)
 
-    def _reading_page(self, request: Request, queue: str, job: Job) -> Response:
-        if job.state is JobState.FAILED:
-            return self._page(request, "error.html", 503, title=queue, text=job.error, queue=queue)
-        return self._page(request, "reading.html", title=queue, queue=queue, job=job)
-
     async def _queue(self, fields: Fields) -> str:
         """Return the name of a queue that may be opened."""
         queue = fields.get("queue")
@@ -389,6 +393,10 @@ class Pages:
 
     def _redirect(self, request: Request, path: str) -> Response:
         return RedirectResponse(request.scope.get("root_path", "") + path, 303)
+
+    def _to_reading(self, request: Request, job: Job, choice: str) -> Response:
+        pairs = [("queue", job.queue), ("id", job.id), ("choice", choice)]
+        return self._redirect(request, f"/reading?{encoded(pairs)}")
 
     def _to_job(self, request: Request, job: Job) -> Response:
         return self._redirect(request, f"/job?id={job.id}")

@@ -38,6 +38,7 @@ def page(broker: MemoryBroker) -> Iterator[Callable[..., TestClient]]:
 
     yield make
     broker.gate.set()
+    broker.reading.set()
     for app in apps:
         assert app.close()
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("dead letters orders")]

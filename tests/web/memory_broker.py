@@ -29,6 +29,8 @@ class MemoryBroker:
         self.failure: BaseException = StaleDelivery("the connection was lost")
         self.gate = threading.Event()  # publishes wait for it
         self.gate.set()
+        self.reading = threading.Event()  # readings wait for it
+        self.reading.set()
 
     def add(self, queue: str, *messages: Message) -> None:
         letters = self.queues.setdefault(queue, [])
@@ -54,6 +56,7 @@ class _Queue(DeadLetterQueue):
         self._new_publisher = lambda: _Publisher(broker)  # type: ignore[assignment, return-value]
 
     def __enter__(self) -> Self:
+        assert self._broker.reading.wait(30)
         if self._broker.away:
             raise BrokerUnavailable("no host could be reached")
         if self.name not in self._broker.queues:

@@ -112,6 +112,8 @@ def test_users_sign_in_with_the_token(page: Page) -> None:
     assert not [told for told in ("order", "broker.example", "changes allowed") if told in answer.text]
     assert browser.get("/?part=list", headers={"HX-Request": "true"}).status_code == 401
     assert browser.post("/purge", data={"queue": "orders.dead"}).status_code == 401
+    sent = browser.post("/purge", data={"queue": "orders.dead"}, headers={"Sec-Fetch-Mode": "navigate"})
+    assert str(sent.url) == "http://localhost/sign-in"
     wrong = browser.post("/sign-in", data={"token": TOKEN[:-1], "name": "Ada"})
     assert (wrong.status_code, "This is not the token." in wrong.text) == (403, True)
     assert 'name="name" value="Ada"' in wrong.text

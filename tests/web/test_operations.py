@@ -97,6 +97,20 @@ def test_selected_letters_are_replayed_and_no_others(page: Page, broker: MemoryB
     assert "no letter is selected: go back, and tick some" in plain(nothing.text)
 
 
+@pytest.mark.usefixtures("letters")
+def test_selected_letters_that_are_gone_are_counted(page: Page) -> None:
+    """Somebody else was faster: in another tab, with an older list."""
+    browser = page(allow_changes=True)
+    ids = ids_of(browser)
+    form = {"queue": QUEUE, "choice": f"letter={ids[2]}", "go": "replay"}
+    assert "Not there any more" not in ended(browser, browser.post("/replay", data=form))
+    two = f"letter={ids[2]}&letter={ids[5]}"
+    told = ended(browser, browser.post("/replay", data={**form, "choice": two, "limit": "2"}))
+    assert "Replayed 1 confirmed, and out of the queue Not there any more 1" in told
+    purge = {"queue": QUEUE, "choice": f"{two}&letter={ids[0]}", "go": "purge", "name": QUEUE}
+    assert "1 deleted for good. 2 not there any more" in ended(browser, browser.post("/purge", data=purge))
+
+
 def test_messages_that_are_equal_in_every_byte_go_together(page: Page, broker: MemoryBroker) -> None:
     """They have one fingerprint: which of them is selected cannot be told apart."""
     twin = letter(1)

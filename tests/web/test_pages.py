@@ -175,6 +175,38 @@ def test_a_broker_that_is_away_is_an_error_with_a_way_on(page: Page, broker: Mem
     assert "id-1" in browser.get("/letters?queue=orders.dead").text
 
 
+@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_reading_that_takes_long_is_made_once(
+    page: Page, broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch, away: bool, again: bool
+) -> None:
+    """Its page may be loaded anew at any time: it leads to the letters, with the filter, or shows the error."""
+    monkeypatch.setattr("reliable_mq.web.pages._READ_WITHIN", 0.0)
+    broker.add("orders.dead", *map(letter, range(3)))
+    browser = page()
+    if again:
+        wait_until(lambda: "id-1" in browser.get("/letters?queue=orders.dead").text, timeout=20, what="a reading")
+    before = broker.reads
+    broker.reading.clear()
+    if again:
+        answer = browser.post("/read", data={"queue": "orders.dead", "choice": "message-id=id-1"})
+    else:
+        answer = browser.get("/letters?queue=orders.dead&message-id=id-1")
+    address = str(answer.url)
+    assert "Reading the queue…" in plain(answer.text)
+    assert "Reading the queue…" in plain(browser.get(address).text)
+    broker.away = away
+    broker.reading.set()
+    wait_until(lambda: "Reading the queue" not in browser.get(address).text, timeout=20, what="the end of the reading")
+    ended = browser.get(address)
+    if away:
+        assert (ended.status_code, "no host could be reached" in ended.text) == (503, True)
+    else:
+        assert ended.url.path == "/letters"
+        assert ">1 letter" in ended.text
+    assert broker.reads == before + (not away)
+
+
 def test_an_empty_queue_is_good_news(page: Page, broker: MemoryBroker) -> None:
     broker.queues["orders.dead"] = []
     assert "No dead letters." in plain(page().get("/letters?queue=orders.dead").text)

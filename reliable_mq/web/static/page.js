@@ -1,4 +1,5 @@
-// What a page does beyond HTML: select all letters that it lists, count the selected ones. It works without this, too.
+// What a page does beyond HTML: select all letters that it lists, count the selected ones, send a form once, and say so
+// when nothing answers. It works without this, too.
 "use strict";
 
 const form = document.getElementById("chosen");
@@ -28,3 +29,25 @@ const to = document.querySelector("input[name=to]");
 if (to) to.addEventListener("input", () => {
   document.querySelector(`input[name=target][value=${to.value ? "queue" : "origin"}]`).checked = true;
 });
+
+// A second press on a button that was just pressed is none: it would replay as many letters again.
+document.addEventListener("submit", (event) => {
+  const sent = event.target;
+  if (sent.method !== "post") return;
+  if (sent.dataset.sent) event.preventDefault();
+  sent.dataset.sent = "yes";
+  setTimeout(() => delete sent.dataset.sent, 5000);
+});
+
+// A part that is renewed goes on asking while nobody answers; an answer that is an error has a page of its own.
+const silent = document.getElementById("silent");
+const again = (event) => {
+  silent.hidden = false;
+  setTimeout(() => htmx.trigger(event.detail.elt, "again"), 2000);
+};
+document.body.addEventListener("htmx:sendError", again);
+document.body.addEventListener("htmx:responseError", (event) => {
+  if (event.detail.xhr.status < 500) location.reload();
+  else again(event);
+});
+document.body.addEventListener("htmx:afterOnLoad", (event) => { if (event.detail.successful) silent.hidden = true; });
