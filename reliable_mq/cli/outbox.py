@@ -133,8 +133,8 @@ def relay(
         if not waits_for_signals:
             raise KeyboardInterrupt  # out of a wait for the database, the broker, or an empty outbox
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
+    for ending in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ending, stop)
     try:
         with (
             _outbox(where, table, schema, create=create, lease=lease) as box,
