@@ -396,6 +396,19 @@ def test_the_command_moves_queues_until_sigterm(vhost: VirtualHost) -> None:
         assert len(originals(vhost.url, f"{queue}.stage", count=300)) == 300
 
 
+def test_the_command_that_is_interrupted_drains_and_says_so_by_its_status(vhost: VirtualHost) -> None:
+    publish(vhost.url, "orders", 1, type="quorum")
+    process = start_cli("stage", vhost.url, "orders", "orders.stage")
+    try:
+        wait_until(lambda: ready(vhost, "orders") == 0, timeout=DEADLINE, what="an empty queue")
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=DEADLINE)
+    finally:
+        process.kill()
+    assert process.returncode == 130, said
+    assert b"1 messages moved" in said
+
+
 def test_the_command_ends_with_the_error_of_a_relay(vhost: VirtualHost) -> None:
     """A queue that does not exist for as long as it may be missing."""
     process = start_cli("stage", vhost.url, "nowhere", "stage", "--missing-queue-timeout", "1")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from reliable_mq.cli.terminal import URL, MetricsAddress, MetricsPort, metrics_served, say
+from reliable_mq.cli.terminal import INTERRUPTED, URL, MetricsAddress, MetricsPort, metrics_served, say
 from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -122,6 +122,8 @@ def stage(
     for relay in relays:
         if relay.error is not None:
             raise relay.error
+    if signal.SIGINT in received:
+        raise typer.Exit(INTERRUPTED)
 
 
 def _wait(relays: list[StageRelay], received: list[int]) -> None:
