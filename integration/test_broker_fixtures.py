@@ -12,6 +12,7 @@ import pytest
 from docker.errors import NotFound
 
 from integration.support.baseline import back_to_baseline
+from reliable_mq.errors import LabError
 from reliable_mq.testing import Audit, RabbitMQ
 from reliable_mq.testing.containers import OWNER_LABEL, is_orphan, owner, remove_leftovers
 from reliable_mq.testing.management import ManagementAPIError
@@ -171,6 +172,24 @@ def test_a_broker_can_be_given_configuration_and_files() -> None:
     with RabbitMQ(conf="heartbeat = 17\n", files={"/etc/reliable-mq/ca.pem": b"content"}) as broker:
         assert broker.execute("cat", "/etc/reliable-mq/ca.pem") == "content"
         assert "17" in broker.evaluate("application:get_env(rabbit, heartbeat)")
+
+
+def test_an_image_without_erl_call_has_rabbitmqctl_asked(private_broker: RabbitMQ) -> None:
+    def move(source: str, target: str) -> None:
+        assert private_broker.container.exec_run(["mv", source, target], user="0").exit_code == 0
+        private_broker.let_go()
+
+    place, hidden = private_broker.execute("sh", "-c", "command -v erl_call").strip(), "/var/hidden"
+    move(place, hidden)
+    try:
+        with pytest.raises(LabError, match="exit code"):
+            private_broker.execute("sh", "-c", "command -v erl_call")
+        assert private_broker.evaluate("[1, {two, <<3>>}]") == "[1,{two,<<3>>}]"
+        assert private_broker.evaluate('unicode:characters_to_binary("\\"größer\\"\\n")') == '"größer"\n'
+        with pytest.raises(LabError, match="undef"):
+            private_broker.evaluate("no:such()")
+    finally:
+        move(hidden, place)
 
 
 def test_only_containers_whose_owner_is_gone_are_leftovers(broker: RabbitMQ) -> None:
