@@ -21,7 +21,7 @@ from reliable_mq.testing.waiting import wait_until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reliable_mq.testing import Audit
+    from reliable_mq.testing import Audit, FaultProxyFactory
 
 pytestmark = pytest.mark.usefixtures("baseline", "publisher_api")
 
@@ -117,6 +117,29 @@ def test_f53_good_certificate_is_accepted(
         assert book(checker, submit(checker, publisher, "orders")) is None
     checker.drain(tls_vhost, ["orders"])
     checker.close()
+
+
+def test_the_fault_proxy_holds_confirms_and_cuts_between_two_that_speak_tls(
+    tls_vhost: VirtualHost, checker: Audit, authority: Authority, fault_proxy: FaultProxyFactory
+) -> None:
+    """What was published, and not known to be, is published again through it."""
+    own, trusting = authority.issue("proxy", "127.0.0.1"), TLSOptions(ca_file=authority.file)
+    proxy = fault_proxy(url(tls_vhost), cert_file=own.cert_file, key_file=own.key_file, tls=trusting)
+    assert proxy.url.startswith("amqps://")
+    with Publisher(proxy.url, tls=trusting, topology=[ORDERS], reconnect_wait=QUICK) as publisher:
+        assert book(checker, submit(checker, publisher, "orders")) is None
+        proxy.hold_confirms()
+        held = [submit(checker, publisher, "orders", b"x" * size) for size in (1, 100_000) * 5]
+        wait_until(
+            lambda: tls_vhost.live_counts()["orders"] == 11, timeout=20, what="all there, with their confirms held"
+        )
+        proxy.wait_for(lambda: proxy.held_confirms)
+        assert not any(confirmation.done() for confirmation in held)
+        assert proxy.cut() == 1
+        proxy.heal()
+        assert [book(checker, confirmation) for confirmation in held] == [None] * 10
+    checker.drain(tls_vhost, ["orders"])
+    assert len(checker.close().duplicated) == 10
 
 
 def test_f53_certificate_says_who_the_client_is(tls_vhost: VirtualHost, authority: Authority) -> None:
