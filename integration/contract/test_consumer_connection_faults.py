@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from itertools import product
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import tenacity
 
+from integration.support.acks import Acks
 from integration.support.allocations import Allocations
 from integration.support.consuming import Gate, Handler, numbered, publish
 from integration.support.publishing import book, submit
@@ -17,6 +19,7 @@ from integration.support.seeds import soaking
 from reliable_mq import Consumer, DeadLetter, Publisher, Queue, RetryPolicy
 from reliable_mq.stores import MemoryStore
 from reliable_mq.testing.frames import basic_ack
+from reliable_mq.testing.history import History, OperationKind
 from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -160,6 +163,33 @@ def test_f04_connection_is_reset_between_effect_and_ack(
         assert consumer.statistics.redelivered == 150
     checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
     assert checker.close(effects_once=True).effects == 150
+
+
+def test_f04_no_ack_is_sent_before_its_handler_has_ended(
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
+) -> None:
+    """As the proxy sees them: handlers end out of order, an ack is for several, and connections are cut meanwhile."""
+    history = History(checker)
+    proxy, acks = fault_proxy(vhost.url), Acks(history)
+    proxy.rewrite(acks)
+    with Publisher(vhost.url, topology=[ORDERS]) as publisher:
+        publisher.connect()
+    bodies = numbered(400)
+    publish(vhost, "orders", bodies, checker)
+
+    def work(delivery: Delivery) -> None:
+        with history.during(OperationKind.HANDLE, delivery.message_id or ""):
+            threading.Event().wait(rng.uniform(0, 0.01))
+
+    with Consumer(proxy.url, ORDERS, work, concurrency=4, prefetch=50, ack_every=10, reconnect_wait=SOON) as consumer:
+        for number in range(1, 4):
+            proxy.wait_for(lambda number=number: acks.count >= number * 100, timeout=30)
+            proxy.cut()
+        wait_until(lambda: vhost.live_counts()["orders"] == 0, timeout=30, what="all acked")
+        assert consumer.statistics.acks_saved > 100
+    checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
+    history.result().check()
+    assert checker.close().handled == len(bodies) <= acks.count
 
 
 def test_f05_connection_is_reset_in_the_middle_of_a_body(
