@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from integration.support.acks import Acks
 from integration.support.blocking_consumer import BlockingConsumer
-from integration.support.traffic import GRACE, LATE, OPTIONS, url_of
+from integration.support.lag import Lag
+from integration.support.traffic import GRACE, LATE, OPTIONS, SLOW, url_of
 from reliable_mq import Consumer, Message, Publisher, Queue
 from reliable_mq.testing import wait_until
 from reliable_mq.testing.history import History, OperationKind, OperationOutcome
@@ -39,7 +41,8 @@ def test_f66_one_consumer_is_active_at_a_time_and_the_order_is_kept(
     nodes = list(rabbitmq_cluster.nodes)
     rng.shuffle(nodes)
     home, doomed, third = nodes
-    proxy = fault_proxy(home.url_of(cluster_vhost.name))
+    proxy, acks = fault_proxy(home.url_of(cluster_vhost.name)), Acks(history, by="sync")
+    proxy.rewrite(acks)
     handled = dict.fromkeys(("sync", "asyncio"), 0)
     over = threading.Event()
 
@@ -64,6 +67,7 @@ def test_f66_one_consumer_is_active_at_a_time_and_the_order_is_kept(
     loading = threading.Thread(target=load, name="load")
     options = {"ack_every": 1, "prefetch": 20, **OPTIONS}
     with (
+        Lag() as lag,
         Publisher(
             url_of(cluster_vhost, [home, third, doomed]),
             topology=[ORDERS],
@@ -95,16 +99,17 @@ def test_f66_one_consumer_is_active_at_a_time_and_the_order_is_kept(
                 rabbitmq_cluster.wait_ready()
                 wait_for_more("sync")
                 over.set()
-                loading.join(LATE)
+                loading.join(SLOW)
                 publisher.flush(120)
                 wait_until(
                     lambda: not cluster_vhost.live_counts()[ORDERS.name], timeout=60, what="all handled", interval=0.3
                 )
         finally:
             over.set()
-            loading.join(LATE)
+            loading.join(SLOW)
     checker.drain(cluster_vhost, [ORDERS.name], dead_letters=["orders.dead"])
-    result = history.result(tolerance=LATE)
+    result = history.result(tolerance=LATE + lag.worst)
     report(str(result))
     result.check(ordered=True, exclusive=True)
     assert min(handled.values()) > 50
+    assert acks.count > 50

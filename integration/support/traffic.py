@@ -17,12 +17,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from integration.support.blocking import BlockingPublisher
 from integration.support.blocking_consumer import BlockingConsumer
+from integration.support.lag import Lag
 from integration.support.seeds import soaking
 from reliable_mq import Consumer, Message, Publisher, PublishError, Queue, RetryPolicy
 from reliable_mq.outbox import SQLiteOutbox
@@ -31,7 +32,7 @@ from reliable_mq.testing import Audit, wait_until
 from reliable_mq.testing.history import History, OperationKind, OperationOutcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
     from random import Random
 
@@ -46,7 +47,9 @@ DIRECT, STORED = ("sync publisher", "asyncio publisher"), ("sync outbox", "async
 BODIES = {b"fine": 90, b"fails once": 6, b"fails always": 4}
 PAUSE = 0.02 if soaking() else 0.05  # seconds between two messages of a publisher
 LONG = 300.0  # seconds, which no fault here lasts
-LATE = 20.0  # seconds, by which a busy machine may be late
+LATE = 3.0  # seconds, by which a call may outlive its deadline, beside what `Lag` has measured
+UNCERTAIN = 2.0  # seconds, within which a client reports a confirm that it has received; the same
+SLOW = 20.0  # seconds, in which queues are empty, and threads end
 GRACE = 2.5  # seconds, after which a queue is not new any more
 OPTIONS: dict[str, Any] = {
     "heartbeat": 5,
@@ -136,6 +139,7 @@ class Traffic:
     Attributes:
         histories: by queue.
         errors: of the messages that had time, and failed.
+        lag: of this machine.
     """
 
     def __init__(
@@ -153,6 +157,7 @@ class Traffic:
         self.cluster = cluster
         self.histories = {queue.name: History(Audit()) for queue in (ORDERS, PLAIN)}
         self.errors: list[PublishError] = []
+        self.lag = Lag()
         self._rng = rng
         self._directory = directory
         self._report = report
@@ -169,6 +174,7 @@ class Traffic:
     def __enter__(self) -> Self:
         with ExitStack() as undo:
             self._stack = undo
+            undo.enter_context(self.lag)
             with Publisher(self.vhost.url, topology=[ORDERS, PLAIN], **OPTIONS) as publisher:
                 publisher.connect()
             born = time.monotonic()
@@ -210,12 +216,62 @@ class Traffic:
 
         wait_until(lambda: not behind(), timeout=timeout, what=lambda: f"progress of {behind()}")
 
+    def connected_to(self, node: ClusterNode) -> list[str]:
+        """Return the names of the clients that were connected to a node last."""
+        clients = {source.name: source.publisher for source in self._sources} | self._consumers
+        return [name for name, client in clients.items() if _port(client) == node.port]
+
+    def wait_elsewhere(self, node: ClusterNode, *, timeout: float) -> None:
+        """Wait until each client is connected, and none to this node, which has died."""
+        clients = [*(source.publisher for source in self._sources), *self._consumers.values()]
+        wait_until(
+            lambda: all(client.connected for client in clients) and not self.connected_to(node),
+            timeout=timeout,
+            what=lambda: f"connections to another node of {self.connected_to(node)}",
+            interval=0.02,
+        )
+        what, since = self._faults[-1]
+        self._report(f"{what}: all are connected to another node {time.monotonic() - since:.1f} s after it")
+
+    @contextmanager
+    def only_on(self, node: ClusterNode) -> Iterator[str]:
+        """Publish by one more publisher, which knows this node alone. Yields its name.
+
+        At the end of the block all that it has published is settled.
+        """
+        name = f"{self._rng.choice(('sync', 'asyncio'))} publisher on {node.name}"
+        source = self._source(name, url_of(self.vhost, [node]))
+        with source.publisher:
+            source.start()
+            try:
+                yield name
+            finally:
+                source.stop()
+            source.publisher.flush(LONG / 2)
+
+    @contextmanager
+    def without_majority(self, by: Collection[str]) -> Iterator[None]:
+        """Record the block as a window in which nothing is confirmed to these publishers, though they publish."""
+        began = time.monotonic()
+        with ExitStack() as windows:
+            for history in self.all_histories:
+                windows.enter_context(history.without_majority(by=by, uncertainty=UNCERTAIN + self.lag.worst))
+            yield
+        for history in self.all_histories:
+            begun = {each.by for each in history.operations if each.start > began}
+            assert begun.issuperset(by), f"of {by} only {begun} have published meanwhile"
+
     def silence(self, fault: str, kind: OperationKind = OperationKind.PUBLISH) -> float:
-        """Return the seconds from a fault, the slowest of its kind, to the end of the longest silence after it."""
-        by = DIRECT if kind is OperationKind.PUBLISH else None
+        """Return the seconds of the longest silence after a fault, the slowest of its kind, of any one publisher."""
+        whose = [[name] for name in DIRECT] if kind is OperationKind.PUBLISH else [None]
         ends = [*(at for _, at in self._faults[1:]), self._over]
         spans = [(since, until) for (what, since), until in zip(self._faults, ends, strict=True) if what == fault]
-        return max(each.recovery(kind, since, until, by=by) for each in self.all_histories for since, until in spans)
+        return max(
+            history.longest_silence(kind, since, until, by=by)
+            for history in self.all_histories
+            for since, until in spans
+            for by in whose
+        )
 
     @property
     def all_histories(self) -> list[History]:
@@ -248,14 +304,14 @@ class Traffic:
             self.vhost.close_connections("it waits for acks that it was sent")
             self._wait_until_handled(180)
         emptied = time.monotonic() - self._over
-        if emptied > LATE:
+        if emptied > SLOW:
             self._report(f"queues were empty {emptied:.0f} s after the last publish")
         self._stack.close()
         for queue, history in self.histories.items():
             account = history.account
             assert isinstance(account, Audit)
             account.drain(self.vhost, [queue], dead_letters=[f"{queue}.dead"], timeout=120)
-            result = history.result(tolerance=LATE)
+            result = history.result(tolerance=LATE + self.lag.worst)
             self._report(f"{queue}: {result}")
             result.check(effects_once=queue == ORDERS.name)
             assert not result.balance.refuted, "an error said that the broker does not have a message that it has"
@@ -263,7 +319,8 @@ class Traffic:
             assert result.balance.dead_lettered
         for what in dict(self._faults):
             confirms, handlers = self.silence(what), self.silence(what, OperationKind.HANDLE)
-            self._report(f"{what}: silent until {confirms:.1f} s (confirms) and {handlers:.1f} s (handlers) after it")
+            self._report(f"{what}: silent for {confirms:.1f} s (confirms) and {handlers:.1f} s (handlers)")
+        self._report(f"threads ran late by up to {self.lag.worst:.2f} s")
         assert not self.errors, f"{len(self.errors)} failed, such as {self.errors[0]!r}"
 
     def _seen_by_broker(self) -> str:
@@ -313,20 +370,9 @@ class Traffic:
             return url_of(self.vhost, nodes)
 
         for name in (*DIRECT, *STORED):
-            kind = Publisher if name.startswith("sync") else BlockingPublisher
-            stored = name in STORED
-            outbox = SQLiteOutbox(self._directory / f"{name}.db") if stored else None
-            publisher: Any = kind(
-                url(name),
-                outbox=outbox,
-                name=name,
-                confirm_timeout=4.0,
-                delivery_timeout=LONG,
-                max_outstanding=50_000,
-                **OPTIONS,
-            )
-            stack.enter_context(publisher)
-            self._sources.append(Source(name, publisher, self, _fork(self._rng), stored=stored))
+            source = self._source(name, url(name))
+            stack.enter_context(source.publisher)
+            self._sources.append(source)
         for queue in (ORDERS, PLAIN):
             idempotency = store if queue is ORDERS else None
             for api, make, handler in (
@@ -346,6 +392,20 @@ class Traffic:
                 stack.enter_context(consumer)
                 self._consumers[name] = consumer
 
+    def _source(self, name: str, url: str) -> Source:
+        kind = BlockingPublisher if name.startswith("asyncio") else Publisher
+        stored = name in STORED
+        publisher: Any = kind(
+            url,
+            outbox=SQLiteOutbox(self._directory / f"{name}.db") if stored else None,
+            name=name,
+            confirm_timeout=4.0,
+            delivery_timeout=LONG,
+            max_outstanding=50_000,
+            **OPTIONS,
+        )
+        return Source(name, publisher, self, _fork(self._rng), stored=stored)
+
     def _handle(self, queue: str, name: str, delivery: Delivery) -> None:
         history, message_id = self.histories[queue], delivery.message_id or ""
         with history.during(OperationKind.HANDLE, message_id, by=name):
@@ -356,6 +416,15 @@ class Traffic:
 
     async def _handle_on_loop(self, queue: str, name: str, delivery: Delivery) -> None:
         self._handle(queue, name, delivery)
+
+
+def _port(client: Any) -> int | None:
+    """Return the port that a publisher or consumer of either API was connected to last."""
+    if isinstance(client, BlockingPublisher):
+        client = client.publisher
+    channel = client._subscription if isinstance(client, (Consumer, BlockingConsumer)) else client._channel
+    peer = channel._io.peer
+    return None if peer is None else peer.port
 
 
 def _fork(rng: Random) -> Random:

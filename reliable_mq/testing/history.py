@@ -225,17 +225,17 @@ class History:
 
     # -- check ---------------------------------------------------------------------------------------------------------
 
-    def recovery(
+    def longest_silence(
         self, kind: OperationKind, since: float, until: float = math.inf, *, by: Collection[str] | None = None
     ) -> float:
-        """Return the seconds from a fault to the end of the longest silence after it.
+        """Return the seconds of the longest silence after a fault.
 
         A silence is a time in which no operation of this kind ends well. It is infinite if none ended well at all.
 
         Args:
             kind: of operation.
             since: the time of the fault.
-            until: the time after which silences are not looked at.
+            until: the time up to which silences are looked at; by default the end of the last operation.
             by: whose operations are looked at; None for everybody's.
         """
         ends = sorted(
@@ -248,8 +248,8 @@ class History:
         )
         if not ends:
             return math.inf
-        _, after = max(pairwise([since, *ends]), key=lambda silence: silence[1] - silence[0])
-        return after - since
+        moments = [since, *ends] if until == math.inf else [since, *ends, until]
+        return max(after - before for before, after in pairwise(moments))
 
     def result(self, *, tolerance: float = 0.0) -> HistoryResult:
         """Examine the history so far.

@@ -323,16 +323,17 @@ def test_an_ack_before_its_handler_has_ended_is_caught(story: Story) -> None:
 # -- figures -----------------------------------------------------------------------------------------------------------
 
 
-def test_recovery_ends_with_the_longest_silence_after_the_fault(story: Story) -> None:
-    for end in (1, 2, 3, 3.1, 9, 9.5, 20):
+def test_the_longest_silence_after_a_fault_lasts_until_an_operation_ends_well(story: Story) -> None:
+    for end in (1, 2, 3, 4, 9, 9.5, 20):
         story.publish(f"m{end}", 0, end)
     story.publish("failed", 0, 5, outcome=OperationOutcome.FAILED)
 
-    assert story.history.recovery(OperationKind.PUBLISH, 3, until=10) == 6
-    assert story.history.recovery(OperationKind.PUBLISH, 3) == 17
-    assert story.history.recovery(OperationKind.PUBLISH, 3, until=10, by=["another"]) == math.inf
-    assert story.history.recovery(OperationKind.PUBLISH, 20) == math.inf
-    assert story.history.recovery(OperationKind.HANDLE, 0) == math.inf
+    assert story.history.longest_silence(OperationKind.PUBLISH, 3, until=10) == 5
+    assert story.history.longest_silence(OperationKind.PUBLISH, 3, until=19) == 9.5
+    assert story.history.longest_silence(OperationKind.PUBLISH, 3) == 10.5
+    assert story.history.longest_silence(OperationKind.PUBLISH, 3, until=10, by=["another"]) == math.inf
+    assert story.history.longest_silence(OperationKind.PUBLISH, 20) == math.inf
+    assert story.history.longest_silence(OperationKind.HANDLE, 0) == math.inf
 
 
 def test_the_counts_are_told_in_one_line_and_a_long_list_is_cut_short(story: Story) -> None:

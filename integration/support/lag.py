@@ -1,0 +1,37 @@
+"""How late the threads of this process get to run on a machine that is busy."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Self
+
+_STEP = 0.02  # seconds between two looks at the clock
+
+
+class Lag:
+    """A thread that wakes up every few milliseconds, and keeps how late it was. A context manager.
+
+    Attributes:
+        worst: seconds, of all times so far.
+    """
+
+    def __init__(self) -> None:
+        self.worst = 0.0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lag")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        began = time.monotonic()
+        while not self._over.wait(_STEP):
+            now = time.monotonic()
+            self.worst = max(self.worst, now - began - _STEP)
+            began = now
