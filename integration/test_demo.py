@@ -1,10 +1,16 @@
-"""``make demo ARGS=--observe``: what it brings up beside the demo answers, also after the broker was killed."""
+"""The demos that are not of the command line: one that is observed, and one on a cluster.
+
+What ``make demo ARGS=--observe`` brings up beside the demo answers, also after the broker was killed. The account of
+``make demo-cluster`` adds up.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import signal
+import subprocess
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 from urllib.error import URLError
@@ -15,6 +21,7 @@ import pytest
 
 from integration.support.panels import wait_for_data
 from integration.support.processes import Process
+from integration.support.programs import ROOT
 from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -72,6 +79,17 @@ def test_the_observed_demo_leaves_nothing_behind_when_it_is_terminated() -> None
     for address in addresses:
         with pytest.raises(URLError, match="refused"):
             got(address)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_the_demo_on_a_cluster_loses_nothing_and_repeats_nothing() -> None:
+    command = [sys.executable, "-m", "integration.demo_cluster"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "lost 0, twice 0"
+    for fault in ("KILL", "PARTITION", "ROLLING RESTART"):
+        assert f"{fault}: rabbit@rabbit-" in done.stdout
 
 
 def check(told: str) -> None:
