@@ -59,7 +59,7 @@ class Contender:
     def __init__(self, hosts: Sequence[str], vhost: str) -> None:
         self.hosts = list(hosts)
         self.vhost = vhost
-        self.queue = f"recovery.{self.label}"
+        self.queue = queue_of(type(self))
         self.confirmed: list[float] = []
         self.handled: list[float] = []
         self._over = threading.Event()
@@ -101,6 +101,10 @@ class Contender:
         self._over.set()
         for thread in self._threads:
             thread.join(60)
+
+
+def queue_of(kind: type[Contender]) -> str:
+    return f"recovery.{kind.label}"
 
 
 class Ours(Contender):
@@ -260,33 +264,47 @@ class Faults:
 
     def __init__(self, cluster: RabbitMQCluster) -> None:
         self._cluster = cluster
-        self.all: list[tuple[int, str, Callable[[ClusterNode], None], bool]] = [
+        self.all: list[tuple[int, str, Callable[[ClusterNode, VirtualHost], None], bool]] = [
             (20, "leader killed, with the clients' node; back after 12 s", self._kill, False),
+            (21, "majority killed, with leader and clients' node; back after 12 s", self._kill_majority, False),
             (22, "leader cut off with its clients for 12 s", self._cut_off, False),
             (23, "leader and clients on a node that is drained and restarted", self._restart, False),
             (62, "leader paused for 12 s, with the clients' node", self._pause, False),
+            (64, "leader transferred ten times, at first from the clients' node", self._transfer, False),
             (67, "node of the clients killed, the leader lives elsewhere; back after 12 s", self._kill, True),
         ]
 
-    def _kill(self, node: ClusterNode) -> None:
+    def _kill(self, node: ClusterNode, _vhost: VirtualHost) -> None:
         node.kill()
         _last()
 
-    def _cut_off(self, node: ClusterNode) -> None:
+    def _kill_majority(self, node: ClusterNode, _vhost: VirtualHost) -> None:
+        node.kill()
+        next(other for other in self._cluster.nodes if other is not node).kill()
+        _last()
+
+    def _cut_off(self, node: ClusterNode, _vhost: VirtualHost) -> None:
         self._cluster.partition(node)
         _last()
 
-    def _pause(self, node: ClusterNode) -> None:
+    def _pause(self, node: ClusterNode, _vhost: VirtualHost) -> None:
         node.pause()
         _last()
 
-    def _restart(self, node: ClusterNode) -> None:
+    def _restart(self, node: ClusterNode, _vhost: VirtualHost) -> None:
         self._cluster.drain(node)
         node.restart()
 
+    def _transfer(self, node: ClusterNode, vhost: VirtualHost) -> None:
+        nodes = self._cluster.nodes
+        for number in range(1, 11):
+            leader = nodes[(nodes.index(node) + number) % len(nodes)]
+            for kind in CONTENDERS:
+                self._cluster.transfer_leader(queue_of(kind), leader, vhost.name)
+
 
 def measure(
-    cluster: RabbitMQCluster, harm: Callable[[ClusterNode], None], rng: random.Random, *, elsewhere: bool
+    cluster: RabbitMQCluster, harm: Callable[[ClusterNode, VirtualHost], None], rng: random.Random, *, elsewhere: bool
 ) -> dict[str, tuple[float, float]]:
     """Return the seconds until confirms and deliveries came again, by contender."""
     nodes = rng.sample(cluster.nodes, len(cluster.nodes))
@@ -309,7 +327,7 @@ def measure(
         threading.Event().wait(_SETTLED)
         _flow(contenders, timeout=60)
         fault = time.monotonic()
-        harm(victim)
+        harm(victim, vhost)
         cluster.heal()
         _flow(contenders, timeout=_AGAIN)
         until = time.monotonic()
