@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,12 +19,14 @@ if TYPE_CHECKING:
 
     from reliable_mq.testing import RabbitMQCluster, VirtualHost
 
+LINE = "RELIABLE_MQ_CLUSTER_LINE"  # "newest", or "4.0"
+
 __all__ = ["_session_rabbitmq_cluster", "rabbitmq_cluster"]
 
 
 @pytest.fixture(scope="session")
 def rabbitmq_image() -> str:
-    return broker_image("newest")
+    return broker_image(os.environ.get(LINE, "newest"))
 
 
 @pytest.fixture
