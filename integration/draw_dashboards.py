@@ -157,6 +157,8 @@ def readable(value: float, unit: str) -> str:
         return "No data"
     if unit == "s" and 0 < value < 1:
         return f"{value * 1000:.3g} ms"
+    if unit == "bytes" and value >= 1024:
+        return f"{value / 1024:.4g} KiB"
     if unit == "percentunit":
         return f"{value:.3g}".rstrip() if not value else f"{value * 100:.3g} %"
     return f"{value:.4g}{' s' if unit == 's' else '/s' if unit == 'ops' else ''}"

@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 __all__ = ["DASHBOARDS", "Dashboard", "Panel", "PanelQuery", "Row", "Unit", "Variable"]
 
-Unit = Literal["short", "ops", "s", "percentunit"]
+Unit = Literal["short", "ops", "s", "percentunit", "bytes"]
 """Grafana's name of a unit: a count, a number per second, seconds, a share of 1."""
 
 
