@@ -10,7 +10,7 @@ Invariants:
 - ``ready`` and ``lost`` alternate, each pair with a generation of its own, which is never used again.
 - The client hears nothing of a channel before its ``ready`` (the channel holds content back) and nothing after its
   ``lost``; events of an older link or channel are recognised by identity and dropped.
-- ``write`` sends in READY only: no frame reaches a channel that the client did not mean.
+- `Output.write` sends in READY only: no frame reaches a channel that the client did not mean.
 - PREPARING, CONNECTING, SETTING_UP, REOPENING and CLOSING end by a timer at the latest. The timer is suspended only
   while the broker blocks the connection and so answers nothing (not in CLOSING).
 - No method of the client is called from inside a call of the client.
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from reliable_mq.connection.channel import Channel
-    from reliable_mq.connection.interfaces import ConnectionListener, EventLoop, Link, OpenLink, TimerHandle
+    from reliable_mq.connection.interfaces import ConnectionListener, EventLoop, Link, OpenLink, Output, TimerHandle
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
     from reliable_mq.core.reconnect import ReconnectPolicy
     from reliable_mq.errors import ReliableMQError
@@ -96,11 +96,11 @@ class Connector:
         settings: hosts, credentials, TLS, tuning.
         setup: called once per attempt: the steps to perform before the channel is ready.
         client: the owner; is told of every event.
+        output: through which the client writes: each change of the state sets its functions.
         reconnect_policy: decides when to try which host again; this connector's alone.
         on_ended: called once, after `close`, when every socket is closed.
 
     Attributes:
-        write: sends whole frames for the channel in one piece; does nothing while no channel is ready.
         callback_errors: exceptions that callbacks raised.
         tokens: counts of renewed tokens.
         peer: the address of the host that it was connected to last; None before, or if it is not known.
@@ -116,9 +116,9 @@ class Connector:
         setup: Callable[[ServerInfo], SetupGenerator],
         client: ConnectionListener,
         reconnect_policy: ReconnectPolicy,
+        output: Output,
         on_ended: Callable[[], None],
     ) -> None:
-        self.write: Callable[[bytes], None] = _write_nothing
         self.callback_errors = 0
         self._loop = loop
         self._open_link = open_link
@@ -126,6 +126,8 @@ class Connector:
         self._settings = settings
         self._setup = setup
         self._client = client
+        self._output = output
+        output.write, output.write_buffer_size = _do_nothing, _no_bytes
         self._reconnect_policy = reconnect_policy
         self._on_ended = on_ended
         self._state = ConnectionState.WAITING  # changed by `_enter` alone
@@ -168,10 +170,6 @@ class Connector:
             self._connect()
 
     # -- calls of the client -------------------------------------------------------------------------------------------
-
-    def write_buffer_size(self) -> int:
-        """Return the bytes that the kernel has not taken yet."""
-        return self._link.write_buffer_size if self._link is not None else 0
 
     def run(self, generator: StepGenerator, done: Callable[[Any], None]) -> None:
         """Perform steps on the ready channel, after those of earlier calls.
@@ -424,6 +422,7 @@ class Connector:
 
     def link_closed(self, link: Link, error: BrokerUnavailable, loss: ConnectionLoss) -> None:
         self._dying.discard(link)
+        link.report_reads(_do_nothing)
         if link is self._link:
             self._link = self._channel = None
             self._renewer.lost(loss)
@@ -535,10 +534,6 @@ class Connector:
         if channel is self._channel and self._live:
             self._notify(self._client.cancelled, consumer_tag)
 
-    def link_read(self, link: Link) -> None:
-        if link is self._link and self._state is ConnectionState.READY:
-            self._notify(self._client.read_finished)
-
     def link_drained(self, link: Link) -> None:
         if link is self._link and self._state is ConnectionState.READY:
             self._notify(self._client.write_drained)
@@ -546,9 +541,16 @@ class Connector:
     # -- state and timers ----------------------------------------------------------------------------------------------
 
     def _enter(self, state: ConnectionState) -> None:
-        """Change the state, and whether `write` sends; nothing else does."""
+        """Change the state, and whether writes are sent and reads reported; nothing else does."""
         self._state = state
-        self.write = self._link.write if state is ConnectionState.READY and self._link is not None else _write_nothing
+        link, output = self._link, self._output
+        if state is ConnectionState.READY and link is not None:
+            output.write, output.write_buffer_size = link.write, link.write_buffer_size
+            link.report_reads(self._client.read_finished)
+        else:
+            output.write, output.write_buffer_size = _do_nothing, _no_bytes
+            if link is not None:
+                link.report_reads(_do_nothing)
 
     def _end_set_up(self) -> None:
         run, self._set_up = self._set_up, None
@@ -578,5 +580,10 @@ _DOING = {
 }
 
 
-def _write_nothing(_data: bytes) -> None:
-    """Drop frames: no channel is ready."""
+def _do_nothing(*_: bytes) -> None:
+    """Drop frames, or ignore a read: no channel is ready."""
+
+
+def _no_bytes() -> int:
+    """Return the size of the write buffer while no channel is ready."""
+    return 0

@@ -30,6 +30,7 @@ __all__ = [
     "LinkEvents",
     "NullListener",
     "OpenLink",
+    "Output",
     "TimerHandle",
 ]
 
@@ -70,12 +71,15 @@ class Link(Protocol):
         """The address at the other end; None if it is not known."""
 
     @property
-    def write_buffer_size(self) -> int:
-        """Bytes that the kernel has not taken yet."""
+    def write_buffer_size(self) -> Callable[[], int]:
+        """Return the bytes that the kernel has not taken yet."""
 
     @property
     def write(self) -> Callable[[bytes], None]:
         """Send whole frames in one piece. Does nothing on a link that is over."""
+
+    def report_reads(self, fn: Callable[[], None], /) -> None:
+        """Call `fn` after every read, once all its frames have been passed on."""
 
     def open_channel(self, generation: int, sink: ChannelSink, events: ChannelEvents, /) -> Channel:
         """Open a channel; its content goes to `sink` once it is released."""
@@ -85,6 +89,17 @@ class Link(Protocol):
 
     def abort(self, reason: str, /) -> None:
         """Close the socket without a handshake, in any state. Nothing more is read."""
+
+
+class Output(Protocol):
+    """How the client of a connection writes.
+
+    A `Connector` sets both to functions of its link while a channel is ready, and else to functions that do nothing: a
+    write passes no layer between.
+    """
+
+    write: Callable[[bytes], None]
+    write_buffer_size: Callable[[], int]
 
 
 class OpenLink(Protocol):
@@ -119,9 +134,6 @@ class LinkEvents(Protocol):
 
     def link_secret_updated(self, link: Link) -> None:
         """Process ``connection.update-secret-ok``."""
-
-    def link_read(self, link: Link) -> None:
-        """Process the end of a read: all its frames have been passed on."""
 
     def link_drained(self, link: Link) -> None:
         """Process an empty write buffer, after a write that was not taken at once."""

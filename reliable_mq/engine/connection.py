@@ -46,13 +46,20 @@ class BaseConnection:
     """A connection on its loop, which reconnects until it is closed.
 
     Making one opens nothing. Methods are called on the loop, unless they are for any thread.
+
+    Attributes:
+        write: sends whole frames in one piece; does nothing while no channel is ready.
+        write_buffer_size: returns the bytes that the kernel has not taken yet.
     """
+
+    write: Callable[[bytes], None]
+    write_buffer_size: Callable[[], int]
 
     _connector: Connector
     _has_connector = True
 
     def __init__(self, **connection: Unpack[ConnectionArguments]) -> None:
-        self._new_connector = partial(Connector, on_ended=self._on_ended, **connection)
+        self._new_connector = partial(Connector, output=self, on_ended=self._on_ended, **connection)
 
     # -- any thread ------------------------------------------------------------------------------------------------
 
@@ -98,14 +105,6 @@ class BaseConnection:
     def call_later(self, delay: float, fn: Callable[[], None]) -> TimerHandle:
         """Run `fn` in `delay` seconds, unless the loop ends before."""
         raise NotImplementedError
-
-    def write(self, data: bytes) -> None:
-        """Send whole frames in one piece; do nothing while no channel is ready."""
-        self._connector.write(data)
-
-    def write_buffer_size(self) -> int:
-        """Return the bytes that the kernel has not taken yet."""
-        return self._connector.write_buffer_size()
 
     def run(self, generator: StepGenerator, done: Callable[[Any], None]) -> None:
         """Perform steps on the ready channel; see `Connector.run`."""

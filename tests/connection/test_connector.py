@@ -91,7 +91,6 @@ class Link:
     server = SERVER
     frame_max = 131072
     peer = Endpoint("192.0.2.1", 5672)
-    write_buffer_size = 0
 
     def __init__(self, loop: Loop, links: list[Link], endpoint: Endpoint, *arguments: Any) -> None:
         self.loop = loop
@@ -104,6 +103,7 @@ class Link:
         self.asked: list[tuple[int, tuple[int, int]]] = []  # methods that the broker has not answered
         self.foreign: list[bytes] = []  # frames that the owner wrote
         self.opened = self.aborted = self.over = self.blocked = False
+        self.on_read: Callable[[], None] = lambda: None
         links.append(self)
 
     def write(self, data: bytes) -> None:
@@ -113,6 +113,12 @@ class Link:
             self.foreign.append(data)
         elif method != CHANNEL_CLOSE_OK:
             self.asked.append((int.from_bytes(data[1:3], "big"), method))
+
+    def write_buffer_size(self) -> int:
+        return len(self.foreign)
+
+    def report_reads(self, fn: Callable[[], None]) -> None:
+        self.on_read = fn
 
     def open_channel(self, generation: int, sink: Any, events: Connector) -> Channel:
         self.channel = self.channels.open(generation, sink, events)
@@ -138,6 +144,7 @@ class Link:
             self.over = True
             loss = ConnectionLoss(code, "gone", "connection", by_broker=code is not None)
             self.events.link_closed(self, BrokerUnavailable("gone"), loss)
+            self.on_read()  # the loss may come out of a read
 
     def _on_frame(self, frame: bytes) -> None:
         self.channels.receive(frame)
@@ -156,6 +163,7 @@ class Owner(NullListener):
         self.given_up = False
         self.raises = False
         self.acks = 0
+        self.reads = 0
         self.in_ready: Callable[[], object] = lambda: None
 
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
@@ -193,6 +201,7 @@ class Owner(NullListener):
 
     def read_finished(self) -> None:
         assert self.live
+        self.reads += 1
 
 
 def set_up(version: tuple[int, ...]) -> Generator[Any, Any, None]:
@@ -211,6 +220,7 @@ class ConnectorMachine(RuleBasedStateMachine):
         self.loop = Loop()
         self.links: list[Link] = []
         self.owner = Owner()
+        self.output = SimpleNamespace()
         self.asking: list[Callable[[Any], None]] = []  # for credentials
         self.ended = 0
         self.runs: list[object] = []
@@ -232,6 +242,7 @@ class ConnectorMachine(RuleBasedStateMachine):
             ),
             setup=lambda server: set_up(server.version_tuple),
             client=self.owner,
+            output=self.output,
             reconnect_policy=ReconnectPolicy(hosts=2, wait=tenacity.wait_fixed(WAIT)),
             on_ended=self.end,
         )
@@ -332,7 +343,10 @@ class ConnectorMachine(RuleBasedStateMachine):
         assert link.channel is not None
         number = link.channel.number
         self.loop.guard(lambda: link.send(number, ACK, (1).to_bytes(8, "big") + b"\0"))
-        self.loop.guard(lambda: self.connector.link_read(link))
+        reads = self.owner.reads
+        for one in self.links:
+            self.loop.guard(one.on_read)
+        assert self.owner.reads - reads == (self.state is ConnectionState.READY)
 
     @rule(code=st.sampled_from([None, 320, 541]), which=st.integers(0, 3))
     def lose_link(self, code: int | None, which: int) -> None:
@@ -363,12 +377,15 @@ class ConnectorMachine(RuleBasedStateMachine):
     def write(self) -> None:
         frame = b"\3\0\1\0\0\0\4body\xce"
         sent = [len(link.foreign) for link in self.links]
-        self.call(self.connector.write, frame)
+        buffered = self.output.write_buffer_size()
+        self.call(self.output.write, frame)
         wrote = [link for link, before in zip(self.links, sent, strict=True) if len(link.foreign) > before]
         if self.state is ConnectionState.READY and self.link is not None:
             assert wrote == [self.link]
+            assert buffered == len(self.link.foreign) - 1
         else:
             assert not wrote
+            assert buffered == 0
 
     @rule(unencodable=st.booleans())
     def run(self, unencodable: bool) -> None:
@@ -441,7 +458,7 @@ class ConnectorMachine(RuleBasedStateMachine):
             assert not self.owner.live
             assert not self.owner.is_blocked
             assert None not in self.runs, "a run was never reported"
-            self.call(self.connector.write, b"\3\0\1\0\0\0\4body\xce")
+            self.call(self.output.write, b"\3\0\1\0\0\0\4body\xce")
         finally:
             for one in self.patches:
                 one.stop()

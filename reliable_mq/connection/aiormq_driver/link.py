@@ -72,6 +72,7 @@ class Link:
         self._settings = settings
         self._context = secrets.context
         self._events = events
+        self._on_read: Callable[[], None] | None = None
         self._reader = InboundReader(self._on_foreign_frame, Delivery)
         self._channels = ChannelTable(self.write, self._reader)
         self._stream: asyncio.StreamReader | None = None
@@ -111,15 +112,18 @@ class Link:
         name = None if self._transport is None else self._transport.get_extra_info("peername")
         return None if name is None else Endpoint(name[0], name[1])
 
-    @property
     def write_buffer_size(self) -> int:
-        """Bytes that the kernel has not taken yet."""
+        """Return the bytes that the kernel has not taken yet."""
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def write(self, data: bytes) -> None:
         """Send whole frames in one piece. Does nothing on a link that is over."""
         if self._opened and self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
+
+    def report_reads(self, fn: Callable[[], None]) -> None:
+        """Call `fn` after every read, once all its frames have been passed on."""
+        self._on_read = fn
 
     def open_channel(self, generation: int, sink: ChannelSink, events: ChannelEvents) -> Channel:
         """Open a channel; its content goes to `sink` once it is released."""
@@ -280,7 +284,8 @@ class Link:
             self._reader.feed(data)
             if self._opened:
                 self._pass_heartbeat()
-                self._events.link_read(self)
+                if self._on_read is not None:
+                    self._on_read()
                 gap = self._channels.read_throttle.gap_after(len(data))
                 if gap > _SHORTEST_GAP:
                     self._pause_reading(gap)

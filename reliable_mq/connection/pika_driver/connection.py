@@ -45,7 +45,6 @@ class Connection(SelectConnection):  # type: ignore[misc]
         *,
         on_open: Callable[[Connection], None],
         on_closed: Callable[[Connection, BaseException | None], None],
-        on_read: Callable[[], None],
         on_drained: Callable[[], None],
         on_secret_updated: Callable[[], None],
     ) -> None:
@@ -60,7 +59,7 @@ class Connection(SelectConnection):  # type: ignore[misc]
         self._aborted = False
         self._plaintext = parameters.ssl_options is None
         self._on_open = on_open
-        self._on_read = on_read
+        self.on_read: Callable[[], None] | None = None
         self._on_drained = on_drained
         self._on_secret_updated = on_secret_updated
         super().__init__(
@@ -149,7 +148,8 @@ class Connection(SelectConnection):  # type: ignore[misc]
         self.bytes_received += len(data_in)  # heartbeats look at it
         try:
             self.reader.feed(data_in)
-            self._on_read()
+            if self.on_read is not None:
+                self.on_read()
         except CodecError as error:
             self.abort(Aborted(str(error)))
         except Exception as error:  # noqa: BLE001  # pika would log it and lose half a frame

@@ -52,11 +52,11 @@ class Link:
             loop,
             on_open=self._on_open,
             on_closed=self._on_closed,
-            on_read=partial(events.link_read, self),
             on_drained=partial(events.link_drained, self),
             on_secret_updated=partial(events.link_secret_updated, self),
         )
         self.write: Callable[[bytes], None] = self._connection.send
+        self.write_buffer_size: Callable[[], int] = self._connection.buffered
         self._connection.add_on_connection_blocked_callback(self._on_blocked)
         self._connection.add_on_connection_unblocked_callback(self._on_unblocked)
         self._server: ServerInfo | None = None
@@ -78,10 +78,9 @@ class Link:
         """The address at the other end; None if it is not known."""
         return self._connection.peer()
 
-    @property
-    def write_buffer_size(self) -> int:
-        """Bytes that the kernel has not taken yet."""
-        return self._connection.buffered()
+    def report_reads(self, fn: Callable[[], None]) -> None:
+        """Call `fn` after every read, once all its frames have been passed on."""
+        self._connection.on_read = fn
 
     def open_channel(self, generation: int, sink: ChannelSink, events: ChannelEvents) -> Channel:
         """Open a channel; its content goes to `sink` once it is released."""

@@ -1,0 +1,173 @@
+"""The files that a message passes are those that the page of the architecture lists, and no more than its bounds.
+
+A profiler notes every function of the package that is called meanwhile. Each file is in the table of its way, or among
+those that the page names below it, which are asked and have no part in it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+
+import reliable_mq
+from reliable_mq import Consumer, Message, Publisher, Queue
+from reliable_mq.stores import MemoryStore
+from tests.contract.scripted_broker import ScriptedBroker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+    from reliable_mq.engine.confirmation import BaseConfirmation
+    from tests.contract.scripted_broker import Published
+
+PACKAGE = Path(reliable_mq.__file__).parent
+PAGE = PACKAGE.parent / "docs" / "explanation" / "architecture.md"
+#: The most files that each way may have.
+BOUNDS = {"publish": 13, "confirm": 10, "delivery": 12, "ack": 11}
+COMPLETES = {"core/consumer/handler.py", "core/idempotency.py"}
+CLAIMS = COMPLETES | {"codec/properties.py"}
+MESSAGES = 5
+
+
+class Profile:
+    """The files whose functions are called, by the way that a message is on."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, set[str]] = {way: set() for way in BOUNDS}
+        self._way: set[str] | None = None
+        self._unseen: set[int] = set()  # threads
+
+    def enter(self, way: str | None) -> None:
+        self._way = None if way is None else self.files[way]
+
+    def leave(self, owner: Any) -> None:
+        """Note all that an I/O thread has to do, then nothing more."""
+        self._unseen.add(threading.get_ident())
+        idle = threading.Event()
+        owner._io.call_soon(idle.set)
+        assert idle.wait(10)
+        self.enter(None)
+        self._unseen.remove(threading.get_ident())
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Note the calls of this thread, and of those that it starts."""
+        threading.setprofile(self._called)
+        sys.setprofile(self._called)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)  # type: ignore[arg-type]  # as `sys.setprofile` takes it
+
+    def _called(self, frame: FrameType, event: str, _: object) -> None:
+        way = self._way
+        if event == "call" and way is not None and threading.get_ident() not in self._unseen:
+            path = Path(frame.f_code.co_filename)
+            if path.is_relative_to(PACKAGE):
+                way.add(str(path.relative_to(PACKAGE)))
+
+
+def publish(profile: Profile) -> None:
+    """Publish a message that opens the connection, and then those that count."""
+    with ScriptedBroker() as broker, profile.running(), Publisher(broker.url, delivery_timeout=20) as publisher:
+        for number in range(MESSAGES + 1):
+            message = Message(b"paid")
+            profile.enter("publish" if number else None)
+            confirmation = publisher.submit(message, routing_key="orders")
+            published = broker.wait_published(number + 1)[-1]
+            profile.leave(publisher._channel)
+            confirming = threading.Thread(target=confirm, args=(confirmation, published))
+            profile.enter("confirm" if number else None)
+            confirming.start()
+            confirmation.result(20)
+            profile.leave(publisher._channel)
+            confirming.join()
+
+
+def confirm(confirmation: BaseConfirmation, published: Published) -> None:
+    """Confirm a publish whose caller waits."""
+    pause = threading.Event()
+    while confirmation.callbacks is None:
+        pause.wait(0.001)
+    published.channel.ack(published.number)
+
+
+def consume(profile: Profile, **options: Any) -> None:
+    """Consume a first message, which starts threads, and then those that count."""
+    handled = 0
+
+    def handle(_: object) -> None:
+        nonlocal handled
+        profile.leave(consumer._subscription)
+        handled += 1
+        profile.enter("ack" if handled > 1 else None)
+
+    queue = Queue("orders", dead_letter=None)
+    with ScriptedBroker() as broker, profile.running():
+        consumer = Consumer(broker.url, queue, handle, **options)
+        with consumer:
+            broker.wait(lambda: broker.consumed, "a subscription")
+            for number in range(MESSAGES + 1):
+                profile.enter("delivery" if number else None)
+                broker.consuming.deliver(b"paid", message_id=f"{number}")
+                broker.wait_settled(number + 1)
+                profile.leave(consumer._subscription)
+
+
+@pytest.fixture(scope="module")
+def called() -> dict[str, set[str]]:
+    profile = Profile()
+    publish(profile)
+    consume(profile)
+    return profile.files
+
+
+class Listed(NamedTuple):
+    """The part of the page about one way."""
+
+    count: int
+    table: list[str]
+    asked: set[str]
+
+
+def listed(way: str) -> Listed:
+    part = re.search(
+        rf"^(?:A|Its) {way}, from [^|]*? passes (\d+)\b[^|]*\n\n(\| file .*?)\n\n(Asked .*?)\n\n",
+        PAGE.read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
+    assert part is not None, f"no table of a {way}"
+    rows = [row.split(" | ")[0] for row in part[2].splitlines()]
+    return Listed(int(part[1]), files(" ".join(rows)), set(files(part[3])))
+
+
+def files(text: str) -> list[str]:
+    return re.findall(r"`([\w/]+\.py)`", text)
+
+
+@pytest.mark.parametrize("way", BOUNDS)
+def test_a_message_passes_the_files_of_the_page(way: str, called: dict[str, set[str]]) -> None:
+    count, table, asked = listed(way)
+    passed = set(table) - (CLAIMS if way == "delivery" else set())
+    assert len(table) == len(set(table))
+    assert len(passed) == count
+    assert len(table) <= BOUNDS[way]
+    assert not passed & asked
+    assert called[way] == passed | asked
+
+
+def test_what_a_store_adds_is_on_the_page(called: dict[str, set[str]]) -> None:
+    assert set(listed("delivery").table) >= CLAIMS
+    profile = Profile()
+    consume(profile, idempotency=MemoryStore())
+    added = {way: profile.files[way] - others - {"stores/memory.py"} for way, others in called.items()}
+    assert added["delivery"] == CLAIMS
+    assert added["ack"] == COMPLETES
