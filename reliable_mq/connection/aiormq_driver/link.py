@@ -26,6 +26,8 @@ from reliable_mq.core.reconnect import ConnectionLoss
 from reliable_mq.settings import Endpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from reliable_mq.codec import ChannelSink
     from reliable_mq.connection.aiormq_driver.loop import EventLoop, Timer
     from reliable_mq.connection.channel import Channel
