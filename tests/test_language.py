@@ -28,6 +28,8 @@ BANNED_NAMES: Final = re.compile(
 BANNED_WORDS: Final = re.compile(
     r"\b(faces?|lanes?|roster|ladders?|pumps?|hand(?:s|ed|ing)?(?: \w+)? back|see the module)\b", re.IGNORECASE
 )
+#: Not the name of an argument or a label: ``what``, "what:".
+NOUN_WHAT: Final = re.compile(r"(?<!`)\bwhat\b(?![`:])", re.IGNORECASE)
 BANNED_VERBS: Final = re.compile(r"(Answers?|Gives?(?! up)|Says?|Have|Has|Tells?)\b")
 LONGEST_FIRST_LINE: Final = 80
 #: The two drivers implement the same protocols under the same names.
@@ -46,6 +48,7 @@ SMALL_MODULES: Final = frozenset(
 BUDGET: Final = {
     "names": 0,
     "words": 0,
+    "what as a noun": 35,
     "docstring verbs": 0,
     "docstring lengths": 0,
     "class names": 0,
@@ -110,6 +113,15 @@ def banned_words() -> Iterator[Place]:
                 yield Place(source.file, line, match[0])
 
 
+def noun_whats() -> Iterator[Place]:
+    """A noun names the thing better: "what is on the wire" is "the unconfirmed publishes"."""
+    for source in sources():
+        for line, text in prose(source):
+            flat = " ".join(text.split())
+            for match in NOUN_WHAT.finditer(flat):
+                yield Place(source.file, line, flat[max(match.start() - 30, 0) : match.end() + 30])
+
+
 def prose(source: Source) -> Iterator[tuple[int, str]]:
     for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
         if token.type == tokenize.COMMENT:
@@ -163,6 +175,7 @@ def module_sizes() -> Iterator[Place]:
 RULES: Final[dict[str, Callable[[], Iterator[Place]]]] = {
     "names": banned_names,
     "words": banned_words,
+    "what as a noun": noun_whats,
     "docstring verbs": docstring_verbs,
     "docstring lengths": docstring_lengths,
     "class names": class_names,
@@ -185,5 +198,8 @@ def test_what_the_rules_find() -> None:
     assert BANNED_WORDS.search("hands it back")
     assert BANNED_WORDS.search("pump")
     assert not BANNED_WORDS.search("an interface, a surface")
+    assert NOUN_WHAT.search("Ack what is on the wire")
+    assert NOUN_WHAT.search("What it says")
+    assert not NOUN_WHAT.search("whatever comes; ``what`` is a label; what: a name")
     assert BANNED_VERBS.match("Says which")
     assert not BANNED_VERBS.match("Saying")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class AsyncioThread:
-    """See the module. `close` fails the test where a task is left on the loop."""
+    """An `AsyncConnection` with the methods of an `IOThread`. `close` fails the test if the loop has a task left."""
 
     def __init__(self, *, name: str, **arguments: Any) -> None:
         self._make = partial(AsyncConnection, name=name, **arguments)

@@ -115,7 +115,7 @@ class BlockingConfirmation:
 
 
 class BlockingPublisher:
-    """See the module."""
+    """An `AsyncPublisher` on a loop of its own thread, with the methods of a `Publisher`."""
 
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
 

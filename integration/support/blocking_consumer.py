@@ -45,7 +45,7 @@ async def _nothing() -> None:
 
 
 class BlockingConsumer:
-    """See the module.
+    """An `AsyncConsumer` on a loop of its own thread, with the methods of a `Consumer`.
 
     Attributes:
         plain: whether handlers are given as they are, for `AsyncConsumer` to call on threads.

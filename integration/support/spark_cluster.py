@@ -156,7 +156,7 @@ class StandaloneCluster(_Servers):
         return found
 
     def kill_executor(self) -> int:
-        """SIGKILL an executor, and answer which; the worker starts another."""
+        """SIGKILL an executor; return its process id. The worker starts another."""
         pid = wait_until(lambda: self.executors, timeout=60, what="an executor")[0]
         os.kill(pid, signal.SIGKILL)
         return pid

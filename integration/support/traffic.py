@@ -124,7 +124,7 @@ class Source:
 
 
 class Traffic:
-    """See the module. A context manager: it declares the queues, and has begun to flow at the start of its block.
+    """The traffic, as a context manager: it declares the queues, and has begun to flow at the start of its block.
 
     Args:
         vhost: on the cluster.

@@ -1,7 +1,7 @@
 """Log lines with a limit in time, and the drivers' records, lowered to DEBUG.
 
-What may happen for every message is logged at most once in an interval. Each line has a limit of its own: a line about
-one trouble does not hide that of another.
+A line that every message may cause is logged at most once in an interval. Each has a limit of its own: a line about one
+trouble does not hide that of another.
 
 pika logs a lost connection as two errors with tracebacks and a failed attempt as six, on loggers of its own. We get the
 same failures as exceptions and log each once; the driver's records help only those who debug the driver.

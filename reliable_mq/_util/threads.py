@@ -433,12 +433,12 @@ class Condition(threading.Condition):
 
     @property
     def lock(self) -> threading.RLock:
-        """Guards what is waited for. Entering and leaving it are each one step."""
+        """Guards the awaited state. Entering and leaving it are each one step."""
         lock: threading.RLock = self._lock  # type: ignore[attr-defined]  # an __init__ would cost every publish more
         return lock
 
     def __enter__(self) -> NoReturn:
-        """Raise TypeError: the lock is what to enter."""
+        """Raise TypeError: a block enters its lock."""
         raise TypeError("enter the lock of the condition")
 
     def __exit__(self, *_: object) -> NoReturn:

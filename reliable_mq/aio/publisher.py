@@ -162,7 +162,7 @@ class AsyncPublisher(
         Raises:
             OutboxError: with an outbox alone: it cannot be opened.
             BrokerUnavailable: no host could be reached; with ``permanent`` if trying again cannot help.
-            TopologyMismatch: a declaration differs from what the broker has.
+            TopologyMismatch: a declaration differs from the broker's.
             UsageError: it was closed.
         """
         await awaiting(self._connect())
@@ -170,7 +170,7 @@ class AsyncPublisher(
     async def close(self, timeout: Duration = CLOSE_TIMEOUT) -> None:
         """Wait until everything is settled, for up to ``timeout`` seconds; disconnect.
 
-        What is not settled by then is given up. Does nothing when it is closed, and waits with another task that is
+        A publish not settled by then is given up. Does nothing when it is closed, and waits with another task that is
         closing it. A closing that was cancelled is taken up again. Does nothing in a forked child.
 
         Raises:

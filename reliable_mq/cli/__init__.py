@@ -52,8 +52,8 @@ def _hold_streams() -> bool:
     """Keep standard streams from being replaced, or failing over a character.
 
     No file or socket takes the number of a closed one. A closed stream stays None for Python, so that readers of
-    standard input notice. What the encoding of a terminal lacks, such as the tick marks of ``doctor`` in ISO 8859-1, is
-    shown as an escape.
+    standard input notice. Characters that the encoding of a terminal lacks, such as the tick marks of ``doctor`` in ISO
+    8859-1, are shown as escapes.
 
     Returns:
         Whether there is a standard output.

@@ -64,7 +64,7 @@ class BoundedHTTP(H11Protocol):
         self.transport.abort()
 
     def _watch(self) -> None:
-        """Set the deadline for what the client sends next, unless it is set."""
+        """Set the deadline for the client's next message, unless it is set."""
         state = self.conn.their_state
         if state is self._awaited:
             return

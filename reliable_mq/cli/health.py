@@ -1,6 +1,6 @@
 """``reliable-mq health``: ask a probe, for exec probes and by hand.
 
-Invariant: what a foreign server sends is bounded, and shown without control characters.
+Invariant: the answer of a foreign server is bounded, and shown without control characters.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ class _InboundChannel:
         self.message_count: int | None = None
         self.missing = -1  # bytes of the body still to come, -1 before the header frame
         self.dropped = 0  # the size of a body that is not kept
-        self.body = bytearray()  # what has come of it
+        self.body = bytearray()  # the part that has come
 
 
 class _Batch:

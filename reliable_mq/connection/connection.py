@@ -541,7 +541,7 @@ class Connector:
     # -- state and timers ----------------------------------------------------------------------------------------------
 
     def _enter(self, state: ConnectionState) -> None:
-        """Change the state, and whether writes are sent and reads reported; nothing else does."""
+        """Change the state; nothing else opens or closes the way of writes and reads."""
         self._state = state
         link, output = self._link, self._output
         if state is ConnectionState.READY and link is not None:

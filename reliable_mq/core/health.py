@@ -6,8 +6,8 @@ The engine collects signs; the functions here judge them. Three questions, since
 - not ready: it works, and cannot do its task now. No connection, blocked by the broker, paused, stopping;
 - not progressing: it has had work for a long time, and nothing of that work has ended.
 
-Invariants: what is not live is not ready; a reason is given if and only if an answer is no; what was closed by its
-program is live, is not ready, and progresses.
+Invariants: a part that is not live is not ready; a reason is given if and only if an answer is no; a part that its
+program has closed is live, is not ready, and progresses.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class Signs:
 
     changed_at: float  # when it was made, connected, lost, or closed, whichever was last
     stuck_after: float  # seconds after which work of which nothing ends is stuck
-    closed: str = ""  # what its program did with it ("closed", "stopped")
+    closed: str = ""  # by its program ("closed", "stopped")
     started: bool = True  # whether it was ever to connect
     connected: bool = False  # whether its channel is ready
     disconnected_reason: str | None = None
     given_up: str = ""  # why no attempt to connect follows
     loop_over: bool = False  # whether its I/O thread or event loop has ended before it was closed
-    unanswered_since: float | None = None  # since when its event loop has not done what it was asked for
+    unanswered_since: float | None = None  # since when its event loop has not run a call
     patience: float = 0.0  # seconds for which that is no reason to worry
-    work: int = 0  # what waits to be done
+    work: int = 0  # messages that wait
     worked_at: float = 0.0  # when some work was last done, or there was the first to do
 
 
@@ -111,7 +111,7 @@ def health_of(signs: PublisherSigns | ConsumerSigns, now: float, wall_clock: flo
 
 
 def _common(signs: Signs, now: float) -> list[_Problem]:
-    """Find what is no matter of publishing or consuming."""
+    """Find problems that publishing and consuming share."""
     problems: list[_Problem] = []
     unanswered = signs.unanswered_since
     if signs.loop_over:
@@ -164,7 +164,7 @@ def _of_consumer(signs: ConsumerSigns, now: float) -> list[_Problem]:
 
 
 def _of_republisher(signs: PublisherSigns, now: float) -> list[_Problem]:
-    """Find what keeps retries and dead letters back, if there are any."""
+    """Find problems that keep retries and dead letters back, if there are any."""
     problems = _common(signs, now) + (_of_publisher(signs, now) if signs.work else [])
     return [problem._replace(text=f"its retries and dead letters: {problem.text}") for problem in problems]
 

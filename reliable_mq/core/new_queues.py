@@ -6,7 +6,7 @@ streams as late after it made its first one: killed before that, it has lost the
 confirmed in such a queue counts as unconfirmed until the node has answered several frames, the last of which was sent a
 grace after the queue was made. That the time has passed here proves nothing: the node may have frozen, or its answers
 may have waited in our own socket. Only the process that made the queue knows of it, so all of its connections share
-that knowledge, and what one of them has proven of their age.
+that knowledge, and each proof of their age.
 
 One answer proves nothing, however quick: it may be the first of a broker that was frozen until then, and has yet to
 save its queues. Killed at that moment, RabbitMQ 4.3 lost them in five of five trials. Round trips with pauses, the

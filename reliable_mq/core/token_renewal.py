@@ -1,6 +1,6 @@
 """When the token of an open connection is renewed: ``connection.update-secret``.
 
-RabbitMQ closes a connection whose token has expired, or refuses what is done on it. So the next one is read from the
+RabbitMQ closes a connection whose token has expired, or refuses its methods. So the next one is read from the
 callback after a part of the lifetime, and sent on the open connection. After a failure it is read again, until the
 token has expired and beyond: the broker decides when that costs the connection. A connection that is lost takes a new
 token at the next connect.

@@ -162,7 +162,7 @@ class Replay:
         """Run to the end. Blocks.
 
         Raises:
-            BrokerUnavailable: the connection is lost and does not come back. What was confirmed and not acked may be
+            BrokerUnavailable: the connection is lost and does not come back. Letters confirmed and not acked may be
                 replayed again by the next run.
             ConsumeError: RabbitMQ does not deliver from the queue.
             IdempotencyStoreError: the store does not respond.

@@ -22,7 +22,7 @@ __all__ = ["ConsumerVitals", "LoopWatch"]
 
 
 class LoopWatch:
-    """Sees whether a loop still does what it is asked to. Any thread.
+    """Sees whether a loop still runs the calls that it is asked for. Any thread.
 
     Each look asks the loop for a sign, unless the last one is still to come. So nothing runs between two looks, and a
     loop that stands still is seen by the second look.
@@ -49,7 +49,7 @@ class LoopWatch:
 
 
 class ConsumerVitals:
-    """What is noted of one subscription.
+    """The notes of one subscription.
 
     Args:
         heartbeat: of its connection, in seconds: for so long its loop may stand still.
@@ -79,7 +79,7 @@ class ConsumerVitals:
         self._worked_at = now
 
     def paused(self, *, paused: bool) -> None:
-        """Note what the kill switch does."""
+        """Note a change of the kill switch."""
         self._paused_at = (self._paused_at or time.monotonic()) if paused else None
 
     def signs(

@@ -181,7 +181,7 @@ class BaseOutboxChannel(BaseChannel[C]):
         raise NotImplementedError
 
     def _end_threads(self, deadline: float) -> Any:
-        """End the writer and what the API has, when the relay has ended. A step."""
+        """End the writer and the API's threads or tasks, after the relay. A step."""
         raise NotImplementedError
 
     def _stored(self, confirmations: list[C], error: OutboxError | None) -> None:

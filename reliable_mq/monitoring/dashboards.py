@@ -1,4 +1,4 @@
-"""The dashboards for Grafana: which panels there are, and what each of them asks.
+"""The dashboards for Grafana: which panels there are, and their queries.
 
 A panel is declared once, here; `reliable_mq.monitoring.grafana` writes Grafana's JSON. ``FILTER`` in an expression
 stands for the label matchers of the variables of its dashboard. ``$__rate_interval`` and ``$__range`` are Grafana's.

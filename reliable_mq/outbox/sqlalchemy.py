@@ -162,7 +162,7 @@ class SQLAlchemyOutbox:
         """
         if not isinstance(message, Message):
             raise ConfigurationError(f"message must be a Message, not {type(message).__name__}: wrap it, Message(body)")
-        publish_head(1, exchange, routing_key, mandatory)  # refuses what cannot be encoded, naming it
+        publish_head(1, exchange, routing_key, mandatory)  # refuses a value that cannot be encoded, naming it
         _check_texts(message.message_id, exchange, routing_key, ordering_key)
         if not isinstance(session, Connection) and not hasattr(session, "add"):
             raise ConfigurationError(

@@ -468,7 +468,7 @@ def staged_options(given: Mapping[str, str], *, streaming: bool) -> StagedOption
         _refuse("with stage, the option queue must name one queue; give each queue a stage and a query of its own")
     rest = {name: text for name, text in given.items() if name not in of_relay}
     if not rest.keys() & {"startingoffsets", "startingtimestamp", "startingoffsetsbytimestamp"}:
-        rest["startingoffsets"] = "earliest"  # what was moved before the query began is its own
+        rest["startingoffsets"] = "earliest"  # messages moved before the query began are its own
     stream = _stream_options({**rest, "stream": stage}, streaming=True)
     if by == "none":
         for option in _STAGE:
@@ -479,7 +479,7 @@ def staged_options(given: Mapping[str, str], *, streaming: bool) -> StagedOption
         _refuse("streamFilter needs stageBy=none and a binding or shovel: copies of our relay have no header for it")
     names = {option.field: option.name for option in _STAGE}
     relay = StageOptions(url=stream.url, names=names, **values)
-    return StagedOptions(relay, replace(stream, streams=relay.streams))  # not what else is of these names
+    return StagedOptions(relay, replace(stream, streams=relay.streams))  # not other streams of these names
 
 
 def write_options(given: Mapping[str, str]) -> WriteOptions:

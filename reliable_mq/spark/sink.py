@@ -15,7 +15,7 @@ Invariants:
 - A writer does nothing when it is made, and can be pickled.
 - After the first failure no further row is sent; outstanding rows are waited for, so that the error has their outcome.
 - With a queue for dead letters, a row that cannot be sent is no failure: its dead letter is confirmed before its task
-  is done (`reliable_mq.spark.rows`). What another row would meet, too, is one: a full queue, a lost broker, an
+  is done (`reliable_mq.spark.rows`). A cause that another row would meet, too, is one: a full queue, a lost broker, an
   exchange or a routing key of the options.
 - No message, log line or error of a writer holds the URL.
 - A publisher belongs to one task at a time, and is kept only if that task has seen everything confirmed. An unused one

@@ -307,8 +307,8 @@ class PartitionFinder:
 
     A super stream is an exchange; its partitions are bound to it, in the order of ``x-stream-partition-order``. AMQP
     lists no bindings: with the management API they are read, and without it partitions are those that are called
-    ``name-0``, ``name-1`` and so on. A stream that was found stays in its place; where a later look fails, what was
-    found before is kept.
+    ``name-0``, ``name-1`` and so on. A stream that was found stays in its place; where a later look fails, the
+    streams found before are kept.
     """
 
     def __init__(self, settings: ConnectionSettings, names: Sequence[str], management_url: str | None) -> None:

@@ -156,7 +156,7 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
         Raises:
             OutboxError: with an outbox alone: it cannot be opened.
             BrokerUnavailable: no host could be reached; with ``permanent`` if trying again cannot help.
-            TopologyMismatch: a declaration differs from what the broker has.
+            TopologyMismatch: a declaration differs from the broker's.
             UsageError: it was closed.
         """
         blocking(self._connect())

@@ -1,7 +1,7 @@
 """Check that no message was lost: compare those published with those drained.
 
 In the manner of the `total-queue` checker of RabbitMQ's Jepsen test. Publishers and handlers record each event by its
-message id, from any thread; at the end the audit drains the queues, by plain pika and not by what is tested::
+message id, from any thread; at the end the audit drains the queues, by plain pika and not by the tested code::
 
     audit.attempted("1")
     publish_with_any_library(message_id="1")
@@ -220,6 +220,6 @@ class AuditResult:
 
 
 def first_few(found: Sequence[object]) -> str:
-    """Return the first few of what was found, and how many more there are."""
+    """Return the first few findings, and how many more there are."""
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return ", ".join(map(str, found[:_SHOWN])) + more

@@ -11,7 +11,7 @@ Invariants:
 - every node keeps its name, address and host ports for the life of the cluster, with its disk or without;
 - a partition drops packets between nodes, on either end of a link, in the network namespaces of the containers alone;
   clients on the host reach every node that runs;
-- what is asked of the cluster as a whole is asked of a node that runs and is not cut off.
+- a question to the cluster as a whole is put to a node that runs and is not cut off.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A virtual host of a test's own, seen without what is tested.
+"""A virtual host of a test's own, seen without the tested code.
 
 It is seen through plain pika, the management API and the queues' own processes, never through publishers and consumers
 of this package.
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["VirtualHost"]
 
-# What rabbitmqctl and the management API print of quorum queues is seconds old; this asks the queues themselves. A
-# query is answered without what is not on the disk yet, such as the acks of a client that has just gone away. A command
-# is answered when all before it is there; this one changes nothing.
+# The numbers of rabbitmqctl and the management API on quorum queues are seconds old; this asks the queues themselves. A
+# query is answered without changes that are not on the disk yet, such as the acks of a client that has just left. A
+# command is answered when all before it is there; this one changes nothing.
 _LIVE_COUNTS: Final = """
 [begin
     {{resource, _, queue, Name}} = amqqueue:get_name(Q),

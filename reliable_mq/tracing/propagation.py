@@ -82,7 +82,7 @@ class Propagation:
         try:
             return not self._fields.isdisjoint(Properties(properties).header_names())
         except CodecError:
-            return True  # what cannot be read is not replaced
+            return True  # a context that cannot be read is not replaced
 
     def passed_on(self, properties: bytes) -> Context | None:
         """Return the context of a message that needs no span.

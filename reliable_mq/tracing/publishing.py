@@ -282,7 +282,7 @@ class RecordedTrace(SendTrace):
 
     Args:
         plain_head, headers: as for `SendTrace`.
-        errors: logs what the span raises.
+        errors: logs the exceptions of the span.
         span: of the publish.
     """
 

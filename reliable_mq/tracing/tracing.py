@@ -35,7 +35,7 @@ _LOG_ERRORS_EVERY: Final = 60.0  # seconds: a tracer that is broken raises for e
 
 
 class TracerErrors:
-    """Logs what a tracer raises, at most once a minute. Thread-safe.
+    """Logs the exceptions of a tracer, at most once a minute. Thread-safe.
 
     Args:
         clock: returns seconds, as ``time.monotonic``.

@@ -2,10 +2,10 @@
 
 Invariants:
 
-- No character of a message controls how the page looks: what does not print (control characters, marks that turn the
-  direction of text, halves of surrogate pairs) is shown as an escape. The templates put every text through `visible`,
-  and escape it for HTML after that.
-- The size of what is shown is bounded, whatever the size and the nesting of the message.
+- No character of a message controls how the page looks: one that does not print (a control character, half of a pair of
+  surrogates, a mark that turns the direction of text) is shown as an escape. The templates put every text through
+  `visible`, and escape it for HTML after that.
+- The size of the text is bounded, whatever the size and the nesting of the message.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Body(NamedTuple):
 
 
 def visible(text: str) -> str:
-    """Return a text with what does not print escaped; line ends and tabs stay."""
+    """Return a text whose unprintable characters are escaped; line ends and tabs stay."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() or char in "\n\t" else printable(char) for char in text)

@@ -4,7 +4,7 @@ Each uses a `DeadLetterQueue` of its own, on the thread of its job.
 
 Invariants:
 
-- What changes a queue is in the audit log before it begins, and its result after: an operation whose beginning cannot
+- A change of a queue is in the audit log before it begins, and its result after: an operation whose beginning cannot
   be written does not begin.
 - After an operation that changed a queue, its reading is dropped.
 """
@@ -165,7 +165,7 @@ class ReplayOptions:
 
 
 class Operations:
-    """What can be done to queues. Thread-safe.
+    """The operations on queues. Thread-safe.
 
     A replay resets the counts of attempts in `store`, whose keys are in `namespace`.
     """
@@ -204,7 +204,7 @@ class Operations:
         return self.jobs.begin(Job("read", queue, choice, user), self._read_one)
 
     def replay(self, queue: str, choice: Choice, user: str, options: ReplayOptions) -> Job:
-        """Replay letters, or count what would be replayed."""
+        """Replay letters, or count those that would be replayed."""
         job = Job("dry run" if options.dry_run else "replay", queue, choice, user)
         report = ReplayReport()
         job.details, job.options, job.report = options.details, options.pairs, report

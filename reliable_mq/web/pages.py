@@ -4,7 +4,7 @@ Invariants:
 
 - A GET changes nothing on the broker; at most it reads a queue that was not read yet.
 - A form may hold everything that an operation is about, so that it works without scripts, and on a machine whose pages
-  are minutes old: what it names is looked up again.
+  are minutes old: each letter that it names is looked up again.
 - Every text goes through `visible` and through the escaping for HTML; no template switches that off.
 """
 
@@ -307,7 +307,7 @@ class Pages:
     async def _ask(
         self, request: Request, template: str, queue: str, choice: Choice, *, wrong: str, **values: Any
     ) -> Response:
-        """Ask for what an operation needs; show how many letters it is about."""
+        """Ask for the input of an operation; show how many letters it is about."""
         reading = self._operations.reading(queue)
         count = None if reading is None else len(await run_in_threadpool(_matching, reading, choice))
         status = 400 if wrong else 200

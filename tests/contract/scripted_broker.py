@@ -365,7 +365,7 @@ class Connection(threading.Thread):
 
 
 class ScriptedBroker:
-    """See the module.
+    """An AMQP server on a free port, from the start of its block to the end.
 
     Attributes:
         script: called with every publish, on the thread of its connection; None for silence.

@@ -116,7 +116,7 @@ class Shop:
         self._published = 0
         self._handled = 0
         self._delivered = 0
-        self._given_up: set[str] = set()  # what the audit is to find in the dead-letter queue
+        self._given_up: set[str] = set()  # messages that the audit expects in the dead-letter queue
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._enough = threading.Event()

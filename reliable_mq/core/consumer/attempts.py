@@ -169,7 +169,7 @@ def _guarded(make: Callable[[], str], instead: str) -> str:
 
 def printable(text: str, limit: int = MESSAGE_LIMIT) -> str:
     """Escape control characters and surrogates; cut at ``limit`` characters."""
-    text = str.__str__(text)[: limit + 1]  # a subclass may change what the methods below do
+    text = str.__str__(text)[: limit + 1]  # a subclass may override the methods below
     if not text.isprintable():
         text = "".join(
             char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode("ascii")

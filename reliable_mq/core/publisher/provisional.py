@@ -49,7 +49,7 @@ class ProvisionalConfirms(Generic[P]):
         self.proven = -inf
         self._broker = ""
         self._places: dict[P, tuple[int, int]] = {}  # generation and number: the order of publishing
-        self._final: list[tuple[float, int, list[P]]] = []  # what the broker must outlive to confirm those
+        self._final: list[tuple[float, int, list[P]]] = []  # times that the broker must outlive to confirm those
         self._order = itertools.count()  # breaks ties in _final
         self._begun_at: float | None = None  # the round trip that is not over on this channel
         self._next_at = -inf  # a pause after the last one
@@ -61,7 +61,7 @@ class ProvisionalConfirms(Generic[P]):
     def channel_opened(self, new_queues: NewQueues, broker: str = "") -> None:
         """Begin with a channel, perhaps to another broker.
 
-        What other publishers have proven of it holds here, too.
+        A proof of other publishers holds here, too.
 
         Args:
             new_queues: of the broker.

@@ -472,9 +472,9 @@ class PublisherSession(Generic[P]):
             self.statistics.confirm_seconds.observe_all(waited)
 
     def _send_first(self, on_wire: Mapping[P, tuple[int, int]]) -> None:
-        """Publish again, before all others, what the broker has had, in the old order.
+        """Publish again, before all others, those that the broker has had, in their order.
 
-        That is what was provisional, and what was on the wire, by generation and number.
+        These are the provisional publishes and those on the wire, by generation and number.
         """
         self.statistics.in_doubt += len(self._provisional)
         publications = self._provisional.connection_lost(on_wire)

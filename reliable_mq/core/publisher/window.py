@@ -1,4 +1,4 @@
-"""What a publisher admits: limits of a message, a window, one publish per id.
+"""The admission to a publisher: limits of a message, a window, one publish per id.
 
 A full window makes ``submit`` wait, so that neither the process nor the broker is flooded. A returned message names its
 ``message_id`` and nothing else, so two outstanding publishes with the same id could not be told apart: the second one
@@ -37,7 +37,7 @@ P = TypeVar("P", bound=Publication)
 
 
 class MessageLimits:
-    """What a message may be, wherever it is published. Thread-safe.
+    """The limits of a message, wherever it is published. Thread-safe.
 
     Args:
         max_message_bytes: of a body.

@@ -52,7 +52,7 @@ _NAME: Final = bytes((len(HEADER),)) + HEADER.encode()
 _ENTRY: Final = _NAME + b"x"
 _HEADERS, _DELIVERY_MODE, _USER_ID, _EXPIRATION = 0x2000, 0x1000, 0x0010, 0x0100
 _TIMESTAMP: Final = 0x0040
-_OTHERS: Final = 0x0001 | 0x0002 | 0x0004  # a continuation, and what no AMQP 0-9-1 client sends
+_OTHERS: Final = 0x0001 | 0x0002 | 0x0004  # a continuation, and flags that no AMQP 0-9-1 client sends
 _LATEST: Final = b"\0\0\0"  # the first bytes of a time before the year 36000, which can be converted
 _PERSISTENT: Final = b"\2"
 

@@ -1,4 +1,4 @@
-"""What the relay does with each delivery: publish a copy, ack, or stop. No I/O.
+"""The relay's decision on each delivery: publish a copy, ack, or stop. No I/O.
 
 A session lives as long as the relay; an epoch as long as one channel, on which the relay both consumes the queue and
 publishes into the stage: when the broker gives the lock of the stage to another channel, this one is gone, and so is
@@ -7,7 +7,7 @@ everything that it could still have published. The steps of an epoch::
     opened        FENCING   publishes a marker into each partition
     confirmed     READING   reads the tail of each partition (`reliable_mq.core.stage.tail`)
     tail_read     MOVING    publishes a copy of each delivery; acks the delivery once the copy is confirmed
-    lost          CLOSED    forgets everything: the broker requeues what was not acked
+    lost          CLOSED    forgets everything: the broker requeues unacked deliveries
 
 While MOVING, a redelivered message that is in the tail is acked and not published: an earlier epoch has moved it. To be
 the same, a message must have the same id, routing and body. Without an id, two messages cannot be told apart: so the
@@ -151,7 +151,7 @@ class StageSession:
         return b"".join(frames)
 
     def lost(self) -> None:
-        """Forget the channel: the broker requeues what was not acked."""
+        """Forget the channel: the broker requeues unacked deliveries."""
         self.state = EpochState.CLOSED
         self._confirms.channel_lost()
         self._acks.lost()
