@@ -1,0 +1,73 @@
+"""Threads start in few modules: each is known here, and so is the way in which its threads end."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Final
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "reliable_mq"
+ARCHITECTURE = ROOT / "docs" / "explanation" / "architecture.md"
+
+STARTS: Final = {
+    "Thread",
+    "Timer",
+    "ThreadPoolExecutor",
+    "start_new_thread",
+    "to_thread",
+    "run_in_executor",
+    "start_daemon",
+    "call_in_background",
+}
+#: The timers of both drivers' loops have the name of threading's.
+LOOPS: Final = {"connection/aiormq_driver/loop.py", "connection/pika_driver/loop.py"}
+#: Module -> for what. Pools and callbacks of `_util/threads.py` start their threads there.
+MODULES: Final = {
+    "_util/sqlalchemy.py": "the event loop of an asynchronous engine",
+    "_util/threads.py": "pools, callbacks and calls in the background",
+    "cli/bounded_http.py": "the web server of a command",
+    "cli/consume.py": "the time limit of a command",
+    "cli/demo/scenario.py": "the shop of the demo, and its outage",
+    "cli/stage.py": "a drain of each relay",
+    "connection/aiormq_driver/link.py": "the address of a host",
+    "connection/connection.py": "the callback for credentials",
+    "connection/pika_driver/loop.py": "the address of a host",
+    "connection/token_renewer.py": "the callback for credentials",
+    "engine/workers.py": "handlers",
+    "health.py": "the server of probes",
+    "monitoring/queue_depths.py": "the depths of queues",
+    "outbox/relay.py": "the relay and the writer of an outbox",
+    "spark/metrics.py": "files of metrics",
+    "spark/queue_source.py": "the end of a reader",
+    "spark/sink.py": "the end of an idle publisher",
+    "sync/io_thread.py": "the event loop of a connection",
+    "sync/outbox_channel.py": "an outbox that opens or closes slowly",
+    "testing/cluster.py": "nodes that start together",
+    "testing/proxy.py": "the fault proxy",
+    "testing/store_contract.py": "claimants of a contract",
+    "web/jobs.py": "operations on dead letters",
+}
+
+
+def starts_threads(path: Path) -> bool:
+    """Whether a module calls or subclasses one of `STARTS`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        used = [node.func] if isinstance(node, ast.Call) else node.bases if isinstance(node, ast.ClassDef) else []
+        for name in used:
+            found = name.attr if isinstance(name, ast.Attribute) else getattr(name, "id", None)
+            if found in STARTS and not (found == "Timer" and str(path.relative_to(PACKAGE)) in LOOPS):
+                return True
+    return False
+
+
+def test_threads_start_where_they_are_known_to() -> None:
+    found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if starts_threads(path)}
+    assert found == MODULES.keys()
+
+
+def test_the_page_of_the_architecture_names_every_module_that_starts_threads() -> None:
+    row = re.search(r"^\| Where do threads start\? \| (.*) \|$", ARCHITECTURE.read_text(), re.MULTILINE)
+    assert row is not None
+    assert set(re.findall(r"`([\w/]+\.py)`", row[1])) == MODULES.keys()
