@@ -24,6 +24,7 @@ from reliable_mq.core import headers
 from reliable_mq.core.stage import envelope
 from reliable_mq.metrics.families import FAMILIES
 from reliable_mq.testing import FaultProxy
+from tests.test_snapshots import PUBLIC
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -217,6 +218,21 @@ def texts_of_the_package() -> str:
     return "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
+def test_every_public_class_of_errors_is_in_the_index() -> None:
+    """With what happened, and what to do."""
+    table = ERRORS.read_text().partition("## By class")[2].partition("\n## ")[0]
+    rows = {name: cells for name, *cells in re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \|$", table, re.MULTILINE)}
+    public = {
+        name
+        for module in PUBLIC
+        for name in importlib.import_module(module).__all__
+        if inspect.isclass(value := getattr(importlib.import_module(module), name))
+        and issubclass(value, reliable_mq.ReliableMQError)
+    }
+    assert len(public) > 15
+    assert rows.keys() == public - {"ReliableMQError"}
+
+
 @pytest.mark.slow
 def test_every_error_that_the_index_explains_has_such_a_text() -> None:
     """The fixed parts of each text, between the values that ``…`` stands for, are in the source."""
@@ -237,8 +253,13 @@ def test_the_reference_has_every_public_name() -> None:
         "reliable_mq.outbox",
         "reliable_mq.deadletters",
         "reliable_mq.monitoring",
+        "reliable_mq.stage",
+        "reliable_mq.testing.history",
+        "reliable_mq.testing.outbox_contract",
+        "reliable_mq.testing.store_contract",
         "reliable_mq.web",
     )
+    assert ".. automodule:: reliable_mq.testing.fixtures\n" in API.read_text()
     for package in (*packages, "reliable_mq.errors", "reliable_mq.testing"):
         assert set(importlib.import_module(package).__all__) - {"Difference"} <= documented
 
