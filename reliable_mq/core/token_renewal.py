@@ -79,8 +79,9 @@ class TokenRenewal:
 
     def accepted(self) -> None:
         """Note that the broker took the token that was sent."""
-        self.state = RenewalState.NONE
-        if self._next is not None:
+        if self._next is None:
+            self.state = RenewalState.NONE
+        else:
             self._plan(*self._next)
 
     def lost(self) -> bool:

@@ -49,12 +49,15 @@ class Connection:
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, tuple[int, int] | None]] = []
-        self.reader = InboundReader(lambda frame: self.table.receive(frame), Delivery)
+        self.reader = InboundReader(self._foreign, Delivery)
         self.table = ChannelTable(self._write, self.reader)
         self.table.channel_max = 3
 
     def _write(self, data: bytes) -> None:
         self.sent.append((int.from_bytes(data[1:3], "big"), methods.method_of(data)))
+
+    def _foreign(self, frame: bytes) -> None:
+        self.table.receive(frame)
 
     def open(self, generation: int, owner: Owner) -> Channel:
         channel = self.table.open(generation, owner, owner)

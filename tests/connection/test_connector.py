@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -215,7 +215,7 @@ def set_up(version: tuple[int, ...]) -> Generator[Any, Any, None]:
 
 
 class ConnectorMachine(RuleBasedStateMachine):
-    def __init__(self) -> None:
+    def __init__(self, stop: Any = None) -> None:
         super().__init__()
         self.loop = Loop()
         self.links: list[Link] = []
@@ -243,7 +243,7 @@ class ConnectorMachine(RuleBasedStateMachine):
             setup=lambda server: set_up(server.version_tuple),
             client=self.owner,
             output=self.output,
-            reconnect_policy=ReconnectPolicy(hosts=2, wait=tenacity.wait_fixed(WAIT)),
+            reconnect_policy=ReconnectPolicy(hosts=2, wait=tenacity.wait_fixed(WAIT), stop=stop),
             on_ended=self.end,
         )
         on_error = self.connector.on_error
@@ -488,6 +488,113 @@ def test_a_block_ends_with_a_connection_lost_in_a_set_up(code: int | None) -> No
         machine.teardown()
 
 
-def test_every_state_is_entered_by_a_transition_of_the_table() -> None:
-    assert {new for _, new in LEGAL} == set(ConnectionState)
-    assert {old for old, _ in LEGAL} == set(ConnectionState) - {ConnectionState.ENDED}
+STEPS = {  # from the start, if all goes well
+    ConnectionState.PREPARING: 0,
+    ConnectionState.CONNECTING: 1,
+    ConnectionState.SETTING_UP: 2,
+}
+
+
+def reached(state: ConnectionState, stop: Any = None) -> ConnectorMachine:
+    machine = ConnectorMachine(stop)
+    if stop is not None:  # which is asked when every host has failed: the next attempt is the last
+        machine.credentials(OSError("no file"))
+        machine.pass_time(0.0)
+    if state is ConnectionState.WAITING:
+        machine.credentials(OSError("no file"))
+    elif state is ConnectionState.GIVEN_UP:
+        fail(machine)
+    else:
+        machine.proceed(STEPS.get(state, 20))
+    if state is ConnectionState.REOPENING:
+        machine.reopen_channel()
+    elif state is ConnectionState.DISCARDED:
+        machine.discard()
+    elif state is ConnectionState.CLOSING:
+        machine.call(machine.connector.close, 1.0)
+    assert machine.state is state
+    return machine
+
+
+def close(machine: ConnectorMachine) -> None:
+    machine.call(machine.connector.close, 1.0)
+
+
+def crash(machine: ConnectorMachine) -> None:
+    machine.owner.given_up = False  # a loop may fail after that
+    machine.connector.crashed(RuntimeError("poll"))
+
+
+def fail(machine: ConnectorMachine) -> None:
+    """The attempt or the connection fails."""
+    if machine.state is ConnectionState.PREPARING:
+        machine.credentials(OSError("no file"))
+    elif machine.state is ConnectionState.DISCARDED:
+        machine.pass_time(0.0)
+    else:
+        machine.lose_link(None, which=-1)
+
+
+def wait(machine: ConnectorMachine) -> None:
+    machine.pass_time(WAIT)
+
+
+def lose_channel(machine: ConnectorMachine) -> None:
+    machine.close_channel(404)
+    machine.pass_time(WAIT)
+
+
+def refuse_step(machine: ConnectorMachine) -> None:
+    """The broker closes the channel over the first step; the next one is tried on another."""
+    machine.proceed(1)
+    machine.close_channel(404)
+
+
+def discard_and_fail(machine: ConnectorMachine) -> None:
+    machine.discard()
+    machine.pass_time(0.0)
+
+
+def test_every_transition_of_the_table_happens() -> None:
+    attempt = (ConnectionState.PREPARING, ConnectionState.CONNECTING, ConnectionState.SETTING_UP)
+    established = (ConnectionState.READY, ConnectionState.REOPENING)
+    open_states = [state for state in ConnectionState if state is not ConnectionState.ENDED]
+    at_once = tenacity.stop_after_attempt(1)
+    cases = [
+        *(
+            (state, event, None)
+            for state in open_states
+            if state is not ConnectionState.GIVEN_UP
+            for event in (close, crash)
+        ),
+        *((ConnectionState.GIVEN_UP, event, at_once) for event in (close, crash)),
+        *((state, event, None) for state in (*attempt, *established) for event in (fail, discard_and_fail)),
+        *((state, event, at_once) for state in attempt for event in (fail, discard_and_fail)),
+        (ConnectionState.WAITING, wait, None),
+        (ConnectionState.SETTING_UP, refuse_step, None),
+        (ConnectionState.READY, lose_channel, None),
+    ]
+    seen: set[tuple[ConnectionState, ConnectionState]] = set()
+    for state, event, stop in cases:
+        machine = reached(state, stop)
+        try:
+            event(machine)
+        finally:
+            machine.teardown()
+        seen |= set(pairwise(machine.states))
+    assert seen == LEGAL
+
+
+def test_a_read_is_reported_while_the_channel_is_ready_and_not_after() -> None:
+    """Nor is the read out of which the connection is lost."""
+    for end in (fail, discard_and_fail, close, ConnectorMachine.reopen_channel):
+        machine = reached(ConnectionState.READY)
+        try:
+            link = machine.links[-1]
+            link.on_read()
+            assert machine.owner.reads == 1
+            end(machine)
+            link.on_read()
+            assert machine.owner.reads == 1
+        finally:
+            machine.teardown()

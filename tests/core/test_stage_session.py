@@ -11,7 +11,7 @@ from reliable_mq.codec import RawDelivery
 from reliable_mq.core.stage import session as module
 from reliable_mq.core.stage.envelope import unstaged
 from reliable_mq.core.stage.options import MissingId, shard
-from reliable_mq.core.stage.session import EpochState
+from reliable_mq.core.stage.session import TRANSITIONS, EpochState
 from reliable_mq.core.stage.tail import SETTLED_AFTER
 from tests.core.deliveries import properties
 from tests.core.staging import (
@@ -25,6 +25,7 @@ from tests.core.staging import (
     parsed,
     stage_options,
 )
+from tests.transitions import changes
 
 
 class Bench:
@@ -244,6 +245,29 @@ def test_many_new_messages_resolve_the_tail_after_a_while(monkeypatch: pytest.Mo
     assert bench.session.tail == 1
     bench.move(1, now=SETTLED_AFTER)
     assert bench.session.tail == 0
+
+
+def reached(state: EpochState) -> Bench:
+    bench = Bench()
+    if state is EpochState.MOVING:
+        bench.begin()
+    elif state is not EpochState.CLOSED:
+        bench.channel.write(bench.session.opened(1, 1, FRAME_MAX, bytes(8), 0.0))
+        bench.channel.carry_out(0.0)
+    if state is EpochState.READING:
+        confirm(bench.session, bench.channel, 1)
+    if state is EpochState.ENDING:
+        bench.session.failed()
+    assert bench.session.state is state
+    return bench
+
+
+def test_every_transition_of_the_table_happens() -> None:
+    CheckedSession.seen.clear()
+    for state in EpochState:
+        reached(state).session.failed()
+        reached(state).session.lost()
+    assert CheckedSession.seen == {(before, after) for before, after in changes(TRANSITIONS) if before is not after}
 
 
 def test_what_fails_ends_the_epoch() -> None:

@@ -14,25 +14,13 @@ from reliable_mq.core.token_renewal import (
     TokenRenewal,
 )
 from tests.properties import machine
+from tests.transitions import changes, follows
 
 LIFETIMES = st.none() | st.sampled_from([0.5, 5.0, 3600.0])
 
 
-class CheckedRenewal(TokenRenewal):
-    """Each change of its state is in the table."""
-
-    __slots__ = ("_state",)
-
-    @property
-    def state(self) -> RenewalState:  # type: ignore[override]
-        return self._state
-
-    @state.setter
-    def state(self, after: RenewalState) -> None:
-        before = getattr(self, "_state", after)
-        if before is not after:
-            assert any(after in changes.get(before, ()) for changes in TRANSITIONS.values()), (before, after)
-        self._state = after
+class CheckedRenewal(follows(TRANSITIONS), TokenRenewal):  # type: ignore[misc]
+    """Allows no change of the state but those of the table."""
 
 
 def test_the_next_token_is_due_before_the_end_of_the_one_before() -> None:
@@ -92,6 +80,30 @@ def test_a_lost_connection_is_forgotten() -> None:
     renewal.read(6.0, 10.0)
     assert renewal.lost()
     assert renewal.state is RenewalState.NONE
+
+
+def reached(state: RenewalState) -> CheckedRenewal:
+    renewal = CheckedRenewal()
+    if state is not RenewalState.NONE:
+        renewal.connected(0.0, 10.0)
+    if state in (RenewalState.READING, RenewalState.SENT):
+        assert renewal.begin(9.0)
+    if state is RenewalState.SENT:
+        renewal.read(9.0, 10.0)
+    assert renewal.state is state
+    return renewal
+
+
+def test_every_transition_of_the_table_happens() -> None:
+    CheckedRenewal.seen.clear()
+    for state in RenewalState:
+        reached(state).lost()
+    reached(RenewalState.READING).failed(9.0)
+    reached(RenewalState.SENT).accepted()
+    unlimited = reached(RenewalState.READING)
+    unlimited.read(9.0, None)
+    unlimited.accepted()
+    assert CheckedRenewal.seen == changes(TRANSITIONS)
 
 
 class RenewingMachine(RuleBasedStateMachine):

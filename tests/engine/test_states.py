@@ -5,15 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reliable_mq import AsyncConsumer, AsyncPublisher, Consumer, Message, Publisher, Queue, ReliableMQError
+from reliable_mq import (
+    AsyncConsumer,
+    AsyncPublisher,
+    BrokerUnavailable,
+    Consumer,
+    Message,
+    Publisher,
+    Queue,
+    ReliableMQError,
+    UsageError,
+)
 from reliable_mq.engine import consumer, publisher
 from reliable_mq.outbox import SQLiteOutbox
+from reliable_mq.sync.publisher_channel import PublisherChannel
+from tests.contract.scripted_broker import ScriptedBroker
 from tests.transitions import changes
 
 if TYPE_CHECKING:
@@ -23,16 +35,19 @@ if TYPE_CHECKING:
 NOBODY = "amqp://guest:guest@127.0.0.1:1/"
 
 
-def follows(transitions: Mapping[str, Mapping[Any, set[Any]]]) -> type:
+def follows(transitions: Mapping[str, Mapping[Any, set[Any]]], born: object = None) -> type:
     allowed = changes(transitions)
 
     class Follows:
-        """Refuses a change of state that is not in the table."""
+        """Refuses a change of state that is not in the table, and notes the others."""
+
+        seen: ClassVar[set[tuple[Any, Any]]] = set()
 
         def __setattr__(self, name: str, value: object) -> None:
-            if name == "_state" and "_state" in vars(self):
-                before = vars(self)["_state"]
-                assert value is before or (before, value) in allowed, f"from {before} to {value}"
+            before = vars(self).get("_state", born)
+            if name == "_state" and before is not None and value is not before:
+                assert (before, value) in allowed, f"from {before} to {value}"
+                self.seen.add((before, value))
             super().__setattr__(name, value)
 
     return Follows
@@ -46,11 +61,11 @@ class CheckedAsyncPublisher(follows(publisher.TRANSITIONS), AsyncPublisher):  # 
     pass
 
 
-class CheckedConsumer(follows(consumer.TRANSITIONS), Consumer):  # type: ignore[misc]
+class CheckedConsumer(follows(consumer.TRANSITIONS, consumer.RunState.IDLE), Consumer):  # type: ignore[misc]
     pass
 
 
-class CheckedAsyncConsumer(follows(consumer.TRANSITIONS), AsyncConsumer):  # type: ignore[misc]
+class CheckedAsyncConsumer(follows(consumer.TRANSITIONS, consumer.RunState.IDLE), AsyncConsumer):  # type: ignore[misc]
     pass
 
 
@@ -113,3 +128,40 @@ def test_a_publisher_follows_its_table(kind: Any, stored: bool, calls: list[str]
 @few
 def test_a_consumer_follows_its_table(kind: Any, calls: list[str]) -> None:
     check(kind(NOBODY, Queue("orders"), handle, connect_timeout=1), calls, consumer.RunState.FINISHED)
+
+
+def test_every_transition_of_a_publisher_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is closed while it starts was interrupted by a signal handler, which closes it."""
+    made = CheckedPublisher(NOBODY, connect_timeout=1)
+    made.seen.clear()
+    with suppress(ReliableMQError):
+        made.connect()
+    made.close(0)
+    interrupted = CheckedPublisher(NOBODY, connect_timeout=1)
+    monkeypatch.setattr(PublisherChannel, "start", lambda _: interrupted.close(0))
+    with pytest.raises(UsageError):
+        interrupted.connect()
+    assert made.seen == changes(publisher.TRANSITIONS)
+
+
+def test_every_transition_of_a_consumer_happens() -> None:
+    def make(url: str) -> Any:
+        return CheckedConsumer(url, Queue("orders", dead_letter=None), handle, connect_timeout=10)
+
+    never_started = make(NOBODY)
+    never_started.seen.clear()
+    never_started.stop()
+    never_started.close()
+    without_broker = make(NOBODY)
+    with pytest.raises(BrokerUnavailable):
+        without_broker.connect()
+    with ScriptedBroker() as broker:
+        with make(broker.url):
+            pass
+        connected, entered = make(broker.url), make(broker.url)
+        connected.connect()
+        connected.close()
+        entered.connect()
+        with entered:
+            pass
+    assert never_started.seen == changes(consumer.TRANSITIONS)
