@@ -6,6 +6,7 @@ The transport keeps the frames of channels from aiormq.
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import socket
 import time
@@ -48,6 +49,13 @@ _PROTOCOL_HEADER = b"AMQP"
 _NO_CHANNEL = b"\0\0"
 
 
+class LinkState(enum.Enum):
+    NEW = "its task does not run yet"
+    OPENING = "resolving, connecting, and the AMQP handshake"
+    OPEN = "channels can be opened"
+    OVER = "its end was reported"
+
+
 class Link:
     """One attempt to connect to one endpoint, and the connection if it succeeds.
 
@@ -79,9 +87,7 @@ class Link:
         self._channels = ChannelTable(self.write, self._reader)
         self._stream: asyncio.StreamReader | None = None
         self._transport: asyncio.Transport | None = None
-        self._opened = False
-        self._over = False
-        self._begun = False  # whether its task runs
+        self._state = LinkState.NEW
         self._aborted: Aborted | None = None
         self._closed_with: tuple[int, str] | None = None
         self._heartbeat_at = 0.0  # when aiormq last got one in place of content
@@ -120,7 +126,7 @@ class Link:
 
     def write(self, data: bytes) -> None:
         """Send whole frames in one piece. Does nothing on a link that is over."""
-        if self._opened and self._transport is not None and not self._transport.is_closing():
+        if self._state is LinkState.OPEN and self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
     def report_reads(self, fn: Callable[[], None]) -> None:
@@ -133,20 +139,22 @@ class Link:
 
     def close(self) -> None:
         """Begin the closing handshake, of the channels first; abort a link not yet open."""
-        if self._opened:
+        if self._state is LinkState.OPEN:
             self._channels.close(self._end_now)
         else:
             self.abort("closed while it was opening")
 
     def abort(self, reason: str) -> None:
         """Close the socket without a handshake, in any state. Nothing more is read."""
-        if self._over or self._aborted is not None:
+        if self._state is LinkState.OVER or self._aborted is not None:
             return
         self._aborted = Aborted(reason)
         self._reader.reset()
         if self._transport is not None:
             self._transport.abort()
-        elif self._begun:  # a task that is cancelled before its first step never runs its own clean-up
+        elif (
+            self._state is not LinkState.NEW
+        ):  # a task that is cancelled before its first step never runs its own clean-up
             self._task.cancel()
         self._end_now()
 
@@ -155,12 +163,12 @@ class Link:
     async def _run(self) -> None:
         """Connect, wait for the end, clean up after aiormq."""
         cause: BaseException | None = None
-        self._begun = True
+        self._state = LinkState.OPENING
         try:
             if self._aborted is None:
                 await self._connection.connect()
             if self._aborted is None:
-                self._opened = True
+                self._state = LinkState.OPEN
                 self._connection.closing.add_done_callback(self._end_now)
                 self._check_for_stall(time.monotonic())
                 self._loop.guard(self._events.link_opened, self)
@@ -183,10 +191,9 @@ class Link:
             self._end.set_result(None)
 
     def _report_closed(self, cause: BaseException | None) -> None:
-        if self._over:
+        if self._state is LinkState.OVER:
             return
-        self._over = True
-        self._opened = False
+        self._state = LinkState.OVER
         self._end_now()
         if self._watch is not None:
             self._watch.cancel()
@@ -271,12 +278,12 @@ class Link:
 
     def _transport_lost(self, cause: BaseException | None) -> None:
         """Report the loss, unless the handshake fails with a better error."""
-        if self._opened:
+        if self._state is LinkState.OPEN:
             self._report_closed(cause)
         self._end_now()
 
     def _drained(self) -> None:
-        if not self._over:
+        if self._state is not LinkState.OVER:
             self._loop.guard(self._events.link_drained, self)
 
     def _received(self, data: bytes) -> None:
@@ -284,7 +291,7 @@ class Link:
             return
         try:
             self._reader.feed(data)
-            if self._opened:
+            if self._state is LinkState.OPEN:
                 self._pass_heartbeat()
                 if self._on_read is not None:
                     self._on_read()
