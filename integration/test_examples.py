@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import doctest
 import os
 import re
@@ -21,6 +22,7 @@ from integration.support import processes
 from integration.support.certificates import Authority
 from integration.support.programs import output_of
 from integration.support.seeds import soaking
+from reliable_mq import Message, Publisher, Queue
 from reliable_mq.testing import RabbitMQ
 
 if TYPE_CHECKING:
@@ -209,6 +211,66 @@ def test_the_programs_of_a_guide_for_users_of_another_library_run(
             assert (printed, status) == (["order 1 is shipped"], 0)
         else:
             assert run_in(tmp_path, name) == "order 1 is confirmed\n"
+
+
+@pytest.mark.parametrize(("guide", "programs"), [("publish", 2), ("consume", 5), ("retries", 1), ("outbox", 2)])
+def test_the_programs_of_a_guide_run(vhost: VirtualHost, tmp_path: Path, guide: str, programs: int) -> None:
+    """Each block with a broker that is whole, or lacks nothing but the reader's own ``ship`` and ``handle``."""
+    blocks = re.findall(r"^```python\n(.*?)^```", (GUIDES / f"{guide}.md").read_text(), re.MULTILINE | re.DOTALL)
+    found = [block for block in blocks if URL in block and undefined(block) <= {"ship", "handle"}]
+    assert len(found) == programs
+    order = Message.json({"order": 1, "closed": False, "paid": True})
+    with Publisher(vhost.url, topology=QUEUES) as publisher:
+        for number, program in enumerate(found):
+            name = f"program_{number}.py"
+            (tmp_path / name).write_text(READERS_OWN + program.replace(URL, repr(vhost.url)))
+            queue = re.search(r'"(their-orders|orders|events)"', program)
+            assert queue is not None
+            if "Consumer(" in program:
+                publisher.publish(order, routing_key=queue[1])
+            if ".run()" in program:
+                lines = 1 + program.count("print(")
+                printed, status = run_until([name], lines, environment(PYTHONUNBUFFERED="1"), tmp_path)
+                assert (printed[-1], len(printed), status) == ("order 1 is shipped", lines, 0)
+            else:
+                printed = run_in(tmp_path, name).splitlines()
+                assert printed == ["order 1 is shipped"] or "Consumer(" not in program
+    published = sum("publisher.publish(" in program for program in found)
+    assert vhost.live_counts() | {"orders": published} == vhost.live_counts()
+
+
+URL = '"amqp://guest:guest@localhost/"'
+QUEUES = [
+    Queue("orders"),
+    Queue("their-orders", dead_letter=None),
+    Queue("events", type="stream", max_age=7 * 24 * 3600),
+]
+READERS_OWN = """
+def ship(order):
+    print(f"order {order['order']} is shipped")
+    return True
+
+def handle(delivery):
+    ship(delivery.json())
+
+"""
+
+
+def undefined(block: str) -> set[str]:
+    """The names that a block uses and does not define."""
+    used, defined = set(), set(dir(builtins))
+    for node in ast.walk(ast.parse(block)):
+        if isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else defined).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.arg):
+            defined.add(node.arg)
+        elif isinstance(node, ast.alias):
+            defined.add(node.asname or node.name)
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            defined.add(node.name)
+    return used - defined
 
 
 def run_in(directory: Path, program: str) -> str:
