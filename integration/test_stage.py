@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from reliable_mq.testing import Audit, FaultProxyFactory, RabbitMQ, VirtualHost
 
+pytestmark = pytest.mark.usefixtures("baseline")
+
 
 def message_of(delivery: RawDelivery) -> Message:
     return Message.from_wire(delivery.body, delivery.properties)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from reliable_mq.testing import FaultProxyFactory, VirtualHost
 
+pytestmark = pytest.mark.usefixtures("baseline")
+
 CONFIRM = Struct(">QB")  # tag and multiple of a basic.ack, behind its name
 LARGE = 256 * 1024
 

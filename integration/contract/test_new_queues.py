@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
     from reliable_mq.testing import Audit, FaultProxyFactory, VirtualHost
 
+pytestmark = pytest.mark.usefixtures("baseline")
+
 GRACE = 2.0
 AMPLE = 6.0  # seconds of grace for a test that does something within them
 ORDERS = Queue("orders", dead_letter=None)
