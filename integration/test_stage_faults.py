@@ -8,6 +8,8 @@ from collections import Counter
 from struct import Struct
 from typing import TYPE_CHECKING
 
+import pytest
+
 from integration.support.command_line import start_cli
 from integration.support.stages import DEADLINE, StageReader, ids, originals, publish, ready, relaying
 from reliable_mq import Message, Publisher
