@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -476,6 +477,49 @@ def test_a_batch_waits_for_as_many_messages_as_it_shall_have(vhost: VirtualHost,
     assert waiting.batch() == 0
     publish(vhost, 10)
     assert wait_until(waiting.batch, timeout=30, what="a batch") == 30
+
+
+def test_a_batch_has_all_that_came_in_since_the_one_before(vhost: VirtualHost, query: Callable[..., Query]) -> None:
+    """However long Spark waits with it, as it does for a trigger interval, and however it came in."""
+    publish(vhost, 10)
+    reading = query(vhost.url, most=65535)
+    reading.until(10)
+    batches = reading.source._reader._batches
+    for waiting in range(100, 600, 100):
+        publish(vhost, 100)
+        wait_until(lambda: len(batches.waiting) == waiting, timeout=30, what=f"{waiting} read ahead")  # noqa: B023
+    assert reading.batch() == 500
+
+
+def test_a_query_whose_full_batches_come_seldom_is_told_once(
+    vhost: VirtualHost, query: Callable[..., Query], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After three of them in a row while messages wait."""
+    monkeypatch.setattr("reliable_mq.spark.queue_reader._SELDOM", 60.0)
+    publish(vhost, 100)
+    reading = query(vhost.url, most=10, prefetch=10)
+
+    def late_batch() -> None:
+        """Once more messages are known to wait, and a tenth of a second has passed."""
+        reader, until = reading.source._reader, time.monotonic() + 0.1
+        wait_until(
+            lambda: reading.source.reportLatestOffset() and any(reader._ready.values()) and time.monotonic() > until,
+            timeout=30, what="the count",
+        )  # fmt: skip
+        wait_until(reading.batch, timeout=30, what="a batch")
+
+    def warnings() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "come 0 s apart" in record.getMessage()]
+
+    wait_until(reading.batch, timeout=30, what="a batch")
+    monkeypatch.setattr("reliable_mq.spark.queue_reader._SELDOM", 0.05)
+    for told in (0, 0, 1, 1):
+        late_batch()
+        assert len(warnings()) == told, len(reading.rows)
+    assert re.fullmatch(
+        r"batches of \d+ messages come 0 s apart, and \d+ more are ready: .* a shorter one reads faster; .*",
+        *warnings(),
+    )
 
 
 def test_a_batch_is_never_larger_than_the_prefetch(vhost: VirtualHost, query: Callable[..., Query]) -> None:
