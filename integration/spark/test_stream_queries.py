@@ -58,6 +58,22 @@ def test_a_batch_read_is_split_among_tasks(spark: SparkSession, vhost: VirtualHo
     assert {(row.offset, bytes(row.body)) for row in narrow.collect()} == {(n, b"%d" % n) for n in range(1000)}
 
 
+def test_spark_pushes_a_filter_on_the_offset_into_a_batch_read(
+    spark: SparkSession, vhost: VirtualHost, checker: Audit
+) -> None:
+    """A task for the last ten of a hundred messages, in place of ten for all of them."""
+    publish(vhost, checker, 100)
+    source = spark.read.format("rabbitmq").options(url=vhost.url, stream="events", maxRecordsPerPartition="10")
+    assert source.load().where("offset >= 90").rdd.getNumPartitions() == 10
+    spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
+    try:
+        rows = source.option("filterPushdown", "true").load().where("offset >= 90")
+        assert rows.rdd.getNumPartitions() == 1
+        assert sorted(row.offset for row in rows.collect()) == list(range(90, 100))
+    finally:
+        spark.conf.unset("spark.sql.python.filterPushdown.enabled")
+
+
 def test_a_provider_logs_in_the_driver_and_the_executors(
     spark: SparkSession, vhost: VirtualHost, checker: Audit
 ) -> None:
