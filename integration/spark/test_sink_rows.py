@@ -151,6 +151,7 @@ def test_a_refused_row_is_an_error_and_the_others_are_published(vhost: VirtualHo
         ("expiration", pa.array([1.0, -1.0]), r"expiration must be seconds"),
         ("timestamp", pa.array([0, 2**62], pa.timestamp("us", "UTC")), r"timestamp lies outside"),
         ("exchange", pa.array(["", "x" * 256]), r"exchange is 256 bytes long"),
+        ("routing_key", pa.array(["orders", "x" * 256]), r"routing_key is 256 bytes long"),
     ],
 )
 def test_a_row_that_cannot_be_a_message_is_named_and_not_sent(
@@ -159,7 +160,7 @@ def test_a_row_that_cannot_be_a_message_is_named_and_not_sent(
     """What came before it has been published."""
     batch = pa.RecordBatch.from_pydict({"body": ["a", "b"], column: values})
     with pytest.raises(PublishError, match=r"1 of 2 rows of partition 0 .* row 1.*" + reason):
-        write(vhost, batch, routing_key="orders")
+        write(vhost, batch, **({} if column == "routing_key" else {"routing_key": "orders"}))
     assert bodies_of(drain(vhost, "orders")) == [b"a"]
 
 
