@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -10,6 +11,7 @@ import tenacity
 
 from integration.support.certificates import DAY, Authority, Certificate
 from integration.support.publishing import book, submit
+from integration.support.spark import read_to_the_end
 from reliable_mq import BrokerUnavailable, Message, Publisher, Queue, TLSOptions
 from reliable_mq.spark.options import StreamOptions, read_options, write_options
 from reliable_mq.spark.sink import BatchSink
@@ -175,6 +177,25 @@ def test_spark_reads_the_certificates_that_its_options_name(tls_vhost: VirtualHo
     assert isinstance(options, StreamOptions)
     batches = RangeReader(options, StreamRange("events", 0, 2), ("body",)).batches()
     assert [row["body"] for batch in batches for row in batch.to_pylist()] == [b"a", b"b"]
+
+
+@pytest.mark.parametrize("mode", [{}, {"stage": "orders.stage"}], ids=["queue", "staged"])
+def test_queries_read_the_certificates_that_their_options_name(
+    tls_vhost: VirtualHost, authority: Authority, mode: dict[str, str]
+) -> None:
+    """The reader of a queue; or the relay of a stage, who reads its offsets, and a task."""
+    with Publisher(url(tls_vhost), tls=TLSOptions(ca_file=authority.file), topology=[ORDERS]) as publisher:
+        message = Message(b"x")
+        assert publisher.publish_many([message], routing_key="orders").ok
+    own = authority.issue("guest")
+    given = {
+        "url": url(tls_vhost, user="") + "?auth_mechanism=external", "queue": "orders",
+        "connection.certFile": str(own.cert_file), "connection.keyFile": str(own.key_file),
+    }  # fmt: skip
+    with pytest.raises(BrokerUnavailable, match="certificate does not verify"):
+        read_to_the_end(given | mode)
+    parts, _ = read_to_the_end(given | mode | {"connection.caFile": str(authority.file)})
+    assert [*chain(*parts)] == [message.message_id]
 
 
 @BAD

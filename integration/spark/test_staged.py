@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,6 +13,7 @@ from pyspark.sql.streaming.datasource import ReadMaxRows
 
 from integration.programs.spark_queries import start
 from integration.support.shovels import shovel
+from integration.support.spark import read_to_the_end
 from integration.support.spark_application import batches_in, committed_rows, killed_in_each_phase
 from reliable_mq import Binding, ConfigurationError, ConsumeError, Exchange, Message, Publisher, Queue
 from reliable_mq.spark.datasource import RabbitMQDataSource
@@ -70,26 +74,9 @@ def test_what_was_ready_is_moved_and_read_and_the_query_ends(
 
 
 def ended(vhost: VirtualHost, start: dict[str, Any] | None, **options: str) -> tuple[list[str], dict[str, Any]]:
-    """Play Spark with trigger(availableNow=True); return the message ids and the position."""
-    made = RabbitMQDataSource({"url": vhost.url, **STAGED, **options})
-    source: Any = made.streamReader(made.schema())
-    rows: list[str] = []
-    try:
-        source.prepareForTriggerAvailableNow()
-        at = source.initialOffset() if start is None else start
-        while (end := source.latestOffset(at, ReadMaxRows(1000))) != at:
-            for part in source.partitions(at, end):
-                rows += [row["message_id"] for batch in source.read(part) for row in batch.to_pylist()]
-            at = end
-    finally:
-        source.stop()
-    return rows, at
-
-
-def in_a_thread(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """The main thread would have its signals handled."""
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(function, *arguments, **named).result()
+    """Read to the end without a session; return the message ids and the position."""
+    parts, at = read_to_the_end({"url": vhost.url, **STAGED, **options}, start)
+    return list(chain(*parts)), at
 
 
 def test_available_now_waits_for_what_another_relay_moves(
@@ -128,15 +115,15 @@ def test_available_now_waits_for_what_another_relay_moves(
 def test_f69_a_stage_that_was_deleted_between_two_runs_is_not_made_anew_in_silence(vhost: VirtualHost) -> None:
     """Each run fails and leaves the queue alone; with failOnDataLoss=false the new stage is read whole."""
     first = publish(vhost, 20)
-    rows, at = in_a_thread(ended, vhost, None)
+    rows, at = ended(vhost, None)
     assert sorted(rows) == sorted(first)
     vhost.delete_queue("orders.stage")
     second = publish(vhost, 60)  # more than were read before: the offsets of a new stage would tell nothing
     for _ in range(2):
         with pytest.raises(ConsumeError, match=r"stage 'orders\.stage' is gone: orders\.stage was deleted after"):
-            in_a_thread(ended, vhost, at)
+            ended(vhost, at)
     wait_until(lambda: ready(vhost) == 60, timeout=20, what="a queue that is as it was")
-    rows, _ = in_a_thread(ended, vhost, at, failOnDataLoss="false")
+    rows, _ = ended(vhost, at, failOnDataLoss="false")
     assert sorted(rows) == sorted(second)
 
 
@@ -147,12 +134,12 @@ def test_a_stage_of_other_streams_than_those_of_the_checkpoint_is_refused(
     """Before anything is moved, where no query reads; with the streams of before it goes on."""
     old, new = ({"stagePartitions": each} if each else {} for each in (before, after))
     publish(vhost, 20)
-    _, at = in_a_thread(ended, vhost, None, **old)
+    _, at = ended(vhost, None, **old)
     second = publish(vhost, 20)
     with pytest.raises(ConsumeError, match=r"the query has read .* was stage or stagePartitions changed\?"):
-        in_a_thread(ended, vhost, at, **new)
+        ended(vhost, at, **new)
     wait_until(lambda: ready(vhost) == 20, timeout=20, what="a queue that is as it was")
-    rows, _ = in_a_thread(ended, vhost, at, **old)
+    rows, _ = ended(vhost, at, **old)
     assert sorted(rows) == sorted(second)
 
 
@@ -160,12 +147,94 @@ def test_a_query_goes_on_with_more_partitions(vhost: VirtualHost) -> None:
     """New ones are read from their first message; a stream of the stage's own name is none of them."""
     publish(vhost, 1, Queue("orders.stage", type="stream"))
     first = publish(vhost, 20)
-    rows, at = in_a_thread(ended, vhost, None, stagePartitions="2")
+    rows, at = ended(vhost, None, stagePartitions="2")
     assert sorted(rows) == sorted(first)
     second = publish(vhost, 40)
-    rows, at = in_a_thread(ended, vhost, at, stagePartitions="3")
+    rows, at = ended(vhost, at, stagePartitions="3")
     assert sorted(rows) == sorted(second)
     assert sorted(at) == ["orders.stage-0", "orders.stage-1", "orders.stage-2"]
+
+
+def test_options_of_stream_mode_hold_for_a_stage(vhost: VirtualHost) -> None:
+    """A time to start at, and the most messages of a task, of what the stage has by then."""
+    publish(vhost, 20)
+    _, at = ended(vhost, None)
+    boundary = int(time.time()) + 2  # times in AMQP are whole seconds
+    wait_until(lambda: time.time() > boundary + 0.1, timeout=10, what="two seconds to pass")
+    second = publish(vhost, 20)
+    ended(vhost, at)
+    given = {"url": vhost.url, **STAGED, "startingTimestamp": str(boundary * 1000), "maxRecordsPerPartition": "8"}
+    parts, _ = read_to_the_end(given)
+    assert sorted(chain(*parts)) == sorted(second)
+    assert len(parts) >= 3
+    assert max(map(len, parts)) <= 8
+
+
+def test_a_batch_of_a_stage_waits_for_as_many_messages_as_it_shall_have(vhost: VirtualHost) -> None:
+    """For those that the relay has moved."""
+    publish(vhost, 5)
+    made = RabbitMQDataSource({"url": vhost.url, **STAGED, "minMessagesPerTrigger": "10"})
+    source: Any = made.streamReader(made.schema())
+
+    def follow() -> None:
+        at = source.latestOffset(source.initialOffset(), ReadMaxRows(1000))
+        wait_until(
+            lambda: look(at) == at and source.reportLatestOffset()["orders.stage"] > 5,  # with the relay's marker
+            timeout=60, what="five seen, and no batch",
+        )  # fmt: skip
+        publish(vhost, 5)
+        wait_until(lambda: look(at) != at, timeout=60, what="a batch of ten")
+
+    def look(at: dict[str, Any]) -> dict[str, Any]:
+        end: dict[str, Any] = source.latestOffset(at, ReadMaxRows(1000))
+        return end
+
+    try:
+        with ThreadPoolExecutor(1) as thread:  # the main thread would have its signals handled
+            thread.submit(follow).result()
+    finally:
+        source.stop()
+
+
+def test_a_query_that_is_stopped_between_two_triggers_has_nothing_twice(
+    spark: SparkSession, vhost: VirtualHost, tmp_path: Path
+) -> None:
+    """Started again, it goes on behind its last batch, which queue mode would have again."""
+    rows = spark.readStream.format("rabbitmq").options(url=vhost.url, **STAGED).load()
+    writer = rows.writeStream.format("parquet").option("path", f"{tmp_path}/output")
+    writer = writer.option("checkpointLocation", f"{tmp_path}/checkpoint")
+    published: list[str] = []
+    for _ in range(2):
+        published += publish(vhost, 50)
+        query = writer.trigger(processingTime="3 seconds").start()
+        wait_until(
+            lambda: set(published) <= committed(tmp_path).keys() and not query.status["isTriggerActive"],  # noqa: B023
+            timeout=240, what="everything read, and no trigger",
+        )  # fmt: skip
+        query.stop()
+    query = writer.trigger(availableNow=True).start()
+    assert query.awaitTermination(240)
+    assert committed(tmp_path) == dict.fromkeys(published, 1)
+
+
+def committed(directory: Path) -> Counter[str]:
+    try:
+        return committed_rows(directory / "output")
+    except FileNotFoundError:
+        return Counter()
+
+
+def test_a_stage_is_joined_with_itself(spark: SparkSession, vhost: VirtualHost, tmp_path: Path) -> None:
+    """Spark makes two readers with a relay each, of which one waits; both read all, and each row finds itself."""
+    published = publish(vhost, 200)
+    rows = spark.readStream.format("rabbitmq").options(url=vhost.url, **STAGED).load()
+    joined = rows.select("message_id", "offset").join(rows.select("message_id", rows.body.alias("again")), "message_id")
+    writer = joined.writeStream.format("parquet").option("path", f"{tmp_path}/output")
+    query = writer.option("checkpointLocation", f"{tmp_path}/checkpoint").trigger(availableNow=True).start()
+    assert query.awaitTermination(240)
+    assert max(len(progress["sources"]) for progress in query.recentProgress) == 2
+    assert committed_rows(tmp_path / "output") == dict.fromkeys(published, 1)
+    assert ready(vhost) == 0
 
 
 @pytest.mark.soak
@@ -187,14 +256,20 @@ def test_f60_a_staged_query_killed_in_every_phase_of_a_batch_loses_nothing(
 def test_without_a_relay_the_query_reads_what_a_binding_has_put_into_the_stage(
     spark: SparkSession, vhost: VirtualHost, tmp_path: Path
 ) -> None:
-    """Those are messages of a stream, as stream mode reads them."""
-    stage = Queue("orders.stage", type="stream")
-    published = publish(vhost, 50, stage)
+    """As stream mode reads it: without headers that are lists or tables. The queue has a copy for others."""
+    placed, stage = Exchange("placed", type="fanout"), Queue("orders.stage", type="stream")
+    messages = [Message(b"%d" % number, headers={"n": number, "items": [1]}) for number in range(50)]
+    with Publisher(vhost.url, topology=[Binding(placed, ORDERS), Binding(placed, stage)]) as publisher:
+        assert publisher.publish_many(messages, exchange="placed", routing_key="eu").ok
     rows = spark.readStream.format("rabbitmq").options(url=vhost.url, stageBy="none", **STAGED).load()
     writer = rows.writeStream.format("parquet").option("path", f"{tmp_path}/output")
     query = writer.option("checkpointLocation", f"{tmp_path}/checkpoint").trigger(availableNow=True).start()
     assert query.awaitTermination(240)
-    assert sorted(row.message_id for row in spark.read.parquet(f"{tmp_path}/output").collect()) == sorted(published)
+    read = spark.read.parquet(f"{tmp_path}/output").collect()
+    assert sorted(row.message_id for row in read) == sorted(message.message_id for message in messages)
+    assert {(row.queue, row.exchange, row.routing_key) for row in read} == {("orders.stage", "placed", "eu")}
+    assert sorted((row.headers for row in read), key=str) == sorted(({"n": str(n)} for n in range(50)), key=str)
+    assert ready(vhost) == 50
 
 
 def test_a_stage_that_a_binding_fills_is_filtered_by_the_broker(vhost: VirtualHost) -> None:

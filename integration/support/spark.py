@@ -17,13 +17,14 @@ import shutil
 import sys
 import tempfile
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from integration.support.programs import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from pika import BasicProperties
     from pyspark.sql import DataFrame, SparkSession
@@ -89,6 +90,46 @@ def drain(vhost: VirtualHost, queue: str) -> list[tuple[BasicProperties, bytes]]
                 connection.process_data_events(time_limit=0)  # what came before the reply
                 if last == acked:
                     return taken
+
+
+def read_to_the_end(
+    options: Mapping[str, str], start: dict[str, Any] | None = None
+) -> tuple[list[list[str]], dict[str, Any]]:
+    """Play Spark with trigger(availableNow=True), on a thread of its own, which has no signals.
+
+    Args:
+        options: of a source.
+        start: the position of a query that goes on.
+
+    Returns:
+        The message ids of each partition, and the position at the end.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_read_to_the_end, options, start).result()
+
+
+def _read_to_the_end(
+    options: Mapping[str, str], start: dict[str, Any] | None
+) -> tuple[list[list[str]], dict[str, Any]]:
+    from pyspark.sql.streaming.datasource import ReadMaxRows
+
+    from reliable_mq.spark.datasource import RabbitMQDataSource
+
+    made = RabbitMQDataSource(dict(options))
+    source: Any = made.streamReader(made.schema())
+    read: list[list[str]] = []
+    try:
+        source.prepareForTriggerAvailableNow()
+        at = source.initialOffset() if start is None else start
+        while (end := source.latestOffset(at, ReadMaxRows(1000))) != at:
+            read += [
+                [row["message_id"] for batch in source.read(part) for row in batch.to_pylist()]
+                for part in source.partitions(at, end)
+            ]
+            at = end
+    finally:
+        source.stop()
+    return read, at
 
 
 def bodies_of(taken: Iterable[tuple[BasicProperties, bytes]]) -> list[bytes]:

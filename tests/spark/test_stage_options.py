@@ -52,6 +52,14 @@ def test_the_options_of_the_stage_and_of_stream_mode_hold() -> None:
     assert options.stream.streams == options.relay.streams
 
 
+def test_a_stage_is_read_from_a_time_in_batches_and_tasks_of_a_size() -> None:
+    """A time to start at takes the place of the beginning."""
+    more = {"startingTimestamp": "1700000000000", "minMessagesPerTrigger": "5", "maxRecordsPerPartition": "100"}
+    stream = staged_options({**GIVEN, **more}, streaming=True).stream
+    assert (stream.starting_timestamp, stream.starting_offsets) == (1_700_000_000_000, "latest")
+    assert (stream.min_messages, stream.max_records) == (5, 100)
+
+
 def test_without_a_relay_there_are_no_options_of_one() -> None:
     """They would do nothing."""
     assert staged_options({**GIVEN, "stageBy": "none"}, streaming=True).relay is None
