@@ -138,6 +138,7 @@ class Contender:
         program: in place of `run`: makes a program that takes the common options, and returns its command line; it
             runs once, before anything is measured. Raises Unavailable.
         one_by_one: it waits for the broker at every message, and so gets fewer of them.
+        identified: the messages that it consumes have a ``message_id`` each.
         reference: others of its role are compared with it, in a column under this heading.
         curve: it is in the plots over window and message size.
     """
@@ -148,6 +149,7 @@ class Contender:
     run: Callable[[Job], Sample] | None = None
     program: Callable[[], Sequence[str]] | None = None
     one_by_one: bool = False
+    identified: bool = False
     reference: str = ""
     curve: bool = False
 

@@ -27,6 +27,7 @@ __all__ = ["Runner"]
 
 QUEUE = "reliable-mq-bench"
 FILLERS = ("rabbitmq-c", "pika-select")
+FILLERS_WITH_IDS = ("ours-many",)
 WARMUP_SHARE = 0.02
 # The last line of a traceback; an exception of Spark's goes on for a page, with the one of Python in the middle.
 _RAISED = re.compile(r"^(?:(?:[A-Za-z_]\w*\.)+[A-Za-z_]\w*|\w*(?:Error|Exception)): ")
@@ -141,7 +142,7 @@ class Runner:
         self._broker.make_queue(QUEUE, queue_type)
         consuming = entry.contender.role is Role.CONSUMER
         if consuming or queue_type == STREAM:
-            self._fill(job, counted=consuming)
+            self._fill(job, FILLERS_WITH_IDS if entry.contender.identified else FILLERS, counted=consuming)
         if wait_for_rest(self._plan.rest) > REST_SHARE:
             self.results.busy += 1
         sample = self._process(entry, job)
@@ -149,11 +150,11 @@ class Runner:
             self._broker.wait_for_depth(QUEUE, 0 if consuming else job.messages + job.warmup)
         return sample
 
-    def _fill(self, job: Job, *, counted: bool) -> None:
+    def _fill(self, job: Job, fillers: Sequence[str], *, counted: bool) -> None:
         entries = self._registry.entries
-        filler = next((entries[name] for name in FILLERS if name in entries), None)
+        filler = next((entries[name] for name in fillers if name in entries), None)
         if filler is None:
-            raise RunFailed(f"nobody can fill the queue: {' and '.join(FILLERS)} are not available")
+            raise RunFailed(f"nobody can fill the queue: not available: {', '.join(fillers)}")
         self._process(filler, Job(url=job.url, queue=job.queue, messages=job.messages, size=job.size))
         if counted:
             self._broker.wait_for_depth(QUEUE, job.messages)

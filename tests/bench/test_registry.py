@@ -13,6 +13,7 @@ from integration.bench import child
 from integration.bench import contenders as contenders_package
 from integration.bench.contender import Bar, Contender, Job, Role, Sample
 from integration.bench.paths import ROOT
+from integration.bench.runner import FILLERS, FILLERS_WITH_IDS
 
 
 def test_names_are_unique_and_bars_name_contenders() -> None:
@@ -27,6 +28,7 @@ def test_names_are_unique_and_bars_name_contenders() -> None:
     assert {bar.contender for bar in bars} <= set(names)
     others = {limit.of for bar in bars for limit in bar.any_of if limit.of}
     assert others <= set(names)
+    assert {*FILLERS, *FILLERS_WITH_IDS} <= set(names)
 
 
 def test_a_job_survives_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from integration.bench import child
 from integration.bench.broker import BenchBroker
 from integration.bench.contender import Bar, Contender, Job, Limit, Measure, Meter, Role, Sample
 from reliable_mq import Delivery, Message, Queue
-from reliable_mq.stage import MissingId, StageOptions, StageRelay
+from reliable_mq.stage import StageOptions, StageRelay
 from reliable_mq.sync.consumer import Consumer
 from reliable_mq.sync.publisher import Publisher
 
@@ -22,8 +22,7 @@ BATCH = 500
 def run_relay(job: Job) -> Sample:
     """From its first delivery until everything is confirmed and acked."""
     stage, broker, meter = f"{job.queue}.stage", BenchBroker(job.url), Meter()
-    # The messages of a bench have no ids.
-    relay = StageRelay(StageOptions(url=job.url, queue=job.queue, stage=stage, missing_id=MissingId.REPEAT))
+    relay = StageRelay(StageOptions(url=job.url, queue=job.queue, stage=stage))
     relay.start()
     broker.wait_for_first_delivery(job.queue, job.messages)
     meter.start()
@@ -64,12 +63,19 @@ def run_loop(job: Job) -> Sample:
 
 
 CONTENDERS = [
-    Contender(name="stage-relay", label="reliable_mq relay into a stage", role=Role.CONSUMER, run=run_relay),
+    Contender(
+        name="stage-relay",
+        label="reliable_mq relay into a stage",
+        role=Role.CONSUMER,
+        run=run_relay,
+        identified=True,
+    ),
     Contender(
         name="stage-loop",
         label="reliable_mq Consumer, batches of 500 through a Publisher into a stream",
         role=Role.CONSUMER,
         run=run_loop,
+        identified=True,
     ),
 ]
 
