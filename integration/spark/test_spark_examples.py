@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import pytest
 
+from examples.spark_orders import start
 from integration.support.programs import output_of
-from integration.support.spark import JAVA_OPTIONS
+from integration.support.spark import JAVA_OPTIONS, drain
 from integration.test_examples import EXAMPLES, ROOT, assert_prints
+from reliable_mq import Message, Publisher, Queue
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
     from reliable_mq.testing import VirtualHost
 
 NAMES = ("spark_files", "spark_once")
@@ -43,3 +50,29 @@ def test_the_examples_print_what_they_say(vhost: VirtualHost) -> None:
     )
     for name, printed in zip(NAMES, output.split("----\n"), strict=False):
         assert_prints(name, printed)
+
+
+def test_orders_become_alerts_and_an_order_that_was_published_twice_counts_once(
+    spark: SparkSession, vhost: VirtualHost, checkpoint: str
+) -> None:
+    """Of a customer who has ordered for more than the limit within a minute; others get none."""
+    minute = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
+
+    def order(customer: str, cents: int, placed: datetime = minute) -> Message:
+        body = {"customer": customer, "cents": cents, "placed": placed.isoformat()}
+        return Message(json.dumps(body).encode(), content_type="application/json")
+
+    twice = order("Bo", 60_000)
+    orders = [order("Al", 70_000), order("Al", 40_000), twice, twice, order("Cy", 0, minute + timedelta(hours=3))]
+    with Publisher(vhost.url, topology=[Queue("orders"), Queue("alerts")]) as publisher:
+        assert publisher.publish_many(orders, routing_key="orders").ok
+        query = start(spark, vhost.url, checkpoint)
+        try:
+            wait_until(lambda: vhost.live_counts(["alerts"])["alerts"], timeout=240, what="an alert")
+        finally:
+            query.stop()
+    [(properties, body)] = drain(vhost, "alerts")
+    alert = json.loads(body)
+    assert (alert["customer"], alert["cents"], alert["orders"]) == ("Al", 110_000, 2)
+    assert properties.message_id == f"Al@{minute.timestamp():.0f}"
+    assert vhost.live_counts(["orders"])["orders"] == 0
