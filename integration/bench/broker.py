@@ -56,6 +56,10 @@ class BenchBroker:
         with self._channel() as channel:
             channel.queue_delete(name)
 
+    def delete_exchange(self, name: str) -> None:
+        with self._channel() as channel:
+            channel.exchange_delete(name)
+
     def wait_for_depth(self, name: str, messages: int) -> None:
         """Wait until exactly so many messages are ready in a queue.
 

@@ -1,16 +1,20 @@
 """PySpark on two cores: our source and sink, and what is written today in their place.
 
 The session is started, and has done the same with fewer messages, before the clock starts; what is measured is one job
-with its planning, or one query from its first delivery on. CPU is that of the JVM and of all Python processes, too.
+with its planning, or one query from its first delivery on. CPU is that of the JVM and of all Python processes, too;
+that of the driver alone where the executors are processes of their own (`DRIVER_ALONE`).
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +24,8 @@ from integration.bench import child
 from integration.bench.broker import BenchBroker
 from integration.bench.contender import Bar, Contender, Job, Limit, Measure, Meter, Role, Sample
 from reliable_mq import Message, Publisher
+from reliable_mq.stage import StageOptions
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -31,6 +37,35 @@ SETTINGS = {"spark.driver.memory": "1g", "spark.driver.extraJavaOptions": "-Xsha
 LOOK_EVERY = 0.25  # seconds, for the CPU time of processes that end with a query
 WARMUPS = 2  # reads before the one that is measured
 TICKS = os.sysconf("SC_CLK_TCK")
+BEGUN = 60.0  # seconds for the first, empty batch of a query
+RELAY = (sys.executable, "-m", "reliable_mq.cli", "stage")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where tasks run, and whose CPU time is not counted.
+
+    Attributes:
+        master: of Spark.
+        settings: of Spark, more than those of all.
+        apart: parts of the command lines of processes that are not counted, nor what is below them.
+    """
+
+    master: str
+    settings: Mapping[str, str] = field(default_factory=dict)
+    apart: tuple[str, ...] = ()
+
+
+HERE = Place("local[2]")
+# Master and workers are threads of the driver's JVM; executors, with the Python processes of their tasks, are below it.
+DRIVER_ALONE = Place(
+    "local-cluster[2,1,1024]",
+    {
+        "spark.scheduler.minRegisteredResourcesRatio": "1.0",
+        "spark.scheduler.maxRegisteredResourcesWaitingTime": "120s",
+    },
+    ("CoarseGrainedExecutorBackend", " ".join(RELAY[1:])),
+)
 
 
 def run_sink(job: Job) -> Sample:
@@ -55,7 +90,7 @@ def run_foreach_partition(job: Job) -> Sample:
     return measure_writing(job, lambda rows: rows.foreachPartition(publish))
 
 
-def run_queue(job: Job) -> Sample:
+def run_queue(job: Job, place: Place = HERE) -> Sample:
     """Read until what was ready is read, into Spark's sink that does nothing; as many in a batch as 32 MiB hold."""
     options = {"url": job.url, "prefetch": "65535"}
     options["failOnDataLoss"] = "false"  # the queue is as the broker makes it: a quorum queue drops after 20 deaths
@@ -80,15 +115,30 @@ def run_queue(job: Job) -> Sample:
         if count != expected:
             raise RuntimeError(f"{count} of {expected} messages were read")
 
-    return measure_reading(job, read)
+    return measure_reading(job, read, place=place)
 
 
-def run_staged(job: Job) -> Sample:
-    """Read in staged mode, while the relay moves, until all is read; with default options."""
-    broker, queries = BenchBroker(job.url), []
+def run_staged(job: Job, place: Place = HERE, *, partitions: int | None = None, service: bool = False) -> Sample:
+    """Read in staged mode, while the relay moves, until all is read; with default options.
+
+    Args:
+        partitions: the option ``stagePartitions``.
+        service: the relay is a process of its own, which starts once the query has begun.
+    """
+    broker, queries, relays = BenchBroker(job.url), [], []
+
+    def staged(queue: str) -> StageOptions:
+        return StageOptions(url=job.url, queue=queue, stage=f"{queue}.stage", partitions=partitions)
 
     def read(spark: SparkSession, queue: str, expected: int, meter: Meter) -> None:
-        options = {"url": job.url, "queue": queue, "stage": f"{queue}.stage", "stageMissingId": "repeat"}
+        stage = staged(queue)
+        options = {"url": job.url, "queue": queue, "stage": stage.stage}
+        if service:
+            with Publisher(job.url, topology=stage.topology()) as publisher:
+                publisher.connect()
+            options["stageBy"] = "none"
+        elif partitions is not None:
+            options["stagePartitions"] = str(partitions)
         query = (
             spark.readStream.format("rabbitmq")
             .schema(DRAINED)
@@ -99,6 +149,9 @@ def run_staged(job: Job) -> Sample:
             .start()
         )
         queries.append(query)
+        if service:
+            wait_until(lambda: query.recentProgress, timeout=BEGUN, what="a query that has begun")
+            relays.append(subprocess.Popen([*RELAY, job.url, queue, stage.stage], stdout=subprocess.DEVNULL))
         broker.wait_for_first_delivery(queue, expected)
         meter.start()
         rows: dict[int, int] = {}
@@ -110,11 +163,20 @@ def run_staged(job: Job) -> Sample:
 
     def tidy(queue: str) -> None:
         queries[-1].stop()
-        for each in (f"{queue}.stage", f"{queue}.stage.relay"):
+        for relay in relays:
+            relay.terminate()
+            relay.wait()
+        stage = staged(queue)
+        for each in (*stage.streams, stage.lock):
             broker.delete_queue(each)
+        broker.delete_exchange(stage.stage)  # of a super stream
 
     with tempfile.TemporaryDirectory() as directory:
-        return measure_reading(job, read, tidy)
+        try:
+            return measure_reading(job, read, tidy, place)
+        finally:
+            for relay in relays:
+                relay.kill()
 
 
 def run_drain(job: Job) -> Sample:
@@ -162,12 +224,12 @@ def reading_stream(partitions: int) -> Callable[[Job], Sample]:
 
 
 @contextmanager
-def session() -> Iterator[SparkSession]:
+def session(place: Place = HERE) -> Iterator[SparkSession]:
     from integration.support.spark import session as started
     from reliable_mq.spark import register
 
     with tempfile.TemporaryDirectory() as directory:
-        spark = started(Path(directory), master="local[2]", **SETTINGS)
+        spark = started(Path(directory), place.master, **SETTINGS, **place.settings)
         register(spark)
         sys.stdout.flush()
         spark.sparkContext.parallelize(range(2), 2).map(lambda number: number + 1).collect()
@@ -188,7 +250,10 @@ def measure_writing(job: Job, write: Callable[[DataFrame], object]) -> Sample:
 
 
 def measure_reading(
-    job: Job, read: Callable[[SparkSession, str, int, Meter], None], tidy: Callable[[str], object] = str
+    job: Job,
+    read: Callable[[SparkSession, str, int, Meter], None],
+    tidy: Callable[[str], object] = str,
+    place: Place = HERE,
 ) -> Sample:
     """Measure ``read(spark, queue, messages, meter)``, which starts the clock at its first delivery.
 
@@ -197,8 +262,8 @@ def measure_reading(
     It has read as many messages before, more than once: the JVM compiles what it has run for some time, and a query
     that goes on for days is no slower for its first minute.
     """
-    broker, queue, meter = BenchBroker(job.url), f"{job.queue}-warmup", Meter(Family().cpu_seconds)
-    with session() as spark:
+    broker, queue, meter = BenchBroker(job.url), f"{job.queue}-warmup", Meter(Family(place.apart).cpu_seconds)
+    with session(place) as spark:
         for _ in range(WARMUPS):
             broker.make_queue(queue, "classic")
             with Publisher(job.url) as publisher:
@@ -228,9 +293,13 @@ class Family:
     """The CPU time of this process and of all below it, with those that have ended since somebody asked.
 
     Their parents are not asked, which may not have heard of it: what begins and ends between two questions is missing.
+
+    Args:
+        apart: parts of the command lines of processes that are left out, with all below them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, apart: tuple[str, ...] = ()) -> None:
+        self._apart = apart
         self._seconds: dict[int, float] = {}
 
     def cpu_seconds(self) -> float:
@@ -239,11 +308,14 @@ class Family:
 
     def _look(self, pid: int) -> None:
         try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             children = [
                 int(word) for task in Path(f"/proc/{pid}/task").glob("*/children") for word in task.read_text().split()
             ]
         except OSError:
+            return
+        if any(part in command for part in self._apart):
             return
         self._seconds[pid] = sum(map(int, fields[11:13])) / TICKS
         for each in children:
@@ -260,16 +332,49 @@ CONTENDERS = [
         one_by_one=True,
     ),
     Contender(
-        name="spark-queue", label="reliable_mq Spark queue mode, to a noop sink", role=Role.CONSUMER, run=run_queue
+        name="spark-queue",
+        label="reliable_mq Spark queue mode, to a noop sink",
+        role=Role.CONSUMER,
+        run=run_queue,
+        identified=True,
     ),
     Contender(
-        name="spark-staged", label="reliable_mq Spark staged mode, to a noop sink", role=Role.CONSUMER, run=run_staged
+        name="spark-staged",
+        label="reliable_mq Spark staged mode, to a noop sink",
+        role=Role.CONSUMER,
+        run=run_staged,
+        identified=True,
     ),
+    *[
+        Contender(
+            name=f"spark-staged-{count}",
+            label=f"reliable_mq Spark staged mode, stagePartitions={count}, to a noop sink",
+            role=Role.CONSUMER,
+            run=partial(run_staged, partitions=count),
+            identified=True,
+        )
+        for count in (1, 2, 4)
+    ],
+    *[
+        Contender(
+            name=f"spark-driver-{name}",
+            label=f"reliable_mq Spark {label}, on two executors: CPU of the driver alone",
+            role=Role.CONSUMER,
+            run=run,
+            identified=True,
+        )
+        for name, label, run in (
+            ("queue", "queue mode", partial(run_queue, place=DRIVER_ALONE)),
+            ("staged", "staged mode, with its relay", partial(run_staged, place=DRIVER_ALONE)),
+            ("service", "staged mode, its relay a service", partial(run_staged, place=DRIVER_ALONE, service=True)),
+        )
+    ],
     Contender(
         name="spark-drain",
         label="pika BlockingConnection drained on the driver, createDataFrame",
         role=Role.CONSUMER,
         run=run_drain,
+        identified=True,
     ),
     *[
         Contender(
@@ -287,6 +392,10 @@ BARS = [
     Bar("spark-sink", (Limit(Measure.RATE, 8, "spark-foreach-partition"),)),
     Bar("spark-queue", (Limit(Measure.RATE, 0.5, "pika-consumer"),)),
     Bar("spark-staged", (Limit(Measure.RATE, 1.0, "spark-queue"),)),
+    *[
+        Bar(f"spark-driver-{name}", (Limit(Measure.CPU, 1 / 3, "spark-driver-queue"),))
+        for name in ("staged", "service")
+    ],
     *[Bar(f"spark-stream-{count}", (Limit(Measure.RATE, 0.7, "pika-stream"),)) for count in (1, 2)],
 ]
 

@@ -1,0 +1,21 @@
+"""The CPU time of a family of processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from integration.bench.contenders.spark import Family
+from reliable_mq.testing.waiting import wait_until
+
+
+def test_processes_apart_do_not_count() -> None:
+    """Nor what is below them, as the Python processes of an executor are."""
+    everyone, rest = Family(), Family(apart=("an executor",))
+    work = "import time\nwhile time.process_time() < 0.3: pass\ninput()"
+    executor = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {work!r}])  # an executor"
+    process = subprocess.Popen([sys.executable, "-c", executor], stdin=subprocess.PIPE)
+    try:
+        wait_until(lambda: everyone.cpu_seconds() - rest.cpu_seconds() > 0.25, timeout=60, what="work apart")
+    finally:
+        process.communicate(b"\n")
