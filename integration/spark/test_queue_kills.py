@@ -71,16 +71,19 @@ def test_f60_an_application_killed_in_every_phase_of_a_batch_loses_nothing(
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "mode", [{"prefetch": "100"}, {"stage": "orders.stage", "minPartitions": "2"}], ids=["queue", "staged"]
+)
 def test_f60_behind_a_pipeline_that_is_killed_each_message_takes_effect_once(
-    spark: SparkSession, vhost: VirtualHost, tmp_path: Path, rng: random.Random
+    spark: SparkSession, vhost: VirtualHost, tmp_path: Path, rng: random.Random, mode: dict[str, str]
 ) -> None:
     """From a queue to a queue with the ids of the messages, to a consumer with an idempotency store."""
     orders = publish(vhost, ORDERS)
     with Publisher(vhost.url, topology=[COPIES]) as publisher:
         publisher.connect()
-    limits = {"maxMessagesPerTrigger": str(PER_BATCH), "prefetch": "100"}
+    source = {"url": vhost.url, "queue": ORDERS.name, "maxMessagesPerTrigger": str(PER_BATCH), **mode}
     settings = {
-        "sources": {"queue": {"url": vhost.url, "queue": ORDERS.name, **limits}},
+        "sources": {"queue": source},
         "to": {"url": vhost.url, "routingKey": COPIES.name},
         "directory": str(tmp_path),
     }
