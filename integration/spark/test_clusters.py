@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,8 @@ from integration.support.spark_cluster import StandaloneCluster
 from reliable_mq import Message, Publisher, Queue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from reliable_mq.testing import VirtualHost
 
@@ -52,39 +54,63 @@ def test_a_local_cluster_reads_a_queue_to_its_end(vhost: VirtualHost, tmp_path: 
     assert rows.total() == len(expected)
 
 
+@contextmanager
+def local_cluster(_directory: Path) -> Iterator[str]:
+    yield "local-cluster[2,1,1024]"
+
+
+@contextmanager
+def two_hosts(directory: Path) -> Iterator[str]:
+    with StandaloneCluster(directory, cores=1, hosts=("127.0.0.1", "127.0.0.2")) as cluster:
+        yield cluster.url
+
+
+@pytest.mark.parametrize("executors", [local_cluster, two_hosts])
 def test_executors_read_a_stage_in_parallel_and_rows_do_not_pass_the_driver(
-    vhost: VirtualHost, tmp_path: Path, report: Callable[[str], None]
+    vhost: VirtualHost,
+    tmp_path: Path,
+    report: Callable[[str], None],
+    executors: Callable[[Path], AbstractContextManager[str]],
 ) -> None:
     """By Spark's own log of its tasks: both executors have rows; the driver may send or get 1 MiB, of 20."""
     expected = published(vhost, 1000, padding=bytes(20_000))
-    given = settings(
-        vhost, tmp_path, "local-cluster[2,1,1024]", queue="orders", stage="orders.stage", minPartitions="4",
-        maxMessagesPerTrigger="1000",
-    )  # fmt: skip
     log = tmp_path / "events"
     log.mkdir()
-    given["spark"] = {
-        **BOTH_EXECUTORS,
-        "spark.rpc.message.maxSize": "1",
-        "spark.driver.maxResultSize": "1m",
-        "spark.eventLog.enabled": "true",
-        "spark.eventLog.compress": "false",
-        "spark.eventLog.dir": log.as_uri(),
-    }
-    with Application("spark_queries", {**given, "pause": 0.002}, tmp_path / "log") as application:
-        application.wait(400)
+    with executors(tmp_path) as master:
+        given = settings(
+            vhost, tmp_path, master, queue="orders", stage="orders.stage", minPartitions="4",
+            maxMessagesPerTrigger="1000",
+        )  # fmt: skip
+        given["spark"] = {
+            **BOTH_EXECUTORS,
+            "spark.rpc.message.maxSize": "1",
+            "spark.driver.maxResultSize": "1m",
+            "spark.eventLog.enabled": "true",
+            "spark.eventLog.compress": "false",
+            "spark.eventLog.dir": log.as_uri(),
+        }
+        with Application("spark_queries", {**given, "pause": 0.002}, tmp_path / "log") as application:
+            application.wait(400)
     rows = committed_rows(tmp_path / "orders" / "output")
     assert rows == dict.fromkeys(expected, 1)
     events = [json.loads(line) for path in log.rglob("[!.]*") if path.is_file() for line in path.open() if line.strip()]
     tasks = [event for event in events if event["Event"] == "SparkListenerTaskEnd"]
-    read: Counter[str] = Counter()
+    read: Counter[tuple[str, str]] = Counter()
+    results: Counter[str] = Counter()
     for task in tasks:
-        read[task["Task Info"]["Executor ID"]] += task["Task Metrics"]["Output Metrics"]["Records Written"]
-    results = sum(task["Task Metrics"]["Result Size"] for task in tasks)
-    report(f"rows by executor: {dict(read)}; bytes of results of {len(tasks)} tasks to the driver: {results}")
+        info, metrics = task["Task Info"], task["Task Metrics"]
+        read[info["Host"], info["Executor ID"]] += metrics["Output Metrics"]["Records Written"]
+        results[info["Host"]] += metrics["Result Size"]
+    by_executor = ", ".join(f"{executor} on {host}: {count}" for (host, executor), count in sorted(read.items()))
+    by_host = ", ".join(f"{host}: {size}" for host, size in sorted(results.items()))
+    report(
+        f"{executors.__name__}: rows by executor: {by_executor}; bytes of results of {len(tasks)} tasks to the driver, "
+        f"by host: {by_host}"
+    )
     assert read.total() == len(expected)
     assert len(+read) == 2
-    assert results < 2**20
+    assert len(results) == (2 if executors is two_hosts else 1)
+    assert results.total() < 2**20
 
 
 def test_a_provider_of_credentials_is_called_on_the_executors(vhost: VirtualHost, tmp_path: Path) -> None:
