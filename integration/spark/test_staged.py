@@ -97,14 +97,14 @@ def test_available_now_waits_for_what_another_relay_moves(
             wait_until(lambda: service.statistics.moved == 10, timeout=60, what="a stage in which the first ones are")
             proxy.throttle(4_000)
             first += publish(vhost, 80)
-            rows, at = in_a_thread(ended, vhost, None)
+            rows, at = ended(vhost, None)
             assert sorted(rows) == sorted(first)
             assert service.active
             assert "another relay moves messages" not in caplog.text
             proxy.throttle(None)
             proxy.hold_confirms()
             publish(vhost, 50)
-            rows, _ = in_a_thread(ended, vhost, at)
+            rows, _ = ended(vhost, at)
             assert len(rows) <= 5
             assert "another relay moves messages" in caplog.text
         finally:
@@ -283,7 +283,7 @@ def test_a_stage_that_a_binding_fills_is_filtered_by_the_broker(vhost: VirtualHo
     ]
     with Publisher(vhost.url, topology=[shop, ORDERS, stage, *bindings]) as publisher:
         assert publisher.publish_many(messages, exchange="shop", routing_key="order").ok
-    rows, _ = in_a_thread(ended, vhost, None, stageBy="none", streamFilter="eu")
+    rows, _ = ended(vhost, None, stageBy="none", streamFilter="eu")
     assert sorted(rows) == sorted(f"eu-{number}" for number in range(20))
 
 
@@ -362,7 +362,8 @@ class Watched:
 
     def run(self, follow: Callable[[], None]) -> None:
         try:
-            in_a_thread(follow)
+            with ThreadPoolExecutor(1) as thread:  # the main thread would have its signals handled
+                thread.submit(follow).result()
         finally:
             self.source.stop()
             self.metrics.close()

@@ -40,7 +40,7 @@ class StagedSource(StreamSource):
     """The reader of a query in staged mode.
 
     A relay moves a queue into the stream that executors read. It runs in the reader's process beside the driver, unless
-    ``stageBy`` says that something else fills the stage. What it moves is exactly once in the stage
+    ``stageBy`` says that something else fills the stage. Each message that it moves is once in the stage
     (`reliable_mq.stage`), and the position of the query is in its checkpoint: so a batch that runs again has the same
     rows, and no row passes the driver. Nothing is moved before Spark asks for something; the relay ends with the
     process, or before it: at the end of a query it acks what the stage has confirmed.
@@ -104,8 +104,8 @@ class StagedSource(StreamSource):
     def _wait_moved(self, relay: StageRelay, queue: str) -> bool:
         """Wait until what is ready is moved; return whether it is.
 
-        What another relay moves shows in the depth of the queue alone: it is done once it was found empty twice. It is
-        waited for as long as the depth sinks.
+        Another relay's work shows in the depth of the queue alone: it is done once the queue was found empty twice. It
+        is waited for as long as the depth sinks.
         """
         least, empty = float("inf"), 0
         until = time.monotonic() + _ACTIVE
