@@ -17,7 +17,7 @@ fixture              scope      what it is
 `traffic`            test       in `cluster/`: messages that flow there, and their history
 `database`           test       a function `(kind) -> Database`: the shared server of that kind, healed for each test
 `checker`, `audit`   test       the account of the fault matrix; its counts are printed at the end of the run
-`report`             test       a function `(line)`: have it printed at the end of the run
+`report`             test       a function `(line)`: have it printed at the end of the run (of `tests.reports`)
 `seed`, `rng`        test       a number that is part of the test's name; `random.Random(seed)`
 `fault_proxy`        test       a function `(url, *, seed=0) -> FaultProxy`
 `publisher_api`      test       one API (see below): `Publisher` of the test's module is the sync or the asyncio one
@@ -59,14 +59,8 @@ from integration.support.recorder import Recorded
 from integration.support.seeds import SEED, seeds, soaking
 from integration.support.set_up import LINES, broker_image, set_up
 from reliable_mq.testing import Audit, RabbitMQ, VirtualHost, remove_leftovers
-from reliable_mq.testing.fixtures import (
-    ACCOUNT,
-    audit,
-    fault_proxy,
-    new_vhost,
-    pytest_terminal_summary,
-)
-from tests import properties
+from reliable_mq.testing.fixtures import audit, fault_proxy, new_vhost
+from tests import properties, reports
 from tests.new_queues import treat_new_queues_as_old
 
 if TYPE_CHECKING:
@@ -77,7 +71,6 @@ __all__ = [  # fixtures and hooks from elsewhere, for every test here
     "audit",
     "fault_proxy",
     "new_vhost",
-    "pytest_terminal_summary",
     "run_async",
 ]
 
@@ -149,6 +142,7 @@ _tests_begun = count()
 @pytest.hookimpl(tryfirst=True)  # before the plug-in of hypothesis takes its seed
 def pytest_configure(config: pytest.Config) -> None:
     properties.load(config)
+    reports.load(config)
     config.addinivalue_line("markers", "both_lines: a test of `any_broker` that is for both lines in every run")
     # A job that a shell runs in the background has SIGINT ignored, and so have its children; tests send it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -359,12 +353,6 @@ def database(_databases: dict[str, Database]) -> Iterator[Callable[[str], Databa
 
 
 # -- accounts ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def report(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """A function that has a line printed at the end of the run."""
-    return lambda line: request.node.user_properties.append((ACCOUNT, line))
 
 
 @pytest.fixture

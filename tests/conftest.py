@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests import properties
+from tests import properties, reports
 from tests.new_queues import treat_new_queues_as_old
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ TRACED = ("tests/core/", "tests/codec/")
 @pytest.hookimpl(tryfirst=True)  # before the plug-in of hypothesis takes its seed
 def pytest_configure(config: pytest.Config) -> None:
     properties.load(config)
+    reports.load(config)
     # A job that a shell runs in the background has SIGINT ignored, and so have its children; tests send it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

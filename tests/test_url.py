@@ -6,7 +6,7 @@ import logging
 import os
 import random
 from datetime import timedelta
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 import pytest
@@ -18,6 +18,9 @@ from reliable_mq.errors import ConfigurationError
 from reliable_mq.settings import Credentials, Endpoint
 from reliable_mq.tls import TLSOptions
 from reliable_mq.url import parse_url, redacted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 CANARY = "CANARY"
 names = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0"), min_size=1, max_size=50)
@@ -398,7 +401,7 @@ ALPHABET: Final = "aA01:/?#@,[]%&=+-. \t\n\u00e9\u2100"
 
 
 @pytest.mark.timeout(60 + INPUTS // 500)
-def test_of_many_broken_urls_none_is_shown_with_a_part_of_its_password() -> None:
+def test_of_many_broken_urls_none_is_shown_with_a_part_of_its_password(report: Callable[[str], None]) -> None:
     """A million in a soak, from a seed of its own."""
     seed = seeds()[0]
     rng = random.Random(seed)
@@ -415,5 +418,5 @@ def test_of_many_broken_urls_none_is_shown_with_a_part_of_its_password() -> None
         parsed += said.startswith("ConnectionSettings")
         assert CANARY not in said, (seed, url)
         assert CANARY not in redacted(url), (seed, url)
-    print(f"seed {seed}: {INPUTS} URLs, {parsed} of them well-formed")
+    report(f"seed {seed}, {INPUTS} URLs, {parsed} of them well-formed")
     assert INPUTS / 100 < parsed < INPUTS / 2

@@ -1,8 +1,8 @@
 """Millions of damaged inputs for what reads foreign bytes: the reader, properties, header tables.
 
 Inputs are valid ones that were damaged at random: bytes changed, cut out, doubled, put in from another one. A plain run
-takes some thousand of them, the same every time; a soak takes a million, from a seed of its own, and prints figures.
-`RELIABLE_MQ_FUZZ_INPUTS` sets another number. What fails is printed, to be put among `FOUND`.
+takes some thousand of them, the same every time; a soak takes a million, from a seed of its own. Figures are printed at
+the end. `RELIABLE_MQ_FUZZ_INPUTS` sets another number. What fails is printed, to be put among `FOUND`.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ TARGETS: dict[str, tuple[Callable[[bytes, random.Random], str], list[bytes]]] = 
 
 @pytest.mark.timeout(60 + INPUTS // 500)
 @pytest.mark.parametrize("target", TARGETS)
-def test_damaged_input_is_read_or_refused(target: str) -> None:
+def test_damaged_input_is_read_or_refused(target: str, report: Callable[[str], None]) -> None:
     """Nothing but a codec error comes out, and nothing that takes long."""
     read, inputs = TARGETS[target]
     rng = random.Random(f"{SEED} {target}")
@@ -191,6 +191,6 @@ def test_damaged_input_is_read_or_refused(target: str) -> None:
         print(f"seed {SEED}; to be kept among FOUND[{target!r}]: {data!r}")
         raise
     took = time.monotonic() - began
-    print(f"{target}: seed {SEED}, {INPUTS} inputs in {took:.0f} s, {dict(outcomes)}, slowest {slowest * 1000:.1f} ms")
+    report(f"seed {SEED}, {INPUTS} inputs in {took:.0f} s, {dict(outcomes)}, slowest {slowest * 1000:.1f} ms")
     assert min(outcomes["read"], outcomes["refused"]) > INPUTS / 100, "both are met with often"
     assert slowest < 1

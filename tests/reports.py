@@ -1,0 +1,30 @@
+"""Figures of tests, printed at the end of a run: the fixture `report`, and the hook that prints.
+
+A plug-in of all suites, which the `conftest` of each loads: once where several run together.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from reliable_mq.testing.fixtures import ACCOUNT, pytest_terminal_summary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["load", "pytest_terminal_summary", "report"]
+
+
+def load(config: pytest.Config) -> None:
+    """Have the figures of tests printed."""
+    if not config.pluginmanager.has_plugin(__name__):
+        config.pluginmanager.register(sys.modules[__name__], __name__)
+
+
+@pytest.fixture
+def report(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """A function that has a line printed at the end of the run."""
+    return lambda line: request.node.user_properties.append((ACCOUNT, line))
