@@ -1,4 +1,4 @@
-"""What a publisher makes of queues that it makes and of those that it finds, on either API."""
+"""What a publisher or a consumer makes of queues that it makes and of those that it finds, on either API."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reliable_mq import Message, PublishError, Queue
+from reliable_mq import DeadLetter, Message, PublishError, Queue
+from reliable_mq.outbox import SQLiteOutbox
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from reliable_mq import Delivery
     from tests.contract.scripted_broker import Published, ScriptedBroker
 
+NewConsumer = "Callable[..., Any]"
 NewPublisher = "Callable[..., Any]"
 LONG = 60.0  # seconds of grace: longer than any test
+SHORT = 0.7
+ASKED = 1 + 7  # times for confirms: to set a channel up, and until the answers prove that a queue is old
 
 
 def topology(*names: str) -> list[Queue]:
@@ -83,12 +90,48 @@ def test_a_broker_that_falls_silent_within_the_grace_confirms_nothing_by_that(
 
 
 @pytest.mark.slow
+def test_an_original_stays_while_the_confirm_of_its_dead_letter_is_provisional(
+    broker: ScriptedBroker, new_consumer: NewConsumer
+) -> None:
+    """The consumer has made the dead-letter queue, and the broker may lose it with the copy."""
+
+    def give_up(_delivery: Delivery) -> None:
+        raise DeadLetter("of no use")
+
+    broker.script = acking
+    broker.missing = {"letters-new"}
+    letters = Queue("letters-new", dead_letter=None)
+    with new_consumer(give_up, dead_letter=letters, new_queue_grace=SHORT, ack_interval=0.02):
+        broker.consuming.deliver(b"x")
+        [settled] = broker.wait_settled(1)
+    assert (settled.verdict, settled.tag) == ("ack", 1)
+    assert [letter.routing_key for letter in broker.published] == ["letters-new"]
+    assert broker.seen[: broker.seen.index("Basic.Ack")].count("Confirm.Select") >= ASKED
+
+
+@pytest.mark.slow
+def test_a_row_of_an_outbox_stays_while_its_confirm_is_provisional(
+    broker: ScriptedBroker, new_publisher: NewPublisher, tmp_path: Path
+) -> None:
+    broker.script = acking
+    broker.missing = {"rows-new"}
+    outbox = SQLiteOutbox(tmp_path / "outbox")
+    with new_publisher(topology=topology("rows-new"), outbox=outbox, new_queue_grace=SHORT) as publisher:
+        publisher.publish(Message(b"x"), routing_key="rows-new")
+        broker.wait(lambda: outbox.backlog()[0] == 0, "the row is removed")
+        assert broker.seen.count("Confirm.Select") >= ASKED
+    assert len(broker.published) == 1
+
+
+@pytest.mark.slow
 def test_a_set_up_takes_as_long_as_the_broker_answers(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
-    """A thousand quorum queues take longer than a connection may take to answer at all."""
+    """A thousand quorum queues take longer than a connection may take to answer at all: to find, and to declare."""
     broker.script = acking
     broker.declare_seconds = 0.3
-    queues = [Queue(f"q{number}", type="classic", dead_letter=None) for number in range(6)]
-    with new_publisher(topology=queues, connect_timeout=1.5) as publisher:
+    broker.missing = {"large-6"}  # the others take as long to find
+    names = [f"large-{number}" for number in range(7)]
+    with new_publisher(topology=topology(*names), connect_timeout=1.5, new_queue_grace=LONG) as publisher:
         publisher.connect()
-        assert submit(publisher, "q1")[0].result(30).attempts == 1
+        assert submit(publisher, "large-1")[0].result(30).attempts == 1
+    assert broker.seen.count("Queue.Declare") == 2 * len(names), "a look at each, and its declaration"
     assert len(broker.connections) == 1
