@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from collections import Counter
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -49,7 +50,7 @@ BACKENDS = pytest.mark.parametrize(
     indirect=["any_broker"],
 )
 PREFIX = headers.PREFIX
-LATE = 5.0  # seconds, by which a busy machine may be late
+LATE = 5.0  # seconds, by which a busy machine may be late, once
 SAID = ("attempts", "dead-letter-reason", "exception-type")
 BY_THE_BROKER = {b"x-delivery-count", b"x-acquired-count"}
 
@@ -138,11 +139,11 @@ def foreign() -> bytes:
 
 
 def check_gaps(gaps: Sequence[float], asked: Sequence[float]) -> None:
-    """Check that none was early, and that they were within a second, but for those that a busy machine held up."""
-    late = [gap - delay for gap, delay in zip(gaps, asked, strict=True)]
-    assert min(late) >= 0, gaps
-    assert min(late) < 1, "none of them was in time"
-    assert max(late) < LATE, gaps
+    """Check that none was early, and that they were within a second, but for one that a busy machine held up."""
+    late = sorted(gap - delay for gap, delay in zip(gaps, asked, strict=True))
+    assert late[0] >= 0, gaps
+    assert late[-2] < 1, f"more than one was late: {gaps}"
+    assert late[-1] < LATE, gaps
 
 
 def backend_of(name: Any, *, max_attempts: int = 3) -> tuple[Queue, RetryPolicy]:
@@ -277,7 +278,7 @@ def test_f56_mixed_delays_do_not_wait_for_each_other(vhost: VirtualHost, checker
     for delay in delays:
         gaps = sorted(gap for body, gap in waited.items() if body.startswith(b"%.1f/" % delay))
         print(f"asked for {delay} s, measured {gaps[0]:.3f} to {gaps[-1]:.3f} s")
-        assert gaps[0] < delay + LATE, "none of them was in time"
+        assert median(gaps) < delay + 1, "half of them were late"
     assert min(late.values()) >= 0
     assert max(late.values()) < 6.5, "behind one of eight seconds, it is later by seven"
     checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
