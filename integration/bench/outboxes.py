@@ -1,8 +1,9 @@
 """``python -m integration.bench.outboxes [ROWS]``: what a backlog costs an outbox, a million rows where none are named.
 
-Of a file: how long counting takes. Of each kind: how many rows a second one relay takes and removes, without a broker,
-where the rows have no key, three keys, or a thousand. With keys it must be a tenth of that without at least: exits with
-1 where it is not.
+Of a file: how long counting takes, of one key and of a thousand. Of each kind: how many rows a second one relay takes
+and removes, without a broker, where the rows have no key, three keys, or a thousand. With keys it must be a tenth of
+that without at least. Of PostgreSQL and MariaDB: how many messages a second a publisher brings from there to a quorum
+queue of a broker, 30,000 of three keys; it must be a thousand at least. Exits with 1 where one of them is missed.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sqlalchemy import create_engine
 
+from integration.bench.broker import BenchBroker, started
 from integration.support.databases import Database
 from integration.support.set_up import set_up
-from reliable_mq import Message
+from reliable_mq import Message, Publisher
 from reliable_mq.core.outbox import NewRow, RowOutcome, RowSettlement
 from reliable_mq.outbox import SQLAlchemyOutbox, SQLiteOutbox
 
@@ -30,6 +32,13 @@ KEYS = (0, 3, 1000)
 SECONDS = 10.0
 BAR = 0.1
 AT_A_TIME = 5000
+QUEUE = "bench.outbox"
+COUNTED_KEYS = (1, 1000)
+PUBLISHED_KINDS = ("postgresql", "mariadb")
+PUBLISHED = 30_000
+PUBLISHED_KEYS = 3
+PUBLISHED_BAR = 1000.0  # messages a second
+PATIENCE = 2 * PUBLISHED / PUBLISHED_BAR  # seconds for them
 
 
 def new_outbox(kind: str, stack: ExitStack) -> Outbox:
@@ -49,7 +58,9 @@ def fill(outbox: Outbox, rows: int, keys: int) -> None:
     """Store small messages, of so many keys in turn."""
     for start in range(0, rows, AT_A_TIME):
         numbers = range(start, min(start + AT_A_TIME, rows))
-        outbox.write([NewRow(Message(b"x" * 200), "", "q", True, f"{n % keys}" if keys else None) for n in numbers], [])
+        outbox.write(
+            [NewRow(Message(b"x" * 200), "", QUEUE, True, f"{n % keys}" if keys else None) for n in numbers], []
+        )
 
 
 def rate(outbox: Outbox, seconds: float) -> float:
@@ -69,32 +80,58 @@ def rate(outbox: Outbox, seconds: float) -> float:
     return done / elapsed
 
 
+def counted(rows: int, keys: int) -> str:
+    """How long a file takes to count them."""
+    with ExitStack() as stack:
+        outbox = new_outbox("file", stack)
+        fill(outbox, rows, keys)
+        begun = time.perf_counter()
+        outbox.status()
+        between = time.perf_counter()
+        outbox.backlog()
+        ended = time.perf_counter()
+    return f"file, {keys} keys: status() takes {between - begun:.2f} s, backlog() {ended - between:.2f} s"
+
+
+def published(kind: str, broker: BenchBroker) -> float:
+    """Messages a second that a publisher brings from an outbox to a broker, each confirmed and its row removed."""
+    broker.make_queue(QUEUE, "quorum")
+    with ExitStack() as stack:
+        outbox = new_outbox(kind, stack)
+        fill(outbox, PUBLISHED, PUBLISHED_KEYS)
+        begun = time.perf_counter()
+        with Publisher(broker.url, outbox=outbox) as publisher:
+            with suppress(TimeoutError):  # far below the bar
+                publisher.flush(PATIENCE)
+            left, ended = outbox.backlog()[0], time.perf_counter()
+    return (PUBLISHED - left) / (ended - begun)
+
+
 def main(rows: int) -> int:
     set_up("databases")
     missed = []
     print(f"rows a second, of a backlog of {rows:,}")
     print(f"{'outbox':12}" + "".join(f"  {f'{keys} keys':>10}" for keys in KEYS))
-    counting = ""
     for kind in KINDS:
         found = []
         for keys in KEYS:
             with ExitStack() as stack:
                 outbox = new_outbox(kind, stack)
                 fill(outbox, rows, keys)
-                if kind == "file" and keys == KEYS[-1]:
-                    begun = time.perf_counter()
-                    outbox.status()
-                    counted = time.perf_counter()
-                    outbox.backlog()
-                    ended = time.perf_counter()
-                    counting = f"file: status() takes {counted - begun:.2f} s, backlog() {ended - counted:.2f} s"
                 found.append(rate(outbox, SECONDS))
         print(f"{kind:12}" + "".join(f"  {one:10.0f}" for one in found), flush=True)
         if min(found[1:]) < BAR * found[0]:
-            missed.append(kind)
-    print(counting)
-    for kind in missed:
-        print(f"MISSED: {kind} with keys is slower than a tenth of it without")
+            missed.append(f"{kind} with keys is slower than a tenth of it without")
+    for keys in COUNTED_KEYS:
+        print(counted(rows, keys), flush=True)
+    with started("newest") as broker:
+        for kind in PUBLISHED_KINDS:
+            speed = published(kind, broker)
+            print(f"{kind}, {PUBLISHED:,} of {PUBLISHED_KEYS} keys to a broker: {speed:.0f} a second", flush=True)
+            if speed < PUBLISHED_BAR:
+                missed.append(f"{kind} to a broker is slower than {PUBLISHED_BAR:.0f} a second")
+    for one in missed:
+        print(f"MISSED: {one}")
     return int(bool(missed))
 
 
