@@ -126,43 +126,51 @@ def test_f03_buffered_deliveries_of_a_lost_channel_never_reach_a_handler(
 
 
 def test_f04_connection_is_reset_between_publish_and_ack(
-    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
     """Messages that were published twice, since their acks were lost, are delivered twice and take effect once."""
     proxy = fault_proxy(vhost.url)
+    confirmed, twice = rng.randrange(100), rng.randint(1, 200)
     with Publisher(proxy.url, topology=[ORDERS]) as publisher:
         publisher.connect()
+        early = [submit(checker, publisher, "orders") for _ in range(confirmed)]
+        publisher.flush(30)
         proxy.hold_confirms()
-        confirmations = [submit(checker, publisher, "orders") for _ in range(100)]
-        vhost.wait_for_messages("orders", 100)
+        late = [submit(checker, publisher, "orders") for _ in range(twice)]
+        vhost.wait_for_messages("orders", confirmed + twice)
         proxy.cut()
         proxy.heal()
-        assert [book(checker, one) for one in confirmations] == [None] * 100
+        assert [book(checker, one) for one in [*early, *late]] == [None] * (confirmed + twice)
     handler = Handler(account=checker)
-    with Consumer(vhost.url, ORDERS, handler, concurrency=4, idempotency=MemoryStore()) as consumer:
-        wait_until(lambda: consumer.statistics.acked == 200, timeout=30, what="200 acked")
-        assert consumer.statistics.delivered == 200
-        assert consumer.statistics.duplicates == 100
+    total = confirmed + 2 * twice
+    concurrency = rng.randint(1, 6)
+    with Consumer(vhost.url, ORDERS, handler, concurrency=concurrency, idempotency=MemoryStore()) as consumer:
+        wait_until(lambda: consumer.statistics.acked == total, timeout=30, what=f"{total} acked")
+        assert consumer.statistics.delivered == total
+        assert consumer.statistics.duplicates == twice
     checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
     balance = checker.close(effects_once=True)
-    assert balance.effects == 100
+    assert balance.effects == confirmed + twice
 
 
 def test_f04_connection_is_reset_between_effect_and_ack(
-    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
     """What was handled, but whose acks never arrived, is delivered again and takes effect once."""
     proxy = fault_proxy(vhost.url)
     handler = Handler(account=checker)
+    before, lost = rng.randrange(200), rng.randint(1, 200)  # no more than the prefetch: no ack lets more come
     with Consumer(proxy.url, ORDERS, handler, idempotency=MemoryStore(), reconnect_wait=SOON) as consumer:
+        publish(vhost, "orders", numbered(before), checker)
+        wait_until(lambda: vhost.live_counts()["orders"] == 0, timeout=30, what="acked, for the broker")
         proxy.black_hole("to_broker", new_connections=False)
-        publish(vhost, "orders", numbered(150), checker)
-        handler.wait_done(150)
+        publish(vhost, "orders", numbered(lost, first=before), checker)
+        handler.wait_done(before + lost)
         proxy.cut()
-        wait_until(lambda: consumer.statistics.duplicates == 150, timeout=30, what="duplicates acked")
-        assert consumer.statistics.redelivered == 150
+        wait_until(lambda: consumer.statistics.duplicates == lost, timeout=30, what="duplicates acked")
+        assert consumer.statistics.redelivered == lost
     checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
-    assert checker.close(effects_once=True).effects == 150
+    assert checker.close(effects_once=True).effects == before + lost
 
 
 def test_f04_no_ack_is_sent_before_its_handler_has_ended(
@@ -244,14 +252,20 @@ def test_f06_f07_connection_is_a_black_hole(
     checker.close()
 
 
-def test_f06_a_stop_on_a_dead_connection_ends_in_time(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """The broker does not answer the cancel: stop_timeout and the closing grace are all that it costs."""
+def test_f06_a_stop_on_a_dead_connection_ends_in_time(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, rng: Random
+) -> None:
+    """The broker does not answer the cancel: stop_timeout and the closing grace are all that it costs.
+
+    Idle or amid the work, whichever way nothing arrives.
+    """
     proxy = fault_proxy(vhost.url)
-    consumer = Consumer(proxy.url, ORDERS, Handler(), stop_timeout=0.5)
-    with consumer:
-        publish(vhost, "orders", numbered(10))
-        wait_until(lambda: consumer.statistics.acked == 10, timeout=10, what="acked")
-        proxy.black_hole()
+    count, direction = rng.randint(1, 1000), rng.choice(["both", "to_broker", "to_client"])
+    handler = Handler()
+    with Consumer(proxy.url, ORDERS, handler, stop_timeout=0.5):
+        publish(vhost, "orders", numbered(count))
+        handler.wait_done(rng.randint(1, count))
+        proxy.black_hole(direction)
         started = time.monotonic()
     assert time.monotonic() - started < 20
 
@@ -369,25 +383,34 @@ def test_f10_peer_stops_reading_then_resets(
     assert (balance.left, balance.dead_lettered) == (0, 20)
 
 
-def test_f11_broker_is_frozen(private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Audit) -> None:
-    """Five seconds of silence amid the work: what is handled meanwhile is acked when it thaws, or comes again.
+@pytest.mark.parametrize("seconds", [5, pytest.param(90, marks=[pytest.mark.soak, pytest.mark.timeout(300)])])
+def test_f11_broker_is_frozen(
+    private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Audit, rng: Random, seconds: int
+) -> None:
+    """Silence amid the work: what is handled meanwhile is acked when it thaws, or comes again.
 
-    It freezes while a handler runs and most of the messages are its own still. What the consumer had been given is
-    handled while it is frozen; nothing more comes, and after it everything does.
+    It freezes while a handler runs and other messages are its own still. What the consumer had been given is handled
+    while it is frozen; nothing more comes, and after it everything does.
     """
-    with Gate(lambda delivery: delivery.body == b"500") as gate:
+    prefetch = rng.randint(1, 200)
+    when = rng.randrange(1000)
+    given = when + prefetch
+    bodies = numbered(given + rng.randint(1, 2000))
+    with Gate(lambda delivery: int(delivery.body) == when) as gate:
         handler = Handler(then=gate, account=checker)
-        with Consumer(private_vhost.url, ORDERS, handler, prefetch=50, heartbeat=5, reconnect_wait=SOON) as consumer:
-            publish(private_vhost, "orders", numbered(3000), checker)
-            handler.wait_begun(501)
-            wait_until(lambda: consumer.statistics.delivered == 550, timeout=20, what="as much as the prefetch allows")
+        with Consumer(
+            private_vhost.url, ORDERS, handler, prefetch=prefetch, heartbeat=5, reconnect_wait=SOON
+        ) as consumer:
+            publish(private_vhost, "orders", bodies, checker)
+            handler.wait_begun(when + 1)
+            wait_until(lambda: consumer.statistics.delivered == given, timeout=20, what="what the prefetch allows")
             private_broker.pause()
             frozen = time.monotonic()
             gate.open()
-            wait_until(lambda: time.monotonic() - frozen > 5, timeout=10, what="the time to pass")
-            assert handler.bodies == numbered(550), "it had nothing else"
+            wait_until(lambda: time.monotonic() - frozen > seconds, timeout=seconds + 5, what="the time to pass")
+            assert handler.bodies == numbered(given), "it had nothing else"
             private_broker.unpause()
-            handler.wait_bodies(numbered(3000))
+            handler.wait_bodies(bodies)
     checker.drain(private_vhost, ["orders"], dead_letters=["orders.dead"])
     checker.close()
 
