@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import threading
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,8 +30,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
-# A socket whose making is interrupted is closed when it is collected, with a warning.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
+# A socket whose making is interrupted is closed when it is collected, with a warning; so is nothing else.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Exception ignored in.*<socket.socket:pytest.PytestUnraisableExceptionWarning",
+    "ignore:unclosed <socket.socket:ResourceWarning",
+)
 
 EVERY = 3  # steps
 WAITS = ("_await_first_attempts", "wait_connected")  # for the whole of the time to connect
@@ -120,10 +123,22 @@ def leftovers() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("interrupted")]
 
 
-def nothing_is_left(where: str) -> None:
+def descriptors() -> list[str]:
+    """What this process has open, by descriptor; but for the listing itself, which is closed again."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            found.append(f"{link.name} → {link.readlink()}")
+    return found
+
+
+def nothing_is_left(where: str, before: list[str]) -> None:
     wait_until(lambda: not leftovers(), timeout=20, what=lambda: f"the end of {leftovers()}, after {where}")
     left_open = [one for one in (*_open_publishers, *_open_consumers) if "interrupted" in repr(one)]
     assert not left_open, f"to be closed at exit, after {where}"
+    gc.collect()
+    now = descriptors()
+    assert len(now) <= len(before), f"open after {where}: {set(now) - set(before)}"
 
 
 def interrupt(use: Callable[[str, Path], None], url: str, path: Path, step: int) -> str:
@@ -150,13 +165,13 @@ def test_an_interrupted_entering_leaves_no_thread(
     """Whatever step of it the exception comes at: nobody is there to leave what was never entered."""
     caplog.set_level(logging.CRITICAL)
     entered.clear()
+    before = descriptors()
     for step in count(1, EVERY):
         where = interrupt(use, silent, tmp_path, step)
-        nothing_is_left(where)
+        nothing_is_left(where, before)
         if entered or where.endswith(WAITS):
             break
     assert step > 30 * EVERY, "it looked at nothing"
-    gc.collect()
 
 
 def running_consumer(url: str, _: Path) -> None:
@@ -197,14 +212,14 @@ def test_an_interrupted_stop_leaves_no_thread_of_a_consumer(
 def test_an_interrupted_leaving_closes_a_publisher(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A time limit that strikes in the flush at the end of a block gives up what is left, and disconnects."""
     caplog.set_level(logging.CRITICAL)
+    before = descriptors()
     for step in range(100, 10_000):
         where = interrupt(publisher, "amqp://guest:guest@127.0.0.1:1/", tmp_path, step)
-        nothing_is_left(where)
+        nothing_is_left(where, before)
         if not where:
             break
     else:
         pytest.fail("it never came to its end")
-    gc.collect()
 
 
 @pytest.mark.slow
