@@ -34,6 +34,7 @@ from reliable_mq.testing import RabbitMQ
 from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from random import Random
 
     from reliable_mq.testing import Audit, FaultProxyFactory, VirtualHost
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("baseline")
 
 GRACE = 2.0
+CONNECT = 4.0  # seconds that a connection may take
 AMPLE = 6.0  # seconds of grace for a test that does something within them
 ORDERS = Queue("orders", dead_letter=None)
 SOON = tenacity.wait_fixed(0.1)
@@ -176,15 +178,14 @@ class Failing:
 
 
 def returned_twice(vhost: VirtualHost, queue: str) -> None:
-    """Have messages come back from a consumer twice, so that they are suspect."""
+    """Have messages rejected twice, so that they are suspect: RabbitMQ 4.3 counts no nack."""
     with vhost.connect() as connection:
         for _ in range(2):
             with suppress(pika.exceptions.ChannelClosed):
                 channel = connection.channel()
-                for _ in range(LETTERS):
-                    method, _, _ = channel.basic_get(queue)
-                    assert method is not None
-                channel.basic_nack(0, multiple=True, requeue=True)
+                tags = [channel.basic_get(queue)[0].delivery_tag for _ in range(LETTERS)]
+                for tag in tags:
+                    channel.basic_reject(tag, requeue=True)
                 channel.close()
 
 
@@ -235,10 +236,33 @@ def test_f61_the_broker_is_killed_while_a_queue_that_the_consumer_made_is_new(
                 # In a delay queue that 4.0 has lost, and that an operator has revived, messages may never expire.
                 if not broker.version.startswith("4.0."):
                     raise
+        assert bool(consumer.statistics.quarantined) == (kind == "quarantine")
         consumer.stop()
     delay_queues = [name for name in private_vhost.live_counts() if ".retry." in name]
     checker.drain(private_vhost, ["work", "work.quarantine", *delay_queues], dead_letters=["letters"])
     checker.close()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_1_200_quorum_queues_are_made_for_longer_than_a_connection_may_take(
+    publisher_api: str, fault_proxy: FaultProxyFactory, report: Callable[[str], None]
+) -> None:
+    """The broker answers all the time. It is one of its own: the queues go with it."""
+    queues = [Queue(f"orders-{number}", dead_letter=None) for number in range(1200)]
+    with RabbitMQ(broker_image("newest")) as broker:
+        proxy = fault_proxy(broker.url)
+        for what in ("made", "found"):
+            began = time.monotonic()
+            with Publisher(
+                proxy.url, topology=queues, connect_timeout=CONNECT, delivery_timeout=600, new_queue_grace=GRACE
+            ) as publisher:
+                publisher.connect()
+                took = time.monotonic() - began
+                publisher.publish(Message(b"x"), routing_key="orders-1199")
+            report(f"{len(queues)} queues are {what} in {took:.1f} s")
+            assert what == "found" or took > CONNECT, "too few queues to show it"
+        assert proxy.connections == 2
 
 
 def test_classic_queues_have_no_grace(vhost: VirtualHost, publisher_api: str) -> None:
