@@ -201,7 +201,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_repeated_on_mysql(item: pytest.Item) -> bool:
-    """Whether it is a test of MariaDB, on MySQL."""
+    """Whether it is a test of MariaDB, on MySQL. The contracts, which are in classes, are for both."""
+    if getattr(item, "cls", None) is not None:
+        return False
     parameters: dict[str, object] = getattr(getattr(item, "callspec", None), "params", {})
     return any(str(value).startswith("mysql") for value in parameters.values())
 

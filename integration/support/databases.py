@@ -39,6 +39,7 @@ APIS = [
     pytest.param("postgresql", "aio", "asyncpg", marks=pytest.mark.soak),
     pytest.param("mariadb", "aio", "asyncmy", marks=pytest.mark.soak),
     pytest.param("mysql", "sync", "", marks=pytest.mark.soak),
+    pytest.param("mysql", "aio", "asyncmy", marks=pytest.mark.soak),
 ]
 _QUICK = {
     "redis": ["--appendfsync", "no"],
