@@ -198,9 +198,10 @@ def test_an_interrupted_stop_leaves_no_thread_of_a_consumer(
 ) -> None:
     """Of ``with``, and of `Consumer.run`."""
     caplog.set_level(logging.CRITICAL)
+    before = descriptors()
     for step in range(100, 10_000, EVERY):
         where = interrupt(use, "amqp://guest:guest@127.0.0.1:1/", tmp_path, step)
-        nothing_is_left(where)
+        nothing_is_left(where, before)
         if not where:
             break
     else:
