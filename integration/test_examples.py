@@ -236,7 +236,9 @@ def test_the_programs_of_a_guide_run(vhost: VirtualHost, tmp_path: Path, guide: 
                 printed = run_in(tmp_path, name).splitlines()
                 assert printed == ["order 1 is shipped"] or "Consumer(" not in program
     published = sum("publisher.publish(" in program for program in found)
-    assert vhost.live_counts() | {"orders": published} == vhost.live_counts()
+    counts = vhost.live_counts()
+    del counts["events"]  # a stream keeps its messages
+    assert counts == dict.fromkeys(counts, 0) | {"orders": published}
 
 
 URL = '"amqp://guest:guest@localhost/"'
