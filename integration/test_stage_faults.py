@@ -106,7 +106,7 @@ def test_f69_an_alarm_while_messages_move_is_waited_for(
 
 def test_the_bytes_that_a_relay_holds_are_bounded(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
     """It has learned to read far ahead of small messages when large ones come: it pauses, and reads on with fewer."""
-    small, large = 4000, 80
+    small, large, at_once = 4000, 80, 32
     publish(vhost.url, "orders", small, type="quorum")
     held: list[int] = []
     with (
@@ -116,12 +116,16 @@ def test_the_bytes_that_a_relay_holds_are_bounded(vhost: VirtualHost, fault_prox
         wait_until(lambda: relay.statistics.moved == small, timeout=DEADLINE, what="small messages moved")
         cancels = proxy.seen("basic.cancel", "to_broker")
         proxy.hold_confirms()
+        messages = [Message(bytes(LARGE), message_id=f"large-{number}") for number in range(large)]
         with Publisher(vhost.url) as publisher:
-            messages = (Message(bytes(LARGE), message_id=f"large-{number}") for number in range(large))
-            assert publisher.publish_many(messages, routing_key="orders").ok
-        proxy.wait_for(
-            lambda: proxy.seen("basic.cancel", "to_broker") >= cancels + 2, DEADLINE, what="fewer, then a pause"
-        )
+            proxy.stop_reading("to_client")  # so that many are on their way before the relay knows of one
+            assert publisher.publish_many(messages[:at_once], routing_key="orders").ok
+            wait_until(lambda: ready(vhost, "orders") == 0, timeout=DEADLINE, what="large messages on their way")
+            proxy.resume("to_client")
+            proxy.wait_for(
+                lambda: proxy.seen("basic.cancel", "to_broker") >= cancels + 2, DEADLINE, what="fewer, then a pause"
+            )
+            assert publisher.publish_many(messages[at_once:], routing_key="orders").ok
         wait_until(
             lambda: ready(vhost, "orders") + relay.status().outstanding == large, timeout=DEADLINE, what="a pause"
         )
