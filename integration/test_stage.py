@@ -12,11 +12,21 @@ from typing import TYPE_CHECKING
 import pika
 import pytest
 
-from integration.support.command_line import start_cli
+from integration.support.command_line import running_cli, start_cli
 from integration.support.processes import Process
 from integration.support.seeds import soaking
 from integration.support.shovels import shovel
-from integration.support.stages import DEADLINE, StageReader, delivered_of, ids, originals, publish, ready, relaying
+from integration.support.stages import (
+    DEADLINE,
+    StageReader,
+    check_each_once,
+    delivered_of,
+    ids,
+    originals,
+    publish,
+    ready,
+    relaying,
+)
 from reliable_mq import Binding, Exchange, Message, Publisher, Queue
 from reliable_mq.codec import RawDelivery
 from reliable_mq.codec.methods import Consume, SetPrefetch
@@ -137,8 +147,7 @@ def test_f68_a_killed_relay_moves_each_message_once(
     with relaying(any_vhost.url) as relay:
         assert relay.wait_moved(DEADLINE)
         wait_until(lambda: ready(any_vhost, "orders") == 0, timeout=DEADLINE, what="an empty queue")
-    counts = ids(originals(any_vhost.url, "stage", count=total + 1))
-    assert sum(counts.values()) == len(counts) == total + 1
+    check_each_once(any_vhost.url, "stage", count=total + 1)
 
 
 @pytest.mark.timeout(1800)
@@ -185,8 +194,7 @@ def test_f68_a_killed_broker_costs_and_repeats_nothing(private_vhost: VirtualHos
         private_vhost.broker.start()
         wait_until(lambda: relay.active, timeout=DEADLINE, what="the relay is active again")
         wait_until(lambda: ready(private_vhost, "orders") == 0, timeout=DEADLINE, what="an empty queue")
-    counts = ids(originals(private_vhost.url, "stage", count=3000))
-    assert sum(counts.values()) == len(counts) == 3000
+    check_each_once(private_vhost.url, "stage", count=3000)
 
 
 def test_f68_a_cut_connection_repeats_nothing(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
@@ -199,8 +207,7 @@ def test_f68_a_cut_connection_repeats_nothing(vhost: VirtualHost, fault_proxy: F
         wait_until(
             lambda: ready(vhost, "orders") == 0 and relay.status().outstanding == 0, timeout=DEADLINE, what="empty"
         )
-    counts = ids(originals(vhost.url, "stage", count=4000))
-    assert sum(counts.values()) == len(counts) == 4000
+    check_each_once(vhost.url, "stage", count=4000)
 
 
 def test_f69_an_alarm_stops_the_relay_with_everything_unacked(private_vhost: VirtualHost) -> None:
@@ -214,8 +221,7 @@ def test_f69_an_alarm_stops_the_relay_with_everything_unacked(private_vhost: Vir
         private_vhost.broker.clear_alarm("disk")
         assert relay.wait_active(DEADLINE)
         assert relay.wait_moved(DEADLINE)
-    counts = ids(originals(private_vhost.url, "stage", count=100))
-    assert sum(counts.values()) == len(counts) == 100
+    check_each_once(private_vhost.url, "stage", count=100)
 
 
 def test_f69_a_deleted_stage_is_not_made_anew_in_silence(vhost: VirtualHost) -> None:
@@ -267,8 +273,7 @@ def test_f70_of_two_relays_one_moves_and_the_other_takes_over(vhost: VirtualHost
             assert second.wait_active(DEADLINE)
             publish(vhost.url, "orders", 500, first=1000)
             wait_until(lambda: second.statistics.moved == 500, timeout=DEADLINE, what="the second one moves")
-    counts = ids(originals(vhost.url, "stage", count=1500))
-    assert sum(counts.values()) == len(counts) == 1500
+    check_each_once(vhost.url, "stage", count=1500)
 
 
 @pytest.mark.parametrize("kind", ["quorum", "classic"])
@@ -314,8 +319,7 @@ def test_two_stages_of_a_queue_with_a_single_active_consumer_have_a_part_each(
             publish(vhost.url, "orders", 1000, first=1000)
             wait_until(lambda: first.statistics.moved + second.statistics.moved == 2000, timeout=DEADLINE, what="moved")
         assert (first.statistics.moved, second.statistics.moved) == (1000, 1000)
-    counts = ids(originals(vhost.url, "one", "two", count=2000))
-    assert sum(counts.values()) == len(counts) == 2000
+    check_each_once(vhost.url, "one", "two", count=2000)
 
 
 @pytest.mark.soak
@@ -381,8 +385,7 @@ def test_the_command_moves_queues_until_sigterm(vhost: VirtualHost) -> None:
     publish(vhost.url, "orders", 300, type="quorum")
     publish(vhost.url, "invoices", 300, type="classic")
     command = ["stage", vhost.url, "orders", "orders.stage", "invoices", "invoices.stage", "--metrics-port", "0"]
-    process = start_cli(*command)
-    try:
+    with running_cli(*command) as process:
         assert process.stderr is not None
         assert process.stderr.readline().startswith(b"metrics: http://127.0.0.1:")
         wait_until(
@@ -390,8 +393,6 @@ def test_the_command_moves_queues_until_sigterm(vhost: VirtualHost) -> None:
         )
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=DEADLINE)
-    finally:
-        process.kill()
     assert process.returncode == 0, said
     assert b"600 messages moved" in said
     for queue in ("orders", "invoices"):
@@ -400,13 +401,10 @@ def test_the_command_moves_queues_until_sigterm(vhost: VirtualHost) -> None:
 
 def test_the_command_that_is_interrupted_drains_and_says_so_by_its_status(vhost: VirtualHost) -> None:
     publish(vhost.url, "orders", 1, type="quorum")
-    process = start_cli("stage", vhost.url, "orders", "orders.stage")
-    try:
+    with running_cli("stage", vhost.url, "orders", "orders.stage") as process:
         wait_until(lambda: ready(vhost, "orders") == 0, timeout=DEADLINE, what="an empty queue")
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=DEADLINE)
-    finally:
-        process.kill()
     assert process.returncode == 130, said
     assert b"1 messages moved" in said
 

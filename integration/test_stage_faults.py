@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from integration.support.command_line import start_cli
-from integration.support.stages import DEADLINE, StageReader, ids, originals, publish, ready, relaying
+from integration.support.command_line import running_cli
+from integration.support.stages import DEADLINE, StageReader, check_each_once, ids, originals, publish, ready, relaying
 from reliable_mq import Message, Publisher
 from reliable_mq.codec.methods import Consume, SetPrefetch
 from reliable_mq.testing.frames import Frame, basic_nack
@@ -47,8 +47,7 @@ def test_f69_while_the_stage_does_not_confirm_nothing_is_acked(
         )
         assert relay.statistics.moved_before >= 8
     assert ready(vhost, "orders") == 0
-    counts = ids(originals(vhost.url, "stage", count=101))
-    assert sum(counts.values()) == len(counts) == 101
+    check_each_once(vhost.url, "stage", count=101)
 
 
 def test_f69_a_nack_of_the_stage_loses_and_repeats_nothing(
@@ -76,8 +75,7 @@ def test_f69_a_nack_of_the_stage_loses_and_repeats_nothing(
         assert relay.statistics.failures == 1
         assert relay.statistics.moved_before >= 1
     assert "the stage did not take a message (basic.nack)" in caplog.text
-    counts = ids(originals(vhost.url, "stage", count=501))
-    assert sum(counts.values()) == len(counts) == 501
+    check_each_once(vhost.url, "stage", count=501)
 
 
 def test_f69_an_alarm_while_messages_move_is_waited_for(
@@ -100,8 +98,7 @@ def test_f69_an_alarm_while_messages_move_is_waited_for(
             assert relay.wait_moved(DEADLINE)
             assert relay.statistics.moved == 3000
             assert (relay.statistics.failures, relay.statistics.epochs) == (0, 1)
-    counts = ids(originals(private_vhost.url, "stage", count=3000))
-    assert sum(counts.values()) == len(counts) == 3000
+    check_each_once(private_vhost.url, "stage", count=3000)
 
 
 def test_the_bytes_that_a_relay_holds_are_bounded(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
@@ -141,16 +138,14 @@ def test_the_bytes_that_a_relay_holds_are_bounded(vhost: VirtualHost, fault_prox
         wait_until(moved, timeout=DEADLINE, what="all moved", interval=0.001)
         assert proxy.seen("basic.consume", "to_broker") > consumes
     assert max(held) <= paused.held_bytes
-    counts = ids(originals(vhost.url, "stage", count=small + large))
-    assert sum(counts.values()) == len(counts) == small + large
+    check_each_once(vhost.url, "stage", count=small + large)
 
 
 def test_a_command_that_is_terminated_under_load_leaves_the_rest_in_the_queue(vhost: VirtualHost) -> None:
     """Staged and ready are what was published, and none is in both. Its metrics are served until then."""
     published = 30_000
     publish(vhost.url, "orders", published, type="quorum")
-    process = start_cli("stage", vhost.url, "orders", "stage", "--metrics-port", "0")
-    try:
+    with running_cli("stage", vhost.url, "orders", "stage", "--metrics-port", "0") as process:
         assert process.stderr is not None
         address = process.stderr.readline().decode().split()[1]
 
@@ -162,8 +157,6 @@ def test_a_command_that_is_terminated_under_load_leaves_the_rest_in_the_queue(vh
         wait_until(lambda: moved() >= 1000, timeout=DEADLINE, what="some messages moved")
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=DEADLINE)
-    finally:
-        process.kill()
     assert process.returncode == 0, said
     staged = ids(originals(vhost.url, "stage", count=1000))
     assert f"{staged.total():,} messages moved" in said.decode()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from integration.support.processes import Process, run
 from integration.support.programs import environment
@@ -19,3 +21,13 @@ def run_cli(*arguments: str | bytes, stdin: bytes = b"", timeout: float = 60) ->
 def start_cli(*arguments: str, stdout: int = subprocess.PIPE) -> Process:
     """Start a command, with pipes to it and from it."""
     return Process(_MODULE, *arguments, stdout=stdout)
+
+
+@contextmanager
+def running_cli(*arguments: str) -> Iterator[Process]:
+    """Start a command; it is killed at the end of the block, if it still runs."""
+    process = start_cli(*arguments)
+    try:
+        yield process
+    finally:
+        process.kill()

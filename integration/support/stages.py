@@ -76,6 +76,12 @@ def ids(messages: Iterable[Original]) -> Counter[str]:
     return Counter(Message.from_wire(each.body, each.properties).message_id for each in messages)
 
 
+def check_each_once(url: str, *streams: str, count: int) -> None:
+    """Assert that a stage has so many messages, each of them once."""
+    found = ids(originals(url, *streams, count=count))
+    assert found.total() == len(found) == count, f"{found.total()} messages of {len(found)} ids, not {count}"
+
+
 def publish(url: str, queue: str, count: int, first: int = 0, **declared: object) -> None:
     topology = [Queue(queue, dead_letter=None, **declared)] if declared else []  # type: ignore[arg-type]
     with Publisher(url, topology=topology, new_queue_grace=0) as publisher:

@@ -149,13 +149,8 @@ def _found_by(settings: ConnectionSettings, management_url: str | None) -> Calla
         ManagementAPI.check(management_url, settings, option="--management-url")
 
     def find() -> list[str]:
-        apis = (
-            [ManagementAPI.at(management_url, settings, option="--management-url")]
-            if management_url
-            else ManagementAPI.beside(settings)
-        )
         why = "it is not asked, since its address is a guess, and not secured"
-        for api in apis:
+        for api in ManagementAPI.candidates(management_url or None, settings, option="--management-url"):
             if not api.sends_password:
                 continue
             try:

@@ -98,6 +98,11 @@ class ManagementAPI:
         _checked(url, settings, option)
 
     @classmethod
+    def candidates(cls, url: str | None, settings: ConnectionSettings, *, option: str) -> list[Self]:
+        """Return the API `at` a URL; without one, those `beside` AMQP."""
+        return cls.beside(settings) if url is None else [cls.at(url, settings, option=option)]
+
+    @classmethod
     def beside(cls, settings: ConnectionSettings) -> list[Self]:
         """Return the API at its default address: on each host, with TLS if AMQP has it.
 

@@ -155,6 +155,17 @@ def interrupt(use: Callable[[str, Path], None], url: str, path: Path, step: int)
     return interruption.where
 
 
+def interrupt_to_the_end(use: Callable[[str, Path], None], path: Path, steps: range) -> None:
+    """Interrupt at one step after the other, without a broker, until it is over before."""
+    before = descriptors()
+    for step in steps:
+        where = interrupt(use, "amqp://guest:guest@127.0.0.1:1/", path, step)
+        nothing_is_left(where, before)
+        if not where:
+            return
+    pytest.fail("it never came to its end")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "use", [publisher, publisher_with_outbox, consumer, consumer_that_pulls], ids=lambda use: use.__name__
@@ -198,29 +209,14 @@ def test_an_interrupted_stop_leaves_no_thread_of_a_consumer(
 ) -> None:
     """Of ``with``, and of `Consumer.run`."""
     caplog.set_level(logging.CRITICAL)
-    before = descriptors()
-    for step in range(100, 10_000, EVERY):
-        where = interrupt(use, "amqp://guest:guest@127.0.0.1:1/", tmp_path, step)
-        nothing_is_left(where, before)
-        if not where:
-            break
-    else:
-        pytest.fail("it never came to its end")
-    gc.collect()
+    interrupt_to_the_end(use, tmp_path, range(100, 10_000, EVERY))
 
 
 @pytest.mark.slow
 def test_an_interrupted_leaving_closes_a_publisher(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A time limit that strikes in the flush at the end of a block gives up what is left, and disconnects."""
     caplog.set_level(logging.CRITICAL)
-    before = descriptors()
-    for step in range(100, 10_000):
-        where = interrupt(publisher, "amqp://guest:guest@127.0.0.1:1/", tmp_path, step)
-        nothing_is_left(where, before)
-        if not where:
-            break
-    else:
-        pytest.fail("it never came to its end")
+    interrupt_to_the_end(publisher, tmp_path, range(100, 10_000))
 
 
 @pytest.mark.slow

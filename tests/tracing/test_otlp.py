@@ -160,6 +160,25 @@ def sent(broker: ScriptedBroker, message_id: str) -> dict[str, Any]:
     }
 
 
+def settled(broker: ScriptedBroker, how: str, message_id: str, *, trace: str, parent: str) -> dict[str, Any]:
+    """The span of the settlement of one delivery."""
+    return {
+        "name": f"{how} orders",
+        "kind": "SPAN_KIND_CLIENT",
+        "trace": trace,
+        "parent": parent,
+        "links": [("send orders", {})],
+        "attributes": {
+            **common(broker, "billing", how, "settle"),
+            **peer(broker),
+            "messaging.message.id": message_id,
+            "messaging.rabbitmq.message.delivery_tag": 1,
+        },
+        "events": [],
+        "status": ("STATUS_CODE_UNSET", ""),
+    }
+
+
 @both_apis
 def test_a_collector_gets_the_spans_of_publisher_and_consumer(
     collector: Collector, broker: ScriptedBroker, publisher: type[Any], consumer: type[Any]
@@ -209,21 +228,7 @@ def test_a_collector_gets_the_spans_of_publisher_and_consumer(
         ],
         "status": ("STATUS_CODE_ERROR", "no stock"),
     }
-    assert reject == {
-        "name": "reject orders",
-        "kind": "SPAN_KIND_CLIENT",
-        "trace": "send orders",
-        "parent": "process orders",
-        "links": [("send orders", {})],
-        "attributes": {
-            **common(broker, "billing", "reject", "settle"),
-            **peer(broker),
-            "messaging.message.id": receipt.message_id,
-            "messaging.rabbitmq.message.delivery_tag": 1,
-        },
-        "events": [],
-        "status": ("STATUS_CODE_UNSET", ""),
-    }
+    assert reject == settled(broker, "reject", receipt.message_id, trace="send orders", parent="process orders")
 
 
 @both_apis
@@ -309,18 +314,4 @@ def test_a_collector_gets_the_spans_of_get(
         "events": [],
         "status": ("STATUS_CODE_UNSET", ""),
     }
-    assert ack == {
-        "name": "ack orders",
-        "kind": "SPAN_KIND_CLIENT",
-        "trace": "receive orders",
-        "parent": "receive orders",
-        "links": [("send orders", {})],
-        "attributes": {
-            **common(broker, "billing", "ack", "settle"),
-            **peer(broker),
-            "messaging.message.id": receipt.message_id,
-            "messaging.rabbitmq.message.delivery_tag": 1,
-        },
-        "events": [],
-        "status": ("STATUS_CODE_UNSET", ""),
-    }
+    assert ack == settled(broker, "ack", receipt.message_id, trace="receive orders", parent="receive orders")

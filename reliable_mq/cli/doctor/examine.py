@@ -76,13 +76,8 @@ def _by_management(
     settings: ConnectionSettings, entry: HostEntry, queues: Sequence[str], management_url: str | None
 ) -> list[Finding]:
     """Run the checks that need the management API; without it, name them as unchecked."""
-    candidates = (
-        ManagementAPI.beside(settings)
-        if management_url is None
-        else [ManagementAPI.at(management_url, settings, option="--management-url")]
-    )
     why = fix = ""
-    for api in candidates:
+    for api in ManagementAPI.candidates(management_url, settings, option="--management-url"):
         if not api.sends_password:
             why, fix = _not_asked(api)
             continue

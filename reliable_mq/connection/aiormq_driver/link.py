@@ -152,9 +152,7 @@ class Link:
         self._reader.reset()
         if self._transport is not None:
             self._transport.abort()
-        elif (
-            self._state is not LinkState.NEW
-        ):  # a task that is cancelled before its first step never runs its own clean-up
+        elif self._state is not LinkState.NEW:  # cancelled before its first step, a task never runs its own clean-up
             self._task.cancel()
         self._end_now()
 
