@@ -35,6 +35,7 @@ DRAINED = "body binary, message_id string"
 DRAINED_AT_A_TIME = 10_000
 SETTINGS = {"spark.driver.memory": "1g", "spark.driver.extraJavaOptions": "-Xshare:auto"}  # tests save on the compiler
 LOOK_EVERY = 0.25  # seconds, for the CPU time of processes that end with a query
+LOOKS_PER_COUNT = 4  # of the rows of a query: the JVM spends CPU time to tell them
 WARMUPS = 2  # reads before the one that is measured
 TICKS = os.sysconf("SC_CLK_TCK")
 BEGUN = 60.0  # seconds for the first, empty batch of a query
@@ -156,9 +157,10 @@ def run_staged(job: Job, place: Place = HERE, *, partitions: int | None = None, 
         meter.start()
         rows: dict[int, int] = {}
         while sum(rows.values()) < expected:
-            meter.look()
-            if query.awaitTermination(LOOK_EVERY):
-                raise RuntimeError(f"the query has ended: {query.exception()}")
+            for _ in range(LOOKS_PER_COUNT):
+                meter.look()
+                if query.awaitTermination(LOOK_EVERY):
+                    raise RuntimeError(f"the query has ended: {query.exception()}")
             rows |= {each["batchId"]: each["numInputRows"] for each in query.recentProgress}
 
     def tidy(queue: str) -> None:
