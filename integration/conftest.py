@@ -18,6 +18,7 @@ fixture              scope      what it is
 `database`           test       a function `(kind) -> Database`: the shared server of that kind, healed for each test
 `checker`, `audit`   test       the account of the fault matrix; its counts are printed at the end of the run
 `report`             test       a function `(line)`: have it printed at the end of the run (of `tests.reports`)
+`record_round`       test       a function `(Round)`: have it counted in the table at the end (of `support.rounds`)
 `seed`, `rng`        test       a number that is part of the test's name; `random.Random(seed)`
 `fault_proxy`        test       a function `(url, *, seed=0) -> FaultProxy`
 `publisher_api`      test       one API (see below): `Publisher` of the test's module is the sync or the asyncio one
@@ -48,6 +49,7 @@ from zlib import crc32
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
+from integration.support import rounds
 from integration.support.asyncio_thread import AsyncioThread
 from integration.support.baseline import back_to_baseline
 from integration.support.blocking import BlockingPublisher, UvloopPublisher
@@ -143,6 +145,7 @@ _tests_begun = count()
 def pytest_configure(config: pytest.Config) -> None:
     properties.load(config)
     reports.load(config)
+    rounds.load(config)
     config.addinivalue_line("markers", "both_lines: a test of `any_broker` that is for both lines in every run")
     # A job that a shell runs in the background has SIGINT ignored, and so have its children; tests send it.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -84,6 +84,12 @@ ensure_venv() {
     "$python" -m venv "$ROOT/.venv"
     "$ROOT/.venv/bin/python" -m pip install --quiet --editable "$ROOT[all,dev]" </dev/null
     printf '%s\n' "$want" >"$stamp"
+    say "compiling the tests"  # once: otherwise each of many processes does at its start, in ten seconds
+    local tests
+    for tests in tests integration; do
+        (cd "$ROOT" && .venv/bin/python -m pytest -q --collect-only "$tests") >/dev/null 2>&1 &
+    done
+    wait
 }
 
 # -- Java ------------------------------------------------------------------------------------------------------------

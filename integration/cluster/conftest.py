@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from random import Random
 
+    from integration.support.rounds import Round
     from reliable_mq.testing import RabbitMQCluster, VirtualHost
 
 LINE = "RELIABLE_MQ_CLUSTER_LINE"  # "newest", or "4.0"
@@ -44,6 +45,7 @@ def traffic(
     rng: Random,
     tmp_path: Path,
     report: Callable[[str], None],
+    record_round: Callable[[Round], None],
 ) -> Callable[..., Traffic]:
     """A function `(*, pinned=...) -> Traffic`."""
-    return partial(Traffic, cluster_vhost, rabbitmq_cluster, rng, tmp_path, report)
+    return partial(Traffic, cluster_vhost, rabbitmq_cluster, rng, tmp_path, report, record_round)

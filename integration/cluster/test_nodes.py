@@ -38,7 +38,7 @@ def leaders_are_killed(flow: Traffic, rng: Random) -> None:
     node = rng.choice(flow.cluster.nodes)
     for queue in (ORDERS.name, DELAY_QUEUE, DEAD_LETTERS):
         flow.cluster.transfer_leader(queue, node, flow.vhost.name)
-    flow.fault("leaders killed")
+    flow.fault(20, "leaders killed")
     node.kill()
     flow.wait_progress()
     flow.cluster.start()
@@ -50,7 +50,7 @@ def a_node_without_leaders_is_killed(flow: Traffic, rng: Random, node: ClusterNo
     others = [each for each in flow.cluster.nodes if each is not node]
     for queue in (ORDERS.name, PLAIN.name):
         flow.cluster.transfer_leader(queue, rng.choice(others), flow.vhost.name)
-    flow.fault("node without leaders killed")
+    flow.fault(67, "node without leaders killed")
     node.kill()
     flow.wait_elsewhere(node, timeout=AT_ONCE + flow.lag.worst)
     flow.wait_progress()
@@ -59,7 +59,7 @@ def a_node_without_leaders_is_killed(flow: Traffic, rng: Random, node: ClusterNo
 
 def a_majority_is_killed(flow: Traffic, rng: Random, seconds: float = 10) -> None:
     """Calls end by their deadlines meanwhile; all others settle when it is back."""
-    flow.fault("majority killed")
+    flow.fault(21, "majority killed")
     for node in rng.sample(flow.cluster.nodes, 2):
         node.kill()
     with flow.without_majority(by=DIRECT):
@@ -71,7 +71,7 @@ def the_leader_is_cut_off(flow: Traffic, rng: Random, seconds: float = 8) -> Non
     """Clients are on both sides, and may stay there. One knows the leader alone, and has nothing confirmed."""
     leader = flow.cluster.leader_of(ORDERS.name, flow.vhost.name)
     with flow.only_on(leader) as alone:
-        flow.fault("leader cut off")
+        flow.fault(22, "leader cut off")
         flow.cluster.partition(leader, one_way=rng.random() < 0.5)
         with flow.without_majority(by=[alone]):
             lasts(seconds)
@@ -80,7 +80,7 @@ def the_leader_is_cut_off(flow: Traffic, rng: Random, seconds: float = 8) -> Non
 
 def each_node_is_restarted(flow: Traffic, rng: Random) -> None:
     """One of them is drained before."""
-    flow.fault("node drained, each restarted")
+    flow.fault(23, "node drained, each restarted")
     node = rng.choice(flow.cluster.nodes)
     flow.cluster.drain(node)
     flow.wait_progress()
@@ -94,7 +94,7 @@ def each_node_is_restarted(flow: Traffic, rng: Random) -> None:
 
 def the_leader_is_frozen(flow: Traffic, rng: Random) -> None:
     leader = flow.cluster.leader_of(ORDERS.name, flow.vhost.name)
-    flow.fault("leader frozen")
+    flow.fault(62, "leader frozen")
     leader.pause()
     lasts(rng.uniform(8, 90) if soaking() else 8)
     leader.unpause()
@@ -104,7 +104,7 @@ def a_node_loses_its_disk(flow: Traffic, rng: Random) -> None:
     """What it has copied when it has joined again is a majority together with one other node."""
     leader = flow.cluster.leader_of(ORDERS.name, flow.vhost.name)
     node = rng.choice([node for node in flow.cluster.nodes if node is not leader])
-    flow.fault("disk lost")
+    flow.fault(63, "disk lost")
     flow.cluster.lose_disk(node)
     flow.wait_progress()
     flow.cluster.start()
@@ -115,7 +115,7 @@ def a_node_loses_its_disk(flow: Traffic, rng: Random) -> None:
 
 
 def the_leader_is_transferred(flow: Traffic, rng: Random) -> None:
-    flow.fault("leader transferred")
+    flow.fault(64, "leader transferred")
     for _ in range(10):
         leader = flow.cluster.leader_of(ORDERS.name, flow.vhost.name)
         other = rng.choice([node for node in flow.cluster.nodes if node is not leader])
@@ -156,7 +156,7 @@ def test_f20_to_f23_f62_to_f64_and_f67_one_after_the_other(traffic: Callable[...
             fault(flow, rng)
             settle(flow)
         flow.finish(cut_off=True)
-        assert flow.silence("leaders killed") < GOES_ON + flow.lag.worst
+        assert flow.silence(20) < GOES_ON + flow.lag.worst
 
 
 @pytest.mark.soak
@@ -167,7 +167,7 @@ def test_f20_leaders_of_work_delay_and_dead_letter_queues_are_killed(
         leaders_are_killed(flow, rng)
         settle(flow)
         flow.finish()
-        assert flow.silence("leaders killed") < GOES_ON + flow.lag.worst
+        assert flow.silence(20) < GOES_ON + flow.lag.worst
 
 
 @pytest.mark.soak
@@ -200,7 +200,7 @@ def test_f22_a_leader_cut_off_with_its_clients_confirms_nothing(
 
     with traffic(pinned=pinned) as flow:
         alone = leader()
-        flow.fault("leader cut off with its clients")
+        flow.fault(22, "leader cut off with its clients")
         rabbitmq_cluster.partition(alone, one_way=one_way)
         with flow.without_majority(by=DIRECT[:1]):
             if one_way:

@@ -11,6 +11,7 @@ import pytest
 from integration.support.acks import Acks
 from integration.support.blocking_consumer import BlockingConsumer
 from integration.support.lag import Lag
+from integration.support.rounds import Round
 from integration.support.traffic import GRACE, LATE, OPTIONS, SLOW, url_of
 from reliable_mq import Consumer, Message, Publisher, Queue
 from reliable_mq.testing import wait_until
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from reliable_mq import Delivery
     from reliable_mq.testing import Audit, FaultProxyFactory, RabbitMQCluster, VirtualHost
 
-pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("baseline"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.usefixtures("baseline"), pytest.mark.timeout(600)]
 
 ORDERS = Queue("orders", single_active_consumer=True)
 
@@ -35,6 +36,7 @@ def test_f66_one_consumer_is_active_at_a_time_and_the_order_is_kept(
     rng: Random,
     checker: Audit,
     report: Callable[[str], None],
+    record_round: Callable[[Round], None],
 ) -> None:
     """But for redeliveries. First the active one loses its connection, then the next one its node."""
     history = History(checker)
@@ -110,6 +112,8 @@ def test_f66_one_consumer_is_active_at_a_time_and_the_order_is_kept(
     checker.drain(cluster_vhost, [ORDERS.name], dead_letters=["orders.dead"])
     result = history.result(tolerance=LATE + lag.worst)
     report(str(result))
+    fault = "the active consumer loses its connection, then its node"
+    record_round(Round.of(66, fault, history, result, effects_once=False))
     result.check(ordered=True, exclusive=True)
     assert min(handled.values()) > 50
     assert acks.count > 50

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Self
 from integration.support.blocking import BlockingPublisher
 from integration.support.blocking_consumer import BlockingConsumer
 from integration.support.lag import Lag
+from integration.support.rounds import Round
 from integration.support.seeds import soaking
 from reliable_mq import Consumer, Message, Publisher, PublishError, Queue, RetryPolicy
 from reliable_mq.outbox import SQLiteOutbox
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from reliable_mq import Delivery
     from reliable_mq.testing import ClusterNode, RabbitMQCluster, VirtualHost
-    from reliable_mq.testing.history import Operation
+    from reliable_mq.testing.history import HistoryResult, Operation
 
 ORDERS, PLAIN = Queue("orders"), Queue("plain")
 RETRY = RetryPolicy(max_attempts=3, delays=(0.3,))
@@ -132,6 +133,7 @@ class Traffic:
         rng: chooses messages, deadlines and the order of hosts.
         directory: for outboxes.
         report: is given a line about each queue at the end.
+        record_round: is given the figures of each fault, by queue.
         pinned: the nodes that a client connects to, by the name of a publisher or consumer; all if it is not in there.
             A function, called when there are queues, which have leaders.
         order: of hosts, for all clients; None for one of their own.
@@ -149,6 +151,7 @@ class Traffic:
         rng: Random,
         directory: Path,
         report: Callable[[str], None],
+        record_round: Callable[[Round], None],
         *,
         pinned: Callable[[], Mapping[str, Collection[ClusterNode]]] = dict,
         order: Sequence[ClusterNode] | None = None,
@@ -161,6 +164,7 @@ class Traffic:
         self._rng = rng
         self._directory = directory
         self._report = report
+        self._record_round = record_round
         self._pinned = pinned
         self._order = order
         self._progress: Counter[str] = Counter()
@@ -168,7 +172,7 @@ class Traffic:
         self._stack = ExitStack()
         self._sources: list[Source] = []
         self._consumers: dict[str, Any] = {}
-        self._faults: list[tuple[str, float]] = []
+        self._faults: list[tuple[int, str, float]] = []
         self._over = 0.0
 
     def __enter__(self) -> Self:
@@ -192,9 +196,9 @@ class Traffic:
 
     # -- while it runs -------------------------------------------------------------------------------------------------
 
-    def fault(self, what: str) -> None:
-        """From now on, the time until messages flow again counts."""
-        self._faults.append((what, time.monotonic()))
+    def fault(self, row: int, what: str) -> None:
+        """Begin a round of a row of the fault matrix: the time until messages flow again counts."""
+        self._faults.append((row, what, time.monotonic()))
 
     def count(self, name: str) -> None:
         with self._lock:
@@ -230,7 +234,7 @@ class Traffic:
             what=lambda: f"connections to another node of {self.connected_to(node)}",
             interval=0.02,
         )
-        what, since = self._faults[-1]
+        _, what, since = self._faults[-1]
         self._report(f"{what}: all are connected to another node {time.monotonic() - since:.1f} s after it")
 
     @contextmanager
@@ -261,17 +265,19 @@ class Traffic:
             begun = {each.by for each in history.operations if each.start > began}
             assert begun.issuperset(by), f"of {by} only {begun} have published meanwhile"
 
-    def silence(self, fault: str, kind: OperationKind = OperationKind.PUBLISH) -> float:
-        """Return the seconds of the longest silence after a fault, the slowest of its kind, of any one publisher."""
-        whose = [[name] for name in DIRECT] if kind is OperationKind.PUBLISH else [None]
-        ends = [*(at for _, at in self._faults[1:]), self._over]
-        spans = [(since, until) for (what, since), until in zip(self._faults, ends, strict=True) if what == fault]
+    def silence(self, row: int) -> float:
+        """Return the longest time, in seconds, in which a publisher had nothing confirmed after a fault of a row."""
         return max(
-            history.longest_silence(kind, since, until, by=by)
+            history.longest_silence(OperationKind.PUBLISH, since, until, by=[name])
             for history in self.all_histories
-            for since, until in spans
-            for by in whose
+            for each, _, since, until in self._spans()
+            for name in DIRECT
+            if each == row
         )
+
+    def _spans(self) -> list[tuple[int, str, float, float]]:
+        ends = [*(at for *_, at in self._faults[1:]), self._over]
+        return [(*fault, until) for fault, until in zip(self._faults, ends, strict=True)]
 
     @property
     def all_histories(self) -> list[History]:
@@ -313,15 +319,29 @@ class Traffic:
             account.drain(self.vhost, [queue], dead_letters=[f"{queue}.dead"], timeout=120)
             result = history.result(tolerance=LATE + self.lag.worst)
             self._report(f"{queue}: {result}")
+            self._record(queue, result)
             result.check(effects_once=queue == ORDERS.name)
             assert not result.balance.refuted, "an error said that the broker does not have a message that it has"
             assert result.balance.confirmed > 20
             assert result.balance.dead_lettered
-        for what in dict(self._faults):
-            confirms, handlers = self.silence(what), self.silence(what, OperationKind.HANDLE)
-            self._report(f"{what}: silent for {confirms:.1f} s (confirms) and {handlers:.1f} s (handlers)")
         self._report(f"threads ran late by up to {self.lag.worst:.2f} s")
         assert not self.errors, f"{len(self.errors)} failed, such as {self.errors[0]!r}"
+
+    def _record(self, queue: str, result: HistoryResult) -> None:
+        first = queue == ORDERS.name
+        for row, what, since, until in self._spans():
+            figures = Round.of(
+                row,
+                what,
+                self.histories[queue],
+                result,
+                since=since,
+                until=until,
+                publishers=DIRECT,
+                effects_once=first,
+                rounds=int(first),
+            )
+            self._record_round(figures)
 
     def _seen_by_broker(self) -> str:
         """Return who holds what, as the management API tells it: for the text of a failure."""
