@@ -104,6 +104,7 @@ class _Follower:
         self._status: int | None = None  # until it is over
         self._signal: int | None = None
         self._error: OSError | None = None
+        self._writing = False
         self._latest = time.monotonic()
 
     @property
@@ -125,6 +126,7 @@ class _Follower:
     def handle(self, delivery: Delivery) -> None:
         """Write a delivery; when this returns, the pipe or the file has it."""
         if self._status is None:
+            self._writing = True
             try:
                 self._out.write(self._form(delivery) + b"\n")
                 self._out.flush()
@@ -133,11 +135,13 @@ class _Follower:
                 self._end(0, None if isinstance(error, BrokenPipeError) else error)
             else:
                 self._written += 1
-                self._latest = time.monotonic()
                 if self._written == self._count:
                     self._end(0)
                 if not self._keep:
                     return
+            finally:
+                self._latest = time.monotonic()
+                self._writing = False
         from reliable_mq import RetryLater
 
         raise RetryLater(_LONG)
@@ -152,7 +156,7 @@ class _Follower:
             while self._status is None:
                 if self._timeout is None:
                     self._changed.wait()
-                elif not consumer.connected:  # connecting may take longer than the timeout
+                elif not consumer.connected or self._writing:  # either may take longer than the timeout
                     self._latest = time.monotonic()
                     self._changed.wait(_POLL_EVERY)
                 elif (remaining := self._latest + self._timeout - time.monotonic()) > 0:

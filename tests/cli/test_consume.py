@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import signal
 import threading
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from reliable_mq.cli.app import app
 from reliable_mq.cli.consume import _Follower
 from reliable_mq.retry import RetryLater
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from reliable_mq.core.consumer.delivery import Delivery
@@ -120,6 +122,36 @@ def test_it_does_not_end_before_it_is_connected_however_long_that_takes() -> Non
     idle.follow(cast("Consumer", consumer))
     assert consumer.looks == 4
     assert idle.status == 0
+
+
+class Slow(io.BytesIO):
+    """A pipe whose reader takes its time: until the consumer was looked at often, or is stopped."""
+
+    def __init__(self, consumer: RunningConsumer) -> None:
+        super().__init__()
+        self._consumer = consumer
+
+    def write(self, data: Any) -> int:
+        consumer = self._consumer
+        wait_until(lambda: consumer.looks > 10 or consumer.stopped.is_set(), timeout=10, what="many looks, or the end")
+        return super().write(data)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_it_does_not_end_while_a_message_is_being_written(keep: bool) -> None:
+    """A reader such as a pager may take longer than the timeout, and more messages may wait."""
+    consumer = RunningConsumer()
+    out = Slow(consumer)
+    slow = follower(out, keep=keep, timeout=0.1)
+    following = threading.Thread(target=slow.follow, args=(cast("Consumer", consumer),))
+    following.start()
+    with pytest.raises(RetryLater) if keep else nullcontext():
+        slow.handle(delivery(b"a"))
+    assert consumer.looks > 10
+    following.join(10)
+    assert not following.is_alive()
+    assert out.getvalue() == b"a\n"
+    assert slow.status == 0
 
 
 class InterruptedConsumer(RunningConsumer):
