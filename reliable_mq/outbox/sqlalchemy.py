@@ -29,7 +29,7 @@ from reliable_mq._util.sqlalchemy import (
     error_code,
     refuse_autocommit,
 )
-from reliable_mq._util.validation import Duration, seconds
+from reliable_mq._util.validation import Duration, is_text, seconds
 from reliable_mq.codec import publish_head
 from reliable_mq.core.outbox import COLUMNS, FORMAT, NewRow, RowOutcome, RowSettlement, values_of
 from reliable_mq.errors import ConfigurationError, OutboxError, UsageError
@@ -465,7 +465,7 @@ def _check_texts(message_id: str, exchange: str, routing_key: str, ordering_key:
     if ordering_key is not None:
         texts["ordering_key"] = ordering_key
     for name, text in texts.items():
-        if not isinstance(text, str) or "\0" in text or len(text) > _NAME_CHARACTERS:
+        if not is_text(text) or "\0" in text or len(text) > _NAME_CHARACTERS:
             raise ConfigurationError(
                 f"{name} must be text of at most {_NAME_CHARACTERS} characters without NUL, not {text!r}"
             )

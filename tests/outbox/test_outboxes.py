@@ -43,6 +43,21 @@ def test_an_ordering_key_must_be_a_function_that_gives_text(tmp_path: Path) -> N
         outbox.ordering_key(Message(b""), "", "q")
 
 
+@pytest.mark.parametrize("name", ["message_id", "ordering_key"])
+def test_a_text_that_cannot_be_encoded_is_refused_when_added(name: str) -> None:
+    """The flush would fail, and with it the user's transaction."""
+    texts = {"message_id": "m", "ordering_key": "k", name: "\udcff"}
+    engine = create_engine("sqlite://")
+    with engine.connect() as connection, pytest.raises(ConfigurationError, match=name):
+        SQLAlchemyOutbox(engine).add(
+            connection,
+            Message(b"", message_id=texts["message_id"]),
+            routing_key="q",
+            ordering_key=texts["ordering_key"],
+        )
+    engine.dispose()
+
+
 def test_the_longest_timeout_is_one(tmp_path: Path) -> None:
     """SQLite counts milliseconds in 32 bits, and waits not at all where there are more."""
     outbox = SQLiteOutbox(tmp_path / "outbox", timeout=1e9)
