@@ -111,7 +111,7 @@ class NewQueues:
         A ``copied`` message has a header that routes it elsewhere, too.
         """
         if exchange or copied:
-            at = now if self._being_made else max(self._made.values(), default=_NEVER)
+            at = now if self._being_made else self.latest
         elif routing_key in self._being_made:
             at = now
         else:

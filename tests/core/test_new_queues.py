@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from reliable_mq.core.new_queues import KEPT, NewQueues
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 GRACE = 2.0
 NEVER = float("-inf")
+
+
+class _Unlooped(dict[str, float]):
+    """Times of queues that can be looked up, one by one."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("all new queues are looked at")
+
+    values = items = __iter__  # type: ignore[assignment]
 
 
 def made(**queues: float) -> NewQueues:
@@ -40,6 +55,14 @@ def test_with_another_exchange_or_a_copy_any_new_queue_counts() -> None:
     assert final_at(new, "x", 11.5, "events") == 13.0
     assert final_at(new, "x", 11.5, copied=True) == 13.0
     assert final_at(made(), "x", 11.5, "events") is None
+
+
+def test_a_confirm_costs_the_same_however_many_queues_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may make thousands at its start, and publish to a topic exchange at once."""
+    new = made(**{f"q{number}": 10.0 + number / 10_000 for number in range(5000)})
+    monkeypatch.setattr(new, "_made", _Unlooped(new._made))
+    assert final_at(new, "x", 11.0, "events") == 12.4999
+    assert final_at(new, "q1000", 11.0) == 12.1
 
 
 def test_a_queue_is_new_while_it_is_being_made() -> None:
