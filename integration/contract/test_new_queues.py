@@ -243,6 +243,29 @@ def test_f61_the_broker_is_killed_while_a_queue_that_the_consumer_made_is_new(
     checker.close()
 
 
+def test_f61_an_original_is_acked_when_its_dead_letter_is_in_a_queue_that_is_old(
+    vhost: VirtualHost, consumer_api: str, fault_proxy: FaultProxyFactory
+) -> None:
+    """The confirm of the dead letter comes at once, and is not final before that."""
+    queue = Queue("work", dead_letter=None)
+    made_before(vhost, queue)
+    publish(vhost, "work", numbered(1))
+    proxy = fault_proxy(vhost.url)
+
+    def refuse(_delivery: Delivery) -> None:
+        raise DeadLetter("as the test wants it")
+
+    began = time.monotonic()
+    with Consumer(
+        proxy.url, queue, refuse, dead_letter=Queue("letters", dead_letter=None), new_queue_grace=AMPLE
+    ) as consumer:
+        proxy.wait_for(lambda: proxy.forwarded("basic.ack", "to_client"), timeout=PLENTY, what="the confirm")
+        wait_until(lambda: consumer.statistics.acked, timeout=PLENTY, what="the original is acked")
+        assert time.monotonic() - began > 0.95 * AMPLE
+    vhost.wait_for_messages("letters", 1)
+    assert vhost.live_counts()["work"] == 0
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_1_200_quorum_queues_are_made_for_longer_than_a_connection_may_take(

@@ -88,7 +88,10 @@ def test_f03_connection_is_reset_after_frame_n(
 def test_f04_each_confirm_settles_its_own_message(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
 ) -> None:
-    """Three of six confirms arrive before the connection is lost: the other three messages are published again."""
+    """Three of six confirms arrive before the connection is lost: the other three messages are published again.
+
+    Each message is counted as confirmed once.
+    """
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=[ORDERS], new_queue_grace=0) as publisher:
         publisher.connect()
@@ -103,6 +106,7 @@ def test_f04_each_confirm_settles_its_own_message(
         proxy.heal()
         assert [book(checker, one) for one in confirmations] == [None] * 6
         assert [one.result().possible_duplicate for one in confirmations] == [False] * 3 + [True] * 3
+        assert publisher.statistics.confirmed == 6
     checker.drain(vhost, ["orders"])
     assert len(checker.close().duplicated) == 3
 

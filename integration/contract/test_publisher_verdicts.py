@@ -281,6 +281,24 @@ def test_f18_publishing_goes_on_when_the_alarm_is_over(
     checker.close()
 
 
+def test_f18_a_connection_lost_under_an_alarm_costs_no_message(
+    private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
+) -> None:
+    """Messages that were on the wire are published again, on a connection that the broker blocks, too."""
+    proxy = fault_proxy(private_vhost.url)
+    with Publisher(proxy.url, topology=[ORDERS]) as publisher:
+        publisher.connect()
+        private_broker.alarm("memory")
+        confirmations = [submit(checker, publisher, "orders") for _ in range(10)]
+        wait_until(lambda: publisher.blocked, timeout=10, what="the blocked state")
+        proxy.cut()
+        wait_until(lambda: publisher.statistics.republished, timeout=30, what="messages published again")
+        private_broker.clear_alarm("memory")
+        assert [book(checker, one) for one in confirmations] == [None] * 10
+    checker.drain(private_vhost, ["orders"])
+    checker.close()
+
+
 def test_f18_blocked_may_be_raised_at_once(private_broker: RabbitMQ, private_vhost: VirtualHost) -> None:
     """With on_blocked="raise" a new message is refused at once while the broker blocks."""
     with Publisher(private_vhost.url, topology=[ORDERS], on_blocked="raise") as publisher:
