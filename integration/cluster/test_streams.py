@@ -10,6 +10,7 @@ import pytest
 from pika.exceptions import ChannelClosedByBroker
 
 from integration.support.rounds import Round
+from integration.support.seeds import soaking
 from integration.support.traffic import GRACE, OPTIONS, SLOW, url_of
 from reliable_mq import Consumer, Message, Publisher, PublishError, Queue
 from reliable_mq.spark.options import read_options
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.usefixtures("baseline"), pytest.mark.timeout(600)]
 
 EVENTS = Queue("events", type="stream")
+MORE = 100 if soaking() else 30  # messages between two steps
 
 
 def content(vhost: VirtualHost) -> list[tuple[int, bytes]]:
@@ -105,11 +107,11 @@ def test_f65_what_is_read_from_a_stream_whose_leader_died_is_what_is_there(
         assert error is None
         checker.confirmed(confirmation.message_id)  # type: ignore[attr-defined]
 
-    def wait_for_more(count: int) -> None:
-        wanted = publisher.statistics.confirmed + count
-        wait_until(lambda: publisher.statistics.confirmed >= wanted, timeout=120, what=f"{count} more confirmed")
-        handled = len(seen) + count
-        wait_until(lambda: len(seen) >= handled, timeout=120, what=f"{count} more handled")
+    def wait_for_more() -> None:
+        wanted = publisher.statistics.confirmed + MORE
+        wait_until(lambda: publisher.statistics.confirmed >= wanted, timeout=120, what=f"{MORE} more confirmed")
+        handled = len(seen) + MORE
+        wait_until(lambda: len(seen) >= handled, timeout=120, what=f"{MORE} more handled")
 
     loading = threading.Thread(target=load, name="load")
     with (
@@ -118,17 +120,17 @@ def test_f65_what_is_read_from_a_stream_whose_leader_died_is_what_is_there(
     ):
         loading.start()
         try:
-            wait_for_more(100)
+            wait_for_more()
             leader = rabbitmq_cluster.leader_of(EVENTS.name, cluster_vhost.name)
             lagging = rng.choice([node for node in rabbitmq_cluster.nodes if node is not leader])
             lagging.pause()
             threading.Event().wait(GRACE)  # in which the others go on, or find out that one is gone
             leader.kill()
             lagging.unpause()
-            wait_for_more(100)
+            wait_for_more()
             rabbitmq_cluster.start()
             rabbitmq_cluster.wait_ready()
-            wait_for_more(100)
+            wait_for_more()
         finally:
             over.set()
             loading.join(SLOW)
