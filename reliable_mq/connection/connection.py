@@ -476,11 +476,11 @@ class Connector:
 
     def _report_loss(self, loss: ConnectionLoss) -> None:
         self._runs.fail_all(BrokerUnavailable(f"the {loss.scope} was lost: {loss.text}"))
-        if loss.scope == "connection":
-            self._unblock()
         if self._live:
             self._live = False
             self._notify(self._client.lost, self._generation, loss)
+        if loss.scope == "connection":
+            self._unblock()  # after the loss, or the client would write to a connection that is gone
 
     def _drop_link(self, reason: str) -> None:
         """Abort the link; its only event from now on is that its socket is closed."""

@@ -602,6 +602,35 @@ def test_a_connection_that_is_lost_while_blocked_is_not_blocked_afterwards(
         assert publisher.blocked is None
 
 
+def test_what_a_block_kept_back_is_no_duplicate_after_the_connection_is_lost(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    with new_publisher() as publisher:
+        publisher.connect()
+        broker.connection.block("low on memory")
+        wait_until(lambda: publisher.blocked, timeout=30, what="the blocked state")
+        confirmations = submit(publisher, 2)
+        broker.connection.cut()
+        published = broker.wait_published(2)
+        published[1].channel.ack(2, multiple=True)
+        assert errors(confirmations) == [None, None]
+        assert [one.possible_duplicate for one in published] == [False, False]
+        assert publisher.statistics.in_doubt == publisher.statistics.republished == 0
+
+
+def test_what_a_block_kept_back_is_not_refused_for_the_end_of_the_connection(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    with new_publisher() as publisher:
+        publisher.connect()
+        broker.connection.block("low on memory")
+        wait_until(lambda: publisher.blocked, timeout=30, what="the blocked state")
+        [confirmation] = submit(publisher, 1)
+        broker.script = acking
+        broker.connection.close(541, "INTERNAL_ERROR")
+        assert errors([confirmation]) == [None]
+
+
 def test_closing_while_blocked_ends_in_time(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
     publisher = new_publisher()
     publisher.connect()
