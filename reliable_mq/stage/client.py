@@ -1,0 +1,507 @@
+"""The connection of a relay into a stage, and its life.
+
+One channel consumes and publishes: so when the broker lets another relay consume the lock of the stage, nothing that
+this one has published comes later. A block of the connection (a memory or disk alarm) holds the acks back, too; nothing
+could be acked during it anyway.
+
+`TRANSITIONS` is the life of the relay. `reliable_mq.core.stage.session` decides on messages, and
+`reliable_mq.core.stage.counts` on counts of the queue. This module sets up the channel, carries out reads of the tail
+and changes of the subscription, and watches the time.
+
+Invariants:
+
+- Only the I/O thread touches the session.
+- A stage is not moved into before it is a few seconds old.
+- An error that time cannot heal ends the relay: `error` has it, and nothing is left unacked that was confirmed.
+- Closing waits for outstanding confirms, acks, and disconnects in good order.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import threading
+import time
+from collections.abc import Generator, Mapping
+from typing import Any, Final
+
+from reliable_mq.codec import Properties, RawDelivery
+from reliable_mq.codec.methods import (
+    STREAM_OFFSET,
+    Cancel,
+    CheckQueue,
+    ConfirmSelect,
+    Consume,
+    QueueState,
+    SetPrefetch,
+    Step,
+)
+from reliable_mq.connection.interfaces import NullListener
+from reliable_mq.core.channel_setup import (
+    ServerInfo,
+    SetupGenerator,
+    StepGenerator,
+    StepRefused,
+    is_missing,
+    publisher_setup,
+    refusal,
+)
+from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
+from reliable_mq.core.stage.counts import QueueCounts
+from reliable_mq.core.stage.options import StageOptions
+from reliable_mq.core.stage.session import EpochState, StageSession
+from reliable_mq.errors import ConsumeError, ReliableMQError, TopologyMismatch
+from reliable_mq.settings import ConnectionSettings
+from reliable_mq.sync.io_thread import IOThread
+
+__all__ = ["TRANSITIONS", "RelayClient", "RelayState"]
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_GRACE: Final = 3.0  # seconds for the closing handshake
+_TICK: Final = 0.5  # seconds between two looks at the clock
+_COUNT_EVERY: Final = 2.0  # seconds between two counts of the queue
+_LONGEST_WAIT: Final = 2.0  # seconds between two attempts: a relay that waits takes over soon
+_TAIL_PREFETCH: Final = 2000
+
+
+class RelayState(enum.Enum):
+    """The life of a relay, which runs once."""
+
+    CONNECTING = "no channel: connects, now or after a pause"
+    WAITING = "another relay holds the lock; tries again"
+    READING = "holds the lock: reads the tail of the stage, and waits while the stage is new"
+    ACTIVE = "moves messages"
+    CANCELLING = "closing: waits for cancel-ok"
+    CONFIRMING = "closing: waits for outstanding confirms, and acks"
+    DISCONNECTING = "everything is acked: waits until the broker has read the acks"
+    ENDED = "the connection is closed, or about to be"
+
+
+_S = RelayState
+_RUNNING: Final = (_S.CONNECTING, _S.WAITING, _S.READING, _S.ACTIVE)
+_CLOSING: Final = (_S.CANCELLING, _S.CONFIRMING, _S.DISCONNECTING)
+#: Event -> state before -> states after. For tests and documentation, not read at run time.
+TRANSITIONS: Final[Mapping[str, Mapping[RelayState, set[RelayState]]]] = {
+    "the lock is consumed": {_S.CONNECTING: {_S.READING}, _S.WAITING: {_S.READING}},
+    "the lock is refused": {_S.CONNECTING: {_S.WAITING}},
+    "an attempt fails otherwise": {_S.WAITING: {_S.CONNECTING}},
+    "the tail is read, and the stage is old enough": {_S.READING: {_S.ACTIVE}},
+    "the channel is lost": {
+        **{state: {_S.CONNECTING} for state in (_S.READING, _S.ACTIVE)},
+        **{state: {_S.ENDED} for state in _CLOSING},
+    },
+    "close, or an error for good": {_S.ACTIVE: {_S.CANCELLING}},
+    "the same without a subscription": {state: {_S.CONFIRMING} for state in _RUNNING},
+    "cancel-ok": {_S.CANCELLING: {_S.CONFIRMING}},
+    "nothing is unconfirmed": {_S.CONFIRMING: {_S.DISCONNECTING}},
+    "the broker has read the acks": {_S.DISCONNECTING: {_S.ENDED}},
+    "the time to close is over": {state: {_S.ENDED} for state in (*_RUNNING, *_CLOSING)},
+}
+del _S
+
+
+class _ChannelReads(enum.Enum):
+    """The reads of the channel, beside the lock."""
+
+    NONE = "nothing yet, or a tail to its end"
+    TAIL = "the tail of a partition"
+    AGEING = "nothing: the stage is too new to be moved into"
+    QUEUE = "the queue"
+    PAUSED = "nothing, while too many bytes are held"
+
+
+class RelayClient(NullListener):
+    """Connect and move messages; callbacks run on the I/O thread.
+
+    Attributes:
+        changed: guards those below, and notifies of their changes.
+        state: of the relay.
+        error: why it has ended by itself.
+        last_error: of the last attempt that failed.
+        declared_at: when the stage was declared; None before.
+        counts: of the queue.
+    """
+
+    def __init__(self, options: StageOptions, session: StageSession, settings: ConnectionSettings) -> None:
+        self.changed = threading.Condition()
+        self.state = RelayState.CONNECTING
+        self.error: ReliableMQError | None = None
+        self.last_error: ReliableMQError | None = None
+        self.declared_at: float | None = None
+        self.counts = QueueCounts()
+        self._options = options
+        self._session = session
+        self._out: list[bytes] = []
+        self._channel_generation = 0
+        self._subscription = _ChannelReads.NONE
+        self._tag: str | None = None  # of the newest subscription; None once it is cancelled
+        self._tags = 0
+        self._tail_of = ""
+        self._changing = False  # steps of a subscription are on their way
+        self._blocked = False
+        self._missing_since: float | None = None
+        self._count_at = 0.0
+        self._io = IOThread(
+            name=f"stage-{options.queue}",
+            settings=settings,
+            setup=self._set_up,
+            client=self,
+            reconnect_policy=ReconnectPolicy(hosts=len(settings.endpoints), wait=_wait),
+        )
+
+    # -- any thread ----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Connect, in the background."""
+        self._io.start()
+        self._io.call_soon(self._tick)
+
+    def end(self, timeout: float) -> None:
+        """Close, waiting for outstanding confirms for so many seconds."""
+        if self._io.call_soon(self._begin_to_close):
+            self.wait_ended(timeout)
+        self._io.close(_CLOSE_GRACE)
+        self._enter(RelayState.ENDED)
+
+    def wait_ended(self, timeout: float | None) -> bool:
+        """Wait until the relay has ended; return whether it has."""
+        with self.changed:
+            return self.changed.wait_for(lambda: self.state is RelayState.ENDED, timeout)
+
+    @property
+    def moved(self) -> int:
+        """Messages that are in the stage, and acked."""
+        return self._session.statistics.moved + self._session.statistics.moved_before
+
+    def _enter(self, state: RelayState) -> None:
+        with self.changed:
+            self.state = state
+            self.changed.notify_all()
+
+    # -- on the I/O thread: the connection -----------------------------------------------------------------------------
+
+    def _set_up(self, server: ServerInfo) -> SetupGenerator:
+        """Declare the stage once, check it from then on; get the lock."""
+        options = self._options
+        if self.declared_at is None:
+            try:
+                yield from publisher_setup(options.topology(), server.version_tuple)
+            except TopologyMismatch as mismatch:
+                raise options.explained(mismatch) from mismatch
+            with self.changed:
+                self.declared_at = time.monotonic()
+                self.changed.notify_all()
+        else:  # a stage that was deleted is not made anew in silence: what was not read is lost
+            yield from _carried_out(ConfirmSelect())
+            for stream in options.streams:
+                yield from _carried_out(CheckQueue(stream))
+        state: QueueState = yield from _carried_out(CheckQueue(options.queue))
+        with self.changed:
+            self.counts.set_up(state.messages)
+        yield from _carried_out(SetPrefetch(1))
+        yield from _carried_out(Consume(options.lock, self._new_tag("lock"), exclusive=True))
+
+    def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
+        """Begin an epoch: this is the active relay now."""
+        self._channel_generation = generation
+        self._missing_since = None
+        self._subscription, self._tag, self._changing = _ChannelReads.NONE, None, False
+        if self.state in _RUNNING:
+            self._enter(RelayState.READING)
+        self._io.write(self._session.opened(generation, channel, frame_max, os.urandom(8), time.monotonic()))
+
+    def lost(self, generation: int, loss: ConnectionLoss) -> None:
+        """Forget the epoch."""
+        self._session.lost()
+        self._out.clear()
+        self._subscription, self._tag = _ChannelReads.NONE, None
+        if self.state in _RUNNING:
+            self._enter(RelayState.CONNECTING)
+            logger.info("%s: the channel is lost (%s); what was not acked is delivered again", self, loss.text)
+        else:
+            self._finish()
+
+    def failed(self, error: ReliableMQError, will_retry: bool) -> None:
+        """Note an attempt that failed; end where no other can help."""
+        with self.changed:
+            self.last_error = error
+        if self.state in _RUNNING:
+            self._wait_for_lock(isinstance(error.__cause__, StepRefused) and "in exclusive use" in error.__cause__.text)
+        if is_missing(error) and self.declared_at is not None:
+            now = time.monotonic()
+            self._missing_since = self._missing_since or now
+            if now - self._missing_since < self._options.missing_queue_timeout and will_retry:
+                return
+        elif will_retry:
+            self._missing_since = None
+            return
+        self._end(error)
+
+    def _wait_for_lock(self, taken: bool) -> None:
+        if taken and self.state is not RelayState.WAITING:
+            logger.info("%s: another relay is active; waiting until it is gone", self)
+        self._enter(RelayState.WAITING if taken else RelayState.CONNECTING)
+
+    def blocked(self, reason: str) -> None:
+        """Note that the broker reads no more."""
+        self._blocked = True
+        logger.warning("%s: the broker takes no messages for now: %s", self, reason)
+
+    def unblocked(self) -> None:
+        """Go on."""
+        self._blocked = False
+        self._session.waited(time.monotonic())
+
+    def cancelled(self, consumer_tag: str) -> None:
+        """End the epoch: the queue, the stage or the lock is gone, or its leader."""
+        if consumer_tag == self._tag or consumer_tag.startswith("lock-"):
+            self._fail(f"the broker cancelled consumer {consumer_tag}")
+
+    def nacked(self, tag: int, multiple: bool) -> None:
+        """End the epoch: whether the stage has the message is not known."""
+        self._fail("the stage did not take a message (basic.nack)")
+
+    def returned(self, code: int, text: str, exchange: str, routing_key: str, properties: bytes, body: bytes) -> None:
+        """End the epoch: the stage was deleted."""
+        self._fail(f"stream {routing_key!r} of the stage is gone ({code} {text})")
+
+    def acked(self, tag: int, multiple: bool) -> None:
+        """Note a confirm; the acks follow at the end of the read."""
+        self._session.confirmed(self._channel_generation, tag, multiple)
+
+    def delivered(self, deliveries: list[RawDelivery]) -> None:
+        """Move messages of the queue; take in those of a tail."""
+        start = 0
+        for end in range(1, len(deliveries) + 1):
+            if end == len(deliveries) or deliveries[end].consumer_tag != deliveries[start].consumer_tag:
+                self._received(deliveries[start:end])
+                start = end
+
+    def oversized(self, delivery: RawDelivery, size: int, message_count: int | None) -> None:
+        """End: a message cannot be moved."""
+        self._end(
+            ConsumeError(
+                f"a message of queue {self._options.queue!r} has {size} bytes, too many to be moved: take it out"
+            )
+        )
+
+    def read_finished(self) -> None:
+        """Write what the events of one read have led to, and do what is next."""
+        self._out.append(self._session.acks(time.monotonic()))
+        self._write_out()
+        self._advance()
+
+    def _received(self, deliveries: list[RawDelivery]) -> None:
+        now = time.monotonic()
+        tag = deliveries[0].consumer_tag
+        if tag.startswith("work-"):
+            self.counts.delivered(len(deliveries))
+            self._out.append(self._session.delivered(deliveries, now))
+        elif tag == self._tag and self._subscription is _ChannelReads.TAIL:
+            messages = [(_offset_of(each), each) for each in deliveries]
+            over, frames = self._session.tail_read(self._tail_of, messages, now)
+            self._out.append(frames)
+            if over:
+                self._subscription = _ChannelReads.NONE
+        else:
+            self._out.append(self._session.passed_over(deliveries, now))
+
+    def _write_out(self) -> None:
+        frames = b"".join(self._out)
+        self._out.clear()
+        if frames:
+            self._io.write(frames)
+
+    # -- on the I/O thread: what is next -------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        session = self._session
+        if session.error is not None and self.error is None:
+            self._end(session.error)
+        if self.state not in _RUNNING:
+            self._close_if_done()
+        elif self._changing:
+            return
+        elif self._subscription is _ChannelReads.NONE and (read := session.next_read) is not None:
+            self._tail_of, offset = read
+            self._subscribe(_ChannelReads.TAIL, self._tail_of, _TAIL_PREFETCH, {STREAM_OFFSET: offset})
+        elif session.state is EpochState.MOVING and not self._is_ageing():
+            if self.state is RelayState.READING:
+                self._became_active()
+            self._adjust()
+
+    def _is_ageing(self) -> bool:
+        """Whether the stage is too new to be moved into; come back once it is not."""
+        if self._subscription is _ChannelReads.AGEING:
+            return True
+        assert self.declared_at is not None, "there is no stage"  # noqa: S101
+        left = self.declared_at + self._options.new_stage_grace - time.monotonic()
+        if not self._session.is_new or left <= 0:
+            return False
+        self._subscription = _ChannelReads.AGEING
+        self._io.call_later(left, self._aged)
+        return True
+
+    def _aged(self) -> None:
+        if self._subscription is _ChannelReads.AGEING:
+            self._subscription = _ChannelReads.NONE
+        self._advance()
+
+    def _became_active(self) -> None:
+        logger.info("%s: moving messages; %d of the tail may come again", self, self._session.tail)
+        with self.changed:
+            self.counts.activated(self.moved)
+        self._enter(RelayState.ACTIVE)
+
+    def _adjust(self) -> None:
+        """Change the subscription, where the deliveries that are held require it."""
+        session = self._session
+        if self._subscription is _ChannelReads.PAUSED:
+            if session.held <= self._options.max_outstanding_bytes / 4:
+                self._subscribe_to_queue()
+        elif session.wants_pause and self._subscription is _ChannelReads.QUEUE:
+            self._change(_ChannelReads.PAUSED, None)
+        elif session.wants_subscription:
+            self._subscribe_to_queue()
+
+    def _subscribe_to_queue(self) -> None:
+        prefetch = self._session.prefetch
+        self._session.prefetch_granted = prefetch
+        self.counts.subscribed(self.moved, self._session.outstanding)
+        self._subscribe(_ChannelReads.QUEUE, self._options.queue, prefetch, {})
+
+    def _subscribe(self, to: _ChannelReads, queue: str, prefetch: int, arguments: Mapping[str, Any]) -> None:
+        tag = self._new_tag("work" if to is _ChannelReads.QUEUE else "tail")
+        self._change(to, tag, SetPrefetch(prefetch), Consume(queue, tag, arguments=arguments))
+
+    def _change(self, to: _ChannelReads, tag: str | None, *steps: Step) -> None:
+        """Cancel the subscription, and carry out the steps to the next."""
+        cancel = () if self._tag is None else (Cancel(self._tag),)
+        self._subscription, self._tag, self._changing = to, tag, True
+        self._io.run(_all((*cancel, *steps)), self._subscription_changed)
+
+    def _subscription_changed(self, outcome: object) -> None:
+        self._changing = False
+        if isinstance(outcome, StepRefused):
+            logger.warning("%s: %s; trying again", self, outcome)  # the channel is lost
+        elif not isinstance(outcome, Exception):
+            self._advance()
+
+    def _fail(self, why: str) -> None:
+        """End the epoch; the next one reads the tail."""
+        if self._session.state in (EpochState.CLOSED, EpochState.ENDING):
+            return
+        self._session.failed()
+        self._session.statistics.failures += 1
+        if self.state in _RUNNING:
+            logger.warning("%s: %s; beginning anew with what the stage has", self, why)
+        self._io.reopen_channel()
+
+    def _tick(self) -> None:
+        """Look at the clock."""
+        now = time.monotonic()
+        session = self._session
+        if self._blocked:
+            session.waited(now)
+        elif session.overdue(now):
+            session.failed()
+            session.statistics.failures += 1
+            logger.warning("%s: nothing was confirmed for %g s; connecting anew", self, self._options.confirm_timeout)
+            self._io.discard("the stage does not confirm")
+        elif session.state is EpochState.MOVING and self.state in _RUNNING and now >= self._count_at:
+            self._count_at = now + _COUNT_EVERY
+            self._io.run(_all((CheckQueue(self._options.queue),)), self._counted)
+        if self.state is not RelayState.ENDED:
+            self._io.call_later(_TICK, self._tick)
+
+    def _counted(self, count: object) -> None:
+        if not isinstance(count, QueueState):
+            return
+        subscribed = self._subscription is _ChannelReads.QUEUE and not self._changing
+        with self.changed:
+            self.counts.counted(count.messages, self._session.outstanding)
+            others = self.counts.others(count.consumers, self.moved, subscribed=subscribed)
+            self.changed.notify_all()
+        if self.counts.drained:
+            self._session.drained(time.monotonic())
+        if others:
+            logger.warning(
+                "%s: the queue has other consumers (%d), such as a relay of another stage: each message goes to "
+                "one of them (with a single active consumer, to the active one), so the stage may lack some. Move "
+                "the queue into one stage, which all read",
+                self,
+                others,
+            )
+
+    # -- on the I/O thread: the end ------------------------------------------------------------------------------------
+
+    def _end(self, error: ReliableMQError) -> None:
+        """End with an error: nothing can be moved any more."""
+        with self.changed:
+            self.error = self.error or error
+            self.changed.notify_all()
+        self._begin_to_close()
+
+    def _begin_to_close(self) -> None:
+        if self.state not in _RUNNING:
+            return
+        if self._subscription is _ChannelReads.QUEUE and self._tag is not None:
+            self._enter(RelayState.CANCELLING)
+            self._io.run(_all((Cancel(self._tag),)), self._queue_cancelled)
+            self._subscription, self._tag = _ChannelReads.NONE, None
+        else:
+            self._enter(RelayState.CONFIRMING)
+            self._close_if_done()
+
+    def _queue_cancelled(self, _outcome: object) -> None:
+        if self.state is RelayState.CANCELLING:
+            self._enter(RelayState.CONFIRMING)
+        self._close_if_done()
+
+    def _close_if_done(self) -> None:
+        """Disconnect once everything is confirmed and the broker has read the acks."""
+        session = self._session
+        if self.state is not RelayState.CONFIRMING or (session.state is EpochState.MOVING and session.unconfirmed):
+            return
+        self._write_out()
+        self._enter(RelayState.DISCONNECTING)
+        self._io.run(_all((CheckQueue(self._options.queue),)), self._finish)
+
+    def _finish(self, _outcome: object = None) -> None:
+        self._enter(RelayState.ENDED)
+        self._io.stop(_CLOSE_GRACE)
+
+    def _new_tag(self, kind: str) -> str:
+        self._tags += 1
+        return f"{kind}-{self._tags}"
+
+    def __repr__(self) -> str:
+        return f"<StageRelay {self._options.queue} -> {self._options.stage}>"
+
+
+def _wait(rounds: int) -> float:
+    return min(0.1 * 2.0 ** min(rounds, 10), _LONGEST_WAIT)
+
+
+def _all(steps: tuple[Step, ...]) -> StepGenerator:
+    """Carry out the steps; return the outcome of the last."""
+    outcome = None
+    for step in steps:
+        outcome = yield step
+    return outcome
+
+
+def _carried_out(step: Step) -> Generator[Step, Any, Any]:
+    try:
+        return (yield step)
+    except StepRefused as refused:
+        raise refusal(step, refused) from refused
+
+
+def _offset_of(delivery: RawDelivery) -> int:
+    offset = Properties(delivery.properties).headers.get(STREAM_OFFSET)
+    if not isinstance(offset, int):
+        raise ConsumeError("a message of a stage came without an offset: it is no stream")
+    return offset
