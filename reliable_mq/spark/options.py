@@ -5,19 +5,14 @@ Each option is declared once, with the mode that has it, the field that it sets 
 values, never a default. Names are compared without case, as Spark does.
 
 Invariants: no error, no ``repr`` and no log line made from these shows the URL, which may hold a password. What is sent
-to executors is text and numbers; a provider of credentials is imported where it is called, and neither its result nor
-the text of an exception of it is shown.
+to executors is text and numbers.
 """
 
 from __future__ import annotations
 
 import difflib
-import importlib
 import json
 import re
-import socket
-import ssl
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, NoReturn
@@ -26,15 +21,13 @@ from reliable_mq._util.validation import LONGEST
 from reliable_mq.core.headers import checked_traceparent
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.monitoring.management import ManagementAPI
-from reliable_mq.settings import SHORT_STRING_BYTES, ConnectionSettings
+from reliable_mq.settings import SHORT_STRING_BYTES
+from reliable_mq.spark.connection_options import ConnectionOptions
 from reliable_mq.stage import MissingId, StageOptions
-from reliable_mq.tls import TLSOptions
 from reliable_mq.topology import Queue
-from reliable_mq.url import parse_url
 
 __all__ = [
     "LARGEST_PREFETCH",
-    "ConnectionOptions",
     "QueueOptions",
     "StagedOptions",
     "StartingPositions",
@@ -50,7 +43,6 @@ __all__ = [
 LARGEST_PREFETCH: Final = 65535  # it travels in 16 bits
 _LARGEST_BYTES: Final = 100 * 2**20  # of a batch in queue mode: Spark's spark.rpc.message.maxSize is 128 MiB
 _LATEST: Final = 253_402_300_799_999  # milliseconds: the end of the year 9999, Python's last
-_PATH: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _WHOLE: Final = re.compile(r"[0-9]{1,18}")
 _DURATION: Final = re.compile(r"([0-9]{1,9})(ms|s|m|min|h|d)")
 _SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -59,60 +51,6 @@ _SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "
 StartingPositions = str | Mapping[str, int | str]
 #: Milliseconds since 1970, of all streams or by stream.
 Timestamps = int | Mapping[str, int]
-
-_ARGUMENTS: Final = {"heartbeat": "connection.heartbeat", "connect_timeout": "connection.timeout"}
-_TLS: Final = {  # as those before, the options by the arguments that errors name
-    "ca_file": "connection.caFile",
-    "cert_file": "connection.certFile",
-    "key_file": "connection.keyFile",
-    "server_name": "connection.serverName",
-}
-
-
-class _NamedTLSOptions(TLSOptions):
-    """TLS options whose errors name the option of Spark."""
-
-    def build_context(self) -> ssl.SSLContext:
-        try:
-            return super().build_context()
-        except ConfigurationError as error:
-            name, _, rest = str(error).partition(" ")
-            raise ConfigurationError(f"{_TLS.get(name, name)} {rest}") from error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionOptions:
-    """Options of a connection. The files are read on each host that connects."""
-
-    heartbeat: int | None = None  # seconds
-    timeout: float | None = None  # seconds for one attempt on one host
-    ca_file: str | None = None
-    cert_file: str | None = None
-    key_file: str | None = None
-    server_name: str | None = None
-    provider: str | None = None  # ``package.module:function``, which returns user and password
-
-    def arguments(self) -> dict[str, Any]:
-        tls = {name: value for name in _TLS if (value := getattr(self, name)) is not None}
-        if "key_file" in tls and "cert_file" not in tls:
-            _refuse("connection.keyFile is given without connection.certFile: a key is of no use alone")
-        return {
-            "heartbeat": self.heartbeat,
-            "connect_timeout": self.timeout,
-            "tls": _NamedTLSOptions(**tls) if tls else None,
-            "credentials": None if self.provider is None else _imported(self.provider),
-        }
-
-    def settings(self, url: str) -> ConnectionSettings:
-        arguments = self.arguments()
-        try:
-            return parse_url(url, **arguments)
-        except ConfigurationError as error:
-            tls = next((option for name, option in _TLS.items() if getattr(self, name) is not None), "")
-            name, _, rest = str(error).replace("the tls argument", tls).partition(" ")
-            if arguments.get(name) is not None:
-                name = {**_ARGUMENTS, "tls": tls}.get(name, "credentialsProvider")
-            raise ConfigurationError(f"{name} {rest.replace('are given twice', 'is given twice')}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +129,14 @@ class _Option(NamedTuple):
 
 def _refuse(text: str) -> NoReturn:
     raise ConfigurationError(text)
+
+
+def _verbatim(_name: str, text: str) -> str:
+    return text
+
+
+def _stripped(_name: str, text: str) -> str:
+    return text.strip()
 
 
 def _text(name: str, text: str) -> str:
@@ -295,6 +241,10 @@ def _off(name: str, text: str) -> None:
         _refuse(f"{name} is on: Spark would record a batch as done before its offsets are durable; leave it out")
 
 
+def _retention(_name: str, text: str) -> str | None:
+    return None if text == "0" else text
+
+
 def _number(name: str, text: str) -> int:
     """Return a number whose limits `StageOptions` checks."""
     if not (text.isascii() and text.isdecimal()):
@@ -305,7 +255,7 @@ def _number(name: str, text: str) -> int:
 # -- the options -------------------------------------------------------------------------------------------------------
 
 _CONNECTION: Final = (
-    _Option("url", "url", lambda _, text: text),
+    _Option("url", "url", _verbatim),
     _Option("connection.heartbeat", "connection.heartbeat", _heartbeat),
     _Option("connection.timeout", "connection.timeout", _positive),
     _Option("connection.caFile", "connection.ca_file", _text),
@@ -356,17 +306,17 @@ _STREAM: Final = (
     _Option("managementUrl", "management_url", _text),
 )
 _STAGE: Final = (
-    _Option("stage", "stage", lambda _, text: text.strip()),
+    _Option("stage", "stage", _stripped),
     _Option("stageBy", "by", _one_of("query or none", {"query": "query", "none": "none"})),
     _Option("stagePartitions", "partitions", _number),
-    _Option("stageKey", "key", lambda _, text: text),
-    _Option("stageRetention", "retention", lambda _, text: None if text == "0" else text),
+    _Option("stageKey", "key", _verbatim),
+    _Option("stageRetention", "retention", _retention),
     _Option("stageMaxBytes", "max_bytes", _number),
     _Option("stageMissingId", "missing_id", _one_of("refuse or repeat", {each.value: each for each in MissingId})),
     _Option("missingQueueTimeout", "missing_queue_timeout", _duration),
     _Option("publisher.maxOutstanding", "max_outstanding", _number),
     _Option("publisher.confirmTimeout", "confirm_timeout", _positive),
-    _Option("queue", "queue", lambda _, text: text.strip()),
+    _Option("queue", "queue", _stripped),
 )
 _STAGED: Final = (*_STAGE, *(option for option in _STREAM if option.name != "stream"))
 _SINK: Final = (
@@ -558,43 +508,3 @@ def _connect(values: dict[str, Any]) -> None:
 def _apart(values: dict[str, Any], prefix: str) -> dict[str, Any]:
     """Take out the values of the fields that begin so; return them without it."""
     return {name.removeprefix(prefix): values.pop(name) for name in list(values) if name.startswith(prefix)}
-
-
-# -- credentials -------------------------------------------------------------------------------------------------------
-
-
-class _Provider:
-    """Calls a function for user and password, and hides the text of its errors."""
-
-    def __init__(self, path: str, function: Callable[[], Any]) -> None:
-        self._path = path
-        self._function = function
-
-    def __call__(self) -> Any:
-        try:
-            return self._function()
-        except Exception as error:  # noqa: BLE001
-            failed = type(error).__name__
-        raise ConfigurationError(f"credentialsProvider {self._path!r} raised {failed}, whose text is not shown")
-
-
-def _imported(path: str) -> _Provider:
-    if not _PATH.fullmatch(path):
-        raise ConfigurationError(f"credentialsProvider must be package.module:function, not {path[:80]!r}")
-    module, _, name = path.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        why = str(error)
-    except Exception as error:  # noqa: BLE001
-        why = f"it raised {type(error).__name__}"
-    else:
-        if not callable(found):
-            raise ConfigurationError(f"credentialsProvider {path!r} is a {type(found).__name__}, and no function")
-        return _Provider(path, found)
-    raise ConfigurationError(
-        f"credentialsProvider {path!r} cannot be imported on host {socket.gethostname()} by {sys.executable}: {why}; "
-        "install it for the driver and for every executor (spark.submit.pyFiles does not reach every process)"
-    )

@@ -42,8 +42,9 @@ from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, at_fork
 from reliable_mq.core import headers
 from reliable_mq.errors import ConfigurationError, PublishError, PublishRefused, PublishReturned, ReliableMQError
 from reliable_mq.message import Message
+from reliable_mq.spark.connection_options import ConnectionOptions
 from reliable_mq.spark.metrics import exporter
-from reliable_mq.spark.options import ConnectionOptions, WriteOptions
+from reliable_mq.spark.options import WriteOptions
 from reliable_mq.spark.pickling import PicklableByName
 from reliable_mq.spark.rows import MessageIds, Outgoing, RowPlan, UnsendableRow, letter_of_message, letter_of_row
 from reliable_mq.sync.confirmation import Confirmation

@@ -10,7 +10,8 @@ import pytest
 
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 from reliable_mq.settings import Credentials
-from reliable_mq.spark.options import ConnectionOptions, read_options, write_options
+from reliable_mq.spark.connection_options import ConnectionOptions
+from reliable_mq.spark.options import read_options, write_options
 
 if TYPE_CHECKING:
     from pathlib import Path
