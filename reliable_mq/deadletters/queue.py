@@ -40,7 +40,7 @@ from reliable_mq.tls import TLSOptions
 from reliable_mq.topology import Queue
 from reliable_mq.url import parse_url
 
-__all__ = ["DeadLetterQueue", "depths", "purge_counted"]
+__all__ = ["DeadLetterQueue", "depths"]
 
 logger = logging.getLogger(__name__)
 
@@ -306,25 +306,23 @@ class DeadLetterQueue:
         limit: int | None = None,
         progress: Progress | None = None,
         stop: threading.Event | None = None,
+        on_deleted: Callable[[int], object] | None = None,
     ) -> int:
         """Delete dead letters for good.
 
-        The arguments and errors are those of `browse`; after an error, messages that were deleted before stay deleted.
-        When another thread sets ``stop``, the purge ends after the current batch.
+        Errors as for `browse`; after one, messages that were deleted before stay deleted.
+
+        Args:
+            chosen: which.
+            limit: how many to delete at most.
+            progress: called after every batch with the numbers of messages read and in all.
+            stop: an event; when another thread sets it, the purge ends after the current batch.
+            on_deleted: called after every batch with the number deleted so far: at least so many are gone if the purge
+                fails or is interrupted.
 
         Returns:
             How many were deleted.
         """
-        return self._purge(chosen, limit, progress, stop, lambda _deleted: None)
-
-    def _purge(
-        self,
-        chosen: Filter,
-        limit: int | None,
-        progress: Progress | None,
-        stop: threading.Event | None,
-        counted: Callable[[int], object],
-    ) -> int:
         if limit is not None:
             whole_number("limit", limit, 1)
         deleted = 0
@@ -337,7 +335,8 @@ class DeadLetterQueue:
                         matching = matching[: limit - deleted]
                     self._channel.ack(message.delivery for message in matching)
                     deleted += len(matching)
-                    counted(deleted)
+                    if on_deleted is not None:
+                        on_deleted(deleted)
                     if (limit is not None and deleted >= limit) or (stop is not None and stop.is_set()):
                         break
             finally:
@@ -454,23 +453,6 @@ class DeadLetterQueue:
             yield batch
             if progress is not None:
                 progress(batch[-1].position, total)
-
-
-def purge_counted(
-    dead: DeadLetterQueue,
-    chosen: Filter,
-    counted: Callable[[int], object],
-    *,
-    limit: int | None = None,
-    progress: Progress | None = None,
-    stop: threading.Event | None = None,
-) -> int:
-    """Purge, and call ``counted`` with the number deleted so far after every batch.
-
-    So the caller knows it, too, if the purge fails or is interrupted: at least so many are gone. Otherwise as
-    `DeadLetterQueue.purge`.
-    """
-    return dead._purge(chosen, limit, progress, stop, counted)  # noqa: SLF001  # of this module
 
 
 def depths(settings: ConnectionSettings, queues: Iterable[str]) -> dict[str, int | None]:

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, cast
 
 from reliable_mq.deadletters import Filter, ReplayReport
-from reliable_mq.deadletters.queue import purge_counted
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.web.address import Choice
 from reliable_mq.web.jobs import Job, Jobs
@@ -235,7 +234,9 @@ class Operations:
 
         def work(job: Job) -> None:
             with self._source.open(queue) as dead:
-                purge_counted(dead, choice.filter, partial(setattr, job, "count"), progress=job.progress, stop=job.stop)
+                dead.purge(
+                    choice.filter, progress=job.progress, stop=job.stop, on_deleted=partial(setattr, job, "count")
+                )
 
         return self.jobs.begin(Job("purge", queue, choice, user), self._audited(work))
 

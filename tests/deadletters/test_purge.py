@@ -10,9 +10,8 @@ from reliable_mq.codec import encode_nack
 from reliable_mq.core import headers
 from reliable_mq.core.consumer.delivery import ChannelGeneration
 from reliable_mq.core.retry.dead_letters import Target
-from reliable_mq.deadletters import DeadLetterQueue, Filter
+from reliable_mq.deadletters import DeadLetterQueue
 from reliable_mq.deadletters.channel import GetChannel
-from reliable_mq.deadletters.queue import purge_counted
 from reliable_mq.errors import ConfigurationError, StaleDelivery
 from reliable_mq.url import parse_url
 from tests.web.memory_broker import MemoryBroker, letter
@@ -30,7 +29,7 @@ def test_a_purge_that_fails_has_counted_what_it_deleted() -> None:
     broker.fails_at_ack = 3
     counts: list[int] = []
     with opened(broker) as dead, pytest.raises(StaleDelivery):
-        purge_counted(dead, Filter(), counts.append)
+        dead.purge(on_deleted=counts.append)
     assert counts == [200, 400]
     assert len(broker.queues[QUEUE]) == 100
 
@@ -40,7 +39,7 @@ def test_a_purge_counts_up_to_its_limit() -> None:
     broker.add(QUEUE, *map(letter, range(500)))
     counts: list[int] = []
     with opened(broker) as dead:
-        assert purge_counted(dead, Filter(), counts.append, limit=250) == 250
+        assert dead.purge(limit=250, on_deleted=counts.append) == 250
         assert dead.purge() == 250
     assert counts == [200, 250]
 

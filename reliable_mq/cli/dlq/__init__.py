@@ -283,12 +283,10 @@ def purge(
 
 def _deleted(dead: DeadLetterQueue, which: DeadLetterFilter, limit: int | None) -> int:
     """Purge; say how many are deleted also if it fails or is interrupted."""
-    from reliable_mq.deadletters.queue import purge_counted
-
     counts = [0]
     try:
         with progress_bar("deleting") as bar:
-            return purge_counted(dead, which, counts.append, limit=limit, progress=bar)
+            return dead.purge(which, limit=limit, progress=bar, on_deleted=counts.append)
     except KeyboardInterrupt:
         say(f"interrupted; at least {counts[-1]:,} deleted, the rest is in the queue")
         raise typer.Exit(INTERRUPTED) from None
