@@ -182,10 +182,10 @@ class GetChannel(AdminChannel):
             self.take(1)  # the queue itself answers it, after the acks; it may have waited for another channel
             source = self._source
             ready = max(self.left - 1, 0)
-            if self._closing is not None:
+            groups = self._groups()
+            if self._closing is not None and len(groups) > 1:  # one nack costs less than a channel
                 self._requeue_by_closing(source, self._closing, ready)
                 return
-            groups = self._groups()
             together = _COMMANDS if self._by_consumers else 1
             for start in range(0, len(groups), together):
                 some = groups[start : start + together]
