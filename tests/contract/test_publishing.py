@@ -53,6 +53,11 @@ def errors(confirmations: list[Any]) -> list[PublishError | None]:
     return [confirmation.exception(30) for confirmation in confirmations]
 
 
+def block(broker: ScriptedBroker, publisher: Any, reason: str = "low on memory") -> None:
+    broker.connection.block(reason)
+    wait_until(lambda: publisher.blocked, timeout=30, what="the blocked state")
+
+
 def settled(confirmations: list[Any]) -> list[int]:
     return [number for number, confirmation in enumerate(confirmations) if confirmation.done()]
 
@@ -557,8 +562,7 @@ def test_nothing_is_written_while_the_broker_blocks(broker: ScriptedBroker, new_
     with new_publisher(confirm_timeout=1.2) as publisher:
         publisher.connect()
         connection = broker.connection
-        connection.block("low on memory")
-        wait_until(lambda: publisher.blocked, timeout=30, what="the blocked state")
+        block(broker, publisher)
         assert publisher.blocked == "low on memory"
         confirmations = submit(publisher, 3)
         with pytest.raises(PublishBlocked, match="low on memory") as caught:
@@ -576,8 +580,7 @@ def test_while_blocked_a_publish_may_raise_at_once(broker: ScriptedBroker, new_p
     broker.script = acking
     with new_publisher(on_blocked="raise") as publisher:
         publisher.connect()
-        broker.connection.block("low on disk")
-        wait_until(lambda: publisher.blocked, timeout=30, what="the blocked state")
+        block(broker, publisher, "low on disk")
         began = time.monotonic()
         with pytest.raises(PublishBlocked, match="low on disk"):
             publisher.publish(Message(b"x"), routing_key=KEY)
@@ -593,8 +596,7 @@ def test_a_connection_that_is_lost_while_blocked_is_not_blocked_afterwards(
     with new_publisher() as publisher:
         publisher.connect()
         connection = broker.connection
-        connection.block("low on memory")
-        wait_until(lambda: publisher.blocked, timeout=30, what="the blocked state")
+        block(broker, publisher)
         [confirmation] = submit(publisher, 1)
         broker.script = acking
         connection.cut()
@@ -607,8 +609,7 @@ def test_what_a_block_kept_back_is_no_duplicate_after_the_connection_is_lost(
 ) -> None:
     with new_publisher() as publisher:
         publisher.connect()
-        broker.connection.block("low on memory")
-        wait_until(lambda: publisher.blocked, timeout=30, what="the blocked state")
+        block(broker, publisher)
         confirmations = submit(publisher, 2)
         broker.connection.cut()
         published = broker.wait_published(2)
@@ -623,8 +624,7 @@ def test_what_a_block_kept_back_is_not_refused_for_the_end_of_the_connection(
 ) -> None:
     with new_publisher() as publisher:
         publisher.connect()
-        broker.connection.block("low on memory")
-        wait_until(lambda: publisher.blocked, timeout=30, what="the blocked state")
+        block(broker, publisher)
         [confirmation] = submit(publisher, 1)
         broker.script = acking
         broker.connection.close(541, "INTERNAL_ERROR")
@@ -634,8 +634,7 @@ def test_what_a_block_kept_back_is_not_refused_for_the_end_of_the_connection(
 def test_closing_while_blocked_ends_in_time(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
     publisher = new_publisher()
     publisher.connect()
-    broker.connection.block("low on memory")
-    wait_until(lambda: publisher.blocked, timeout=30, what="the blocked state")
+    block(broker, publisher)
     [confirmation] = submit(publisher, 1)
     began = time.monotonic()
     with pytest.raises(PublishBlocked):
