@@ -155,14 +155,9 @@ def record_round(request: pytest.FixtureRequest) -> Callable[[Round], None]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the table, if there were rounds."""
-    found: list[Any] = [
-        value
-        for reports in terminalreporter.stats.values()
-        for report in reports
-        if isinstance(report, pytest.TestReport) and report.when == "teardown"
-        for name, value in report.user_properties
-        if name == PROPERTY
-    ]
+    from reliable_mq.testing.fixtures import recorded  # late: see `tests.reports`
+
+    found: list[Any] = [value for _, value in recorded(terminalreporter, PROPERTY)]
     if found:
         terminalreporter.section("rounds")
         for line in table(Round(*value) for value in found):

@@ -136,16 +136,21 @@ def audit(request: pytest.FixtureRequest) -> Audit:
     return testing.Audit(lambda counts: request.node.user_properties.append((ACCOUNT, counts)))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the counts of every audit."""
-    accounts = [
-        f"{report.nodeid.partition('::')[2]}: {value}"
+def recorded(terminalreporter: pytest.TerminalReporter, name: str) -> list[tuple[str, object]]:
+    """Return the values that tests have recorded under a name, each with its test."""
+    return [
+        (report.nodeid.partition("::")[2], value)
         for reports in terminalreporter.stats.values()
         for report in reports
         if isinstance(report, pytest.TestReport) and report.when == "teardown"
-        for name, value in report.user_properties
-        if name == ACCOUNT
+        for each, value in report.user_properties
+        if each == name
     ]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the counts of every audit."""
+    accounts = [f"{test}: {value}" for test, value in recorded(terminalreporter, ACCOUNT)]
     if accounts:
         terminalreporter.section("accounts")
         for account in sorted(accounts):
