@@ -11,7 +11,7 @@ JOBS ?= 6
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup venv image images databases prometheus chromium check test test-unit test-core test-rest test-fast t \
+.PHONY: help setup venv compiled image images databases prometheus chromium check test test-unit test-core test-rest test-fast t \
 	test-integration test-brokers test-spark test-pythons docs demo demo-cluster dashboards pictures demo-spark java bench bench-recovery soak soak-integration soak-unit soak-tests fmt clean
 
 help:  ## this list
@@ -21,6 +21,9 @@ setup: venv images databases prometheus chromium  ## everything the other target
 
 venv:
 	@$(SETUP) venv
+
+compiled:
+	@$(SETUP) compiled
 
 image:
 	@$(SETUP) image newest
@@ -54,11 +57,11 @@ test-unit:  ## the tests that need no broker, and the coverage of the core
 test-core: venv
 	$(PYTEST) tests/core tests/codec -m traced -n auto --cov=reliable_mq.core --cov=reliable_mq.codec --cov-report=term-missing --cov-fail-under=100 $(ARGS)
 
-test-rest: venv
+test-rest: compiled
 	$(PYTEST) tests -m "not traced" -n $(JOBS) --dist worksteal $(ARGS)
 
 # Each process collects all tests, so that more of them take longer.
-test-fast: venv  ## most tests that need no broker (under a minute)
+test-fast: compiled  ## most tests that need no broker (under a minute)
 	$(PYTEST) tests -q -m "not slow" -n 3 $(ARGS)
 
 T ?= tests/core
@@ -69,10 +72,10 @@ t: venv  ## some tests, in this process: make t T=tests/core/test_confirms.py
 test-integration: venv images java databases prometheus chromium  ## the tests against real brokers, databases and Spark
 	@tests/parts.sh test-brokers test-spark
 
-test-brokers: venv images databases prometheus chromium
+test-brokers: compiled images databases prometheus chromium
 	$(PYTEST) integration --ignore=integration/spark -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-spark: venv images java
+test-spark: compiled images java
 	$(PYTEST) integration/spark -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-pythons:  ## the tests that need no broker on every Python found, and on those of Debian sid

@@ -2,6 +2,7 @@
 # Everything that the Makefile needs beyond this repository. Idempotent: what is there already is used as it is.
 #
 #   setup.sh venv              .venv with this package (editable) and all its extras
+#   setup.sh compiled          the tests, compiled
 #   setup.sh docker            a docker daemon that answers
 #   setup.sh image newest|4.0  the broker image reliable-mq/rabbitmq:newest or :4.0
 #   setup.sh databases         the images reliable-mq/databases:latest, with Redis, PostgreSQL and MariaDB, and :mysql
@@ -41,6 +42,7 @@ PYTHON_PACKAGES=python3-all-venv,ca-certificates
 main() {
     case "${1:-}" in
         venv) ensure_venv ;;
+        compiled) ensure_compiled ;;
         docker) ensure_docker ;;
         image) ensure_docker; ensure_image "${2:?newest or 4.0}" ;;
         databases) ensure_docker; ensure_databases ;;
@@ -84,12 +86,21 @@ ensure_venv() {
     "$python" -m venv "$ROOT/.venv"
     "$ROOT/.venv/bin/python" -m pip install --quiet --editable "$ROOT[all,dev]" </dev/null
     printf '%s\n' "$want" >"$stamp"
-    say "compiling the tests"  # once: otherwise each of many processes does at its start, in ten seconds
-    local tests
-    for tests in tests integration; do
-        (cd "$ROOT" && .venv/bin/python -m pytest -q --collect-only "$tests") >/dev/null 2>&1 &
+}
+
+# -- the tests, compiled ---------------------------------------------------------------------------------------------
+
+# Once: otherwise each of many processes does it at its start, in ten seconds.
+ensure_compiled() {
+    ensure_venv
+    local stamp=$ROOT/.venv/.compiled suite
+    [ "$stamp" -nt "$ROOT/.venv/.installed" ] && return
+    say "compiling the tests"
+    for suite in tests integration; do
+        (cd "$ROOT" && .venv/bin/python -m pytest -q --collect-only "$suite") >/dev/null 2>&1 &
     done
     wait
+    touch "$stamp"
 }
 
 # -- Java ------------------------------------------------------------------------------------------------------------
