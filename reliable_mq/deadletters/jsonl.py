@@ -8,8 +8,8 @@ broken properties), ``properties_base64`` holds them as they were on the wire, b
 Invariants:
 
 - A message that is written and read again has the same body and the same properties, byte for byte.
-- A line is understood completely or refused: an unknown key, a wrong type, and a property that was changed beside a
-  contradicting ``properties_base64`` are errors that name the key.
+- A line is understood completely or refused: an unknown key, a key that is there twice, a wrong type, and a property
+  that was changed beside a contradicting ``properties_base64`` are errors that name the key.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def read_line(text: bytes) -> Line:
         ConfigurationError: it is no message; the text names the wrong key.
     """
     try:
-        line = json.loads(text)
+        line = json.loads(text, object_pairs_hook=_object)
+    except ConfigurationError:
+        raise
     except ValueError as error:
         raise ConfigurationError(f"not JSON: {error}") from error
     except RecursionError:
@@ -174,6 +176,16 @@ def _message(body: bytes, properties: dict[str, Any]) -> Message:
         except (TypeError, ValueError) as error:
             raise ConfigurationError(f"timestamp must be ISO 8601 with a zone, not {timestamp!r}") from error
     return Message(body, **properties)
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return an object of JSON; Python's own reading keeps the last of equal keys, and loses the others."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigurationError(f"the key {twice!r} is there twice; remove one")
+    return found
 
 
 def _exact(body: bytes, raw: bytes, properties: Mapping[str, object]) -> Message:

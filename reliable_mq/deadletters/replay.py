@@ -6,6 +6,7 @@ Invariants:
   dead-letter queue, at its target, or in both. After a crash at most one batch (`BATCH`, less under a rate) is in both.
 - A copy that this run has published, but whose original it could not ack because a channel was lost, is not published
   again: the original is acked when it is delivered again.
+- A dead letter that could not be published is tried once in a run, and counted once, whatever is lost in between.
 - A run ends with the messages that were there when it began: those dead-lettered meanwhile are left to the next run.
 - In any second no more messages are published than the rate (for a rate that is no whole number, such as 1.5: two in
   any 1.33 seconds), however long nothing was published before. Idle time is not made up for, only the excess of a wait.
@@ -156,7 +157,8 @@ class Replay:
         self._total = 0  # messages at the beginning
         self._acked = 0
         self._unacked: Counter[str] = Counter()  # published by this run, not known to be acked
-        self._failed: Counter[str] = Counter()  # so that they are counted once
+        self._failed: Counter[str] = Counter()  # by this run
+        self._passed: Counter[str] = Counter()  # of them, those from before the channel was lost: to be read once more
 
     def run(self) -> ReplayReport:
         """Run to the end. Blocks.
@@ -190,6 +192,9 @@ class Replay:
 
     def _go_through(self) -> None:
         """Read the queue from its head, as many messages as there were at the beginning."""
+        self._passed = self._failed.copy()
+        if self.publisher is None:
+            self.report.replayed = 0  # nothing was acked, so that all are read once more
         reading = read_batches(self.channel, self._batch, self.guard, self._acked, self._total)
         while not self._enough and (found := next(reading, None)) is not None:
             messages, self._total = found
@@ -207,6 +212,8 @@ class Replay:
             if message.redelivered and self._unacked[message.fingerprint]:
                 self._unacked[message.fingerprint] -= 1
                 done.append(message)
+            elif message.redelivered and self._passed[message.fingerprint]:
+                self._passed[message.fingerprint] -= 1
             elif self.chosen.matches(message, now):
                 chosen.append(message)
         if self.limit is not None:
@@ -287,13 +294,10 @@ class Replay:
         return target
 
     def _fail(self, message: DeadMessage, error: ReliableMQError) -> None:
-        digest = message.fingerprint
-        if message.redelivered and self._failed[digest]:
-            self._failed[digest] -= 1  # it failed before the channel was lost
-        else:
-            self.report.failed += 1
-            if len(self.report.failures) < _FAILURES_KEPT:
-                self.report.failures.append((message, error))
+        self._failed[message.fingerprint] += 1
+        self.report.failed += 1
+        if len(self.report.failures) < _FAILURES_KEPT:
+            self.report.failures.append((message, error))
 
     def _reset(self, messages: list[DeadMessage]) -> None:
         if self.store is None:

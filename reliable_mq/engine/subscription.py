@@ -391,12 +391,9 @@ class BaseSubscription:
         self._woken = False
         now, idle = time.monotonic(), not self.session.running
         self._take_in(now)
-        actions = self.session.poll(now)
+        actions = self._decide(now)
         if idle:
             self._vitals.worked(now)
-        while actions.recall:
-            self.session.postponed(self._recalled(), now)
-            actions = self.session.poll(now)
         self._carry_out(actions)
         if actions.state is ConsumerState.ENDED:
             self._finish(now)
@@ -405,6 +402,12 @@ class BaseSubscription:
         if len(self._results) >= self._report_after:  # reported meanwhile, when more were wanted
             self._wake()
         self._alarm.set(actions.wake_at, now, self._io.call_later)
+
+    def _decide(self, now: float) -> Actions:
+        """Poll the session, after what it wants recalled."""
+        while (actions := self.session.poll(now)).recall:
+            self.session.postponed(self._recalled(), now)
+        return actions
 
     def _take_in(self, now: float) -> None:
         """Pass events of other threads on to the session."""
@@ -435,6 +438,9 @@ class BaseSubscription:
             (self.quarantine_handlers or self.handlers).put(actions.dispatch_quarantined)
         for change in actions.subscribe:
             self._change_subscription(change)
+        self._log(actions)
+
+    def _log(self, actions: Actions) -> None:
         for event in actions.log:
             if event.kind in (LogEventKind.PAUSED, LogEventKind.RESUMED):
                 self._vitals.paused(paused=self.session.paused)
@@ -469,9 +475,10 @@ class BaseSubscription:
             )
         self.session.recalled(self._recalled())
         self._take_in(now)
-        last = self.session.poll(now)
+        last = self._decide(now)
         self._io.write(last.data)
         self._record_settled(last)
+        self._log(last)
         self._io.stop(CLOSE_GRACE)
         self._first_attempts_over.set()
         self.ended.set()

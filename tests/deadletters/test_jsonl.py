@@ -179,6 +179,8 @@ EMPTY = base64.b64encode(join_properties({})).decode()
         ('{"body": "x", "headers": ' + '{"a": ' * 400 + "1" + "}" * 401, "nested deeper than 32 levels"),
         ("[]", "a JSON object is needed, not list"),
         ('{"body": "x", "routing-key": "q"}', "unknown key 'routing-key'; known are app_id, body, "),
+        ('{"body": "x", "body": "y"}', "the key 'body' is there twice"),
+        ('{"body": "x", "headers": {"a": 1, "a": 2}}', "the key 'a' is there twice"),
         ("{}", "one of body .text. and body_base64 is needed"),
         ('{"body": "x", "body_base64": "eA=="}', "one of body"),
         ('{"body": {"a": 1}}', "body must be text, not dict: write JSON in it as a string"),

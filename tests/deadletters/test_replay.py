@@ -14,23 +14,28 @@ from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 from reliable_mq.core.retry.dead_letters import Target
 from reliable_mq.deadletters import DeadMessage, Filter
 from reliable_mq.deadletters.replay import Replay, ReplayReport
-from reliable_mq.errors import PublishNacked
+from reliable_mq.errors import PublishNacked, StaleDelivery
 
 
 class FakeChannel:
     """A queue of dead letters that is given out in batches."""
 
-    def __init__(self, count: int) -> None:
-        self.left = count
+    def __init__(self, count: int, *, lost_at: int = 0) -> None:
+        self.left = self._count = count
         self.acked = 0
+        self._lost_at = lost_at
+        self._redelivered = False
         self._next = 1
 
     def take(self, most: int) -> list[Delivery]:
-        self.left = self.left if self._next == 1 else 0
+        if self._lost_at and self._next > self._lost_at:
+            self._next, self._lost_at, self._redelivered = 1, 0, True
+            raise StaleDelivery("the channel was lost")
+        self.left = self._count if self._next == 1 else 0
         taken = []
         for tag in range(self._next, self._next + most):
             message = Message(b"", message_id=f"id-{tag}")
-            delivery = Delivery("", tag, False, "", "orders.dead", encode_properties(message), b"")
+            delivery = Delivery("", tag, self._redelivered, "", "orders.dead", encode_properties(message), b"")
             delivery.came_from(ChannelGeneration(1, 1, "orders.dead"))
             taken.append(delivery)
         self._next += most
@@ -93,6 +98,19 @@ def test_a_limit_counts_what_fails_too(refuses: str, replayed: int) -> None:
 def test_a_limit_counts_what_would_fail_in_a_dry_run() -> None:
     report = replay(FakeChannel(1000), None, 10, None)
     assert (report.replayed, report.failed) == (0, 10)
+
+
+def test_what_has_failed_before_the_channel_was_lost_is_not_tried_again() -> None:
+    """Otherwise a limit would count it twice, and end the run before its time."""
+    channel, publisher = FakeChannel(1000, lost_at=200), FakePublisher(refuses="0123456789")
+    report = replay(channel, publisher, 300, Target("", "nowhere"))
+    assert (publisher.submitted, report.failed, len(report.failures)) == (300, 300, 300)
+    assert len({message.message_id for message, _ in report.failures}) == 300
+
+
+def test_a_dry_run_counts_each_dead_letter_once_after_the_channel_was_lost() -> None:
+    report = replay(FakeChannel(1000, lost_at=200), None, 300, Target("", "orders"))
+    assert (report.replayed, report.failed) == (300, 0)
 
 
 def test_the_dead_letters_are_numbered_from_1() -> None:

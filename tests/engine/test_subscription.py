@@ -1,0 +1,95 @@
+"""A subscription on a connection that only notes what is written."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from reliable_mq import KillSwitch, Queue
+from reliable_mq.codec import encode_ack
+from reliable_mq.core.consumer.delivery import Delivery
+from reliable_mq.core.consumer.dispatch import Work
+from reliable_mq.core.consumer.handler import Failed
+from reliable_mq.engine.consumer_options import ConsumerOptions
+from reliable_mq.engine.subscription import BaseSubscription
+from tests.core.deliveries import delivery, failure
+
+
+class FakeConnection:
+    """Runs calls at once, and keeps what is written."""
+
+    peer = None
+
+    def __init__(self, **_options: Any) -> None:
+        self.written: list[bytes] = []
+        self.stopped = False
+
+    def call_soon(self, call: Callable[[], object]) -> None:
+        call()
+
+    def call_later(self, _delay: float, _call: Callable[[], object]) -> Any:
+        return threading.Timer(0, lambda: None)
+
+    def write(self, data: bytes) -> None:
+        self.written.append(data)
+
+    def stop(self, _grace: float) -> None:
+        self.stopped = True
+
+
+class FakeHandlers:
+    """Keeps work until it is recalled; ``meanwhile`` runs at each recall."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Delivery] = []
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    def put(self, work: Iterable[Work]) -> None:
+        self.waiting += [item for item in work if isinstance(item, Delivery)]
+
+    def stop_starting(self) -> None: ...
+
+    def recall(self) -> list[Delivery]:
+        self.meanwhile()
+        recalled, self.waiting = self.waiting, []
+        return recalled
+
+
+class FakeSubscription(BaseSubscription):
+    _connection_type = FakeConnection  # type: ignore[assignment]
+    _event_type = threading.Event
+
+
+def test_what_is_handled_at_the_last_moment_is_acked_though_the_kill_switch_trips(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The pause wants deliveries recalled before anything else is done; acks and log lines come after that."""
+    options = ConsumerOptions(
+        "amqp://localhost/", Queue("orders"), print, name="c", kill_switch=KillSwitch(share=0.5, minimum=2)
+    )
+    subscription = FakeSubscription(options)
+    subscription.handlers = handlers = FakeHandlers()
+    connection: Any = subscription._io
+    session = subscription.session
+    session.opened(1, 1)
+    session.delivered([delivery(1), delivery(2)], 0.0)
+    subscription.read_finished()
+    first, second = handlers.waiting
+    handlers.waiting = []  # both are being handled
+
+    def end_of_both() -> None:
+        if session.lifecycle.state.name == "ENDED":
+            handlers.meanwhile = lambda: None
+            subscription._results.extend([first, Failed(second, failure())])
+
+    handlers.meanwhile = end_of_both
+    with caplog.at_level(logging.INFO, "reliable_mq"):
+        subscription.stop_now()
+    assert subscription.ended.is_set()
+    assert connection.stopped
+    assert b"".join(connection.written) == encode_ack(1, 1, multiple=False)
+    assert "kill switch pauses dispatch" in caplog.text
