@@ -179,7 +179,7 @@ def _message(body: bytes, properties: dict[str, Any]) -> Message:
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return an object of JSON; Python's own reading keeps the last of equal keys, and loses the others."""
+    """Return an object of JSON; refuse equal keys, of which Python keeps the last."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

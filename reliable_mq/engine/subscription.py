@@ -404,7 +404,7 @@ class BaseSubscription:
         self._alarm.set(actions.wake_at, now, self._io.call_later)
 
     def _decide(self, now: float) -> Actions:
-        """Poll the session, after what it wants recalled."""
+        """Poll the session; recall deliveries first if it asks for that."""
         while (actions := self.session.poll(now)).recall:
             self.session.postponed(self._recalled(), now)
         return actions
