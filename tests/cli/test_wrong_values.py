@@ -59,6 +59,8 @@ def broker(monkeypatch: pytest.MonkeyPatch) -> MemoryBroker:
             ("dlq", "replay", BROKER, QUEUE, "--exchange", "", "--routing-key", "q", "--as-published"),
             "--as-published names the target",
         ),
+        (("dlq", "replay", BROKER, QUEUE, "--idempotency", "stores"), "--idempotency takes MODULE:NAME, not 'stores'"),
+        (("dlq", "replay", BROKER, QUEUE, "--idempotency", "redis://:hush@h/0"), "--idempotency takes MODULE:NAME, a"),
         (("publish", BROKER, "--queue", "q", "--header", "a=1", "--header", "a="), "--header names 'a' twice"),
         (("publish", BROKER, "--queue", "q", "--timeout", "nan"), "--timeout takes seconds above 0"),
         (("publish", BROKER, "--queue", "q", "--timeout", "-1"), "--timeout takes seconds above 0"),
@@ -73,6 +75,7 @@ def test_a_wrong_value_is_named_with_status_2(run: Run, line: tuple[str, ...], t
     status, told = run(*line)
     assert status == 2
     assert text in told
+    assert "hush" not in told
 
 
 @pytest.mark.parametrize("url", ["localhost:15672", "amqp://localhost", "http://"])

@@ -403,6 +403,8 @@ def _write_apart(parts: Iterable[RenderableType]) -> None:
 def imported_store(place: str) -> ResettableStore:
     """Import a store of the user's, from the working directory as well."""
     module, colon, name = place.partition(":")
+    if "://" in place:  # such a URL may hold a password
+        raise typer.BadParameter("--idempotency takes MODULE:NAME, a store that your code makes, not a URL")
     if not module or not colon or not name:
         raise typer.BadParameter(f"--idempotency takes MODULE:NAME, not {place!r}")
     sys.path.insert(0, str(Path.cwd()))
