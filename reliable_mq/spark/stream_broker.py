@@ -267,7 +267,8 @@ def _first_from(channel: StreamChannel, stream: str, offset: str | datetime, pat
 def _first_of(channel: StreamChannel, stream: str, patience: float) -> list[RawDelivery]:
     """Return the first deliveries; none if the stream is empty, not if it is slow.
 
-    A count above 0 is certain; it lags behind, so 0 is certain only after a while.
+    A count above 0 is certain, unless one write was larger than the stream may be, and was dropped at once: RabbitMQ
+    may count 1 then. It lags behind, so 0 is certain only after a while.
     """
     arrived = channel.take(patience)
     if arrived:
@@ -277,7 +278,10 @@ def _first_of(channel: StreamChannel, stream: str, patience: float) -> list[RawD
         return channel.take(0.0)
     arrived = channel.take(_SLOWEST)
     if not arrived:
-        raise BrokerUnavailable(f"stream {stream!r} has messages, and none came within {_SLOWEST:g} s")
+        raise BrokerUnavailable(
+            f"stream {stream!r} has messages as RabbitMQ counts, and none came within {_SLOWEST:g} s: it is slow, or "
+            "its limits have dropped them all, which the next message will show"
+        )
     return arrived
 
 
