@@ -342,7 +342,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
         try:
             yield report
         except BaseException:
-            self._not_reported(report.outstanding)
+            self._not_reported((*report.failed_confirmations, *report.outstanding))
             raise
 
     def _not_reported(self, confirmations: Iterable[ConfirmationT]) -> None:
@@ -540,10 +540,12 @@ class ReportBuilder(Generic[ConfirmationT]):
 
     Attributes:
         outstanding: confirmations that are not collected yet, in order.
+        failed_confirmations: those that are, and have failed.
     """
 
     def __init__(self, max_outstanding: int, *, stored: bool) -> None:
         self.outstanding: deque[ConfirmationT] = deque()
+        self.failed_confirmations: list[ConfirmationT] = []
         self._sweep_at = 2 * max_outstanding
         self._stored = stored
         self._successes = 0
@@ -581,4 +583,5 @@ class ReportBuilder(Generic[ConfirmationT]):
         if error is None:
             self._successes += 1
         else:
+            self.failed_confirmations.append(confirmation)
             self._failures.append((confirmation.message, error))

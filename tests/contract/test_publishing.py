@@ -35,7 +35,7 @@ from reliable_mq.testing.containers import free_port
 from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from tests.contract.scripted_broker import Channel, Published, ScriptedBroker
 
@@ -896,6 +896,26 @@ def test_what_no_report_will_tell_is_raised_at_the_end(broker: ScriptedBroker, n
             broker.wait_published(2)[-1].channel.nack(2, multiple=True)
 
     with pytest.raises(PublishError, match="2 messages"):
+        leave()
+
+
+def test_what_had_failed_before_a_report_was_given_up_is_raised_at_the_end(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    """Its messages may come from code that raises, after some of them have failed."""
+    broker.script = lambda published: published.channel.nack(published.number)
+
+    def leave() -> None:
+        with new_publisher(retry=ONCE, max_outstanding=1) as publisher:
+
+            def messages() -> Iterator[Message]:
+                yield from (Message(b"%d" % number) for number in range(4))  # each waits for the one before it
+                raise LookupError("no more messages")
+
+            with pytest.raises(LookupError, match="no more messages"):
+                publisher.publish_many(messages(), routing_key=KEY)
+
+    with pytest.raises(PublishError, match="4 messages"):
         leave()
 
 
