@@ -137,9 +137,12 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
         """Raise UsageError on another event loop, which cannot wait for the end."""
         self.check_usable()
 
-    async def wait_connected(self, limit: float, attempts: int = 1, *, firm: bool = False) -> ReliableMQError | None:
+    async def wait_connected(
+        self, limit: float, attempts: int = 1, *, at_most: float = float("inf")
+    ) -> ReliableMQError | None:
         """Wait for the attempts; by several tasks."""
         self.check_usable()
+        deadline = time.monotonic() + at_most
         enough = self._attempts_failed + attempts
         left = limit
         while left > 0:
@@ -150,7 +153,7 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
                         self._changed.append(change)
                         await change
             except TimeoutError:
-                left = 0.0 if firm else self._io.patience
+                left = min(self._io.patience, deadline - time.monotonic())
             else:
                 break
         return self._why_not_connected(limit)

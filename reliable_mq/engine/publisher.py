@@ -399,14 +399,13 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
         """
         self._check_process()
         settings = self._options.settings
-        firm = timeout < settings.first_attempts_timeout
         with self._lock:
             self._check_open("; nothing was sent")
             channel = self._started_channel or self._start()
             self._openers += 1
         try:
             error: ReliableMQError | None = yield channel.wait_connected(
-                min(settings.first_attempts_timeout, timeout), len(settings.endpoints), firm=firm
+                min(settings.first_attempts_timeout, timeout), len(settings.endpoints), at_most=timeout
             )
         except BaseException:
             with self._lock:

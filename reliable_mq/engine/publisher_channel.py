@@ -132,10 +132,10 @@ class BasePublisherChannel(BaseChannel[P]):
 
     # Of each API
 
-    def wait_connected(self, timeout: float, attempts: int = 1, *, firm: bool = False) -> Any:
+    def wait_connected(self, timeout: float, attempts: int = 1, *, at_most: float = float("inf")) -> Any:
         """Wait until it is connected or ``attempts`` more have failed. A step.
 
-        A set-up that goes on (a large topology) is waited for beyond ``timeout``, unless that is ``firm``.
+        A set-up that goes on (a large topology) is waited for beyond ``timeout``, for ``at_most`` seconds in all.
 
         Returns:
             The reason why it is not connected, or None. After a permanent error the channel has ended (``fatal``);

@@ -190,9 +190,12 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
             self._io.stop()
             raise
 
-    def wait_connected(self, timeout: float, attempts: int = 1, *, firm: bool = False) -> ReliableMQError | None:
+    def wait_connected(
+        self, timeout: float, attempts: int = 1, *, at_most: float = float("inf")
+    ) -> ReliableMQError | None:
         """Wait for the attempts; by several threads."""
         self._check_not_forked()
+        deadline = time.monotonic() + at_most
         with self.lock:
             enough = self._attempts_failed + attempts
             limit = timeout
@@ -200,7 +203,7 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
                 lambda: self.connected or self._attempts_failed >= enough or self.fatal is not None or self._closed,
                 limit,
             ):
-                limit = 0.0 if firm else self._io.patience
+                limit = min(self._io.patience, deadline - time.monotonic())
             return self._why_not_connected(timeout)
 
     def submit(self, confirmation: Confirmation) -> None:

@@ -725,6 +725,20 @@ def test_a_broker_that_was_never_there_is_no_connection_either(new_publisher: Ne
 # -- the beginning and the end -----------------------------------------------------------------------------------------
 
 
+def test_the_first_publish_keeps_its_deadline_while_its_topology_is_declared(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    """A set-up that goes on is waited for, and no longer than the message lives."""
+    broker.declare_seconds = 0.25
+    topology = [Queue(f"q{number}", dead_letter=None) for number in range(40)]
+    publisher = new_publisher(topology=topology, connect_timeout=0.5)
+    began = time.monotonic()
+    with pytest.raises(PublishUnconfirmed):
+        publisher.publish(Message(b"x"), routing_key=KEY, timeout=1.6)
+    assert time.monotonic() - began < 5
+    publisher.close(timeout=0)
+
+
 def test_a_queue_that_differs_is_said_at_the_first_call(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
     text = "PRECONDITION_FAILED - inequivalent arg 'x-queue-type' for queue 'q' in vhost '/': received 'quorum' but"
     broker.refusals["Queue.Declare"] = 406, f"{text} current is 'classic'"
