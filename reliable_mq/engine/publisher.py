@@ -269,9 +269,12 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
     def _first_confirmation(
         self, message: Message, exchange: str, key: str, timeout: Duration | None, reported: bool
     ) -> Steps[ConfirmationT]:
-        """Open the channel to submit a message on; make its confirmation."""
+        """Open the channel to submit a message on; make its confirmation.
+
+        That has a timeout of its own: others may be before it by then that were accepted later.
+        """
         accepted_at = time.monotonic()
-        limit = None if timeout is None else seconds("timeout", timeout)
+        limit = self._options.delivery_timeout if timeout is None else seconds("timeout", timeout)
         trace = None
         if self._outbox is None and self._tracer is not None:
             trace = self._tracer.begin(message, exchange, key)
@@ -280,7 +283,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
             if self._outbox is not None:
                 channel = yield from self._open_outbox(self._outbox, limit)
             else:
-                channel = yield from self._open(self._options.delivery_timeout if limit is None else limit)
+                channel = yield from self._open(limit)
         except BaseException as error:
             if trace is not None:
                 trace.failed(error)

@@ -725,6 +725,32 @@ def test_a_broker_that_was_never_there_is_no_connection_either(new_publisher: Ne
 # -- the beginning and the end -----------------------------------------------------------------------------------------
 
 
+def test_a_first_publish_keeps_its_deadline_behind_messages_that_were_accepted_later(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    """It still waits for an attempt to connect, when another caller is done with that."""
+    broker.silent = True
+    publisher = new_publisher(connect_timeout=20, delivery_timeout=2.5)
+
+    def first() -> float:
+        began = time.monotonic()
+        with pytest.raises(PublishUnconfirmed):
+            publisher.publish(Message(b"first"), routing_key=KEY)
+        return time.monotonic() - began
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(first)
+        wait_until(lambda: broker.connections, timeout=30, what="the attempt to connect")
+        began = time.monotonic()
+        with pytest.raises(PublishUnconfirmed):
+            publisher.publish(Message(b"short"), routing_key=KEY, timeout=0.2)
+        wait_until(lambda: time.monotonic() - began > 2, timeout=30, what="a time shortly before the deadline")
+        later = publisher.submit(Message(b"later"), routing_key=KEY)
+        assert waiting.result(30) < 3.5
+        assert isinstance(later.exception(30), PublishUnconfirmed)
+    publisher.close()
+
+
 def test_the_first_publish_keeps_its_deadline_while_its_topology_is_declared(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
