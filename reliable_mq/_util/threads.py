@@ -342,7 +342,11 @@ class CallbackThread:
         self._later.append(callback)
         if not self._collecting or self._over:
             self._collecting = True
-            self.put(_collect)
+            try:
+                self.put(_collect)
+            except BaseException:  # it can start no thread, say; the next one may
+                self._collecting = False
+                raise
 
     @property
     def backlog(self) -> int:

@@ -69,10 +69,16 @@ class BaseConfirmation(ObservedPublication):
         raise NotImplementedError
 
     def settled(self) -> None:
-        """Call the callbacks: the outcome is written. The caller holds the lock."""
+        """Call the callbacks: the outcome is written. The caller holds the lock.
+
+        One that raises, where no thread can be started say, concerns no other.
+        """
         callbacks, self.callbacks = self.callbacks, _CALLED
         for callback in callbacks or ():
-            callback()
+            try:
+                callback()
+            except Exception:
+                logger.exception("what watches %s could not be told", self)
 
     def _observe(self) -> PublishError | None:
         """Return the error of a settled publish; None if it succeeded.

@@ -348,7 +348,7 @@ class BaseOutboxChannel(BaseChannel[C]):
                 else:
                     self._fail(confirmation, error.of(str(confirmation), confirmation.message.message_id))
                 if error is not None or confirmation.callbacks is not None:
-                    self._call_back(confirmation)
+                    confirmation.settled()
             self._window.release(len(confirmations), size)
             self._notify_window()
         if error is not None:
@@ -362,13 +362,6 @@ class BaseOutboxChannel(BaseChannel[C]):
 
     def _end_trace(self, trace: SendTrace, confirmation: C) -> None:
         self._call_outside_later(partial(trace.settled, confirmation, time.time_ns()))
-
-    def _call_back(self, confirmation: C) -> None:
-        """Call the callbacks of one message; a failure concerns no other message."""
-        try:
-            confirmation.settled()
-        except Exception:
-            logger.exception("what watches %s could not be told", confirmation)
 
     def _fail(self, confirmation: C, error: OutboxError) -> None:
         confirmation.stored(error)

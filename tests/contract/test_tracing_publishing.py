@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -595,3 +596,28 @@ def test_a_span_that_cannot_end_leaves_the_error_of_a_publish(
     recorder.provider.add_span_processor(BrokenEnd())
     with new_publisher(tracing=recorder.tracing) as publisher, pytest.raises(ConfigurationError, match="routing_key"):
         publisher.submit(Message(b""), routing_key="k" * 256)
+
+
+def test_a_thread_for_spans_that_cannot_be_had_keeps_no_message_from_its_outcome(
+    broker: ScriptedBroker, new_publisher_of_the_sync_api: NewPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a process that has as many threads as it may have."""
+    start = threading.Thread.start
+
+    def refusing(thread: threading.Thread) -> None:
+        if thread.name.endswith("-callbacks"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refusing)
+    recorder = Recorder()
+    with new_publisher_of_the_sync_api(tracing=recorder.tracing) as publisher:
+        confirmations = [publisher.submit(Message(b""), routing_key="orders") for _ in range(3)]
+        broker.wait_published(3)[-1].channel.ack(3, multiple=True)
+        publisher.flush(timeout=5)
+        assert [confirmation.result(30).attempts for confirmation in confirmations] == [1, 1, 1]
+        monkeypatch.undo()
+        broker.script = acking
+        publisher.publish(Message(b""), routing_key="orders")
+        recorder.wait(4)
+    assert len(broker.connections) == 1
