@@ -199,6 +199,8 @@ class Connector:
             self._enter(ConnectionState.DISCARDED)
             self._cancel_timer()
             self._loop.call_soon(partial(self._attempt_discarded, BrokerUnavailable(reason)))
+        elif self._state is ConnectionState.WAITING:  # to open another channel on it: no loss will follow
+            self._loop.call_soon(self._unblock)
         self._drop_link(reason)
 
     def reopen_channel(self) -> None:

@@ -488,6 +488,24 @@ def test_a_block_ends_with_a_connection_lost_in_a_set_up(code: int | None) -> No
         machine.teardown()
 
 
+def test_a_block_ends_with_a_connection_discarded_between_two_channels() -> None:
+    """As where a callback raises: its link ends by itself, and no loss is reported of it."""
+    machine = ConnectorMachine()
+    try:
+        machine.proceed(10)
+        machine.block(blocked=True)
+        machine.close_channel(404)
+        assert machine.state is ConnectionState.WAITING
+        machine.connector.on_error(RuntimeError("a callback"))
+        machine.pass_time(0.0)
+        assert not machine.owner.is_blocked
+        machine.proceed(20)
+        assert machine.state is ConnectionState.READY
+        machine.blocked_with_its_connection()
+    finally:
+        machine.teardown()
+
+
 STEPS = {  # from the start, if all goes well
     ConnectionState.PREPARING: 0,
     ConnectionState.CONNECTING: 1,
