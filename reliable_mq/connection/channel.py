@@ -65,7 +65,13 @@ class ChannelTable:
         self._on_closed: Callable[[], None] | None = None
 
     def open(self, generation: int, sink: ChannelSink, events: ChannelEvents) -> Channel:
-        """Send ``channel.open`` and return the channel."""
+        """Send ``channel.open`` and return the channel.
+
+        Raises:
+            BrokerUnavailable: every channel that the connection may have is still being closed.
+        """
+        if len(self._channels) >= self.channel_max:
+            raise BrokerUnavailable(f"the close of channel {self._last_number} was not answered, and no other is free")
         while True:
             self._last_number = self._last_number % self.channel_max + 1
             if self._last_number not in self._channels:

@@ -320,7 +320,10 @@ class Connector:
     def _open_channel(self, link: Link) -> None:
         self._enter(ConnectionState.SETTING_UP)
         self._generation += 1
-        self._channel = link.open_channel(self._generation, self._client, self)
+        try:
+            self._channel = link.open_channel(self._generation, self._client, self)
+        except BrokerUnavailable as error:
+            self._attempt_failed(error)
 
     def channel_opened(self, channel: Channel) -> None:
         if channel is not self._channel or self._link is None or self._state is not ConnectionState.SETTING_UP:

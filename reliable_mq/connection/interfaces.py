@@ -82,7 +82,11 @@ class Link(Protocol):
         """Call `fn` after every read, once all its frames have been passed on."""
 
     def open_channel(self, generation: int, sink: ChannelSink, events: ChannelEvents, /) -> Channel:
-        """Open a channel; its content goes to `sink` once it is released."""
+        """Open a channel; its content goes to `sink` once it is released.
+
+        Raises:
+            BrokerUnavailable: every channel that the connection may have is still being closed.
+        """
 
     def close(self) -> None:
         """Begin the closing handshake; abort a link that is not open yet."""

@@ -24,6 +24,7 @@ from reliable_mq.core.channel_setup import Pipeline, ServerInfo, StepRefused, pu
 from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
 from reliable_mq.errors import BrokerUnavailable, ReliableMQError
 from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
+from reliable_mq.topology import Queue
 from tests.properties import machine
 from tests.transitions import changes
 
@@ -502,6 +503,25 @@ def test_a_block_ends_with_a_connection_discarded_between_two_channels() -> None
         machine.proceed(20)
         assert machine.state is ConnectionState.READY
         machine.blocked_with_its_connection()
+    finally:
+        machine.teardown()
+
+
+def test_a_connection_of_one_channel_is_replaced_while_that_is_still_closing() -> None:
+    """After a set-up that failed by itself, the broker has not answered the close when the next attempt is due."""
+    machine = ConnectorMachine()
+    try:
+        machine.proceed(10)
+        machine.links[-1].channels.channel_max = 1
+        machine.connector._setup = lambda _server: publisher_setup([Queue("q", delayed_retry=(1, 60))], (4, 2))
+        machine.close_channel(404)
+        machine.pass_time(0.0)
+        machine.answer()
+        assert machine.state is ConnectionState.WAITING
+        machine.connector._setup = lambda server: set_up(server.version_tuple)
+        machine.pass_time(WAIT)
+        machine.proceed(20)
+        assert machine.state is ConnectionState.READY
     finally:
         machine.teardown()
 
