@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from reliable_mq.core.publisher import window
@@ -25,6 +27,12 @@ def test_a_limit_is_a_whole_number(wrong: int) -> None:
 def test_what_is_no_message_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="message"):
         limits().check(b"x", "", "q", FRAME_MAX)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("exchange", "routing_key", "names"), [("", ["q"], "routing_key"), ({}, "q", "exchange")])
+def test_a_target_that_is_no_text_is_refused_by_name(exchange: Any, routing_key: Any, names: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{names} must be a str"):
+        limits().check(Message(b"x"), exchange, routing_key, FRAME_MAX)
 
 
 def test_a_target_that_cannot_be_encoded_is_refused_each_time() -> None:

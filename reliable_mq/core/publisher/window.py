@@ -69,7 +69,11 @@ class MessageLimits:
         """
         if not isinstance(message, Message):
             raise ConfigurationError(f"message must be a Message, not {type(message).__name__}: wrap it, Message(body)")
-        if (exchange, routing_key) not in self._targets:
+        try:
+            known = (exchange, routing_key) in self._targets
+        except TypeError:  # one is no text, but a list, say
+            known = False
+        if not known:
             publish_head(1, exchange, routing_key, self._mandatory)  # refuses a name that cannot be encoded
             if len(self._targets) >= _TARGETS_KEPT:
                 self._targets.clear()
