@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isfinite
 from random import Random, SystemRandom
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
@@ -177,7 +178,7 @@ class ReconnectPolicy:
         state.outcome_timestamp = now
         try:
             wait, stop = self._wait, self._stop
-            state.upcoming_sleep = max(0.0, float(wait(state) if isinstance(wait, wait_base) else wait(self._rounds)))
+            state.upcoming_sleep = _finite(wait(state) if isinstance(wait, wait_base) else wait(self._rounds))
             gives_up = stop(state) if isinstance(stop, stop_base) else stop(self._rounds)
         except Exception as broken:  # noqa: BLE001  # the user's code may raise anything
             self.broken = broken
@@ -221,6 +222,17 @@ def _check_callable(option: str, given: object, kind: type[wait_base | stop_base
             f"reconnect_{option} must be a function of the number of rounds over the hosts, or one of tenacity's "
             f"{option}s, not {given!r:.100}"
         )
+
+
+def _finite(wait: float) -> float:
+    """Return a wait in seconds, 0 if it is negative.
+
+    Refuses NaN, which would be no wait, and infinity, which is for the stop object to decide.
+    """
+    seconds = float(wait)
+    if not isfinite(seconds):
+        raise ValueError(f"the wait is {wait!r}, and must be a number of seconds")
+    return max(0.0, seconds)
 
 
 def is_permanent(error: ReliableMQError) -> bool:

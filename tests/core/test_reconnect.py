@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -213,8 +214,14 @@ class Broken(wait_base, stop_base):
 
 @pytest.mark.parametrize(
     "options",
-    [{"wait": Broken()}, {"stop": Broken()}, {"wait": tenacity.wait_exception(lambda _: "soon")}],
-    ids=["wait raises", "stop raises", "no number"],
+    [
+        {"wait": Broken()},
+        {"stop": Broken()},
+        {"wait": tenacity.wait_exception(lambda _: "soon")},
+        {"wait": lambda _: math.nan},
+        {"wait": lambda _: math.inf},
+    ],
+    ids=["wait raises", "stop raises", "no number", "not a number", "for ever"],
 )
 def test_a_mistake_in_the_users_objects_costs_no_attempt(options: dict[str, Any]) -> None:
     """The default wait takes their place, and the shell can say what was wrong, once for each decision."""
