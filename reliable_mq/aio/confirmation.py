@@ -106,10 +106,10 @@ class AsyncConfirmation(BaseConfirmation):
             ConfigurationError: ``callback`` cannot be called, or is a coroutine function.
         """
         self._check_callback(callback)
-        self._mark_observed()
         call = partial(self.owner.loop.call_soon, self._call, callback)
         if self.outcome is None:
             self.owner.check_usable()
+        self._mark_observed()
         if not self._add_callback(call):
             call()
 

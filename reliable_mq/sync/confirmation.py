@@ -137,10 +137,10 @@ class Confirmation(BaseConfirmation):
         """
         self._check_callback(callback)
         call = partial(self._call, callback)
-        self._mark_observed()
         if self.outcome is None:
             self.owner.check_waitable()
             self.owner.expect_callbacks()
+        self._mark_observed()
         if not self._add_callback(partial(self.owner.call_back, call)):
             call()
 

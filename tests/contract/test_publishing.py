@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import random
 import struct
@@ -20,6 +21,7 @@ from reliable_mq import (
     Message,
     PublishBlocked,
     PublishDisconnected,
+    Publisher,
     PublishError,
     PublishNacked,
     PublishRefused,
@@ -894,6 +896,34 @@ def test_a_callback_that_would_not_run_is_refused(broker: ScriptedBroker, new_pu
                 confirmation.add_done_callback(None)
             with pytest.raises(ConfigurationError, match="callback is a coroutine function"):
                 confirmation.add_done_callback(settled)
+
+    with pytest.raises(PublishNacked):
+        leave()
+
+
+def test_a_callback_that_could_not_be_added_has_not_seen_a_failure(
+    broker: ScriptedBroker, new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread for callbacks could not be started, or the event loop is another one."""
+
+    async def add_elsewhere(confirmation: Any) -> None:
+        confirmation._confirmation.add_done_callback(print)
+
+    def leave() -> None:
+        with new_publisher(retry=ONCE) as publisher:
+            confirmation = publisher.submit(Message(b"lost"), routing_key=KEY)
+            if isinstance(publisher, Publisher):
+                monkeypatch.setattr(threading.Thread, "start", refuse)
+                with pytest.raises(RuntimeError, match="can't start new thread"):
+                    confirmation.add_done_callback(print)
+                monkeypatch.undo()
+            else:
+                with pytest.raises(UsageError, match="another event loop"):
+                    asyncio.run(add_elsewhere(confirmation))
+            broker.wait_published(1)[-1].channel.nack(1)
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
 
     with pytest.raises(PublishNacked):
         leave()
