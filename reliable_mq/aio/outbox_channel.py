@@ -65,6 +65,7 @@ class AsyncStoredConfirmation(StoredPublication, AsyncConfirmation):
         After that it may be stored yet.
         """
         if self.outcome is None:
+            self.owner.check_usable()
             limit = self.accepted_at + self.owner.timeout_of(self) - time.monotonic()
             late = self.owner.loop.call_later(max(limit, 0.0), self.owner.give_up, self)
             try:

@@ -112,6 +112,24 @@ def test_what_room_is_given_to_is_stored_before_newcomers_and_though_it_is_cance
     assert outbox.written == [1, 2, 3]
 
 
+def test_awaiting_on_another_event_loop_touches_nothing_of_the_right_one(outbox: SlowOutbox) -> None:
+    """A timer may be set on a loop by its own thread alone, which the loop checks in debug mode."""
+
+    async def main() -> None:
+        async with AsyncPublisher(NOBODY, outbox=outbox) as publisher:
+            confirmation = await publisher.submit(message(1))
+
+            async def elsewhere() -> None:
+                await confirmation
+
+            with pytest.raises(UsageError, match="another event loop"):
+                await asyncio.to_thread(asyncio.run, elsewhere())
+            outbox.may_write.set()
+            assert (await confirmation).status == Outcome.STORED.value
+
+    asyncio.run(main(), debug=True)
+
+
 def test_the_time_to_open_counts_against_the_wait_for_room(outbox: SlowOutbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """A message's time runs from its submission, whatever it waits for first."""
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + outbox.opened_in)
