@@ -77,10 +77,9 @@ class BaseRepublisher:
                 confirmation = yield self._publisher.submit(
                     message, exchange=republish.exchange, routing_key=republish.routing_key
                 )
+            confirmation.add_done_callback(partial(self._settled, republish))
         except Exception as error:  # noqa: BLE001  # reported
             self._not_submitted(republish, error)
-        else:
-            confirmation.add_done_callback(partial(self._settled, republish))
 
     def _close_publisher(self, timeout: float) -> Steps[None]:
         try:

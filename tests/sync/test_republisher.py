@@ -106,6 +106,21 @@ def test_each_is_published_as_it_was_made_and_answered_with_its_outcome(
     assert publisher.submitted[0] == (b"body", first.properties, "", "bin")
 
 
+def test_a_publish_that_cannot_be_watched_is_answered_with_an_error(
+    make: Callable[[Publisher], Republisher], answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread for callbacks could not be started, say: whether it is confirmed will never be known."""
+
+    def refuse(_confirmation: Confirmation, _callback: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Confirmation, "add_done_callback", refuse)
+    republisher = make(Publisher(None))
+    republisher.put(dead_letter())
+    [failed] = answers.wait_for(1)
+    assert "can't start new thread" in str(failed)
+
+
 @pytest.mark.parametrize("error", [UsageError("closed"), RuntimeError("a bug")])
 def test_what_cannot_be_submitted_is_answered_with_an_error(
     make: Callable[[Publisher], Republisher], answers: Answers, error: Exception
