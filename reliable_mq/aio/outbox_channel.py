@@ -221,11 +221,11 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
         try:
             claims = await self._ask(partial(self._take_lease, transit), float("inf"))
             self._check_open()
+            self._begin(claims)
         except BaseException:
             _ = self._questions.future(transit.abandon)
             self._questions.close()
             raise
-        self._begin(claims)
         self._relay_publisher.start()
 
     def _admit(self, confirmation: AsyncStoredConfirmation) -> None:

@@ -287,9 +287,12 @@ class BaseOutboxChannel(BaseChannel[C]):
                 return left
 
     def _begin(self, claims: RowLeases) -> None:
-        """Store and relay: the outbox is open."""
-        self.relay.start(claims)
+        """Store and relay: the outbox is open.
+
+        May be called again if it raises, as where no thread can be started.
+        """
         self._writer.start()
+        self.relay.start(claims)
         self.begun = True
 
     def _backlog(self, up_to: int | None = None) -> tuple[int, int]:

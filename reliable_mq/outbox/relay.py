@@ -112,8 +112,9 @@ class OutboxWriter(_OutboxThread, Generic[T]):
         self._calls: list[Callable[[], object]] = []
 
     def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        """Start the thread, unless it was started."""
+        if self._thread.ident is None:
+            self._thread.start()
 
     def store(self, owner: T, row: NewRow) -> None:
         """Store a message soon. Does not block."""

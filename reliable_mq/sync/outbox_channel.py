@@ -176,9 +176,9 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
             opening.error = error
         with self.lock:
             if claims is not None and opening.waiting and not self._closed:
-                begins, claims = claims, None
                 try:
-                    self._begin(begins)
+                    self._begin(claims)
+                    claims = None
                 except BaseException as error:  # noqa: BLE001
                     opening.error = error
             self._opening = None

@@ -11,7 +11,7 @@ import pytest
 
 from reliable_mq import BrokerUnavailable, Message, OutboxError, Publisher, UsageError
 from reliable_mq.core.outbox import NewRow
-from reliable_mq.outbox import SQLiteOutbox
+from reliable_mq.outbox import SQLiteOutbox, sqlite_relay
 from reliable_mq.outbox.relay import OutboxWriter
 from reliable_mq.testing.waiting import wait_until
 from tests.outbox.late import LateQuestion
@@ -71,6 +71,29 @@ def test_an_opening_that_is_interrupted_leaves_no_relay(tmp_path: Path, monkeypa
         what="the end of its threads",
     )
     assert outbox._connection is None
+
+
+@pytest.mark.parametrize("name", ["publisher-outbox", "publisher-relay"])
+def test_an_opening_whose_threads_could_not_be_started_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As in a process that has as many threads as it may have, for a while."""
+    start = threading.Thread.start
+
+    def refusing(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refusing)
+    publisher = Publisher(NOBODY, outbox=SQLiteOutbox(tmp_path / "outbox"))
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        publisher.publish(Message(b"1"), routing_key="orders")
+    assert not sqlite_relay._open_claims
+    monkeypatch.undo()
+    assert publisher.publish(Message(b"1"), routing_key="orders").status == "stored"
+    publisher.close(0)
+    assert not sqlite_relay._open_claims
 
 
 class HangingOutbox(SQLiteOutbox):
