@@ -164,3 +164,14 @@ def test_a_peer_that_is_gone_when_there_is_room_again_closes_the_transport_once(
         assert complaints == []
 
     asyncio.run(main())
+
+
+def test_a_call_from_another_thread_may_come_as_the_event_loop_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look whether it is closed and the call: an answer of a name server, say, as the program ends."""
+
+    async def make() -> EventLoop:
+        return EventLoop(lambda error: pytest.fail(str(error)))
+
+    loop = asyncio.run(make())
+    monkeypatch.setattr(loop.asyncio, "is_closed", lambda: False)
+    loop.call_soon(lambda: pytest.fail("it is closed"))

@@ -6,6 +6,7 @@ Exceptions of its calls and timers are reported, and its tasks can be waited for
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class EventLoop:
 
     def call_soon(self, fn: Callable[[], None]) -> None:
         """Run `fn` on the loop. Thread-safe; does nothing if the loop is closed."""
-        if not self.asyncio.is_closed():
+        with suppress(RuntimeError):
             self.asyncio.call_soon_threadsafe(self.guard, fn)
 
     def call_later(self, delay: float, fn: Callable[[], None]) -> Timer:
