@@ -19,6 +19,7 @@ from reliable_mq.spark.options import read_options
 from reliable_mq.spark.stream_broker import PartitionFinder, StreamChannel, StreamEnd
 from reliable_mq.spark.stream_offsets import StreamRange
 from reliable_mq.spark.stream_reader import RangeReader, ValueFilter
+from reliable_mq.spark.stream_source import _Planner
 from reliable_mq.testing.waiting import wait_until
 from reliable_mq.url import parse_url
 
@@ -282,6 +283,20 @@ def test_an_end_that_is_not_there_yet_is_refused(vhost: VirtualHost) -> None:
         ConfigurationError, match="endingOffsets of stream 'events' is 11, and its newest message has offset 9"
     ):
         batch(vhost.url, endingOffsets='{"events": 11}').partitions()
+
+
+def test_an_end_that_is_the_latest_of_one_stream_may_grow(vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages that come in while a batch is planned are no error, and no part of it."""
+    publish(vhost, 10)
+    ends = _Planner.ends
+
+    def ends_before_more(planner: _Planner, *, sure: bool) -> dict[str, StreamEnd]:
+        found = ends(planner, sure=sure)
+        publish(vhost, 5, first=10)
+        return found
+
+    monkeypatch.setattr(_Planner, "ends", ends_before_more)
+    assert batch(vhost.url, endingOffsets='{"events": "latest"}').partitions() == [StreamRange("events", 0, 10)]
 
 
 @pytest.mark.parametrize("given", [{}, {"endingOffsets": '{"events": 5}'}])

@@ -343,7 +343,8 @@ class _Planner:
             return {name: end if found[name] is None else min(end, found[name] or 0) for name, end in ends.items()}
         if isinstance(given, str):
             return ends
-        wanted = self.positions("endingOffsets", given)
+        latest = {name: ends.get(name, position) for name, position in given.items() if position == "latest"}
+        wanted = self.positions("endingOffsets", {**given, **latest})
         for name, position in wanted.items():
             if position > ends[name]:
                 raise ConfigurationError(
