@@ -498,6 +498,17 @@ def test_available_now_ends_at_what_was_there(vhost: VirtualHost) -> None:
     reader.stop()
 
 
+def test_available_now_at_latest_ends_well_where_messages_come_in(vhost: VirtualHost) -> None:
+    """Spark asks for the end of the query first, and for its beginning, which then lies behind it, later."""
+    publish(vhost, 5)
+    reader = source(vhost.url)
+    reader.prepareForTriggerAvailableNow()
+    publish(vhost, 5, first=5)
+    pinned = restored(reader.latestOffset(restored(reader.initialOffset()), ANY))
+    assert reader.latestOffset(pinned, ANY) == pinned == {"events": 10}
+    reader.stop()
+
+
 def test_trigger_once_is_refused(vhost: VirtualHost) -> None:
     """It would read the first batch of a query, which is empty, and end."""
     reader = source(vhost.url)

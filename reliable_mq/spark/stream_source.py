@@ -404,8 +404,12 @@ class _Planner:
         return result
 
     def _newest(self, name: str, end: int, begin: int) -> int:
-        """Return a stream's newest offset; waits longer for one said to be empty."""
-        if begin and not end:
+        """Return a stream's newest offset; looks again where it lies before the query.
+
+        The end of a query with AvailableNow is found before its beginning, which may be "latest". And a stream is empty
+        for certain only after a while.
+        """
+        if end < begin:
             end = end_of(self._connected(), name, _DOUBTFUL).position
         return end - 1
 
