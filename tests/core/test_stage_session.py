@@ -215,6 +215,25 @@ def test_low_stays_until_the_tail_is_accounted_for() -> None:
     assert len(bench.stage.originals()) == 4
 
 
+def test_the_ack_of_a_message_of_the_tail_may_be_forgotten_too() -> None:
+    """A broker that is killed forgets it, and not the copy of the message behind."""
+    bench = Bench(2)
+    bench.begin()
+    bench.move(1)
+    bench.end()
+    bench.begin()
+    forgotten = bench.queue[0]
+    bench.move(1)
+    assert (bench.session.tail, forgotten.acked_at) == (0, 0.0)
+    bench.move(1)
+    bench.confirm()
+    bench.end()
+    bench.queue.append(forgotten)
+    bench.begin()
+    bench.move(1)
+    assert len(bench.stage.originals()) == 2
+
+
 def test_an_empty_queue_resolves_the_tail_after_a_while() -> None:
     """The broker may need a moment to requeue what a dead channel had."""
     bench = Bench(1)

@@ -109,6 +109,7 @@ class _Epoch:
     unmarked: int = 0  # markers that are not confirmed
     confirmed: list[_Copy] = field(default_factory=list)  # whose originals are not acked
     moving_since: float = 0.0
+    accounted_at: float = float("-inf")  # when a message of the tail was acked last
 
 
 class StageSession:
@@ -229,7 +230,8 @@ class StageSession:
         done: list[int] = []
         size = 0
         count = len(options.streams)
-        lows = [_settled(each).low(now, resolved=not epoch.tail) for each in epoch.partitions]
+        resolved = not epoch.tail and now - epoch.accounted_at >= SETTLED_AFTER
+        lows = [_settled(each).low(now, resolved=resolved) for each in epoch.partitions]
         for delivery in deliveries:
             parts = parts_of(delivery.properties)
             message_id = parts.message_id
@@ -263,6 +265,7 @@ class StageSession:
         self._learn(len(copies), size)
         self.statistics.moved_before += len(done)
         if done:
+            epoch.accounted_at = now
             self._acked(done, now)
             frames.append(self._ack_frames())
         return b"".join(frames)

@@ -8,10 +8,11 @@ An epoch publishes a marker first. Once it is confirmed, everything that an earl
 and nothing of that comes later: the channel of that epoch is gone, or the relay could not have become the active one.
 The marker's own ``low`` is unknown; so the mark before it counts, and where that is a marker, too, the one before.
 
-`Settled` computes ``low``: while the copies of earlier epochs are not all accounted for, that of the tail; then one
-more than the offset of the marker, and one more for each copy whose original was acked long enough ago. Others may
-publish into a partition, which makes offsets greater, so that ``low`` is never too high. An ack has no answer: a queue
-may lose one with its channel, and a classic queue forgets acks of its last second or more when its broker is killed.
+`Settled` computes ``low``: until the copies of earlier epochs are all accounted for, by acks that are old enough, that
+of the tail; then one more than the offset of the marker, and one more for each copy whose original was acked long
+enough ago. Others may publish into a partition, which makes offsets greater, so that ``low`` is never too high. An ack
+has no answer: a queue may lose one with its channel, and a classic queue forgets acks of its last second or more when
+its broker is killed.
 
 Invariants: every copy of an earlier epoch that is not settled lies between ``low`` and the marker; ``low`` never falls
 within an epoch; memory is bounded by the copies that are not settled.
