@@ -16,6 +16,7 @@ from reliable_mq.deadletters import DeadLetterQueue, DeadMessage, Origin
 from reliable_mq.spark import sink
 from reliable_mq.spark.metrics import Exporter, exporter
 from reliable_mq.spark.options import WriteOptions
+from reliable_mq.spark.rows import RowPlan
 from reliable_mq.spark.sink import BatchSink, WrittenPartition
 
 if TYPE_CHECKING:
@@ -131,6 +132,27 @@ def test_a_nacked_row_is_an_error_with_its_id_and_the_reason(
     with pytest.raises(PublishError, match=r"2 of 4 rows .* row 2: message id-3 .* was nacked .* row 3: message id-4"):
         write(vhost, batch, routing_key="full")
     assert bodies_of(drain(vhost, "full")) == [b"a", b"b"]
+
+
+def test_rows_behind_a_slow_one_do_not_fill_the_memory(vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue of the first row is full; rows behind it are kept with their bodies until it is settled."""
+    monkeypatch.setattr(sink, "_WAITED_FOR_BEYOND", 100)
+    monkeypatch.setattr(sink, "Publisher", partial(Publisher, retry=RetryPolicy(max_attempts=2, delays=(1.0,))))
+    bound = {"x-max-length": 0, "x-overflow": "reject-publish"}
+    declare(vhost, Queue("full", type="classic", dead_letter=None, arguments=bound))
+    kept = []
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for number in range(10):
+            keys = ["orders" if row or number else "full" for row in range(100)]
+            yield pa.RecordBatch.from_pydict({"body": ["body"] * 100, "routing_key": keys})
+            kept.append(len(partition.confirmations))
+
+    options = WriteOptions(url=vhost.url)
+    partition = sink._Partition(options, RowPlan(options, ("body", "routing_key")), "write", 0)
+    with pytest.raises(PublishError, match=r"row 0: .* was nacked"):
+        partition.write(batches())
+    assert max(kept) <= 100
 
 
 def test_a_refused_row_is_an_error_and_the_others_are_published(vhost: VirtualHost) -> None:

@@ -143,7 +143,7 @@ at_exit(ExitStage.KEPT, close_all)
 at_fork(ForkStage.FORGET, _idle.clear)
 
 
-_WAITED_FOR_BEYOND: Final = 8000  # confirmations kept; more where the first of them is slow, and its rows need memory
+_WAITED_FOR_BEYOND: Final = 8000  # confirmations kept, each with the body of its row
 _FAILURES_NAMED: Final = 5
 _FAILURES_KEPT: Final = 100
 _LETTERS: Final = 1000  # dead letters whose confirms are not looked at yet
@@ -260,7 +260,7 @@ class _Partition:
                 self._not_submitted(outgoing, error)
                 continue
             self.bytes += len(message.body)
-            if confirmations[0].outcome is not None:
+            if confirmations[0].outcome is not None or len(confirmations) > _WAITED_FOR_BEYOND:
                 self._settle(_WAITED_FOR_BEYOND)
 
     def _unsendable(self, row: UnsendableRow) -> None:
