@@ -266,13 +266,19 @@ _CONNECTION: Final = (
 )
 
 
-def _of_sources(most_bytes: int | None) -> tuple[_Option, ...]:
+def _of_triggers(most_bytes: int | None) -> tuple[_Option, ...]:
     return (
-        *_CONNECTION,
         _Option("maxMessagesPerTrigger", "max_messages", _whole(1)),
         _Option("maxBytesPerTrigger", "max_bytes", _whole(1, most_bytes)),
         _Option("minMessagesPerTrigger", "min_messages", _whole(1)),
         _Option("maxTriggerDelay", "max_trigger_delay", _duration),
+    )
+
+
+def _of_sources(most_bytes: int | None) -> tuple[_Option, ...]:
+    return (
+        *_CONNECTION,
+        *_of_triggers(most_bytes),
         _Option("minPartitions", "min_partitions", _whole(1)),
         _Option("maxRecordsPerPartition", "max_records", _whole(1)),
         _Option("prefetch", "prefetch", _whole(1, LARGEST_PREFETCH)),
@@ -376,6 +382,9 @@ def _stream_options(given: Mapping[str, str], *, streaming: bool) -> StreamOptio
             _refuse(f"{one} and {by_stream} are both given: leave one of them out")
         if f"{place}offsets" in names and names & {one.lower(), by_stream.lower()}:
             _refuse(f"{place}Offsets and {article} {one} are both given: leave one of them out")
+    for option in () if streaming else _of_triggers(None):
+        if option.name.lower() in names:
+            _refuse(f"{option.name} is for readStream: a batch read ends at endingOffsets, and is one batch")
     values = _source_values(given, _STREAM)
     if streaming and values.keys() & {"ending_offsets", "ending_timestamp"}:
         _refuse("endingOffsets and endingTimestamp are for batch reads: a streaming query has no end")
@@ -383,6 +392,8 @@ def _stream_options(given: Mapping[str, str], *, streaming: bool) -> StreamOptio
         _refuse("endingOffsets must be 'latest' or JSON with an offset by stream, not 'earliest'")
     if values.get("starting_offsets") == "latest" and not streaming:
         _refuse("startingOffsets must not be 'latest' in a batch read, which would be empty")
+    if "latest_without_match" in values and "starting_timestamp" not in values:
+        _refuse("startingOffsetsByTimestampStrategy is given without startingTimestamp: there is nothing to match")
     values.setdefault("starting_offsets", "latest" if streaming else "earliest")
     options = StreamOptions(**values)
     if options.filter_pushdown and streaming:

@@ -55,15 +55,18 @@ def test_every_option_of_a_stream_is_taken() -> None:
     """Offsets by stream, as JSON."""
     options = read(
         stream="s,t", startingOffsets='{"s": 5, "t": "earliest"}', endingOffsets='{"s": 9, "t": "latest"}',
-        maxMessagesPerTrigger="5", maxBytesPerTrigger="1000", prefetch="7", minPartitions="3", streaming=False,
+        prefetch="7", minPartitions="3", streaming=False,
     )  # fmt: skip
     assert options.streams == ("s", "t")
     assert options.starting_offsets == {"s": 5, "t": "earliest"}
     assert options.ending_offsets == {"s": 9, "t": "latest"}
-    assert (options.max_messages, options.max_bytes, options.prefetch, options.min_partitions) == (5, 1000, 7, 3)
+    assert (options.prefetch, options.min_partitions) == (7, 3)
+    limited = read(stream="s", maxMessagesPerTrigger="5", maxBytesPerTrigger="1000")
+    assert (limited.max_messages, limited.max_bytes) == (5, 1000)
     assert read(stream="s", startingTimestamp="1700000000000").starting_timestamp == 1_700_000_000_000
     assert read(stream="s", startingOffsetsByTimestamp='{"s": 5}').starting_timestamp == {"s": 5}
-    assert read(stream="s", startingOffsetsByTimestampStrategy="Latest").latest_without_match
+    lenient = read(stream="s", startingTimestamp="5", startingOffsetsByTimestampStrategy="Latest")
+    assert lenient.latest_without_match
     assert read(stream="s", endingTimestamp="7", streaming=False).ending_timestamp == 7
     filtered = read(stream="s", streamFilter="eu, us", streamFilterMatchUnfiltered="true")
     assert (filtered.stream_filter, filtered.match_unfiltered) == (("eu", "us"), True)
@@ -102,6 +105,7 @@ def test_every_option_of_a_stream_is_taken() -> None:
         ({"stream": "s", "startingOffsetsByTimestamp": "{}"}, "startingOffsetsByTimestamp must be JSON with"),
         ({"stream": "s", "startingOffsetsByTimestamp": '{"s": "x"}'}, "for 's' it is 'x'"),
         ({"stream": "s", "startingOffsetsByTimestampStrategy": "first"}, "must be 'error' or 'latest', not 'first'"),
+        ({"stream": "s", "startingOffsetsByTimestampStrategy": "latest"}, "is given without startingTimestamp"),
         ({"stream": "s", "filterPushdown": "true"}, "filterPushdown is for batch reads"),
         ({"stream": "s", "maxTriggerDelay": "5s"}, "maxTriggerDelay is given without minMessagesPerTrigger"),
         ({"queue": "a", "minMessagesPerTrigger": "9", "maxMessagesPerTrigger": "8"}, "is 9, and maxMessagesPerTrigger"),
@@ -122,6 +126,21 @@ def test_what_is_not_understood_is_refused(given: dict[str, str], says: str) -> 
     """With the name of the option and what is taken."""
     with pytest.raises(ConfigurationError, match=says):
         read(**given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"maxMessagesPerTrigger": "5"},
+        {"maxbytespertrigger": "5"},
+        {"minMessagesPerTrigger": "5"},
+        {"minMessagesPerTrigger": "5", "maxTriggerDelay": "1m"},
+    ],
+)
+def test_a_batch_has_no_triggers_to_limit(given: dict[str, str]) -> None:
+    """It would read all of the stream, and look as if it read a part."""
+    with pytest.raises(ConfigurationError, match=r"^m\w+Trigger is for readStream: a batch read ends at endingOffsets"):
+        read(stream="s", streaming=False, **given)
 
 
 @pytest.mark.parametrize(
