@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 _FRESH: Final = 0.25  # seconds for which an end that was looked up is good enough: Spark asks every 10 ms
 _SURE: Final = 3.0  # seconds after which a stream from which nothing comes is empty
 _QUICK: Final = 0.25  # the same where it will be asked again
-_DOUBTFUL: Final = 10.0  # the same where the query has read messages of it
+_DOUBTFUL: Final = 10.0  # the same where the query has read messages of it; or more than there are
 _AWAY: Final = 1.0  # seconds between two attempts at a broker that is away
 _NO_LIMIT: Final = 2**63 - 1
 _LATEST: Final = 253_402_300_799  # the last second of the year 9999, Python's last
@@ -404,13 +404,15 @@ class _Planner:
         return result
 
     def _newest(self, name: str, end: int, begin: int) -> int:
-        """Return a stream's newest offset; looks again where it lies before the query.
+        """Return a stream's newest offset; looks again for a while where the query is further.
 
-        The end of a query with AvailableNow is found before its beginning, which may be "latest". And a stream is empty
-        for certain only after a while.
+        The end of a query with AvailableNow is found before its beginning, which may be "latest". The copy of a stream
+        on another node may lag behind. And a stream is empty for certain only after a while.
         """
-        if end < begin:
-            end = end_of(self._connected(), name, _DOUBTFUL).position
+        deadline = time.monotonic() + _DOUBTFUL
+        while end < begin and (left := deadline - time.monotonic()) > 0:
+            threading.Event().wait(_QUICK)
+            end = end_of(self._connected(), name, left).position
         return end - 1
 
     def close(self) -> None:
