@@ -30,7 +30,8 @@ from integration.support.stages import (
 from reliable_mq import Binding, Exchange, Message, Publisher, Queue
 from reliable_mq.codec import RawDelivery
 from reliable_mq.codec.methods import Consume, SetPrefetch
-from reliable_mq.errors import ConsumeError, ReliableMQError, TopologyMismatch
+from reliable_mq.core.stage.envelope import marker
+from reliable_mq.errors import ConfigurationError, ConsumeError, ReliableMQError, TopologyMismatch
 from reliable_mq.stage import MissingId
 from reliable_mq.testing.waiting import wait_until
 
@@ -377,6 +378,22 @@ def test_a_message_without_id_ends_the_relay(vhost: VirtualHost) -> None:
         assert "message_id" in str(relay.error)
         with pytest.raises(ReliableMQError):
             relay.wait_active(1.0)
+    vhost.wait_for_messages("orders", 1)
+
+
+def test_a_stage_of_a_newer_version_ends_the_relay(vhost: VirtualHost) -> None:
+    """With an error that says what to install, and with the queue as it was."""
+    publish(vhost.url, "orders", 1, type="quorum")
+    with relaying(vhost.url) as relay:
+        assert relay.wait_moved(DEADLINE)
+    newer = Message.from_wire(b"", marker(b"formerly").replace(b"\1\1\xff", b"\2\1\xff"))
+    with Publisher(vhost.url) as publisher:
+        publisher.publish(newer, routing_key="stage")
+    publish(vhost.url, "orders", 1, first=1)
+    with relaying(vhost.url) as relay:
+        assert relay.wait_ended(DEADLINE)
+        assert isinstance(relay.error, ConfigurationError)
+        assert "install the version of reliable-mq that its relay has" in str(relay.error)
     vhost.wait_for_messages("orders", 1)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from reliable_mq.codec import RawDelivery
 from reliable_mq.core.stage import session as module
-from reliable_mq.core.stage.envelope import unstaged
+from reliable_mq.core.stage.envelope import marker, unstaged
 from reliable_mq.core.stage.options import MissingId, shard
 from reliable_mq.core.stage.session import TRANSITIONS, EpochState
 from reliable_mq.core.stage.tail import SETTLED_AFTER
@@ -342,6 +342,20 @@ def test_messages_behind_the_end_of_a_read_are_acked() -> None:
     assert over
     assert parsed(frames) == [("ack", (2, True))]
     assert parsed(bench.session.passed_over([delivery(3)], 0.0)) == [("ack", (3, False))]
+
+
+def test_a_stage_of_a_newer_version_ends_the_relay() -> None:
+    """To connect anew does not help: each attempt would put another marker into the stage."""
+    bench = Bench()
+    newer = marker(b"formerly").replace(b"\x01\x01\xff", b"\x02\x01\xff")
+    bench.stage.logs["stage-0"].append((newer, b""))
+    bench.channel.write(bench.session.opened(1, 1, FRAME_MAX, bytes(8), 0.0))
+    bench.channel.carry_out(0.0)
+    confirm(bench.session, bench.channel, 1)
+    over, frames = bench.session.tail_read("stage-0", bench.channel.read("stage-0", "last"), 0.0)
+    assert (over, parsed(frames)) == (False, [("ack", (2, True))])
+    assert "version 2" in str(bench.session.error)
+    assert bench.session.state is EpochState.READING
 
 
 def test_the_prefetch_grows_as_sizes_become_known() -> None:

@@ -41,7 +41,7 @@ from reliable_mq.core.stage.envelope import Mark, identity, marker, names_of, pa
 from reliable_mq.core.stage.options import MissingId, StageOptions, shard
 from reliable_mq.core.stage.tail import SETTLED_AFTER, Settled, Tail
 from reliable_mq.core.statistics import StageStatistics
-from reliable_mq.errors import ConsumeError, ReliableMQError
+from reliable_mq.errors import ConfigurationError, ConsumeError, ReliableMQError
 
 __all__ = ["PASSED", "TRANSITIONS", "EpochState", "StageSession"]
 
@@ -182,7 +182,7 @@ class StageSession:
         )
 
     def tail_read(self, partition: str, messages: Sequence[tuple[int, RawDelivery]], now: float) -> tuple[bool, bytes]:
-        """Take in messages of a tail.
+        """Take in messages of a tail; one that a newer version has written sets `error`.
 
         Returns:
             Whether the read is over, so that its subscription can be cancelled; and the acks to write.
@@ -192,9 +192,12 @@ class StageSession:
         self._acks.delivered(messages[0][1].delivery_tag, messages[-1][1].delivery_tag)
         self._acks.finished([delivery.delivery_tag for _, delivery in messages], now)
         over = each.tail.start is None
-        for offset, delivery in messages:
-            if not over:
-                over = each.tail.read(offset, *_recognised(delivery))
+        try:
+            for offset, delivery in messages:
+                if not over:
+                    over = each.tail.read(offset, *_recognised(delivery))
+        except ConfigurationError as error:
+            self.error = error
         if over and each.tail.start is None and each.settled is None:
             each.settled = Settled(each.tail.low, each.tail.marker)
             epoch.tail.update(filter(None, each.tail.identities))
