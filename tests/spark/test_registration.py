@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import runpy
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -77,3 +80,13 @@ def test_an_old_pyspark_that_finds_the_module_keeps_its_other_sources(monkeypatc
     with pytest.warns(UserWarning, match=r"PySpark 4\.1\.0 is too old"):
         found = runpy.run_path(autoregister.__file__)
     assert "DefaultSource" not in found
+
+
+@pytest.mark.parametrize("missing", ["pyarrow", "pyspark.sql.streaming.datasource"])
+def test_a_module_that_is_missing_leaves_the_other_sources_alone(missing: str) -> None:
+    """PyArrow, or all that a Spark has not which is too old and does not tell its version."""
+    without = f"import runpy, sys; sys.modules[{missing!r}] = None; found = runpy.run_path({autoregister.__file__!r})"
+    program = f"{without}; assert 'DefaultSource' not in found"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(rf"format\('rabbitmq'\) is not registered: .*{missing}.*; pip install", ended.stderr)
