@@ -331,7 +331,7 @@ def _staged_batch(deliveries: Sequence[RawDelivery], stream: str, names: Sequenc
             queues.append(_clean(original.queue))
         else:
             continue
-        offsets.append(_offset(Properties(delivery.properties)))
+        offsets.append(_value(_offset, Properties(delivery.properties)))
     batch = decode(raw_batch(originals, queues), names)
     if "offset" not in names:
         return batch
@@ -474,7 +474,7 @@ def _number_in_headers(header: str) -> Callable[[Properties], int | None]:
         if encoded not in properties.raw:
             return None
         value = properties.headers_beginning(header).get(header)
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
+        return value if type(value) is int and -(1 << 63) <= value < 1 << 63 else None
 
     return read
 

@@ -21,6 +21,7 @@ from pyspark.sql.types import (
 
 from reliable_mq import Message
 from reliable_mq.codec import RawDelivery, encode_properties, encode_table
+from reliable_mq.core.stage.envelope import marker
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.spark.columns import (
     READ_SCHEMA,
@@ -127,6 +128,14 @@ def test_numbers_of_the_broker_are_columns() -> None:
     assert row(of(Message(b"", headers={"x-stream-offset": "7"})), "offset") == [None]
 
 
+def test_a_number_that_a_column_cannot_hold_is_null() -> None:
+    """Anyone can publish one; its batch would fail again and again. A time far away is read as a number."""
+    for header in ("x-stream-offset", "x-delivery-count"):
+        table = bytes((len(header),)) + header.encode() + b"T" + b"\xff" * 8
+        properties = b"\x20\x00" + len(table).to_bytes(4) + table
+        assert row(delivery(properties=properties), "offset", "delivery_count") == [None, None]
+
+
 @pytest.mark.parametrize(
     ("seconds", "read"),
     [
@@ -147,6 +156,13 @@ def test_broken_properties_cost_their_columns_and_not_the_row(properties: bytes)
     assert [each["body"] for each in batch] == [b"1", b"2"]
     assert batch[0]["message_id"] is None
     assert batch[0]["headers"] is None
+
+
+def test_broken_properties_in_a_stage_cost_their_columns_and_not_the_row() -> None:
+    """They are those of someone else's message, beside a marker of ours."""
+    broken = b"\x20\x00\x00\x00\x00\xff\x0fx-stream-offsetl"
+    batch = record_batch([delivery(b"1", broken), delivery(b"", marker(bytes(8)))], "q", ("body", "offset"))
+    assert batch.to_pylist() == [{"body": b"1", "offset": None}]
 
 
 def test_broken_headers_leave_the_other_properties() -> None:
