@@ -116,6 +116,28 @@ def test_a_policy_counts_like_an_argument(vhost: VirtualHost) -> None:
     assert not_well(findings) == [("problem", "queue 'orders'", "length limit")]
 
 
+@pytest.mark.parametrize("kind", ["quorum", "classic"])
+def test_of_a_policy_and_an_argument_the_one_in_effect_counts(any_vhost: VirtualHost, kind: str) -> None:
+    """A policy changes the overflow of a quorum queue, not that of a classic one; the lower of two limits counts."""
+    policy = {"pattern": "orders", "definition": {"overflow": "drop-head", "max-length": 2}, "apply-to": "queues"}
+    any_vhost.broker.management.call("PUT", "policies", any_vhost.name, "short", body=policy)
+    limits = {"delivery_limit": -1} if kind == "quorum" else {}
+    declare(any_vhost, "orders", queue_type=kind, max_length=9, overflow="reject-publish", **limits)
+    done = run_cli("publish", any_vhost.url, "--queue", "orders", "--timeout", "20", stdin=b"1\n2\n3\n4\n5\n")
+    drops = kind == "quorum"
+    assert (done.returncode == 0) is drops, "the oldest messages go, or the publisher is told"
+    wait_until(
+        lambda: (any_vhost.queue("orders") or {}).get("effective_policy_definition"),
+        timeout=15,
+        what="the policy in the statistics",
+        interval=0.2,
+    )
+    _, findings = doctor(any_vhost, "--queue", "orders")
+    assert not_well(findings) == ([("problem", "queue 'orders'", "length limit")] if drops else [])
+    if drops:
+        assert about(findings, "length limit")["text"].startswith("max-length 2 with overflow drop-head")
+
+
 def test_a_queue_that_a_restart_deletes_is_a_problem(vhost_40: VirtualHost) -> None:
     """RabbitMQ 4.3 refuses such queues."""
     declare(vhost_40, "orders", durable=False)

@@ -151,6 +151,36 @@ def test_the_stricter_of_two_delivery_limits_is_in_effect() -> None:
     assert "dropped after 4 deliveries" in examine(queue(delivery_limit=3))[0].text
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "own", "policy", "in_effect"),
+    [
+        ("quorum", "overflow", "reject-publish", "drop-head", "drop-head"),
+        ("classic", "overflow", "reject-publish", "drop-head", "reject-publish"),
+        *(("quorum", name, 9, 5, 5) for name in ("message-ttl", "expires", "max-length", "max-length-bytes")),
+        ("classic", "max-length", 5, 9, 5),
+        ("quorum", "dead-letter-exchange", "ours", "theirs", "ours"),
+        ("quorum", "max-length", None, 9, 9),
+        ("quorum", "max-length", 9, None, 9),
+    ],
+)
+def test_of_an_argument_and_a_policy_the_one_in_effect_counts(
+    kind: str, name: str, own: object, policy: object, in_effect: object
+) -> None:
+    """As RabbitMQ decides, by the type of the queue."""
+    raw = {"type": kind, "arguments": {f"x-{name}": own}, "effective_policy_definition": {name: policy}}
+    view = QueueView({"name": "q", **raw})
+    assert view.argument(name) == in_effect
+    assert view.is_by_policy(name) is (in_effect != own)
+
+
+def test_a_policy_that_undoes_an_argument_is_named_in_the_fix() -> None:
+    view = queue(**SAFE, max_length=5, policy={"overflow": "drop-head"})
+    found = [each for each in examine(view, dead()) if each.status is not OK]
+    assert [each.check for each in found] == ["dead letters", "length limit"]
+    for each in found:
+        assert each.fix == "Take overflow out of the policy that matches this queue: it prevails over x-overflow."
+
+
 def test_a_dead_letter_exchange_by_policy_is_one() -> None:
     policy = {"dead-letter-exchange": "", "dead-letter-routing-key": "q.dead"}
     assert summary(examine(queue(policy=policy), dead())) == [(WARNING, "dead letters")]

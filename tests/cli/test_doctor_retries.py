@@ -64,6 +64,15 @@ def test_a_delay_queue_with_other_arguments_is_a_problem(changed: dict[str, obje
     assert "delete it" in problems[0].fix
 
 
+def test_a_policy_that_shortens_the_delays_is_a_problem() -> None:
+    """To declare the delay queue again would not help."""
+    delay = view(DELAY, effective_policy_definition={"message-ttl": 1000})
+    (found,) = (each for each in examine(view(ORDERS), view(DEAD), delay) if each.status is not OK)
+    assert (found.status, found.subject) == (PROBLEM, "queue 'orders.retry.10000'")
+    assert "x-message-ttl is 1000, where a delay queue of this package has 10000" in found.text
+    assert "Take message-ttl out of the policy" in found.fix
+
+
 def test_a_delay_queue_whose_queue_is_gone_is_a_problem_if_something_waits_in_it() -> None:
     assert (PROBLEM, "queue 'orders.retry.10000'", "delay queue") in not_well(examine(view(DELAY, messages=2)))
     assert (WARNING, "queue 'orders.retry.10000'", "delay queue") in not_well(examine(view(DELAY)))

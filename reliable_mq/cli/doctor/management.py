@@ -39,6 +39,9 @@ _ARGUMENT_KINDS: Final[Mapping[str, type]] = {
     "dead-letter-routing-key": str,
 }
 
+_LOWER: Final = frozenset({"message-ttl", "expires", "max-length", "max-length-bytes"})
+"""Of these, the lower of an argument and a policy is in effect; of others, the argument."""
+
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
@@ -79,7 +82,16 @@ class QueueView:
 
     def argument(self, name: str) -> Any:
         """Return the value in effect of an argument, without its ``x-``; None if unset."""
-        return (self.raw.get("arguments") or {}).get(f"x-{name}", self._policy.get(name))
+        own, policy = (self.raw.get("arguments") or {}).get(f"x-{name}"), self._policy.get(name)
+        if own is None or policy is None:
+            return policy if own is None else own
+        if name in _LOWER and isinstance(own, int) and isinstance(policy, int):
+            return min(own, policy)
+        return policy if name == "overflow" and self.type == "quorum" else own
+
+    def is_by_policy(self, name: str) -> bool:
+        """Whether the value in effect is that of a policy, and not of the argument itself."""
+        return bool(self.argument(name) != (self.raw.get("arguments") or {}).get(f"x-{name}"))
 
     def delivery_limit(self, version: tuple[int, ...]) -> int | None:
         """The returns after which a message is dead-lettered or dropped; None for never."""

@@ -47,6 +47,11 @@ def _problem(queue: QueueView, check: str, text: str, fix: str) -> Finding:
     return Finding(Status.PROBLEM, f"queue {queue.name!r}", check, text, fix)
 
 
+def _of_policy(argument: str) -> str:
+    """Return the remedy for an argument that a policy overrides."""
+    return f"Take {argument} out of the policy that matches this queue: it prevails over x-{argument}."
+
+
 def waits_to_come_back(snapshot: Snapshot, queue: QueueView) -> bool:
     """Whether messages only wait in it: a delay queue, of this package or another."""
     if DelayQueue.of(queue.name) is not None:
@@ -116,7 +121,8 @@ def examine_delay_queue(snapshot: Snapshot, queue: QueueView) -> Iterator[Findin
         found = queue.argument(argument)
         if found != expected:
             text = f"x-{argument} is {found!r}, where a delay queue of this package has {expected!r}: {meaning}"
-            yield _problem(queue, "delay queue", text, _AFRESH)
+            fix = _of_policy(argument) if queue.is_by_policy(argument) else _AFRESH
+            yield _problem(queue, "delay queue", text, fix)
     if snapshot.consumers_of(queue):
         text = "somebody consumes from this delay queue: its messages do not wait, and do not come back"
         yield _problem(queue, "delay queue", text, f"Stop that consumer; consume from {name.queue!r}.")
@@ -319,7 +325,8 @@ def _dead_lettering(queue: QueueView, route: Route | None) -> Iterator[Finding]:
             f"at-least-once dead-lettering is asked for but not in effect, since the queue's overflow is {overflow}; "
             "the broker says so in its log only"
         )
-        yield _warning(queue, "dead letters", text, "x-overflow=reject-publish beside it.")
+        fix = _of_policy("overflow") if queue.is_by_policy("overflow") else "x-overflow=reject-publish beside it."
+        yield _warning(queue, "dead letters", text, fix)
 
 
 def _length(queue: QueueView, route: Route | None) -> Iterator[Finding]:
@@ -333,6 +340,8 @@ def _length(queue: QueueView, route: Route | None) -> Iterator[Finding]:
         f"{dropped}, confirmed ones too"
     )
     fix = "x-overflow=reject-publish: a full queue then nacks, and the publisher knows."
+    if queue.is_by_policy("overflow"):
+        fix = _of_policy("overflow")
     yield (_problem if route is None else _warning)(queue, "length limit", text, fix)
 
 
