@@ -88,6 +88,13 @@ class Source:
         """Return a queue, not connected yet."""
         return DeadLetterQueue(self._url, queue, credentials=self._credentials, tls=self._tls)
 
+    def named(self, given: str) -> str:
+        """Return a name as it was given, if a queue has it; else without spaces around.
+
+        May block for a search of queues.
+        """
+        return given if given in self.names() else given.strip()
+
     def allows(self, queue: str) -> bool:
         """Whether this page may open the queue. May block for a search of queues."""
         return bool(queue) and (self.any_queue or queue in self.names())

@@ -202,7 +202,8 @@ class Pages:
         choice = _choice(fields)
         wrong = ""
         if fields.get("go"):
-            if "".join(fields.all("name")[-1:]).strip() == queue:
+            typed = "".join(fields.all("name")[-1:])
+            if queue in (typed, typed.strip()):
                 return self._to_job(request, self._operations.purge(queue, choice, request.state.user))
             wrong = "This is not the name of the queue. Nothing was deleted."
         return await self._ask(request, "purge.html", queue, choice, title="Delete for good", wrong=wrong)
@@ -318,7 +319,7 @@ class Pages:
 
     async def _queue(self, fields: Fields) -> str:
         """Return the name of a queue that may be opened."""
-        queue = fields.get("queue")
+        queue = await run_in_threadpool(self._source.named, "".join(fields.all("queue")[-1:]))
         encode_short_string(queue, "queue")  # else one address would spoil the list for everybody
         if not is_text(queue) or not await run_in_threadpool(self._source.allows, queue):
             raise HTTPException(404, f"This page shows no queue “{queue}”.")

@@ -152,6 +152,16 @@ def test_only_the_queues_that_were_named_can_be_opened(page: Page, broker: Memor
     assert "id-2" in page(lambda: ["orders"]).get("/letters?queue=orders").text
 
 
+def test_a_name_with_spaces_around_it_is_no_other_queue(page: Page, broker: MemoryBroker) -> None:
+    """RabbitMQ has such names. One that somebody types is found all the same."""
+    broker.add("orders.dead", letter(1))
+    broker.add("orders.dead ", letter(2))
+    for browser in (page(["orders.dead", "orders.dead "]), page(lambda: ["orders.dead", "orders.dead "])):
+        assert "id-2" in browser.get("/letters?queue=orders.dead%20").text
+        assert "id-1" in browser.get("/letters?queue=orders.dead").text
+        assert "id-1" in browser.get("/letters?queue=%20orders.dead").text
+
+
 @pytest.mark.parametrize(("name", "status"), [("%00", 400), ("a" * 256, 400), ("%ff", 404), ("", 404), ("nosuch", 503)])
 def test_a_name_that_is_no_queue_is_not_listed(page: Page, broker: MemoryBroker, name: str, status: int) -> None:
     """Or a link of another site would spoil the list for everybody."""
