@@ -440,7 +440,7 @@ def _choice(fields: Fields) -> Choice:
         return _filter_of(fields)
     if which != "selected":
         raise ConfigurationError(f"which must be selected or all, not {which!r}")
-    letters = [("letter", each) for each in fields.all("letter")]
+    letters = [("letter", each) for each in fields.all("letter") if each.strip()]  # a filter of none selects all
     if not letters:
         raise ConfigurationError("no letter is selected: go back, and tick some")
     return Choice.of_pairs(letters)

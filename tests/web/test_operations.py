@@ -381,6 +381,17 @@ def test_a_misspelt_filter_selects_nothing(page: Page, broker: MemoryBroker, for
     assert len(broker.queues[QUEUE]) == 10
 
 
+@pytest.mark.usefixtures("letters")
+@pytest.mark.parametrize("selected", ["", " "])
+def test_selected_letters_without_a_name_are_not_all_letters(page: Page, broker: MemoryBroker, selected: str) -> None:
+    browser = page(allow_changes=True)
+    for path, fields in (("/replay", {"go": "replay"}), ("/purge", {"go": "purge", "name": QUEUE}), ("/export", {})):
+        answer = browser.post(path, data={"queue": QUEUE, "which": "selected", "letter": selected, **fields})
+        assert answer.status_code == 400
+        assert "no letter is selected" in plain(answer.text)
+    assert len(broker.queues[QUEUE]) == 10
+
+
 def test_an_operation_that_is_forgotten_is_said_so(page: Page) -> None:
     browser = page()
     for path in ("/job?id=x", "/file?id=x", "/job?id=x&part=progress"):
