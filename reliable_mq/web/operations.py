@@ -68,11 +68,12 @@ class AuditLog:
         self._path = None if path is None else Path(path)
         self._lock = threading.Lock()
         self._latest: deque[Mapping[str, Any]] = deque(maxlen=_ENTRIES_SHOWN)
-        self._unfinished = False  # whether the file ends with a part of a line: the disk was full
+        self._unfinished = False  # whether the file ends with a part of a line: the disk was full, or a process died
         if self._path is not None:
             try:
                 self._append(b"")
                 self._latest.extend(_entries(self._path))
+                self._unfinished = _is_unfinished(self._path)
             except OSError as error:
                 raise ConfigurationError(f"audit_log: {self._path} cannot be written: {error.strerror}") from error
 
@@ -114,6 +115,14 @@ class AuditLog:
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _is_unfinished(path: Path) -> bool:
+    """Whether a file ends in the middle of a line."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - 1, 0))
+        return file.read() not in (b"", b"\n")
 
 
 def _entries(path: Path) -> list[Mapping[str, Any]]:

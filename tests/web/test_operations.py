@@ -392,6 +392,16 @@ def test_selected_letters_without_a_name_are_not_all_letters(page: Page, broker:
     assert len(broker.queues[QUEUE]) == 10
 
 
+def test_a_line_that_another_process_left_unfinished_spoils_no_entry(tmp_path: Path) -> None:
+    """It was killed, or the disk was full when it ended."""
+    path = tmp_path / "audit.jsonl"
+    AuditLog(path).write("begun", "first", {})
+    with path.open("ab") as file:
+        file.write(b'{"at": "2026-')
+    AuditLog(path).write("begun", "second", {})
+    assert [entry["id"] for entry in AuditLog(path).latest()] == ["second", "first"]
+
+
 def test_an_operation_that_is_forgotten_is_said_so(page: Page) -> None:
     browser = page()
     for path in ("/job?id=x", "/file?id=x", "/job?id=x&part=progress"):
