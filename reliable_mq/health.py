@@ -191,10 +191,9 @@ class HealthServer(_Probes):
             raise UsageError("this HealthServer was started before: make another")
         try:
             self._listener = _listen(self._host, self._port)
-        except OSError as error:
-            raise ConfigurationError(
-                f"host {self._host!r}, port {self._port}: cannot be listened at: {error.strerror or error}"
-            ) from error
+        except (OSError, UnicodeError) as error:  # the latter of a host that no resolver takes
+            why = getattr(error, "strerror", None) or error
+            raise ConfigurationError(f"host {self._host!r}, port {self._port}: cannot be listened at: {why}") from error
         self._port = self._listener.getsockname()[1]
         started = threading.Event()
         self._thread = start_daemon("reliable_mq health", self._serve, self._listener, started)

@@ -26,7 +26,7 @@ from itertools import chain
 from typing import Any, Final, get_args
 from urllib.parse import unquote_to_bytes
 
-from reliable_mq._util.validation import Duration, seconds
+from reliable_mq._util.validation import Duration, is_host, seconds
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.settings import ConnectionSettings, Credentials, CredentialsCallback, Endpoint, Mechanism
 from reliable_mq.tls import TLSOptions
@@ -237,6 +237,8 @@ def _parse_host(text: str, default_port: int) -> Endpoint:
                 "the URL has a host with a character other than letters, digits, '.', '-' and '_' "
                 "(write an international name in its xn-- form)"
             )
+        if not is_host(host):
+            raise ConfigurationError("the URL has a host with no character, or more than 63, between its dots")
         if ":" in port:
             raise ConfigurationError("the URL has a host with several ':' in it: write an IPv6 address in brackets")
     if not colon:

@@ -213,6 +213,12 @@ def test_a_wrong_argument_is_named(name: str, make: Callable[[], object]) -> Non
         make()
 
 
+@pytest.mark.parametrize("host", ["a..b", "no-such-host.invalid"])
+def test_an_address_that_cannot_be_listened_at_is_named(host: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"host '{host}', port 0: cannot be listened at"):
+        HealthServer(Part(), host=host, port=0).start()
+
+
 def test_a_port_in_use_is_named() -> None:
     with HealthServer(Part(), port=0) as server:
         port = urlsplit(server.url).port or 0

@@ -21,6 +21,7 @@ __all__ = [
     "Duration",
     "declared_by",
     "file_path",
+    "is_host",
     "is_text",
     "is_whole_number",
     "seconds",
@@ -47,6 +48,18 @@ def is_text(value: object) -> TypeGuard[str]:
     try:
         value.encode()
     except UnicodeEncodeError:
+        return False
+    return True
+
+
+def is_host(text: str) -> bool:
+    """Whether Python's sockets look a host up: no part between its dots is empty or long.
+
+    They raise a UnicodeError for others.
+    """
+    try:
+        text.encode("idna")
+    except UnicodeError:
         return False
     return True
 

@@ -56,6 +56,7 @@ def _ask(url: str, timeout: float) -> tuple[int, dict[str, Any]]:
     from urllib.parse import urlsplit
 
     from reliable_mq._util.threads import DaemonExecutor
+    from reliable_mq._util.validation import is_host
 
     try:
         parts = urlsplit(url)
@@ -64,6 +65,8 @@ def _ask(url: str, timeout: float) -> tuple[int, dict[str, Any]]:
         raise ConfigurationError(f"the URL of the probe is invalid: {error}") from None
     if parts.scheme not in ("http", "https") or not host:
         raise ConfigurationError("the URL of a probe begins with http:// or https://, such as http://127.0.0.1:8080")
+    if not is_host(host):
+        raise ConfigurationError("the URL of the probe has a host with no character, or more than 63, between its dots")
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(host, port, timeout=timeout)
 

@@ -236,7 +236,7 @@ def metrics_served(address: str, port: int | None) -> Iterator[CollectorRegistry
     registry = CollectorRegistry()
     try:
         server, thread = start_http_server(port, addr=address, registry=registry)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter of a host that no resolver takes
         raise ConfigurationError(f"metrics cannot be served on {address} port {port}: {error}") from error
     say(f"metrics: http://{address}:{server.server_port}/metrics")
     try:

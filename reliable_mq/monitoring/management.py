@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, Final, Self
 from urllib.parse import SplitResult, quote, unquote, urlsplit
 
+from reliable_mq._util.validation import is_host
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
 
@@ -271,7 +272,7 @@ def _checked(url: str, settings: ConnectionSettings, option: str) -> tuple[Split
         host, _ = parts.hostname, parts.port
     except ValueError:
         parts, host = urlsplit(""), None
-    if not host or not _HOST.fullmatch(host) or parts.scheme not in _PORTS:
+    if not host or not _HOST.fullmatch(host) or not is_host(host) or parts.scheme not in _PORTS:
         raise ConfigurationError(f"{option} must be http[s]://[user:password@]host[:port]")
     if parts.username is None and settings.credentials is None:
         raise ConfigurationError(f"{option} needs a user: http[s]://user:password@host[:port]")

@@ -84,6 +84,21 @@ def test_the_page_is_not_served_with_a_wrong_management_url(run: Run, url: str) 
     assert (status, told) == (1, "reliable-mq: --management-url must be http[s]://[user:password@]host[:port]")
 
 
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        (("doctor", "amqp://guest:guest@a..b/"), "the URL has a host"),
+        (("health", "http://a..b:80/"), "the URL of the probe has a host"),
+        (("doctor", BROKER, "--management-url", "http://u:p@a..b/"), "--management-url must be"),
+        (("stage", BROKER, "a", "b", "--metrics-port", "0", "--metrics-address", "a..b"), "served on a..b port 0"),
+    ],
+)
+def test_a_host_that_no_resolver_takes_is_named(run: Run, line: tuple[str, ...], text: str) -> None:
+    status, told = run(*line)
+    assert (status, "flaw" in told) == (1, False)
+    assert text in told
+
+
 def test_headers_of_different_names_are_taken() -> None:
     assert parse_headers(["a=1", "b=a=2", "c="]) == {"a": "1", "b": "a=2", "c": ""}
 
