@@ -181,6 +181,12 @@ def test_a_policy_that_undoes_an_argument_is_named_in_the_fix() -> None:
         assert each.fix == "Take overflow out of the policy that matches this queue: it prevails over x-overflow."
 
 
+@pytest.mark.parametrize("kind", ["rabbit_mqtt_qos0_queue", "MQTT QoS 0", "x-delayed"])
+def test_the_type_of_a_plugin_is_no_wrong_argument(kind: str) -> None:
+    """Nobody can declare a subscription of MQTT as another type."""
+    assert summary(examine(queue(kind=kind, exclusive=True, durable=True))) == [(OK, "arguments")]
+
+
 def test_a_dead_letter_exchange_by_policy_is_one() -> None:
     policy = {"dead-letter-exchange": "", "dead-letter-routing-key": "q.dead"}
     assert summary(examine(queue(policy=policy), dead())) == [(WARNING, "dead letters")]

@@ -254,6 +254,8 @@ def _around(snapshot: Snapshot, names: Sequence[str], routes: Mapping[str, Route
 
 def _arguments(queue: QueueView, version: tuple[int, ...]) -> Iterator[Finding]:
     """Report problems of the linter, but for those that depend on policies."""
+    if queue.type not in ARGUMENTS["x-queue-type"].values:
+        return  # of a plugin, such as a subscription of MQTT
     for problem in lint_arguments(queue.raw.get("arguments") or {}, queue.type, version):
         argument = ARGUMENTS.get(problem.argument)
         if argument is None or not argument.with_policies:
