@@ -94,6 +94,26 @@ def test_json_lines_carry_messages_to_another_queue_byte_for_byte(any_vhost: Vir
         assert sorted((each.body, each.properties) for each in deliveries) == sorted(sent)
 
 
+def test_input_that_breaks_off_is_named_and_confirms_are_counted(vhost: VirtualHost, tmp_path: Path) -> None:
+    """The file opens, and cannot be read."""
+    good, bad = tmp_path / "good", "/proc/self/mem"
+    good.write_text('{"body": "a"}\n' * 300)
+    declare(vhost)
+    done = run_cli("publish", vhost.url, str(good), bad, "--queue", "orders", "--json")
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert done.stderr.decode().splitlines() == [
+        "the input ended early: 300 of 300 messages are confirmed",
+        "reliable-mq: /proc/self/mem: Input/output error",
+    ]
+    done = run_cli("dlq", "import", vhost.url, "orders", str(good), bad)
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert done.stderr.decode().splitlines() == [
+        "300 of 300 messages confirmed",
+        "reliable-mq: /proc/self/mem: Input/output error",
+    ]
+    assert ready(vhost) == 600
+
+
 def test_json_lines_say_where_they_go(vhost: VirtualHost) -> None:
     declare(vhost, "a")
     declare(vhost, "b")

@@ -37,17 +37,30 @@ class Input(NamedTuple):
 def lines(files: Sequence[Path]) -> Iterator[Input]:
     """Return the lines of files, or of standard input, each as soon as it is complete."""
     if not files:
-        yield from _lines_of(_standard_input().buffer, "")
+        given = _standard_input().buffer
+        with _named("standard input"):
+            yield from _lines_of(given, "")
     for path in files:
-        with path.open("rb") as file:
+        with _named(str(path)), path.open("rb") as file:
             yield from _lines_of(file, f"{path}, ")
 
 
 def whole_files(files: Sequence[Path]) -> Iterator[Input]:
     """Return each file as one piece."""
     for path in files:
-        data = path.read_bytes()
+        with _named(str(path)):
+            data = path.read_bytes()
         yield Input(str(path), data, len(data))
+
+
+@contextmanager
+def _named(place: str) -> Iterator[None]:
+    """Name the file in an error of reading, which is without."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or place
+        raise
 
 
 def size_of(files: Sequence[Path]) -> int | None:

@@ -141,6 +141,7 @@ class _Run:
         self._failed = 0
         self._first_failed = ""
         self._interrupted = False
+        self._unreadable: OSError | None = None  # which ended the input
         self._began = time.monotonic()
         self._spinner = Spinner("dots")
 
@@ -150,17 +151,26 @@ class _Run:
             try:
                 self._publisher.connect()
                 self._began = time.monotonic()
-                for item in inputs:
-                    self._read += 1
-                    self._read_bytes += item.size
-                    self._publish(item)
+                self._publish_each(inputs)
                 self._publisher.flush()
             except KeyboardInterrupt:
                 self._interrupted = True
             finally:
                 self._publisher.close(_GRACE)
         self._report()
+        if self._unreadable is not None and not self._interrupted:
+            raise self._unreadable
         return INTERRUPTED if self._interrupted else 1 if self._failed else 0
+
+    def _publish_each(self, inputs: Iterator[Input]) -> None:
+        """Publish everything that can be read."""
+        try:
+            for item in inputs:
+                self._read += 1
+                self._read_bytes += item.size
+                self._publish(item)
+        except OSError as error:
+            self._unreadable = error
 
     def _publish(self, item: Input) -> None:
         try:
@@ -195,6 +205,8 @@ class _Run:
                 )
         elif self._failed:
             text = f"{self._failed:,} of {self._read:,} messages were not confirmed"
+        elif self._unreadable is not None:
+            text = f"the input ended early: {self._confirmed:,} of {self._read:,} messages are confirmed"
         elif errors.is_terminal:
             text = f"{self._confirmed:,} messages confirmed in {time.monotonic() - self._began:.1f} s"
         else:

@@ -342,14 +342,18 @@ def import_(
     hide_logs(unwatched_logger)
     count = 0
     before: list[int] = []  # lines before each file
+    unreadable: OSError | None = None  # which ended the input
 
     def texts() -> Iterator[bytes]:
-        nonlocal count
-        for some in [[file] for file in files or []] or [[]]:
-            before.append(count)
-            for item in lines(some):
-                count += 1
-                yield item.data
+        nonlocal count, unreadable
+        try:
+            for some in [[file] for file in files or []] or [[]]:
+                before.append(count)
+                for item in lines(some):
+                    count += 1
+                    yield item.data
+        except OSError as error:  # what was read before is settled all the same
+            unreadable = error
 
     def place(number: int) -> str:
         file = bisect_left(before, number) - 1
@@ -364,6 +368,8 @@ def import_(
     for number, error in failures:
         say(f"{place(number)}: {error}")
     say(f"{confirmed:,} of {count:,} messages confirmed")
+    if unreadable is not None:
+        raise unreadable
     raise typer.Exit(1 if failures else 0)
 
 
