@@ -66,8 +66,8 @@ def publish(
 ) -> None:
     """Publish lines, files or JSON lines, and wait until each is confirmed.
 
-    A message that is not confirmed is reported by its line, and the exit status is 1. Options win over the fields of a
-    JSON line.
+    A message that is not confirmed is reported by its line, and the exit status is 1. The options for the target win
+    over the fields of a JSON line.
     """
     if queue is not None and (exchange is not None or routing_key is not None):
         raise typer.BadParameter("--queue stands for the default exchange and a routing key: leave those out")
@@ -77,6 +77,9 @@ def publish(
         raise typer.BadParameter(f"--timeout takes seconds above 0, up to {LONGEST:g}, not {timeout:g}")
     if queue is exchange is routing_key is None and not by_json:
         raise typer.BadParameter("where to? Give --queue, or --exchange and --routing-key")
+    for option, given in (("--content-type", content_type), ("--header", header), ("--transient", transient)):
+        if by_json and given:
+            raise typer.BadParameter(f"{option} is for lines and files: a JSON line has properties of its own")
     from reliable_mq import Publisher, Queue
     from reliable_mq.engine.publisher_channel import unwatched_logger
 
