@@ -125,7 +125,7 @@ def test_an_outbox_is_relayed_and_what_was_set_aside_is_decided_about(
     assert run_cli("outbox", "relay", vhost.url, where, "--until-empty").returncode == 0
     assert [one.attempts for one in outbox.set_aside()] == [2, 2]
     assert run_cli("outbox", "retry", where, "c", "unknown").returncode == 1
-    purged = run_cli("outbox", "purge", where, "d")
+    purged = run_cli("outbox", "purge", where, "d", "d")  # named twice, it is there once
     assert (purged.returncode, purged.stdout) == (0, b"1 messages removed\n")
     declare(vhost, "later")
     assert run_cli("outbox", "relay", vhost.url, where, "--until-empty").returncode == 0

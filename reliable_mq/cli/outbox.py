@@ -324,7 +324,7 @@ def _wait_for_answer(box: Outbox, engine: Engine) -> None:
 def _which(message_ids: list[str] | None, *, every: bool) -> list[str] | None:
     if bool(message_ids) == every:
         raise typer.BadParameter("which messages? Give their ids, or --all")
-    return message_ids or None
+    return list(dict.fromkeys(message_ids or ())) or None
 
 
 def _say(count: int, outcome: str, which: list[str] | None) -> None:
