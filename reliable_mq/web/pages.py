@@ -171,7 +171,8 @@ class Pages:
         queue = await self._queue(fields)
         job = self._operations.jobs.get(fields.get("id"))
         if job is None or (job.is_over and job.state is not JobState.FAILED):
-            return self._redirect(request, f"/letters?{encoded([('queue', queue)])}&{fields.get('choice')}")
+            chosen = (pair for pair in Fields(fields.get("choice")).pairs if pair[0] != "queue")
+            return self._redirect(request, f"/letters?{encoded([('queue', queue), *chosen])}")
         if job.is_over:
             return self._page(request, "error.html", 503, title=queue, text=job.error, queue=queue)
         return self._page(request, "reading.html", title=queue, queue=queue, job=job)

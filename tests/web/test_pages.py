@@ -162,6 +162,17 @@ def test_a_name_with_spaces_around_it_is_no_other_queue(page: Page, broker: Memo
         assert "id-1" in browser.get("/letters?queue=%20orders.dead").text
 
 
+def test_a_filter_that_is_no_address_leads_to_the_letters(page: Page, broker: MemoryBroker) -> None:
+    """Nor does it lead to another queue."""
+    broker.add("orders.dead", letter(1))
+    broker.add("orders", letter(2))
+    browser = page((), any_queue=True)
+    for choice in ("%FF", "%ED%A0%80", "queue%3Dorders", "reason%3D%25FF%26message-id%3Did-1"):
+        answer = browser.get(f"/reading?queue=orders.dead&id=none&choice={choice}")
+        assert (answer.status_code, answer.url.params.get_list("queue")) == (200, ["orders.dead"])
+    assert answer.url.query == b"queue=orders.dead&reason=%FF&message-id=id-1"
+
+
 @pytest.mark.parametrize(("name", "status"), [("%00", 400), ("a" * 256, 400), ("%ff", 404), ("", 404), ("nosuch", 503)])
 def test_a_name_that_is_no_queue_is_not_listed(page: Page, broker: MemoryBroker, name: str, status: int) -> None:
     """Or a link of another site would spoil the list for everybody."""
