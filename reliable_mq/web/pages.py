@@ -221,8 +221,11 @@ class Pages:
         if letter is None or message is None or not is_editable(message.body):
             return self._gone(request, queue)
         if request.method == "POST":
+            given = fields.all("body")
+            if not given:
+                raise ConfigurationError("body is missing: that of the copy, which may be empty")
             # A form sends CR LF for every line end; a body with a CR cannot be edited.
-            body = "".join(fields.all("body")[-1:]).replace("\r\n", "\n").encode("utf-8", "surrogateescape")
+            body = given[-1].replace("\r\n", "\n").encode("utf-8", "surrogateescape")
             choice = Choice.of_pairs([("letter", letter.fingerprint)])
             options = ReplayOptions(body=body, limit=1)
             return self._to_job(request, self._operations.replay(queue, choice, request.state.user, options))

@@ -229,6 +229,20 @@ def test_editing_is_off_unless_it_is_asked_for(page: Page, broker: MemoryBroker)
 
 
 @pytest.mark.usefixtures("letters")
+def test_an_edit_publishes_the_body_of_its_form_and_needs_one(page: Page, broker: MemoryBroker) -> None:
+    """Byte for byte; a form without a body would have replaced that of the letter by nothing."""
+    browser = page(allow_changes=True, allow_editing=True)
+    form = {"queue": QUEUE, "id": first_letter(browser)}
+    answer = browser.post("/edit", data=form)
+    assert (answer.status_code, broker.bodies("orders")) == (400, [])
+    assert "body is missing" in plain(answer.text)
+    coded = {"Content-Type": "application/x-www-form-urlencoded"}
+    sent = f"queue={QUEUE}&id={form['id']}&body=%FFa%0D%0A"
+    assert "Replayed 1" in ended(browser, browser.post("/edit", content=sent, headers=coded))
+    assert broker.bodies("orders") == [b"\xffa\n"]
+
+
+@pytest.mark.usefixtures("letters")
 def test_a_body_that_a_form_would_change_cannot_be_edited(page: Page, broker: MemoryBroker) -> None:
     broker.queues[QUEUE].clear()
     for body in (b"a\r\nb", b"\xff", b"a\x00b", "\u202eright to left".encode(), b"x" * 200_000):
