@@ -23,7 +23,7 @@ from reliable_mq import (
     TopologyMismatch,
     UsageError,
 )
-from reliable_mq.codec import encode_properties, join_properties
+from reliable_mq.codec import encode_properties, join_properties, rewrite_properties
 from reliable_mq.core import headers
 from reliable_mq.deadletters import DeadLetterQueue, Filter, Target
 from reliable_mq.deadletters.replay import RateLimit
@@ -435,6 +435,23 @@ def test_a_connection_that_is_lost_over_an_ack_is_one_that_was_lost_and_the_repl
         assert len(dead) == 0
     assert proxy.connections > 3
     assert sorted(bodies(vhost, "orders", 10)) == [str(number).encode() for number in range(10)]
+
+
+def test_equal_letters_are_all_replayed_over_a_lost_connection(
+    any_vhost: VirtualHost, fault_proxy: FaultProxyFactory
+) -> None:
+    """The broker has read the acks of those that were published: the letters that come again are others."""
+    known = encode_properties(Message(b"", headers={headers.FORMAT: 1, headers.ORIGINAL_QUEUE: "orders"}))
+    without_id = rewrite_properties(known, clear=("message_id",))
+    orders = Queue("orders", dead_letter=Queue("orders.dead", type="classic", dead_letter=None))
+    publish(any_vhost, [Message.from_wire(b"tick", without_id) for _ in range(6)], orders, "orders.dead")
+    proxy = fault_proxy(any_vhost.url)
+    with DeadLetterQueue(proxy.url, ORDERS) as dead:
+        assert dead.statistics().messages == 6  # each is redelivered from then on
+        proxy.cut_after(3, "to_broker", of="basic.ack", reset=False)
+        dead.replay(rate=3)
+        assert (proxy.connections > 2, len(dead)) == (True, 0)
+    assert bodies(any_vhost, "orders", 6) == [b"tick"] * 6
 
 
 def test_a_rate_is_kept(vhost: VirtualHost) -> None:

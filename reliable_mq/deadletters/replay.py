@@ -5,7 +5,8 @@ Invariants:
 - A dead letter is acked after its copy was confirmed and never before: whatever dies in between, it is in the
   dead-letter queue, at its target, or in both. After a crash at most one batch (`BATCH`, less under a rate) is in both.
 - A copy that this run has published, but whose original it could not ack because a channel was lost, is not published
-  again: the original is acked when it is delivered again.
+  again: the original is acked when it is delivered again. Not so without a message id: the ack may have arrived, and
+  what is delivered again be another message, equal in every byte. That is published, perhaps for the second time.
 - A dead letter that could not be published is tried once in a run, and counted once, whatever is lost in between.
 - A run ends with the messages that were there when it began: those dead-lettered meanwhile are left to the next run.
 - In any second no more messages are published than the rate (for a rate that is no whole number, such as 1.5: two in
@@ -156,7 +157,7 @@ class Replay:
         self._batch = BATCH if self.rate is None else max(1, min(BATCH, int(self.rate)))
         self._total = 0  # messages at the beginning
         self._acked = 0
-        self._unacked: Counter[str] = Counter()  # published by this run, not known to be acked
+        self._unacked: Counter[str] = Counter()  # published by this run, not known to be acked, with an id
         self._failed: Counter[str] = Counter()  # by this run
         self._passed: Counter[str] = Counter()  # of them, those from before the channel was lost: to be read once more
 
@@ -275,7 +276,7 @@ class Replay:
         try:
             self.channel.ack([message.delivery for message in (*done, *confirmed)])
         except ReliableMQError:
-            self._unacked.update(message.fingerprint for message in (*done, *confirmed))
+            self._unacked.update(message.fingerprint for message in (*done, *confirmed) if message.message_id)
             raise
         self.report.already_published += len(done)
         self._acked += len(done) + len(confirmed)
