@@ -293,6 +293,12 @@ def test_consumers_without_limit_or_with_automatic_acks_are_warned_of() -> None:
     assert acks.status is prefetch.status is WARNING
 
 
+def test_a_consumer_by_the_stream_protocol_loses_nothing() -> None:
+    """The management API shows it so. A stream keeps what was read."""
+    reader = {"queue": {"name": "q"}, "ack_required": False, "prefetch_count": 0, "arguments": {}}
+    assert summary(examine(queue(kind="stream"), consumers=[reader])) == [(OK, "arguments")]
+
+
 def test_dead_letters_that_wait_are_told_and_whether_there_are_more_and_more() -> None:
     growing = dead(messages=12, messages_details={"rate": 1.5})
     sound, waiting = examine(queue(**SAFE), growing)

@@ -229,12 +229,12 @@ def _examine(
 ) -> Iterator[Finding]:
     yield from _durability(queue)
     yield from examine_copies(snapshot, queue)
-    if queue.type != "stream":  # which drops by age and size, as configured
+    if queue.type != "stream":  # which drops by age and size, as configured, and keeps what was consumed
         yield from _delivery_limit(queue, route, version)
         yield from _dead_lettering(queue, route)
         yield from _length(queue, route)
         yield from _expiry(queue, route)
-    yield from _consumers(snapshot, queue)
+        yield from _consumers(snapshot, queue)
     yield from _arguments(queue, version)
     yield from examine_delay_queue(snapshot, queue)
     yield from examine_quarantine(snapshot, queue)
