@@ -170,7 +170,7 @@ def test_of_an_argument_and_a_policy_the_one_in_effect_counts(
     raw = {"type": kind, "arguments": {f"x-{name}": own}, "effective_policy_definition": {name: policy}}
     view = QueueView({"name": "q", **raw})
     assert view.argument(name) == in_effect
-    assert view.is_by_policy(name) is (in_effect != own)
+    assert view.is_overridden(name) is (own not in (None, in_effect))
 
 
 def test_a_policy_that_undoes_an_argument_is_named_in_the_fix() -> None:
@@ -179,6 +179,13 @@ def test_a_policy_that_undoes_an_argument_is_named_in_the_fix() -> None:
     assert [each.check for each in found] == ["dead letters", "length limit"]
     for each in found:
         assert each.fix == "Take overflow out of the policy that matches this queue: it prevails over x-overflow."
+
+
+def test_a_policy_beside_no_argument_is_not_told_to_go() -> None:
+    """Without it, the queue drops its oldest messages all the same."""
+    (found,) = examine(queue(delivery_limit=-1, policy={"overflow": "drop-head", "max-length": 5}))
+    assert (found.status, found.check) == (PROBLEM, "length limit")
+    assert found.fix.startswith("x-overflow=reject-publish")
 
 
 @pytest.mark.parametrize("kind", ["rabbit_mqtt_qos0_queue", "MQTT QoS 0", "x-delayed"])

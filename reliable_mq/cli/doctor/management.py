@@ -89,9 +89,10 @@ class QueueView:
             return min(own, policy)
         return policy if name == "overflow" and self.type == "quorum" else own
 
-    def is_by_policy(self, name: str) -> bool:
-        """Whether the value in effect is that of a policy, and not of the argument itself."""
-        return bool(self.argument(name) != (self.raw.get("arguments") or {}).get(f"x-{name}"))
+    def is_overridden(self, name: str) -> bool:
+        """Whether the argument is set, and the value of a policy is in effect."""
+        own = (self.raw.get("arguments") or {}).get(f"x-{name}")
+        return own is not None and bool(self.argument(name) != own)
 
     def delivery_limit(self, version: tuple[int, ...]) -> int | None:
         """The returns after which a message is dead-lettered or dropped; None for never."""

@@ -121,7 +121,7 @@ def examine_delay_queue(snapshot: Snapshot, queue: QueueView) -> Iterator[Findin
         found = queue.argument(argument)
         if found != expected:
             text = f"x-{argument} is {found!r}, where a delay queue of this package has {expected!r}: {meaning}"
-            fix = _of_policy(argument) if queue.is_by_policy(argument) else _AFRESH
+            fix = _of_policy(argument) if queue.is_overridden(argument) else _AFRESH
             yield _problem(queue, "delay queue", text, fix)
     if snapshot.consumers_of(queue):
         text = "somebody consumes from this delay queue: its messages do not wait, and do not come back"
@@ -327,7 +327,7 @@ def _dead_lettering(queue: QueueView, route: Route | None) -> Iterator[Finding]:
             f"at-least-once dead-lettering is asked for but not in effect, since the queue's overflow is {overflow}; "
             "the broker says so in its log only"
         )
-        fix = _of_policy("overflow") if queue.is_by_policy("overflow") else "x-overflow=reject-publish beside it."
+        fix = _of_policy("overflow") if queue.is_overridden("overflow") else "x-overflow=reject-publish beside it."
         yield _warning(queue, "dead letters", text, fix)
 
 
@@ -342,7 +342,7 @@ def _length(queue: QueueView, route: Route | None) -> Iterator[Finding]:
         f"{dropped}, confirmed ones too"
     )
     fix = "x-overflow=reject-publish: a full queue then nacks, and the publisher knows."
-    if queue.is_by_policy("overflow"):
+    if queue.is_overridden("overflow"):
         fix = _of_policy("overflow")
     yield (_problem if route is None else _warning)(queue, "length limit", text, fix)
 
