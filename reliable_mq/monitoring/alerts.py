@@ -23,7 +23,10 @@ from reliable_mq.errors import ConfigurationError
 __all__ = ["ALERTS", "Alert", "AlertSettings", "rules"]
 
 _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0, "y": 31536000.0}
-_DURATION: Final = re.compile(r"(?:(\d+)y)?(?:(\d+)w)?(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?(?:(\d+)ms)?")
+_DURATION: Final = re.compile(
+    r"(?:(\d+)y)?(?:(\d+)w)?(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?(?:(\d+)ms)?", re.ASCII
+)
+_OPTIONS: Final = {"hold": "--for", "window": "--window", "max_age": "--max-age"}  # of the command line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,5 +267,7 @@ def _seconds(name: str, duration: str) -> float:
         for count, unit in zip(found.groups("0") if found else (), reversed(_UNITS), strict=False)
     )
     if not total:
-        raise ConfigurationError(f"{name} must be a duration of Prometheus above zero, such as 90s, not {duration!r}")
+        raise ConfigurationError(
+            f"{name} ({_OPTIONS[name]}) must be a duration of Prometheus above zero, such as 90s, not {duration!r}"
+        )
     return total

@@ -102,6 +102,16 @@ def test_a_host_that_no_resolver_takes_is_named(run: Run, line: tuple[str, ...],
     assert text in told
 
 
+@pytest.mark.parametrize(
+    ("option", "value"), [("--for", "5"), ("--window", ""), ("--max-age", "0s"), ("--for", "\u0665m")]
+)
+def test_a_wrong_duration_is_named_by_its_option(run: Run, option: str, value: str) -> None:
+    """Prometheus reads digits of ASCII alone."""
+    status, told = run("alerts", option, value)
+    assert status == 1
+    assert f"({option}) must be a duration of Prometheus" in told
+
+
 def test_headers_of_different_names_are_taken() -> None:
     assert parse_headers(["a=1", "b=a=2", "c="]) == {"a": "1", "b": "a=2", "c": ""}
 

@@ -48,7 +48,7 @@ def test_the_settings_replace_their_names_and_nothing_else() -> None:
 @pytest.mark.parametrize("field", ["hold", "window", "max_age"])
 @pytest.mark.parametrize("duration", ["", "0s", "90", "1.5m", "5x", "1s1m", "-1m", "1m; up"])
 def test_a_duration_that_prometheus_would_refuse_is_refused(field: str, duration: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"^{field} must be a duration of Prometheus"):
+    with pytest.raises(ConfigurationError, match=rf"^{field} \(--.*\) must be a duration of Prometheus"):
         AlertSettings(**{field: duration})
 
 
