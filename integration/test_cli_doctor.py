@@ -16,7 +16,7 @@ from reliable_mq.testing.waiting import wait_until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reliable_mq.testing import VirtualHost
+    from reliable_mq.testing import FaultProxyFactory, VirtualHost
 
 SECRET = "canary-password"
 
@@ -230,6 +230,18 @@ def test_every_host_is_looked_at(vhost: VirtualHost) -> None:
         (own, "ok"),
     ]
     assert about(findings, "login")["subject"] == own
+
+
+def test_a_connection_that_is_lost_costs_no_other_finding(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
+    """At the check whether a queue exists, without the management API."""
+    declare(vhost, "orders", queue_type="quorum", delivery_limit=-1)
+    proxy = fault_proxy(vhost.url)
+    proxy.cut_after(1, "to_broker", of="queue.declare")
+    status, findings = doctor(vhost, "--queue", "orders", url=proxy.url)
+    found = about(findings, "exists")
+    assert (status, found["status"], found["subject"]) == (1, "problem", "queues")
+    assert "the connection was lost" in found["text"]
+    assert about(findings, "login")["status"] == about(findings, "write")["status"] == "ok"
 
 
 def test_an_alarm_is_seen_with_and_without_the_management_api(

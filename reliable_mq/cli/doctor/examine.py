@@ -119,6 +119,14 @@ def _not_asked(api: ManagementAPI) -> tuple[str, str]:
 
 def _existence(entry: HostEntry, queues: Sequence[str]) -> Iterator[Finding]:
     """Check queues by AMQP alone."""
+    try:
+        yield from _existence_of_each(entry, queues)
+    except BrokerUnavailable as error:
+        fix = "Run it again; if that happens again, the broker's log says more."
+        yield Finding(Status.PROBLEM, "queues", "exists", f"the connection was lost: {error}", fix)
+
+
+def _existence_of_each(entry: HostEntry, queues: Sequence[str]) -> Iterator[Finding]:
     with AdminChannel(entry.settings, name="reliable-mq doctor") as channel:
         for name in queues:
             subject = f"queue {name!r}"
