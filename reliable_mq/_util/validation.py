@@ -53,9 +53,9 @@ def is_text(value: object) -> TypeGuard[str]:
 
 
 def is_host(text: str) -> bool:
-    """Whether Python's sockets look a host up: no part between its dots is empty or long.
+    """Whether Python's sockets look a host up; they raise a UnicodeError if not.
 
-    They raise a UnicodeError for others.
+    No part between its dots is empty or longer than 63 characters.
     """
     try:
         text.encode("idna")

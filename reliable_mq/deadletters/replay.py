@@ -6,7 +6,7 @@ Invariants:
   dead-letter queue, at its target, or in both. After a crash at most one batch (`BATCH`, less under a rate) is in both.
 - A copy that this run has published, but whose original it could not ack because a channel was lost, is not published
   again: the original is acked when it is delivered again. Not so without a message id: the ack may have arrived, and
-  what is delivered again be another message, equal in every byte. That is published, perhaps for the second time.
+  the next delivery be another message, equal in every byte. That is published, perhaps for the second time.
 - A dead letter that could not be published is tried once in a run, and counted once, whatever is lost in between.
 - A run ends with the messages that were there when it began: those dead-lettered meanwhile are left to the next run.
 - In any second no more messages are published than the rate (for a rate that is no whole number, such as 1.5: two in

@@ -352,7 +352,7 @@ def import_(
                 for item in lines(some):
                     count += 1
                     yield item.data
-        except OSError as error:  # what was read before is settled all the same
+        except OSError as error:  # the lines before it are settled all the same
             unreadable = error
 
     def place(number: int) -> str:

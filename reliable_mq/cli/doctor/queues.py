@@ -229,7 +229,7 @@ def _examine(
 ) -> Iterator[Finding]:
     yield from _durability(queue)
     yield from examine_copies(snapshot, queue)
-    if queue.type != "stream":  # which drops by age and size, as configured, and keeps what was consumed
+    if queue.type != "stream":  # which drops by age and size, as configured, and keeps consumed messages
         yield from _delivery_limit(queue, route, version)
         yield from _dead_lettering(queue, route)
         yield from _length(queue, route)
