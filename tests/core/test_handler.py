@@ -272,6 +272,40 @@ def test_a_failure_behind_a_transaction_that_was_committed_is_no_attempt() -> No
     assert only(runner(item)) == Skipped(item, SkipReason.DUPLICATE)
 
 
+def test_a_failure_after_the_commit_of_its_transaction_is_no_attempt() -> None:
+    """Its effect is done, so the message is not dead-lettered for the last attempt."""
+
+    def handler(item: Delivery) -> None:
+        assert item.inbox_claim is not None
+        runner.store.complete_many([item.inbox_claim.claim])
+        item.inbox_claim.commit = CommitStatus.DONE
+        raise RuntimeError("after the commit")
+
+    runner = Runner(handler, max_attempts=1, transaction=nothing)
+    item = delivery()
+    result = only(runner(item))
+    assert isinstance(result, Skipped)
+    assert (result.reason, item.failures) == (SkipReason.STORE_FAILED, None)
+    assert "RuntimeError: after the commit" in result.detail
+    assert only(runner(item)) == Skipped(item, SkipReason.DUPLICATE)
+
+
+@pytest.mark.parametrize("commit", [CommitStatus.UNKNOWN, CommitStatus.DONE])
+def test_a_dead_letter_after_the_commit_of_its_transaction_is_one(commit: CommitStatus) -> None:
+    """The handler has stored the reason, say, and chosen."""
+
+    def handler(item: Delivery) -> None:
+        assert item.inbox_claim is not None
+        runner.store.complete_many([item.inbox_claim.claim])
+        item.inbox_claim.commit = commit
+        raise DeadLetter("of no use")
+
+    runner = Runner(handler, transaction=nothing)
+    result = only(runner(delivery()))
+    assert isinstance(result, Failed)
+    assert result.failure.verdict == "of no use"
+
+
 def test_a_failure_behind_a_transaction_that_was_not_committed_is_one() -> None:
     """The store still had the claim."""
     runner = Runner(lose_the_answer, transaction=nothing)

@@ -26,8 +26,8 @@ Invariants:
   as done;
 - a handler that has returned is not called again for want of the store's answer;
 - a failed attempt is released before it is reported, or before its key is claimed again, so that the next one may;
-- if the handler's own transaction may be committed though it raised, no attempt is counted unless the store still has
-  the claim: else its last attempt would be dead-lettered with its effect done;
+- if the handler's own transaction is committed though it raised, or may be, no attempt is counted unless the store
+  still has the claim: else its last attempt would be dead-lettered with its effect done. A `DeadLetter` it may raise;
 - a delivery is never reported as handled because its handler is a generator or coroutine function, of which a call runs
   nothing, or because a verdict was returned instead of raised: acking it would lose it.
 """
@@ -71,6 +71,7 @@ __all__ = [
 ]
 
 _STALE: Final = "the lease ended before the handler did, and another holder took over"
+_COMMITTED: Final = "its handler raised after its transaction was committed"
 _UNKNOWN: Final = "whether its transaction was committed is not known, and asked again"
 _UNREADABLE: Final = "its record was written by a newer version of this package: use that version here, too"
 
@@ -265,9 +266,11 @@ def _failed_or_unknown(result: Failed, released: object) -> Result:
     """Return the result after a failure. ``released``: True, False or an error's text."""
     detail = released if isinstance(released, str) else ""
     inbox_claim = result.delivery.inbox_claim
-    if (detail or not released) and inbox_claim is not None and inbox_claim.commit is CommitStatus.UNKNOWN:
+    commit = CommitStatus.NONE if inbox_claim is None else inbox_claim.commit
+    if (detail or not released) and commit is not CommitStatus.NONE and result.failure.verdict is None:
+        why = _COMMITTED if commit is CommitStatus.DONE else _UNKNOWN
         said = f"{result.failure.exception_type}: {result.failure.exception_message}"
-        return Skipped(result.delivery, SkipReason.STORE_FAILED, printable(f"{_UNKNOWN}: {detail or said}"))
+        return Skipped(result.delivery, SkipReason.STORE_FAILED, printable(f"{why}: {detail or said}"))
     return replace(result, detail=detail) if detail else result
 
 
