@@ -101,6 +101,7 @@ class SQLiteRowLeases:
         self._held: set[str] = set()  # keys with a row that is delayed, set aside or unreadable
         self._holding: set[str] = set()  # those of them whose outcome is not written yet
         self._again: deque[str] = deque()  # keys with rows that were passed over and can be taken now
+        self._size = 0  # bytes of the bodies that this take has
         self._walked = self._walked_bytes = 0  # passed over in this take
         self._unreadable_logged = False
         _open_claims.add(self)
@@ -113,7 +114,7 @@ class SQLiteRowLeases:
     def take(self, limit: int) -> RowBatch:
         """Take rows that are due: delayed ones, those that waited for their key, new ones."""
         taken = RowBatch([], [])
-        self._walked = self._walked_bytes = 0
+        self._size = self._walked = self._walked_bytes = 0
         try:
             connection = self._reader()
             if connection is None:
@@ -125,10 +126,10 @@ class SQLiteRowLeases:
             now = since_boot() / 1_000_000
             due = connection.execute(_DUE, (now, now + 2 * LONGEST_DELAY, limit + len(self._due)))
             self._take_ready(due, taken, limit, delayed=True)
-            while self._again and len(taken.rows) < limit:
-                self._take_of_key(connection, self._again.popleft(), taken)
+            while self._again and not self._is_enough(taken, limit):
+                self._take_of_key(connection, self._again.popleft(), taken, limit)
             before = -1
-            while len(taken.rows) < limit and before != self._position and not self._far:
+            while not self._is_enough(taken, limit) and before != self._position and not self._far:
                 before = self._position
                 self._take_ready(connection.execute(_READY, (before, limit)), taken, limit, delayed=False)
         except (sqlite3.Error, OSError) as error:
@@ -232,7 +233,6 @@ class SQLiteRowLeases:
         self._epoch = epoch
 
     def _take_ready(self, cursor: sqlite3.Cursor, taken: RowBatch, limit: int, *, delayed: bool) -> None:
-        size = 0
         with closing(cursor):
             for number, *values in cursor:
                 if not delayed:
@@ -256,27 +256,28 @@ class SQLiteRowLeases:
                         self._held.discard(row.ordering_key)
                         self._keys.setdefault(row.ordering_key, _Key()).passed = number + 1
                 self._add(row, taken)
-                size += len(row.message.body)
-                if len(taken.rows) >= limit or size >= _BYTES_PER_TAKE:
+                if self._is_enough(taken, limit):
                     return
 
-    def _take_of_key(self, connection: sqlite3.Connection, name: str, taken: RowBatch) -> None:
+    def _take_of_key(self, connection: sqlite3.Connection, name: str, taken: RowBatch, limit: int) -> None:
         key = self._keys.get(name)
         if key is None or key.taken or key.passed is None:
             return
         first, key.passed = key.passed, None
-        count = 0
+        more = False
         if name not in self._held:
             with closing(connection.execute(_OF_A_KEY, (name, first, self._position, _ROWS_PER_KEY))) as cursor:
-                for number, *values in cursor:
-                    count += 1
+                for count, (number, *values) in enumerate(cursor, 1):
                     row = None if number in self._taken else self._read(number, values, taken)
                     if name in self._held:  # by this very row
                         break
                     first = number + 1
                     if row is not None:
                         self._add(row, taken)
-        if count == _ROWS_PER_KEY:
+                    more = count == _ROWS_PER_KEY or self._is_enough(taken, limit)
+                    if more:
+                        break
+        if more:
             key.passed = first
         if not key.taken:
             if key.passed is None:
@@ -308,6 +309,9 @@ class SQLiteRowLeases:
         """Whether enough was passed over for one take."""
         return self._walked >= _ROWS_PASSED or self._walked_bytes >= _BYTES_PASSED
 
+    def _is_enough(self, taken: RowBatch, limit: int) -> bool:
+        return len(taken.rows) >= limit or self._size >= _BYTES_PER_TAKE
+
     def _is_free(self, number: int, name: object) -> bool:
         if not isinstance(name, str):  # none, or damaged
             return True
@@ -329,6 +333,7 @@ class SQLiteRowLeases:
         if row.ordering_key is not None:
             self._keys.setdefault(row.ordering_key, _Key()).taken += 1
         self._taken.add(row.id)
+        self._size += len(row.message.body)
         taken.rows.append(row)
 
     def _key_settled(self, name: str) -> None:

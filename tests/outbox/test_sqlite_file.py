@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from reliable_mq import Message, OutboxError
-from reliable_mq.core.outbox import NewRow, RowOutcome, RowSettlement
+from reliable_mq.core.outbox import NewRow, OutboxRow, RowOutcome, RowSettlement
 from reliable_mq.outbox import SQLiteOutbox, sqlite_file, sqlite_relay
+from reliable_mq.outbox.protocol import RowLeases
 from reliable_mq.outbox.sqlite_file import DiskReserve
 
 
@@ -250,4 +251,36 @@ def test_each_key_has_its_turn(outbox: SQLiteOutbox) -> None:
     assert outbox.status().rows == 0
     assert min(turns.index(key) for key in keys) >= 0
     assert max(turns.index(key) for key in keys) <= 8
+    claims.close()
+
+
+def settle(outbox: SQLiteOutbox, claims: RowLeases, rows: list[OutboxRow]) -> None:
+    settlements = [RowSettlement(row, RowOutcome.CONFIRMED) for row in rows]
+    claims.decided(settlements)
+    outbox.write([], settlements)
+    claims.written(settlements)
+
+
+@pytest.mark.parametrize("key", [None, "key"])
+def test_large_messages_are_taken_a_few_at_a_time(
+    outbox: SQLiteOutbox, monkeypatch: pytest.MonkeyPatch, key: str | None
+) -> None:
+    """A relay has some megabytes in memory, whatever waits."""
+    monkeypatch.setattr(sqlite_relay, "_BYTES_PER_TAKE", 1000)
+    outbox.write([NewRow(Message(b"x" * 300), "", "q", True, key)] * 20, [])
+    claims = outbox.claims()
+    taken = [claims.take(200).rows]
+    while taken[-1]:
+        settle(outbox, claims, taken[-1])
+        taken.append(claims.take(200).rows)
+    assert [len(rows) for rows in taken] == [4] * 5 + [0]
+    claims.close()
+
+
+def test_no_more_rows_of_a_key_are_taken_than_asked_for(outbox: SQLiteOutbox) -> None:
+    """Also where they waited for others of their key."""
+    store(outbox, 150, "key")
+    claims = outbox.claims()
+    settle(outbox, claims, claims.take(200).rows)
+    assert len(claims.take(10).rows) == 10
     claims.close()
