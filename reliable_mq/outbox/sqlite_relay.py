@@ -132,9 +132,12 @@ class SQLiteRowLeases:
             while not self._is_enough(taken, limit) and before != self._position and not self._far:
                 before = self._position
                 self._take_ready(connection.execute(_READY, (before, limit)), taken, limit, delayed=False)
-        except (sqlite3.Error, OSError) as error:
+        except Exception as error:
+            self._release([*taken.rows, *(one.row for one in taken.damaged)])
+            self._epoch = -1  # a row may be passed over, or hold others, and be noted nowhere: start over
+            if not isinstance(error, (sqlite3.Error, OSError)):
+                raise
             self._disconnect()
-            self._release(taken.rows)
             raise outbox_error(error, self._path, "reading") from error
         return taken
 

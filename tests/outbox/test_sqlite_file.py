@@ -284,3 +284,51 @@ def test_no_more_rows_of_a_key_are_taken_than_asked_for(outbox: SQLiteOutbox) ->
     settle(outbox, claims, claims.take(200).rows)
     assert len(claims.take(10).rows) == 10
     claims.close()
+
+
+def fail_reading(claims: RowLeases, statement: str, nth: int = 1) -> None:
+    """Let the disk fail as the relay reads by this statement for the nth time."""
+    assert isinstance(claims, sqlite_relay.SQLiteRowLeases)
+    connection, seen = claims._connection, 0
+    assert connection is not None
+
+    def trace(sql: str) -> None:
+        nonlocal seen
+        seen += statement in sql
+        if seen == nth:
+            connection.set_progress_handler(lambda: 1, 1)
+
+    connection.set_trace_callback(trace)
+
+
+def test_rows_that_waited_for_their_key_are_taken_after_a_read_error(outbox: SQLiteOutbox) -> None:
+    """In their order, and none is passed over for good."""
+    store(outbox, 250, "key")
+    claims = outbox.claims()
+    bodies: list[bytes] = []
+    for number in range(5):
+        if number == 1:
+            fail_reading(claims, "ordering_key = ")
+            with pytest.raises(OutboxError, match="interrupted"):
+                claims.take(200)
+            store(outbox, 1, "key")
+        rows = claims.take(200).rows
+        bodies += [row.message.body for row in rows]
+        settle(outbox, claims, rows)
+    assert bodies == [b"%d" % number for number in range(250)] + [b"0"]
+    claims.close()
+
+
+def test_a_damaged_row_is_set_aside_after_a_read_error(outbox: SQLiteOutbox) -> None:
+    """It was found before the error, and is found again."""
+    store(outbox, 6, "key")
+    with closing(sqlite3.connect(outbox.path)) as connection, connection:
+        connection.execute("UPDATE outbox SET properties = x'ff' WHERE id = 1")
+    claims = outbox.claims()
+    fail_reading(claims, "ORDER BY id", 3)
+    with pytest.raises(OutboxError, match="interrupted"):
+        claims.take(2)
+    taken = claims.take(2)
+    assert [one.row.id for one in taken.damaged] == [1]
+    assert taken.rows == []
+    claims.close()
