@@ -19,7 +19,7 @@ from integration.support.processes import run
 from integration.support.seeds import soaking
 from integration.test_outbox_sqlite import Killed
 from reliable_mq import AsyncPublisher, ConfigurationError, Message, OutboxError, Publisher, Queue
-from reliable_mq.core.outbox import FORMAT, NewRow
+from reliable_mq.core.outbox import FORMAT, NewRow, RowOutcome, RowSettlement
 from reliable_mq.outbox import SQLAlchemyOutbox
 from reliable_mq.testing.waiting import wait_until
 
@@ -358,6 +358,28 @@ def test_a_table_that_takes_keys_for_the_same_works_and_is_warned_of(
     claims = altered.claims()
     assert [row.message.body for row in claims.take(10).rows] == [b"0", b"1", b"2", b"3"]
     claims.close()
+
+
+@pytest.mark.parametrize("database_url", ["mariadb", "mysql"], indirect=True)
+def test_rows_hold_any_text_in_a_database_of_latin1(engine: Engine) -> None:
+    """The default of MariaDB before 11.6. An outcome that cannot be written would hold up all others, for ever."""
+    with engine.begin() as connection:
+        connection.execute(text("ALTER DATABASE CHARACTER SET latin1"))
+    outbox = SQLAlchemyOutbox(engine)
+    outbox.create_table()
+    outbox.write([NewRow(Message(b"", message_id="заказ"), "обмен", "ключ", True, "клиент")], [])
+    store(outbox, 1)
+    first, second = outbox.claims().take(10).rows
+    assert (first.exchange, first.routing_key) == ("обмен", "ключ")
+    outbox.write(
+        [],
+        [
+            RowSettlement(first, RowOutcome.SET_ASIDE, 0.0, "PublishReturned: заказ"),
+            RowSettlement(second, RowOutcome.CONFIRMED),
+        ],
+    )
+    assert [(one.message_id, one.reason) for one in outbox.set_aside()] == [("заказ", "PublishReturned: заказ")]
+    assert outbox.status().rows == 0
 
 
 def test_any_number_of_processes_may_make_the_table_at_once(new_engine: Callable[[], Engine]) -> None:

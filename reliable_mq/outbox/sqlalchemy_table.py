@@ -1,8 +1,9 @@
 """The table of a SQLAlchemy outbox, and the differences between databases.
 
-Invariants: the columns of `reliable_mq.core.outbox.COLUMNS` mean the same in every backend; leases and delays are by
-one clock for all relays: that of the server, in seconds since 1970, or, where the database is a file, the time since
-the boot of the machine, which no jump of the wall clock moves.
+Invariants: the columns of `reliable_mq.core.outbox.COLUMNS` mean the same in every backend, and hold any text, whatever
+the default character set of MariaDB and MySQL; leases and delays are by one clock for all relays: that of the server,
+in seconds since 1970, or, where the database is a file, the time since the boot of the machine, which no jump of the
+wall clock moves.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, TypeVar
 
 import sqlalchemy as sa
-from sqlalchemy.dialects.mysql import DOUBLE, LONGBLOB
+from sqlalchemy.dialects.mysql import DOUBLE, LONGBLOB, TEXT
 from sqlalchemy.engine import Dialect
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.schema import CreateIndex, CreateTable, DDLElement
@@ -63,7 +64,7 @@ _NAME: Final = 255  # AMQP's own limit, in bytes
 
 
 class ExactString(sa.String):
-    """Text that is equal for equal characters alone, in MySQL and MariaDB, too."""
+    """Any text, equal for equal characters alone, in MySQL and MariaDB, too."""
 
     cache_ok = True
 
@@ -101,8 +102,8 @@ def outbox_table(name: str, schema: str | None) -> sa.Table:
         sa.Column("id", number, primary_key=True, autoincrement=True),
         sa.Column("format", sa.SmallInteger, nullable=False),
         sa.Column("message_id", ExactString(_NAME), nullable=False),
-        sa.Column("exchange", sa.String(_NAME), nullable=False),
-        sa.Column("routing_key", sa.String(_NAME), nullable=False),
+        sa.Column("exchange", ExactString(_NAME), nullable=False),
+        sa.Column("routing_key", ExactString(_NAME), nullable=False),
         sa.Column("mandatory", sa.SmallInteger, nullable=False),
         sa.Column("ordering_key", ExactString(_NAME)),
         sa.Column("properties", binary),
@@ -114,7 +115,7 @@ def outbox_table(name: str, schema: str | None) -> sa.Table:
         sa.Column("available_at", seconds, nullable=False, server_default="0"),
         sa.Column("claimed_by", sa.String(64)),
         sa.Column("claimed_until", seconds, nullable=False, server_default="0"),
-        sa.Column("reason", sa.Text),
+        sa.Column("reason", sa.Text().with_variant(TEXT(charset="utf8mb4"), *_MYSQL)),
         sa.Index(f"{name}_in_order", "ordering_key", "id"),
         # Ids are never used again: a position in the table stays one.
         sqlite_autoincrement=True,
