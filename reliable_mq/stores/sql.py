@@ -75,7 +75,8 @@ class Dialect:
 
     def __init__(self, table: str) -> None:
         self.table = table
-        names = {"table": table, "index": table.rpartition(".")[2] + "_expires"}
+        schema, dot, name = table.rpartition(".")
+        names = {"table": table, "name": name, "index": f"{name}_expires", "schema": schema + dot}
         self.ddl = tuple(statement.format(**names) for statement in self._create)
         self._on_conflict = (
             "ON CONFLICT (claim_key) DO UPDATE SET "
@@ -302,7 +303,7 @@ class SQLite(Dialect):
             "state INTEGER NOT NULL, token INTEGER NOT NULL, holder INTEGER NOT NULL, attempts INTEGER NOT NULL, "
             "lease_ends INTEGER NOT NULL, expires INTEGER NOT NULL) WITHOUT ROWID"
         ),
-        "CREATE INDEX IF NOT EXISTS {index} ON {table} (expires)",
+        "CREATE INDEX IF NOT EXISTS {schema}{index} ON {name} (expires)",
         "CREATE TABLE IF NOT EXISTS {table}_clock (boot TEXT NOT NULL PRIMARY KEY, base INTEGER NOT NULL)",
     )
     _given = "(SELECT json_extract(value, '$[0]') AS k, json_extract(value, '$[1]') AS n FROM json_each(:given)) AS g"

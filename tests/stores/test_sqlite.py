@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, inspect
 from sqlalchemy.pool import NullPool
 
 from reliable_mq import ConfigurationError, IdempotencyStoreError
@@ -38,6 +38,19 @@ def test_what_one_store_has_claimed_and_completed_another_one_knows(tmp_path: Pa
         done, _ = store.claim_many(["done", "held"], 60.0)
         store.complete_many([done])
     assert claimed(path, ["done", "held", "new"]) == [ClaimStatus.DONE, ClaimStatus.IN_PROGRESS, ClaimStatus.NEW]
+
+
+def test_a_table_may_have_the_name_of_its_database(tmp_path: Path) -> None:
+    """``main`` is the file's own; its index is in the same."""
+    engine = create_engine(f"sqlite:///{tmp_path}/store.db", poolclass=NullPool)
+    made = SQLAlchemyStore(engine, table="main.done")
+    made.create_table()
+    with SQLiteStore(tmp_path / "store.db", table="main.done") as store:
+        [claim] = store.claim_many(["a"], 60.0)
+        assert made.complete_many([claim]) == [True]
+        assert store.reset_many(["a"]) == [False]
+        assert store.purge() == 0
+    assert inspect(engine).get_indexes("done")[0]["name"] == "done_expires"
 
 
 def test_a_closed_store_opens_again(tmp_path: Path) -> None:
