@@ -80,6 +80,8 @@ _CHANGE: Final = """
     UPDATE outbox SET state = ?, available_at = ?, reason = ?, attempts = attempts + 1,
     possible_duplicate = max(possible_duplicate, ?) WHERE id = ?
 """
+_SET_ASIDE: Final = "state > 0 AND state = 2 AND format <= ?"  # the first term is that of the index
+_IDS_PER_STATEMENT: Final = 500
 # The first row of each key that is set aside or unreadable: it holds those behind it.
 _STUCK: Final = """
     WITH stuck (ordering_key, first) AS MATERIALIZED (
@@ -243,8 +245,8 @@ class SQLiteOutbox:
         """Return the messages that are set aside, the oldest first."""
         check_number("limit", limit)
         query = (
-            "SELECT message_id, exchange, routing_key, attempts, reason, max(? - stored_at, 0) FROM outbox "
-            "WHERE state = 2 AND format <= ? ORDER BY id LIMIT ?"
+            "SELECT message_id, exchange, routing_key, attempts, reason, max(? - stored_at, 0) FROM outbox "  # noqa: S608
+            f"WHERE {_SET_ASIDE} ORDER BY id LIMIT ?"
         )
         return self._read(
             lambda connection: list(map(FailedRow._make, connection.execute(query, (time.time(), FORMAT, limit))))
@@ -252,12 +254,12 @@ class SQLiteOutbox:
 
     def retry(self, message_ids: Sequence[str] | None = None) -> int:
         """Put messages that are set aside back, all or those with these ids; count them."""
-        query = "UPDATE outbox SET state = 0, available_at = NULL, reason = NULL WHERE state = 2 AND format <= ?"
+        query = f"UPDATE outbox SET state = 0, available_at = NULL, reason = NULL WHERE {_SET_ASIDE}"  # noqa: S608
         return self._decide(query, message_ids)
 
     def purge(self, message_ids: Sequence[str] | None = None) -> int:
         """Delete messages that are set aside, all or those with these ids; count them."""
-        return self._decide("DELETE FROM outbox WHERE state = 2 AND format <= ?", message_ids)
+        return self._decide(f"DELETE FROM outbox WHERE {_SET_ASIDE}", message_ids)  # noqa: S608
 
     def close(self) -> None:
         """Close the file, until the next call. Does nothing in a forked child."""
@@ -284,8 +286,11 @@ class SQLiteOutbox:
             if ids is None:
                 count = connection.execute(query, (FORMAT,)).rowcount
             else:
-                wanted = [(FORMAT, message_id) for message_id in ids]
-                count = connection.executemany(f"{query} AND message_id = ?", wanted).rowcount if wanted else 0
+                count = 0
+                for start in range(0, len(ids), _IDS_PER_STATEMENT):  # each reads all that is set aside
+                    some = ids[start : start + _IDS_PER_STATEMENT]
+                    wanted = f"{query} AND message_id IN ({', '.join('?' * len(some))})"
+                    count += connection.execute(wanted, (FORMAT, *some)).rowcount
             if count:
                 connection.execute("UPDATE outbox_epoch SET epoch = epoch + 1")
             return count

@@ -7,7 +7,7 @@ import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -66,6 +66,37 @@ def test_counting_is_linear_in_the_rows_of_a_key(outbox: SQLiteOutbox) -> None:
     store(outbox, 7000, "key")
     assert instructions(outbox) < 10 * few
     assert (outbox.status().rows, outbox.status().held, outbox.backlog()[0]) == (7999, 7999, 0)
+
+
+def test_a_decision_reads_no_more_where_more_rows_wait(outbox: SQLiteOutbox) -> None:
+    """Others wait for the lock meanwhile; nor does each id read all that is set aside."""
+    store(outbox, 400, None)
+    claims = outbox.claims()
+    rows = claims.take(400).rows
+    outbox.write([], [RowSettlement(row, RowOutcome.SET_ASIDE, 0.0, "why") for row in rows])
+    claims.close()
+    ids = [row.message.message_id for row in rows]
+
+    def reads(decide: Callable[[], int], count: int) -> int:
+        assert outbox._connection is not None
+        seen = 0
+
+        def counted() -> int:
+            nonlocal seen
+            seen += 1
+            return 0
+
+        outbox._connection.set_progress_handler(counted, 1)
+        assert decide() == count
+        outbox._connection.set_progress_handler(None, 0)
+        return seen
+
+    one = reads(lambda: outbox.retry(ids[:1]), 1)
+    assert reads(lambda: outbox.retry(ids[1:101]), 100) < 10 * one
+    store(outbox, 4000, None)
+    assert reads(lambda: outbox.purge(ids[101:102]), 1) < 2 * one
+    assert reads(lambda: outbox.purge([*ids[102:], *["unknown"] * 1000]), 298) < 20 * one
+    assert outbox.status().set_aside == 0
 
 
 def test_what_holds_others_counts_for_its_key_and_from_its_place_on(outbox: SQLiteOutbox) -> None:
