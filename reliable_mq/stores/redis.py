@@ -338,13 +338,19 @@ def _client(kind: Any, name: str, url: object, timeout: float, retry: object, op
     if isinstance(url, str):
         settings = {"socket_timeout": timeout, "socket_connect_timeout": timeout, "retry": retry, **options}
         try:
-            return kind.from_url(url, **settings)
+            client = kind.from_url(url, **settings)
+            pool = client.connection_pool
+            pool.connection_class(**pool.connection_kwargs)  # connects to nothing yet, but knows its arguments
         except ValueError as error:
             raise ConfigurationError(f"url is none of Redis's: {error}") from error
-    if not isinstance(url, kind):
+        except TypeError as error:
+            raise ConfigurationError(f"an option, here or in the URL, is none of {name}'s: {error}") from error
+    elif not isinstance(url, kind):
         raise ConfigurationError(f"url must be a URL or a {name}, not {type(url).__name__}")
-    if options:
+    elif options:
         raise ConfigurationError(f"{', '.join(options)}: to be given to the client of your own")
-    if url.get_connection_kwargs().get("socket_timeout") is None:
+    else:
+        client = url
+    if client.get_connection_kwargs().get("socket_timeout") is None:
         raise ConfigurationError("the client must have a socket_timeout, or a Redis that hangs would hang the consumer")
-    return url
+    return client

@@ -285,6 +285,8 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
         super().__init__(engine, retention, timeout, table)
         if engine.url.database in (None, "", ":memory:") and engine.dialect.name == "sqlite":
             raise ConfigurationError("engine is of a database in memory; use MemoryStore, or a file")
+        if session is not None and not callable(session):
+            raise ConfigurationError(f"session must be a sessionmaker or None, not {session!r}")
         self._engine = engine
         self._session = session
         # SQLite waits by itself, and has no server that could hang.
@@ -443,6 +445,8 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
         if not isinstance(engine, AsyncEngine):
             raise ConfigurationError(f"engine must be one of create_async_engine(), not {type(engine).__name__}")
         super().__init__(engine, retention, timeout, table)
+        if session is not None and not callable(session):
+            raise ConfigurationError(f"session must be an async_sessionmaker or None, not {session!r}")
         self._engine = engine
         self._session = session
         self._given_up: set[asyncio.Task[Any]] = set()

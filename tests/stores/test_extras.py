@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import redis
 from sqlalchemy import create_engine
-from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.orm import Session
 
 import reliable_mq.stores
 from reliable_mq import ConfigurationError, Consumer
@@ -149,3 +150,26 @@ def test_an_engine_must_be_of_the_right_kind_and_database() -> None:
         AsyncSQLAlchemyStore(create_engine("sqlite:///x.db"))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="MemoryStore"):
         SQLAlchemyStore(create_engine("sqlite://"))
+
+
+@pytest.mark.parametrize("kind", [RedisStore, AsyncRedisStore])
+@pytest.mark.parametrize(
+    ("url", "options", "named"),
+    [
+        ("redis://localhost", {"sssl": True}, "sssl"),
+        ("redis://localhost?foo=bar", {}, "foo"),
+        ("redis://localhost", {"socket_timeout": None}, "socket_timeout"),
+    ],
+)
+def test_an_option_that_redis_has_not_is_refused(kind: Any, url: str, options: dict[str, Any], named: str) -> None:
+    """Not by the first claim, and all that follow; nor may a claim wait for ever."""
+    with pytest.raises(ConfigurationError, match=named):
+        kind(url, **options)
+
+
+def test_a_session_is_no_maker_of_sessions() -> None:
+    engine, asynchronous = create_engine("sqlite:///x"), create_async_engine("postgresql+asyncpg://localhost/x")
+    with pytest.raises(ConfigurationError, match="session must be a sessionmaker"):
+        SQLAlchemyStore(engine, session=Session(engine))  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="session must be an async_sessionmaker"):
+        AsyncSQLAlchemyStore(asynchronous, session=AsyncSession(asynchronous))  # type: ignore[arg-type]
