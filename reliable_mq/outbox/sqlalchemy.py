@@ -32,7 +32,7 @@ from reliable_mq._util.sqlalchemy import (
 from reliable_mq._util.validation import Duration, is_text, seconds
 from reliable_mq.codec import publish_head
 from reliable_mq.core.outbox import COLUMNS, FORMAT, NewRow, RowOutcome, RowSettlement, values_of
-from reliable_mq.errors import ConfigurationError, OutboxError, UsageError
+from reliable_mq.errors import ConfigurationError, OutboxError, ReliableMQError, UsageError
 from reliable_mq.message import Message
 from reliable_mq.outbox.protocol import FailedRow, OutboxStatus, RowLeases, check_ids, check_number, ordering_by
 from reliable_mq.outbox.sqlalchemy_relay import SQLAlchemyRowLeases
@@ -456,8 +456,11 @@ class SQLAlchemyOutbox:
             # The text of SQLAlchemy's error has the statement and its parameters, and so the bodies of messages.
             cause = getattr(error, "orig", None) or type(error).__name__
             raise OutboxError(f"{what} failed in {self!r}: {cause}") from error
-        except OSError as error:
-            raise OutboxError(f"{what} failed in {self!r}: {error}") from error
+        except ReliableMQError:
+            raise
+        except Exception as error:  # of a driver: SQLAlchemy does not wrap all that come while it connects
+            said = error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            raise OutboxError(f"{what} failed in {self!r}: {said}") from error
 
 
 def _check_texts(message_id: str, exchange: str, routing_key: str, ordering_key: str | None) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sqlalchemy import create_engine
 
-from reliable_mq import ConfigurationError, Message
+from reliable_mq import ConfigurationError, Message, OutboxError
 from reliable_mq.core.outbox import NewRow
 from reliable_mq.outbox import SQLAlchemyOutbox, SQLiteOutbox
 
@@ -72,6 +72,21 @@ def test_no_password_of_a_database_is_shown() -> None:
     """Wherever the URL has it."""
     for url in ("postgresql+psycopg://me:hush@h/x", "postgresql+psycopg://h/x?user=me&password=hush"):
         assert "hush" not in repr(SQLAlchemyOutbox(create_engine(url)))
+
+
+def test_any_error_of_a_connection_is_one_of_the_outbox() -> None:
+    """As those of asyncpg, which SQLAlchemy 2.0 does not wrap, or of the code that fetches a password."""
+
+    def no_token() -> Any:
+        raise LookupError("no token")
+
+    outbox = SQLAlchemyOutbox(create_engine("postgresql+psycopg://localhost/x", creator=no_token))
+    for call in (outbox.open, outbox.status, outbox.purge):
+        with pytest.raises(OutboxError, match=r"failed in .*LookupError: no token"):
+            call()
+    with pytest.raises(OutboxError, match="no token") as caught:
+        outbox.write([NewRow(Message(b""), "", "q", True, None)], [])
+    assert not caught.value.may_have_arrived
 
 
 def test_one_process_at_a_time_relays_a_file(tmp_path: Path) -> None:
