@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from reliable_mq._util.boottime import since_boot
-from reliable_mq._util.validation import LONGEST_BUSY_TIMEOUT, Duration, file_path, seconds
+from reliable_mq._util.validation import LONGEST_BUSY_TIMEOUT, Duration, file_path, is_text, seconds
 from reliable_mq.core.outbox import COLUMNS, FORMAT, NewRow, RowOutcome, RowSettlement, values_of
 from reliable_mq.errors import ConfigurationError, OutboxError, UsageError
 from reliable_mq.outbox.protocol import FailedRow, OutboxStatus, RowLeases, check_ids, check_number, ordering_by
@@ -165,7 +165,16 @@ class SQLiteOutbox:
             self._open()
 
     def ordering_key(self, message: Message, exchange: str, routing_key: str) -> str | None:
-        """Return the ordering key of a message."""
+        """Return the ordering key of a message that a publisher stores.
+
+        Texts that no row can hold are refused here: in the transaction they would fail other messages, too.
+
+        Raises:
+            ConfigurationError: an argument is wrong.
+        """
+        for name, text in (("message_id", message.message_id), ("exchange", exchange), ("routing_key", routing_key)):
+            if not is_text(text):
+                raise ConfigurationError(f"{name} must be text that can be encoded, not {text!r}")
         return ordering_by(self._ordering_key, message, exchange, routing_key)
 
     def write(self, rows: Sequence[NewRow], settlements: Sequence[RowSettlement]) -> None:

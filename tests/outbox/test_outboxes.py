@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sqlalchemy import create_engine
 
-from reliable_mq import ConfigurationError, Message, OutboxError
+from reliable_mq import ConfigurationError, Message, OutboxError, Publisher
 from reliable_mq.core.outbox import NewRow
 from reliable_mq.outbox import SQLAlchemyOutbox, SQLiteOutbox
 
@@ -56,6 +56,22 @@ def test_a_text_that_cannot_be_encoded_is_refused_when_added(name: str) -> None:
             ordering_key=texts["ordering_key"],
         )
     engine.dispose()
+
+
+@pytest.mark.parametrize("name", ["message_id", "exchange", "routing_key"])
+def test_a_text_that_cannot_be_encoded_is_refused_by_a_file_alone(tmp_path: Path, name: str) -> None:
+    """It would fail the transaction, and with it the messages of others."""
+    texts = {"message_id": "m", "exchange": "", "routing_key": "q", name: "\udcff"}
+    message = Message(b"", message_id=texts.pop("message_id"))
+    outbox = SQLiteOutbox(tmp_path / "outbox")
+    with Publisher("amqp://guest:guest@127.0.0.1:1/", outbox=outbox) as publisher:
+        stored = [publisher.submit(Message(b""), routing_key="q") for _ in range(3)]
+        with pytest.raises(ConfigurationError, match=name):
+            publisher.publish(message, **texts)
+        stored += [publisher.submit(Message(b""), routing_key="q") for _ in range(3)]
+        assert [confirmation.result(20).status for confirmation in stored] == ["stored"] * 6
+    assert outbox.status().rows == 6
+    outbox.close()
 
 
 def test_the_longest_timeout_is_one(tmp_path: Path) -> None:
