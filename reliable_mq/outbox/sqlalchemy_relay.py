@@ -109,7 +109,8 @@ class SQLAlchemyRowLeases:
             except UnreadableRow as error:
                 row = OutboxRow(number, Message(b""), "", "", True, None, 0, False, claim)
                 taken.damaged.append(RowSettlement(row, RowOutcome.SET_ASIDE, 0.0, str(error)))
-                held.add(found.ordering_key)
+                if found.ordering_key is not None:
+                    held.add(found.ordering_key)
             else:
                 if row.ordering_key in held:
                     taken.damaged.append(RowSettlement(row, RowOutcome.BACK))

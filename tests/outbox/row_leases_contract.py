@@ -231,6 +231,16 @@ class RowLeasesContract:
         assert table.outbox.purge() == 1
         assert [(row.message.body, row.possible_duplicate) for row in take(claims)] == [(b"2", False)]
 
+    def test_a_damaged_row_without_a_key_holds_no_other(self, table: TableOutbox) -> None:
+        """No key is none that rows have in common."""
+        store(table.outbox, "0", "1")
+        damage = update(table.outbox.table).where(table.outbox.table.c.body == b"0").values(properties=b"\xff")
+        with table.engine.begin() as connection:
+            connection.execute(damage)
+        taken = table.outbox.claims().take(10)
+        assert [row.message.body for row in taken.rows] == [b"1"]
+        assert [one.outcome for one in taken.damaged] == [RowOutcome.SET_ASIDE]
+
     @pytest.mark.parametrize("outcome", [RowOutcome.BACK, RowOutcome.LATER, RowOutcome.SET_ASIDE])
     def test_a_late_outcome_changes_no_row_that_another_relay_took_over(
         self, table: TableOutbox, outcome: RowOutcome
