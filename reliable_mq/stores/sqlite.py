@@ -23,7 +23,7 @@ from reliable_mq.stores.sql import SQLite, SQLStoreBase, Steps, Transaction, che
 __all__ = ["SQLiteStore"]
 
 T = TypeVar("T")
-_ATTEMPTS_AT_WAL: Final = 50  # to switch a new file to a write-ahead log, which does not wait for others by itself
+_PAUSE_AT_WAL: Final = 0.01  # seconds between attempts to switch a new file to a write-ahead log
 
 
 class SQLiteStore(SQLStoreBase, SyncStore):
@@ -81,9 +81,8 @@ class SQLiteStore(SQLStoreBase, SyncStore):
         if not self._lock.acquire(timeout=max(query.deadline - time.monotonic(), 0.0)):
             raise IdempotencyStoreError(f"{self!r} was busy for {self._timeout:g} s")
         try:
-            connection = self._connection or self._connect()
-            left = min(max(query.deadline - time.monotonic(), 0.001), LONGEST_BUSY_TIMEOUT)
-            connection.execute(f"PRAGMA busy_timeout = {int(left * 1000)}")
+            connection = self._connection or self._connect(query.deadline)
+            _wait_until(query.deadline, connection)
             connection.execute(f"PRAGMA synchronous = {'FULL' if query.durable else 'NORMAL'}")
             connection.execute("BEGIN IMMEDIATE")
             try:
@@ -102,16 +101,13 @@ class SQLiteStore(SQLStoreBase, SyncStore):
             self._lock.release()
         return result
 
-    def _connect(self) -> sqlite3.Connection:
+    def _connect(self, deadline: float) -> sqlite3.Connection:
         connection = sqlite3.connect(
-            self._path,
-            timeout=min(self._timeout, LONGEST_BUSY_TIMEOUT),
-            isolation_level=None,
-            check_same_thread=False,
-            cached_statements=32,
+            self._path, timeout=0.0, isolation_level=None, check_same_thread=False, cached_statements=32
         )
         try:
-            _use_wal(connection, self._timeout)
+            _use_wal(connection, deadline)
+            _wait_until(deadline, connection)
             for statement in self._sql.ddl:
                 connection.execute(statement)
             self._base = _execute_steps(self._sql.clock_base(*boot(), since_boot()), connection)
@@ -133,17 +129,23 @@ def _execute_steps(steps: Steps[T], connection: sqlite3.Connection) -> T:
     return run_queries(steps, lambda query: connection.execute(query.sql, query.parameters).fetchall())
 
 
-def _use_wal(connection: sqlite3.Connection, timeout: float) -> None:
+def _wait_until(deadline: float, connection: sqlite3.Connection) -> None:
+    """Let statements wait for others until the deadline."""
+    left = min(max(deadline - time.monotonic(), 0.001), LONGEST_BUSY_TIMEOUT)
+    connection.execute(f"PRAGMA busy_timeout = {int(left * 1000)}")
+
+
+def _use_wal(connection: sqlite3.Connection, deadline: float) -> None:
     """Switch the file to a write-ahead log.
 
     Several that do so at once find it locked, whatever the busy timeout.
     """
-    for attempt in range(_ATTEMPTS_AT_WAL):
+    while True:
         try:
             connection.execute("PRAGMA journal_mode = WAL")
         except sqlite3.OperationalError:
-            if attempt == _ATTEMPTS_AT_WAL - 1:
+            if time.monotonic() >= deadline:
                 raise
-            threading.Event().wait(timeout / _ATTEMPTS_AT_WAL)
+            time.sleep(_PAUSE_AT_WAL)
         else:
             return

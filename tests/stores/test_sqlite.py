@@ -8,6 +8,7 @@ import os
 import sqlite3
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -96,6 +97,22 @@ def test_a_file_that_somebody_else_has_locked_is_an_error_in_time(tmp_path: Path
         other.execute("ROLLBACK")
         other.close()
         assert store.claim_many(["b"], 60.0)[0].status is ClaimStatus.NEW
+
+
+def test_a_new_file_that_somebody_else_has_locked_is_an_error_in_time(tmp_path: Path) -> None:
+    """Not after fifty times that: so often it was tried to switch it to a write-ahead log."""
+    path = tmp_path / "theirs.db"
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("CREATE TABLE theirs (id INTEGER)")
+    other.execute("BEGIN EXCLUSIVE")
+    with SQLiteStore(path, timeout=0.2) as store:
+        began = time.monotonic()
+        with pytest.raises(IdempotencyStoreError, match="locked"):
+            store.claim_many(["a"], 60.0)
+        assert time.monotonic() - began < 5
+        other.execute("COMMIT")
+        assert store.claim_many(["a"], 60.0)[0].status is ClaimStatus.NEW
+    other.close()
 
 
 def test_a_call_waits_for_others_however_long_its_timeout_is(tmp_path: Path) -> None:
