@@ -114,6 +114,8 @@ class SQLAlchemyOutbox:
         refuse_autocommit(engine, "a message would stay where its transaction is rolled back")
         if not isinstance(table, str) or not table:
             raise ConfigurationError(f"table must be text that is not empty, not {table!r}")
+        if schema is not None and (not isinstance(schema, str) or not schema):
+            raise ConfigurationError(f"schema must be text that is not empty, or None, not {schema!r}")
         if ordering_key is not None and not callable(ordering_key):
             raise ConfigurationError(f"ordering_key must be a function or None, not {ordering_key!r}")
         if tracing is not None and not isinstance(tracing, Tracing):
@@ -162,6 +164,8 @@ class SQLAlchemyOutbox:
         """
         if not isinstance(message, Message):
             raise ConfigurationError(f"message must be a Message, not {type(message).__name__}: wrap it, Message(body)")
+        if not isinstance(mandatory, bool):
+            raise ConfigurationError(f"mandatory must be True or False, not {mandatory!r}")
         publish_head(1, exchange, routing_key, mandatory)  # refuses a value that cannot be encoded, naming it
         _check_texts(message.message_id, exchange, routing_key, ordering_key)
         if not isinstance(session, Connection) and not hasattr(session, "add"):

@@ -31,6 +31,23 @@ def test_a_file_outbox_refuses_wrong_arguments(arguments: dict[str, Any]) -> Non
         SQLiteOutbox(**arguments)
 
 
+@pytest.mark.parametrize("schema", [5, ""])
+def test_a_schema_must_be_text(schema: Any) -> None:
+    """SQLAlchemy's own error does not belong to this package, and of no text it makes half a name."""
+    with pytest.raises(ConfigurationError, match="schema must"):
+        SQLAlchemyOutbox(create_engine("sqlite://"), schema=schema)
+
+
+def test_mandatory_must_be_true_or_false() -> None:
+    """The row has a number for it."""
+    engine = create_engine("sqlite://")
+    outbox = SQLAlchemyOutbox(engine, create=True)
+    outbox.open()
+    with engine.connect() as connection, pytest.raises(ConfigurationError, match="mandatory must"):
+        outbox.add(connection, Message(b""), routing_key="q", mandatory="no")  # type: ignore[arg-type]
+    engine.dispose()
+
+
 def test_an_ordering_key_must_be_a_function_that_gives_text(tmp_path: Path) -> None:
     """Both are said."""
     with pytest.raises(ConfigurationError, match="ordering_key"):
