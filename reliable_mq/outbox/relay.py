@@ -377,6 +377,9 @@ class OutboxRelay(_OutboxThread):
             self._publisher.connect()
         except ReliableMQError as error:
             self._pause(error)
+        except Exception as error:
+            logger.exception("the relay of %r goes on after an error", self._outbox)
+            self._pause(error)
 
     def _turn(self, leases: RowLeases) -> bool:
         """Do all that is due; return whether there was anything."""

@@ -26,7 +26,7 @@ from reliable_mq.engine.outbox_channel import (
     BaseOutboxChannel,
     not_open,
 )
-from reliable_mq.errors import ConfigurationError, OutboxError, PublishError, ReliableMQError
+from reliable_mq.errors import ConfigurationError, OutboxError, PublishError, ReliableMQError, UsageError
 from reliable_mq.sync.confirmation import CallbackOwner, Confirmation, time_to_wait
 from reliable_mq.sync.publisher_channel import WindowWaiters
 
@@ -347,6 +347,9 @@ class RelayPublisher:
                     continue
                 except ReliableMQError as error:
                     failure = error
+                except Exception as error:
+                    logger.exception("the relay goes on after an error")
+                    failure = UsageError(f"the row could not be sent: {type(error).__name__}: {error}")
             self._failed.append((row, failure))
 
     def take_settled(self) -> list[tuple[OutboxRow, ReliableMQError | None]]:

@@ -164,3 +164,25 @@ def test_no_more_bytes_are_outstanding_than_the_publisher_has_room_for(outbox: O
     assert publisher.confirmed == [b"%d" % n for n in range(len(sizes))]
     assert all(sum(each) <= 250 or len(each) == 1 for each in publisher.most), publisher.most
     assert max(map(sum, publisher.most)) == 1000
+
+
+class Unconnected(Silent):
+    """A publisher that cannot begin to connect yet."""
+
+    def connect(self) -> None:
+        raise RuntimeError("can't start new thread")
+
+
+def test_an_error_of_connecting_ends_no_relay(outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
+    """The publisher connects for the first row, then; stored messages would wait for the next start."""
+    outbox.write(rows("a"), [])
+    publisher = Unconnected(outbox)
+    relay = OutboxRelay(outbox, publisher, settle=lambda _: None, limit=10, max_bytes=2**20, name="relay")
+    relay.start(outbox.claims())
+    try:
+        assert publisher.looked_again.wait(20)
+    finally:
+        relay.stop(0)
+        assert relay.join(20)
+    assert publisher.sent == [b"a"]
+    assert "can't start new thread" in caplog.text

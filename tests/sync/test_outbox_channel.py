@@ -5,14 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
 from reliable_mq import BrokerUnavailable, Message, OutboxError, Publisher, UsageError
-from reliable_mq.core.outbox import NewRow
+from reliable_mq.core.outbox import NewRow, OutboxRow
 from reliable_mq.outbox import SQLiteOutbox, sqlite_relay
 from reliable_mq.outbox.relay import OutboxWriter
+from reliable_mq.sync.outbox_channel import RelayPublisher
 from reliable_mq.testing.waiting import wait_until
 from tests.outbox.late import LateQuestion
 
@@ -251,3 +252,22 @@ def test_closing_without_the_database_is_told_in_a_line(tmp_path: Path, caplog: 
     said = [record for record in caplog.records if record.levelname == "ERROR"]
     assert [record.getMessage().partition(": ")[2] for record in said] == ["the database is gone"] * 2
     assert not any(record.exc_info for record in said)
+
+
+def test_an_error_of_sending_ends_no_relay(caplog: pytest.LogCaptureFixture) -> None:
+    """The rows come back without blame, and are sent again."""
+    rows = [OutboxRow(number, Message(b""), "", "q", True, None, 0, False) for number in (1, 2)]
+    sent: list[int] = []
+
+    def send(row: OutboxRow) -> NoReturn:
+        sent.append(row.id)
+        if len(sent) == 1:
+            raise RuntimeError("can't start new thread")
+        raise BrokerUnavailable("no broker")
+
+    publisher = RelayPublisher(lambda: None, send)
+    for kind in (UsageError, BrokerUnavailable):
+        publisher.send(rows)
+        assert [(row.id, type(error)) for row, error in publisher.take_settled()] == [(1, kind), (2, kind)]
+    assert sent == [1, 1]
+    assert "can't start new thread" in caplog.text
