@@ -52,7 +52,14 @@ _BYTES_PASSED: Final = 64 * 1024 * 1024
 
 _SELECT: Final = f"SELECT id, {', '.join(COLUMNS)} FROM outbox"  # noqa: S608
 _READY: Final = f"{_SELECT} WHERE id > ? AND state = 0 ORDER BY id LIMIT ?"
-_DUE: Final = f"{_SELECT} WHERE state > 0 AND state = 1 AND (available_at <= ? OR available_at > ?) ORDER BY id LIMIT ?"
+_DELAYED: Final = "SELECT id FROM outbox WHERE state > 0 AND state = 1 AND available_at"
+# Each part is a range of the index, in its order: what is delayed for longer is not read.
+_DUE: Final = f"""
+    {_SELECT} WHERE id IN (
+        SELECT id FROM ({_DELAYED} <= :now ORDER BY available_at, id LIMIT :most)
+        UNION ALL SELECT id FROM ({_DELAYED} > :latest ORDER BY available_at, id LIMIT :most)
+    ) ORDER BY id
+"""  # noqa: S608
 _OF_A_KEY: Final = f"{_SELECT} WHERE ordering_key = ? AND id >= ? AND id <= ? AND state = 0 ORDER BY id LIMIT ?"
 _HELD: Final = """
     SELECT id, ordering_key FROM outbox WHERE state > 0 AND ordering_key IS NOT NULL
@@ -124,14 +131,18 @@ class SQLiteRowLeases:
             if epoch != self._epoch:
                 self._start_over(connection, epoch)
             now = since_boot() / 1_000_000
-            due = connection.execute(_DUE, (now, now + 2 * LONGEST_DELAY, limit + len(self._due)))
+            most = limit + len(self._due)
+            due = connection.execute(_DUE, {"now": now, "latest": now + 2 * LONGEST_DELAY, "most": most})
             self._take_ready(due, taken, limit, delayed=True)
             while self._again and not self._is_enough(taken, limit):
                 self._take_of_key(connection, self._again.popleft(), taken, limit)
+            (last,) = connection.execute(_LAST).fetchone()
             before = -1
             while not self._is_enough(taken, limit) and before != self._position and not self._far:
                 before = self._position
                 self._take_ready(connection.execute(_READY, (before, limit)), taken, limit, delayed=False)
+            if before == self._position:  # none of the rows up to the last, as it was before, is ready
+                self._position = max(before, last)
         except Exception as error:
             self._release([*taken.rows, *(one.row for one in taken.damaged)])
             self._epoch = -1  # a row may be passed over, or hold others, and be noted nowhere: start over

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from reliable_mq import Message, OutboxError
+from reliable_mq._util.boottime import since_boot
 from reliable_mq.core.outbox import NewRow, OutboxRow, RowOutcome, RowSettlement
 from reliable_mq.outbox import SQLiteOutbox, sqlite_file, sqlite_relay
 from reliable_mq.outbox.protocol import RowLeases
@@ -363,3 +364,32 @@ def test_a_damaged_row_is_set_aside_after_a_read_error(outbox: SQLiteOutbox) -> 
     assert [one.row.id for one in taken.damaged] == [1]
     assert taken.rows == []
     claims.close()
+
+
+@pytest.mark.parametrize("due", [True, False])
+def test_taking_reads_no_more_where_more_rows_are_delayed(outbox: SQLiteOutbox, due: bool) -> None:
+    """As after an hour in which the broker had no room: else so many rows would take the square of the time."""
+
+    def reads(count: int) -> int:
+        store(outbox, count, None)
+        with closing(sqlite3.connect(outbox.path)) as connection, connection:
+            connection.execute(
+                "UPDATE outbox SET state = 1, available_at = ?", (0.0 if due else since_boot() / 1e6 + 60,)
+            )
+        claims, seen = outbox.claims(), 0
+        assert isinstance(claims, sqlite_relay.SQLiteRowLeases)
+        assert claims._connection is not None
+
+        def counted() -> int:
+            nonlocal seen
+            seen += 1
+            return 0
+
+        assert len(claims.take(20).rows) == (20 if due else 0)  # the first one reads what holds others
+        claims._connection.set_progress_handler(counted, 1)
+        assert [row.id for row in claims.take(20).rows] == (list(range(21, 41)) if due else [])
+        claims.close()
+        return seen
+
+    few = reads(100)
+    assert reads(3900) < 2 * few
