@@ -165,7 +165,7 @@ class SQLiteOutbox:
             self._open()
 
     def ordering_key(self, message: Message, exchange: str, routing_key: str) -> str | None:
-        """Return the ordering key of a message that a publisher stores.
+        """Return the ordering key of a message.
 
         Texts that no row can hold are refused here: in the transaction they would fail other messages, too.
 

@@ -53,7 +53,7 @@ _BYTES_PASSED: Final = 64 * 1024 * 1024
 _SELECT: Final = f"SELECT id, {', '.join(COLUMNS)} FROM outbox"  # noqa: S608
 _READY: Final = f"{_SELECT} WHERE id > ? AND state = 0 ORDER BY id LIMIT ?"
 _DELAYED: Final = "SELECT id FROM outbox WHERE state > 0 AND state = 1 AND available_at"
-# Each part is a range of the index, in its order: what is delayed for longer is not read.
+# Each part is a range of the index, in its order: rows that are delayed for longer are not read.
 _DUE: Final = f"""
     {_SELECT} WHERE id IN (
         SELECT id FROM ({_DELAYED} <= :now ORDER BY available_at, id LIMIT :most)
