@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pytest
 
-from reliable_mq import DeadLetter, Message, PublishError, Queue
+from reliable_mq import DeadLetter, Message, Publisher, PublishError, Queue
+from reliable_mq.deadletters import DeadLetterQueue
+from reliable_mq.engine.publisher_options import PublisherOptions
 from reliable_mq.outbox import SQLiteOutbox
+from reliable_mq.spark.options import WriteOptions
+from reliable_mq.spark.sink import BatchSink
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,6 +37,23 @@ def submit(publisher: Any, *queues: str) -> list[Any]:
 
 def acking(published: Published) -> None:
     published.channel.ack(published.number)
+
+
+def make(broker: ScriptedBroker, queue: str) -> None:
+    """Have this process make a queue; what the broker reads from then on is in `seen`."""
+    broker.script = acking
+    broker.missing = {queue}
+    with Publisher(broker.url, topology=topology(queue), new_queue_grace=LONG) as publisher:
+        publisher.connect()
+    assert not broker.missing, "it is declared"
+    broker.seen.clear()
+
+
+@pytest.fixture
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A default that `tests.new_queues` has set to 0: of publishers that a test does not make itself."""
+    defaults: dict[str, Any] = PublisherOptions.__init__.__kwdefaults__
+    monkeypatch.setitem(defaults, "new_queue_grace", SHORT)
 
 
 def test_a_missing_queue_costs_one_channel_and_no_connection(
@@ -121,6 +143,56 @@ def test_a_row_of_an_outbox_stays_while_its_confirm_is_provisional(
         broker.wait(lambda: outbox.backlog()[0] == 0, "the row is removed")
         assert broker.seen.count("Confirm.Select") >= ASKED
     assert len(broker.published) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short_grace")
+def test_a_dead_letter_stays_while_the_confirm_of_its_replay_is_provisional(broker: ScriptedBroker) -> None:
+    make(broker, "replay-new")
+    broker.ready.append(b"x")
+    with DeadLetterQueue(broker.url, "orders.dead") as letters:
+        assert letters.replay(to="replay-new").replayed == 1
+    assert [(one.verdict, one.tag) for one in broker.settlements] == [("ack", 1)]
+    assert [copy.routing_key for copy in broker.published] == ["replay-new"]
+    assert broker.seen[: broker.seen.index("Basic.Ack")].count("Confirm.Select") >= ASKED
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short_grace")
+def test_an_import_returns_when_no_confirm_of_it_is_provisional(broker: ScriptedBroker) -> None:
+    """The file may be deleted then."""
+    make(broker, "import-new")
+    with DeadLetterQueue(broker.url, "import-new") as letters:
+        assert letters.import_lines([b'{"body": "x"}']) == (1, [])
+    assert [line.routing_key for line in broker.published] == ["import-new"]
+    assert broker.seen.count("Confirm.Select") >= ASKED
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short_grace")
+def test_a_task_of_spark_returns_when_no_confirm_of_its_rows_is_provisional(broker: ScriptedBroker) -> None:
+    make(broker, "rows-of-spark-new")
+    assert write(broker, {"body": ["x"]}, routing_key="rows-of-spark-new") == ["rows-of-spark-new"]
+    assert broker.seen.count("Confirm.Select") >= ASKED
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short_grace")
+def test_a_task_of_spark_returns_when_no_confirm_of_its_dead_letters_is_provisional(broker: ScriptedBroker) -> None:
+    """The task itself has made their queue."""
+    broker.script = acking
+    broker.missing = {"letters-of-spark-new"}
+    columns = {"body": ["x"], "priority": [-1]}
+    written = write(broker, columns, routing_key="orders", dead_letter_queue="letters-of-spark-new")
+    assert written == ["letters-of-spark-new"]
+    assert broker.seen.count("Confirm.Select") >= ASKED
+
+
+def write(broker: ScriptedBroker, columns: dict[str, list[Any]], **options: str) -> list[str]:
+    """Write one batch as a task of Spark does; return the routing keys of its messages."""
+    sink = BatchSink(WriteOptions(url=broker.url, **options), tuple(columns))
+    assert sink.write(iter([pa.RecordBatch.from_pydict(columns)])).rows == 1
+    return [row.routing_key for row in broker.published]
 
 
 @pytest.mark.slow
