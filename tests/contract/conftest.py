@@ -55,9 +55,11 @@ def new_consumer(
     if request.param == "uvloop":
         monkeypatch.setattr(blocking_consumer, "Loop", partial(Loop, uvloop.new_event_loop))
 
-    def make(handler: Callable[[Any], object] | None = None, queue: Any = "orders", **options: Any) -> Any:
+    def make(
+        handler: Callable[[Any], object] | None = None, queue: Any = "orders", url: str = broker.url, **options: Any
+    ) -> Any:
         options = {"reconnect_wait": tenacity.wait_fixed(0.02), "stop_timeout": 5, **options}
-        return CONSUMERS[request.param](broker.url, queue, handler, **options)
+        return CONSUMERS[request.param](url, queue, handler, **options)
 
     return make
 

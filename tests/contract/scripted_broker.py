@@ -229,7 +229,8 @@ class Connection(threading.Thread):
             if self.broker.greeting is not None:
                 self.send_bytes(self.broker.greeting)
             elif self._read(8).startswith(b"AMQP"):
-                self.send(commands.Connection.Start(0, 9, _PROPERTIES, "PLAIN", "en_US"))
+                properties = _PROPERTIES | {"cluster_name": self.broker.cluster_name}
+                self.send(commands.Connection.Start(0, 9, properties, "PLAIN", "en_US"))
             while True:
                 head = self._read(_HEAD.size)
                 kind, number, size = _HEAD.unpack(head)
@@ -371,6 +372,7 @@ class ScriptedBroker:
         script: called with every publish, on the thread of its connection; None for silence.
         refusals: code and text of the exception that a method of that name ends its channel or connection with.
         greeting: sent to a new client in place of what AMQP has.
+        cluster_name: as reported to the clients to come; empty for none.
         silent: whatever a client sends is read and not answered.
         gates: by consumer tag, what to wait for before a subscription is answered, or anything behind it.
         missing: queues that do not exist before they are declared; all others do.
@@ -388,6 +390,7 @@ class ScriptedBroker:
         self.script: Callable[[Published], None] | None = None
         self.refusals: dict[str, tuple[int, str]] = {}
         self.greeting: bytes | None = None
+        self.cluster_name = ""
         self.silent = False
         self.gates: dict[str, threading.Event] = {}
         self.missing: set[str] = set()
