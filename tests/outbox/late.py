@@ -1,11 +1,19 @@
-"""An outbox that is asked for its backlog after it was closed."""
+"""An outbox that is asked for its backlog after it was closed, and a limit for calls that must not be late."""
 
 from __future__ import annotations
 
 import threading
-from pathlib import Path
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from reliable_mq.outbox import SQLiteOutbox
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+_LATE = 2.0  # seconds that a busy machine may take beside
 
 
 class LateQuestion(SQLiteOutbox):
@@ -24,3 +32,12 @@ class LateQuestion(SQLiteOutbox):
     def close(self) -> None:
         super().close()
         self.closed.set()
+
+
+@contextmanager
+def on_time(timeout: float) -> Iterator[None]:
+    """Fail if the block takes clearly longer than its timeout, in seconds."""
+    began = time.monotonic()
+    yield
+    took = time.monotonic() - began
+    assert took < timeout + _LATE, f"it took {took:.1f} s, with a timeout of {timeout:g} s"
