@@ -146,7 +146,8 @@ class Channel:
 
     def settle(self, tag: int, multiple: bool) -> None:
         """Check what a consumer settles as a broker does: an unknown tag closes the channel."""
-        settled = {one for one in self.unacked if one == tag or (multiple and one < tag)}
+        unacked = self.unacked.copy()  # at once: a test may deliver meanwhile
+        settled = {one for one in unacked if one == tag or (multiple and one < tag)}
         if tag not in settled:
             self.close(406, f"PRECONDITION_FAILED - unknown delivery tag {tag}")
             self.connection.broker.failures.append(AssertionError(f"unknown delivery tag {tag}"))
