@@ -404,7 +404,7 @@ class _Planner:
         return result
 
     def _newest(self, name: str, end: int, begin: int) -> int:
-        """Return a stream's newest offset; looks again for a while where the query is further.
+        """Return a stream's newest offset; look again while the query is further.
 
         The end of a query with AvailableNow is found before its beginning, which may be "latest". The copy of a stream
         on another node may lag behind. And a stream is empty for certain only after a while.
