@@ -8,12 +8,12 @@ import struct
 import threading
 import time
 from collections import Counter
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from integration.support.consuming import Gate, Handler, dead_letters, send
+from integration.support.lag import Lag
 from reliable_mq import (
     Consumer,
     DeadLetter,
@@ -50,7 +50,8 @@ BACKENDS = pytest.mark.parametrize(
     indirect=["any_broker"],
 )
 PREFIX = headers.PREFIX
-LATE = 5.0  # seconds, by which a busy machine may be late, once
+LATE = 1.0  # seconds, by which a retry may be late; or a tenth of its delay, of those above ten seconds
+HOPS = 5  # of the dozen threads and processes that hand a retry on, those that may run late together
 SAID = ("attempts", "dead-letter-reason", "exception-type")
 BY_THE_BROKER = {b"x-delivery-count", b"x-acquired-count"}
 
@@ -138,12 +139,11 @@ def foreign() -> bytes:
     )
 
 
-def check_gaps(gaps: Sequence[float], asked: Sequence[float]) -> None:
-    """Check that none was early, and that they were within a second, but for one that a busy machine held up."""
-    late = sorted(gap - delay for gap, delay in zip(gaps, asked, strict=True))
-    assert late[0] >= 0, gaps
-    assert late[-2] < 1, f"more than one was late: {gaps}"
-    assert late[-1] < LATE, gaps
+def check_gaps(gaps: Sequence[float], asked: Sequence[float], lag: Lag) -> None:
+    """Check that no retry was early, nor later than it may be, beside the time in which threads had to wait."""
+    late = [gap - delay for gap, delay in zip(gaps, asked, strict=True)]
+    assert min(late) >= 0, gaps
+    assert max(late) < LATE + HOPS * lag.worst, f"{gaps}, while threads ran late by {lag.worst:.3f} s"
 
 
 def backend_of(name: Any, *, max_attempts: int = 3) -> tuple[Queue, RetryPolicy]:
@@ -158,7 +158,7 @@ def test_a_retried_message_is_the_same_message_and_never_early(any_vhost: Virtua
     queue, retry = backend_of(backend)
     topology = [shop, Binding(shop, queue, "new.*"), Binding(shop, Queue("copy", dead_letter=None), "copy")]
     handler = Attempts(failures=2)
-    with Consumer(any_vhost.url, queue, handler, topology=topology, retry=retry) as consumer:
+    with Lag() as lag, Consumer(any_vhost.url, queue, handler, topology=topology, retry=retry) as consumer:
         sent = Message.from_wire(b"\x00body\xff", foreign())
         send(any_vhost, "new.order", [sent], exchange="shop")
         wait_until(lambda: consumer.statistics.handled == 1, timeout=15, what="handled")
@@ -168,7 +168,7 @@ def test_a_retried_message_is_the_same_message_and_never_early(any_vhost: Virtua
     assert {one[1] for one in handler.seen} == {sent.body}
     assert {one[4:6] for one in handler.seen} == {("shop", "new.order")}
     assert [entries(one[6]) for one in handler.seen] == [entries(foreign())] * 3
-    check_gaps(handler.gaps, (0.2, 0.4))
+    check_gaps(handler.gaps, (0.2, 0.4), lag)
     print(f"{backend}: asked for 0.2 and 0.4 s, measured", [round(gap, 3) for gap in handler.gaps])
     wait_until(lambda: nonzero(any_vhost.live_counts()) == {"copy": 1}, timeout=10, what="nothing left but the copy")
 
@@ -249,15 +249,18 @@ def test_f28_f58_headers_of_ours_from_elsewhere_are_not_misread(any_vhost: Virtu
 def test_a_delay_that_no_queue_has_goes_through_several(vhost: VirtualHost) -> None:
     """RetryLater(delay): never early, within a second; the queues for it are declared when it is first needed."""
     handler = Attempts(failures=3, error=RetryLater(2.3))
-    with Consumer(vhost.url, ORDERS, handler, retry=RetryPolicy(5, delays=(60,))) as consumer:
+    with Lag() as lag, Consumer(vhost.url, ORDERS, handler, retry=RetryPolicy(5, delays=(60,))) as consumer:
         send(vhost, "orders", [Message(b"x")])
         wait_until(lambda: consumer.statistics.handled == 1, timeout=30, what="handled")
     assert handler.attempts == [1, 2, 3, 4]
-    check_gaps(handler.gaps, (2.3, 2.3, 2.3))
+    check_gaps(handler.gaps, (2.3, 2.3, 2.3), lag)
 
 
 def test_f56_mixed_delays_do_not_wait_for_each_other(vhost: VirtualHost, checker: Audit) -> None:
-    """Short ones behind long ones come back in their own time: nothing blocks at a head."""
+    """Short ones behind long ones come back in their own time: nothing blocks at a head.
+
+    A retry goes to the end of the queue: one that is due before all messages have begun is late from then on.
+    """
     back: dict[bytes, float] = {}
     gone: dict[bytes, float] = {}
 
@@ -269,18 +272,24 @@ def test_f56_mixed_delays_do_not_wait_for_each_other(vhost: VirtualHost, checker
 
     handler = Handler(then=handle, account=checker)
     delays = (8.0, 0.5, 1.0)
-    messages = [Message(f"{delay}/{number}".encode()) for number in range(60) for delay in delays]
-    with Consumer(vhost.url, ORDERS, handler, retry=RetryPolicy(2, delays=delays, backend="queues")):
+    messages = [Message(f"{delay}/{number}".encode()) for number in range(20) for delay in delays]
+    retry = RetryPolicy(2, delays=delays, backend="queues")
+    with Lag() as lag, Consumer(vhost.url, ORDERS, handler, retry=retry) as consumer:
         send(vhost, "orders", messages, checker)
         handler.wait_done(len(messages))
-    waited = {body: back[body] - gone[body] for body in back}
-    late = {body: gap - float(body.partition(b"/")[0]) for body, gap in waited.items()}
+        assert consumer.statistics.delayed == len(messages)
+    all_begun = max(gone.values())
+    late = []
     for delay in delays:
-        gaps = sorted(gap for body, gap in waited.items() if body.startswith(b"%.1f/" % delay))
-        print(f"asked for {delay} s, measured {gaps[0]:.3f} to {gaps[-1]:.3f} s")
-        assert median(gaps) < delay + 1, "half of them were late"
-    assert min(late.values()) >= 0
-    assert max(late.values()) < 6.5, "behind one of eight seconds, it is later by seven"
+        bodies = [body for body in back if body.startswith(b"%.1f/" % delay)]
+        waited = [back[body] - gone[body] for body in bodies]
+        print(f"asked for {delay} s, measured {min(waited):.3f} to {max(waited):.3f} s")
+        assert min(waited) >= delay
+        late += [back[body] - max(gone[body] + delay, all_begun) for body in bodies]
+    late.sort()
+    print(f"late by up to {late[-1]:.3f} s, while threads ran late by {lag.worst:.3f} s")
+    assert late[len(late) * 95 // 100] < LATE + lag.worst, f"more than one in twenty: {late}"
+    assert late[-1] < LATE + HOPS * lag.worst, f"{late}, while threads ran late by {lag.worst:.3f} s"
     checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
     checker.close()
 
@@ -442,14 +451,15 @@ DELAYED_FOR_LONG = Queue("orders", delayed_retry=(0.5, 1.0))
 def test_f27_the_brokers_own_delayed_retry(vhost: VirtualHost) -> None:
     """Linear, up to the longest; the cap holds, the dead letter says why; the message is never published again."""
     handler = Attempts()
-    with Consumer(vhost.url, DELAYED_FOR_LONG, handler, retry=RetryPolicy(4, backend="broker")) as consumer:
+    retry = RetryPolicy(4, backend="broker")
+    with Lag() as lag, Consumer(vhost.url, DELAYED_FOR_LONG, handler, retry=retry) as consumer:
         sent = Message.from_wire(b"\x00body\xff", foreign())
         send(vhost, "orders", [sent])
         wait_until(lambda: consumer.statistics.dead_lettered == 1, timeout=20, what="dead-lettered")
         assert (consumer.statistics.retried, consumer.statistics.delayed) == (3, 0)
     assert handler.attempts == [1, 2, 3, 4]
     assert [one[3] for one in handler.seen] == [False, True, True, True]
-    check_gaps(handler.gaps, (0.5, 1.0, 1.0))
+    check_gaps(handler.gaps, (0.5, 1.0, 1.0), lag)
     print("asked for 0.5, 1, 1 s, measured", [round(gap, 3) for gap in handler.gaps])
     [dead] = dead_letters(vhost, "orders.dead", 1)
     assert dead["properties"]["headers"]["x-reliable-mq-dead-letter-reason"] == "4 of 4 attempts failed"

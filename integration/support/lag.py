@@ -30,8 +30,8 @@ class Lag:
         self._thread.join()
 
     def _run(self) -> None:
-        began = time.monotonic()
-        while not self._over.wait(_STEP):
-            now = time.monotonic()
-            self.worst = max(self.worst, now - began - _STEP)
-            began = now
+        over = False
+        while not over:
+            due = time.monotonic() + _STEP
+            over = self._over.wait(_STEP)
+            self.worst = max(self.worst, time.monotonic() - due)
