@@ -270,4 +270,4 @@ def test_the_settings_are_those_of_the_rules(tmp_path: Path) -> None:
     )
     again = run_cli("alerts", "--for", "soon")
     assert again.returncode == 1
-    assert b"hold must be a duration of Prometheus" in again.stderr
+    assert b"hold (--for) must be a duration of Prometheus" in again.stderr
