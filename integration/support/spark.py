@@ -43,6 +43,11 @@ SETTINGS = {
     "spark.driver.memory": "700m",
     "spark.driver.extraJavaOptions": JAVA_OPTIONS,
     "spark.sql.streaming.stopTimeout": "30s",
+    # To compile the code of a query takes longer than to interpret it, where it has some hundred rows.
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+    "spark.sql.adaptive.enabled": "false",
+    "spark.sql.streaming.pollingDelay": "50ms",
     "spark.log.level": "ERROR",
 }
 
