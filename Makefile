@@ -76,7 +76,7 @@ test-brokers: compiled images databases prometheus chromium
 	$(PYTEST) integration --ignore=integration/spark -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-spark: compiled images java
-	$(PYTEST) integration/spark -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) integration/spark -n 4 --dist worksteal $(ARGS)
 
 test-pythons:  ## the tests that need no broker on every Python found, and on those of Debian sid
 	@tests/pythons.sh
