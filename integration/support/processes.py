@@ -118,7 +118,10 @@ class Process:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait for its end; kill it before if the block has failed, since nobody else will end it."""
+        if kind is not None:
+            self.kill()
         self._close()
         self.wait()
 

@@ -22,6 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from reliable_mq._util.threads import start_daemon
 from reliable_mq.errors import ConfigurationError
+from reliable_mq.sync.consumer import next_signal
 
 __all__ = ["BODY_TIMEOUT", "CONNECTIONS", "HEAD_TIMEOUT", "BoundedHTTP", "serve"]
 
@@ -111,7 +112,7 @@ def serve(app: Any, listening: socket.socket, grace: float) -> int:
 
     # Not on the main thread, it leaves signals alone.
     serving = start_daemon("web server", run)
-    number: int = received.get()
+    number = next_signal(received)
     server.should_exit = True
     serving.join(grace)
     if number == 0:

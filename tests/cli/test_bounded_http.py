@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +21,7 @@ from reliable_mq.testing.waiting import wait_until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+ROOT = Path(__file__).parents[2]
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\n"
 
@@ -110,3 +114,22 @@ def test_when_all_are_busy_more_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
             client.sendall(GET + b"Connection: close\r\n\r\n")
             client.settimeout(10)
             assert client.recv(1000).startswith(b"HTTP/1.1 503")
+
+
+DEAF = """
+import os, signal, socket, sys, threading
+
+from reliable_mq.cli.bounded_http import serve
+from tests.cli.test_bounded_http import app
+
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+sys.exit(serve(app, socket.create_server(("127.0.0.1", 0)), 10) - signal.SIGTERM)
+"""
+
+
+def test_a_signal_that_another_thread_receives_ends_the_server() -> None:
+    """Python notes it, and nothing wakes the main thread; as where it comes just before that thread waits."""
+    done = subprocess.run([sys.executable, "-c", DEAF], check=False, cwd=ROOT, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr.decode()
