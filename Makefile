@@ -58,7 +58,7 @@ test-core: venv
 	$(PYTEST) tests/core tests/codec -m traced -n auto --cov=reliable_mq.core --cov=reliable_mq.codec --cov-report=term-missing --cov-fail-under=100 $(ARGS)
 
 test-rest: compiled
-	$(PYTEST) tests -m "not traced" -n $(JOBS) --dist worksteal $(ARGS)
+	$(PYTEST) tests -m "not traced" -n 10 --dist worksteal $(ARGS)
 
 # Each process collects all tests, so that more of them take longer.
 test-fast: compiled  ## most tests that need no broker (under a minute)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import pytest
 
@@ -39,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)  # when hypothesis has marked its own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     properties.allow_time(items)
+    # Modules whose tests wait and those whose tests compute are mixed, so that the processors are busy to the end.
+    items.sort(key=lambda item: crc32(item.location[0].encode()))
 
 
 def pytest_collection_finish() -> None:
