@@ -68,7 +68,7 @@ T ?= tests/core
 t: venv  ## some tests, in this process: make t T=tests/core/test_confirms.py
 	$(PYTEST) -q -n 0 $(T) $(ARGS)
 
-# Not side by side: Spark gives a Python process 10 s to start, which it needs more than once beside the other tests.
+# Not beside each other: Spark gives a Python process 10 s to start, which it needs more than once beside the other tests.
 test-integration: venv images java databases prometheus chromium  ## the tests against real brokers, databases and Spark
 	@tests/parts.sh test-brokers test-spark
 
@@ -76,7 +76,7 @@ test-brokers: compiled images databases prometheus chromium
 	$(PYTEST) integration --ignore=integration/spark -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-spark: compiled images java
-	$(PYTEST) integration/spark -n 4 --dist worksteal $(ARGS)
+	$(PYTEST) integration/spark -n 3 --dist worksteal $(ARGS)
 
 test-pythons:  ## the tests that need no broker on every Python found, and on those of Debian sid
 	@tests/pythons.sh
