@@ -374,6 +374,11 @@ def _queue_options(given: Mapping[str, str]) -> QueueOptions:
     return options
 
 
+def _has(positions: StartingPositions | None, word: str) -> bool:
+    """Whether one of the positions is this word."""
+    return word in (positions.values() if isinstance(positions, Mapping) else (positions,))
+
+
 def _stream_options(given: Mapping[str, str], *, streaming: bool) -> StreamOptions:
     names = {name.lower() for name in given}
     for place, article in (("starting", "a"), ("ending", "an")):
@@ -388,9 +393,9 @@ def _stream_options(given: Mapping[str, str], *, streaming: bool) -> StreamOptio
     values = _source_values(given, _STREAM)
     if streaming and values.keys() & {"ending_offsets", "ending_timestamp"}:
         _refuse("endingOffsets and endingTimestamp are for batch reads: a streaming query has no end")
-    if values.get("ending_offsets") == "earliest":
+    if _has(values.get("ending_offsets"), "earliest"):
         _refuse("endingOffsets must be 'latest' or JSON with an offset by stream, not 'earliest'")
-    if values.get("starting_offsets") == "latest" and not streaming:
+    if _has(values.get("starting_offsets"), "latest") and not streaming:
         _refuse("startingOffsets must not be 'latest' in a batch read, which would be empty")
     if "latest_without_match" in values and "starting_timestamp" not in values:
         _refuse("startingOffsetsByTimestampStrategy is given without startingTimestamp: there is nothing to match")

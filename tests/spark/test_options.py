@@ -145,7 +145,12 @@ def test_a_batch_has_no_triggers_to_limit(given: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     ("given", "says"),
-    [({"startingOffsets": "latest"}, "must not be 'latest' in a batch"), ({"endingOffsets": "earliest"}, "'earliest'")],
+    [
+        ({"startingOffsets": "latest"}, "must not be 'latest' in a batch"),
+        ({"startingOffsets": '{"s": "latest"}'}, "must not be 'latest' in a batch"),
+        ({"endingOffsets": "earliest"}, "'earliest'"),
+        ({"endingOffsets": '{"s": "earliest"}'}, "'earliest'"),
+    ],
 )
 def test_a_batch_has_a_beginning_and_an_end(given: dict[str, str], says: str) -> None:
     """One that would be empty is refused."""
