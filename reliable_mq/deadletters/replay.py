@@ -210,11 +210,12 @@ class Replay:
         chosen: list[DeadMessage] = []
         now = datetime.now(UTC)
         for message in messages:
-            if message.redelivered and self._unacked[message.fingerprint]:
-                self._unacked[message.fingerprint] -= 1
+            digest = message.fingerprint if message.redelivered else ""
+            if self._unacked[digest]:
+                self._unacked[digest] -= 1
                 done.append(message)
-            elif message.redelivered and self._passed[message.fingerprint]:
-                self._passed[message.fingerprint] -= 1
+            elif self._passed[digest]:
+                self._passed[digest] -= 1
             elif self.chosen.matches(message, now):
                 chosen.append(message)
         if self.limit is not None:
