@@ -52,8 +52,12 @@ class Fields:
 
     def get(self, name: str, default: str = "") -> str:
         """Return the last value of a field, without spaces around it."""
+        return self.typed(name, default).strip()
+
+    def typed(self, name: str, default: str = "") -> str:
+        """Return the last value of a field as it was typed."""
         found = self.all(name)
-        return found[-1].strip() if found else default
+        return found[-1] if found else default
 
     def all(self, name: str) -> list[str]:
         """Return all values of a field."""

@@ -203,7 +203,7 @@ class Pages:
         choice = _choice(fields)
         wrong = ""
         if fields.get("go"):
-            typed = "".join(fields.all("name")[-1:])
+            typed = fields.typed("name")
             if queue in (typed, typed.strip()):
                 return self._to_job(request, self._operations.purge(queue, choice, request.state.user))
             wrong = "This is not the name of the queue. Nothing was deleted."
@@ -323,7 +323,7 @@ class Pages:
 
     async def _queue(self, fields: Fields) -> str:
         """Return the name of a queue that may be opened."""
-        queue = await run_in_threadpool(self._source.named, "".join(fields.all("queue")[-1:]))
+        queue = await run_in_threadpool(self._source.named, fields.typed("queue"))
         encode_short_string(queue, "queue")  # else one address would spoil the list for everybody
         if not is_text(queue) or not await run_in_threadpool(self._source.allows, queue):
             raise HTTPException(404, f"This page shows no queue “{queue}”.")
