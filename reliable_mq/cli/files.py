@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TextIO
 
-__all__ = ["Input", "lines", "size_of", "whole_file", "whole_files"]
+__all__ = ["Input", "Readable", "lines", "size_of", "whole_file", "whole_files"]
 
 
 class Input(NamedTuple):
@@ -51,6 +51,24 @@ def whole_files(files: Sequence[Path]) -> Iterator[Input]:
         with _named(str(path)):
             data = path.read_bytes()
         yield Input(str(path), data, len(data))
+
+
+class Readable:
+    """Input up to an error of reading, before which everything is to be settled.
+
+    Attributes:
+        error: of reading, which ended the input; None if none did.
+    """
+
+    def __init__(self, pieces: Iterator[Input]) -> None:
+        self.error: OSError | None = None
+        self._pieces = pieces
+
+    def __iter__(self) -> Iterator[Input]:
+        try:
+            yield from self._pieces
+        except OSError as error:
+            self.error = error
 
 
 @contextmanager

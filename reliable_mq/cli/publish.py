@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from reliable_mq._util.validation import LONGEST
-from reliable_mq.cli.files import Input, lines, size_of, whole_files
+from reliable_mq.cli.files import Input, Readable, lines, size_of, whole_files
 from reliable_mq.cli.terminal import INTERRUPTED, URL, errors, escaped, hide_logs, parse_headers, say
 from reliable_mq.errors import ConfigurationError, PublishError, ReliableMQError
 
@@ -93,7 +92,7 @@ def publish(
         persistent=not transient,
     )
     paths = files or []
-    inputs = lines(paths) if by_line or by_json or not paths else whole_files(paths)
+    inputs = Readable(lines(paths) if by_line or by_json or not paths else whole_files(paths))
     publisher = Publisher(
         url,
         topology=[Queue(queue)] if declare and queue is not None else [],
@@ -144,36 +143,28 @@ class _Run:
         self._failed = 0
         self._first_failed = ""
         self._interrupted = False
-        self._unreadable: OSError | None = None  # which ended the input
         self._began = time.monotonic()
         self._spinner = Spinner("dots")
 
-    def publish_all(self, inputs: Iterator[Input]) -> int:
-        """Publish everything; return the exit status."""
+    def publish_all(self, inputs: Readable) -> int:
+        """Publish everything that can be read; return the exit status."""
         with self._progress():
             try:
                 self._publisher.connect()
                 self._began = time.monotonic()
-                self._publish_each(inputs)
+                for item in inputs:
+                    self._read += 1
+                    self._read_bytes += item.size
+                    self._publish(item)
                 self._publisher.flush()
             except KeyboardInterrupt:
                 self._interrupted = True
             finally:
                 self._publisher.close(_GRACE)
-        self._report()
-        if self._unreadable is not None and not self._interrupted:
-            raise self._unreadable
+        self._report(complete=inputs.error is None)
+        if inputs.error is not None and not self._interrupted:
+            raise inputs.error
         return INTERRUPTED if self._interrupted else 1 if self._failed else 0
-
-    def _publish_each(self, inputs: Iterator[Input]) -> None:
-        """Publish everything that can be read."""
-        try:
-            for item in inputs:
-                self._read += 1
-                self._read_bytes += item.size
-                self._publish(item)
-        except OSError as error:
-            self._unreadable = error
 
     def _publish(self, item: Input) -> None:
         try:
@@ -199,7 +190,7 @@ class _Run:
         if not self._interrupted:
             say(f"{where}: {error}")
 
-    def _report(self) -> None:
+    def _report(self, *, complete: bool) -> None:
         if self._interrupted:
             text = f"interrupted: {self._confirmed:,} of {self._read:,} messages are confirmed"
             if self._failed:
@@ -208,7 +199,7 @@ class _Run:
                 )
         elif self._failed:
             text = f"{self._failed:,} of {self._read:,} messages were not confirmed"
-        elif self._unreadable is not None:
+        elif not complete:
             text = f"the input ended early: {self._confirmed:,} of {self._read:,} messages are confirmed"
         elif errors.is_terminal:
             text = f"{self._confirmed:,} messages confirmed in {time.monotonic() - self._began:.1f} s"

@@ -31,7 +31,7 @@ from reliable_mq.cli.dlq.render import (
     summary,
     summary_json,
 )
-from reliable_mq.cli.files import lines, whole_file
+from reliable_mq.cli.files import Input, Readable, lines, whole_file
 from reliable_mq.cli.terminal import (
     INTERRUPTED,
     URL,
@@ -342,23 +342,23 @@ def import_(
     hide_logs(unwatched_logger)
     count = 0
     before: list[int] = []  # lines before each file
-    unreadable: OSError | None = None  # which ended the input
+
+    def each_file() -> Iterator[Input]:
+        for some in [[file] for file in files or []] or [[]]:
+            before.append(count)
+            yield from lines(some)
 
     def texts() -> Iterator[bytes]:
-        nonlocal count, unreadable
-        try:
-            for some in [[file] for file in files or []] or [[]]:
-                before.append(count)
-                for item in lines(some):
-                    count += 1
-                    yield item.data
-        except OSError as error:  # the lines before it are settled all the same
-            unreadable = error
+        nonlocal count
+        for item in given:
+            count += 1
+            yield item.data
 
     def place(number: int) -> str:
         file = bisect_left(before, number) - 1
         return f"{files[file]}, line {number - before[file]}" if files else f"line {number}"
 
+    given = Readable(each_file())
     with (
         _opened(url, queue) as dead,
         interruptible("confirmed messages are in the queue"),
@@ -368,8 +368,8 @@ def import_(
     for number, error in failures:
         say(f"{place(number)}: {error}")
     say(f"{confirmed:,} of {count:,} messages confirmed")
-    if unreadable is not None:
-        raise unreadable
+    if given.error is not None:
+        raise given.error
     raise typer.Exit(1 if failures else 0)
 
 
