@@ -101,17 +101,22 @@ def test_queues_that_lose_messages_are_found(any_vhost: VirtualHost) -> None:
     ]
 
 
-def test_a_policy_counts_like_an_argument(vhost: VirtualHost) -> None:
-    declare(vhost, "orders", queue_type="quorum", delivery_limit=-1)
-    api = vhost.broker.management
-    policy = {"pattern": "orders", "definition": {"max-length": 10}, "apply-to": "queues"}
-    api.call("PUT", "policies", vhost.name, "short", body=policy)
+def wait_for_policy(vhost: VirtualHost) -> None:
+    """Wait until the statistics of the queue ``orders`` have its policy."""
     wait_until(
         lambda: (vhost.queue("orders") or {}).get("effective_policy_definition"),
         timeout=15,
         what="the policy in the statistics",
         interval=0.2,
     )
+
+
+def test_a_policy_counts_like_an_argument(vhost: VirtualHost) -> None:
+    declare(vhost, "orders", queue_type="quorum", delivery_limit=-1)
+    api = vhost.broker.management
+    policy = {"pattern": "orders", "definition": {"max-length": 10}, "apply-to": "queues"}
+    api.call("PUT", "policies", vhost.name, "short", body=policy)
+    wait_for_policy(vhost)
     _, findings = doctor(vhost, "--queue", "orders")
     assert not_well(findings) == [("problem", "queue 'orders'", "length limit")]
 
@@ -126,12 +131,7 @@ def test_of_a_policy_and_an_argument_the_one_in_effect_counts(any_vhost: Virtual
     done = run_cli("publish", any_vhost.url, "--queue", "orders", "--timeout", "20", stdin=b"1\n2\n3\n4\n5\n")
     drops = kind == "quorum"
     assert (done.returncode == 0) is drops, "the oldest messages go, or the publisher is told"
-    wait_until(
-        lambda: (any_vhost.queue("orders") or {}).get("effective_policy_definition"),
-        timeout=15,
-        what="the policy in the statistics",
-        interval=0.2,
-    )
+    wait_for_policy(any_vhost)
     _, findings = doctor(any_vhost, "--queue", "orders")
     assert not_well(findings) == ([("problem", "queue 'orders'", "length limit")] if drops else [])
     if drops:

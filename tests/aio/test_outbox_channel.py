@@ -19,6 +19,7 @@ from reliable_mq.engine import publisher as engine_publisher
 from reliable_mq.outbox import SQLiteOutbox, sqlite_relay
 from reliable_mq.testing.waiting import until, wait_until
 from tests.outbox.late import LateQuestion, on_time
+from tests.refused_threads import refusing_threads
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -189,24 +190,13 @@ def test_a_flush_that_asks_a_closed_outbox_leaves_no_file_open(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["publisher-outbox", "publisher-relay"])
-def test_an_opening_whose_threads_could_not_be_started_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """As in a process that has as many threads as it may have, for a while."""
-    start = threading.Thread.start
-
-    def refusing(thread: threading.Thread) -> None:
-        if thread.name == name:
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
+def test_an_opening_whose_threads_could_not_be_started_is_tried_again(tmp_path: Path, name: str) -> None:
     async def main() -> None:
         publisher = AsyncPublisher(NOBODY, outbox=SQLiteOutbox(tmp_path / "outbox"))
-        monkeypatch.setattr(threading.Thread, "start", refusing)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            await publisher.publish(message(1), routing_key="orders")
-        await until(lambda: not sqlite_relay._open_claims)
-        monkeypatch.undo()
+        with refusing_threads(name):
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                await publisher.publish(message(1), routing_key="orders")
+            await until(lambda: not sqlite_relay._open_claims)
         assert (await publisher.publish(message(1), routing_key="orders")).status == Outcome.STORED.value
         await publisher.close(0)
         assert not sqlite_relay._open_claims

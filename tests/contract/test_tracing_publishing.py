@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +30,7 @@ from reliable_mq import (
 from reliable_mq.health import HealthServer
 from reliable_mq.outbox import SQLAlchemyOutbox, SQLiteOutbox
 from reliable_mq.testing.waiting import wait_until
+from tests.refused_threads import refusing_threads
 from tests.tracing.spans import BrokenEnd, BrokenSampler, Recorder, context_of, traceparent
 
 if TYPE_CHECKING:
@@ -599,24 +599,15 @@ def test_a_span_that_cannot_end_leaves_the_error_of_a_publish(
 
 
 def test_a_thread_for_spans_that_cannot_be_had_keeps_no_message_from_its_outcome(
-    broker: ScriptedBroker, new_publisher_of_the_sync_api: NewPublisher, monkeypatch: pytest.MonkeyPatch
+    broker: ScriptedBroker, new_publisher_of_the_sync_api: NewPublisher
 ) -> None:
-    """As in a process that has as many threads as it may have."""
-    start = threading.Thread.start
-
-    def refusing(thread: threading.Thread) -> None:
-        if thread.name.endswith("-callbacks"):
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", refusing)
     recorder = Recorder()
     with new_publisher_of_the_sync_api(tracing=recorder.tracing) as publisher:
-        confirmations = [publisher.submit(Message(b""), routing_key="orders") for _ in range(3)]
-        broker.wait_published(3)[-1].channel.ack(3, multiple=True)
-        publisher.flush(timeout=5)
-        assert [confirmation.result(30).attempts for confirmation in confirmations] == [1, 1, 1]
-        monkeypatch.undo()
+        with refusing_threads("-callbacks"):
+            confirmations = [publisher.submit(Message(b""), routing_key="orders") for _ in range(3)]
+            broker.wait_published(3)[-1].channel.ack(3, multiple=True)
+            publisher.flush(timeout=5)
+            assert [confirmation.result(30).attempts for confirmation in confirmations] == [1, 1, 1]
         broker.script = acking
         publisher.publish(Message(b""), routing_key="orders")
         recorder.wait(4)

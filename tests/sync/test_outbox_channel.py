@@ -15,6 +15,7 @@ from reliable_mq.outbox.relay import OutboxWriter
 from reliable_mq.sync.outbox_channel import RelayPublisher
 from reliable_mq.testing.waiting import wait_until
 from tests.outbox.late import LateQuestion, on_time
+from tests.refused_threads import refusing_threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -74,23 +75,11 @@ def test_an_opening_that_is_interrupted_leaves_no_relay(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("name", ["publisher-outbox", "publisher-relay"])
-def test_an_opening_whose_threads_could_not_be_started_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """As in a process that has as many threads as it may have, for a while."""
-    start = threading.Thread.start
-
-    def refusing(thread: threading.Thread) -> None:
-        if thread.name == name:
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", refusing)
+def test_an_opening_whose_threads_could_not_be_started_is_tried_again(tmp_path: Path, name: str) -> None:
     publisher = Publisher(NOBODY, outbox=SQLiteOutbox(tmp_path / "outbox"))
-    with pytest.raises(RuntimeError, match="can't start new thread"):
+    with refusing_threads(name), pytest.raises(RuntimeError, match="can't start new thread"):
         publisher.publish(Message(b"1"), routing_key="orders")
     assert not sqlite_relay._open_claims
-    monkeypatch.undo()
     assert publisher.publish(Message(b"1"), routing_key="orders").status == "stored"
     publisher.close(0)
     assert not sqlite_relay._open_claims

@@ -1,0 +1,27 @@
+"""Threads that cannot be started, as in a process that has as many as it may have."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextmanager
+def refusing_threads(ending: str) -> Iterator[None]:
+    """Refuse to start threads whose names have this ending."""
+    start = threading.Thread.start
+
+    def refusing(thread: threading.Thread) -> None:
+        if thread.name.endswith(ending):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refusing)
+        yield
