@@ -57,6 +57,7 @@ test-unit:  ## the tests that need no broker, and the coverage of the core
 test-core: venv
 	$(PYTEST) tests/core tests/codec -m traced -n auto --cov=reliable_mq.core --cov=reliable_mq.codec --cov-report=term-missing --cov-fail-under=100 $(ARGS)
 
+# Ten at a time, since most of these wait for a time to pass, and need little of a processor.
 test-rest: compiled
 	$(PYTEST) tests -m "not traced" -n 10 --dist worksteal $(ARGS)
 
