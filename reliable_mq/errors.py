@@ -8,7 +8,7 @@ The tree, and the caller's remedy for each branch::
     ├── BrokerUnavailable       no host could be reached in time: try later
     ├── TopologyMismatch        a declaration differs from the object on the broker: fix one of the two
     ├── PublishError            one message was not confirmed
-    │   ├── PublishNacked       the broker nacked every attempt that the retry policy allows
+    │   ├── PublishNacked       the broker nacked every attempt that its retries and deadline allow
     │   ├── PublishReturned     no queue is bound for it (mandatory publish)
     │   ├── PublishRefused      the broker closed the channel over it, or it cannot be sent at all
     │   ├── PublishUnconfirmed  its deadline passed: it may or may not have arrived
@@ -162,7 +162,7 @@ class PublishError(ReliableMQError):
 
 
 class PublishNacked(PublishError):
-    """The broker nacked every attempt that the retry policy allows.
+    """The broker nacked every attempt that retry policy and deadline allow.
 
     Attributes:
         attempts: how often it was sent.

@@ -184,7 +184,7 @@ def test_a_nacked_publish_whose_time_is_over_before_its_delay_is_not_sent_again(
     shell.send()
     shell.nack(1)
     assert shell.sent(now=DELAYS[0] / 2) == []
-    assert publication.outcome is Outcome.UNKNOWN
+    assert publication.outcome is Outcome.NACKED
     assert shell.sent(now=DELAYS[0]) == []
     assert shell.session.next_wakeup() is None
 
@@ -410,6 +410,27 @@ def test_a_publish_that_was_returned_is_known_at_its_deadline(shell: Shell) -> N
     assert len(shell.take_settled()) == shell.session.freed_count == 1
 
 
+def test_a_publish_of_which_every_attempt_was_nacked_is_known_at_its_deadline(shell: Shell) -> None:
+    """In its backoff, and while there is no channel after it; an attempt without an answer may have arrived."""
+    delayed, ready, unanswered = shell.accept("delayed", "ready", "unanswered", timeout=5.0)
+    shell.send()
+    shell.nack(3, multiple=True)
+    shell.session.abandon(delayed)
+    shell.session.tick(4.0)
+    assert shell.sent(limit=1) == ["ready"]
+    shell.nack(4)
+    assert shell.sent() == ["unanswered"]
+    shell.lose()
+    shell.session.tick(5.0)
+    assert outcomes([delayed, ready, unanswered]) == [Outcome.NACKED, Outcome.NACKED, Outcome.UNKNOWN]
+    assert [error.may_have_arrived for one in (delayed, ready, unanswered) if (error := one.failure())] == [
+        False,
+        False,
+        True,
+    ]
+    assert shell.session.freed_count == 3
+
+
 @pytest.mark.parametrize("end", ["ack", "nack", "lost"])
 def test_a_publish_given_up_on_the_wire_keeps_its_place_until_the_channel_is_done_with_it(
     shell: Shell, end: str
@@ -456,7 +477,7 @@ def test_closing_for_good_gives_up_everything(shell: Shell) -> None:
     shell.session.abandon_all()
     settled = shell.take_settled()
     assert len(settled) == 4
-    assert set(outcomes(settled)) == {Outcome.UNKNOWN}
+    assert sorted(outcomes(settled), key=str) == [Outcome.NACKED] + 3 * [Outcome.UNKNOWN]
     assert shell.session.freed_count == 3
     shell.lose()
     assert shell.session.freed_count == 4

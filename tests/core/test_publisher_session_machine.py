@@ -555,7 +555,12 @@ class PublishingMachine(RuleBasedStateMachine):
     def give_up(self, expected: Expected) -> None:
         returned = self.channel is not None and expected in self.channel.returned
         still_returned = returned and self.channel is not None and expected in self.channel.on_wire
-        expected.outcome = Outcome.RETURNED if still_returned else Outcome.UNKNOWN
+        if still_returned:
+            expected.outcome = Outcome.RETURNED
+        elif expected.sends and expected.nacks == expected.sends:
+            expected.outcome = Outcome.NACKED
+        else:
+            expected.outcome = Outcome.UNKNOWN
         expected.blocked = not expected.sends and self.connection_blocked
         expected.final_at = None
 

@@ -91,7 +91,7 @@ class Outcome(enum.Enum):
     STORED = "stored"
     """It is durable in the outbox, and the relay will publish it."""
     NACKED = "nacked"
-    """The broker refused it, as often as the retry policy allowed."""
+    """The broker refused it, as often as the retry policy and its deadline allowed."""
     RETURNED = "returned"
     """It was mandatory and no queue was bound for it."""
     REFUSED = "refused"

@@ -487,9 +487,11 @@ class PublisherSession(Generic[P]):
             self._ready.extendleft(reversed(publications))
 
     def _give_up(self, publication: P) -> None:
-        """Settle a publish in any state: as unknown, or as returned if the broker did so."""
+        """Settle a publish in any state: as unknown, or by the broker's last answer to it."""
         if publication.reply is not None:
             outcome = Outcome.RETURNED
+        elif publication.sends and publication.nacks == publication.sends:
+            outcome = Outcome.NACKED  # it waits for its backoff, or for a channel
         else:
             outcome = Outcome.UNKNOWN
             if not publication.sends and self.blocked_reason is not None:
