@@ -12,7 +12,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final
+from weakref import WeakSet
 
+from reliable_mq._util.hooks import ForkStage, at_fork
 from reliable_mq._util.validation import Duration, seconds, whole_number
 from reliable_mq.core.idempotency import Claim, ClaimStatus
 from reliable_mq.errors import IdempotencyStoreError
@@ -51,6 +53,7 @@ class MemoryStore:
         self._claimed: OrderedDict[str, _Known] = OrderedDict()  # in the order in which they were claimed
         self._settled: OrderedDict[str, _Known] = OrderedDict()  # in the order in which they were settled
         self._tokens = 0
+        _stores.add(self)
 
     def __len__(self) -> int:
         """Return the number of known keys, with expired ones that were not deleted yet."""
@@ -169,3 +172,15 @@ class MemoryStore:
                 f"all {self._max_entries} entries of the MemoryStore are claims in progress: raise max_entries"
             )
         self._settled.popitem(last=False)
+
+
+_stores: WeakSet[MemoryStore] = WeakSet()
+
+
+def _renew_locks() -> None:
+    """Renew the locks in a forked child, where they may stay locked."""
+    for store in _stores:
+        store._lock = threading.Lock()  # noqa: SLF001
+
+
+at_fork(ForkStage.RENEW, _renew_locks)

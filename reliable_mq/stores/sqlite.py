@@ -13,8 +13,10 @@ import sqlite3
 import threading
 import time
 from typing import Any, Final, TypeVar
+from weakref import WeakSet
 
 from reliable_mq._util.boottime import boot, since_boot
+from reliable_mq._util.hooks import ForkStage, at_fork
 from reliable_mq._util.validation import LONGEST_BUSY_TIMEOUT, Duration, file_path
 from reliable_mq.errors import IdempotencyStoreError
 from reliable_mq.stores.base import DAY, SyncStore, run_queries
@@ -55,11 +57,11 @@ class SQLiteStore(SQLStoreBase, SyncStore):
     ) -> None:
         self._path = file_path(path)
         super().__init__(SQLite(checked_table(table)), retention, timeout)
-        self._made_in = os.getpid()
         self._lock = threading.Lock()  # for all below
         self._connection: sqlite3.Connection | None = None
         self._inherited: list[sqlite3.Connection | None] = []  # of parent processes, not to be touched
         self._base = 0
+        _stores.add(self)
 
     def purge(self) -> int:
         """Delete expired rows and return how many; claims delete a few as well."""
@@ -68,7 +70,7 @@ class SQLiteStore(SQLStoreBase, SyncStore):
     def close(self) -> None:
         """Close the file; another call opens it again."""
         with self._lock:
-            if self._connection is not None and os.getpid() == self._made_in:
+            if self._connection is not None:
                 self._connection.close()
                 self._connection = None
 
@@ -76,8 +78,6 @@ class SQLiteStore(SQLStoreBase, SyncStore):
         return f"<SQLiteStore {str(self._path)!r}>"
 
     def _send(self, query: Transaction) -> Any:
-        if os.getpid() != self._made_in:
-            self._start_in_child()
         if not self._lock.acquire(timeout=max(query.deadline - time.monotonic(), 0.0)):
             raise IdempotencyStoreError(f"{self!r} was busy for {self._timeout:g} s")
         try:
@@ -122,7 +122,6 @@ class SQLiteStore(SQLStoreBase, SyncStore):
         self._inherited.append(self._connection)
         self._connection = None
         self._lock = threading.Lock()
-        self._made_in = os.getpid()
 
 
 def _execute_steps(steps: Steps[T], connection: sqlite3.Connection) -> T:
@@ -149,3 +148,15 @@ def _use_wal(connection: sqlite3.Connection, deadline: float) -> None:
             time.sleep(_PAUSE_AT_WAL)
         else:
             return
+
+
+_stores: WeakSet[SQLiteStore] = WeakSet()
+
+
+def _start_all_in_child() -> None:
+    # Before any thread of the child: two of them, each with a lock of its own, would share a connection.
+    for store in _stores:
+        store._start_in_child()  # noqa: SLF001
+
+
+at_fork(ForkStage.RENEW, _start_all_in_child)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -184,6 +185,23 @@ def test_of_many_threads_one_wins_each_key() -> None:
         thread.join(30)
     assert sorted(won.key for won in wins) == sorted(keys)
     assert len({won.token for won in wins}) == len(keys)
+
+
+def test_a_forked_child_does_not_wait_for_a_lock_of_its_parent() -> None:
+    """Another thread may hold it at the fork, and there is no such thread in the child."""
+    store = MemoryStore()
+    claim(store, "parent")
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    with store._lock:
+        child = context.Process(
+            target=lambda: answers.put([claim(store, key).status.name for key in ("parent", "child")]), daemon=True
+        )
+        child.start()
+        child.join(20)
+    assert child.exitcode == 0
+    assert answers.get() == ["IN_PROGRESS", "NEW"]
+    assert claim(store, "child").status is NEW
 
 
 class Storing(RuleBasedStateMachine):

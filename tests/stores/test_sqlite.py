@@ -86,6 +86,19 @@ def test_a_forked_child_has_a_connection_of_its_own(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_forked_child_may_close_its_copy_of_a_store_in_use(tmp_path: Path) -> None:
+    """As leaving ``with`` does; the connection stays the parent's."""
+    store = SQLiteStore(tmp_path / "store.db")
+    store.claim_many(["parent"], 60.0)
+    with store._lock:
+        child = multiprocessing.get_context("fork").Process(target=store.close, daemon=True)
+        child.start()
+        child.join(20)
+    assert child.exitcode == 0
+    assert store.claim_many(["parent"], 60.0)[0].status is ClaimStatus.IN_PROGRESS
+    store.close()
+
+
 def test_a_file_that_somebody_else_has_locked_is_an_error_in_time(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     with SQLiteStore(path, timeout=0.1) as store:
