@@ -161,6 +161,7 @@ class SQLiteOutbox:
             OutboxError: it cannot be opened, is damaged, no outbox, or one of a newer version.
             UsageError: on the wrong side of a fork.
         """
+        self._check_not_forked()
         with self._lock:
             self._open()
 
@@ -330,6 +331,7 @@ class SQLiteOutbox:
         return self._transact(work, what)
 
     def _transact(self, work: Callable[[sqlite3.Connection], T], what: str) -> T:
+        self._check_not_forked()
         with self._lock:
             connection = self._open()
             committing = False
@@ -355,10 +357,10 @@ class SQLiteOutbox:
 
     def _read(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """Read on a connection of its own, while others write."""
+        self._check_not_forked()
         if not self._file.noted:
             self.open()
         with self._read_lock:
-            self._check_not_forked()
             try:
                 self._file.check()
                 if self._reader is None:
@@ -378,11 +380,11 @@ class SQLiteOutbox:
             self._drop()  # the next call starts from the file
 
     def _check_not_forked(self) -> None:
+        """Raise UsageError in a forked child, whose copy of a lock may stay locked."""
         if os.getpid() != self._made_in:
             raise UsageError(f"{self!r} was made before fork(): its connections belong to the parent; make one here")
 
     def _open(self) -> sqlite3.Connection:
-        self._check_not_forked()
         if self._connection is None:
             self._file.check_file()  # before a new one is made in place of a deleted one
             try:

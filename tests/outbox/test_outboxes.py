@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import create_engine
 
-from reliable_mq import ConfigurationError, Message, OutboxError, Publisher
+from reliable_mq import ConfigurationError, Message, OutboxError, Publisher, UsageError
 from reliable_mq.core.outbox import NewRow
 from reliable_mq.outbox import SQLAlchemyOutbox, SQLiteOutbox
 
@@ -134,6 +135,25 @@ def test_one_process_at_a_time_relays_a_file(tmp_path: Path) -> None:
     two.close()
     first.close()
     second.close()
+
+
+def test_a_forked_child_is_refused_while_the_parent_writes_and_counts(tmp_path: Path) -> None:
+    """It does not wait for locks that threads of the parent held at the fork."""
+    outbox = SQLiteOutbox(tmp_path / "outbox")
+    outbox.open()
+
+    def child() -> None:
+        for call in (outbox.open, outbox.claims, outbox.status, outbox.purge):
+            with pytest.raises(UsageError, match="fork"):
+                call()
+        outbox.close()
+
+    with outbox._read_lock, outbox._lock:
+        process = multiprocessing.get_context("fork").Process(target=child, daemon=True)
+        process.start()
+        process.join(20)
+    assert process.exitcode == 0
+    outbox.close()
 
 
 def test_what_is_stored_is_synchronised_at_every_commit(tmp_path: Path) -> None:
