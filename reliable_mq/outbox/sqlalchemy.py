@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import sqlalchemy as sa
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session
 from sqlalchemy.orm import Session, registry, scoped_session
 
 from reliable_mq._util.sqlalchemy import (
@@ -55,8 +55,6 @@ from reliable_mq.url import redacted
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sqlalchemy.ext.asyncio import async_scoped_session
-
     from reliable_mq.outbox.protocol import OrderingKey
 
 __all__ = ["SQLAlchemyOutbox"]
@@ -66,6 +64,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NAME_CHARACTERS = 255
+_SESSIONS = (Session, AsyncSession, scoped_session, async_scoped_session, Connection)
 _RACES = 2  # over the table and over its index, if several processes make them
 _ATTEMPTS = 4  # at a transaction that conflicts with others, but for the last
 
@@ -168,7 +167,7 @@ class SQLAlchemyOutbox:
             raise ConfigurationError(f"mandatory must be True or False, not {mandatory!r}")
         publish_head(1, exchange, routing_key, mandatory)  # refuses a value that cannot be encoded, naming it
         _check_texts(message.message_id, exchange, routing_key, ordering_key)
-        if not isinstance(session, Connection) and not hasattr(session, "add"):
+        if not isinstance(session, _SESSIONS):
             raise ConfigurationError(
                 f"session must be a Session, an AsyncSession or a Connection, not {type(session).__name__}"
             )

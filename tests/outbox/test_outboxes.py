@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import create_engine
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from reliable_mq import ConfigurationError, Message, OutboxError, Publisher, UsageError
 from reliable_mq.core.outbox import NewRow
@@ -46,6 +47,20 @@ def test_mandatory_must_be_true_or_false() -> None:
     outbox.open()
     with engine.connect() as connection, pytest.raises(ConfigurationError, match="mandatory must"):
         outbox.add(connection, Message(b""), routing_key="q", mandatory="no")  # type: ignore[arg-type]
+    engine.dispose()
+
+
+def test_a_message_is_added_to_a_session_or_a_connection_alone() -> None:
+    """A set, too, has a method ``add``: the message would be lost."""
+    engine = create_engine("sqlite://")
+    outbox = SQLAlchemyOutbox(engine)
+    for other in (set(), outbox, engine, sessionmaker(engine)):
+        with pytest.raises(ConfigurationError, match=f"session must .*{type(other).__name__}"):
+            outbox.add(other, Message(b""), routing_key="q")  # type: ignore[arg-type]
+    for session in (Session(engine), scoped_session(sessionmaker(engine))):
+        outbox.add(session, Message(b""), routing_key="q")
+        assert len(session.new) == 1
+        session.close()
     engine.dispose()
 
 
