@@ -63,6 +63,7 @@ from integration.support.set_up import LINES, broker_image, set_up
 from reliable_mq.testing import Audit, RabbitMQ, VirtualHost, remove_leftovers
 from reliable_mq.testing.fixtures import audit, fault_proxy, new_vhost
 from tests import properties, reports
+from tests.collecting import pytest_collection
 from tests.new_queues import treat_new_queues_as_old
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ __all__ = [  # fixtures and hooks from elsewhere, for every test here
     "audit",
     "fault_proxy",
     "new_vhost",
+    "pytest_collection",
     "run_async",
 ]
 

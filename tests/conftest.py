@@ -6,7 +6,6 @@ that are made up by chance, and no cost of operations, which tracing would slow 
 
 from __future__ import annotations
 
-import gc
 import signal
 import sys
 from collections.abc import Callable
@@ -17,10 +16,13 @@ from zlib import crc32
 import pytest
 
 from tests import properties, reports
+from tests.collecting import pytest_collection
 from tests.new_queues import treat_new_queues_as_old
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+__all__ = ["pytest_collection"]  # a hook for every test here
 
 pytest.register_assert_rewrite("reliable_mq.testing.store_contract", "reliable_mq.testing.outbox_contract")
 treat_new_queues_as_old()
@@ -41,13 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     properties.allow_time(items)
     # Modules whose tests wait and those whose tests compute are mixed, so that the processors are busy to the end.
-    items.sort(key=lambda item: crc32(item.location[0].encode()))
-
-
-def pytest_collection_finish() -> None:
-    # Several tests collect garbage. They need not look at what was imported and collected before.
-    gc.collect()
-    gc.freeze()
+    items.sort(key=lambda item: crc32(item.nodeid.partition("::")[0].encode()))
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
