@@ -90,6 +90,34 @@ def test_f12_many_messages_to_a_missing_exchange_hold_up_no_others(
     assert copies == count + len(balance.duplicated)
 
 
+def test_f12_a_crash_over_a_single_publish_does_not_refuse_it(broker: RabbitMQ, vhost: VirtualHost) -> None:
+    """The broker closes the connection with 541, and has the message all the same: it is a duplicate, no refusal."""
+    orders = Queue("orders", type="classic", dead_letter=None)
+    queue = (
+        f'{{ok, Q}} = rabbit_amqqueue:lookup(rabbit_misc:r(<<"{vhost.name}">>, queue, <<"orders">>)), '
+        "Pid = amqqueue:get_pid(Q), "
+    )
+    crash = (
+        "[exit(Channel, crash) || Channel <- rabbit_channel:list(), "
+        f'proplists:get_value(vhost, rabbit_channel:info(Channel, [vhost])) =:= <<"{vhost.name}">>], ok'
+    )
+    with Publisher(vhost.url, topology=[orders]) as publisher:
+        publisher.connect()
+        broker.evaluate(f"{queue}sys:suspend(Pid)")  # it takes the message later
+        try:
+            confirmation = publisher.submit(Message(b"x"), routing_key="orders")
+            waiting = (
+                f"{queue}{{messages, M}} = process_info(Pid, messages), length([1 || {{'$gen_cast', _}} <- M]) > 0"
+            )
+            wait_until(lambda: broker.evaluate(waiting) == "true", timeout=30, what="routed", interval=0.2)
+            broker.evaluate(crash)
+            wait_until(lambda: not publisher.connected, timeout=30, what="crashed")
+        finally:
+            broker.evaluate(f"{queue}sys:resume(Pid)")
+        assert confirmation.result(30).possible_duplicate
+    assert vhost.live_counts() == {"orders": 2}
+
+
 def test_f12_a_refused_property_fails_its_message_alone(vhost: VirtualHost) -> None:
     """A foreign user_id (406) fails its own message and no other."""
     with Publisher(vhost.url, topology=[ORDERS]) as publisher:

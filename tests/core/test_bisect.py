@@ -43,9 +43,12 @@ class IsolationMachine(RuleBasedStateMachine):
         if group and named != "none":
             chosen = data.draw(st.sets(st.sampled_from(group), min_size=1, max_size=1 if named == "one" else None))
             those = [one for one in group if named == "all" or one in chosen]
-        culprits = self.isolation.closed(on_channel, unwritten, those)
+        crashed = not those and data.draw(st.booleans())
+        culprits = self.isolation.closed(on_channel, unwritten, those, crashed=crashed)
         self.culprits.update(culprits)
-        if len(on_channel) == 1:
+        if crashed:
+            assert culprits in ([], on_channel)
+        elif len(on_channel) == 1:
             assert set(on_channel) <= set(culprits)
         elif culprits:
             assert culprits in (those, [one for one in those if one in on_channel])
@@ -182,6 +185,15 @@ def test_a_publish_that_was_alone_is_the_culprit_at_once() -> None:
     assert not isolation.active
     assert isolation.closed(["alone"], ["unwritten", "unwritten too"]) == ["alone"]
     assert isolation.next_group() == ["unwritten", "unwritten too"]
+
+
+def test_a_publish_that_was_alone_at_a_crash_is_the_culprit_of_the_second_one() -> None:
+    """The broker may have crashed for another reason; what is still unwritten goes on behind it."""
+    isolation: ChannelErrorBisector[str] = ChannelErrorBisector()
+    assert isolation.closed(["alone"], ["unwritten"], crashed=True) == []
+    assert isolation.next_group() == ["alone"]
+    assert isolation.closed(["alone"], crashed=True) == ["alone"]
+    assert isolation.next_group() == ["unwritten"]
 
 
 def test_a_close_over_nothing_accuses_nobody() -> None:

@@ -6,7 +6,10 @@ innocent. Known is:
 
 - the broker processes a channel in order. Everything before the culprit was processed, and its confirm may be lost;
   nothing after the culprit was;
-- if the text of the error names an exchange, or a value, only publishes with it can be the culprit.
+- if the text of the error names an exchange, or a value, only publishes with it can be the culprit;
+- an INTERNAL_ERROR (541) is a crash in the broker, which a publish may provoke, or may have nothing to do with, and
+  before which it may have been processed. So one that was alone is published once more: it is the culprit if the broker
+  crashes again.
 
 So the publishes that the text names (`named_by`) are separated from the others. A single one is the culprit. Several
 are published once more, as a group of their own, behind the others: if the channel closes again with an error that
@@ -17,6 +20,7 @@ States, and the calls that move between them::
 
     idle     --closed: one is named, or was alone--> that one is the culprit; those before it are a group, those after
                                                      it are another; idle if there are none
+    idle     --closed: a crash, and one was alone--> that one is a group of the narrowing
     idle     --closed: several are named-->          groups: those before the first that is named, the others that are
                                                      not named, those that are named
     idle     --closed: none is named-->              groups of the square root of their number
@@ -56,11 +60,12 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.publisher.publication import BrokerReply
 
-__all__ = ["BLAMES_A_PUBLISH", "ChannelErrorBisector", "named_by", "processed"]
+__all__ = ["BLAMES_A_PUBLISH", "INTERNAL_ERROR", "ChannelErrorBisector", "named_by", "processed"]
 
 # Connection-level reply codes that a publish can provoke (frame, syntax, command and internal errors); the others
 # (320 connection-forced, 530 not-allowed on a deleted virtual host, ...) blame the broker's state.
-BLAMES_A_PUBLISH = frozenset({501, 502, 503, 504, 505, 541})
+INTERNAL_ERROR = 541
+BLAMES_A_PUBLISH = frozenset({501, 502, 503, 504, 505, INTERNAL_ERROR})
 
 T = TypeVar("T")
 
@@ -80,20 +85,24 @@ class ChannelErrorBisector(Generic[T]):
         self._groups: list[_Group[T]] = []  # a stack: the next group to probe is last
         self._kind: _Kind = "any"  # of the group that is probed
 
-    def closed(self, unsettled: Sequence[T], unwritten: Sequence[T] = (), named: Sequence[T] = ()) -> list[T]:
+    def closed(
+        self, unsettled: Sequence[T], unwritten: Sequence[T] = (), named: Sequence[T] = (), *, crashed: bool = False
+    ) -> list[T]:
         """Return the culprits, if they are known, of an error that closed the channel.
 
         Args:
             unsettled: the publishes on the channel, in order: the culprit is among them.
             unwritten: the publishes of the probed group that had not been written yet.
             named: those of both that the text of the error can be about, in this order; empty if it names none.
+            crashed: whether it is an INTERNAL_ERROR, which a single publish must provoke twice.
         """
         kind, self._kind = self._kind, "any"
         if not unsettled:
             self._push(unwritten, kind)
             return []
         everyone = [*unsettled, *unwritten]
-        culprits = self._culprits(kind, unsettled, everyone, named)
+        probed_again = crashed and kind == "any"
+        culprits = [] if probed_again else self._culprits(kind, unsettled, everyone, named)
         if culprits:
             first, last = everyone.index(culprits[0]), everyone.index(culprits[-1])
             self._push(everyone[last + 1 :])

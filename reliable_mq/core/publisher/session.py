@@ -18,6 +18,7 @@ Invariants:
 - nothing is published while a channel error is being bisected, except the group that is probed;
 - a publish is refused only if it was alone on the channel that closed, or the only one that the error can mean, or one
   of a group that the error means as a whole, twice: one that was given up while on the wire is a suspect too;
+- a crash of the broker refuses no publish that it has met but once, and leaves it in doubt;
 - no two publishes with the same ``message_id`` are on the wire at once;
 - nothing is published without a channel, while the broker blocks, or once it is settled;
 - a message that cannot be encoded fails alone: nothing is marked as sent before the whole write is encoded;
@@ -35,7 +36,13 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from reliable_mq.codec import append_publish, encode_properties, plain_properties, publish_head
 from reliable_mq.core.consumer.attempts import describe
-from reliable_mq.core.publisher.bisect import BLAMES_A_PUBLISH, ChannelErrorBisector, named_by, processed
+from reliable_mq.core.publisher.bisect import (
+    BLAMES_A_PUBLISH,
+    INTERNAL_ERROR,
+    ChannelErrorBisector,
+    named_by,
+    processed,
+)
 from reliable_mq.core.publisher.confirms import ConfirmTracker
 from reliable_mq.core.publisher.deadlines import PublishDeadlines
 from reliable_mq.core.publisher.provisional import ProvisionalConfirms
@@ -231,7 +238,8 @@ class PublisherSession(Generic[P]):
         unwritten = list(self._probe)
         self._probe.clear()
         named = named_by(reply, [*lost, *unwritten]) if reply is not None and blames else []
-        doubted = processed(lost, named) if blames else len(lost)
+        crashed = reply is not None and reply.code == INTERNAL_ERROR
+        doubted = processed(lost, named) if blames and not crashed else len(lost)
         unsettled: list[P] = []
         state = _SUSPECT if blames or self._bisector.active else _READY
         for place, publication in enumerate(lost):
@@ -246,7 +254,7 @@ class PublisherSession(Generic[P]):
             publication.reply = None
             unsettled.append(publication)
         if reply is not None and blames:
-            for culprit in self._bisector.closed(lost, unwritten, named):
+            for culprit in self._bisector.closed(lost, unwritten, named, crashed=crashed):
                 if culprit.state is _SUSPECT:
                     culprit.reply = reply
                     self._finish(culprit, Outcome.REFUSED)
