@@ -20,7 +20,9 @@ from integration.support.seeds import soaking
 from integration.test_outbox_sqlite import Killed
 from reliable_mq import AsyncPublisher, ConfigurationError, Message, OutboxError, Publisher, Queue
 from reliable_mq.core.outbox import FORMAT, NewRow, RowOutcome, RowSettlement
+from reliable_mq.core.statistics import OutboxStatistics
 from reliable_mq.outbox import SQLAlchemyOutbox
+from reliable_mq.outbox.relay import OutboxWriter
 from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -160,6 +162,30 @@ def test_a_connection_goes_back_to_its_pool_as_it_came(
     with engine.connect() as connection:
         assert connection.get_isolation_level() == "REPEATABLE READ"
     engine.dispose()
+
+
+@pytest.mark.parametrize("database_url", ["mariadb", "mysql"], indirect=True)
+def test_a_message_above_max_allowed_packet_fails_alone(engine: Engine, outbox: SQLAlchemyOutbox) -> None:
+    """Those that were submitted at the same time are stored."""
+    with engine.connect() as connection:
+        limit = connection.execute(text("SELECT @@max_allowed_packet")).scalar_one()
+    bodies = [b"before", bytes(limit), b"after"]
+    stored: list[int] = []
+    refused: list[int] = []
+    writer: OutboxWriter[int] = OutboxWriter(
+        outbox,
+        name="writer",
+        on_stored=lambda owners, error: (stored if error is None else refused).extend(owners),
+        on_settled=lambda _: None,
+        statistics=OutboxStatistics(),
+    )
+    for number, body in enumerate(bodies):
+        writer.store(number, NewRow(Message(body), "", "orders", True, None))
+    writer.start()
+    writer.stop()
+    assert writer.join(60)
+    assert (stored, refused) == ([0, 2], [1])
+    assert outbox.status().rows == 2
 
 
 @ON_POSTGRESQL

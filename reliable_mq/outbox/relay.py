@@ -137,6 +137,9 @@ class OutboxWriter(_OutboxThread, Generic[T]):
     def _run(self) -> None:
         while True:
             messages = self._gather()
+            if len(messages) > 1 and len(messages[-1].row.message.body) >= _BYTES_PER_WRITE:
+                self._write(messages[:-1])
+                messages = messages[-1:]  # a database may refuse it for its size, and with it the others
             self._write(messages)
             calls, self._calls = self._calls, []
             for call in calls:
