@@ -164,6 +164,8 @@ class PublishError(ReliableMQError):
 class PublishNacked(PublishError):
     """The broker nacked every attempt that retry policy and deadline allow.
 
+    If an exchange routes the message to several queues, those that had room have it, once for each attempt.
+
     Attributes:
         attempts: how often it was sent.
     """

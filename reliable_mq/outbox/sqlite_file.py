@@ -17,6 +17,7 @@ Invariants:
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 from contextlib import suppress
@@ -84,6 +85,10 @@ class OpenFile:
 
 _BYTES: Final = 8 * 1024 * 1024  # the log: 4 MiB (SQLite's default), a transaction behind it, and room for the removal
 _ZEROS: Final = bytes(1024 * 1024)
+_CANNOT_ALLOCATE: Final = (
+    errno.EINVAL,
+    errno.EOPNOTSUPP,
+)  # a file system, such as NFS; glibc then writes, musl does not
 
 
 class DiskReserve:
@@ -107,18 +112,27 @@ class DiskReserve:
     def _make(self) -> bool:
         descriptor = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(descriptor, 0, _BYTES)
-            else:  # on macOS
-                for start in range(0, _BYTES, len(_ZEROS)):
-                    os.pwrite(descriptor, _ZEROS, start)
-                os.fsync(descriptor)  # some file systems allocate only when they write
+            _allocate(descriptor)
         except OSError:
             os.ftruncate(descriptor, 0)
             return False
         finally:
             os.close(descriptor)
         return True
+
+
+def _allocate(descriptor: int) -> None:
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        try:
+            os.posix_fallocate(descriptor, 0, _BYTES)
+        except OSError as error:
+            if error.errno not in _CANNOT_ALLOCATE:
+                raise
+        else:
+            return
+    for start in range(0, _BYTES, len(_ZEROS)):
+        os.pwrite(descriptor, _ZEROS, start)
+    os.fsync(descriptor)  # some file systems allocate only when they write
 
 
 _ADVICE: Final = {

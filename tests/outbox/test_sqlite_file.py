@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sqlite3
@@ -209,9 +210,19 @@ def test_a_file_that_is_deleted_during_a_commit_may_hold_the_message(
     assert in_doubt.value.may_have_arrived
 
 
-def test_the_reserve_is_made_where_the_system_cannot_allocate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on macOS, which has no posix_fallocate: zeros are written."""
-    monkeypatch.delattr(os, "posix_fallocate")
+@pytest.mark.parametrize("system", ["macOS", "musl on NFS"])
+def test_the_reserve_is_made_where_the_system_cannot_allocate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str
+) -> None:
+    """Zeros are written where there is no posix_fallocate, or none for this file system."""
+
+    def unsupported(*_: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    if system == "macOS":
+        monkeypatch.delattr(os, "posix_fallocate")
+    else:
+        monkeypatch.setattr(os, "posix_fallocate", unsupported)
     with closing(SQLiteOutbox(tmp_path / "outbox")) as outbox:
         store(outbox, 1, None)
         assert outbox.status().rows == 1
