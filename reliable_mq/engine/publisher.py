@@ -338,14 +338,18 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
 
     @contextmanager
     def _reporting(self) -> Iterator[ReportBuilder[ConfirmationT]]:
-        """Make the report of a ``publish_many``; failures are unseen if the block raises."""
+        """Make the report of a ``publish_many``; no failure is hidden if the block raises."""
         report: ReportBuilder[ConfirmationT] = ReportBuilder(
             self._options.max_outstanding, stored=self._outbox is not None
         )
         try:
             yield report
-        except BaseException:
+        except BaseException as error:
             self._not_reported((*report.failed_confirmations, *report.outstanding))
+            if report.rejected:
+                message, failure = report.rejected[0]
+                rest = f"of the messages before; the first is {message.message_id!r}: {failure}"
+                error.add_note(f"publish_many() could not submit {len(report.rejected)} {rest}")
             raise
 
     def _not_reported(self, confirmations: Iterable[ConfirmationT]) -> None:
@@ -543,11 +547,13 @@ class ReportBuilder(Generic[ConfirmationT]):
     Attributes:
         outstanding: confirmations that are not collected yet, in order.
         failed_confirmations: those that are, and have failed.
+        rejected: messages that could not be submitted.
     """
 
     def __init__(self, max_outstanding: int, *, stored: bool) -> None:
         self.outstanding: deque[ConfirmationT] = deque()
         self.failed_confirmations: list[ConfirmationT] = []
+        self.rejected: list[tuple[Message, PublishError]] = []
         self._sweep_at = 2 * max_outstanding
         self._stored = stored
         self._successes = 0
@@ -569,6 +575,7 @@ class ReportBuilder(Generic[ConfirmationT]):
 
     def failed(self, message: Message, error: PublishError) -> None:
         """Add a message that could not be submitted."""
+        self.rejected.append((message, error))
         self._failures.append((message, error))
 
     def report(self) -> PublishReport:

@@ -989,6 +989,24 @@ def test_what_had_failed_before_a_report_was_given_up_is_raised_at_the_end(
         leave()
 
 
+def test_a_report_that_was_given_up_tells_of_the_messages_that_were_not_submitted(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    with new_publisher(on_blocked="raise") as publisher:
+        publisher.connect()
+        block(broker, publisher, "low on memory")
+
+        def messages() -> Iterator[Message]:
+            yield from (Message(b"x", message_id=f"m-{number}") for number in range(4))
+            raise LookupError("no more messages")
+
+        with pytest.raises(LookupError, match="no more messages") as raised:
+            publisher.publish_many(messages(), routing_key=KEY)
+    [note] = raised.value.__notes__
+    assert "could not submit 4 of the messages before; the first is 'm-0': " in note
+    assert "low on memory" in note
+
+
 def test_frames_keep_to_the_size_that_was_agreed_on(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
     broker.frame_max = 8192
     broker.script = acking
