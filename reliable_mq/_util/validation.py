@@ -1,4 +1,4 @@
-"""Check arguments of users: whole numbers, durations, paths of files for SQLite.
+"""Check arguments of users: whole numbers, durations, JSON, paths for SQLite.
 
 A constructor that passes its arguments on takes its signature from the class that declares them (`declared_by`).
 """
@@ -25,6 +25,7 @@ __all__ = [
     "is_text",
     "is_whole_number",
     "seconds",
+    "unique_keys",
     "whole_number",
 ]
 
@@ -90,6 +91,20 @@ def seconds(field: str, value: Duration, *, positive: bool = False) -> float:
         least = "above 0" if positive else "from 0"
         raise ConfigurationError(f"{field} must be a number of seconds {least} to 1e9, or a timedelta, not {value!r}")
     return float(number)
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON, as a hook of `json.loads`.
+
+    Raises:
+        ConfigurationError: two keys are equal: Python keeps the last of them.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigurationError(f"the key {twice!r} is there twice; remove one")
+    return found
 
 
 def file_path(path: str | os.PathLike[str]) -> Path:

@@ -22,7 +22,7 @@ from datetime import datetime
 from math import isfinite
 from typing import Any, Final, NamedTuple
 
-from reliable_mq._util.validation import is_text
+from reliable_mq._util.validation import is_text, unique_keys
 from reliable_mq.codec import CodecError, Properties, encode_properties
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.deadletters.message import DeadMessage
@@ -62,7 +62,7 @@ def read_line(text: bytes) -> Line:
         ConfigurationError: it is no message; the text names the wrong key.
     """
     try:
-        line = json.loads(text, object_pairs_hook=_object)
+        line = json.loads(text, object_pairs_hook=unique_keys)
     except ConfigurationError:
         raise
     except ValueError as error:
@@ -176,16 +176,6 @@ def _message(body: bytes, properties: dict[str, Any]) -> Message:
         except (TypeError, ValueError) as error:
             raise ConfigurationError(f"timestamp must be ISO 8601 with a zone, not {timestamp!r}") from error
     return Message(body, **properties)
-
-
-def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return an object of JSON; refuse equal keys, of which Python keeps the last."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigurationError(f"the key {twice!r} is there twice; remove one")
-    return found
 
 
 def _exact(body: bytes, raw: bytes, properties: Mapping[str, object]) -> Message:

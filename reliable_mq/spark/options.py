@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, NoReturn
 
-from reliable_mq._util.validation import LONGEST
+from reliable_mq._util.validation import LONGEST, unique_keys
 from reliable_mq.core.headers import checked_traceparent
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.monitoring.management import ManagementAPI
@@ -211,8 +211,10 @@ _truth: Final = _one_of("true or false", {"true": True, "false": False})
 def _by_stream(name: str, text: str, wanted: str, is_wanted: Callable[[Any], bool]) -> dict[str, Any]:
     """Return JSON with a value for each stream."""
     try:
-        parsed = json.loads(text)
-    except ValueError:
+        parsed = json.loads(text, object_pairs_hook=unique_keys)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{name}: {error}") from error
+    except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict) or not parsed:
         _refuse(f"{name} must be {wanted}, not {text[:40]!r}")
