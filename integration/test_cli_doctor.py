@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from pika.exceptions import UnroutableError
 
 from integration.support.certificates import Authority
 from integration.support.command_line import run_cli
@@ -309,3 +312,30 @@ def test_the_queues_around_a_queue_are_looked_at(any_vhost: VirtualHost) -> None
     assert "did you mean x-message-ttl?" in told["queue 'spelt'", "arguments"]
     assert ("queue 'orders.retry.5000'", "delay queue") in told
     assert not any(subject == "queue 'orders.retry.1000'" for subject, _ in told)
+
+
+def test_a_topic_exchange_takes_dead_letters_where_the_report_says_so(any_vhost: VirtualHost) -> None:
+    """Also with empty words, and with an empty key, which has no word."""
+    patterns = ("", "#", "*", ".", "*.#", "#.*", "#.", ".#", "a", "a.", "a..b", "a.*.b", "a.#.b", "#.#", "#.b.#")
+    keys = ("", ".", "a", "a.", "..", "a.b", "a..b", "a.c.b")
+    declared, routed = set(), set()
+    with any_vhost.connect() as connection:
+        channel = connection.channel()
+        channel.confirm_delivery()
+        for number, (pattern, key) in enumerate(product(patterns, keys)):
+            exchange, queue = f"topic.{pattern}", f"q.{number}"
+            channel.exchange_declare(exchange, "topic", durable=True)
+            channel.queue_declare(f"bound.{pattern}", durable=True)
+            channel.queue_bind(f"bound.{pattern}", exchange, pattern)
+            channel.queue_declare(
+                queue,
+                durable=True,
+                arguments={"x-dead-letter-exchange": exchange, "x-dead-letter-routing-key": key},
+            )
+            declared.add((queue, pattern, key))
+            with suppress(UnroutableError):
+                channel.basic_publish(exchange, key, b"", mandatory=True)
+                routed.add((queue, pattern, key))
+    _, findings = doctor(any_vhost)
+    nowhere = {each["subject"] for each in findings if "no binding" in each["text"]}
+    assert {each for each in declared if f"queue {each[0]!r}" not in nowhere} == routed

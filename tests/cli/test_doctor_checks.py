@@ -235,6 +235,8 @@ def binding(destination: str, key: str, source: str = "dlx") -> dict[str, Any]:
         ("topics", "a.b.c", [binding("q.dead", "a.#", "topics")], None),
         ("topics", "a.b.c", [binding("q.dead", "#.c", "topics")], None),
         ("topics", "a.b.c", [binding("q.dead", "a.*", "topics")], (PROBLEM, "no binding")),
+        ("topics", "", [binding("q.dead", "#", "topics")], None),
+        ("topics", "", [binding("q.dead", "*", "topics")], (PROBLEM, "no binding")),
         # Which would take centuries, if each # was tried with each number of words.
         ("topics", "a." * 100, [binding("q.dead", "#." * 100 + "b", "topics")], (PROBLEM, "no binding")),
         ("fan", "k", [binding("q.dead", "", "fan")], None),

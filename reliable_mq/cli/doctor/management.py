@@ -230,9 +230,14 @@ def _matches(exchange_type: str, binding: Mapping[str, Any], key: str) -> bool:
         case "direct":
             return pattern == key
         case "topic":
-            return _topic_matches(pattern.split("."), key.split("."))
+            return _topic_matches(_words(pattern), _words(key))
         case _:
             return True
+
+
+def _words(key: str) -> list[str]:
+    """Split a key of a topic exchange; an empty one has no word, as for RabbitMQ."""
+    return key.split(".") if key else []
 
 
 def _topic_matches(pattern: list[str], words: list[str]) -> bool:
