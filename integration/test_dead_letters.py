@@ -190,6 +190,18 @@ def test_a_classic_queue_has_its_letters_back_by_one_command(
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
+def test_a_batch_of_large_letters_is_small(any_vhost: VirtualHost) -> None:
+    """Bounded in bytes, so that a look at them does not take gigabytes."""
+    letters = [Message(bytes([number]) * 4 * 1024 * 1024) for number in range(20)]
+    publish(any_vhost, letters, Queue("letters", dead_letter=None))
+    read = []
+    with DeadLetterQueue(any_vhost.url, "letters") as dead:
+        browsed = dead.browse(progress=lambda count, total: read.append((count, total)))
+        assert [message.body[0] for message in browsed] == list(range(20))
+        assert len(dead) == 20
+    assert read == [(8, 20), (16, 20), (20, 20)]
+
+
 def test_a_look_does_not_delete_a_queue_that_goes_with_its_last_consumer(any_vhost: VirtualHost) -> None:
     """It takes no consumer there, and leaves everything in its place."""
     with any_vhost.connect() as connection:

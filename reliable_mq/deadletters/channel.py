@@ -40,6 +40,7 @@ from reliable_mq.sync.admin_channel import AdminChannel
 
 __all__ = ["GetChannel"]
 
+_BATCH_BYTES = 32 * 1024 * 1024  # of bodies that are as large as the first: 200 of 16 MiB would take 3 GB
 _ANSWER = 60.0  # seconds for the answers to one batch of requests
 _PATIENCE = 60.0  # seconds for which a connection that was lost is tried again
 # A queue keeps the order of messages that one consumer requeues with one nack, however many; and of messages that were
@@ -138,7 +139,10 @@ class GetChannel(AdminChannel):
                 self._closing = step
 
     def take(self, most: int) -> list[Delivery]:
-        """Take up to ``most`` messages, fewer if the queue has no more; set `left`.
+        """Take up to ``most`` messages, fewer if they are large; set `left`.
+
+        Returns:
+            None at all only if the queue is empty.
 
         Raises:
             StaleDelivery: the channel was lost; its unacked deliveries are back in the queue.
@@ -151,7 +155,7 @@ class GetChannel(AdminChannel):
             if self._gone:
                 raise self._stale()
         if self._by_consumers:
-            if self._get(source, 1) and (wanted := min(most, self.left) - 1):
+            if self._get(source, 1) and (wanted := min(most, self.left, self._fitting()) - 1):
                 self._consume(source, wanted)
         else:
             self._get(source, most)
@@ -207,6 +211,10 @@ class GetChannel(AdminChannel):
         with suppress(StepRefused):
             self.perform(closing)
         self._wait_for(ready)
+
+    def _fitting(self) -> int:
+        """Return how many messages of the size of the first one a batch holds."""
+        return max(_BATCH_BYTES // max(sum(len(delivery.body) for delivery in self._arrived), 1), 1)
 
     def _get(self, source: ChannelGeneration, most: int) -> bool:
         """Send gets, and wait for the replies; return whether there were any messages."""
