@@ -51,7 +51,15 @@ def test_a_returned_one_carries_the_brokers_words(publication: Publication) -> N
     assert isinstance(error, PublishReturned)
     assert (error.message_id, error.reply_code, error.reply_text) == ("id-1", 312, "NO_ROUTE")
     assert (error.exchange, error.routing_key) == ("shop", "orders.new")
-    assert "312 NO_ROUTE" in str(error)
+    assert "312 NO_ROUTE; bind a queue, or" in str(error)
+
+
+def test_one_that_the_default_exchange_returned_needs_a_queue() -> None:
+    """Nobody can bind a queue to the default exchange."""
+    publication = Publication(Message(b"body"), "", "orders", True, 4, 12.5, None)
+    publication.outcome = Outcome.RETURNED
+    publication.reply = BrokerReply(312, "NO_ROUTE")
+    assert "312 NO_ROUTE; declare a queue of that name, or" in str(publication.failure())
 
 
 def test_a_refused_one_carries_the_channel_exception(publication: Publication) -> None:

@@ -205,9 +205,9 @@ class Publication:
                     attempts=self.nacks,
                 )
             case Outcome.RETURNED:
+                remedy = "bind a queue" if self.exchange else "declare a queue of that name"
                 return PublishReturned(
-                    f"{self} was returned: {code} {text}; bind a queue, or publish with mandatory=False to drop it"
-                    f"{doubt}",
+                    f"{self} was returned: {code} {text}; {remedy}, or publish with mandatory=False to drop it{doubt}",
                     message_id=message_id,
                     reply_code=code,
                     reply_text=text,
