@@ -552,6 +552,9 @@ def test_a_wrong_argument_is_refused_by_its_name(vhost: VirtualHost) -> None:
         for wrong in ({"limit": 0}, {"rate": 0}, {"to": "orders.dead"}, {"idempotency": object()}):
             with pytest.raises(ConfigurationError, match=next(iter(wrong))):
                 dead.replay(**wrong)  # type: ignore[arg-type]
+        for nowhere in ("", Target("", "")):
+            with pytest.raises(ConfigurationError, match="to is empty"):
+                dead.replay(to=nowhere, dry_run=True)
         with pytest.raises(ConfigurationError, match="contradict"):
             dead.replay(to="orders", as_published=True)
 

@@ -74,7 +74,7 @@ def publish(
         raise typer.BadParameter("--declare needs --queue")
     if not 0 < timeout <= LONGEST:  # which is false for nan
         raise typer.BadParameter(f"--timeout takes seconds above 0, up to {LONGEST:g}, not {timeout:g}")
-    if queue is exchange is routing_key is None and not by_json:
+    if not (queue or exchange or routing_key or by_json):
         raise typer.BadParameter("where to? Give --queue, or --exchange and --routing-key")
     for option, given in (("--content-type", content_type), ("--header", header), ("--transient", transient)):
         if by_json and given:

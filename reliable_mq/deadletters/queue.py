@@ -481,6 +481,8 @@ def _routing(own: str, to: str | Target | None, *, as_published: bool) -> Routin
         raise ConfigurationError("to and as_published contradict each other: give one of them")
     if to is not None:
         target = Target("", to) if isinstance(to, str) else Target(*to)
+        if target == Target("", ""):
+            raise ConfigurationError("to is empty: name a queue, or an exchange")
         if target == Target("", own):
             raise ConfigurationError(f"to is {own!r} itself: what is replayed would come back for ever")
         return lambda _message: target

@@ -20,6 +20,8 @@ URL = "amqp://guest:guest@localhost:1"
     ("arguments", "why"),
     [
         ([], "where to"),
+        (["--queue", ""], "where to"),
+        (["--exchange", "", "--routing-key", ""], "where to"),
         (["--queue", "q", "--exchange", "e"], "leave those out"),
         (["--queue", "q", "--routing-key", "k"], "leave those out"),
         (["--routing-key", "k", "--declare"], "--declare needs --queue"),
