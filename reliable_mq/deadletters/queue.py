@@ -175,7 +175,8 @@ class DeadLetterQueue:
 
         Raises:
             StaleDelivery: the connection was lost; everything is back in the queue.
-            ConsumeError: RabbitMQ does not deliver from this queue (a stream, or one with a single active consumer).
+            ConsumeError: RabbitMQ does not deliver from a stream, nor from a quorum queue with a single active
+                consumer.
             UsageError: another operation is going on.
         """
         with self._operation("browse"):

@@ -205,9 +205,11 @@ class Publication:
                     attempts=self.nacks,
                 )
             case Outcome.RETURNED:
-                remedy = "bind a queue" if self.exchange else "declare a queue of that name"
+                remedy = "; declare a queue of that name, or publish with mandatory=False to drop it"
+                if self.exchange:
+                    remedy = "; bind a queue, or publish with mandatory=False to drop it"
                 return PublishReturned(
-                    f"{self} was returned: {code} {text}; {remedy}, or publish with mandatory=False to drop it{doubt}",
+                    f"{self} was returned: {code} {text}{remedy}{doubt}",
                     message_id=message_id,
                     reply_code=code,
                     reply_text=text,
