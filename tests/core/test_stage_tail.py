@@ -16,14 +16,16 @@ def copy(low: int) -> Mark:
     return Mark(low, OTHER, False)
 
 
-def read(tail: Tail, log: list[Mark | None], first: int = 0, chunk: int = 2) -> list[int | str]:
-    """Read a log, whose first offset is ``first``, to the end; return where each read began."""
+def read(tail: Tail, log: list[Mark | None], first: int = 0, chunk: int = 2, gap: int = -1) -> list[int | str]:
+    """Read a log, whose first offset is ``first``, to the end; return where each read began. Nothing is at ``gap``."""
     begun: list[int | str] = []
     while tail.start is not None:
         begun.append(tail.start)
         start = first + len(log) - chunk if tail.start == "last" else tail.start
         for offset in range(max(start, first), first + len(log)):
             mark = log[offset - first]
+            if offset == gap:
+                continue
             if tail.read(offset, mark, None if mark is None else str(offset).encode()):
                 break
         else:
@@ -81,8 +83,18 @@ def test_a_tail_that_retention_has_cut_is_read_from_there() -> None:
     assert read(tail, [copy(10)] * 50 + [OUR_MARKER], first=1000) == ["last", 10]
     assert len(tail.identities) == 50
     tail = Tail(US)
-    assert read(tail, [OLD_MARKER] * 50 + [OUR_MARKER], first=1000) == ["last", 1050 - 64]
+    assert read(tail, [OLD_MARKER] * 50 + [OUR_MARKER], first=1000) == ["last", 1050 - 64, 1050 - 1024]
     assert tail.identities == []
+
+
+@pytest.mark.parametrize("between", [OLD_MARKER, copy(90)])
+def test_a_gap_where_a_read_begins_is_no_cut(between: Mark) -> None:
+    """RabbitMQ leaves one where it rolls a segment: the copies before it are there."""
+    tail = Tail(US)
+    log = [copy(90)] * 136 + [OLD_MARKER] + [between] * 60 + [OLD_MARKER] * 3 + [OUR_MARKER]
+    assert read(tail, log, gap=136)[:2] == ["last", 136]
+    assert tail.low == 90
+    assert tail.identities[:46] == [str(offset).encode() for offset in range(90, 136)]
 
 
 def test_markers_of_others_do_not_end_a_read() -> None:

@@ -56,6 +56,7 @@ class Tail:
         self._epoch = epoch
         self._back = _BACK
         self._last = False  # whether this read is the last one
+        self._before: int | None = None  # first offset of the read before, if that began at an offset
         self._begin_read()
 
     def _begin_read(self) -> None:
@@ -83,7 +84,11 @@ class Tail:
 
     def _next(self, first: int) -> None:
         start, known = self.start, self._known
-        complete = first == 0 or self._last or (isinstance(start, int) and first > start)
+        # A read may begin later than asked for: at a gap, or where retention has cut. It is a cut if the next read,
+        # which looks further back, begins there, too.
+        cut = isinstance(start, int) and start < first == self._before
+        complete = start == 0 or first == 0 or self._last or cut
+        self._before = first if isinstance(start, int) else None
         if known is None and not complete:
             self.start = max(self.marker - self._back, 0)
             self._back *= _FURTHER
