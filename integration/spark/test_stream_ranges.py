@@ -370,6 +370,21 @@ def test_a_super_stream_is_its_partitions(vhost: VirtualHost) -> None:
         batch(vhost.url, stream="missing").partitions()
 
 
+def test_empty_partitions_are_waited_for_together(vhost: VirtualHost) -> None:
+    """It is certain after three seconds that one is empty: so it is for all of them, and a trigger waits less."""
+    orders = [Queue(f"orders-{number}", type="stream") for number in range(12)]
+    with Publisher(vhost.url, topology=orders) as publisher:
+        publisher.connect()
+    publish(vhost, 5, queue=orders[7])
+    reader = source(vhost.url, stream="orders", startingOffsets="earliest")
+    began = time.monotonic()
+    start = restored(reader.latestOffset(reader.initialOffset(), ANY))
+    assert start == {queue.name: 0 for queue in orders}
+    assert ranges_from(reader, start) == [StreamRange("orders-7", 0, 5)]
+    assert time.monotonic() - began < 12, "each of eleven was waited for"
+    reader.stop()
+
+
 def bind(vhost: VirtualHost, partitions: dict[str, int]) -> None:
     """Bind streams to the super stream ``orders``, each with a message, in the order that is given."""
     for name, order in partitions.items():

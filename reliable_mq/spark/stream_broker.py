@@ -20,7 +20,7 @@ from __future__ import annotations
 import http
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from struct import Struct
@@ -51,9 +51,9 @@ __all__ = [
     "bound_partitions",
     "end_of",
     "exists",
-    "first_offset",
-    "offset_at",
+    "first_offsets",
     "offset_of",
+    "offsets_at",
 ]
 
 logger = logging.getLogger(__name__)
@@ -77,6 +77,7 @@ class StreamChannel(AdminChannel):
         self._loss: ConnectionLoss | None = None
         self._cancelled = False
         self._tags = 0
+        self._subscribed: set[str] = set()  # tags; a loss counts for all of them
 
     @property
     def usable(self) -> bool:
@@ -104,8 +105,9 @@ class StreamChannel(AdminChannel):
         self._tags += 1
         tag = f"spark-{self._tags}"
         self.carry_out(SetPrefetch(prefetch))
-        with self._lock:
-            self._loss, self._cancelled = None, False
+        if not self._subscribed:
+            with self._lock:
+                self._loss, self._cancelled = None, False
         try:
             self.perform(Consume(stream, tag, arguments={**(arguments or {}), STREAM_OFFSET: offset}))
         except StepRefused as refused:
@@ -114,11 +116,14 @@ class StreamChannel(AdminChannel):
                     f"{stream!r} is no stream: read it with the option queue ({refused.text})"
                 ) from refused
             raise refusal(Consume(stream, tag), refused) from refused
+        self._subscribed.add(tag)
         return tag
 
-    def cancel(self, consumer_tag: str, delivery_tag: int = 0) -> None:
+    def cancel(self, *consumer_tags: str, delivery_tag: int = 0) -> None:
         """Unsubscribe; ack up to ``delivery_tag`` or later, and drop arrived deliveries."""
-        self.carry_out(Cancel(consumer_tag))
+        for tag in consumer_tags:
+            self.carry_out(Cancel(tag))
+            self._subscribed.remove(tag)
         with self._lock:
             last = self._arrived[-1].delivery_tag if self._arrived else delivery_tag
             self._arrived.clear()
@@ -232,7 +237,7 @@ def end_of(channel: StreamChannel, stream: str, patience: float) -> StreamEnd:
     found = StreamEnd(0, 0.0)
     last_tag = 0
     for look in range(_LOOKS):
-        arrived = channel.take(patience) if look else _first_of(channel, stream, patience)
+        arrived = channel.take(patience) if look else _first_of(channel, stream, tag, patience)
         if not arrived:
             break
         channel.carry_out(CheckQueue(stream))  # answered after all deliveries that were on their way
@@ -243,28 +248,46 @@ def end_of(channel: StreamChannel, stream: str, patience: float) -> StreamEnd:
         if len(arrived) < _PREFETCH:
             break
         channel.ack(last_tag)  # the prefetch may have held the rest of the chunk back
-    channel.cancel(tag, last_tag)
+    channel.cancel(tag, delivery_tag=last_tag)
     return found
 
 
-def first_offset(channel: StreamChannel, stream: str, patience: float) -> int | None:
-    """Return the oldest offset of the stream; None if it is empty."""
-    return _first_from(channel, stream, "first", patience)
+def first_offsets(channel: StreamChannel, streams: Collection[str], patience: float) -> dict[str, int]:
+    """Return the oldest offsets of the streams; none of one that is empty.
+
+    Takes some milliseconds for each stream, and ``patience`` seconds if some are empty, however many.
+    """
+    found = offsets_at(channel, dict.fromkeys(streams, "first"), patience)
+    for name in streams:
+        if name not in found and (slow := _first_offset(channel, name)) is not None:
+            found[name] = slow
+    return found
 
 
-def offset_at(channel: StreamChannel, stream: str, when: datetime, patience: float) -> int | None:
-    """Return the first offset of a time's chunk; None if nothing is as new."""
-    return _first_from(channel, stream, when, patience)
+def offsets_at(channel: StreamChannel, places: Mapping[str, str | datetime], patience: float) -> dict[str, int]:
+    """Return the first offset of each time's chunk; none where nothing is as new."""
+    tags = {channel.consume(name, place, 1): name for name, place in places.items()}
+    found: dict[str, int] = {}
+    last = 0
+    until = time.monotonic() + patience
+    while len(found) < len(tags) and (left := until - time.monotonic()) > 0:
+        for delivery in channel.take(left):
+            name = tags[delivery.consumer_tag]
+            found[name] = _offset(delivery, name)
+            last = delivery.delivery_tag
+    channel.cancel(*tags, delivery_tag=last)
+    return found
 
 
-def _first_from(channel: StreamChannel, stream: str, offset: str | datetime, patience: float) -> int | None:
-    tag = channel.consume(stream, offset, 1)
-    arrived = _first_of(channel, stream, patience) if offset == "first" else channel.take(patience)
-    channel.cancel(tag, arrived[-1].delivery_tag if arrived else 0)
+def _first_offset(channel: StreamChannel, stream: str) -> int | None:
+    """Return the oldest offset of a stream from which nothing came so far."""
+    tag = channel.consume(stream, "first", 1)
+    arrived = _first_of(channel, stream, tag, 0.0)
+    channel.cancel(tag, delivery_tag=arrived[-1].delivery_tag if arrived else 0)
     return _offset(arrived[0], stream) if arrived else None
 
 
-def _first_of(channel: StreamChannel, stream: str, patience: float) -> list[RawDelivery]:
+def _first_of(channel: StreamChannel, stream: str, tag: str, patience: float) -> list[RawDelivery]:
     """Return the first deliveries; none if the stream is empty, not if it is slow.
 
     A count above 0 is certain, unless one write was larger than the stream may be, and was dropped at once: RabbitMQ
@@ -278,6 +301,7 @@ def _first_of(channel: StreamChannel, stream: str, patience: float) -> list[RawD
         return channel.take(0.0)
     arrived = channel.take(_SLOWEST)
     if not arrived:
+        channel.cancel(tag)
         raise BrokerUnavailable(
             f"stream {stream!r} has messages as RabbitMQ counts, and none came within {_SLOWEST:g} s: it is slow, or "
             "its limits have dropped them all, which the next message will show"

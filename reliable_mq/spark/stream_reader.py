@@ -31,7 +31,7 @@ from reliable_mq.spark.metrics import exporter
 from reliable_mq.spark.options import StreamOptions
 from reliable_mq.spark.queue_batches import size_of
 from reliable_mq.spark.queue_subscriptions import PrefetchController
-from reliable_mq.spark.stream_broker import StreamChannel, end_of, first_offset, offset_of
+from reliable_mq.spark.stream_broker import StreamChannel, end_of, first_offsets, offset_of
 from reliable_mq.spark.stream_offsets import StreamRange
 
 __all__ = ["RangeReader", "ValueFilter"]
@@ -179,7 +179,7 @@ class RangeReader:
         That is a gap, which is normal, or the messages before it were dropped.
         """
         with self._connected("beginning") as channel:
-            first = first_offset(channel, self._range.stream, _PROBE)
+            first = first_offsets(channel, (self._range.stream,), _PROBE).get(self._range.stream)
         if first is not None and first > self._position:
             self._lost(f"{self._left} are gone, at least up to {first - 1}: the stream now begins at offset {first}")
 

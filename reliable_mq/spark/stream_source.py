@@ -40,8 +40,8 @@ from reliable_mq.spark.stream_broker import (
     StreamEnd,
     end_of,
     exists,
-    first_offset,
-    offset_at,
+    first_offsets,
+    offsets_at,
 )
 from reliable_mq.spark.stream_offsets import (
     RangeFilters,
@@ -63,6 +63,7 @@ _SURE: Final = 3.0  # seconds after which a stream from which nothing comes is e
 _QUICK: Final = 0.25  # the same where it will be asked again
 _DOUBTFUL: Final = 10.0  # the same where the query has read messages of it; or more than there are
 _AWAY: Final = 1.0  # seconds between two attempts at a broker that is away
+_EMPTY: Final = StreamEnd(0, 0.0)
 _NO_LIMIT: Final = 2**63 - 1
 _LATEST: Final = 253_402_300_799  # the last second of the year 9999, Python's last
 
@@ -280,7 +281,11 @@ class _Planner:
         """
         if sure or time.monotonic() - self._looked_at > _FRESH:
             channel = self._connected()
-            found = {name: end_of(channel, name, _SURE if sure else _QUICK) for name in self._names(channel)}
+            patience = _SURE if sure else _QUICK
+            names = self._names(channel)
+            begun = {name for name, end in self._ends.items() if end.position}
+            begun |= first_offsets(channel, [name for name in names if name not in begun], patience).keys()
+            found = {name: end_of(channel, name, patience) if name in begun else _EMPTY for name in names}
             self._ends = {
                 name: self._ends.get(name, end) if not end.position and not sure else end for name, end in found.items()
             }
@@ -295,7 +300,8 @@ class _Planner:
         """Return the oldest offsets of all streams; 0 for one that is empty."""
         try:
             channel = self._connected()
-            return {name: first_offset(channel, name, _QUICK) or 0 for name in self._names(channel)}
+            names = self._names(channel)
+            return dict.fromkeys(names, 0) | first_offsets(channel, names, _QUICK)
         except BrokerUnavailable as error:
             logger.info("the beginnings of the streams are not known for now: %s", error)
             return {}
@@ -315,7 +321,7 @@ class _Planner:
         if since <= 0:
             return False
         try:
-            newer = offset_at(self._connected(), name, datetime.fromtimestamp(since, UTC), _SURE)
+            newer = offsets_at(self._connected(), {name: datetime.fromtimestamp(since, UTC)}, _SURE).get(name)
         except BrokerUnavailable as error:
             logger.info("the age of the messages of stream %r is not known for now: %s", name, error)
             return False
@@ -330,17 +336,27 @@ class _Planner:
         names = self._names(channel)
         if option == "startingOffsets" and self._options.starting_timestamp is not None:
             since = self._times("startingOffsetsByTimestamp", self._options.starting_timestamp, names)
-            return {name: self._since(channel, name, when) for name, when in since.items()}
+            return self._since(channel, since)
         by_name = dict.fromkeys(names, given) if isinstance(given, str) else self._by_name(option, given, names)
-        return {name: self._position(channel, name, position) for name, position in by_name.items()}
+        # As long as it takes to be sure that a stream is empty, it is not asked again.
+        asked = [name for name in names if self._ends.get(name) != _EMPTY and isinstance(by_name[name], str)]
+        first = first_offsets(channel, asked, _SURE)
+        return {
+            name: position
+            if not isinstance(position, str)
+            else first.get(name, 0)
+            if position == "earliest" or name not in first
+            else end_of(channel, name, _SURE).position
+            for name, position in by_name.items()
+        }
 
     def ending(self, given: StartingPositions) -> dict[str, int]:
         ends = {name: end.position for name, end in self.ends(sure=True).items()}
         if self._options.ending_timestamp is not None:
             channel = self._connected()
             until = self._times("endingOffsetsByTimestamp", self._options.ending_timestamp, list(ends))
-            found = {name: offset_at(channel, name, _second(when, up=True), _SURE) for name, when in until.items()}
-            return {name: end if found[name] is None else min(end, found[name] or 0) for name, end in ends.items()}
+            found = offsets_at(channel, {name: _second(when, up=True) for name, when in until.items()}, _SURE)
+            return {name: min(end, found.get(name, end)) for name, end in ends.items()}
         if isinstance(given, str):
             return ends
         latest = {name: ends.get(name, position) for name, position in given.items() if position == "latest"}
@@ -383,11 +399,12 @@ class _Planner:
         data loss.
         """
         lost = [f"stream {name!r} is in the checkpoint and no longer read" for name in begin if name not in end]
-        result = {}
+        new = [name for name in end if name not in begin]
+        result = dict.fromkeys(new, 0) | (first_offsets(self._connected(), new, _SURE) if new else {})
         for name, position in end.items():
-            if name not in begin:
-                result[name] = first_offset(self._connected(), name, _SURE) or 0
-            elif name in self._anew:
+            if name in result:
+                continue
+            if name in self._anew:
                 lost.append(f"stream {name!r} was read up to offset {begin[name] - 1} and was gone")
                 result[name] = 0
             elif (last := self._newest(name, position, begin[name])) < begin[name] - 1:
@@ -423,24 +440,17 @@ class _Planner:
     def _times(self, option: str, given: Timestamps, names: list[str]) -> dict[str, int]:
         return dict.fromkeys(names, given) if isinstance(given, int) else self._by_name(option, given, names)
 
-    def _since(self, channel: StreamChannel, name: str, when: int) -> int:
-        offset = offset_at(channel, name, _second(when), _SURE)
-        if offset is not None:
-            return offset
-        if not self._options.latest_without_match:
+    def _since(self, channel: StreamChannel, times: Mapping[str, int]) -> dict[str, int]:
+        found = offsets_at(channel, {name: _second(when) for name, when in times.items()}, _SURE)
+        late = [name for name in times if name not in found]
+        if late and not self._options.latest_without_match:
+            name = late[0]
             raise ConfigurationError(
-                f"stream {name!r} has no message as new as {_second(when):%Y-%m-%d %H:%M:%S} UTC, to begin at: give an "
-                "earlier time, or startingOffsetsByTimestampStrategy=latest to begin at the end"
+                f"stream {name!r} has no message as new as {_second(times[name]):%Y-%m-%d %H:%M:%S} UTC, to begin at: "
+                "give an earlier time, or startingOffsetsByTimestampStrategy=latest to begin at the end"
             )
-        return end_of(channel, name, _SURE).position
-
-    def _position(self, channel: StreamChannel, name: str, position: int | str) -> int:
-        known = self._ends.get(name)
-        if known is not None and known.position == 0 and isinstance(position, str):
-            return 0  # as long as it takes to be sure of that, it is not asked again
-        if position == "earliest":
-            return first_offset(channel, name, _SURE) or 0
-        return end_of(channel, name, _SURE).position if isinstance(position, str) else position
+        begun = first_offsets(channel, late, _SURE)
+        return found | {name: end_of(channel, name, _SURE).position if name in begun else 0 for name in late}
 
     def _by_name(self, option: str, given: Mapping[str, _Value], names: list[str]) -> dict[str, _Value]:
         if set(given) != set(names):
