@@ -245,6 +245,20 @@ def test_what_the_stream_has_dropped_is_an_error_unless_it_is_allowed(vhost: Vir
         read(RangeReader(options(vhost.url), StreamRange("events", 0, 3000), COLUMNS))
 
 
+def test_the_beginning_is_that_of_the_replica_that_is_read(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
+    """Each replica drops its own segments, and another connection may lead to another node."""
+    rolled = Queue("events", type="stream", arguments={"x-stream-max-segment-size-bytes": 100_000})
+    publish(vhost, 1000, queue=rolled, size=500)
+    end = batch(vhost.url).partitions()[0].end  # type: ignore[attr-defined]
+    whole = options(vhost.url)
+    offsets = [offset for offset, _ in read(RangeReader(whole, StreamRange("events", 0, end), COLUMNS))]
+    gap = next(offset for offset in range(end) if offset not in offsets)
+    proxy = fault_proxy(vhost.url)
+    reader = RangeReader(options(proxy.url), StreamRange("events", gap, gap + 5), COLUMNS)
+    assert [offset for offset, _ in read(reader)] == [offset for offset in offsets if gap < offset < gap + 5]
+    assert proxy.connections == 1
+
+
 def test_a_queue_that_is_no_stream_is_refused_and_keeps_its_messages(vhost: VirtualHost) -> None:
     """The error names the option to use."""
     plain = Queue("events", dead_letter=None)

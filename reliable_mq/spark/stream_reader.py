@@ -124,18 +124,22 @@ class RangeReader:
                 channel.carry_out(CheckQueue(stream))  # answered after all that the filter lets through
                 deliveries = channel.take(0.0)
                 if not deliveries:
+                    channel.cancel(tag)
                     if not joined:
-                        self._check_truncated()
+                        self._check_truncated(channel)
                     self._position = end
                     return
             if not deliveries:
                 self._wait_on()
                 continue
-            channel.ack(deliveries[-1].delivery_tag)
             self._progress_at = time.monotonic()
             offsets = [self._offset(delivery) for delivery in deliveries]
             if not joined and offsets[0] > self._position:
-                self._check_truncated()
+                channel.cancel(tag, delivery_tag=deliveries[-1].delivery_tag)
+                self._check_truncated(channel)
+                self._position = min(offsets[0], end)
+                return
+            channel.ack(deliveries[-1].delivery_tag)
             joined = True
             self._prefetch.received(len(deliveries), sum(map(size_of, deliveries)))
             wanted = self._prefetch.prefetch
@@ -173,13 +177,14 @@ class RangeReader:
         self._lost(f"{self._left} are not there: the stream ends at offset {end - 1}. Was it deleted and made anew?")
         self._position = self._range.end
 
-    def _check_truncated(self) -> None:
+    def _check_truncated(self, channel: StreamChannel) -> None:
         """Check the beginning: the first message is a later one.
 
-        That is a gap, which is normal, or the messages before it were dropped.
+        That is a gap, which is normal, or the messages before it were dropped. Each replica drops its own: the one that
+        was read is asked.
         """
-        with self._connected("beginning") as channel:
-            first = first_offsets(channel, (self._range.stream,), _PROBE).get(self._range.stream)
+        stream = self._range.stream
+        first = first_offsets(channel, (stream,), _PROBE).get(stream)
         if first is not None and first > self._position:
             self._lost(f"{self._left} are gone, at least up to {first - 1}: the stream now begins at offset {first}")
 
