@@ -55,9 +55,13 @@ def test_nothing_is_new_while_a_stream_is_not_back_yet(
         return ends[-1] == {"events": 8}
 
     def deliver() -> None:
+        """To each consumer once."""
+        served: set[tuple[object, str]] = set()
         while not done.wait(0.01):
             channel = broker.consumed
-            if channel is not None and not channel.delivered:
+            new = set() if channel is None else {(channel, tag) for tag in channel.consumers} - served
+            if channel is not None and new:
+                served |= new
                 channel.deliver(b"x", headers={"x-stream-offset": 7})
 
     delivering = threading.Thread(target=deliver)
