@@ -6,6 +6,7 @@ those that the page names below it, which are asked and have no part in it.
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 import threading
@@ -59,7 +60,9 @@ class Profile:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Note the calls of this thread, and of those that it starts."""
+        """Note the calls of this thread, and of those that it starts, without garbage collection."""
+        gc.collect()
+        gc.disable()
         threading.setprofile(self._called)
         sys.setprofile(self._called)
         try:
@@ -67,6 +70,7 @@ class Profile:
         finally:
             sys.setprofile(None)
             threading.setprofile(None)  # type: ignore[arg-type]  # as `sys.setprofile` takes it
+            gc.enable()
 
     def _called(self, frame: FrameType, event: str, _: object) -> None:
         way = self._way
