@@ -137,7 +137,7 @@ _APIS = ("sync", "aio")
 _CLUSTER = "cluster"  # the directory of tests that share one, and take longer than any file
 _OLD_LINE = "4.0"  # whose tests share one broker
 _TESTS_BETWEEN_FREEZES = 20
-_tests_begun = count()
+_tests_begun = count(1)
 
 
 # -- collecting and reporting ------------------------------------------------------------------------------------------
@@ -219,8 +219,8 @@ def pytest_report_header() -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    # `baseline` and `run_async` collect garbage several times a test. What is frozen they need not look at, so that it
-    # takes milliseconds: first all that was imported, then what libraries have kept since.
+    # `baseline` and `run_async` collect garbage several times a test. What libraries have kept since the tests were
+    # collected is frozen: they need not look at it, and take milliseconds.
     if next(_tests_begun) % _TESTS_BETWEEN_FREEZES == 0:
         gc.collect()
         gc.freeze()

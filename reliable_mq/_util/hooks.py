@@ -20,8 +20,9 @@ import logging
 import os
 from collections.abc import Callable
 from typing import TypeVar
+from weakref import WeakSet
 
-__all__ = ["ExitStage", "ForkStage", "at_exit", "at_fork"]
+__all__ = ["ExitStage", "ForkStage", "at_exit", "at_fork", "each_at_fork"]
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class ExitStage(enum.IntEnum):
 
 
 Stage = TypeVar("Stage", bound=enum.IntEnum)
+T = TypeVar("T")
 
 _in_child: list[tuple[ForkStage, Callable[[], object]]] = []
 _at_exit: list[tuple[ExitStage, Callable[[], object]]] = []
@@ -67,6 +69,18 @@ _at_exit: list[tuple[ExitStage, Callable[[], object]]] = []
 def at_fork(stage: ForkStage, hook: Callable[[], object]) -> None:
     """Call ``hook`` in every forked child, before the child goes on."""
     _in_child.append((stage, hook))
+
+
+def each_at_fork(stage: ForkStage, hook: Callable[[T], object]) -> WeakSet[T]:
+    """Return a set to add objects to; call ``hook`` with each in a forked child."""
+    objects: WeakSet[T] = WeakSet()
+
+    def call_with_each() -> None:
+        for one in objects:
+            hook(one)
+
+    at_fork(stage, call_with_each)
+    return objects
 
 
 def at_exit(stage: ExitStage, hook: Callable[[], object]) -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
-from weakref import WeakSet
 
-from reliable_mq._util.hooks import ForkStage, at_fork
+from reliable_mq._util.hooks import ForkStage, each_at_fork
 from reliable_mq.core.publisher.publication import Publication
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
+    from weakref import WeakSet
 
     from reliable_mq.errors import ReliableMQError
 
@@ -83,12 +83,4 @@ class BaseChannel(Generic[P]):
 
 
 # A forked child has copies of the channels; their threads, loops and sockets are the parent's.
-_channels: WeakSet[BaseChannel[Any]] = WeakSet()
-
-
-def _forget_in_child() -> None:
-    for channel in _channels:
-        channel.forget()
-
-
-at_fork(ForkStage.MARK, _forget_in_child)
+_channels: WeakSet[BaseChannel[Any]] = each_at_fork(ForkStage.MARK, lambda channel: channel.forget())

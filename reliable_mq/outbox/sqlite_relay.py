@@ -23,10 +23,9 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Final
-from weakref import WeakSet
 
 from reliable_mq._util.boottime import since_boot
-from reliable_mq._util.hooks import ForkStage, at_fork
+from reliable_mq._util.hooks import ForkStage, each_at_fork
 from reliable_mq.core.outbox import (
     COLUMNS,
     FORMAT,
@@ -376,12 +375,4 @@ def _text_or_bytes(value: bytes) -> str | bytes:
 
 
 # In a forked child they are the parent's.
-_open_claims: WeakSet[SQLiteRowLeases] = WeakSet()
-
-
-def _forget_in_child() -> None:
-    for claims in _open_claims:
-        claims.forget()
-
-
-at_fork(ForkStage.RELEASE, _forget_in_child)
+_open_claims = each_at_fork(ForkStage.RELEASE, SQLiteRowLeases.forget)

@@ -12,9 +12,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final
-from weakref import WeakSet
 
-from reliable_mq._util.hooks import ForkStage, at_fork
+from reliable_mq._util.hooks import ForkStage, each_at_fork
 from reliable_mq._util.validation import Duration, seconds, whole_number
 from reliable_mq.core.idempotency import Claim, ClaimStatus
 from reliable_mq.errors import IdempotencyStoreError
@@ -173,14 +172,9 @@ class MemoryStore:
             )
         self._settled.popitem(last=False)
 
-
-_stores: WeakSet[MemoryStore] = WeakSet()
-
-
-def _renew_locks() -> None:
-    """Renew the locks in a forked child, where they may stay locked."""
-    for store in _stores:
-        store._lock = threading.Lock()  # noqa: SLF001
+    def _start_in_child(self) -> None:
+        """Renew the lock in a forked child, where it may stay locked."""
+        self._lock = threading.Lock()
 
 
-at_fork(ForkStage.RENEW, _renew_locks)
+_stores = each_at_fork(ForkStage.RENEW, MemoryStore._start_in_child)  # noqa: SLF001  # of this module

@@ -13,10 +13,9 @@ import sqlite3
 import threading
 import time
 from typing import Any, Final, TypeVar
-from weakref import WeakSet
 
 from reliable_mq._util.boottime import boot, since_boot
-from reliable_mq._util.hooks import ForkStage, at_fork
+from reliable_mq._util.hooks import ForkStage, each_at_fork
 from reliable_mq._util.validation import LONGEST_BUSY_TIMEOUT, Duration, file_path
 from reliable_mq.errors import IdempotencyStoreError
 from reliable_mq.stores.base import DAY, SyncStore, run_queries
@@ -150,13 +149,5 @@ def _use_wal(connection: sqlite3.Connection, deadline: float) -> None:
             return
 
 
-_stores: WeakSet[SQLiteStore] = WeakSet()
-
-
-def _start_all_in_child() -> None:
-    # Before any thread of the child: two of them, each with a lock of its own, would share a connection.
-    for store in _stores:
-        store._start_in_child()  # noqa: SLF001
-
-
-at_fork(ForkStage.RENEW, _start_all_in_child)
+# Before any thread of the child: two of them, each with a lock of its own, would share a connection.
+_stores = each_at_fork(ForkStage.RENEW, SQLiteStore._start_in_child)  # noqa: SLF001  # of this module
