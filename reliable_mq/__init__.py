@@ -1,6 +1,6 @@
 """Reliable publishing to and consuming from RabbitMQ.
 
-Every message that a publisher reported as confirmed reaches a handler or a dead-letter queue, whatever dies in between.
+Every message that a publisher reports as confirmed reaches a handler or a dead-letter queue, whatever fails in between.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ __all__ = [
     "UsageError",
 ]
 
-# Imported when it is first used: a program that uses one API, or the command line for its help, loads no other.
+# Names are imported on first use. A program that uses one API, or the command line's help, does not load the others.
 _HOME = {
     "AsyncConfirmation": "aio.confirmation",
     "AsyncConsumer": "aio.consumer",
@@ -108,7 +108,7 @@ _HOME = {
     "Tracing": "tracing",
 }
 
-if not TYPE_CHECKING:  # where any name would seem to exist
+if not TYPE_CHECKING:  # a type checker would assume that any name exists
 
     def __getattr__(name: str) -> object:
         if name in __all__:

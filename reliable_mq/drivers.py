@@ -1,11 +1,11 @@
-"""Convert messages from and to the objects of pika and aio-pika.
+"""Convert messages to and from the objects of pika and aio-pika.
 
 Invariants:
 
-- A message made of a driver's object has the bytes that the driver itself would publish; a message without an id gets
-  one, since duplicates are recognised by it.
-- An object made of a delivery is decoded by the driver. Values that it cannot decode are decoded as `Delivery` does.
-- A driver is imported by the first conversion alone, and none of its exceptions reaches a user.
+- A message made from a driver's object has the bytes that the driver itself would publish. A message without an id gets
+  one, because consumers recognise duplicates by the id.
+- The driver decodes a delivery for its own object. Values that it cannot decode are decoded as `Delivery` does.
+- A driver is imported only by the first conversion, and none of its exceptions reaches a user.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def pika_properties(properties: object) -> bytes:
     """Return pika's ``BasicProperties``, or None, encoded as pika sends them.
 
     Raises:
-        ConfigurationError: it is another object, or pika cannot encode a value of it.
+        ConfigurationError: If ``properties`` is another object, or pika cannot encode one of its values.
     """
     import pika  # noqa: PLC0415
 
@@ -40,10 +40,10 @@ def pika_properties(properties: object) -> bytes:
 
 
 def aio_pika_properties(message: object) -> tuple[bytes, bytes]:
-    """Return body and properties of a message of aio-pika as aio-pika sends them.
+    """Return the body and properties of an aio-pika message as aio-pika sends them.
 
     Raises:
-        ConfigurationError: it is another object, or aio-pika cannot encode a value of it.
+        ConfigurationError: If ``message`` is another object, or aio-pika cannot encode one of its values.
     """
     import aio_pika  # noqa: PLC0415
 
@@ -53,10 +53,10 @@ def aio_pika_properties(message: object) -> tuple[bytes, bytes]:
 
 
 def pika_objects(method: DeliverArguments, raw: bytes) -> tuple[Any, Any]:
-    """Return pika's ``Basic.Deliver`` and ``BasicProperties`` of a delivery.
+    """Return pika's ``Basic.Deliver`` and ``BasicProperties`` for a delivery.
 
     Raises:
-        CodecError: the properties are broken.
+        CodecError: If the properties are broken.
     """
     import pika  # noqa: PLC0415
 
@@ -73,10 +73,10 @@ def pika_objects(method: DeliverArguments, raw: bytes) -> tuple[Any, Any]:
 
 
 def aio_pika_message(method: DeliverArguments, raw: bytes, body: bytes) -> Any:
-    """Return aio-pika's ``IncomingMessage`` of a delivery; it counts as settled.
+    """Return aio-pika's ``IncomingMessage`` for a delivery, already settled.
 
     Raises:
-        CodecError: the properties are broken.
+        CodecError: If the properties are broken.
     """
     import aio_pika  # noqa: PLC0415
     from aiormq.abc import DeliveredMessage  # noqa: PLC0415
@@ -91,9 +91,9 @@ def aio_pika_message(method: DeliverArguments, raw: bytes, body: bytes) -> Any:
         for name in _NAMES:
             setattr(properties, "message_type" if name == "type" else name, getattr(decoded, name))
         properties.headers = _headers(decoded)
-        if isinstance(decoded.timestamp, int):  # no date: aio-pika has no other timestamps
+        if isinstance(decoded.timestamp, int):  # no ``datetime``, which is the only type that aio-pika supports
             properties.timestamp = None
-    # Values for which aio-pika would raise an error.
+    # aio-pika would raise an error for these values.
     if properties.expiration is not None and not properties.expiration.isdecimal():
         properties.expiration = None
     if properties.delivery_mode not in (1, 2):
@@ -108,7 +108,7 @@ def aio_pika_message(method: DeliverArguments, raw: bytes, body: bytes) -> Any:
 
 
 def _encoded(driver: str, encode: Callable[[], bytes]) -> bytes:
-    """Return properties encoded by a driver, if RabbitMQ accepts their expiration."""
+    """Return properties encoded by a driver; refuse an expiration that is no number."""
     try:
         raw = encode()
         expiration = Properties(raw).expiration
@@ -120,5 +120,5 @@ def _encoded(driver: str, encode: Callable[[], bytes]) -> bytes:
 
 
 def _headers(properties: Properties) -> Any:
-    """Return the headers as a driver's object has them: none are None."""
+    """Return the headers as a driver's object stores them: None if there are none."""
     return dict(properties.headers) or None

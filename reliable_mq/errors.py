@@ -54,7 +54,7 @@ __all__ = [
 class ReliableMQError(Exception):
     """Base class of all errors of this package.
 
-    The text may quote the broker or foreign names: unprintable characters in it are escaped.
+    The text may quote the broker or names from elsewhere, so unprintable characters in the text are escaped.
     """
 
     def __str__(self) -> str:
@@ -71,22 +71,22 @@ class ReliableMQError(Exception):
 
 
 class ConfigurationError(ReliableMQError, ValueError):
-    """An invalid value: a URL, an option, a property, a header.
+    """An invalid value of a URL, an option, a property or a header.
 
-    The message names the field, the value given and the values accepted.
+    The message names the field, the given value and the accepted values.
     """
 
 
 class UsageError(ReliableMQError, RuntimeError):
-    """A call that cannot work: after close, in a forked child, or as a deadlock."""
+    """A call that cannot work, e.g. after close, in a forked child, or in a deadlock."""
 
 
 class BrokerUnavailable(ReliableMQError, ConnectionError):
     """No configured host could be reached, or none accepted the credentials.
 
     Attributes:
-        permanent: whether a retry cannot help: wrong credentials, an unknown virtual host, a certificate that does not
-            verify.
+        permanent: Whether a retry cannot help: the credentials are wrong, the virtual host is unknown, or the
+            certificate does not verify.
     """
 
     def __init__(self, message: str, *, permanent: bool = False) -> None:
@@ -98,9 +98,9 @@ class Difference(NamedTuple):
     """An argument or property in which a declaration differs from the existing object.
 
     Attributes:
-        argument: its name.
-        declared: the value that was declared, as the broker printed it; None where the broker did not print it.
-        existing: the value that the broker has, likewise.
+        argument: The name of the argument or property.
+        declared: The declared value, as the broker printed it; None if the broker did not print it.
+        existing: The broker's value, as the broker printed it; None if the broker did not print it.
     """
 
     argument: str
@@ -112,12 +112,12 @@ class TopologyMismatch(ReliableMQError):
     """A declaration differs from the object of that name on the broker.
 
     Attributes:
-        kind: ``"queue"``, ``"exchange"`` or ``"binding"``.
-        name: the name of the object.
-        argument: the argument or property that differs, where the broker named it; the first one of several.
-        declared: the value that we declared, as the broker printed it.
-        existing: the value that the broker has, as the broker printed it.
-        differences: every `Difference` that the broker named; the first one is in the attributes above, too.
+        kind: The kind of object: ``"queue"``, ``"exchange"`` or ``"binding"``.
+        name: The name of the object.
+        argument: The first argument or property that differs; None if the broker named none.
+        declared: The declared value of ``argument``, as the broker printed it.
+        existing: The broker's value of ``argument``, as the broker printed it.
+        differences: Every `Difference` that the broker named. The attributes above repeat the first one.
     """
 
     def __init__(
@@ -147,11 +147,11 @@ class PublishError(ReliableMQError):
     """A message was not confirmed.
 
     Attributes:
-        message_id: the id of the message (of the first one, where several failed).
-        failures: where the error stands for several messages (a ``with`` block that is left), the
-            first hundred of their errors; else empty.
-        may_have_arrived: whether an attempt was never answered, so that the broker may have the message nevertheless.
-            Code that then publishes it elsewhere makes a duplicate.
+        message_id: The id of the message; of the first one if several failed.
+        failures: The first hundred errors, if this error stands for several messages, as at the end of a ``with``
+            block. Otherwise empty.
+        may_have_arrived: Whether an attempt was never answered, so that the broker may have the message nevertheless.
+            Code that then publishes the message elsewhere creates a duplicate.
     """
 
     def __init__(self, message: str, *, message_id: str | None = None, failures: Sequence[PublishError] = ()) -> None:
@@ -162,12 +162,12 @@ class PublishError(ReliableMQError):
 
 
 class PublishNacked(PublishError):
-    """The broker nacked every attempt that retry policy and deadline allow.
+    """The broker nacked every attempt that the retry policy and the deadline allow.
 
-    If an exchange routes the message to several queues, those that had room have it, once for each attempt.
+    If an exchange routes the message to several queues, each queue that had room has a copy for each attempt.
 
     Attributes:
-        attempts: how often it was sent.
+        attempts: The number of times that the message was sent.
     """
 
     def __init__(self, message: str, *, message_id: str | None = None, attempts: int = 1) -> None:
@@ -179,10 +179,10 @@ class PublishReturned(PublishError):
     """The broker returned a mandatory message: no queue was bound for its routing key.
 
     Attributes:
-        reply_code: 312 (``NO_ROUTE``) from RabbitMQ.
-        reply_text: the broker's text.
-        exchange: where it was published to.
-        routing_key: with which key.
+        reply_code: The AMQP reply code; RabbitMQ sends 312 (``NO_ROUTE``).
+        reply_text: The broker's text.
+        exchange: The exchange that the message was published to.
+        routing_key: The routing key of the publish.
     """
 
     def __init__(
@@ -205,12 +205,13 @@ class PublishReturned(PublishError):
 class PublishRefused(PublishError):
     """The broker closed the channel over this message, or it cannot be sent at all.
 
-    The broker does not have it, unless ``may_have_arrived`` is true: an earlier attempt was never answered.
+    The broker does not have the message, unless ``may_have_arrived`` is true because an earlier attempt was never
+    answered.
 
     Attributes:
-        reply_code: the AMQP reply code, e.g. 404 (no such exchange) or 406 (message too large); 0 where the message
+        reply_code: The AMQP reply code, e.g. 404 (no such exchange) or 406 (message too large); 0 if the message
             cannot be encoded.
-        reply_text: the broker's text, or ours.
+        reply_text: The broker's text, or this package's.
     """
 
     def __init__(self, message: str, *, message_id: str | None = None, reply_code: int, reply_text: str) -> None:
@@ -223,7 +224,7 @@ class PublishUnconfirmed(PublishError):
     """The deadline passed without a confirm, and the message may have arrived.
 
     Attributes:
-        sent: whether any byte of it may have reached a socket; where False, it did not arrive.
+        sent: Whether any byte of the message may have reached a socket. If False, the message did not arrive.
     """
 
     def __init__(self, message: str, *, message_id: str | None = None, sent: bool = True) -> None:
@@ -235,7 +236,7 @@ class PublishBlocked(PublishError):
     """The broker has blocked publishing, and the message was not sent.
 
     Attributes:
-        reason: the broker's reason, e.g. ``"low on memory"``.
+        reason: The broker's reason, e.g. ``"low on memory"``.
     """
 
     def __init__(self, message: str, *, message_id: str | None = None, reason: str = "") -> None:
@@ -244,12 +245,12 @@ class PublishBlocked(PublishError):
 
 
 class PublishDisconnected(PublishError):
-    """There is no connection to the broker, and the message was not sent.
+    """The publisher has no connection to the broker, and the message was not sent.
 
-    Raised with ``on_disconnected="raise"`` alone.
+    Raised only with ``on_disconnected="raise"``.
 
     Attributes:
-        reason: why there is none: the end of the last connection, or of the last attempt.
+        reason: Why there is no connection: how the last connection, or the last attempt, ended.
     """
 
     def __init__(self, message: str, *, message_id: str | None = None, reason: str = "") -> None:
@@ -260,12 +261,12 @@ class PublishDisconnected(PublishError):
 class OutboxError(PublishError):
     """The outbox failed: its file or database is full, unreachable, locked or damaged.
 
-    ``may_have_arrived`` is true if the message may be in the outbox nevertheless, and so may be published. Rows stored
-    before are safe.
+    If ``may_have_arrived`` is true, the message may be in the outbox nevertheless, and may be published. Rows that were
+    stored earlier are safe.
     """
 
     def of(self, what: str, message_id: str) -> OutboxError:
-        """Return a copy for one message, since raising an error adds to its traceback."""
+        """Return a copy for one message: raising one error again adds to its traceback."""
         own = OutboxError(f"{what} was not stored: {self}", message_id=message_id)
         own.may_have_arrived = self.may_have_arrived
         own.__cause__ = self.__cause__
@@ -277,7 +278,7 @@ class LabError(ReliableMQError):
 
 
 class ConsumeError(ReliableMQError):
-    """Base class for errors while consuming."""
+    """Base class of errors while consuming."""
 
 
 class ConsumerCancelled(ConsumeError):
@@ -285,13 +286,13 @@ class ConsumerCancelled(ConsumeError):
 
     ``get()`` may be called again.
 
-    A consumer with a handler does not raise it: when the broker cancels the subscription, because the queue was deleted
-    or has lost its leader, the consumer logs it and subscribes again once the queue is back.
+    A consumer with a handler does not raise this error. When the broker cancels its subscription, because the queue was
+    deleted or has lost its leader, the consumer logs that and subscribes again once the queue is back.
     """
 
 
 class StaleDelivery(ConsumeError):
-    """The delivery's channel is closed, so nothing was sent; the broker redelivers it."""
+    """The delivery's channel is closed; nothing was sent, and the broker redelivers."""
 
 
 class IdempotencyStoreError(ConsumeError):

@@ -1,16 +1,16 @@
 """Probes over HTTP: ``/livez``, ``/readyz``, ``/progressz`` and ``/metrics``.
 
-`HealthServer` serves them from one daemon thread, `HealthApp` as an ASGI application. Both ask ``health()`` of the
-publishers and consumers that they are given, at each request and never between two.
+`HealthServer` serves them from one daemon thread, and `HealthApp` as an ASGI application. Both call ``health()`` of
+their publishers and consumers at each request, and never between requests.
 
 Invariants:
 
-- a probe is answered while the program is stuck: the thread of a `HealthServer` shares no loop and no lock with a
-  publisher or consumer that is held for longer than moments;
-- a client that sends nothing, sends too much, or does not read its answer holds up no other client, and is dropped
-  after a few seconds;
-- the socket is closed in a forked child, and at exit after all publishers and consumers;
-- an answer names hosts and reasons, and never credentials.
+- A probe is answered while the program is stuck. The thread of a `HealthServer` shares no loop with a publisher or
+  consumer, and no lock that is held for longer than a moment.
+- A client that sends nothing, sends too much, or does not read its response holds up no other client, and is dropped
+  after a few seconds.
+- The socket is closed in a forked child. At exit it is closed after all publishers and consumers.
+- A response names hosts and reasons, and never credentials.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ logger = logging.getLogger(__name__)
 
 _PATIENCE: Final = 5.0  # seconds for one request
 _HEAD_BYTES: Final = 16 * 1024
-_CONNECTIONS: Final = 100  # at a time; of more, the oldest is dropped
+_CONNECTIONS: Final = 100  # at a time; the oldest connection is dropped for another one
 _END_TIMEOUT: Final = 2.0  # seconds for the thread to end
 _QUESTIONS: Final = {"/livez": "live", "/readyz": "ready", "/progressz": "progressing"}
 _TEXT, _JSON = "text/plain; charset=utf-8", "application/json"
 
 
 class Part(Protocol):
-    """A publisher, a consumer, or a part of a program that answers like one."""
+    """A publisher, a consumer, or any other part of a program that reports its health."""
 
     def health(self) -> Health:
-        """Return its state. Must not block."""
+        """Return the state of the part. Must not block."""
 
 
 class _Answer(NamedTuple):
@@ -63,7 +63,7 @@ class _Answer(NamedTuple):
 
 
 class _Probes:
-    """The answers, whoever transports them."""
+    """The responses to probes, independent of their transport."""
 
     def __init__(self, parts: tuple[Part | Callable[[], Health], ...], registry: CollectorRegistry | None) -> None:
         for part in parts:
@@ -78,14 +78,14 @@ class _Probes:
         self._draining = False
 
     def drain(self) -> None:
-        """Report "not ready" from now on: no new work is wanted.
+        """Report "not ready" from now on, because no new work is wanted.
 
-        Any thread, and signal handlers.
+        Thread-safe, and safe in signal handlers.
         """
         self._draining = True
 
     def _answer(self, method: str, path: str, accept: str) -> _Answer:
-        """Return the answer to a request."""
+        """Return the response to a request."""
         if method not in ("GET", "HEAD"):
             return _Answer(HTTPStatus.METHOD_NOT_ALLOWED, _TEXT, b"GET and HEAD alone\n")
         question = _QUESTIONS.get(path)
@@ -117,7 +117,7 @@ class _Probes:
 
 
 def _exposed(registry: CollectorRegistry, accept: str) -> _Answer:
-    """Return the metrics, as text if a client asks for a format that is none."""
+    """Return the metrics, as text if the ``Accept`` header is not understood."""
     try:
         encode, content_type = choose_encoder(accept)
     except Exception as error:  # noqa: BLE001  # of a header that anybody may write
@@ -142,17 +142,17 @@ def _health(part: Part | Callable[[], Health]) -> Health:
 
 
 class HealthServer(_Probes):
-    """Serves the probes from a daemon thread.
+    """A server that answers probes from a daemon thread.
 
     Args:
-        parts: publishers, consumers, other objects with a method ``health()``, or functions that return a `Health`.
-        host: the address to listen at. Loopback serves probes that run a command; for HTTP probes of Kubernetes and for
-            Prometheus, ``"0.0.0.0"`` or ``"::"``.
-        port: 0 for any that is free.
-        registry: of the metrics; None to serve none.
+        parts: Publishers, consumers, other objects with a ``health()`` method, or functions that return a `Health`.
+        host: The address to listen at. Loopback is enough for probes that run a command. HTTP probes of Kubernetes and
+            Prometheus need ``"0.0.0.0"`` or ``"::"``.
+        port: The port to listen at; 0 for any free port.
+        registry: The registry of the metrics; None to serve no metrics.
 
     Raises:
-        ConfigurationError: an argument is wrong.
+        ConfigurationError: If an argument is invalid.
     """
 
     def __init__(
@@ -176,22 +176,22 @@ class HealthServer(_Probes):
 
     @property
     def url(self) -> str:
-        """The address that it listens at, as a URL without a path."""
+        """The address of the server, as a URL without a path."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._port}"
 
     def start(self) -> None:
-        """Listen, and answer from now on.
+        """Listen, and answer probes from now on.
 
         Raises:
-            ConfigurationError: the address cannot be listened at.
-            UsageError: it was started before.
+            ConfigurationError: If the server cannot listen at the address.
+            UsageError: If the server was started before.
         """
         if self._thread is not None:
             raise UsageError("this HealthServer was started before: make another")
         try:
             self._listener = _listen(self._host, self._port)
-        except (OSError, UnicodeError) as error:  # the latter of a host that no resolver takes
+        except (OSError, UnicodeError) as error:  # UnicodeError: a host name that no resolver accepts
             why = getattr(error, "strerror", None) or error
             raise ConfigurationError(f"host {self._host!r}, port {self._port}: cannot be listened at: {why}") from error
         self._port = self._listener.getsockname()[1]
@@ -201,7 +201,7 @@ class HealthServer(_Probes):
         _servers.add(self)
 
     def close(self) -> None:
-        """Stop listening. Does nothing if it is closed."""
+        """Stop listening. Do nothing if the server is closed."""
         loop, over = self._loop, self._over
         if self._listener is None or loop is None or over is None:
             return
@@ -220,7 +220,7 @@ class HealthServer(_Probes):
         self.close()
 
     def _forget(self) -> None:
-        """Close the copy of the socket in a forked child: the thread is the parent's."""
+        """Close the socket's copy in a forked child, where the thread does not exist."""
         listener, self._listener = self._listener, None
         if listener is not None:
             with suppress(OSError):
@@ -249,7 +249,7 @@ class HealthServer(_Probes):
         transport = writer.transport
         self._clients[transport] = None
         if len(self._clients) > _CONNECTIONS:
-            # The oldest goes: the newest may be a probe, which takes moments.
+            # The oldest connection is dropped: the newest may be a probe, which takes only a moment.
             oldest = next(iter(self._clients))
             del self._clients[oldest]
             oldest.abort()
@@ -263,7 +263,7 @@ class HealthServer(_Probes):
             logger.debug("a client of the probes left, sent no request, or did not read its answer: %r", error)
         finally:
             self._clients.pop(transport, None)
-            transport.abort()  # with the part of an answer that nobody reads
+            transport.abort()  # drop the part of a response that the client did not read
 
     def _response(self, head: bytes) -> bytes:
         line, *headers = head.decode("latin-1").split("\r\n")
@@ -303,15 +303,15 @@ def _header(headers: list[str], wanted: str) -> str:
 class HealthApp(_Probes):
     """The probes as an ASGI application, served alone or mounted into another one.
 
-    It answers on the event loop of its server: if something blocks that loop, no probe is answered, which is an answer,
-    too.
+    The application answers on the event loop of its server. While something blocks that loop, no probe is answered,
+    which is a sign of the problem as well.
 
     Args:
-        parts: as for `HealthServer`.
-        registry: of the metrics; None to serve none.
+        parts: The same as for `HealthServer`.
+        registry: The registry of the metrics; None to serve no metrics.
 
     Raises:
-        ConfigurationError: an argument is wrong.
+        ConfigurationError: If an argument is invalid.
     """
 
     def __init__(self, *parts: Part | Callable[[], Health], registry: CollectorRegistry | None = None) -> None:
@@ -338,7 +338,7 @@ class HealthApp(_Probes):
 
 
 async def _live(receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
-    """Begin and end with the server: there is nothing to do."""
+    """Acknowledge the start and the end of the server; nothing else is needed."""
     while True:
         event = (await receive())["type"]
         await send({"type": f"{event}.complete"})
@@ -346,7 +346,7 @@ async def _live(receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
             return
 
 
-# In a forked child the thread does not exist; its socket would keep the port open beyond the parent's end.
+# The thread does not exist in a forked child, whose copy of the socket would keep the port open after the parent's end.
 _servers: WeakSet[HealthServer] = WeakSet()
 
 

@@ -1,13 +1,13 @@
-"""Messages: immutable, validated by the constructor, small in memory.
+"""Immutable messages, validated by their constructor and small in memory.
 
 Invariants:
 
-- Every `Message` can be sent: an invalid value raises in the constructor.
-- The ``message_id`` is the same at every re-publish. It is empty only if `from_wire` was given none.
-- Nothing about a message changes.
+- Every `Message` can be sent. The constructor raises for an invalid value.
+- The ``message_id`` is the same at every re-publish. It is empty only if `from_wire` was given properties without one.
+- A message never changes.
 
-A message keeps its body, its id and, if it has others, its encoded properties. Attributes return the values as encoded:
-a timestamp has whole seconds and an expiration whole milliseconds.
+A message keeps its body and its id, and its encoded properties if it has any others. Attributes return the values as
+encoded: timestamps in whole seconds, expirations in whole milliseconds.
 """
 
 from __future__ import annotations
@@ -61,29 +61,29 @@ class Message:
     """A message to publish.
 
     Args:
-        body: ``bytes``, or a ``bytearray`` or ``memoryview``, which is copied. Text: ``Message("é".encode())``, or
-            `Message.json`.
-        headers: names (up to 255 bytes) to values: ``None``, ``bool``, ``int`` (64 bits), ``float`` (finite),
+        body: The body, as ``bytes``, or as a ``bytearray`` or ``memoryview``, which is copied. For text use
+            ``Message("é".encode())`` or `Message.json`.
+        headers: A mapping of names (up to 255 bytes) to ``None``, ``bool``, ``int`` (64 bits), finite ``float``,
             ``Decimal``, ``str``, ``bytes``, aware ``datetime``, lists and mappings of these, up to 32 levels deep.
-        content_type: e.g. ``"application/json"``.
-        content_encoding: e.g. ``"gzip"``.
-        message_id: the id by which consumers recognise duplicates; the default is a new time-ordered UUID.
-        correlation_id: ties a reply to its request.
-        reply_to: the queue for replies.
-        priority: 0 to 255, for queues with priorities.
-        expiration: seconds, or a ``timedelta``, after which queues drop the message; rounded to milliseconds.
-        timestamp: an aware ``datetime``; AMQP carries whole seconds. A naive one is refused: which time it means
-            would depend on the machine that reads it.
-        type: an application's name for the kind of message.
-        user_id: checked by RabbitMQ against the connection's user.
-        app_id: the application that publishes.
-        persistent: whether durable queues keep it across a restart of the broker.
+        content_type: The content type, e.g. ``"application/json"``.
+        content_encoding: The content encoding, e.g. ``"gzip"``.
+        message_id: The id by which consumers recognise duplicates. The default is a new time-ordered UUID.
+        correlation_id: An id that ties a reply to its request.
+        reply_to: The queue for replies.
+        priority: The priority, 0 to 255, for queues with priorities.
+        expiration: The seconds, or a ``timedelta``, after which queues drop the message; rounded to milliseconds.
+        timestamp: An aware ``datetime``; AMQP carries whole seconds. A naive one is refused, because its meaning would
+            depend on the machine that reads it.
+        type: The application's name for the kind of message.
+        user_id: The publishing user, which RabbitMQ checks against the connection's user.
+        app_id: The application that publishes the message.
+        persistent: Whether durable queues keep the message across a restart of the broker.
 
     Equality is identity. A message can be pickled and copied.
 
     Raises:
-        ConfigurationError: a value that AMQP cannot carry or that RabbitMQ would close the channel over; its text
-            names the field and the remedy.
+        ConfigurationError: If AMQP cannot carry a value, or RabbitMQ would close the channel over it. The message names
+            the field and the remedy.
     """
 
     __slots__ = ("body", "encoded_properties", "message_id")
@@ -132,7 +132,7 @@ class Message:
             and user_id is None
             and app_id is None
         ):
-            # None would pass for absent below, and the broker takes an absent delivery mode for transient.
+            # Below, None means absent, and the broker treats a message without a delivery mode as transient.
             encode_property("persistent", persistent)
             encoded = encode_values(
                 (
@@ -160,11 +160,11 @@ class Message:
         """Return a message with `obj` as JSON and the content type ``application/json``.
 
         Args:
-            obj: anything that ``json.dumps`` accepts, but no NaN and no infinities, which JSON does not have.
-            properties: as for `Message`; a ``content_type`` replaces ours.
+            obj: Any object that ``json.dumps`` accepts, except NaN and infinities, which JSON does not have.
+            properties: The keyword arguments of `Message`. A ``content_type`` replaces the default one.
 
         Raises:
-            ConfigurationError: `obj` cannot be written as JSON, or as for `Message`.
+            ConfigurationError: If `obj` cannot be written as JSON, or a property is invalid.
         """
         try:
             body = json.dumps(obj, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
@@ -177,16 +177,18 @@ class Message:
     def from_wire(cls, body: bytes, properties: bytes) -> Self:
         """Return a message equal to a delivered one, byte for byte.
 
-        It is ``from_wire(delivery.body, delivery.properties)``. Mind RabbitMQ's rules for published properties:
-        ``user_id`` must be the connection's own, and ``CC`` and ``BCC`` route the message to those queues again.
+        For a delivery, call ``from_wire(delivery.body, delivery.properties)``. RabbitMQ's rules for published
+        properties apply: ``user_id`` must be the connection's user, and ``CC`` and ``BCC`` route the message to those
+        queues again.
 
         Args:
-            body: the bytes of the message.
-            properties: as on the wire. Without a ``message_id`` none is sent, the message's own is empty, and a
-                publisher has one such message outstanding at a time: it could not tell their returns apart.
+            body: The bytes of the message.
+            properties: The encoded properties. If they have no ``message_id``, none is sent and the message's id is
+                empty. A publisher has only one such message outstanding at a time, because it could not tell their
+                returns apart.
 
         Raises:
-            ConfigurationError: ``properties`` cannot be decoded.
+            ConfigurationError: If ``properties`` cannot be decoded.
         """
         try:
             split_properties(properties)
@@ -198,15 +200,14 @@ class Message:
     def from_pika(cls, body: bytes | str, properties: object = None) -> Self:
         """Return a message with a body and properties for pika's ``basic_publish``.
 
-        All properties and headers are those that pika would send, byte for byte; a message without an id gets one.
+        All properties and headers are those that pika would send, byte for byte. A message without an id gets one.
 
         Args:
-            body: bytes, or text, which pika encodes in UTF-8.
-            properties: a ``pika.BasicProperties``, or None. Its ``delivery_mode`` says whether the message is
-                persistent; without one it is not.
+            body: The body, as bytes, or as text, which is encoded as UTF-8, as pika does.
+            properties: A ``pika.BasicProperties``, or None. Only ``delivery_mode`` 2 makes the message persistent.
 
         Raises:
-            ConfigurationError: pika cannot encode the properties, or RabbitMQ would close the channel over them.
+            ConfigurationError: If pika cannot encode the properties, or RabbitMQ would close the channel over them.
         """
         return cls._from_driver(body.encode() if isinstance(body, str) else body, drivers.pika_properties(properties))
 
@@ -214,10 +215,10 @@ class Message:
     def from_aio_pika(cls, message: object) -> Self:
         """Return a message equal to an ``aio_pika.Message``, received or to be sent.
 
-        All properties and headers are those that aio-pika would send, byte for byte; a message without an id gets one.
+        All properties and headers are those that aio-pika would send, byte for byte. A message without an id gets one.
 
         Raises:
-            ConfigurationError: aio-pika cannot encode the properties, or RabbitMQ would close the channel over them.
+            ConfigurationError: If aio-pika cannot encode the properties, or RabbitMQ would close the channel over them.
         """
         return cls._from_driver(*drivers.aio_pika_properties(message))
 
@@ -231,9 +232,9 @@ class Message:
         """Return a message that is sent with exactly these properties.
 
         Args:
-            body: the bytes of the message.
-            properties: encoded.
-            message_id: identifies the message to the publisher; the properties need not have one.
+            body: The bytes of the message.
+            properties: The encoded properties.
+            message_id: The id that identifies the message to the publisher. The properties need not have one.
         """
         message = cls.__new__(cls)
         _set_body(message, body)
@@ -246,11 +247,11 @@ class Message:
     ) -> Self:
         """Return a copy with some properties changed.
 
-        None removes a property, except ``persistent``. The copy has the same ``message_id`` unless another is given, or
-        None for a new one. Properties that are not changed stay the same byte for byte.
+        None removes a property, except ``persistent``. The copy has the same ``message_id``, unless another one is
+        given; None creates a new id. Unchanged properties stay the same byte for byte.
 
         Raises:
-            ConfigurationError: as for `Message`.
+            ConfigurationError: If a value is invalid, as for `Message`.
         """
         segments = split_properties(encode_properties(self))
         message_id = self.message_id
@@ -294,7 +295,7 @@ class Message:
 
     @property
     def reply_to(self) -> str | None:
-        """Where a reply goes."""
+        """The queue for replies."""
         return self._properties.reply_to
 
     @property
@@ -304,7 +305,7 @@ class Message:
 
     @property
     def expiration(self) -> float | None:
-        """Seconds after which queues drop it."""
+        """The seconds after which queues drop the message."""
         milliseconds = self._properties.expiration
         return int(milliseconds) / 1000 if milliseconds is not None and milliseconds.isdecimal() else None
 
@@ -316,17 +317,17 @@ class Message:
 
     @property
     def user_id(self) -> str | None:
-        """The user that publishes it."""
+        """The user that publishes the message."""
         return self._properties.user_id
 
     @property
     def app_id(self) -> str | None:
-        """The application that publishes it."""
+        """The application that publishes the message."""
         return self._properties.app_id
 
     @property
     def persistent(self) -> bool:
-        """Whether durable queues keep it across a restart of the broker."""
+        """Whether durable queues keep the message across a restart of the broker."""
         return self._properties.delivery_mode == 2
 
     @property
@@ -342,10 +343,10 @@ class Message:
 
     @classmethod
     def _unpickled(cls, body: object, properties: object, message_id: object) -> Self:
-        """Return the message of a pickle or a copy, which anybody may have written.
+        """Return the message of a pickle, which is untrusted, or of a copy.
 
         Raises:
-            ConfigurationError: there is no such message; the text names the field.
+            ConfigurationError: If a value is invalid. The message names the field.
         """
         try:
             body = _instance("body", bytes, body)
@@ -364,19 +365,19 @@ class Message:
 
     def __repr__(self) -> str:
         body: bytes | None = getattr(self, "body", None)
-        if body is None:  # half made: its constructor has refused something, and a debugger looks at it
+        if body is None:  # the constructor raised, and a debugger shows the incomplete object
             return f"<{self.__class__.__name__}, half made>"
         return f"<{self.__class__.__name__} {getattr(self, 'message_id', '?')}: {len(body)} bytes>"
 
 
-# The slots' own setters, which __setattr__ does not stand before.
+# The slots' own setters, which bypass __setattr__.
 _set_body: Final = Message.__dict__["body"].__set__
 _set_message_id: Final = Message.__dict__["message_id"].__set__
 _set_encoded_properties: Final = Message.__dict__["encoded_properties"].__set__
 
 
 def _copied_body(body: object) -> bytes:
-    """Return the bytes of a body: a subclass may override its length or content."""
+    """Return the body as plain bytes: a subclass may override its length or content."""
     if body.__class__ is bytes:
         return body
     if isinstance(body, (bytes, bytearray, memoryview)):
@@ -394,20 +395,20 @@ def _instance(field: str, kind: type[T], value: object) -> T:
     return value
 
 
-# -- message ids: UUIDs of version 7 (RFC 9562): milliseconds, 12 bits of the fraction below, 62 random bits
+# -- message ids: UUIDs of version 7 (RFC 9562) from milliseconds, 12 bits of their fraction, and 62 random bits
 
 _HEX_12_BITS: Final = tuple(f"{number:03x}" for number in range(4096))
 _IDS_AT_A_TIME: Final = 256
 
-# Twelve random hexadecimal digits for each id to come. Taking one out is atomic, so threads never get the same; a
-# forked child empties it, so processes do not either.
+# Twelve random hexadecimal digits for each future id. `pop` is atomic, so no two threads get the same digits. A forked
+# child clears the list, so no two processes do either.
 _random_digits: list[str] = []
-# The millisecond of the last id, with the digits that all ids of that millisecond share.
+# The millisecond of the last id, and the digits that all ids of that millisecond share.
 _moment = [(0, "", "")]
 
 
 def new_message_id() -> str:
-    """Make a time-ordered UUID (version 7). Thread-safe, and safe after a fork."""
+    """Return a new time-ordered UUID (version 7). Thread-safe, and safe after a fork."""
     millisecond, nanoseconds = divmod(time_ns(), 1_000_000)
     shared, head, middle = _moment[0]
     if shared != millisecond:

@@ -2,10 +2,10 @@
 
 Invariants of a policy:
 
-- Its schedule is computed by the constructor and never changes. The user's ``backoff`` is called there only, so no user
+- The constructor computes the schedule, which never changes. The user's ``backoff`` is called only there, so no user
   code runs when a message fails.
-- The schedule ends: ``max_attempts`` includes the first attempt.
-- Every delay is a finite number of seconds, at least 0 and never below the configured one: jitter only adds.
+- The schedule is finite. ``max_attempts`` includes the first attempt.
+- Every delay is a finite number of seconds, at least 0 and never below the configured delay, because jitter only adds.
 - Invalid values raise in the constructor, not when a message first fails.
 """
 
@@ -33,7 +33,7 @@ DEFAULT_DELAYS: Final = (1.0, 10.0, 60.0)
 #: The highest attempt count: `RetryPolicy` refuses more, and a header that claims more is not trusted.
 MOST_ATTEMPTS: Final = 1000
 
-_SHOWN = 8  # delays that a repr lists
+_SHOWN = 8  # delays that ``repr`` lists
 
 
 class Ack:
@@ -48,14 +48,14 @@ class Ack:
 class RetryLater(Exception):
     """The decision of a handler to retry a delivery later.
 
-    A handler raises or returns it; a batch handler returns it for an item. It counts as an attempt: after the policy's
-    last attempt the delivery is dead-lettered nevertheless.
+    A handler raises or returns it; a batch handler returns it for an item. The retry counts as an attempt: after the
+    policy's last attempt, the delivery is dead-lettered nevertheless.
 
     Args:
-        delay: seconds until the next attempt; None for the policy's delay.
+        delay: The seconds until the next attempt; None for the policy's delay.
     """
 
-    delay: float | None = None  # of a subclass that does not call this constructor
+    delay: float | None = None  # for a subclass that does not call this constructor
 
     def __init__(self, delay: Duration | None = None) -> None:
         self.delay = None if delay is None else seconds("delay", delay)
@@ -71,10 +71,10 @@ class DeadLetter(Exception):
     A handler raises or returns it; a batch handler returns it for an item.
 
     Args:
-        reason: a sentence for the operator; it is stored in a header of the dead letter.
+        reason: A sentence for the operator, which is stored in a header of the dead letter.
     """
 
-    reason: str = ""  # of a subclass that does not call this constructor
+    reason: str = ""  # for a subclass that does not call this constructor
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -88,27 +88,29 @@ Verdict: TypeAlias = Ack | type[Ack] | RetryLater | DeadLetter
 
 
 class RetryPolicy:
-    """How often to retry a failed message, and after which delays. Immutable.
+    """The number of attempts for a failed message, and the delays between them.
 
-    After the last attempt a consumer dead-letters the message and a publisher reports it. ``retry_on``, ``give_up_on``
-    and ``backend`` are for consumers only: a publisher retries nacks alone, and refuses a policy that sets them.
+    Immutable. After the last attempt a consumer dead-letters the message, and a publisher reports it. ``retry_on``,
+    ``give_up_on`` and ``backend`` are for consumers only: a publisher retries only nacks, and refuses a policy that
+    sets them.
 
     Args:
-        max_attempts: attempts in all, the first one included; from 1 (never again) to 1000.
-        delays: seconds before the second attempt, the third one and so on; the last one repeats. Default: 1, 10, 60.
-        backoff: instead of ``delays``, one of tenacity's waits, such as ``wait_exponential(max=60)``, or a function of
-            the same kind. The constructor calls it once per attempt; for random delays use ``jitter``.
-        jitter: the largest random addition to a delay, as a part of it, from 0 (none) to 1 (up to twice the delay).
-        retry_on: the exceptions after which a handler is called again; others dead-letter at once. Default: all. Both
-            match subclasses, as ``except`` does. An ``ExceptionGroup`` is retried if each exception in it is.
-        give_up_on: exceptions that dead-letter at once, even if ``retry_on`` names a base class of theirs.
-        backend: where a delivery waits. ``"queues"``: in one delay queue per delay, declared beside the queue; if that
-            is impossible (a plain name, a stream, an auto-delete queue), in memory. ``"memory"``: unacked, in the
-            consumer's process; all delays of a message together must stay below the broker's consumer timeout.
-            ``"broker"``: in the queue itself, with ``Queue(..., delayed_retry=...)``, which sets the delays.
+        max_attempts: The number of attempts, including the first one, from 1 (no retry) to 1000.
+        delays: The seconds before the second attempt, the third and so on. The last delay repeats. Default: 1, 10, 60.
+        backoff: A replacement for ``delays``: one of tenacity's waits, such as ``wait_exponential(max=60)``, or a
+            function of the same kind. The constructor calls it once per attempt. For random delays use ``jitter``.
+        jitter: The largest random addition to a delay, as a fraction of it, from 0 (none) to 1 (up to twice the delay).
+        retry_on: The exceptions after which a handler is called again; others dead-letter at once. Default: all.
+            Subclasses match, as in an ``except`` clause; the same holds for ``give_up_on``. An ``ExceptionGroup`` is
+            retried if each exception in it is.
+        give_up_on: The exceptions that dead-letter at once, even if ``retry_on`` names one of their base classes.
+        backend: The place where a delivery waits. ``"queues"``: in one delay queue per delay, declared beside the
+            queue; if that is impossible (a plain name, a stream, an auto-delete queue), in memory. ``"memory"``:
+            unacked, in the consumer's process; the sum of a message's delays must stay below the broker's consumer
+            timeout. ``"broker"``: in the queue itself, with ``Queue(..., delayed_retry=...)``, which sets the delays.
 
     Raises:
-        ConfigurationError: a value is out of its range; the message names it.
+        ConfigurationError: If a value is invalid. The message names it.
     """
 
     __slots__ = ("_backend", "_backoff", "_give_up_on", "_jitter", "_max_attempts", "_retry_on", "_schedule")
@@ -148,22 +150,22 @@ class RetryPolicy:
 
     @property
     def max_attempts(self) -> int:
-        """Attempts in all, the first one included."""
+        """The number of attempts, including the first one."""
         return self._max_attempts
 
     @property
     def schedule(self) -> tuple[float, ...]:
-        """Seconds after each attempt but the last, without jitter."""
+        """The seconds after each attempt except the last one, without jitter."""
         return self._schedule
 
     @property
     def jitter(self) -> float:
-        """Part of each delay that is added to it at random."""
+        """The largest random addition to a delay, as a fraction of the delay."""
         return self._jitter
 
     @property
     def backend(self) -> RetryBackend:
-        """Where a delivery waits, as configured."""
+        """The configured place where a delivery waits."""
         return self._backend
 
     @property
@@ -177,12 +179,12 @@ class RetryPolicy:
         return tuple(name for name, is_given in given.items() if is_given)
 
     def retries(self, kind: type[BaseException], *groups: type[BaseException]) -> bool:
-        """Return whether an exception of this class is retried, if an attempt is left.
+        """Return whether an exception of this class is retried if an attempt is left.
 
         Args:
-            kind: the exception's class.
-            groups: the classes of the exception groups around it; ``retry_on`` and ``give_up_on`` may name one. A group
-                is retried if each exception in it is.
+            kind: The exception's class.
+            groups: The classes of the exception groups around it, which ``retry_on`` and ``give_up_on`` may name. A
+                group is retried if each exception in it is.
         """
         kinds = (kind, *groups)
         if any(_is_any(one, self._give_up_on) for one in kinds):
@@ -193,11 +195,11 @@ class RetryPolicy:
         """Return the delay after a failed attempt.
 
         Args:
-            attempt: the number of the attempt that failed, from 1.
-            random: the source of the jitter.
+            attempt: The number of the failed attempt, from 1.
+            random: The source of the jitter.
 
         Returns:
-            Seconds until the next attempt; None after the last one.
+            The seconds until the next attempt; None after the last one.
         """
         if attempt >= self._max_attempts:
             return None
@@ -221,20 +223,20 @@ class RetryPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KillSwitch:
-    """When a consumer pauses because too many handlers fail, and for how long.
+    """A rule that pauses a consumer when too many of its handler calls fail.
 
-    Otherwise a service that is down would cost every message in the queue its attempts. Deliveries stay unacked during
-    the pause. After it one delivery is handled as a probe; its success ends the pause.
+    Without a pause, a service that is down would use up the attempts of every message in the queue. Deliveries stay
+    unacked during the pause. After it one delivery is handled as a probe, and its success ends the pause.
 
     Args:
-        share: of failed handler calls within the window, above 0 and up to 1.
-        window: seconds, or a timedelta, that the share is taken over.
-        minimum: handler calls within the window below which the consumer does not pause.
-        pause: seconds, or a timedelta, until the first probe; doubled after each failed probe.
-        longest_pause: seconds, or a timedelta, that a pause lasts at most.
+        share: The share of failed handler calls within the window that starts a pause, above 0 and up to 1.
+        window: The length of the window, in seconds or as a timedelta.
+        minimum: The number of handler calls within the window below which the consumer does not pause.
+        pause: The time until the first probe, in seconds or as a timedelta. It doubles after each failed probe.
+        longest_pause: The maximum length of a pause, in seconds or as a timedelta.
 
     Raises:
-        ConfigurationError: a value is out of its range; the message names it.
+        ConfigurationError: If a value is out of range. The message names it.
     """
 
     share: float = 0.9
@@ -283,7 +285,7 @@ def _part(field: str, value: object) -> float:
 
 
 def _is_any(kind: type[BaseException], bases: tuple[type[BaseException], ...]) -> bool:
-    """Return whether a class inherits from one of these.
+    """Return whether a class inherits from one of ``bases``.
 
     A user's ``__subclasscheck__``, which may raise, is not called.
     """

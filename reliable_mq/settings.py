@@ -1,10 +1,10 @@
-"""Settings of a connection: hosts, credentials, TLS and tuning, validated.
+"""Validated settings of a connection: hosts, credentials, TLS and tuning.
 
 Invariants:
 
-- Neither ``repr`` nor ``str`` nor an error message of these classes holds a password or a token.
-- Credentials are resolved at every connect, so that a rotated password is used by the next one.
-- Every value is in the range that RabbitMQ and both drivers accept; no driver is given a value that it rejects.
+- No ``repr``, ``str`` or error message of these classes contains a password or a token.
+- Credentials are resolved at every connect, so the next connect uses a rotated password.
+- Every value is in the range that RabbitMQ and both drivers accept.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = ["ConnectionSettings", "Credentials", "CredentialsCallback", "Endpoint
 
 Mechanism = Literal["PLAIN", "EXTERNAL"]
 
-#: The most bytes of a name in AMQP, which carries it as a short string.
+#: The maximum size of a name in bytes: AMQP carries it as a short string.
 SHORT_STRING_BYTES = 255
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One host and port; ``str()`` returns ``host:port``, with IPv6 in brackets."""
+    """A host and a port. ``str()`` returns ``host:port``, with IPv6 in brackets."""
 
     host: str
     port: int
@@ -44,7 +44,7 @@ class Endpoint:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether the host is a loopback address or ``localhost``; resolves no names."""
+        """Whether the host is a loopback address or ``localhost``; no name is resolved."""
         if self.host.lower() == "localhost":
             return True
         try:
@@ -60,14 +60,14 @@ class Credentials:
     """A user name and a password or token, which ``repr`` hides.
 
     Args:
-        username: RabbitMQ takes the user from the token if there is one; any text does then.
-        password: or token.
-        expires_in: seconds, or a timedelta, from now on, for which a token of a callback is valid. An open connection
-            gets another one from the callback before that. None for a password that does not expire.
+        username: The user name. With a token, RabbitMQ takes the user from the token and accepts any text here.
+        password: The password or token.
+        expires_in: The remaining lifetime of a token from a callback, in seconds or as a timedelta. Before the token
+            expires, an open connection gets another one from the callback. None for a password that does not expire.
 
     Raises:
-        ConfigurationError: not text, not UTF-8, an empty password (RabbitMQ refuses it), a NUL character, which SASL
-            PLAIN uses as its separator, or no duration.
+        ConfigurationError: If a value is not text or not UTF-8, contains a NUL character (the separator of SASL PLAIN),
+            the password is empty (RabbitMQ refuses that), or ``expires_in`` is not a duration.
     """
 
     username: str
@@ -81,7 +81,7 @@ class Credentials:
                 raise ConfigurationError(f"{name} must be text, not {type(value).__name__}")
             if "\0" in value:
                 raise ConfigurationError(f"{name} holds a NUL character, which SASL PLAIN cannot carry")
-            if not is_text(value):  # a driver's error would hold it
+            if not is_text(value):  # a driver's error would contain the value
                 raise ConfigurationError(
                     f"{name} holds bytes that are not UTF-8, as of a variable in another encoding: store it in UTF-8"
                 )
@@ -95,7 +95,7 @@ class Credentials:
 
     @property
     def lifetime(self) -> float | None:
-        """`expires_in` in seconds; None if it does not expire."""
+        """The value of `expires_in` in seconds; None if the password does not expire."""
         return None if self.expires_in is None else seconds("expires_in", self.expires_in)
 
 
@@ -104,27 +104,27 @@ CredentialsCallback = Callable[[], "Credentials | tuple[str, str]"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionSettings:
-    """The settings of a connection. `reliable_mq.url.parse_url` makes one.
+    """The settings of a connection. `reliable_mq.url.parse_url` creates them.
 
-    ``repr`` omits credentials and callbacks; ``str`` is a URL without user and options.
+    ``repr`` omits credentials and callbacks. ``str`` is a URL without user and options.
 
     Args:
-        endpoints: the hosts, in the order given; at least one, none twice.
-        virtual_host: decoded.
-        tls: None for plaintext.
-        credentials: static, or a callback that returns a user name and a password and is called at every connect; None
-            with ``EXTERNAL``, and only there.
-        mechanism: ``"PLAIN"``, or ``"EXTERNAL"``: the client's certificate names the user.
-        heartbeat: seconds, 1 to 65535. Below 5, RabbitMQ's documentation warns of false alarms. They cannot be
-            switched off: a vanished peer would never be noticed. The default of 20 is the upper end of the recommended
-            range; a vanished peer of an idle connection is noticed within 45 s.
-        connect_timeout: seconds, for the TCP, TLS and AMQP handshakes of one endpoint together.
-        connection_name: shown by the management UI; None for the caller's choice.
-        frame_max: bytes, 8192 (RabbitMQ 4.1 refuses less) to 131072 (pika refuses more).
-        channel_max: the highest channel number to ask for, 1 to 65535 (RabbitMQ refuses 0, "no limit").
+        endpoints: The hosts, in the given order; at least one, and none twice.
+        virtual_host: The name of the virtual host, not percent-encoded.
+        tls: The TLS options; None for plaintext.
+        credentials: Static credentials, or a callback that returns a user name and a password and is called at every
+            connect. None with ``EXTERNAL``, and only there.
+        mechanism: ``"PLAIN"``, or ``"EXTERNAL"``, with which the client's certificate names the user.
+        heartbeat: The heartbeat in seconds, 1 to 65535. Below 5, RabbitMQ's documentation warns of false alarms.
+            Heartbeats cannot be switched off, because a vanished peer would never be noticed. The default of 20 is the
+            upper end of the recommended range; it detects a vanished peer of an idle connection within 45 s.
+        connect_timeout: The maximum time for the TCP, TLS and AMQP handshakes of one endpoint together, in seconds.
+        connection_name: The connection's name in the management UI; None for the caller's choice.
+        frame_max: The maximum frame size in bytes, from 8192 (RabbitMQ 4.1 refuses less) to 131072 (pika refuses more).
+        channel_max: The highest channel number to request, from 1 to 65535 (RabbitMQ refuses 0, "no limit").
 
     Raises:
-        ConfigurationError: names the field, the value given and the values accepted.
+        ConfigurationError: If a value is invalid. The message names the field, the given value and the accepted values.
     """
 
     endpoints: tuple[Endpoint, ...]
@@ -161,7 +161,7 @@ class ConnectionSettings:
 
     @property
     def first_attempts_timeout(self) -> float:
-        """Seconds after which every host has had its first attempt."""
+        """The seconds after which every host has had its first attempt."""
         return self.connect_timeout * len(self.endpoints) + 1.0
 
     def resolve_credentials(self) -> Credentials | None:
@@ -170,17 +170,17 @@ class ConnectionSettings:
         Blocks while the user's callback runs.
 
         Raises:
-            BrokerUnavailable: the callback raised; a retry may help.
-            ConfigurationError: the callback returned no user name and password.
+            BrokerUnavailable: If the callback raised. A retry may help.
+            ConfigurationError: If the callback did not return a user name and a password.
         """
         if self.credentials is None or isinstance(self.credentials, Credentials):
             return self.credentials
         try:
             answer: object = self.credentials()
-        except ConfigurationError as error:  # of `Credentials`: a token that has expired may be followed by a good one
+        except ConfigurationError as error:  # from `Credentials`: after an expired token, a valid one may follow
             raise BrokerUnavailable(f"the credentials callback raised {type(error).__name__}: {error}") from error
         except Exception as error:
-            # Its text may hold a secret, so it stays in the cause.
+            # The error's text may contain a secret, so only the cause keeps it.
             raise BrokerUnavailable(f"the credentials callback raised {type(error).__name__}") from error
         if isinstance(answer, Credentials):
             return answer

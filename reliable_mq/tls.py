@@ -2,10 +2,10 @@
 
 Invariants:
 
-- The broker's certificate and its host name are verified, unless ``verify=False`` was written in code;
-  that choice is logged as a warning at every connect. No URL can switch verification off.
-- A driver is given a finished context, never TLS options: pika's URL options can switch verification off silently.
-- Files are read at every connect, so that a renewed certificate is used by the next one.
+- The broker's certificate and host name are verified, unless the code sets ``verify=False``. That choice is logged as a
+  warning at every connect. No URL can switch verification off.
+- A driver gets a finished context, never TLS options: pika's URL options can switch verification off silently.
+- Files are read at every connect, so the next connect uses a renewed certificate.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 FilePath = str | os.PathLike[str]
 
-# The options that a user's context allows beside it: it has all the others itself.
+# The options that may be given beside a user's context, which has all the others itself.
 _BESIDE_CONTEXT = frozenset({"context", "server_name", "verify"})
 _MINIMUM_VERSIONS = (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3)
 
@@ -35,22 +35,23 @@ class TLSOptions:
     """TLS options of a connection.
 
     Args:
-        ca_file: PEM file with the certificate authorities to trust. Without any of the three ``ca_`` options the
-            system's are trusted; with one of them, only those given.
-        ca_path: directory of such files, named by hash as OpenSSL requires.
-        ca_data: the authorities themselves, as PEM text or DER bytes.
-        cert_file: PEM file with the client's certificate (mutual TLS), and with its key where `key_file` is not given.
-        key_file: PEM file with the client's private key.
-        key_password: the password of that key, or a callable that returns it, called at every connect.
-        server_name: the name to send (SNI) and to verify, if it is not the host of the URL.
-        verify: False accepts any certificate: anyone on the path can then read and change everything.
+        ca_file: A PEM file with the certificate authorities to trust. If any of the three ``ca_`` options is given,
+            only the given authorities are trusted; otherwise the system's are.
+        ca_path: A directory of such files, named by hash as OpenSSL requires.
+        ca_data: The authorities themselves, as PEM text or DER bytes.
+        cert_file: A PEM file with the client's certificate (mutual TLS), and with its key if `key_file` is not given.
+        key_file: A PEM file with the client's private key.
+        key_password: The password of that key, or a callable that returns it and is called at every connect.
+        server_name: The name to send (SNI) and to verify, if it is not the host of the URL.
+        verify: Whether to verify the broker. If False, any certificate is accepted, and anyone on the path can read and
+            change everything.
         minimum_version: ``ssl.TLSVersion.TLSv1_2`` or ``ssl.TLSVersion.TLSv1_3``.
-        context: a context made by the user, in place of every option above but `server_name` and `verify`. It has to
-            verify certificate and host name, unless ``verify=False`` is given as well.
+        context: A context made by the user, in place of every option above except `server_name` and `verify`. It must
+            verify the certificate and the host name, unless ``verify=False`` is given as well.
 
     Raises:
-        ConfigurationError: an option is invalid or contradicts another; names the field. Files are not read before
-            `build_context`.
+        ConfigurationError: If an option is invalid or contradicts another one. The message names the field. Files are
+            not read before `build_context`.
     """
 
     ca_file: FilePath | None = None
@@ -83,17 +84,17 @@ class TLSOptions:
 
     @property
     def has_client_certificate(self) -> bool:
-        """Whether there is a client certificate; a user's context is assumed to have one."""
+        """Whether a client certificate is given. A user's context counts as having one."""
         return self.cert_file is not None or self.context is not None
 
     def build_context(self) -> ssl.SSLContext:
         """Return the context for one connect.
 
-        Reads the files, and warns where verification is off.
+        Reads the files, and logs a warning if verification is off.
 
         Raises:
-            ConfigurationError: a file cannot be read or used, or the user's context was changed so that it no longer
-                verifies; names the field.
+            ConfigurationError: If a file cannot be read or used, or the user's context was changed so that it no longer
+                verifies. The message names the field.
         """
         if not self.verify:
             logger.warning("TLS verification is off (TLSOptions(verify=False)): anyone on the path can be the broker")
@@ -138,7 +139,7 @@ class TLSOptions:
             except ssl.SSLError as error:
                 raise ConfigurationError(f"ca_file {_shown(self.ca_file)} holds no PEM certificate: {error}") from error
         if self.ca_path is not None:
-            # OpenSSL accepts a missing directory silently, and then trusts no authority.
+            # OpenSSL silently accepts a missing directory and trusts no authority.
             if not Path(self.ca_path).is_dir():
                 raise ConfigurationError(f"ca_path {_shown(self.ca_path)} is not a directory that can be read")
             context.load_verify_locations(capath=self.ca_path)
@@ -158,7 +159,7 @@ class TLSOptions:
             raise self._client_certificate_error(cert_file, error) from error
 
     def _ask_key_password(self) -> str | bytes:
-        # Always handed to OpenSSL, which would else ask for the password on the terminal and wait there.
+        # Always passed to OpenSSL, which would otherwise ask for the password on the terminal and wait.
         if self.key_password is None:
             raise ConfigurationError("key_password is missing: the client's private key is encrypted")
         if not callable(self.key_password):
@@ -186,7 +187,7 @@ class TLSOptions:
 
 
 def _require_file(name: str, path: FilePath) -> None:
-    # ssl's own FileNotFoundError names no file.
+    # The FileNotFoundError of ``ssl`` does not name the file.
     try:
         with Path(path).open("rb"):
             pass

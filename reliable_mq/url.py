@@ -7,12 +7,12 @@ Grammar::
 
     amqp[s]://[user:password@]host[:port][,host[:port]]...[/virtual-host][?key=value[&key=value]...]
 
-- User, password, virtual host and option values are percent-encoded UTF-8. An IPv6 address stands in brackets.
-- The virtual host is ``/`` where there is no path, where the path is ``/`` alone (RabbitMQ's URI specification calls
-  that the empty name, but everybody writes it for the default), and for ``/%2F``. Any other is one path segment.
-- Without user and password, ``guest`` is assumed for loopback hosts only; RabbitMQ lets it in from nowhere else.
+- User, password, virtual host and option values are percent-encoded UTF-8. An IPv6 address is enclosed in brackets.
+- The virtual host is ``/`` if the URL has no path, if the path is ``/`` alone (RabbitMQ's URI specification calls that
+  the empty name, but it is commonly used for the default), and for ``/%2F``. Any other name is one path segment.
+- Without user and password, ``guest`` is assumed, for loopback hosts only: RabbitMQ refuses it from anywhere else.
 
-Invariant: no error and no log line shows a password, nor a part of the URL that could be one when the URL is malformed.
+Invariant: No error and no log line shows a password, or a part of a malformed URL that could be one.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _DIGITS: Final = re.compile(r"[0-9]{1,9}")
 _AUTHORITY_END: Final = re.compile(r"[/?]")
 _BAD_ESCAPE: Final = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _USER: Final = re.compile(r"[^/?#=&\s]*")
-# Options of a URL that may be shown, and their characters; any other value may be a secret.
+# The options of a URL that may be shown, and the allowed characters of their values. Any other value may be a secret.
 _HARMLESS_KEYS: Final = frozenset({"application_name", "charset", "host", "port", "sslmode", "unix_socket"})
 _HARMLESS: Final = re.compile(r"(?:[A-Za-z0-9._:/,+-]|%2F|%3A)*")
-# A timeout in milliseconds below this was probably meant in seconds.
+# A timeout below this number of milliseconds was probably meant in seconds.
 _LEAST_MILLISECONDS: Final = 100
 _FALSE_ALARMS_BELOW: Final = 5
 
@@ -73,25 +73,25 @@ def parse_url(
     Does no I/O: TLS files are read at connect.
 
     The keys of a URL's query are RabbitMQ's: ``heartbeat`` (seconds), ``connection_timeout`` (**milliseconds**, as
-    RabbitMQ specifies; `connect_timeout` beside the URL is in seconds), ``channel_max``, ``frame_max`` (bytes),
-    ``auth_mechanism`` (``plain`` or ``external``), ``name`` (of the connection), and with ``amqps`` ``cacertfile``,
-    ``certfile``, ``keyfile``, ``server_name_indication`` and ``verify=verify_peer``, the only value. Verification is
-    switched off by `TLSOptions(verify=False)` alone.
+    RabbitMQ specifies; the argument `connect_timeout` is in seconds), ``channel_max``, ``frame_max`` (bytes),
+    ``auth_mechanism`` (``plain`` or ``external``) and ``name`` (of the connection). ``amqps`` also has ``cacertfile``,
+    ``certfile``, ``keyfile``, ``server_name_indication`` and ``verify``, whose only value is ``verify_peer``. Only
+    `TLSOptions(verify=False)` switches verification off.
 
     Args:
-        url: one URL, which may name several hosts, or several URLs that differ in their hosts only.
-        tls: for ``amqps``, in place of the URL's TLS keys.
-        credentials: in place of the URL's user and password; a callable is called at every connect.
+        url: A URL, which may name several hosts, or several URLs that differ only in their hosts.
+        tls: The TLS options for ``amqps``, in place of the URL's TLS keys.
+        credentials: The credentials, in place of the URL's user and password. A callable is called at every connect.
         mechanism: ``"PLAIN"`` or ``"EXTERNAL"``.
-        heartbeat: seconds.
-        connect_timeout: seconds or a timedelta, for one host.
-        connection_name: shown by the management UI.
-        frame_max: bytes.
-        channel_max: the highest channel number.
+        heartbeat: The heartbeat in seconds.
+        connect_timeout: The maximum time to connect to one host, in seconds or as a timedelta.
+        connection_name: The connection's name in the management UI.
+        frame_max: The maximum size of a frame in bytes.
+        channel_max: The highest channel number.
 
     Raises:
-        ConfigurationError: the URL or an option is invalid, or an option is given twice, in the URL and as an argument.
-            The message never shows a password. `ConnectionSettings` lists the values accepted.
+        ConfigurationError: If the URL or an option is invalid, or an option is given both in the URL and as an
+            argument. The message never shows a password. `ConnectionSettings` lists the accepted values.
     """
     parsed = _parse_all(url)
     options = _options_of(parsed.query)
@@ -122,8 +122,8 @@ def parse_url(
 def redacted(url: str) -> str:
     """Return a URL of any scheme without its secrets, for a log line or an error.
 
-    A password becomes ``***``, and so does each option that is not known to be harmless. No part of a malformed URL is
-    shown that may belong to a password.
+    A password becomes ``***``, and so does the value of each option that is not known to be harmless. Parts of a
+    malformed URL that may belong to a password are not shown.
     """
     scheme, separator, rest = url.partition("://")
     if not separator:
@@ -135,7 +135,7 @@ def redacted(url: str) -> str:
     for host in hosts.split(","):
         _, colon, port = host.rpartition("]")[2].partition(":")
         if colon and not _DIGITS.fullmatch(port):
-            # As in user:password without a host; the rest may belong to the password.
+            # The URL may be user:password without a host, so the rest may belong to the password.
             return shown + hosts[: hosts.index(host)] + host.removesuffix(port) + "***"
     shown += hosts + slash + path + question
     return shown + "&".join(map(_redacted_option, query.split("&"))) if question else shown
@@ -155,7 +155,7 @@ def _redacted_option(piece: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Parsed:
-    """The parts of one URL, decoded, not yet validated together."""
+    """The decoded parts of one URL, not yet validated together."""
 
     scheme: str
     credentials: Credentials | None = field(repr=False)
@@ -193,7 +193,7 @@ def _parse_one(url: object) -> _Parsed:
     end = _AUTHORITY_END.search(rest)
     authority, rest = (rest, "") if end is None else (rest[: end.start()], rest[end.start() :])
     if "@" in rest or authority.count("@") > 1:
-        # So that no part of a password is read as a port, a virtual host or an option.
+        # This prevents reading a part of a password as a port, a virtual host or an option.
         raise ConfigurationError(
             "the URL holds an '@' after the one that ends the password, or a password with '/', '?' or '@' in it: "
             "percent-encode them (%40, %2F, %3F)"
@@ -243,7 +243,7 @@ def _parse_host(text: str, default_port: int) -> Endpoint:
             raise ConfigurationError("the URL has a host with several ':' in it: write an IPv6 address in brackets")
     if not colon:
         return Endpoint(host, default_port)
-    # The port is not shown: in user:password without a host, it is the password.
+    # The error does not show the port: in user:password without a host, that is the password.
     if not _DIGITS.fullmatch(port) or not 1 <= int(port) <= _HIGHEST_PORT:
         raise ConfigurationError(f"the URL has a port that is no number from 1 to {_HIGHEST_PORT}")
     return Endpoint(host, int(port))
@@ -269,7 +269,7 @@ def _parse_query(query: str) -> dict[str, str]:
     for piece in query.split("&"):
         key, equals, text = piece.partition("=")
         if key not in _KEYS:
-            # The key is shown, cut short, but never its value: an unknown one may be a secret.
+            # The key is shown, cut short, but never its value, which may be a secret.
             raise ConfigurationError(f"unknown option {key[:40]!r} in the URL; known are {', '.join(_KEYS)}")
         if not equals or not text:
             raise ConfigurationError(f"option {key} in the URL has no value")

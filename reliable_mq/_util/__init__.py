@@ -1,1 +1,1 @@
-"""Helpers that know nothing of messaging."""
+"""Helpers that are independent of messaging."""

@@ -1,7 +1,7 @@
-"""The time since the boot of the machine: no jump of the wall clock moves it.
+"""The time since the machine's boot, which jumps of the wall clock do not change.
 
-It is the same for all processes of the machine, which share a file and have no server with a clock. A time that is kept
-beyond a boot needs a base to add to it, or the name of the boot beside it.
+All processes of the machine share this time. They need one clock because they share a file, with no server whose clock
+they could use. A time that is stored beyond a boot needs a base to add, or the name of the boot beside it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def since_boot() -> int:
 
 
 def boot() -> tuple[str, int]:
-    """Return the name of this boot, and the wall clock's time of it in microseconds.
+    """Return the name of this boot, and its wall-clock time in microseconds.
 
-    If the system has no name for it, a jump of the wall clock by hours counts as another boot.
+    If the system has no name for the boot, a jump of the wall clock by hours counts as another boot.
     """
     base = time.time_ns() // 1000 - since_boot()
     try:

@@ -1,15 +1,15 @@
-"""The hooks of the package after a fork and at exit, in a defined order.
+"""The package's hooks after a fork and at exit, in a defined order.
 
-Python runs hooks of ``os.register_at_fork`` in the order of imports and those of ``atexit`` in the opposite one, and a
-program may import modules of this package in any order. So the package registers with Python once, here.
+Python runs ``os.register_at_fork`` hooks in the order of registration and ``atexit`` hooks in the opposite order, and a
+program may import the modules of this package in any order. So the package registers with Python once, here.
 
 Invariants:
 
-- Hooks run by stage, in the order in which `ForkStage` and `ExitStage` list them, and within a stage in the order in
-  which they were added.
-- A hook that raises keeps no other from running.
-- The hooks at exit run before those of all modules that were imported before the last hook was added: logging, say,
-  still works.
+- Hooks run by stage, in the order of `ForkStage` and `ExitStage`. Within a stage they run in the order in which they
+  were added.
+- A hook that raises does not keep other hooks from running.
+- The hooks at exit run before those of all modules that were imported before the last hook was added. So logging, for
+  example, still works.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ _at_exit: list[tuple[ExitStage, Callable[[], object]]] = []
 
 
 def at_fork(stage: ForkStage, hook: Callable[[], object]) -> None:
-    """Call ``hook`` in every forked child, before the child goes on."""
+    """Call ``hook`` in every forked child, before the child continues."""
     _in_child.append((stage, hook))
 
 
 def each_at_fork(stage: ForkStage, hook: Callable[[T], object]) -> WeakSet[T]:
-    """Return a set to add objects to; call ``hook`` with each in a forked child."""
+    """Return a set of objects; call ``hook`` with each of them in a forked child."""
     objects: WeakSet[T] = WeakSet()
 
     def call_with_each() -> None:

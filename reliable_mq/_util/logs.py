@@ -1,15 +1,15 @@
-"""Log lines with a limit in time, and the drivers' records, lowered to DEBUG.
+"""Rate-limited log lines, and the drivers' log records lowered to DEBUG.
 
-A line that every message may cause is logged at most once in an interval. Each has a limit of its own: a line about one
-trouble does not hide that of another.
+A line that every message may cause is logged at most once per interval. Each such line has its own limit, so that a
+line about one problem does not hide a line about another.
 
-pika logs a lost connection as two errors with tracebacks and a failed attempt as six, on loggers of its own. We get the
-same failures as exceptions and log each once; the driver's records help only those who debug the driver.
+pika logs a lost connection as two errors with tracebacks and a failed attempt as six, on its own loggers. We get the
+same failures as exceptions and log each of them once. The driver's records help only to debug the driver.
 
 Invariants:
 
-- records of other threads and tasks are unchanged: a program may use the driver itself, beside us;
-- no record is lost: if a logger of the driver is set to DEBUG, its records appear, at that level.
+- Records of other threads and tasks are unchanged: a program may use the driver itself, beside this package.
+- No record is lost. If a logger of the driver is set to DEBUG, its records appear at that level.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["LogLimit", "demoted_driver_logs"]
 
 
 class LogLimit:
-    """A count of events, of which a line is logged once in an interval. Thread-safe.
+    """A count of events that are logged at most once per interval. Thread-safe.
 
     The first event is logged at once, later ones when ``interval`` seconds have passed since the last line.
     """
@@ -38,7 +38,7 @@ class LogLimit:
         self._logged_at = float("-inf")
 
     def count(self, events: int = 1) -> int:
-        """Count events. If a line is due, return how many it is about; else return 0."""
+        """Count events. Return the number to log if a line is due, else 0."""
         with self._lock:
             self._count += events
             now = self._clock()
@@ -50,10 +50,10 @@ class LogLimit:
 
 @contextmanager
 def demoted_driver_logs(package: str) -> Iterator[None]:
-    """In the block, lower the driver's log records to DEBUG.
+    """Lower the driver's log records to DEBUG within the block.
 
-    Those of this thread, or of this task and its children. The modules of the driver's package are imported: each has a
-    logger of its own.
+    This affects the records of this thread, or of this task and its children. The modules of the driver's package must
+    be imported before, because each has its own logger.
     """
     _filter_loggers(package)
     token = _ours.set(True)
@@ -65,7 +65,7 @@ def demoted_driver_logs(package: str) -> Iterator[None]:
 
 def _filter_loggers(package: str) -> None:
     prefix = f"{package}."
-    # The filter of a logger does not see records of the loggers below it. Adding it again does nothing.
+    # A logger's filter does not see records of the loggers below it. Adding the filter again does nothing.
     for name, logger in list(logging.root.manager.loggerDict.items()):
         if name.startswith(prefix) and isinstance(logger, logging.Logger):
             logger.addFilter(_demote)

@@ -1,13 +1,14 @@
-"""Transactions on SQLAlchemy engines of either kind, and their isolation levels.
+"""Transactions on sync and asyncio SQLAlchemy engines, and their isolation levels.
 
-The work of a transaction is a function of a plain ``Connection``. With an asyncio engine it runs on an event loop in a
-thread of its own, with connections of its own: a pool belongs to the event loop that it was made on, and the user's
-must never wait for the work. ``close`` releases the callers that wait for a database that hangs; event loop and
-connections end when the database replies.
+The work of a transaction is a function of a plain ``Connection``. With an asyncio engine, the work runs on a separate
+event loop in its own thread, with its own connections: a pool belongs to the event loop that it was made on, and the
+user's loop must never wait for the work. ``close`` releases the callers that wait for a hanging database. The event
+loop and the connections end when the database replies.
 
-SQLAlchemy can set the isolation level of a connection, too, and resets it when the connection returns to its pool. If
-that needs a round trip, as with psycopg2 and MariaDB, and fails, the pool loses a place for ever (2.1.9), and has none
-after some failures. So the level is set and reset here, where a failure costs the connection alone.
+SQLAlchemy itself can set the isolation level of a connection, and resets the level when the connection returns to its
+pool. If the reset needs a round trip, as with psycopg2 and MariaDB, and fails, the pool permanently loses a connection
+slot (2.1.9); after some failures it has none left. So this module sets and resets the level, and a failure costs only
+the connection.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def refuse_connection_in_autocommit(connection: Connection) -> None:
     level = connection.get_execution_options().get("isolation_level") or _level_of(connection.engine)
     dbapi: Any = connection.connection.dbapi_connection
     said = getattr(dbapi, "get_autocommit", None) or getattr(dbapi, "autocommit", False)
-    begun = getattr(connection.connection.driver_connection, "in_transaction", True)  # SQLite knows
+    begun = getattr(connection.connection.driver_connection, "in_transaction", True)  # sqlite3 has this attribute
     if _is_autocommit(level) or (said() if callable(said) else said) is True or not begun:
         raise ConfigurationError(
             f"the session's connection commits every statement by itself ({AUTOCOMMIT}), so this would be no "
@@ -86,8 +87,8 @@ def transaction_at(connection: Connection, level: str | None) -> Iterator[None]:
     """Begin a transaction; commit it at the end of the block, or roll it back.
 
     Args:
-        connection: of a pool, and in no transaction.
-        level: of isolation, of which AUTOCOMMIT is one; None for that of the engine.
+        connection: A connection from a pool that is in no transaction.
+        level: The isolation level, which may be AUTOCOMMIT; None for the engine's level.
     """
     if level is None:
         with connection.begin():
@@ -114,9 +115,9 @@ def transaction_at(connection: Connection, level: str | None) -> Iterator[None]:
 
 
 def _level_of(engine: Engine | AsyncEngine) -> object:
-    """Return the isolation level that an engine was given, if any."""
+    """Return the isolation level that the engine was created with, if any."""
     given: object = engine.get_execution_options().get("isolation_level")
-    return given or getattr(engine.dialect, "_on_connect_isolation_level", None)  # that of create_engine()
+    return given or getattr(engine.dialect, "_on_connect_isolation_level", None)  # from create_engine()
 
 
 def _is_autocommit(level: object) -> bool:
@@ -127,22 +128,22 @@ _GRACE = 5.0  # seconds for connections to close
 
 
 class SyncTransactionRunner:
-    """Runs work on the calling thread, with a connection of the user's pool."""
+    """A runner of work on the calling thread, with connections of the user's pool."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def run(self, work: Callable[[Connection], T], isolation: str | None) -> T:
-        """Call ``work`` in a transaction, and commit it or roll it back; blocks."""
+        """Call ``work`` in a transaction, then commit it or roll it back. Blocks."""
         with self._engine.connect() as connection, transaction_at(connection, isolation):
             return work(connection)
 
     def close(self) -> None:
-        """Do nothing: the pool is the user's."""
+        """Do nothing, because the pool belongs to the user."""
 
 
 class AsyncTransactionRunner:
-    """Runs work on an event loop of its own, with a pool like the user's."""
+    """A runner of work on its own event loop, with a pool like the user's."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._theirs = engine
@@ -153,7 +154,7 @@ class AsyncTransactionRunner:
         self._running: set[concurrent.futures.Future[Any]] = set()
 
     def run(self, work: Callable[[Connection], T], isolation: str | None) -> T:
-        """Call ``work`` in a transaction, and commit it or roll it back; blocks."""
+        """Call ``work`` in a transaction, then commit it or roll it back. Blocks."""
         with self._lock:
             loop, engine = self._started()
             running = self._running
@@ -168,7 +169,7 @@ class AsyncTransactionRunner:
         return result
 
     def close(self) -> None:
-        """Cancel the work that is waited for, close the connections, end the thread."""
+        """Cancel the running work, close the connections and end the thread."""
         with self._lock:
             loop, thread, engine = self._loop, self._thread, self._engine
             self._loop = self._thread = self._engine = None

@@ -1,18 +1,18 @@
-"""Daemon threads for calls and callbacks; a condition and an event for signals.
+"""Daemon threads for calls and callbacks, and signal-safe conditions and events.
 
-No thread of this package keeps the interpreter from ending, so the executors of the standard library are not used:
+No thread of this package keeps the interpreter from ending. The executors of the standard library are not used, because
 the interpreter waits for their threads at exit.
 
 Invariants:
 
-- A call with a deadline returns or raises within it. A database driver waits for its server as long as that takes, and
-  a frozen server never answers; so such a call runs on a thread of its own, and at its deadline the socket that it
-  waits for is shut (`CancelHandle`). That ends most; the others end when the server answers, or its machine.
-- If `most` threads exist and all of them hang, further calls with a deadline fail at once, unless the caller bounds
-  their number itself.
-- A connection is shut only while the call that hangs uses it.
-- Callbacks (`CallbackThread`) run one at a time, in the order in which they were added, never on an I/O thread. An
-  exception of one is logged and affects no other.
+- A call with a deadline returns or raises within it. A database driver waits for its server without a limit, and a
+  frozen server never replies. So such a call runs on a separate thread, and at its deadline the socket that it waits
+  for is shut down (`CancelHandle`). That ends most calls; the others end when the server, or its machine, replies.
+- If `most` threads exist and all of them hang, further calls with a deadline fail at once, unless the caller itself
+  limits their number.
+- A connection is shut down only while the hanging call uses it.
+- Callbacks (`CallbackThread`) run one at a time, in the order in which they were added, and never on an I/O thread. An
+  exception of a callback is logged and affects no other callback.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _Report: TypeAlias = Callable[[Any, BaseException | None], object]
 
 
 def start_daemon(name: str, fn: Callable[..., object], *args: object) -> threading.Thread:
-    """Start a daemon thread; RuntimeError if the interpreter exits."""
+    """Start a daemon thread; raise RuntimeError if the interpreter exits."""
     thread = threading.Thread(target=fn, args=args, name=name, daemon=True)
     thread.start()
     return thread
@@ -58,8 +58,8 @@ def start_daemon(name: str, fn: Callable[..., object], *args: object) -> threadi
 def call_in_background(name: str, fn: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
     """Call ``fn``, then ``done`` with its result or exception, on a new daemon thread.
 
-    ``done`` is called exactly once, unless ``fn`` never returns. If the interpreter, which exits, refuses the thread,
-    both are called here and now: there may still be messages to publish.
+    ``done`` is called exactly once, unless ``fn`` never returns. An exiting interpreter refuses the thread. Then both
+    are called on the current thread, because there may still be messages to publish.
     """
     try:
         start_daemon(name, _call, fn, done)
@@ -79,7 +79,7 @@ def _call(fn: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
 
 
 class CancelHandle:
-    """Ends a call that hangs, from another thread."""
+    """A handle that ends a hanging call from another thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -88,10 +88,10 @@ class CancelHandle:
 
     @contextlib.contextmanager
     def using(self, connection: Any, give_up: Callable[[], object]) -> Iterator[None]:
-        """In the block, the call waits for this connection of a driver.
+        """Register the driver's connection that the call uses within the block.
 
         Raises:
-            TimeoutError: nobody waits for the call any more; ``give_up`` was called, to close the connection.
+            TimeoutError: If the caller no longer waits. ``give_up`` was called, to close the connection.
         """
         with self._lock:
             if not self._cut:
@@ -107,11 +107,11 @@ class CancelHandle:
 
     @property
     def is_cut(self) -> bool:
-        """Whether nobody waits any more."""
+        """Whether the caller no longer waits."""
         return self._cut
 
     def cut(self) -> None:
-        """Shut the socket of the connection, if the call uses one."""
+        """Shut down the socket of the connection, if the call uses one."""
         with self._lock:
             self._cut = True
             if self._connection is not None:
@@ -119,21 +119,21 @@ class CancelHandle:
 
 
 def _shut(connection: Any) -> None:
-    """Shut the socket of a driver's connection, as if the server had closed it."""
+    """Shut down the socket of a connection, as if the server had closed it."""
     holder = connection if hasattr(connection, "fileno") else getattr(connection, "_sock", None)  # psycopg; PyMySQL
     if holder is not None:
-        # It may have ended by itself in this moment, or be closed.
+        # The connection may have just ended by itself, or be closed.
         with contextlib.suppress(Exception), socket.socket(fileno=os.dup(holder.fileno())) as one:
             one.shutdown(socket.SHUT_RDWR)
 
 
 class DaemonExecutor:
-    """Call functions on daemon threads, ``most`` at once. Thread-safe, and fork-safe.
+    """An executor with up to ``most`` daemon threads. Thread-safe, and fork-safe.
 
-    A signal handler that interrupts a method may call any other.
+    A signal handler that interrupts a method may call any other method.
     """
 
-    _threads: int  # that take calls from the queue
+    _threads: int  # number of threads that take calls from the queue
 
     def __init__(self, name: str, most: int = 64) -> None:
         self._name = name
@@ -141,19 +141,19 @@ class DaemonExecutor:
         self._reset()
 
     def call(self, fn: Callable[[CancelHandle], T], timeout: float, *, beyond: bool = False) -> T:
-        """Call with a handle that ends it, on another thread, and wait for the result.
+        """Call ``fn`` on another thread and wait for its result.
 
         Args:
-            fn: is given the handle.
-            timeout: seconds.
-            beyond: whether it may have a thread beyond the most: there are as many such calls as workers, say.
+            fn: The function, which is called with a handle that ends the call.
+            timeout: The maximum time to wait, in seconds.
+            beyond: Whether the call may use a thread beyond ``most``, because its caller limits the number of calls.
 
         Raises:
-            TimeoutError: it did not return in time.
+            TimeoutError: If the call did not return in time, or ``most`` earlier calls have not returned.
         """
         handle = CancelHandle()
         outcome: list[Any] = []
-        ended = threading.Lock()  # the lightest thing that one thread can wait for and another one end
+        ended = threading.Lock()  # the cheapest object that one thread can wait for and another one can signal
         ended.acquire()
 
         def report(result: T | None, error: BaseException | None) -> None:
@@ -172,11 +172,11 @@ class DaemonExecutor:
         try:
             raise error
         finally:
-            del error  # or the traceback keeps this frame, and this frame the error
+            del error  # otherwise the traceback keeps this frame alive, and this frame the error
 
     @contextlib.contextmanager
     def cutting(self, timeout: float) -> Iterator[CancelHandle]:
-        """Cut the handle if the block, which stays on its thread, takes too long."""
+        """Cut the handle if the block takes too long. It runs on the current thread."""
         handle, over = CancelHandle(), InterruptibleEvent()
         self._submit(lambda: None if over.wait(timeout) else handle.cut(), lambda _result, _error: None, beyond=True)
         try:
@@ -185,15 +185,15 @@ class DaemonExecutor:
             over.set()
 
     def future(self, fn: Callable[[], T]) -> asyncio.Future[T]:
-        """Call on another thread; return the future of the running loop for the result.
+        """Call ``fn`` on another thread; return a future of the running loop.
 
-        The call waits while `most` others run. Cancelling the future ends the waiting alone.
+        The call is queued while ``most`` others run. Cancelling the future ends only the wait for the call.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
         def report(result: T, error: BaseException | None) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed: no task waits any more
                 loop.call_soon_threadsafe(_settle, future, result, error)
 
         self._submit(fn, report, queue=True)
@@ -201,13 +201,13 @@ class DaemonExecutor:
 
     @property
     def busy(self) -> int:
-        """Calls that have not returned, those that nobody waits for any more included."""
+        """The number of calls that have not returned, including abandoned ones."""
         return self._busy
 
     def close(self) -> None:
-        """End the threads, each when it has nothing more to do. Does not wait.
+        """End each thread after its queued calls. Does not wait.
 
-        A later call, of a task that is being cancelled, say, has a thread of its own, which ends with it.
+        A later call, for example of a task that is being cancelled, runs on a new thread, which ends with the call.
         """
         self._reset_in_child()
         with self._lock:
@@ -218,18 +218,18 @@ class DaemonExecutor:
 
     def _reset(self) -> None:
         self._pid = os.getpid()
-        self._lock = threading.RLock()  # again by a signal handler
+        self._lock = threading.RLock()  # a signal handler may acquire it again
         self._calls: SimpleQueue[tuple[Callable[[], object], _Report] | None] = SimpleQueue()
         self._threads = 0
         self._busy = 0
         self._closed = False
 
     def _reset_in_child(self) -> None:
-        if os.getpid() != self._pid:  # a forked child has none of the threads; one of them may have held the lock
+        if os.getpid() != self._pid:  # no thread exists in a forked child; one of them may have held the lock
             self._reset()
 
     def _submit(self, fn: Callable[[], T], report: _Report, *, beyond: bool = False, queue: bool = False) -> None:
-        """Call `fn` on a thread, count the thread as idle, then report the outcome."""
+        """Call `fn` on a thread, count the thread as idle, and report the outcome."""
         self._reset_in_child()
         with self._lock:
             if self._busy >= self._most and not beyond and not queue:
@@ -243,8 +243,8 @@ class DaemonExecutor:
                 start_daemon(f"{self._name}-{self._threads + 1}", self._run, self._calls)
                 self._threads += 1
             self._busy += 1
-            self._calls.put((fn, report))  # one step with the line before
-            if self._closed:  # meanwhile, by a signal handler: there may be no thread any more, or one too many
+            self._calls.put((fn, report))  # one step with the line above
+            if self._closed:  # closed meanwhile by a signal handler: there may be no thread left, or one too many
                 start_daemon(f"{self._name}-late", self._run, self._calls)
                 for _ in range(self._threads + 1):
                     self._calls.put(None)
@@ -253,7 +253,7 @@ class DaemonExecutor:
     def _run(self, calls: SimpleQueue[tuple[Callable[[], object], _Report] | None]) -> None:
         while (call := calls.get()) is not None:
             self._run_one(*call)
-            del call  # or an idle thread keeps its result
+            del call  # otherwise an idle thread keeps its result alive
 
     def _run_one(self, fn: Callable[[], object], report: _Report) -> None:
         result, failure = None, None
@@ -262,9 +262,9 @@ class DaemonExecutor:
         except BaseException as error:  # noqa: BLE001  # the caller's
             failure = error
         with self._lock:
-            self._busy -= 1  # before the caller goes on: its next call finds this thread
+            self._busy -= 1  # before the caller continues, so that its next call finds this thread idle
         report(result, failure)
-        del failure  # or the traceback keeps this frame, and this frame the error
+        del failure  # otherwise the traceback keeps this frame alive, and this frame the error
 
 
 def _settle(future: asyncio.Future[T], result: T, error: BaseException | None) -> None:
@@ -272,16 +272,16 @@ def _settle(future: asyncio.Future[T], result: T, error: BaseException | None) -
         return
     if error is None:
         future.set_result(result)
-    elif isinstance(error, StopIteration):  # which no future takes
+    elif isinstance(error, StopIteration):  # futures do not accept it
         future.set_exception(RuntimeError(f"{error!r} came out of a call"))
     else:
         future.set_exception(error)
 
 
 async def call_on_thread(name: str, fn: Callable[[], T]) -> T:
-    """Call ``fn`` on a daemon thread of its own and wait for the result.
+    """Call ``fn`` on a new daemon thread and wait for the result.
 
-    ``asyncio.to_thread`` uses threads that the program shares and the interpreter waits for at exit.
+    ``asyncio.to_thread`` uses threads that the whole program shares and that the interpreter waits for at exit.
     """
     executor = DaemonExecutor(name, 1)
     executor.close()
@@ -293,18 +293,17 @@ _LATER_KEPT: Final = 100  # callbacks
 
 
 class CallbackThread:
-    """Run callbacks one after the other. Thread-safe.
+    """A thread that runs callbacks one after the other. Thread-safe.
 
-    To wake a thread takes longer than most callbacks. Those that may wait run together, a twentieth of a second later.
-
-    A signal handler that interrupts a method may call any other.
+    Waking a thread takes longer than most callbacks. Callbacks that may wait run together, a twentieth of a second
+    later. A signal handler that interrupts a method may call any other method.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._later: deque[Callable[[], object]] = deque()
-        self._collecting = False  # the thread looks at them by itself
+        self._collecting = False  # the thread will run the later callbacks without another wake-up
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._stopped: threading.Thread | None = None
@@ -313,21 +312,21 @@ class CallbackThread:
     def start(self) -> None:
         """Start the thread, unless it runs or was stopped.
 
-        The first callback would start it, too; but an interpreter that exits refuses new threads.
+        The first callback starts the thread as well, but an interpreter that exits refuses new threads.
         """
         with self._lock:
             if self._thread is None and not self._over:
-                # Assigned first: a signal handler that comes in between would start another one.
+                # Assigned before the start: a signal handler that runs in between would start another thread.
                 self._thread = thread = threading.Thread(target=self._main, name=self._name, daemon=True)
                 try:
                     thread.start()
-                except BaseException:  # of a signal handler, say; the thread may begin all the same
+                except BaseException:  # for example of a signal handler; the thread may start nevertheless
                     if thread.ident is None and self._thread is thread:
                         self._thread = None
                     raise
 
     def put(self, callback: Callable[[], object]) -> None:
-        """Run ``callback`` soon; after `stop`, on a thread of its own. Does not block."""
+        """Run ``callback`` soon; after `stop`, on a new thread. Does not block."""
         self.start()
         self._queue.put(callback)
         if self._over:
@@ -335,7 +334,7 @@ class CallbackThread:
             start_daemon(self._name, self._run)
 
     def put_later(self, callback: Callable[[], object]) -> None:
-        """As `put`, in no order with others, and up to 50 ms later. Does not block."""
+        """Run ``callback`` as `put` does, up to 50 ms later, unordered. Does not block."""
         if len(self._later) >= _LATER_KEPT:
             self.put(callback)
             return
@@ -344,22 +343,22 @@ class CallbackThread:
             self._collecting = True
             try:
                 self.put(_collect)
-            except BaseException:  # it can start no thread, say; the next one may
+            except BaseException:  # for example, no thread could be started; the next call may start one
                 self._collecting = False
                 raise
 
     @property
     def backlog(self) -> int:
-        """The number of callbacks that wait, without those of `put_later`."""
+        """The number of waiting callbacks, without those of `put_later`."""
         return self._queue.qsize()
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller is one of the callbacks."""
+        """Whether the current thread runs the callbacks."""
         return threading.current_thread() in (self._thread, self._stopped)
 
     def stop(self) -> None:
-        """End the thread after the callbacks that wait. Does not wait."""
+        """End the thread after the waiting callbacks. Does not block."""
         with self._lock:
             self._over = True
             thread, self._thread = self._thread, None
@@ -368,7 +367,10 @@ class CallbackThread:
                 self._queue.put(None)
 
     def join(self, timeout: float) -> bool:
-        """Wait for the end of the stopped thread, not on itself; return whether it ended."""
+        """Wait up to ``timeout`` seconds for the stopped thread; return whether it ended.
+
+        The thread does not wait for itself.
+        """
         thread = self._stopped
         if thread is None or thread.ident is None:
             return True
@@ -384,7 +386,7 @@ class CallbackThread:
             self._run()
 
     def _run(self) -> None:
-        due: float | None = None  # when to run those of `put_later`
+        due: float | None = None  # when to run the callbacks of `put_later`
         while True:
             rest = None if due is None else due - time.monotonic()
             if rest is not None and rest <= 0:
@@ -404,32 +406,33 @@ class CallbackThread:
                 _run_one(callback)
 
     def _run_later(self) -> bool:
-        """Run those of `put_later`; return whether there were any."""
+        """Run the callbacks of `put_later`; return whether there were any."""
         count = len(self._later)
-        with suppress(IndexError):  # a thread that was started after `stop` takes them, too
+        with suppress(IndexError):  # a thread that was started after `stop` takes callbacks as well
             for _ in range(count):
                 _run_one(self._later.popleft())
         return count > 0
 
 
 def _collect() -> None:
-    """Wake the thread for those of `put_later`."""
+    """Wake the thread for the callbacks of `put_later`."""
 
 
 def _run_one(callback: Callable[[], object]) -> None:
     try:
         callback()
-    except BaseException:  # sys.exit() included: it would end the callbacks, not the program
+    except BaseException:  # including sys.exit(), which would end the callbacks and not the program
         logger.exception("a callback raised")
 
 
 class Condition(threading.Condition):
-    """A condition variable whose wait a signal handler may end by an exception.
+    """A condition variable whose wait a signal handler may end with an exception.
 
-    Python runs signal handlers between any two steps of the main thread, and their exception (``KeyboardInterrupt``)
-    comes out there. The standard library's ``wait`` loses its lock if that is between releasing it and waiting; leaving
-    the block then raises an error of its own in place of the exception. Its ``__enter__`` is a function of Python, and
-    may have taken the lock, but not return: nobody would release it. So a block is entered by the lock::
+    Python runs signal handlers between any two bytecode steps of the main thread, and raises their exception
+    (``KeyboardInterrupt``) there. If that happens in the standard library's ``wait``, between releasing the lock and
+    waiting, the lock is lost, and leaving the block raises another error in place of the exception. The standard
+    ``__enter__`` is a Python function: interrupted, it may have acquired the lock without returning, so that nothing
+    releases the lock. So a block enters the lock instead::
 
         with changed.lock:
             changed.wait()
@@ -437,16 +440,16 @@ class Condition(threading.Condition):
 
     @property
     def lock(self) -> threading.RLock:
-        """Guards the awaited state. Entering and leaving it are each one step."""
+        """The lock that guards the awaited state; entering or leaving it is one step."""
         lock: threading.RLock = self._lock  # type: ignore[attr-defined]  # an __init__ would cost every publish more
         return lock
 
     def __enter__(self) -> NoReturn:
-        """Raise TypeError: a block enters its lock."""
+        """Raise TypeError: a block must enter the lock."""
         raise TypeError("enter the lock of the condition")
 
     def __exit__(self, *_: object) -> NoReturn:
-        """Raise TypeError, as entering does."""
+        """Raise TypeError: a block must leave the lock."""
         raise TypeError("leave the lock of the condition")
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -454,16 +457,16 @@ class Condition(threading.Condition):
         try:
             return super().wait(timeout)
         except BaseException:
-            with suppress(RuntimeError):  # it is not held
+            with suppress(RuntimeError):  # the lock is not held
                 self.release()
             self.acquire()
             raise
 
 
 class InterruptibleEvent:
-    """An event that a signal handler may set, or end the wait for by an exception.
+    """An event that a signal handler may set, or whose wait it may interrupt.
 
-    The standard library's may stay locked then: see `Condition`.
+    The standard library's event may stay locked in these cases; see `Condition`.
     """
 
     def __init__(self) -> None:
@@ -472,21 +475,21 @@ class InterruptibleEvent:
         self._set = False
 
     def is_set(self) -> bool:
-        """Return whether it is set."""
+        """Return whether the event is set."""
         return self._set
 
     def clear(self) -> None:
-        """Unset it."""
+        """Unset the event."""
         self._set = False
 
     def set(self) -> None:
-        """Set it, and wake all that wait."""
+        """Set the event and wake all waiting threads."""
         self._set = True
         with self._lock:
             self._changed.notify_all()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set, up to ``timeout`` seconds; return whether it is."""
+        """Wait up to ``timeout`` seconds until the event is set; return whether it is."""
         if self._set:
             return True
         with self._lock:

@@ -1,6 +1,6 @@
-"""Check arguments of users: whole numbers, durations, JSON, paths for SQLite.
+"""Check users' arguments: whole numbers, durations, JSON, and paths for SQLite.
 
-A constructor that passes its arguments on takes its signature from the class that declares them (`declared_by`).
+A constructor that passes its arguments on gets its signature from the class that declares them (`declared_by`).
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ P = ParamSpec("P")
 
 Duration = float | timedelta
 
-LONGEST_BUSY_TIMEOUT: Final = 2_000_000.0  # seconds, some three weeks; SQLite counts milliseconds in 32 bits
-LONGEST: Final = 1e9  # seconds, some thirty years: more than a timer can be trusted with
+LONGEST_BUSY_TIMEOUT: Final = 2_000_000.0  # seconds, about three weeks; SQLite counts milliseconds in 32 bits
+LONGEST: Final = 1e9  # seconds, about thirty years: longer than a timer can be trusted with
 
 
 def is_whole_number(value: object, least: float = -math.inf, most: float = math.inf) -> TypeGuard[int]:
-    """Whether ``value`` is an int, not a bool, between two bounds."""
+    """Return whether ``value`` is an int, not a bool, between two bounds."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def is_text(value: object) -> TypeGuard[str]:
-    """Whether ``value`` is a str that UTF-8 can carry."""
+    """Return whether ``value`` is a str that UTF-8 can encode."""
     if not isinstance(value, str):
         return False
     try:
@@ -54,9 +54,9 @@ def is_text(value: object) -> TypeGuard[str]:
 
 
 def is_host(text: str) -> bool:
-    """Whether Python's sockets look a host up; they raise a UnicodeError if not.
+    """Return whether Python's sockets accept a host name without a UnicodeError.
 
-    No part between its dots is empty or longer than 63 characters.
+    No part between the dots of such a name is empty or longer than 63 characters.
     """
     try:
         text.encode("idna")
@@ -66,12 +66,12 @@ def is_host(text: str) -> bool:
 
 
 def whole_number(field: str, value: object, least: int, most: int | None = None, *, unit: str = "") -> int:
-    """Return a whole number, from ``least`` to ``most``.
+    """Return ``value`` if it is a whole number from ``least`` to ``most``.
 
-    ``field`` names it in errors; ``unit`` follows the bounds there.
+    Errors name the value ``field``, and show ``unit`` after the bounds.
 
     Raises:
-        ConfigurationError: it is no int, a bool, or out of bounds.
+        ConfigurationError: If ``value`` is not an int, is a bool, or is out of bounds.
     """
     if is_whole_number(value, least, math.inf if most is None else most):
         return value
@@ -80,10 +80,10 @@ def whole_number(field: str, value: object, least: int, most: int | None = None,
 
 
 def seconds(field: str, value: Duration, *, positive: bool = False) -> float:
-    """Return a duration in seconds; ``field`` names it in errors.
+    """Return a duration in seconds. Errors name it ``field``.
 
     Raises:
-        ConfigurationError: it is no duration, negative, longer than 1e9 seconds, or 0 and must be positive.
+        ConfigurationError: If ``value`` is not a duration, negative, over 1e9 seconds, or 0 despite ``positive``.
     """
     number = value.total_seconds() if isinstance(value, timedelta) else value
     in_range = isinstance(number, (int, float)) and not isinstance(number, bool) and 0 <= number <= LONGEST
@@ -94,10 +94,10 @@ def seconds(field: str, value: Duration, *, positive: bool = False) -> float:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON, as a hook of `json.loads`.
+    """Return a JSON object; for use as a hook of `json.loads`.
 
     Raises:
-        ConfigurationError: two keys are equal: Python keeps the last of them.
+        ConfigurationError: If two keys are equal. Python itself would keep the last one.
     """
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -108,10 +108,10 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def file_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a file, existing or not.
+    """Return the path of a file, which need not exist.
 
     Raises:
-        ConfigurationError: it is a directory, no file can have it, or SQLite would keep it in memory.
+        ConfigurationError: If the path is a directory, is invalid, or would make SQLite keep the data in memory.
     """
     given = os.fspath(path) if isinstance(path, os.PathLike) else path
     if isinstance(given, str) and given and "\0" not in given and not given.startswith((":memory:", "file:")):
@@ -132,6 +132,6 @@ def declared_by(
 ) -> Callable[[Callable[Concatenate[Any, P], None]], Callable[Concatenate[Any, P], None]]:
     """Decorate a method with the signature and docstring of ``declaration``.
 
-    For type checkers, for ``help()`` and for `inspect.signature`.
+    Type checkers, ``help()`` and `inspect.signature` then show these.
     """
     return functools.wraps(declaration, assigned=("__doc__",), updated=())

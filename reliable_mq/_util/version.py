@@ -16,12 +16,12 @@ def own_version() -> str:
         return "unknown"
 
 
-#: Looked up once, and before a server forks its workers: it takes as long as the rest of a connection.
+#: Looked up once, at import, before a server forks its workers: the lookup takes as long as the rest of a connect.
 OWN_VERSION: Final = own_version()
 
 
 def client_properties(connection_name: str, driver: str) -> dict[str, object]:
-    """Return the ``client-properties`` of a connection by a driver, with its version."""
+    """Return the ``client-properties``; ``driver`` is the driver's name and version."""
     return {
         "product": "reliable_mq",
         "version": OWN_VERSION,

@@ -1,4 +1,4 @@
 """The asyncio API, on aiormq, the protocol layer of aio-pika.
 
-It runs on the event loop alone; threads are for calls that may block.
+It runs on the event loop only. Threads are used for calls that may block.
 """

@@ -1,9 +1,9 @@
-"""The outcome to come of one publish, for tasks of an event loop.
+"""The future outcome of one publish, for tasks of an event loop.
 
-An `asyncio.Future` is made only for one that is awaited before it is settled.
+An `asyncio.Future` is created only if the confirmation is awaited before it is settled.
 
-Invariants: those of `reliable_mq.engine.confirmation`; the outcome is written on the event loop, and no user code runs
-while the publisher is at work.
+Invariants, in addition to `reliable_mq.engine.confirmation`: the outcome is written on the event loop, and no user code
+runs while the publisher is working.
 """
 
 from __future__ import annotations
@@ -30,23 +30,21 @@ class AsyncConfirmationOwner(BaseConfirmationOwner, Protocol):
     loop: asyncio.AbstractEventLoop
 
     def take(self, confirmation: Any) -> bool:
-        """Accept its message if the window has room; return whether it has."""
+        """Accept the message if the window has room, and return whether it has."""
 
     async def wait_for_window(self, confirmation: Any) -> None:
-        """Accept its message once the window has room."""
+        """Accept the message once the window has room."""
 
     def check_usable(self) -> None:
-        """Raise UsageError on another loop or in a forked child: no outcome comes there."""
+        """Raise UsageError on another loop or in a forked child. No outcome arrives there."""
 
 
 class AsyncConfirmation(BaseConfirmation):
-    """The outcome of a publish, once it is known.
+    """The future outcome of a publish.
 
-    Awaitable, any number of times, by any number of tasks.
-
-    ``await confirmation`` returns the receipt or raises the error. Cancelling a task that awaits it gives nothing up:
-    the message stays outstanding until it is settled. It has the methods of :class:`asyncio.Future` that make sense
-    here.
+    Any number of tasks may await it, any number of times. ``await confirmation`` returns the receipt or raises the
+    error. Cancelling a task that awaits it does not give up the message, which stays outstanding until it is settled.
+    It has the methods of :class:`asyncio.Future` that make sense here.
     """
 
     __slots__ = ()
@@ -57,8 +55,8 @@ class AsyncConfirmation(BaseConfirmation):
         """Wait for the outcome.
 
         Raises:
-            PublishError: it was not confirmed.
-            UsageError: on another event loop, or in a forked child, where it will never be known.
+            PublishError: If the message was not confirmed.
+            UsageError: If awaited on another event loop, or in a forked child, where the outcome will never be known.
         """
         if self.outcome is None:
             self.owner.check_usable()
@@ -74,11 +72,11 @@ class AsyncConfirmation(BaseConfirmation):
     def result(self) -> Receipt:
         """Return the receipt of a settled publish.
 
-        Does not wait: ``await`` the confirmation for that.
+        Does not wait. To wait, ``await`` the confirmation.
 
         Raises:
-            PublishError: it was not confirmed.
-            UsageError: the outcome is not known yet.
+            PublishError: If the message was not confirmed.
+            UsageError: If the outcome is not known yet.
         """
         error = self.exception()
         if error is not None:
@@ -86,10 +84,10 @@ class AsyncConfirmation(BaseConfirmation):
         return self.receipt()
 
     def exception(self) -> PublishError | None:
-        """Return the error of a settled publish; None if confirmed. Does not wait.
+        """Return the error of a settled publish, or None if confirmed. Does not wait.
 
         Raises:
-            UsageError: the outcome is not known yet.
+            UsageError: If the outcome is not known yet.
         """
         if self.outcome is None:
             raise UsageError(f"{self} is not settled yet; await its confirmation")
@@ -98,12 +96,11 @@ class AsyncConfirmation(BaseConfirmation):
     def add_done_callback(self, callback: Callable[[Self], object]) -> None:
         """Call ``callback(confirmation)`` on the event loop once the outcome is known.
 
-        Never from inside this call: soon, if it is known already.
-
-        A callback may submit. An exception in it is logged.
+        The callback is never called inside this call. If the outcome is already known, it is called soon after. A
+        callback may submit. An exception in a callback is logged.
 
         Raises:
-            ConfigurationError: ``callback`` cannot be called, or is a coroutine function.
+            ConfigurationError: If ``callback`` is not callable, or is a coroutine function.
         """
         self._check_callback(callback)
         call = partial(self.owner.loop.call_soon, self._call, callback)

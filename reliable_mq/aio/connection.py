@@ -1,11 +1,11 @@
 """A connection on the running event loop, which reconnects until it is closed.
 
-`Connector` decides, as for the sync API; this gives it asyncio's loop and driver.
+A `Connector` makes the decisions, as in the sync API. This module provides asyncio's loop and driver.
 
 Invariants:
 
-- all methods but `call_soon` are called on the loop that the object was made on;
-- after ``close`` no task, timer or socket of it is left, whatever the broker does.
+- All methods except `call_soon` are called on the loop that the object was created on.
+- After ``close`` the object leaves no task, timer or socket behind, whatever the broker does.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class AsyncConnection(BaseConnection):
         self._thread = threading.get_ident()
         self._ended = asyncio.Event()
         self._stopped = False
-        self._watch: asyncio.Task[None] | None = None  # for the end of the event loop
+        self._watch: asyncio.Task[None] | None = None  # watches for the end of the event loop
         self._connector = self._new_connector(self._loop, partial(Link, self._loop))
 
     @property
@@ -51,9 +51,9 @@ class AsyncConnection(BaseConnection):
 
     @property
     def stalled_seconds(self) -> float:
-        """Seconds for which the event loop was blocked.
+        """The seconds for which the event loop was blocked.
 
-        Only blocks that are long enough to endanger the connection count.
+        Only blocks long enough to endanger the connection count.
         """
         return self._loop.stalled
 
@@ -63,9 +63,9 @@ class AsyncConnection(BaseConnection):
         self._loop.call_soon(self._connector.begin)
 
     def call_soon(self, fn: Callable[[], None], /) -> None:
-        """Run `fn` on the loop, later than now. Thread-safe.
+        """Run `fn` on the loop, after the current call. Thread-safe.
 
-        An exception costs the connection.
+        An exception in `fn` costs the connection.
         """
         if threading.get_ident() != self._thread:
             self._loop.call_soon(fn)
@@ -73,11 +73,11 @@ class AsyncConnection(BaseConnection):
             self._loop.asyncio.call_soon(self._loop.guard, fn)
 
     def call_later(self, delay: float, fn: Callable[[], None]) -> Timer:
-        """Run `fn` in `delay` seconds; an exception costs the connection."""
+        """Run `fn` in `delay` seconds. An exception in `fn` costs the connection."""
         return self._loop.call_later(delay, fn)
 
     def guard(self, fn: Callable[[], None]) -> None:
-        """Run `fn` now; an exception costs the connection."""
+        """Run `fn` now. An exception in `fn` costs the connection."""
         self._loop.guard(fn)
 
     def stop(self, grace: float = 0.0, /) -> None:
@@ -86,7 +86,7 @@ class AsyncConnection(BaseConnection):
         self._connector.close(grace)
 
     async def close(self, grace: float) -> bool:
-        """Stop with that grace and wait for the end. May be cancelled, and called again.
+        """Stop with this grace, and wait for the end. May be cancelled and called again.
 
         Returns:
             Whether every socket is closed.
@@ -105,7 +105,7 @@ class AsyncConnection(BaseConnection):
         self._ended.set()
 
     async def _watch_loop(self) -> None:
-        """Wait for the end; give up if the program ends, and cancels all tasks.
+        """Wait for the end, or give up if the program ends and cancels all tasks.
 
         The driver has no task that would be cancelled while the next attempt is not due.
         """

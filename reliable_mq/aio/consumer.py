@@ -1,12 +1,12 @@
 """The idempotent consumer of the asyncio API.
 
-It starts and ends the parts (a subscription, tasks or threads for the handler, a publisher for dead letters). Its
-promises about deliveries are kept by :mod:`reliable_mq.core.consumer.session`, as those of the sync API are.
+It starts and ends the parts: a subscription, tasks or threads for the handler, and a publisher for dead letters. As for
+the sync API, the delivery guarantees are implemented in :mod:`reliable_mq.core.consumer.session`.
 
 SIGTERM and SIGINT stop all consumers that run on an event loop.
 
-Invariants: a signal that somebody else handles (a server, the program itself) is left to them; the signal handlers from
-before the first ``run()`` are there again after the last.
+Invariants: a signal that the program or a server handles is left to its handler. The signal handlers from before the
+first ``run()`` are restored after the last.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ __all__ = ["AsyncConsumer", "on_signals"]
 
 logger = logging.getLogger(__name__)
 
-_CANCEL_TIMEOUT: Final = 5.0  # seconds for handlers that are cancelled, and for threads, once `run` itself is cancelled
+_CANCEL_TIMEOUT: Final = 5.0  # seconds for cancelled handlers, and for threads, after `run` itself was cancelled
 
 
 @contextmanager
 def on_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Call ``stop`` for each signal in the block, unless somebody else handles it."""
+    """Call ``stop`` for each signal in the block, unless the signal has a handler."""
     loop = asyncio.get_running_loop()
     watch = _watches.setdefault(loop, _SignalWatch(loop))
     watch.add(stop)
@@ -58,7 +58,7 @@ def on_signals(stop: Callable[[], None]) -> Iterator[None]:
 
 
 class _SignalWatch:
-    """The consumers of one loop, and the signal handlers that were there before them."""
+    """The consumers of one loop, and the signal handlers to restore after them."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -86,7 +86,7 @@ class _SignalWatch:
             return
         try:
             self._loop.add_signal_handler(number, self._on_signal)
-        except (NotImplementedError, RuntimeError):  # not on this platform, or not with this loop
+        except (NotImplementedError, RuntimeError):  # not supported on this platform or by this loop
             return
         self._before[number] = before
 
@@ -106,18 +106,19 @@ _watches: WeakKeyDictionary[asyncio.AbstractEventLoop, _SignalWatch] = WeakKeyDi
 
 
 class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
-    """Calls a handler with the messages of a queue, and acks them. For one event loop.
+    """A consumer that calls a handler with a queue's messages, and acks them.
 
-    A handler that returns has handled its delivery: it is acked. One that raises has failed: the delivery is retried
-    as ``retry`` says, then dead-lettered with the reason in its headers, and acked once that is confirmed. A handler
-    chooses by raising or returning ``RetryLater`` or ``DeadLetter``. Deliveries that are not acked when the connection
-    or the process dies come again, so a handler must bear duplicates; with ``idempotency`` it need not.
+    For one event loop. If the handler returns, its delivery is handled and acked. If the handler raises, its delivery
+    has failed. It is retried according to ``retry``, then dead-lettered with the reason in its headers, and acked once
+    the dead letter is confirmed. A handler can choose between these by raising or returning ``RetryLater`` or
+    ``DeadLetter``. Deliveries that are not acked when the connection or the process dies are delivered again, so a
+    handler must tolerate duplicates unless ``idempotency`` is set.
 
-    A coroutine function runs in a task, a plain function in a thread. A handler whose task is cancelled has not failed:
-    its delivery is requeued. One that blocks the event loop blocks everything on it, heartbeats too: from
-    half a heartbeat on, the log says so; after about two, the broker closes the connection.
+    A coroutine function runs in a task, a plain function in a thread. A handler whose task is cancelled has not failed,
+    and its delivery is requeued. A handler that blocks the event loop also blocks everything else on it, including
+    heartbeats. After half a heartbeat this is logged. After about two heartbeats the broker closes the connection.
 
-    Construction does not connect. ``run``, ``async with``, ``get`` and ``connect`` do; from then on the consumer
+    Construction does not connect. ``run``, ``async with``, ``get`` and ``connect`` do. From then on the consumer
     reconnects by itself, until it is stopped. It runs once.
     """
 
@@ -125,7 +126,7 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
     _pull_subscription_type = AsyncPullSubscription
     _republisher_type = AsyncRepublisher
     _publisher_type = AsyncPublisher
-    _loop: asyncio.AbstractEventLoop | None = None  # that it runs on
+    _loop: asyncio.AbstractEventLoop | None = None  # the loop that the consumer runs on
 
     def _pool_type(self) -> type[TaskPool | ThreadPool]:
         return TaskPool if is_coroutine_function(self._options.handler) else ThreadPool
@@ -135,23 +136,24 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
     async def run(self) -> None:
         """Consume until `stop`, or a signal (SIGTERM, SIGINT) if this is the main thread.
 
-        On stopping, no handler is called any more, deliveries that none has begun with are requeued, and the others
-        are finished and acked, for which ``stop_timeout`` is given. A second signal does not wait for that. A
-        signal for which the program, or a server that it runs in, has a handler of its own is left to that.
+        On stopping, no further handler is called and deliveries that no handler has started are requeued. Running
+        handlers get ``stop_timeout`` to finish, and their deliveries are acked. A second signal ends this wait. A
+        signal for which the program, or a server that it runs in, has its own handler is left to that handler.
 
-        If the task is cancelled, so are the handlers that run; their deliveries are requeued.
+        If the task is cancelled, running handlers are cancelled too, and their deliveries are requeued.
 
         Raises:
-            TopologyMismatch: the queue differs from its declaration, or does not exist.
-            BrokerUnavailable: connecting cannot succeed, or ``reconnect_stop`` has ended it.
-            UsageError: it runs already, was stopped, has no handler, or is used on another event loop.
+            TopologyMismatch: If the queue differs from its declaration, or does not exist.
+            BrokerUnavailable: If connecting cannot succeed, or ``reconnect_stop`` has ended it.
+            UsageError: If the consumer is already running, was stopped, has no handler, or is used on another event
+                loop.
         """
         self._check_runnable()
         subscription = self._start(enter=True)
         try:
             with on_signals(partial(self._on_signal, subscription)):
                 await subscription.ended.wait()
-                self.stop()  # it may have ended by itself
+                self.stop()  # the subscription may have ended by itself
                 await awaiting(self._finish(subscription, self._pools))
         except asyncio.CancelledError:
             await self._finish_cancelled(subscription)
@@ -161,11 +163,12 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
     async def close(self) -> None:
         """Stop, and wait until running handlers have ended and the connection is closed.
 
-        Waits for ``stop_timeout`` and a few seconds at most. Does nothing when it is closed, or in a forked child. If
-        it is cancelled, handlers are, too.
+        Waits for ``stop_timeout`` and a few seconds at most. Does nothing if it is already closed, or in a forked
+        child. If it is cancelled, running handlers are cancelled too.
 
         Raises:
-            UsageError: called by a handler, which would wait for itself; it can call `stop`. Or on another event loop.
+            UsageError: If called by a handler, which would wait for itself, or on another event loop. A handler can
+                call `stop`.
         """
         try:
             await awaiting(self._close())
@@ -175,21 +178,21 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
             raise
 
     async def connect(self) -> None:
-        """Begin as ``async with`` does, but raise if the broker cannot be reached at once.
+        """Start like ``async with``, but raise if the broker cannot be reached at once.
 
-        Does nothing while it is connected. After an error nothing is left running, and everything can be tried again.
+        Does nothing while it is connected. After an error nothing is left running, and the call can be repeated.
 
         Raises:
-            BrokerUnavailable: no host could be reached; with ``permanent`` if trying again cannot help.
-            TopologyMismatch: the queue differs from its declaration, or does not exist.
-            UsageError: it was stopped, or is used on another event loop.
+            BrokerUnavailable: If no host can be reached. It has ``permanent`` set if trying again cannot help.
+            TopologyMismatch: If the queue differs from its declaration, or does not exist.
+            UsageError: If the consumer was stopped, or is used on another event loop.
         """
         await awaiting(self._connect(required=True))
 
     async def __aenter__(self) -> Self:
-        """Consume in the background; errors as for `run`.
+        """Consume in the background. Raise the errors of `run`.
 
-        If the broker cannot be reached now, it goes on trying.
+        If the broker cannot be reached now, the consumer keeps trying.
         """
         await awaiting(self._enter())
         return self
@@ -197,9 +200,9 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Stop, and wait for the end; raise the error that ended the consumer.
+        """Stop, and wait for the end. Raise the error that ended the consumer.
 
-        It never takes the place of an exception of the body.
+        That error never replaces an exception of the body.
         """
         await self.close()
         if exc_type is None:
@@ -215,24 +218,25 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
     async def get(self, max_messages: int = 1, timeout: Duration = 0.0) -> AsyncIterator[list[PulledDelivery]]:
         """Take deliveries on request instead of having a handler called.
 
-        As in ``async with consumer.get(10) as deliveries``. The block gets the messages that are in the queue, up to
-        ``max_messages``; if there are none, the first to come within ``timeout``, or nothing. Each delivery may be
-        settled by itself (``ack()``, ``retry()``, ``dead_letter(reason)``, which do not wait). When the block ends, the
-        others are acked; when it raises, or is cancelled, they are requeued.
+        For example, ``async with consumer.get(10) as deliveries``. The block gets the messages in the queue, up to
+        ``max_messages``. If the queue is empty, the block gets the first messages that arrive within ``timeout``, or an
+        empty list. Each delivery may be settled separately (``ack()``, ``retry()``, ``dead_letter(reason)``, which do
+        not wait). When the block ends, the others are acked. When it raises or is cancelled, they are requeued.
 
-        The first call connects, unless ``async with`` has. Tasks take turns.
+        The first call connects, unless ``async with`` has connected. Tasks take turns.
 
         Args:
-            max_messages: at most as many as the prefetch, those not settled yet included.
-            timeout: seconds; the answer of a broker that is connected is waited for in any case.
+            max_messages: The maximum number of deliveries. Together with those not settled yet it must not exceed the
+                prefetch.
+            timeout: The time to wait, in seconds. The answer of a connected broker is awaited in any case.
 
         Raises:
-            UsageError: the consumer has a handler, was stopped, is used on another event loop, or the prefetch is used
-                up.
-            TopologyMismatch, BrokerUnavailable: as for `run`.
-            ConsumerCancelled: nothing came, since a queue that is not declared here was deleted.
-            StaleDelivery: at the end of the block: a channel was lost, and deliveries that could not be acked will come
-                again.
+            UsageError: If the consumer has a handler, was stopped or is used on another event loop, or the prefetch is
+                used up.
+            TopologyMismatch, BrokerUnavailable: As for `run`.
+            ConsumerCancelled: If no message arrived because a queue that is not declared here was deleted.
+            StaleDelivery: At the end of the block, if a channel was lost. Deliveries that could not be acked will be
+                delivered again.
         """
         deliveries: list[PulledDelivery] = []
         try:
@@ -264,7 +268,7 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
         return await asyncio.gather(*(pool.stop(patience) for pool in pools))
 
     async def _finish_cancelled(self, subscription: AsyncSubscription) -> None:
-        """Cancel the handlers, and wait for the end: the waiting task was cancelled."""
+        """Cancel the handlers, and wait for the end after the waiting task was cancelled."""
         self.stop()
         subscription.stop()
         for pool in self._pools:
@@ -272,7 +276,7 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
         late = subscription.call_later(_CANCEL_TIMEOUT, subscription.stop_now)
         try:
             await awaiting(self._finish(subscription, self._pools))
-        except asyncio.CancelledError:  # once more
+        except asyncio.CancelledError:  # cancelled again
             subscription.stop_now()
             subscription.abort()
             for pool in self._pools:

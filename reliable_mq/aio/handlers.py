@@ -1,18 +1,17 @@
-"""Handlers in the asyncio API: their tasks and threads.
+"""The tasks and threads that run handlers in the asyncio API.
 
-There is one task per coroutine handler that may run at a time, not one per delivery: it handles one delivery after the
-other. Tasks are started when there is work for them. Plain handlers run on the threads of the sync API, whose end a
-task waits for.
+One task exists for each coroutine handler that may run at a time, not for each delivery. A task handles one delivery
+after the other, and is started when there is work for it. Plain handlers run on the threads of the sync API, and a task
+waits for their end.
 
 Invariants:
 
-- a delivery is with one task, and has exactly one result or is requeued; one that no handler has begun with can be
-  recalled; deliveries are begun in the order in which they were put; an exception, whatever it is, ends no other
-  delivery;
-- a handler whose task is cancelled has not failed, and one that raises ``CancelledError`` by itself has (a message that
-  always makes it do so would come again for ever), as one that raises ``GeneratorExit``, with which a task that is
-  thrown away ends, too;
-- handlers that never wait for anything leave the loop to others after `_SLICE` seconds; after `stop` no task is left,
+- A delivery is with one task, and has exactly one result or is requeued. A delivery that no handler has started can be
+  recalled. Deliveries are started in the order in which they were put. No exception affects another delivery.
+- A handler whose task is cancelled has not failed. A handler that raises ``CancelledError`` by itself has failed,
+  because a message that always causes this would be delivered again forever. The same applies to ``GeneratorExit``,
+  which also ends a task that is destroyed.
+- Handlers that never wait for anything yield the loop to others after `_SLICE` seconds. After `stop` no task is left,
   unless a handler refuses to be cancelled.
 """
 
@@ -65,30 +64,30 @@ __all__ = ["TaskPool", "ThreadPool"]
 
 logger = logging.getLogger(__name__)
 
-_SLICE = 0.005  # seconds that one task may keep the loop, from one handler to the next
-_CANCEL_GRACE = 5.0  # seconds for a handler that is cancelled to end
+_SLICE = 0.005  # seconds that one task may run handlers before it yields the loop
+_CANCEL_GRACE = 5.0  # seconds for a cancelled handler to end
 _CANCELLED = "its handler was cancelled"
 
 
 class TaskPool:
-    """Runs coroutine handlers in tasks, on the event loop that it is made on.
+    """A pool of tasks that run coroutine handlers on the current event loop.
 
-    A task runs one handler after the other, until one leaves context variables behind: then another task goes on, so
-    that none sees those of an earlier delivery.
+    A task runs one handler after the other, until a handler leaves context variables behind. Then another task
+    continues, so that no handler sees the variables of an earlier delivery.
 
     Args:
-        name: of the tasks.
-        count: how many, at most.
-        handler: the user's, a coroutine function.
-        batch: whether it takes a list of deliveries.
-        store: where to claim, with ``claiming``; None for no claims.
-        claiming: how to claim.
-        sink: where to report.
+        name: The name of the tasks.
+        count: The maximum number of tasks.
+        handler: The user's handler, a coroutine function.
+        batch: Whether the handler takes a list of deliveries.
+        store: The store to claim in, used with ``claiming``. None makes no claims.
+        claiming: The policy for claiming deliveries.
+        sink: The sink for results.
 
     Attributes:
-        items: the work that no task has begun.
-        epoch: grows when that is recalled.
-        handler_seconds: the time that handlers took, per call, waiting included.
+        items: The work that no task has started.
+        epoch: A number that grows when the work is recalled or no more is started.
+        handler_seconds: The time that handlers took per call, including waiting.
     """
 
     def __init__(
@@ -113,23 +112,23 @@ class TaskPool:
         self._store = None if store is None or claiming is None else StoreAdapter(store, f"{name}-store", count)
         self._sink = sink
         self._loop = asyncio.get_running_loop()
-        self._context = copy_context()  # in which each task begins
-        self._tasks: dict[asyncio.Task[None], Sequence[Delivery]] = {}  # and the deliveries each has not reported
+        self._context = copy_context()  # the context in which each task begins
+        self._tasks: dict[asyncio.Task[None], Sequence[Delivery]] = {}  # with the unreported deliveries of each task
         self._idle: deque[asyncio.Future[None]] = deque()
-        self._stopped_starting = False  # no handler is started any more
+        self._stopped_starting = False  # whether no more handlers are started
         self._closed = False
         self._numbers = itertools.count(1)
 
     def start(self) -> None:
-        """Do nothing: tasks are started when there is work for them."""
+        """Do nothing, because tasks are started when there is work for them."""
 
     def put(self, work: Iterable[Work]) -> None:
-        """Queue deliveries, or batches, for handlers."""
+        """Queue deliveries or batches for handlers."""
         self.items.extend(work)
         self._fill()
 
     def put_back(self, deliveries: Sequence[Delivery], epoch: int) -> bool:
-        """Put deliveries in front again, in their order; False if they are recalled."""
+        """Put deliveries in front again, in order. Return False if they are recalled."""
         if epoch != self.epoch:
             return False
         self.items.extendleft(reversed(deliveries))
@@ -137,12 +136,12 @@ class TaskPool:
         return True
 
     def stop_starting(self) -> None:
-        """Start no more handlers; waiting work can be recalled. Any thread."""
+        """Start no more handlers. Waiting work can be recalled. Thread-safe."""
         self._stopped_starting = True
         self.epoch += 1
 
     def recall(self) -> list[Delivery]:
-        """Return the deliveries that no handler began with; a task requeues its own."""
+        """Return the deliveries that no handler has started. Tasks requeue their own."""
         self.epoch += 1
         recalled: list[Delivery] = []
         for item in self.items:
@@ -151,15 +150,15 @@ class TaskPool:
         return recalled
 
     def cancel(self) -> None:
-        """Cancel the running handlers: their deliveries are requeued."""
+        """Cancel the running handlers. Their deliveries are requeued."""
         for task in self._tasks:
             task.cancel()
 
     async def stop(self, patience: float) -> bool:
-        """End the tasks, each after its handler; cancel that after ``patience`` seconds.
+        """End the tasks, each after its handler. Cancel them after ``patience`` seconds.
 
         Returns:
-            Whether all have ended: a handler may refuse to be cancelled.
+            Whether all tasks have ended. A handler may refuse to be cancelled.
         """
         self._closed = True
         for idle in self._idle:
@@ -176,7 +175,7 @@ class TaskPool:
         return not self._tasks
 
     async def retry_settlements(self, timeout: float, worth_waiting: Callable[[], bool]) -> int:
-        """Retry settlements after `stop`, as `WorkerPool.retry_settlements`."""
+        """Retry settlements after `stop`, like `WorkerPool.retry_settlements`."""
         if self._store is None or self._claiming is None or not self._claiming.retries:
             return 0
         deadline = time.monotonic() + timeout
@@ -192,7 +191,7 @@ class TaskPool:
         return len(self._claiming.retries)
 
     def abort(self) -> None:
-        """Cancel all, and do not wait for it."""
+        """Cancel all tasks without waiting."""
         self._closed = True
         self.cancel()
         if self._store is not None:
@@ -200,7 +199,7 @@ class TaskPool:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller is a handler on one of these tasks."""
+        """Whether the caller is a handler in one of these tasks."""
         return asyncio.current_task() in self._tasks
 
     def _fill(self) -> None:
@@ -222,7 +221,7 @@ class TaskPool:
     def _ended(self, task: asyncio.Task[None]) -> None:
         unreported = self._tasks.pop(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None:  # not the handler's: those are results
+        if error is not None:  # not the handler's, as those are results
             if unreported:
                 self._sink.report(all_lost(list(unreported)))
             logger.error(
@@ -232,7 +231,7 @@ class TaskPool:
                 len(unreported),
                 exc_info=error,
             )
-        if self.items and not self._closed:  # it was cancelled, or its context has changed: others take over
+        if self.items and not self._closed:  # it was cancelled, or its context has changed; others take over
             self._loop.call_soon(self._fill)
 
     # -- one task --------------------------------------------------------------------------------------------------
@@ -264,11 +263,11 @@ class TaskPool:
                 if time.perf_counter() - resumed > _SLICE:
                     await asyncio.sleep(0)
                     resumed = time.perf_counter()
-        except (asyncio.CancelledError, GeneratorExit):  # while it held nothing
+        except (asyncio.CancelledError, GeneratorExit):  # it held no deliveries
             return
 
     def _has_changed_context(self) -> bool:
-        """Whether a handler has left context variables in this task for the next one."""
+        """Whether a handler has left context variables behind in this task."""
         try:
             return copy_context() != self._context
         except Exception:  # noqa: BLE001  # their values cannot be compared
@@ -305,7 +304,7 @@ class TaskPool:
         except KeyboardInterrupt as error:
             detail = self._interrupted(error)
             return [Skipped(delivery, SkipReason.CANCELLED, detail) for delivery in _deliveries(item)]
-        except GeneratorExit as error:  # its own, or the loop is gone and the task is thrown away
+        except GeneratorExit as error:  # the handler's own, or the loop is gone and the task is destroyed
             self._sink.report(all_failed(_deliveries(item), error))
             raise
         except BaseException as error:  # noqa: BLE001  # SystemExit in a handler is a failed attempt, too
@@ -321,7 +320,7 @@ class TaskPool:
         return await self._carry_out_all(task, steps, groups, None)
 
     async def _resume(self, steps: Handling, groups: ClaimBatcher, failure: BaseException) -> None:
-        """Go on after a handler that raised ``failure``, which ended its task."""
+        """Continue after a handler that raised ``failure``, which ended its task."""
         task = asyncio.current_task()
         if task is None:
             raise RuntimeError("a coroutine runs in a task")
@@ -331,7 +330,7 @@ class TaskPool:
     async def _carry_out_all(
         self, task: asyncio.Task[None], steps: Handling, groups: ClaimBatcher, failure: BaseException | None
     ) -> Sequence[Result]:
-        """Carry out steps, the first after a ``failure`` of the handler, if any.
+        """Carry out steps. The first one follows a ``failure`` of the handler, if any.
 
         Returns:
             The results to report.
@@ -341,7 +340,7 @@ class TaskPool:
         try:
             results = await self._carry_out(task, steps, groups, cancelled, failure)
         except GeneratorExit as error:
-            if self._tasks[task]:  # no other task goes on with them
+            if self._tasks[task]:  # no other task continues with them
                 self._sink.report(all_failed(deliveries, error))
             raise
         except KeyboardInterrupt as error:
@@ -367,7 +366,7 @@ class TaskPool:
         cancelled: list[Delivery],
         failure: BaseException | None,
     ) -> list[Result]:
-        """Carry out steps to their end; add to ``cancelled`` deliveries whose handler was."""
+        """Carry out steps to their end, and collect deliveries with a cancelled handler."""
         store = self._store
         if store is None:
             raise RuntimeError("there is no store")
@@ -390,8 +389,8 @@ class TaskPool:
                         cancelled += _deliveries(step.argument)
                     step = steps.throw(NotStarted())
                 except GeneratorExit as error:
-                    # The handler's own, or of a future that it awaited. That was thrown into this task, too, which may
-                    # await nothing after it: another task asks the store.
+                    # The handler's own, or that of a future that it awaited, which was thrown into this task, too.
+                    # After that this task must not await, so another task calls the store.
                     if isinstance(step, RunHandler) and _runs(task):
                         deliveries, self._tasks[task] = self._tasks[task], ()
                         self._start(self._resume(steps, groups, failure_of_handler(error)), deliveries)
@@ -420,9 +419,10 @@ class TaskPool:
         return answer
 
     def _interrupted(self, error: KeyboardInterrupt) -> str:
-        """Raise an interrupt of the program out of its loop: it is not for the handler.
+        """Raise the program's interrupt from its loop, as it is not for the handler.
 
-        Once, however many handlers were interrupted: a second one would interrupt the end of the program.
+        It is raised once for any number of interrupted handlers, because a second one would interrupt the end of the
+        program.
         """
         if self._loop not in _interrupted_loops:
             _interrupted_loops.add(self._loop)
@@ -431,13 +431,13 @@ class TaskPool:
 
 
 class _Interrupted(asyncio.CancelledError):
-    """A handler that ended with ``KeyboardInterrupt``, which was for the program."""
+    """The end of a handler by ``KeyboardInterrupt``, which was for the program."""
 
 
 def _runs(task: asyncio.Task[None]) -> bool:
-    """Whether a task runs.
+    """Whether a task is running.
 
-    One that is thrown away, as its loop is gone, gets a ``GeneratorExit`` while it waits.
+    A task that is destroyed after its loop is gone gets a ``GeneratorExit`` while it waits.
     """
     try:
         return asyncio.current_task() is task
@@ -458,7 +458,7 @@ def _wake(idle: asyncio.Future[None]) -> None:
         idle.set_result(None)
 
 
-_interrupted_loops: WeakSet[asyncio.AbstractEventLoop] = WeakSet()  # whose `_raise` is still to come
+_interrupted_loops: WeakSet[asyncio.AbstractEventLoop] = WeakSet()  # loops whose `_raise` is pending
 
 
 def _raise(loop: asyncio.AbstractEventLoop, error: BaseException) -> None:
@@ -467,7 +467,7 @@ def _raise(loop: asyncio.AbstractEventLoop, error: BaseException) -> None:
 
 
 class ThreadPool:
-    """Runs plain handlers on the threads of a `WorkerPool`."""
+    """A pool that runs plain handlers on the threads of a `WorkerPool`."""
 
     def __init__(
         self,
@@ -496,21 +496,21 @@ class ThreadPool:
         self._workers.start()
 
     def put(self, work: Iterable[Work]) -> None:
-        """Queue deliveries, or batches, for handlers."""
+        """Queue deliveries or batches for handlers."""
         self._workers.put(work)
 
     def stop_starting(self) -> None:
-        """Start no more handlers. Any thread."""
+        """Start no more handlers. Thread-safe."""
         self._workers.stop_starting()
 
     def recall(self) -> list[Delivery]:
-        """Return the deliveries that no handler began with."""
+        """Return the deliveries that no handler has started."""
         return self._workers.recall()
 
     async def stop(self, patience: float) -> bool:
-        """End the threads, each after its handler. Returns whether all have ended in time.
+        """End the threads, each after its handler. Return whether all have ended in time.
 
-        A thread cannot be cancelled: a handler that still runs after ``patience`` seconds is left to itself.
+        A thread cannot be cancelled. A handler that still runs after ``patience`` seconds is left running.
         """
         if self._workers.stop(0.0):
             return True
@@ -521,7 +521,7 @@ class ThreadPool:
             thread.close()
 
     async def retry_settlements(self, timeout: float, worth_waiting: Callable[[], bool]) -> int:
-        """Retry settlements after `stop`, as `WorkerPool.retry_settlements`."""
+        """Retry settlements after `stop`, like `WorkerPool.retry_settlements`."""
         thread = DaemonExecutor(f"{self._name}-settlements", 1)
         try:
             return await thread.future(partial(self._workers.retry_settlements, timeout, worth_waiting))
@@ -529,7 +529,7 @@ class ThreadPool:
             thread.close()
 
     def cancel(self) -> None:
-        """Do nothing: a thread cannot be cancelled."""
+        """Do nothing, because a thread cannot be cancelled."""
 
     def abort(self) -> None:
         """End the threads, each after its handler. Does not wait."""
@@ -537,7 +537,7 @@ class ThreadPool:
 
     @property
     def is_current(self) -> bool:
-        """False: a plain handler has no task that could await anything."""
+        """False, because a plain handler has no task that could await anything."""
         return False
 
     @property

@@ -1,15 +1,15 @@
 """A publisher's channel to its outbox, for tasks of an event loop.
 
-Storing and relaying run on threads of their own (`reliable_mq.outbox.relay`); the event
-loop never waits for a disk or a database.
+Storing and relaying run on separate threads (`reliable_mq.outbox.relay`), so the event loop never waits for a disk or a
+database.
 
-Invariants: those of `reliable_mq.engine.outbox_channel`; confirmations are settled on the event loop; callers that
-wait for the window are served in order.
+Invariants, in addition to `reliable_mq.engine.outbox_channel`: confirmations are settled on the event loop. Callers
+that wait for the window are served in order.
 
 `AsyncRelayPublisher` takes the rows of the outbox from the relay's thread to the connection of an `AsyncPublisher`.
 
-Invariants: every row that is sent comes back once, whatever happens to it or to the event loop; the connection is
-touched on the event loop alone.
+Invariants: every row that is sent is returned once, whatever happens to it or to the event loop. The connection is used
+on the event loop only.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ T = TypeVar("T")
 
 
 class AsyncStoredConfirmation(StoredPublication, AsyncConfirmation):
-    """The outcome of storing a message; ``submit`` with an outbox returns it."""
+    """The outcome of storing a message. ``submit`` returns it with an outbox."""
 
     __slots__ = ("error", "row")
 
     owner: AsyncOutboxChannel
 
     def __await__(self) -> Generator[object, None, Receipt]:
-        """Wait as on every confirmation, up to the message's own deadline.
+        """Wait like any confirmation, up to the message's own deadline.
 
-        After that it may be stored yet.
+        After the deadline the message may still be stored.
         """
         if self.outcome is None:
             self.owner.check_usable()
@@ -76,7 +76,7 @@ class AsyncStoredConfirmation(StoredPublication, AsyncConfirmation):
 
 
 class _LeaseInTransit:
-    """The relay's lease, on its way to a task that may not wait any more. Thread-safe."""
+    """The relay's lease, for a task that may no longer wait for it. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -84,7 +84,7 @@ class _LeaseInTransit:
         self._claims: RowLeases | None = None
 
     def keep(self, claims: RowLeases) -> RowLeases:
-        """Keep the lease, or end it if it was abandoned, which blocks."""
+        """Keep the lease. If it was abandoned, end it, which blocks."""
         with self._lock:
             self._claims = claims
             abandoned = self._abandoned
@@ -93,7 +93,7 @@ class _LeaseInTransit:
         return claims
 
     def abandon(self) -> None:
-        """End the lease, now or when it is there. Blocks."""
+        """End the lease now, or when it arrives. Blocks."""
         with self._lock:
             self._abandoned = True
             claims = self._claims
@@ -104,27 +104,27 @@ class _LeaseInTransit:
 class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
     """The channel of an `AsyncPublisher` to its outbox. For one event loop.
 
-    The arguments are those of the base.
+    The base class documents the arguments.
 
     Attributes:
-        loop: the event loop.
+        loop: The event loop.
     """
 
     def __init__(
         self, outbox: Outbox, relay_publisher: AsyncRelayPublisher, options: PublisherOptions, *, measured: bool
     ) -> None:
-        super().__init__(outbox, relay_publisher, options, measured=measured, guard=nullcontext())  # all is on one loop
+        super().__init__(outbox, relay_publisher, options, measured=measured, guard=nullcontext())  # one loop: no lock
         self.loop = asyncio.get_running_loop()
         self._relay_publisher = relay_publisher
         self._waiters = AsyncWindowWaiters(self.loop, self._window)
         self._opens: asyncio.Task[None] | None = None
-        self._starting = 0  # tasks that wait for it
+        self._starting = 0  # tasks that wait for the opening
         self._end_name = f"{options.name}-outbox-end"
 
     # For callers
 
     async def start(self, limit: float) -> None:
-        """Wait for the opening, by several tasks."""
+        """Wait for the opening. Several tasks may wait."""
         if self._opens is None:
             self._opens = self.loop.create_task(self._open())
         opens = self._opens
@@ -136,16 +136,16 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
             raise not_open(self.outbox, limit) from error
         finally:
             self._starting -= 1
-            if not self._starting and not self.begun:  # nobody waits any more
+            if not self._starting and not self.begun:  # no task waits any more
                 self._opens = None
                 opens.cancel()
                 await asyncio.wait([opens])
 
     def take(self, confirmation: AsyncStoredConfirmation) -> bool:
-        """Store a message if the window has room; return whether it has.
+        """Store a message if the window has room, and return whether it has.
 
         Raises:
-            UsageError: closed, on another loop, or in a forked child.
+            UsageError: If the channel is closed, used on another loop, or in a forked child.
         """
         try:
             self.check_usable()
@@ -159,11 +159,11 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
         return True
 
     async def wait_for_window(self, confirmation: AsyncStoredConfirmation) -> None:
-        """Store a message once the window has room, up to the publish's own deadline.
+        """Store a message once the window has room. Wait up to the message's deadline.
 
         Raises:
-            OutboxError: no room in time; it was not stored.
-            UsageError: closed meanwhile.
+            OutboxError: If the window had no room in time. The message was not stored.
+            UsageError: If the channel was closed in the meantime.
         """
         remaining = confirmation.accepted_at + self.timeout_of(confirmation) - time.monotonic()
         try:
@@ -175,7 +175,7 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
             raise
 
     def abort(self) -> None:
-        """End without waiting, however far it was opened."""
+        """End without waiting, however far the opening is."""
         self._refuse_waiting()
         self.relay.stop(0.0)
         self._relay_publisher.cancel()
@@ -197,7 +197,7 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
     # On the writer's thread
 
     def _stored(self, confirmations: list[AsyncStoredConfirmation], error: OutboxError | None) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed, and no task waits any more
             self.loop.call_soon_threadsafe(self._settle, confirmations, error)
         if error is None:
             self.relay.wake()
@@ -205,12 +205,12 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
     def _settled(self, settlements: list[RowSettlement]) -> None:
         self.relay.settled(settlements)
 
-    # On threads that nobody may wait for any more
+    # On threads without a caller
 
     def _take_lease(self, transit: _LeaseInTransit) -> RowLeases:
         self.outbox.open()
         claims = transit.keep(self.outbox.claims())
-        if self._closed:  # meanwhile, and perhaps the outbox, too, before it was open
+        if self._closed:  # in the meantime; the outbox may have been closed before it was open
             self.outbox.close()
         return claims
 
@@ -253,7 +253,7 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
             raise TimeoutError(f"{self.outbox!r} does not answer: no answer within {limit:g} s") from error
 
     async def _join(self, join: Callable[[float], bool], deadline: float) -> None:
-        """Wait for the end of a thread until a moment after the deadline."""
+        """Wait for the end of a thread, until a moment after the deadline."""
         limit = max(deadline - time.monotonic(), 0.0) + CLOSE_GRACE
         await call_on_thread(self._end_name, partial(join, limit))
 
@@ -261,7 +261,7 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
         answered: asyncio.Future[None] = self.loop.create_future()
         if self._writer.ended:
             return True
-        # Behind the answers themselves, which come the same way.
+        # Queued behind the answers themselves, which take the same path.
         self._writer.call(partial(self._tell, answered))
         try:
             async with asyncio.timeout(limit if limit < float("inf") else None):
@@ -290,14 +290,15 @@ def _resolve(future: asyncio.Future[T], result: T) -> None:
 
 
 class AsyncRelayPublisher:
-    """Publishes rows, and collects their outcomes. Made on the event loop.
+    """A publisher that publishes rows and collects their outcomes.
 
-    One task does all of it, and begins with the relay, so that the end of the event loop cancels it. No task is made
-    when rows come: that may be while the loop ends.
+    It is created on the event loop. One task does all of the work. The task starts with the relay, so that the end of
+    the event loop cancels it. No task is created when rows arrive, because the loop may be ending at that time.
 
     Args:
-        connect: begins to connect; waits until every host has had its first attempt.
-        send: submits a row to the channel to the broker; its confirmation is to call the function that is given.
+        connect: A callable that begins to connect. It waits until every host has had its first attempt.
+        send: A callable that submits a row to the channel to the broker. The row's confirmation must call the given
+            function.
     """
 
     def __init__(
@@ -313,12 +314,12 @@ class AsyncRelayPublisher:
         self._task: asyncio.Task[None] | None = None
         self._ended = False  # by `cancel`, or because the loop ends
         self._settled: deque[tuple[OutboxRow, ReliableMQError | None]] = deque()
-        self._wake: Callable[[], object] | None = None  # of a relay that waits
+        self._wake: Callable[[], object] | None = None  # wakes a relay that waits
 
     # On the relay's thread
 
     def connect(self) -> None:
-        """Do nothing: the task begins with that."""
+        """Do nothing, because the task begins by connecting."""
 
     def send(self, rows: Sequence[OutboxRow]) -> None:
         """Publish rows, in order."""
@@ -338,17 +339,17 @@ class AsyncRelayPublisher:
     def watch(self, wake: Callable[[], object]) -> None:
         """Wake the relay at the next outcome."""
         self._wake = wake
-        if self._settled:  # it came before this, and may not have seen it
+        if self._settled:  # the outcome may have come before ``_wake`` was set
             wake()
 
     # On the event loop
 
     def start(self) -> None:
-        """Connect, and send the rows that come."""
+        """Connect, and send the rows that arrive."""
         self._task = self._loop.create_task(self._run(), name="reliable_mq outbox relay")
 
     def cancel(self) -> None:
-        """Send no more. Rows that were not sent come back."""
+        """Send no more. Unsent rows are returned to the relay."""
         self._ended = True
         if self._task is not None:
             self._task.cancel()

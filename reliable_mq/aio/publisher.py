@@ -1,8 +1,8 @@
 """The confirming publisher of the asyncio API.
 
 It checks arguments before anything is sent, passes each publish to its
-:class:`~reliable_mq.aio.publisher_channel.AsyncPublisherChannel`, and returns outcomes as receipts and errors. Its
-promises about delivery are kept by :mod:`reliable_mq.core.publisher.session`, as those of the sync API are.
+:class:`~reliable_mq.aio.publisher_channel.AsyncPublisherChannel`, and returns outcomes as receipts and errors. As for
+the sync API, the delivery guarantees are implemented in :mod:`reliable_mq.core.publisher.session`.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ __all__ = ["AsyncPublisher"]
 class AsyncPublisher(
     BasePublisher[AsyncConfirmation, AsyncStoredConfirmation, AsyncPublisherChannel, AsyncOutboxChannel]
 ):
-    """Publishes messages, and reports for each whether the broker has it.
+    """A publisher that reports for each message whether the broker has it.
 
-    For one event loop, any number of its tasks. Construction does not connect. ``async with``, ``connect`` or the first
-    publish does; from then on the publisher reconnects by itself, declares ``topology`` again, and publishes again,
-    with the same ``message_id``, every message that the broker has not confirmed. An attempt that may be a duplicate
-    carries the header ``x-reliable-mq-possible-duplicate``.
+    For one event loop and any number of its tasks. Construction does not connect. ``async with``, ``connect`` or the
+    first publish connects. From then on the publisher reconnects by itself, declares ``topology`` again, and
+    republishes unconfirmed messages with the same ``message_id``. An attempt that may be a duplicate carries the header
+    ``x-reliable-mq-possible-duplicate``.
 
-    A task that is cancelled while it awaits takes nothing back: a message that was admitted to the window stays
-    outstanding until it is settled or its deadline passes; one that still waited for room is not sent.
+    Cancelling a task that awaits does not withdraw a message that was admitted to the window. The message stays
+    outstanding until it is settled or its deadline passes. A message that still waits for the window is not sent.
 
-    Close it (``async with`` does): messages that are outstanding when the event loop ends are lost.
+    Close the publisher, or use ``async with``. Messages that are outstanding when the event loop ends are lost.
     """
 
     _confirmation = AsyncConfirmation
@@ -61,26 +61,26 @@ class AsyncPublisher(
     ) -> Receipt:
         """Publish a message and wait until the broker, or the outbox, has it.
 
-        Takes a round trip to the broker and, while the window is full or the broker away, up to ``timeout``. With an
-        outbox: until its transaction is on disk.
+        Takes a round trip to the broker. While the window is full or the broker is unreachable, takes up to
+        ``timeout``. With an outbox, waits until its transaction is on disk.
 
         Args:
-            message: the message.
-            exchange: the default exchange routes to the queue named by the routing key.
-            routing_key: at most 255 bytes in UTF-8.
-            timeout: seconds after which it is given up; None for the publisher's ``delivery_timeout``.
+            message: The message.
+            exchange: The exchange. The default exchange routes to the queue named by the routing key.
+            routing_key: The routing key, at most 255 bytes in UTF-8.
+            timeout: Seconds after which the message is given up. None for the publisher's ``delivery_timeout``.
 
         Returns:
-            A receipt, with the message's id and the number of attempts; its ``status`` is ``"confirmed"``, or
+            A receipt with the message's id and the number of attempts. Its ``status`` is ``"confirmed"``, or
             ``"stored"`` with an outbox.
 
         Raises:
-            OutboxError: with an outbox alone: it could not be stored.
-            PublishError: it was not confirmed; the subclass says why. After ``PublishUnconfirmed`` it may have arrived
-                all the same.
-            BrokerUnavailable, TopologyMismatch: this was the first call, and connecting cannot succeed.
-            ConfigurationError, UsageError: a wrong argument; closed, on another event loop, or on the wrong side of a
-                fork.
+            OutboxError: With an outbox only: if the message could not be stored.
+            PublishError: If the message was not confirmed. The subclass gives the reason. After ``PublishUnconfirmed``
+                the message may still have arrived.
+            BrokerUnavailable, TopologyMismatch: If this was the first call and connecting cannot succeed.
+            ConfigurationError, UsageError: If an argument is invalid, or the publisher is closed, used on another event
+                loop, or on the wrong side of a fork.
         """
         return await (await self.submit(message, exchange=exchange, routing_key=routing_key, timeout=timeout))
 
@@ -89,9 +89,8 @@ class AsyncPublisher(
     ) -> AsyncConfirmation:
         """Publish a message without waiting for its confirm.
 
-        Waits only while the window is full.
-
-        Args and errors are those of :meth:`publish`, except that the outcome comes through the confirmation.
+        Waits only while the window is full. See :meth:`publish` for the arguments and errors. The confirmation reports
+        the outcome.
         """
         return await self._submit(message, exchange, routing_key, timeout)
 
@@ -103,16 +102,17 @@ class AsyncPublisher(
         routing_key: str = "",
         timeout: Duration | None = None,
     ) -> PublishReport:
-        """Publish messages, pipelined, and wait until every one has settled.
+        """Publish messages, pipelined, and wait until every one is settled.
 
         Args:
-            messages: any iterable, or an asynchronous one; it is consumed as the window has room.
-            exchange: for each, as in :meth:`publish`.
-            routing_key: for each.
-            timeout: for each, seconds.
+            messages: The messages. The iterable, which may be asynchronous, is consumed as the window has room.
+            exchange: The exchange for each message, as in :meth:`publish`.
+            routing_key: The routing key for each message.
+            timeout: The timeout for each message, in seconds.
 
         Returns:
-            How many were confirmed, and each of the others with its error. Nothing is raised for a message that failed.
+            The number of confirmed messages, and each of the others with its error. Nothing is raised for a failed
+            message.
         """
 
         async def publish_one(report: ReportBuilder[AsyncConfirmation], message: Message) -> None:
@@ -130,24 +130,24 @@ class AsyncPublisher(
                     await publish_one(report, message)
             for confirmation in report.outstanding:
                 if confirmation.outcome is None:
-                    with suppress(PublishError):  # it will be in the report
+                    with suppress(PublishError):  # the report will have it
                         await confirmation
             return report.report()
 
     async def flush(self, timeout: Duration | None = None) -> None:
         """Wait until every message submitted before is settled: confirmed or failed.
 
-        With an outbox: until everything that was in it at this moment is confirmed, also of earlier processes, or is
-        set aside, or waits behind a message that is.
+        With an outbox, wait until every message in it at this moment is confirmed or set aside, or waits behind a
+        message that is set aside. This includes messages of earlier processes.
 
         Args:
-            timeout: seconds; None for as long as it takes, which the messages' own deadlines bound, unless there is an
-                outbox.
+            timeout: The time to wait, in seconds. None waits as long as necessary. Without an outbox, the messages' own
+                deadlines limit the wait.
 
         Raises:
-            TimeoutError: some are still outstanding, and still being published; or the outbox does not say.
-            OutboxError: the outbox cannot be read.
-            UsageError: with an outbox alone: closed, and its rows wait for the next start.
+            TimeoutError: If messages are still outstanding, and still being published, or the outbox does not answer.
+            OutboxError: If the outbox cannot be read.
+            UsageError: With an outbox only: if the publisher is closed. The rows wait for the next start.
         """
         await awaiting(self._flush(timeout))
 
@@ -156,34 +156,34 @@ class AsyncPublisher(
     async def connect(self) -> None:
         """Connect, and wait until the topology is declared and the broker takes messages.
 
-        Does nothing while it is connected. With an outbox, open that first, and start the relay, which goes on if
-        connecting fails.
+        Does nothing while it is connected. With an outbox, opens the outbox first and starts the relay, which continues
+        if connecting fails.
 
         Raises:
-            OutboxError: with an outbox alone: it cannot be opened.
-            BrokerUnavailable: no host could be reached; with ``permanent`` if trying again cannot help.
-            TopologyMismatch: a declaration differs from the broker's.
-            UsageError: it was closed.
+            OutboxError: With an outbox only: if it cannot be opened.
+            BrokerUnavailable: If no host can be reached. It has ``permanent`` set if trying again cannot help.
+            TopologyMismatch: If a declaration differs from the broker's.
+            UsageError: If the publisher was closed.
         """
         await awaiting(self._connect())
 
     async def close(self, timeout: Duration = CLOSE_TIMEOUT) -> None:
-        """Wait until everything is settled, for up to ``timeout`` seconds; disconnect.
+        """Wait until everything is settled, for up to ``timeout`` seconds, and disconnect.
 
-        A publish not settled by then is given up. Does nothing when it is closed, and waits with another task that is
-        closing it. A closing that was cancelled is taken up again. Does nothing in a forked child.
+        Publishes that are not settled by then are given up. Does nothing if it is already closed, or in a forked child.
+        If another task is closing it, waits for that. A call after a cancelled one continues the closing.
 
         Raises:
-            PublishError: messages failed, or were given up, and nobody has looked at their confirmations.
-            UsageError: on another event loop.
+            PublishError: If messages failed or were given up, and no user has seen their outcome.
+            UsageError: If called on another event loop.
         """
         await awaiting(self._close(timeout))
 
     async def __aenter__(self) -> Self:
         """Connect.
 
-        If no host can be reached now, the publisher goes on trying, and publishes wait; an error that time cannot heal
-        is raised. With an outbox that is opened, and connecting is left to the relay.
+        If no host can be reached now, the publisher keeps trying, and publishes wait. An error that further attempts
+        cannot fix is raised. With an outbox, opens the outbox, and the relay connects.
         """
         try:
             await awaiting(self._enter())
@@ -197,7 +197,7 @@ class AsyncPublisher(
     ) -> None:
         """Flush and close.
 
-        Raises failures that nobody has seen, but never in place of an exception of the body.
+        Raises unseen failures, but never in place of an exception of the body.
         """
         try:
             await self._leave(CLOSE_TIMEOUT)
@@ -210,7 +210,7 @@ class AsyncPublisher(
             warnings.warn(text, ResourceWarning, source=self, stacklevel=1)
 
     async def _leave(self, timeout: float) -> None:
-        """Close; if that is cancelled, nobody takes it up again: end without waiting."""
+        """Close. If that is cancelled, end without waiting, as no one continues the close."""
         try:
             await self.close(timeout)
         except asyncio.CancelledError:
@@ -218,7 +218,7 @@ class AsyncPublisher(
             raise
 
     def _abort(self) -> None:
-        """Abandon outstanding messages, and disconnect without waiting for it."""
+        """Abandon outstanding messages, and disconnect without waiting."""
         if not self._is_closed:
             self._leave_open()
         for channel in (self._started_outbox_channel, self._started_channel):
@@ -228,18 +228,18 @@ class AsyncPublisher(
             self._registration.close()
 
     def _check_usable(self) -> None:
-        """Raise UsageError if it is closed, or on another event loop."""
+        """Raise UsageError if the publisher is closed or used on another event loop."""
         super()._check_usable()
         for channel in (self._started_channel, self._outbox_channel):
             if channel is not None:
                 channel.check_usable()
 
-    # Messages on their way
+    # Messages in flight
 
     async def _submit(
         self, message: Message, exchange: str, routing_key: str, timeout: Duration | None, *, reported: bool = False
     ) -> AsyncConfirmation:
-        """Submit. ``reported``: its caller is told of a failure, the end raises none."""
+        """Submit a message. ``reported`` means that the caller receives the failure."""
         channel = self._channel if self._outbox is None else self._outbox_channel
         if channel is None:
             steps = self._first_confirmation(message, exchange, routing_key, timeout, reported)

@@ -1,22 +1,22 @@
 """The publisher channel of the asyncio API: its inbox, and tasks that wait.
 
-A caller admits its publish to the window and puts it into the inbox; one turn of the loop serves all that came in
-meanwhile, so that a publish costs no task, no lock and no write of its own.
+A caller admits its publish to the window and puts it into the inbox. One turn of the loop serves all publishes that
+arrived in the meantime, so a publish needs no separate task, lock or write.
 
 Invariants:
 
-- everything runs on one event loop, and nothing here awaits but for callers;
-- every confirmation that ``submit`` returned is settled, whatever happens: by the broker, by its deadline, or at the
-  end of the channel; a cancelled await leaves an admitted publish as it is;
-- tasks that wait for the window are admitted in the order in which they came, by the channel itself
-  (`AsyncWindowWaiters`): one that is cancelled first has not been admitted;
-- every wait of a task ends: with its condition, at its deadline, or at the end of the channel.
+- Everything runs on one event loop, and the channel awaits only on behalf of callers.
+- Every confirmation that ``submit`` returned is settled by the broker, by its deadline, or at the end of the channel. A
+  cancelled await does not affect an admitted publish.
+- Tasks that wait for the window are admitted in the order of their arrival, by the channel itself
+  (`AsyncWindowWaiters`). A task that is cancelled before that has not been admitted.
+- Every wait of a task ends: with its condition, at its deadline, or at the end of the channel.
 
 Invariants of `AsyncWindowWaiters`:
 
-- places are assigned in the order of the requests, by the call that frees them, and are taken at that moment: neither a
-  cancellation nor a newcomer comes between;
-- a task that is late or cancelled has taken nothing, leaves nothing behind, and holds up no task after it.
+- Places are assigned in the order of the requests, by the call that frees them, and are taken at that moment. Neither a
+  cancellation nor a newcomer intervenes.
+- A task that is late or cancelled has taken nothing, leaves nothing behind, and delays no task after it.
 """
 
 from __future__ import annotations
@@ -46,29 +46,30 @@ __all__ = ["AsyncPublisherChannel", "AsyncWindowWaiters"]
 
 
 class AsyncWindowWaiters:
-    """Tasks of one event loop that wait for a window; true while there are some.
+    """Tasks of one event loop that wait for a window. Truthy while there are any.
 
     Args:
-        loop: the event loop.
-        window: the window.
+        loop: The event loop.
+        window: The window.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, window: PublishWindow) -> None:
         self._loop = loop
         self._window = window
-        # Ordered, and cheap to leave from anywhere; a dict that is emptied from its front is slow to look at.
+        # Ordered, and cheap to remove from anywhere. A dict that is emptied from its front is slow to iterate.
         self._waiting: OrderedDict[asyncio.Future[bool | None], tuple[int, Callable[[], object]]] = OrderedDict()
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
     async def wait(self, size: int, timeout: float, take: Callable[[], object]) -> bool | None:
-        """Wait for a place in the window; return whether it was taken, None if refused.
+        """Wait for a place; return whether it was taken, or None if the task is refused.
 
         Args:
-            size: bytes.
-            timeout: seconds; with none left, a place that is free in the same turn of the loop is taken all the same.
-            take: takes the place; called once there is one, before any other task runs.
+            size: The size of the message, in bytes.
+            timeout: The time to wait, in seconds. Without time left, a place that is free in the same turn of the loop
+                is still taken.
+            take: A callable that takes the place. It is called once there is a place, before any other task runs.
         """
         given: asyncio.Future[bool | None] = self._loop.create_future()
         late = self._loop.call_later(max(timeout, 0.0), _resolve, given, False)
@@ -107,10 +108,10 @@ _ADVANCE_AT = 64  # publishes in the inbox that do not wait for the next turn of
 
 
 class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
-    """The channel of one publisher of the asyncio API, made on its loop.
+    """The channel of one publisher of the asyncio API. Created on its loop.
 
     Attributes:
-        loop: the event loop.
+        loop: The event loop.
     """
 
     write_bytes = 128 * 1024
@@ -118,10 +119,10 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
     _io: AsyncConnection
 
     def __init__(self, options: PublisherOptions) -> None:
-        super().__init__(options, nullcontext())  # all is on one loop
+        super().__init__(options, nullcontext())  # one loop: no lock
         self.loop = asyncio.get_running_loop()
-        self._changed: list[asyncio.Future[None]] = []  # of tasks that wait for the state to change
-        self._flushing: list[tuple[float, asyncio.Future[None]]] = []  # the moment before which all must be settled
+        self._changed: list[asyncio.Future[None]] = []  # futures of tasks that wait for a change of state
+        self._flushing: list[tuple[float, asyncio.Future[None]]] = []  # and the moment before which all must be settled
         self._inbox: list[AsyncConfirmation] = []
         self._waiters = AsyncWindowWaiters(self.loop, self.window)
 
@@ -140,7 +141,7 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
     async def wait_connected(
         self, limit: float, attempts: int = 1, *, at_most: float = float("inf")
     ) -> ReliableMQError | None:
-        """Wait for the attempts; by several tasks."""
+        """Wait for the attempts. Several tasks may wait."""
         self.check_usable()
         deadline = time.monotonic() + at_most
         enough = self._attempts_failed + attempts
@@ -159,11 +160,12 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
         return self._why_not_connected(limit)
 
     def take(self, confirmation: AsyncConfirmation) -> bool:
-        """Accept a publish if it fits the window; return whether it does.
+        """Accept a publish if it fits the window, and return whether it does.
 
         Raises:
-            PublishBlocked, PublishDisconnected: the broker blocks publishing, or is away, and that is to be raised.
-            UsageError: closed, on another loop, or in a forked child.
+            PublishBlocked, PublishDisconnected: If the broker blocks publishing or is unreachable, and the options say
+                to raise.
+            UsageError: If the channel is closed, used on another loop, or in a forked child.
         """
         try:
             if self.forked or (asyncio.get_running_loop() is not self.loop and not self._closed):
@@ -184,10 +186,10 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
         """Accept a publish once it fits the window.
 
         Raises:
-            PublishUnconfirmed: the window was full until its deadline; it was not sent.
-            PublishBlocked: likewise, while the broker blocks publishing; at once if that is to be raised.
-            PublishDisconnected: the connection was lost meanwhile, and that is to be raised.
-            UsageError: closed meanwhile.
+            PublishUnconfirmed: If the window was full until the deadline. The message was not sent.
+            PublishBlocked: The same while the broker blocks publishing, or at once if the options say to raise.
+            PublishDisconnected: If the connection was lost in the meantime, and the options say to raise.
+            UsageError: If the channel was closed in the meantime.
         """
         try:
             await self._wait_for_window(confirmation)
@@ -207,14 +209,14 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
         raise self._window_timeout(confirmation, seconds)
 
     async def flush(self, limit: float) -> bool:
-        """Wait until all that was submitted before is settled; return whether it is."""
+        """Wait until all earlier publishes are settled, and return whether they are."""
         self.check_usable()
         return await self._wait_settled_before(time.monotonic(), limit)
 
     async def close(self, limit: float) -> None:
-        """Settle everything within ``limit`` seconds, give up the rest, disconnect.
+        """Settle everything within ``limit`` seconds, give up the rest, and disconnect.
 
-        May be cancelled and called again, and by several tasks: each waits for the end.
+        May be cancelled and called again, and by several tasks. Each call waits for the end.
         """
         self.check_usable()
         self._take_no_more()
@@ -226,7 +228,7 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
         self._wakeup.cancel()
 
     def abort(self) -> None:
-        """Settle everything as given up, and disconnect without waiting for that."""
+        """Settle everything as given up, and disconnect without waiting."""
         self._take_no_more()
         self._end()
         self._io.stop()
@@ -234,12 +236,12 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
 
     @property
     def outstanding(self) -> int:
-        """Publishes submitted and not settled."""
+        """The number of publishes submitted and not settled."""
         return len(self._inbox) + self.session.outstanding
 
     @property
     def stalled_seconds(self) -> float:
-        """Seconds for which the event loop has stood still (`AsyncConnection`)."""
+        """The seconds for which the event loop has stood still (`AsyncConnection`)."""
         return self._io.stalled_seconds
 
     # The work

@@ -1,10 +1,11 @@
 """Calls to the idempotency store in the asyncio API.
 
-A coroutine handler's task calls the store on its event loop: an asyncio store is awaited, one in memory is called, any
-other has a thread. A plain handler's thread waits for an asyncio store, which runs on the loop.
+The task of a coroutine handler calls the store on its event loop. An asyncio store is awaited, a store in memory is
+called directly, and any other store is called on a thread. The thread of a plain handler waits for an asyncio store,
+which runs on the loop.
 
-Invariant: a call to a store is waited for though the task that made it is cancelled meanwhile: a claim that nobody
-knows of would keep its message until the lease ends. Only `abandon` ends that, for a store that hangs.
+Invariant: a call to a store is awaited even if the task that made it is cancelled in the meantime. Otherwise an unknown
+claim would hold its message until the lease ends. Only `abandon` ends the wait, for a store that hangs.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ T = TypeVar("T")
 
 
 class StoreAdapter:
-    """The calls to one store. Made on the loop that it is for.
+    """The calls to one store. Created on the loop that uses it.
 
     Args:
-        store: an `IdempotencyStore` or an `AsyncIdempotencyStore`.
-        name: of threads.
-        most: threads at a time.
+        store: An `IdempotencyStore` or an `AsyncIdempotencyStore`.
+        name: The name of the threads.
+        most: The maximum number of threads.
     """
 
     def __init__(self, store: Any, name: str, most: int) -> None:
@@ -45,13 +46,13 @@ class StoreAdapter:
         self._begin: Callable[[Callable[[], Any]], asyncio.Future[Any]] | None = None
         if awaits(store):
             self._begin = _as_task
-        elif type(store) is not MemoryStore:  # one that is made of it may well block
+        elif type(store) is not MemoryStore:  # a subclass may block
             self._threads = DaemonExecutor(name, most)
             self._begin = self._threads.future
         self._asked: set[asyncio.Future[Any]] = set()
 
     async def ask(self, step: Step) -> Any:
-        """Call the store, and wait for its answer. Raises its exceptions."""
+        """Call the store, and return its answer or raise its exception."""
         call = store_call(self._store, step)
         if self._begin is None:
             return call()
@@ -61,7 +62,7 @@ class StoreAdapter:
             while not answer.done():
                 try:
                     await asyncio.wait([answer])
-                except asyncio.CancelledError:  # it is looked at when there is an answer
+                except asyncio.CancelledError:  # the task checks ``cancelling()`` after the answer
                     continue
         finally:
             self._asked.discard(answer)
@@ -86,27 +87,27 @@ def _as_task(question: Callable[[], Any]) -> asyncio.Future[Any]:
 
 
 class BlockingStore:
-    """An `AsyncIdempotencyStore` for threads, which wait for the loop that it runs on."""
+    """An adapter of an `AsyncIdempotencyStore` for threads, which wait for its loop."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
         self._loop = asyncio.get_running_loop()
 
     def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
-        """Claim keys, as `IdempotencyStore.claim_many`."""
+        """Claim keys, like `IdempotencyStore.claim_many`."""
         return self._wait(self._store.claim_many(keys, lease))
 
     def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
-        """Complete claims, as `IdempotencyStore.complete_many`."""
+        """Complete claims, like `IdempotencyStore.complete_many`."""
         return self._wait(self._store.complete_many(claims))
 
     def release_many(self, claims: Sequence[Claim], *, failed: bool) -> list[bool]:
-        """Release claims, as `IdempotencyStore.release_many`."""
+        """Release claims, like `IdempotencyStore.release_many`."""
         return self._wait(self._store.release_many(claims, failed=failed))
 
     def _wait(self, question: Coroutine[Any, Any, T]) -> T:
         try:
             return asyncio.run_coroutine_threadsafe(question, self._loop).result()
-        except (concurrent.futures.CancelledError, RuntimeError) as error:  # the loop ends, or is closed
+        except (concurrent.futures.CancelledError, RuntimeError) as error:  # the loop is ending or closed
             question.close()
             raise IdempotencyStoreError(f"the event loop of the store has ended: {error!r}") from error

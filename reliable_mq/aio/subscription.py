@@ -1,10 +1,10 @@
-"""The consumer's connection in the asyncio API: on the event loop.
+"""The consumer's connection in the asyncio API, on the event loop.
 
-Dead letters and retries are published on a connection of their own, since the broker blocks publishing connections
-under an alarm, and a consumer's must go on acking.
+Dead letters and retries are published on a separate connection, because the broker blocks publishing connections under
+an alarm and the consumer's connection must keep acking.
 
-Invariants: the outcome of each publish is reported exactly once, unless the loop ends before; nothing blocks the caller
-of `AsyncRepublisher.put`; the connection is opened with the first publish; there is a task only while some wait to be
+Invariants: the outcome of each publish is reported exactly once, unless the loop ends first. Nothing blocks the caller
+of `AsyncRepublisher.put`. The connection is opened with the first publish. A task exists only while messages wait to be
 published.
 """
 
@@ -35,7 +35,7 @@ __all__ = ["AsyncPullSubscription", "AsyncRepublisher", "AsyncSubscription", "Pu
 
 
 class AsyncRepublisher(BaseRepublisher):
-    """Publishes in a task of its own. On one event loop."""
+    """A republisher that publishes in a separate task. For one event loop."""
 
     _publisher: AsyncPublisher
 
@@ -54,7 +54,7 @@ class AsyncRepublisher(BaseRepublisher):
             self._task = asyncio.get_running_loop().create_task(self._run(), name=self._name)
 
     async def close(self, timeout: float) -> None:
-        """Abandon publishes without a confirm in time; their originals stay unacked."""
+        """Close the publisher. Originals of publishes not confirmed in time stay unacked."""
         await awaiting(self._close_publisher(timeout))
         self.abort()
         if self._task is not None:
@@ -77,7 +77,7 @@ class AsyncRepublisher(BaseRepublisher):
 
 
 class AsyncSubscription(BaseSubscription):
-    """The connection of a consumer. Made on the loop that it is to run on."""
+    """The connection of a consumer. Created on the loop that it runs on."""
 
     ended: asyncio.Event
     republisher: AsyncRepublisher | None
@@ -88,7 +88,7 @@ class AsyncSubscription(BaseSubscription):
 
     @property
     def stalled_seconds(self) -> float:
-        """For how long the event loop has stood still, as `AsyncConnection` measures it."""
+        """The seconds for which the event loop has stood still (`AsyncConnection`)."""
         return self._io.stalled_seconds
 
     async def wait_connected(self, timeout: float) -> ReliableMQError | None:
@@ -110,7 +110,7 @@ class AsyncSubscription(BaseSubscription):
 
 
 class _Changes:
-    """Wakes the one who waits. On one loop, so there is nothing to guard."""
+    """A monitor that wakes one waiting task. On one loop nothing needs guarding."""
 
     def __init__(self) -> None:
         self.lock: AbstractContextManager[None] = nullcontext()
@@ -130,7 +130,7 @@ class _Changes:
 
 
 class AsyncPullSubscription(AsyncSubscription, BasePullSubscription):
-    """A subscription that asks for each delivery."""
+    """A subscription that requests each delivery."""
 
     _changes_type = _Changes
 
@@ -139,7 +139,7 @@ class AsyncPullSubscription(AsyncSubscription, BasePullSubscription):
         self._turn = asyncio.Lock()
 
     async def take(self, most: int, timeout: float, taken: list[PulledDelivery]) -> None:
-        """Wait for deliveries; tasks take turns."""
+        """Wait for deliveries. Tasks take turns."""
         deadline = time.monotonic() + timeout
         try:
             async with asyncio.timeout(min(timeout, LONGEST_WAIT)):

@@ -1,14 +1,14 @@
 """The command line: ``reliable-mq``.
 
-One module or package for each command, with its options and its help; it imports the rest when it runs.
+Each command has a module or package with its options and its help, which imports the rest of its code when it runs.
 
 Invariants:
 
-- The product of a command goes to stdout, everything else (progress, logs, errors) to stderr.
-- The exit status is 0 after success, 1 after a failure, 2 for a wrong command line, 130 after Ctrl-C, 143 after
-  SIGTERM (0 where a command runs until then), and 141 if the reader of standard output left in the middle.
+- The output of a command goes to stdout, everything else (progress, logs, errors) to stderr.
+- The exit status is 0 after success, 1 after a failure, 2 for a wrong command line, 130 after Ctrl-C, 143 after SIGTERM
+  (0 if the command runs until then), and 141 if the reader of standard output closed it early.
 - No output shows a password: a URL is shown as ``str(ConnectionSettings)``.
-- The library does not need this package; without the extra ``cli`` the command explains how to install it.
+- The library does not need this package. Without the extra ``cli`` the command explains how to install it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _EXTRA = frozenset({"click", "rich", "typer"})
 
 
 def main() -> int:
-    """Run the command line with this process's arguments; return the exit status."""
+    """Run the command line with this process's arguments and return the exit status."""
     try:
         if not _hold_streams():
             print("reliable-mq: standard output is closed; /dev/null is for what nobody wants to see", file=sys.stderr)
             return 1
-        if os.environ.get("COLUMNS") == "0":  # as where nobody knows the width: rich would show nothing
+        if os.environ.get("COLUMNS") == "0":  # rich would show nothing, so treat the width as unknown
             del os.environ["COLUMNS"]
         from reliable_mq.cli.app import run
 
@@ -49,10 +49,10 @@ def main() -> int:
 
 
 def _hold_streams() -> bool:
-    """Keep standard streams from being replaced, or failing over a character.
+    """Keep standard streams from being replaced, or from failing on a character.
 
-    No file or socket takes the number of a closed one. A closed stream stays None for Python, so that readers of
-    standard input notice. Characters that the encoding of a terminal lacks, such as the tick marks of ``doctor`` in ISO
+    No file or socket takes the descriptor of a closed stream. A closed stream stays None in Python, so that readers of
+    standard input notice. Characters that a terminal's encoding lacks, such as the tick marks of ``doctor`` in ISO
     8859-1, are shown as escapes.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The application: all commands, and the lines and exit statuses of their errors."""
+"""The application: all commands, and the messages and exit statuses of errors."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from reliable_mq.errors import ReliableMQError
 
 __all__ = ["app", "run"]
 
-_READER_LEFT: Final = 141  # as of a tool that SIGPIPE ended
-# Of click, which newer versions of typer bring along under a name of their own.
+_READER_LEFT: Final = 141  # the status of a tool that SIGPIPE ended
+# click's class, which newer versions of typer vendor under another name.
 _WrongCommandLine: Final[type[Exception]] = next(
     kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException" and issubclass(kind, Exception)
 )
@@ -32,8 +32,8 @@ app = typer.Typer(
     help="Reliable publishing to and consuming from RabbitMQ.",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode="markdown",  # which flows paragraphs
-    # Its tracebacks would show the locals of every frame, and with them the password of a URL.
+    rich_markup_mode="markdown",  # which wraps paragraphs
+    # Typer's tracebacks would show the locals of every frame, including the password of a URL.
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -65,14 +65,14 @@ def options(
 
 
 def run() -> int:
-    """Run the application with this process's arguments; return the exit status."""
+    """Run the application with this process's arguments and return the exit status."""
     status = _run()
     try:
         sys.stdout.flush()
     except OSError as error:
-        # The rest of its buffer must not cause an error at the interpreter's exit.
+        # The rest of the buffer must not cause an error at the interpreter's exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):  # the command has ended: a reader that left has had enough
+        if not isinstance(error, BrokenPipeError):  # a reader that closed the pipe needs no more output
             _tell(f"standard output: {error.strerror}")
             status = status or 1
     return status
@@ -84,7 +84,7 @@ def _run() -> int:
     except _WrongCommandLine as error:
         return _explained(error)
     except (typer.Abort, KeyboardInterrupt) as error:
-        # Ctrl-C at a question comes as an Abort, as an answer of no does.
+        # Ctrl-C at a prompt raises Abort, as the answer "no" does.
         interrupted = isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt)
         _tell("interrupted" if interrupted else "aborted")
         return INTERRUPTED if interrupted else 1
@@ -96,7 +96,7 @@ def _run() -> int:
         _tell(f"{file}{error.strerror or error}")
         return 1
     except SystemExit as end:
-        if isinstance(end.__context__, BrokenPipeError):  # which rich and typer end with 1
+        if isinstance(end.__context__, BrokenPipeError):  # rich and typer exit with 1 for it
             return _READER_LEFT
         code = 1 if end.code is None else end.code
     except Exception as error:  # noqa: BLE001  # a bug: one line for a user, the place with -v

@@ -1,11 +1,11 @@
-"""HTTP for ``reliable-mq web``, with bounds that uvicorn lacks.
+"""HTTP for ``reliable-mq web``, with limits that uvicorn lacks.
 
 Invariants:
 
-- a connection on which no whole request head arrives within `HEAD_TIMEOUT` seconds is closed, and one whose request is
-  not complete `BODY_TIMEOUT` seconds after its head;
-- of more than `CONNECTIONS`, the one that has waited for a request for the longest time is closed, so that clients that
-  send nothing keep nobody out; if none waits, uvicorn's ``limit_concurrency`` answers with 503.
+- A connection is closed if no complete request head arrives within `HEAD_TIMEOUT` seconds, or if its request is not
+  complete `BODY_TIMEOUT` seconds after the head.
+- Above `CONNECTIONS` connections, the one that has waited longest for a request is closed, so that clients that send
+  nothing do not exclude others. If none waits, uvicorn's ``limit_concurrency`` responds with 503.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ BODY_TIMEOUT: Final = 60.0  # seconds
 class BoundedHTTP(H11Protocol):
     """The protocol of one connection."""
 
-    _waiting: ClassVar[dict[BoundedHTTP, None]] = {}  # for a head; the longest first
+    _waiting: ClassVar[dict[BoundedHTTP, None]] = {}  # connections that wait for a head, the longest first
     _deadline: asyncio.TimerHandle | None = None
-    _awaited: object = None  # the part of a request that the deadline is for
+    _awaited: object = None  # the part of a request to which the deadline applies
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -59,7 +59,7 @@ class BoundedHTTP(H11Protocol):
         self._end_watch()
 
     def drop(self) -> None:
-        """Close it, whatever it is at."""
+        """Close the connection in any state."""
         self._end_watch()
         self.connections.discard(self)
         self.transport.abort()
@@ -85,14 +85,14 @@ class BoundedHTTP(H11Protocol):
 
 
 def serve(app: Any, listening: socket.socket, grace: float) -> int:
-    """Serve until a signal comes; return its number.
+    """Serve until a signal arrives and return its number.
 
-    Requests that are going on then have ``grace`` seconds.
+    Requests that are running at that time have ``grace`` seconds.
     """
     config = uvicorn.Config(
         app,
         http=BoundedHTTP,
-        limit_concurrency=CONNECTIONS + 1,  # which are there if all of them are busy
+        limit_concurrency=CONNECTIONS + 1,  # that many exist if all of them are busy
         log_config=None,
         access_log=False,
         proxy_headers=False,
@@ -100,7 +100,7 @@ def serve(app: Any, listening: socket.socket, grace: float) -> int:
         lifespan="off",
     )
     server = uvicorn.Server(config)
-    received: queues.SimpleQueue[int] = queues.SimpleQueue()  # which a signal handler may use
+    received: queues.SimpleQueue[int] = queues.SimpleQueue()  # a signal handler may use this queue
     for ending in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ending, lambda number, _frame: received.put(number))
 
@@ -110,7 +110,7 @@ def serve(app: Any, listening: socket.socket, grace: float) -> int:
         finally:
             received.put(0)
 
-    # Not on the main thread, it leaves signals alone.
+    # Outside of the main thread, uvicorn does not handle signals.
     serving = start_daemon("web server", run)
     number = next_signal(received)
     server.should_exit = True

@@ -1,4 +1,4 @@
-"""``reliable-mq consume``: write messages to standard output; ack or requeue them."""
+"""The command ``reliable-mq consume``: write messages, then ack or requeue them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 __all__ = ["consume"]
 
-_AHEAD: Final = 200  # unacked deliveries
-_LONG: Final = 3600.0  # seconds: longer than it takes to stop
-_PEEK_WAIT: Final = 1.0  # seconds without a delivery, after which everything was seen
-_PEEK_MOST: Final = 65_535  # the largest prefetch there is
+_AHEAD: Final = 200  # maximum unacked deliveries
+_LONG: Final = 3600.0  # seconds; longer than stopping takes
+_PEEK_WAIT: Final = 1.0  # seconds without a delivery after which all messages were seen
+_PEEK_MOST: Final = 65_535  # the largest possible prefetch
 _POLL_EVERY: Final = 0.05  # seconds between two polls of the connection
 
 
@@ -68,7 +68,7 @@ def consume(
         queue,
         follower.handle,
         prefetch=prefetch,
-        dead_letter=None,  # it makes no dead letters
+        dead_letter=None,  # it creates no dead letters
         name="reliable-mq consume",
     )
     follower.follow(consumer)
@@ -80,9 +80,9 @@ def _body(delivery: Delivery) -> bytes:
 
 
 class _Follower:
-    """Write deliveries until there are enough, no more come, or the reader leaves.
+    """A writer of deliveries, until the count, the timeout or a closed pipe.
 
-    Unacked deliveries are held until the consumer stops, and then requeued.
+    Unacked deliveries are held until the consumer stops, and are then requeued.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class _Follower:
         self._timeout = timeout
         self._written = 0
         self._changed = threading.Condition()
-        self._status: int | None = None  # until it is over
+        self._status: int | None = None  # None while running
         self._signal: int | None = None
         self._error: OSError | None = None
         self._writing = False
@@ -124,14 +124,14 @@ class _Follower:
             raise self._error
 
     def handle(self, delivery: Delivery) -> None:
-        """Write a delivery; when this returns, the pipe or the file has it."""
+        """Write a delivery. When this returns, the pipe or the file has received it."""
         if self._status is None:
             self._writing = True
             try:
                 self._out.write(self._form(delivery) + b"\n")
                 self._out.flush()
             except OSError as error:
-                # The reader may have had enough: that is no failure.
+                # A reader that closed the pipe needs no more output: that is not a failure.
                 self._end(0, None if isinstance(error, BrokenPipeError) else error)
             else:
                 self._written += 1
@@ -156,7 +156,7 @@ class _Follower:
             while self._status is None:
                 if self._timeout is None:
                     self._changed.wait()
-                elif not consumer.connected or self._writing:  # either may take longer than the timeout
+                elif not consumer.connected or self._writing:  # both may take longer than the timeout
                     self._latest = time.monotonic()
                     self._changed.wait(_POLL_EVERY)
                 elif (remaining := self._latest + self._timeout - time.monotonic()) > 0:

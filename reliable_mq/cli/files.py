@@ -1,8 +1,8 @@
-"""Read input by lines or files; write a file whole or not at all.
+"""Read input by lines or files; write a file completely or not at all.
 
-Invariants: until everything is written and on the disk, an existing file is untouched, whatever ends the process; after
-an error nothing of the new one is left. A kill leaves the unfinished file beside it, named ``.<name>.<random>.part``.
-Other than regular files, such as a pipe or a terminal, are written directly.
+Invariants: an existing file is untouched until everything is written and on the disk, however the process ends. After
+an error nothing of the new file remains. A kill leaves the unfinished file beside the old one, named
+``.<name>.<random>.part``. Files that are not regular, such as a pipe or a terminal, are written directly.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Input(NamedTuple):
     """One piece of input.
 
     Attributes:
-        where: its place, for reports: ``"line 3"``, ``"orders.txt, line 3"`` or ``"photo.jpg"``.
-        data: without the line end.
-        size: bytes that it took, for a progress bar.
+        where: The location for reports: ``"line 3"``, ``"orders.txt, line 3"`` or ``"photo.jpg"``.
+        data: The content without the line end.
+        size: The number of bytes read, for a progress bar.
     """
 
     where: str
@@ -35,7 +35,7 @@ class Input(NamedTuple):
 
 
 def lines(files: Sequence[Path]) -> Iterator[Input]:
-    """Return the lines of files, or of standard input, each as soon as it is complete."""
+    """Return the lines of files or standard input, each as soon as it is complete."""
     if not files:
         given = _standard_input().buffer
         with _named("standard input"):
@@ -54,10 +54,10 @@ def whole_files(files: Sequence[Path]) -> Iterator[Input]:
 
 
 class Readable:
-    """Input up to an error of reading, before which everything is to be settled.
+    """Input up to a read error. The caller settles the input before the error.
 
     Attributes:
-        error: of reading, which ended the input; None if none did.
+        error: The read error that ended the input, or None.
     """
 
     def __init__(self, pieces: Iterator[Input]) -> None:
@@ -73,7 +73,7 @@ class Readable:
 
 @contextmanager
 def _named(place: str) -> Iterator[None]:
-    """Name the file in an error of reading, which is without."""
+    """Add the file's name to read errors that lack it."""
     try:
         yield
     except OSError as error:
@@ -82,7 +82,7 @@ def _named(place: str) -> Iterator[None]:
 
 
 def size_of(files: Sequence[Path]) -> int | None:
-    """Return the number of bytes to read; None if unknown, as of a pipe."""
+    """Return the number of bytes to read, or None if it is unknown, as for a pipe."""
     found = [path.stat() for path in files] if files else [os.fstat(_standard_input().fileno())]
     return sum(each.st_size for each in found) if all(stat.S_ISREG(each.st_mode) for each in found) else None
 
@@ -100,12 +100,12 @@ def _lines_of(file: Iterator[bytes], prefix: str) -> Iterator[Input]:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for writing; it replaces an existing one at the end of the block.
+    """Open a file for writing that replaces an existing one at the end of the block.
 
     Raises:
-        OSError: it cannot be written there; the block's own errors pass.
+        OSError: If the file cannot be written there. Errors of the block propagate.
     """
-    target = Path(os.path.realpath(path))  # a link stays one
+    target = Path(os.path.realpath(path))  # a symbolic link stays one
     try:
         mode = target.stat().st_mode
     except FileNotFoundError:
@@ -138,14 +138,14 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def _umask() -> int:
-    """Read the mask of the process, which can only be done by setting it."""
+    """Return the mask of the process. The only way to read it is to set it."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
 
 
 def _sync_directory(path: Path) -> None:
-    """Flush the name of a file to the disk, too."""
+    """Flush a directory, and with it the name of a new file, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,6 @@
-"""``reliable-mq health``: ask a probe, for exec probes and by hand.
+"""The command ``reliable-mq health``: query a probe, for exec probes and by hand.
 
-Invariant: the answer of a foreign server is bounded, and shown without control characters.
+Invariant: the response of a foreign server is limited in size, and shown without control characters.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 
 __all__ = ["health"]
 
-_MOST_BYTES: Final = 1024 * 1024  # of an answer
+_MOST_BYTES: Final = 1024 * 1024  # of a response
 _ANSWERS: Final = (200, 503)
 _STATES: Final = ("live", "ready", "progressing")
 
@@ -50,7 +50,7 @@ def _line(part: dict[str, Any]) -> str:
 
 
 def _ask(url: str, timeout: float) -> tuple[int, dict[str, Any]]:
-    """Return the status and the report of a probe; refuse other answers."""
+    """Return the status and the report of a probe. Refuse other responses."""
     import http.client
     import json
     from urllib.parse import urlsplit
@@ -78,14 +78,14 @@ def _ask(url: str, timeout: float) -> tuple[int, dict[str, Any]]:
         finally:
             connection.close()
 
-    # The timeout of a socket is one for each read: a server that trickles would hold up the probe for ever.
+    # A socket's timeout applies to each read: a server that trickles would block the probe for ever.
     try:
         status, reason, body = DaemonExecutor("probe", 1).call(get, timeout)
     except UnicodeError:
         raise ConfigurationError(
             "the URL of the probe holds a character that is not ASCII: percent-encode it"
         ) from None
-    except TimeoutError:  # of the call, or of the socket
+    except TimeoutError:  # from the call or the socket
         raise BrokerUnavailable(f"no answer from {host}: not complete within {timeout:g} s") from None
     except Exception as error:
         raise BrokerUnavailable(f"no answer from {host}: {str(error) or type(error).__name__}") from error

@@ -1,4 +1,4 @@
-"""``reliable-mq alerts`` and ``grafana``: for Prometheus and Grafana."""
+"""The commands ``reliable-mq alerts`` and ``grafana``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["alerts", "grafana"]
 
 
 class DashboardName(enum.StrEnum):
-    """The dashboards, as the command line names them."""
+    """The dashboards, as named on the command line."""
 
     PUBLISHERS = "publishers"
     CONSUMERS = "consumers"

@@ -1,6 +1,6 @@
-"""``reliable-mq outbox``: inspect an outbox, relay it, retry or purge failed rows.
+"""The command ``reliable-mq outbox``: inspect, relay, retry or purge an outbox.
 
-An outbox is named by the path of its SQLite file, or by a database URL as SQLAlchemy writes it.
+An outbox is named by the path of its SQLite file, or by a database URL in SQLAlchemy's format.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["outbox"]
 
 _ANSWERS: Final = 30.0  # seconds for a database to respond to a connection
-_LEAVE: Final = 5.0  # seconds for a relay to stop; the rest is for others, or its next start
+_LEAVE: Final = 5.0  # seconds for a relay to stop; the other messages are left to another relay, or to its next start
 _TABLE: Final = "reliable_mq_outbox"
 
 outbox = command_group("outbox", "Inspect an outbox, relay it, and retry or purge messages that were set aside.")
@@ -131,7 +131,7 @@ def relay(
     def stop(number: int, _frame: FrameType | None) -> None:
         received.put(number)
         if not waits_for_signals:
-            raise KeyboardInterrupt  # out of a wait for the database, the broker, or an empty outbox
+            raise KeyboardInterrupt  # interrupts a wait for the database, the broker, or an empty outbox
 
     for ending in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ending, stop)
@@ -164,7 +164,7 @@ def relay(
 
 
 def _connect(publisher: Publisher, *, patient: bool) -> None:
-    """Connect; if the broker is away, and ``patient``, let the publisher retry."""
+    """Connect. If the broker is unreachable and ``patient``, let the publisher retry."""
     try:
         publisher.connect()
     except BrokerUnavailable as error:
@@ -245,13 +245,13 @@ def _outbox(
 
 @contextmanager
 def _left_reported(box: Outbox) -> Iterator[None]:
-    """Report how many messages stay when the relay ends, however far it has come."""
+    """Report how many messages remain when the relay ends, at any stage."""
     from reliable_mq.engine import outbox_channel
 
-    hide_logs(outbox_channel.logger, below=logging.ERROR)  # which reports it only if the publisher was opened
+    hide_logs(outbox_channel.logger, below=logging.ERROR)  # the library reports it only if the publisher was opened
     try:
         yield
-    except (OutboxError, TimeoutError):  # the text says it
+    except (OutboxError, TimeoutError):  # the text contains it
         raise
     except BaseException:
         _report_left(box)
@@ -275,13 +275,13 @@ def _flush(publisher: Publisher, timeout: float | None) -> None:
     try:
         publisher.flush(timeout)
     except TimeoutError:
-        publisher.close(0)  # leaving it would go on for a while
+        publisher.close(0)  # leaving the block would take a while
         raise
 
 
 @contextmanager
 def _in_database(url: str, **options: Any) -> Iterator[tuple[SQLAlchemyOutbox, Engine]]:
-    try:  # of the extra `sql`, which nothing else here needs
+    try:  # the extra `sql`, which nothing else here needs
         from sqlalchemy import create_engine
         from sqlalchemy.exc import SQLAlchemyError
 
@@ -292,8 +292,8 @@ def _in_database(url: str, **options: Any) -> Iterator[tuple[SQLAlchemyOutbox, E
         engine = create_engine(url)
     except ModuleNotFoundError as error:
         raise ConfigurationError(f"OUTBOX needs the driver {error.name}, which is not installed") from None
-    except (SQLAlchemyError, ValueError, TypeError) as error:  # a port that is no number, an option of no driver
-        # Its text may show the URL, and with it a password.
+    except (SQLAlchemyError, ValueError, TypeError) as error:  # an invalid port, or an unknown driver option
+        # The error's text may show the URL and its password.
         raise ConfigurationError(f"OUTBOX is no database URL that can be used: {type(error).__name__}") from None
     box = SQLAlchemyOutbox(engine, **options)
     try:
@@ -304,10 +304,10 @@ def _in_database(url: str, **options: Any) -> Iterator[tuple[SQLAlchemyOutbox, E
 
 
 def _wait_for_answer(box: Outbox, engine: Engine) -> None:
-    """Wait until the database responds to a connection, be it with an error.
+    """Wait until the database responds to a connection, even with an error.
 
-    A frozen server accepts connections and never responds, and drivers wait for ever. An error is raised by the next
-    use of the database.
+    A frozen server accepts connections and never responds, and drivers wait for ever. The next use of the database
+    raises the error.
     """
     from reliable_mq._util.threads import DaemonExecutor
 

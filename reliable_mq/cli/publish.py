@@ -1,4 +1,4 @@
-"""``reliable-mq publish``: publish lines, files or JSON lines, pipelined."""
+"""The command ``reliable-mq publish``: publish lines, files or JSON, pipelined."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def publish(
         raise typer.BadParameter("--queue stands for the default exchange and a routing key: leave those out")
     if declare and queue is None:
         raise typer.BadParameter("--declare needs --queue")
-    if not 0 < timeout <= LONGEST:  # which is false for nan
+    if not 0 < timeout <= LONGEST:  # false for nan
         raise typer.BadParameter(f"--timeout takes seconds above 0, up to {LONGEST:g}, not {timeout:g}")
     if not (queue or exchange or routing_key or by_json):
         raise typer.BadParameter("where to? Give --queue, or --exchange and --routing-key")
@@ -104,7 +104,7 @@ def publish(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recipe:
-    """The message of a piece of input, and its target."""
+    """The message and the target for a piece of input."""
 
     by_json: bool
     exchange: str | None
@@ -130,12 +130,12 @@ class _Recipe:
 
 
 class _Run:
-    """One run and its counts. Confirms come on another thread."""
+    """One run and its counts. Confirms arrive on another thread."""
 
     def __init__(self, publisher: Publisher, recipe: _Recipe, total: int | None) -> None:
         self._publisher = publisher
         self._recipe = recipe
-        self._total = total  # bytes to read, where that is known
+        self._total = total  # bytes to read, if known
         self._lock = threading.Lock()
         self._read = 0
         self._read_bytes = 0
@@ -147,7 +147,7 @@ class _Run:
         self._spinner = Spinner("dots")
 
     def publish_all(self, inputs: Readable) -> int:
-        """Publish everything that can be read; return the exit status."""
+        """Publish everything that can be read and return the exit status."""
         with self._progress():
             try:
                 self._publisher.connect()
@@ -209,11 +209,11 @@ class _Run:
 
     def _progress(self) -> AbstractContextManager[object]:
         if not errors.is_terminal or (sys.stdin is not None and sys.stdin.isatty()):
-            return nullcontext()  # no terminal to draw on, or one that the user types on
+            return nullcontext()  # no terminal to draw on, or the user types on it
         return Live(self, console=errors, transient=True, refresh_per_second=8)
 
     def __rich__(self) -> Table:
-        """The progress display, as of now."""
+        """Return the current progress display."""
         elapsed = max(time.monotonic() - self._began, 0.001)
         text = Text(f"{self._confirmed:,} confirmed  {self._confirmed / elapsed:,.0f}/s")
         if self._publisher.outstanding:

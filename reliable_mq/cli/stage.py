@@ -1,4 +1,4 @@
-"""``reliable-mq stage``: move queues into streams, each message once."""
+"""The command ``reliable-mq stage``: move queues into streams, each message once."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _NAMES: Final = {
     "max_bytes": "--max-bytes",
     "confirm_timeout": "--confirm-timeout",
     "missing_queue_timeout": "--missing-queue-timeout",
-}  # of the options, as the user writes them
-_LOOK_EVERY: Final = 0.2  # seconds between two looks at the relays
+}  # the options, as the user writes them
+_LOOK_EVERY: Final = 0.2  # seconds between two checks of the relays
 
 
 def stage(
@@ -127,14 +127,14 @@ def stage(
 
 
 def _wait(relays: list[StageRelay], received: list[int]) -> None:
-    """Wait for a signal, or for a relay that has ended with an error."""
+    """Wait for a signal, or until a relay has ended with an error."""
     idle = threading.Event()
     while not received and all(relay.error is None for relay in relays):
         idle.wait(_LOOK_EVERY)
 
 
 def _close(relays: list[StageRelay]) -> None:
-    """Close all at the same time: each waits for its confirms."""
+    """Close all relays concurrently: each waits for its confirms."""
     from reliable_mq._util.threads import start_daemon
 
     for thread in [start_daemon("stage drain", relay.close, _DRAIN) for relay in relays]:

@@ -1,10 +1,10 @@
-"""Consoles, logs, foreign text, metrics, common options: for all commands.
+"""Consoles, logs, foreign text, metrics and options common to all commands.
 
 Invariants:
 
-- Logs go through the same console as a progress display, which stays whole that way.
-- Foreign text (ids, headers, bodies, names, texts of a broker or an exception) is never taken for markup, and none of
-  its characters controls the terminal: `escaped`, `say`, `json_text` and `product` escape it.
+- Logs go through the same console as a progress display, so that they do not break it.
+- Foreign text (ids, headers, bodies, names, texts of a broker or an exception) is never interpreted as markup, and none
+  of its characters controls the terminal: `escaped`, `say`, `json_text` and `product` escape it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _USER_ALONE: Final = re.compile(r"(amqps?://[^:@/?#]+)(@.*)", re.DOTALL)
 
 
 def _with_password(url: str) -> str:
-    """Return the URL, with the password of the environment if it has a user alone."""
+    """Return the URL. Add the environment's password if it has only a user."""
     found = _USER_ALONE.fullmatch(url)
     password = os.environ.get(_PASSWORD)
     return url if found is None or password is None else f"{found[1]}:{quote(password, safe='')}{found[2]}"
@@ -89,17 +89,17 @@ output: Final = Console(width=None if _to_terminal or "COLUMNS" in os.environ el
 
 _DRIVERS: Final = ("pika", "aio_pika", "aiormq")
 _STYLES: Final = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "red"}
-# Up to the last "@", since a password may hold anything.
+# Matches up to the last "@", because a password may contain any character.
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:.*@)?[^\s'\"]*", re.DOTALL)
 
 
 def ended_by(signal: int) -> int:
-    """Return the exit status after a signal, as that of a shell's."""
+    """Return the exit status after a signal, as a shell reports it."""
     return 128 + signal
 
 
 def command_group(name: str, text: str) -> typer.Typer:
-    """Return a command that has commands of its own."""
+    """Return a command that has subcommands."""
     settings = {"help_option_names": ["-h", "--help"]}
     return typer.Typer(
         name=name, help=text, no_args_is_help=True, rich_markup_mode="markdown", context_settings=settings
@@ -107,7 +107,7 @@ def command_group(name: str, text: str) -> typer.Typer:
 
 
 def parse_headers(texts: Iterable[str]) -> dict[str, str]:
-    """Return names and values of ``--header NAME=VALUE``."""
+    """Return the names and values of ``--header NAME=VALUE``."""
     found: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -139,12 +139,12 @@ def escaped(text: object, limit: int | None = None, *, keep: str = "") -> str:
 
 
 def say(text: str, *, console: Console = errors) -> None:
-    """Print a text with unprintable characters escaped; line ends stay."""
+    """Print a text with unprintable characters escaped, except line ends."""
     console.print(Text(escaped(text, keep="\n")), soft_wrap=True)
 
 
 def json_text(value: object, *, indent: int | None = None) -> str:
-    """Encode as JSON for a terminal: unprintable characters become JSON's escapes."""
+    """Encode as JSON for a terminal: unprintable characters become JSON escapes."""
     return _printable_json(json.dumps(value, ensure_ascii=False, indent=indent))
 
 
@@ -156,7 +156,7 @@ def without_passwords(text: str) -> str:
 
 
 def product(*, as_json: bool) -> BinaryIO:
-    """Return standard output for bytes: escaped on a terminal, else as they are."""
+    """Return standard output for bytes. On a terminal it escapes them."""
     if sys.stdout is None:
         raise OSError(errno.EBADF, "standard output is closed")
     out = sys.stdout.buffer
@@ -164,7 +164,7 @@ def product(*, as_json: bool) -> BinaryIO:
 
 
 class _TerminalProduct:
-    """The part of a binary file that callers of `product` use."""
+    """The methods of a binary file that callers of `product` use."""
 
     def __init__(self, out: BinaryIO, *, as_json: bool) -> None:
         self._out = out
@@ -180,7 +180,7 @@ class _TerminalProduct:
 
 
 def _printable_json(text: str) -> str:
-    """Escape JSON: outside of strings, it has no unprintable character but line ends."""
+    """Escape JSON. Outside of strings, only its line ends are unprintable."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() or char == "\n" else json.dumps(char)[1:-1] for char in text)
@@ -199,7 +199,7 @@ def show_logs(verbose: int = 0) -> None:
     """Show the library's logs on `errors`.
 
     Args:
-        verbose: 0 for warnings; 1 for information, too; 2 for everything, with the drivers' logs.
+        verbose: The verbosity: 0 shows warnings, 1 also information, 2 everything, including the drivers' logs.
     """
     handler = _ConsoleHandler()
     handler.setFormatter(logging.Formatter("%(message)s" if not verbose else "%(asctime)s %(name)s: %(message)s"))
@@ -211,12 +211,12 @@ def show_logs(verbose: int = 0) -> None:
         driver = logging.getLogger(name)
         driver.handlers[:] = [handler]
         driver.propagate = False
-        # They log every reconnect at ERROR, with tracebacks; the library logs it itself.
+        # Drivers log every reconnect at ERROR, with tracebacks; the library logs it itself.
         driver.setLevel(logging.INFO if verbose > 1 else logging.CRITICAL + 1)
 
 
 def hide_logs(logger: logging.Logger | None = None, *, below: int = logging.CRITICAL + 1) -> None:
-    """Hide logs below a level, unless -v was given: the command reports the same."""
+    """Hide logs below a level unless -v was given: the command reports the same."""
     ours = logging.getLogger("reliable_mq")
     if ours.level == logging.WARNING:
         (logger or ours).setLevel(below)
@@ -227,7 +227,7 @@ def hide_logs(logger: logging.Logger | None = None, *, below: int = logging.CRIT
 
 @contextmanager
 def metrics_served(address: str, port: int | None) -> Iterator[CollectorRegistry | None]:
-    """Serve a registry over HTTP, if there is a port."""
+    """Serve a registry over HTTP if ``port`` is given."""
     if port is None:
         yield None
         return
@@ -236,7 +236,7 @@ def metrics_served(address: str, port: int | None) -> Iterator[CollectorRegistry
     registry = CollectorRegistry()
     try:
         server, thread = start_http_server(port, addr=address, registry=registry)
-    except (OSError, UnicodeError) as error:  # the latter of a host that no resolver takes
+    except (OSError, UnicodeError) as error:  # UnicodeError: a host that no resolver accepts
         raise ConfigurationError(f"metrics cannot be served on {address} port {port}: {error}") from error
     say(f"metrics: http://{address}:{server.server_port}/metrics")
     try:

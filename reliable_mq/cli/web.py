@@ -1,4 +1,4 @@
-"""``reliable-mq web``: serve the page for dead letters until Ctrl-C or SIGTERM."""
+"""The command ``reliable-mq web``: serve the page for dead letters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["web"]
 
 _TOKEN: Final = "RELIABLE_MQ_WEB_TOKEN"  # noqa: S105  # the name of a variable
-_GRACE: Final = 15.0  # seconds for operations that are going on
+_GRACE: Final = 15.0  # seconds for running operations
 _EXTRA: Final = frozenset({"jinja2", "starlette", "uvicorn"})
 
 
@@ -123,7 +123,7 @@ def _token(file: Path | None) -> str | None:
         return os.environ.get(_TOKEN, "").strip() or None
     try:
         text = file.read_text("utf-8").strip()
-    except UnicodeDecodeError:  # whose text would show a part of the token
+    except UnicodeDecodeError:  # the error's text would show a part of the token
         raise ConfigurationError(f"the file of --token-file is no UTF-8 text: {file}") from None
     if not text:
         raise typer.BadParameter(f"--token-file: {file} is empty")
@@ -140,7 +140,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _found_by(settings: ConnectionSettings, management_url: str | None) -> Callable[[], list[str]]:
-    """Return a function that finds the queues in which dead letters end."""
+    """Return a function that finds the queues that receive dead letters."""
     from reliable_mq.cli.doctor.management import Snapshot
     from reliable_mq.cli.doctor.queues import dead_letter_queues
     from reliable_mq.monitoring.management import ManagementAPI, ManagementError

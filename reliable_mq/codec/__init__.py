@@ -1,6 +1,6 @@
 """The AMQP codec: properties, tables, content frames, and methods of channels.
 
-Handshake, heartbeats and flow are the drivers'. Nothing here knows a driver, a socket or a clock.
+The drivers do the handshake, heartbeats and flow control. The codec uses no driver, no socket and no clock.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Encode the frames of the basic class: publishes, acks, nacks, ``basic.get``.
 
-A publish has three parts: the method frame (the head), which is the same for all publishes of a channel to one exchange
-and routing key, so that the caller caches it; the content header frame; and the body frames. They are appended to a
+A publish consists of the method frame (the head), the content header frame and the body frames. The head is the same
+for all publishes of a channel to one exchange and routing key, so the caller caches it. The frames are appended to a
 list that the caller joins once for many messages.
 """
 
@@ -24,7 +24,7 @@ __all__ = [
     "publish_head",
 ]
 
-FRAME_OVERHEAD: Final = 8  # type, channel, size; and the end byte
+FRAME_OVERHEAD: Final = 8  # type, channel, size and end byte
 _HEADER_FRAME_FIXED: Final = FRAME_OVERHEAD + 12  # class, weight, body size
 
 _METHOD: Final = Struct(">BHIHH")
@@ -43,22 +43,22 @@ def method_frame(channel: int, class_id: int, method_id: int, arguments: bytes) 
 
 
 def publish_head(channel: int, exchange: str, routing_key: str, mandatory: bool) -> bytes:
-    """Encode the method frame of ``basic.publish``, for `append_publish`; cache it.
+    """Encode the method frame of ``basic.publish``, for `append_publish`.
 
-    Surrogate escapes become the bytes that they stand for, so that a delivery's own routing key can be used again.
+    Surrogate escapes become the bytes that they stand for, so that a delivery's routing key can be used again.
 
     Raises:
-        ConfigurationError: exchange or routing key is no ``str``, over 255 bytes, or holds a NUL.
+        ConfigurationError: If the exchange or the routing key is not a ``str``, is over 255 bytes, or contains a NUL.
     """
     names = encode_short_string(exchange, "exchange") + encode_short_string(routing_key, "routing_key")
     return method_frame(channel, _BASIC, 40, b"\0\0" + names + (b"\1" if mandatory else b"\0"))
 
 
 def header_frame_size(properties: bytes) -> int:
-    """Return the bytes of the content header frame.
+    """Return the size of the content header frame in bytes.
 
-    The frame must fit into the connection's ``frame_max``, and cannot be split: RabbitMQ closes the connection with
-    501 over a larger one.
+    The frame cannot be split and must fit into the connection's ``frame_max``. RabbitMQ closes the connection with 501
+    over a larger one.
     """
     return _HEADER_FRAME_FIXED + len(properties)
 
@@ -66,13 +66,13 @@ def header_frame_size(properties: bytes) -> int:
 def append_publish(out: list[bytes], head: bytes, channel: int, properties: bytes, body: bytes, frame_max: int) -> int:
     """Append the frames of one publish to `out`.
 
-    The ``head`` is from `publish_head`, for the same channel. A ``frame_max`` of 0 is no limit.
+    `publish_head` returns the ``head`` for the same channel. A ``frame_max`` of 0 means no limit.
 
     Returns:
-        The number of bytes appended.
+        The number of appended bytes.
 
     Raises:
-        ConfigurationError: the body is no ``bytes``; nothing was appended.
+        ConfigurationError: If the body is not ``bytes``. Nothing was appended.
     """
     if body.__class__ is not bytes:
         raise ConfigurationError(f"body must be bytes, not {type(body).__name__}")
@@ -92,17 +92,17 @@ def append_publish(out: list[bytes], head: bytes, channel: int, properties: byte
 
 
 def encode_ack(channel: int, tag: int, multiple: bool) -> bytes:
-    """Encode ``basic.ack``: of `tag`, or of all outstanding up to and including it."""
+    """Encode ``basic.ack`` for `tag`, or for it and all earlier outstanding tags."""
     return _TAG.pack(1, channel, 13, _BASIC, 80, tag, multiple, 0xCE)
 
 
 def encode_nack(channel: int, tag: int, multiple: bool, requeue: bool) -> bytes:
-    """Encode ``basic.nack``: of `tag`, or of all outstanding up to and including it."""
+    """Encode ``basic.nack`` for `tag`, or for it and all earlier outstanding tags."""
     return _TAG.pack(1, channel, 13, _BASIC, 120, tag, multiple | requeue << 1, 0xCE)
 
 
 def encode_reject(channel: int, tag: int, requeue: bool) -> bytes:
-    """Encode ``basic.reject`` of one delivery."""
+    """Encode ``basic.reject`` for one delivery."""
     return _TAG.pack(1, channel, 13, _BASIC, 90, tag, requeue, 0xCE)
 
 
@@ -110,6 +110,6 @@ def encode_get(channel: int, queue: str) -> bytes:
     """Encode ``basic.get`` with manual acknowledgement.
 
     Raises:
-        ConfigurationError: the queue's name is no ``str``, over 255 bytes, or holds a NUL.
+        ConfigurationError: If the queue's name is not a ``str``, is over 255 bytes, or contains a NUL.
     """
     return method_frame(channel, _BASIC, 70, b"\0\0" + encode_short_string(queue, "queue") + b"\0")

@@ -1,9 +1,13 @@
 """The methods of a channel: setup steps, their replies, opening and closing.
 
-The drivers' own encoders refuse names and arguments that brokers accept: queue names in any language, byte strings.
+The drivers' encoders are not used. They refuse names and arguments that brokers accept, such as queue names in any
+language and byte strings.
 
-Invariants: an encoded method is one whole frame; a reply is decoded to the type that the step's docstring names; a
-frame that does not fit its method number raises `CodecError`.
+Invariants:
+
+- An encoded method is one whole frame.
+- A reply is decoded to the type that the step's docstring names.
+- A frame that does not fit its method number raises `CodecError`.
 """
 
 from __future__ import annotations
@@ -76,14 +80,14 @@ class DeclareQueue:
 
 @dataclass(frozen=True, slots=True)
 class CheckQueue:
-    """``queue.declare`` with ``passive``, for an existing queue; replies `QueueState`."""
+    """Passive ``queue.declare`` of an existing queue; the reply is a `QueueState`."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class DeleteQueue:
-    """``queue.delete``, with all messages; a queue that does not exist is no error."""
+    """``queue.delete``, including all messages; a missing queue is not an error."""
 
     name: str
 
@@ -102,14 +106,14 @@ class DeclareExchange:
 
 @dataclass(frozen=True, slots=True)
 class CheckExchange:
-    """``exchange.declare`` with ``passive``: the exchange must exist."""
+    """Passive ``exchange.declare``: the exchange must exist."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """``queue.bind`` or ``exchange.bind``, by `kind` of the destination."""
+    """``queue.bind`` or ``exchange.bind``, depending on the destination's `kind`."""
 
     kind: Literal["queue", "exchange"]
     destination: str
@@ -125,12 +129,12 @@ class ConfirmSelect:
 
 @dataclass(frozen=True, slots=True)
 class SetPrefetch:
-    """``basic.qos`` for later consumers; messages, 0 for no limit."""
+    """``basic.qos`` for later consumers: a number of messages, 0 for no limit."""
 
     count: int
 
 
-#: The argument of a consumer of a stream, which no other may have; and a header of its deliveries.
+#: An argument that only consumers of a stream may have, and a header of their deliveries.
 STREAM_OFFSET: Final = "x-stream-offset"
 
 
@@ -147,14 +151,14 @@ class Consume:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """``basic.cancel``: no delivery follows the reply; earlier ones stay to be acked."""
+    """``basic.cancel``: no delivery follows the reply; earlier ones stay outstanding."""
 
     consumer_tag: str
 
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
-    """A queue's name, its ready messages and its consumers, by the broker."""
+    """A queue's name and its numbers of ready messages and consumers."""
 
     name: str
     messages: int
@@ -197,13 +201,13 @@ _TUNE: Final = Struct(">HIH")
 _UINT16: Final = Struct(">H")
 _UINT32: Final = Struct(">I")
 _ARGUMENTS: Final = 11  # offset of the arguments in the frame of a method
-_NOTHING: Final = b"\0\0"  # the ticket at the beginning of most methods, which has no meaning any more
+_NOTHING: Final = b"\0\0"  # the ticket at the beginning of most methods, which is obsolete
 
 Index = tuple[int, int]
 
 
 class Tune(NamedTuple):
-    """The limits in ``connection.tune``; 0 is no limit."""
+    """The limits in ``connection.tune``; 0 means no limit."""
 
     channel_max: int
     frame_max: int
@@ -211,7 +215,7 @@ class Tune(NamedTuple):
 
 
 def method_of(frame: bytes) -> Index | None:
-    """Return the number of a frame's method; None if it has none."""
+    """Return the class and method numbers of a frame; None if it has no method."""
     return _INDEX.unpack_from(frame, 7) if frame[0] == 1 and len(frame) > _ARGUMENTS else None
 
 
@@ -219,23 +223,23 @@ def encode_step(channel: int, step: Step) -> tuple[bytes, Index]:
     """Encode the method of a step.
 
     Returns:
-        Its frame, and the number of the method that answers it.
+        The frame, and the number of the reply's method.
 
     Raises:
-        ConfigurationError: a name or an argument cannot be encoded; the message names it.
+        ConfigurationError: If a name or an argument cannot be encoded. The message names it.
     """
     (class_id, method_id), arguments = _method(step)
     return method_frame(channel, class_id, method_id, arguments), (class_id, method_id + 1)
 
 
 def encode_steps(channel: int, steps: Sequence[Step]) -> tuple[bytes, list[Index]]:
-    """Encode the methods of steps, in one piece.
+    """Encode the methods of several steps in one piece.
 
     Returns:
-        Their frames, and the numbers of the methods that answer them.
+        The frames, and the numbers of the replies' methods.
 
     Raises:
-        ConfigurationError: a name or an argument cannot be encoded; the message names it, and the step.
+        ConfigurationError: If a name or an argument cannot be encoded. The message names it, and the step.
     """
     frames: list[bytes] = []
     answers: list[Index] = []
@@ -250,10 +254,10 @@ def encode_steps(channel: int, steps: Sequence[Step]) -> tuple[bytes, list[Index
 
 
 def decode_reply(frame: bytes) -> MethodReply:
-    """Return the reply to a step, from the frame of the method that answers it.
+    """Return the reply to a step from the frame of its method.
 
     Raises:
-        CodecError: the frame is broken.
+        CodecError: If the frame is broken.
     """
     index = method_of(frame)
     if index == _QUEUE_DECLARE_OK:
@@ -271,16 +275,16 @@ def decode_text(frame: bytes) -> str:
     For ``connection.blocked``, ``basic.cancel`` and ``basic.consume-ok``.
 
     Raises:
-        CodecError: the frame is broken.
+        CodecError: If the frame is broken.
     """
     return _short_string(frame, _ARGUMENTS)[0]
 
 
 def decode_close(frame: bytes) -> tuple[int, str]:
-    """Return code and text of ``connection.close`` or ``channel.close``.
+    """Return the code and text of ``connection.close`` or ``channel.close``.
 
     Raises:
-        CodecError: the frame is broken.
+        CodecError: If the frame is broken.
     """
     text, _ = _short_string(frame, _ARGUMENTS + 2)
     return _UINT16.unpack_from(frame, _ARGUMENTS)[0], text
@@ -300,7 +304,7 @@ def encode_channel_close_ok(channel: int) -> bytes:
 
 
 def encode_update_secret(secret: str, reason: str) -> bytes:
-    """Return the frame of ``connection.update-secret``, with another token."""
+    """Encode ``connection.update-secret`` with another token."""
     token = secret.encode()
     return method_frame(0, 10, 70, _UINT32.pack(len(token)) + token + encode_short_string(reason, "reason"))
 
@@ -309,7 +313,7 @@ def negotiated(frame: bytes, *, channel_max: int, frame_max: int) -> tuple[bytes
     """Lower the limits in ``connection.tune``, for a driver that accepts every offer.
 
     Raises:
-        CodecError: the frame is broken.
+        CodecError: If the frame is broken.
     """
     if len(frame) <= _ARGUMENTS + _TUNE.size:
         raise CodecError("truncated connection.tune")

@@ -1,10 +1,10 @@
 """The properties of a message: their flags and values in a content header frame.
 
 Encoding takes the values of `Message` and is strict. Decoding (`Properties`) keeps the raw bytes and decodes on first
-use. Changing (`rewrite_properties`) cuts and joins raw bytes, so that all else stays byte for byte the same: floats,
-timestamps in milliseconds, nested tables, duplicate names, values that cannot be decoded here.
+use. Rewriting (`rewrite_properties`) cuts and joins raw bytes, so that everything else stays the same byte for byte:
+floats, timestamps in milliseconds, nested tables, duplicate names, and values that this module cannot decode.
 
-Invariant: a segment (the encoded bytes of one property) is copied, never decoded and encoded again.
+Invariant: A segment (the encoded bytes of one property) is copied, never decoded and encoded again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-#: In the order of the wire; the flag of the first is the highest bit.
+#: In the order on the wire. The first property's flag is the highest bit.
 BASIC_PROPERTIES: Final = (
     "content_type",
     "content_encoding",
@@ -67,21 +67,21 @@ BASIC_PROPERTIES: Final = (
     "cluster_id",
 )
 _FLAGS: Final = {name: 0x8000 >> index for index, name in enumerate(BASIC_PROPERTIES)}
-_UNKNOWN_FLAGS: Final = 0b11  # the last bit announces more flags, which no property of this class needs
+_UNKNOWN_FLAGS: Final = 0b11  # the lowest bit announces more flags, which no property of this class needs
 
 MAX_EXPIRATION_MS: Final = 315_360_000_000  # ten years; RabbitMQ 4.0 to 4.3 close the channel with 406 above it
 
 _FLAGS_WORD: Final = Struct(">H")
 _UINT32: Final = Struct(">I")
 
-# Sizes of the values that are no short strings; negative where a length stands in front.
+# The sizes of values that are not short strings; negative for values with a length prefix.
 _SHORT_STRING: Final = -1
 _TABLE: Final = -4
 _SIZES: Final = {"headers": _TABLE, "delivery_mode": 1, "priority": 1, "timestamp": 8}
 
 _PERSISTENT: Final = b"\x02"
 _TRANSIENT: Final = b"\x01"
-# Flags, delivery mode and the length byte of a persistent message that has an id and nothing else, by that length.
+# Flags, delivery mode and length byte of a persistent message that has only an id, indexed by the id's length.
 _PLAIN: Final = tuple(
     _FLAGS_WORD.pack(_FLAGS["delivery_mode"] | _FLAGS["message_id"]) + _PERSISTENT + bytes((length,))
     for length in range(256)
@@ -95,19 +95,19 @@ class HasProperties(Protocol):
 
     @property
     def message_id(self) -> str:
-        """The id; it fits a short string."""
+        """The id, which fits a short string."""
 
     @property
     def encoded_properties(self) -> bytes | None:
-        """All properties, encoded; None if there is only an id, and it is persistent."""
+        """All properties, encoded; None if the message is persistent and has only an id."""
 
 
 def encode_properties(message: HasProperties, extra_headers: Mapping[str, FieldValue] | None = None) -> bytes:
-    """Return the encoded properties of a message, with headers set beside its own.
+    """Return the encoded properties of a message, with extra headers set.
 
     Raises:
-        ConfigurationError: an extra header cannot be encoded.
-        CodecError: there are extra headers, and the encoded properties that a delivery brought are broken.
+        ConfigurationError: If an extra header cannot be encoded.
+        CodecError: If extra headers are given, and the properties come from a delivery and are broken.
     """
     raw = message.encoded_properties
     if raw is None:
@@ -121,10 +121,10 @@ def encode_properties(message: HasProperties, extra_headers: Mapping[str, FieldV
 def plain_properties_head(headers: Mapping[str, FieldValue]) -> bytes:
     """Return the encoded properties of a message with headers, up to its id.
 
-    It is persistent, and has an id and nothing else.
+    The message is persistent, and has only headers and an id.
 
     Raises:
-        ConfigurationError: a header cannot be encoded.
+        ConfigurationError: If a header cannot be encoded.
     """
     return _HEADERS_AND_ID + encode_table(headers) + _PERSISTENT if headers else _PLAIN[0][:-1]
 
@@ -136,9 +136,9 @@ def plain_properties(head: bytes, message_id: str) -> bytes:
 
 
 def plain_message_id(raw: bytes) -> str | None:
-    """Return the id of a persistent message with an id and nothing else; else None.
+    """Return the id of a persistent message that has only an id; else None.
 
-    Most of our messages are of this kind, and a consumer with an idempotency store needs the id of each: this costs a
+    Most messages are of this kind, and a consumer with an idempotency store needs the id of each one. This costs a
     fifth of decoding.
     """
     size = len(raw) - 4
@@ -148,22 +148,22 @@ def plain_message_id(raw: bytes) -> str | None:
 
 
 def encode_property(name: str, value: object) -> bytes:
-    """Check and encode one property, named as in `Message`, as its segment.
+    """Check one property, named as in `Message`, and return its segment.
 
     Raises:
-        ConfigurationError: the value has the wrong type or is out of range; the text names the property.
+        ConfigurationError: If the value has the wrong type or is out of range. The message names the property.
     """
     return _ENCODERS[name](value, name)
 
 
 def encode_values(values: Sequence[object]) -> bytes:
-    """Check and encode the properties of a message; None leaves one out.
+    """Check and encode the properties of a message.
 
     Args:
-        values: one for each of `PROPERTY_NAMES`, in that order.
+        values: A value for each of `PROPERTY_NAMES`, in that order; None omits the property.
 
     Raises:
-        ConfigurationError: as `encode_property`.
+        ConfigurationError: If a value has the wrong type or is out of range. The message names the property.
     """
     flags = 0
     pieces = [b""]
@@ -205,12 +205,12 @@ def _encode_expiration(value: object, name: str) -> bytes:
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < inf:
         raise ConfigurationError(f"{name} must be seconds (a number >= 0) or a timedelta, not {value!r}")
-    if seconds * 1000 > MAX_EXPIRATION_MS + 0.5:  # which may be infinite, and cannot be rounded then
+    if seconds * 1000 > MAX_EXPIRATION_MS + 0.5:  # the product may be infinite, which cannot be rounded
         raise ConfigurationError(
             f"{name} is {value!r}, and RabbitMQ takes at most {MAX_EXPIRATION_MS // 1000} seconds (ten years)"
         )
     milliseconds = round(seconds * 1000)
-    if milliseconds == 0 and seconds:  # 0 asks for something else: to be dropped unless it can be delivered at once
+    if milliseconds == 0 and seconds:  # 0 has another meaning: drop the message unless it can be delivered at once
         milliseconds = 1
     return encode_short_string(str(milliseconds), name)
 
@@ -221,7 +221,7 @@ def _encode_message_id(value: object, name: str) -> bytes:
     return encode_short_string(value, name)
 
 
-# In the order of the wire. `Message` has all but cluster_id, which AMQP 0-9-1 has retired.
+# In the order on the wire. `Message` has all properties except cluster_id, which AMQP 0-9-1 has retired.
 _ENCODERS: Final[dict[str, Callable[[object, str], bytes]]] = {
     "content_type": encode_short_string,
     "content_encoding": encode_short_string,
@@ -237,7 +237,7 @@ _ENCODERS: Final[dict[str, Callable[[object, str], bytes]]] = {
     "user_id": encode_short_string,
     "app_id": encode_short_string,
 }
-#: The properties of a `Message`, in the order of the wire.
+#: The properties of a `Message`, in the order on the wire.
 PROPERTY_NAMES: Final = tuple(_ENCODERS)
 _ENCODERS_AND_FLAGS: Final = tuple(
     (name, encoder, flag) for (name, encoder), flag in zip(_ENCODERS.items(), _FLAGS.values(), strict=False)
@@ -245,7 +245,7 @@ _ENCODERS_AND_FLAGS: Final = tuple(
 
 
 def join_properties(segments: Mapping[str, bytes]) -> bytes:
-    """Join segments, by their names in `Properties`, after their flags."""
+    """Join segments, named as in `Properties`, behind their flags."""
     flags = 0
     for name in segments:
         flags |= _FLAGS[name]
@@ -253,22 +253,22 @@ def join_properties(segments: Mapping[str, bytes]) -> bytes:
 
 
 def split_properties(raw: bytes) -> dict[str, bytes]:
-    """Cut properties into segments, by name. `join_properties` is the inverse.
+    """Cut properties into segments by name. `join_properties` is the inverse.
 
     Raises:
-        CodecError: the values do not end where the bytes do, or an unknown flag is set.
+        CodecError: If the values do not end where the bytes do, or an unknown flag is set.
     """
     return {name: raw[start:end] for name, start, end in _spans(raw)}
 
 
 @lru_cache(maxsize=256)
 def _layout(flags: int) -> tuple[tuple[str, int], ...]:
-    """Return the properties in `flags`, with their sizes or the kind of their length."""
+    """Return the properties in `flags`, with their sizes or kinds of length prefix."""
     return tuple((name, _SIZES.get(name, _SHORT_STRING)) for name, flag in _FLAGS.items() if flags & flag)
 
 
 def _spans(raw: bytes) -> list[tuple[str, int, int]]:
-    """Return the place of each property in `raw`, as (name, start, end)."""
+    """Return the position of each property in `raw`, as (name, start, end)."""
     size = len(raw)
     if size < 2:
         raise CodecError("the property flags are missing")
@@ -295,7 +295,7 @@ def _spans(raw: bytes) -> list[tuple[str, int, int]]:
 
 
 class _Value(Generic[T]):
-    """A property, by the name of the attribute."""
+    """A descriptor of the property with the attribute's name."""
 
     def __set_name__(self, _owner: type[Properties], name: str) -> None:
         self._name = name
@@ -307,20 +307,20 @@ class _Value(Generic[T]):
 class Properties:
     """The properties of a delivered or returned message, decoded on first use.
 
-    An absent property is None; absent headers are empty. Short strings that are not UTF-8 have surrogate escapes;
-    ``expiration`` is the broker's string of milliseconds; a ``timestamp`` beyond the year 9999 is an ``int``. The last
-    of several headers with the same name counts. Every access raises `CodecError` if the properties are broken;
-    ``headers`` alone does if only the header table is.
+    An absent property is None; absent headers are empty. Short strings that are not UTF-8 have surrogate escapes. The
+    ``expiration`` is the broker's string of milliseconds. A ``timestamp`` beyond the year 9999 is an ``int``. The last
+    of several headers with the same name counts. Every access raises `CodecError` if the properties are broken. If only
+    the header table is broken, only access to the headers raises it.
 
     Attributes:
-        raw: the bytes, as they came.
+        raw: The received bytes.
     """
 
     __slots__ = ("_headers", "_values", "raw")
 
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
-        self._values: dict[str, Any] | None = None  # by name; for the headers, their place in `raw`
+        self._values: dict[str, Any] | None = None  # by name; for the headers, their position in `raw`
         self._headers: Mapping[str, FieldValue] | None = None
 
     def _decode(self) -> dict[str, Any]:
@@ -349,7 +349,7 @@ class Properties:
         return headers
 
     def headers_beginning(self, prefix: str) -> dict[str, FieldValue]:
-        """Decode the headers whose names begin with ``prefix``; others may be broken."""
+        """Return the headers whose names begin with ``prefix``; others may be broken."""
         span = (self._values or self._decode()).get("headers")
         if span is None:
             return {}
@@ -360,7 +360,7 @@ class Properties:
         return decode_table(_UINT32.pack(len(table)) + table)
 
     def header_names(self) -> frozenset[str]:
-        """The names of the headers; no value is decoded."""
+        """Return the names of the headers without decoding a value."""
         span = (self._values or self._decode()).get("headers")
         if span is None:
             return frozenset()
@@ -373,7 +373,7 @@ class Properties:
     priority = _Value[int]()
     correlation_id = _Value[str]()
     reply_to = _Value[str]()
-    expiration = _Value[str]()  # milliseconds after which queues drop it, as on the wire
+    expiration = _Value[str]()  # milliseconds after which queues drop the message, as on the wire
     message_id = _Value[str]()
     timestamp: _Value[datetime | int] = _Value()
     type = _Value[str]()
@@ -390,22 +390,22 @@ def rewrite_properties(
     rename_headers: Mapping[str, str] | None = None,
     clear: Collection[str] = (),
 ) -> bytes:
-    """Change some headers and properties, and copy every other byte as it is.
+    """Change some headers and properties, and copy every other byte unchanged.
 
-    A header that is set replaces all entries of its name and comes last. If the header table cannot be walked (it has
-    an unknown type letter, say), headers are set in front of it, and nothing is dropped or renamed: in front, because
-    at its end a broken length could swallow them.
+    A header that is set replaces all entries with its name and comes last. If the header table cannot be walked, for
+    example because of an unknown type letter, headers are set in front of its entries, and nothing is dropped or
+    renamed. Behind the entries, a broken length could swallow the new headers.
 
     Args:
-        raw: the properties of a delivery.
-        set_headers: headers to set.
-        drop_headers: names of headers to leave out.
-        rename_headers: new names of headers, by their old ones; the values stay byte for byte, and where they are.
-        clear: names of properties to leave out, as in `Properties`.
+        raw: The properties of a delivery.
+        set_headers: The headers to set.
+        drop_headers: The names of headers to remove.
+        rename_headers: A mapping of headers' old names to new ones. Values keep their bytes and their positions.
+        clear: The names of properties to remove, as in `Properties`.
 
     Raises:
-        ConfigurationError: a header to set cannot be encoded.
-        CodecError: the properties themselves are broken.
+        ConfigurationError: If a header to set cannot be encoded.
+        CodecError: If the properties themselves are broken.
     """
     segments = split_properties(raw)
     for name in clear:
@@ -422,7 +422,7 @@ def rewrite_properties(
 
 
 def _rewrite_table(table: bytes, ours: bytes, dropped: set[str], renamed: Mapping[str, str]) -> bytes:
-    """Return the body of the table with entries dropped, renamed and added."""
+    """Return the table's body with entries dropped, renamed and added."""
     try:
         entries = walk_table(table, 4, len(table))
     except CodecError:

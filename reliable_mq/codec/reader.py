@@ -1,19 +1,19 @@
-"""Cut the inbound stream into frames, and decode those of the basic class.
+"""Cut the inbound stream into frames, and decode the frames of the basic class.
 
 Deliveries, returns, confirms and replies to ``basic.get`` on an attached channel are decoded and passed to its sink.
-Every other frame is passed to `foreign`, complete (header, payload, end byte), for the driver.
+Every other frame is passed complete (header, payload, end byte) to `foreign`, for the driver.
 
 Invariants:
 
-- The chunks of the stream decide how many deliveries are passed on at once, and nothing else about the events.
+- The chunks of the stream affect only how many deliveries are passed on at once, and nothing else about the events.
 - Sinks and `foreign` are called in the order of the stream. Every byte is part of an event, of a foreign frame, or of
-  content that is dropped.
-- No input raises anything but `CodecError`; after it the stream cannot be trusted, and every further `feed` raises it
+  dropped content.
+- Input raises only `CodecError`. After that error the stream cannot be trusted, and every further `feed` raises it
   again.
-- Memory is bounded. A frame above the negotiated ``frame_max`` is an error as soon as its head is there, and so is
-  content that RabbitMQ cannot carry. Content headers alone may be larger than ``frame_max``: RabbitMQ sends properties
-  in one frame however small the receiver's frames are. A body above the limit of its sink is counted and dropped while
-  it arrives.
+- Memory is bounded. A frame above the negotiated ``frame_max`` is an error as soon as its head has arrived, and so is
+  content that is too large for RabbitMQ. Only content headers may be larger than ``frame_max``, because RabbitMQ sends
+  properties in one frame however small the receiver's frames are. A body above its sink's limit is counted and dropped
+  while it arrives.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _FRAME_END: Final = 0xCE
 _PROTOCOL_HEADER: Final = b"AMQP"
 
 _BASIC: Final = 60
-# Class and method number in one.
+# Class and method number combined.
 _RETURN, _DELIVER, _GET_OK, _GET_EMPTY, _ACK, _NACK = (_BASIC << 16 | method for method in (50, 60, 71, 72, 80, 120))
 _WITH_CONTENT: Final = frozenset((_RETURN, _DELIVER, _GET_OK))
 _OURS: Final = frozenset((_RETURN, _DELIVER, _GET_OK, _GET_EMPTY, _ACK, _NACK))
 
 _MAX_CACHED: Final = 1024
-_FRAME_MAX: Final = 131072  # until another one is agreed on; RabbitMQ's default, and the most that we ask for
+_FRAME_MAX: Final = 131072  # until another limit is negotiated; RabbitMQ's default, and the most that we request
 _FRAME_OVERHEAD: Final = 8
 _LARGEST_HEADER: Final = 16 * 1024 * 1024  # payload of a content header, bytes; RabbitMQ's default for a whole message
 
@@ -58,16 +58,16 @@ class RawDelivery:
     """A delivered message, undecoded.
 
     Attributes:
-        consumer_tag: of the consumer that it was delivered to; empty for ``basic.get``.
-        delivery_tag: its number on the channel.
-        redelivered: whether the broker may have delivered it before.
-        exchange: that it was published to; bytes that are not UTF-8 as surrogate escapes.
-        routing_key: of the publish; likewise.
-        properties: undecoded; see `Properties`.
-        body: the bytes of the message.
+        consumer_tag: The tag of the consumer that the message was delivered to; empty for ``basic.get``.
+        delivery_tag: The delivery's number on the channel.
+        redelivered: Whether the broker may have delivered the message before.
+        exchange: The exchange that the message was published to. Bytes that are not UTF-8 are surrogate escapes.
+        routing_key: The routing key of the publish, with the same escapes.
+        properties: The undecoded properties; see `Properties`.
+        body: The bytes of the message.
 
-    All but the consumer tag and ``redelivered`` are read-only: the acked delivery, and a copy for another attempt or as
-    a dead letter, are the message that arrived.
+    All attributes except ``consumer_tag`` and ``redelivered`` are read-only, so that an ack, a copy for another attempt
+    and a dead letter are always of the message that arrived.
     """
 
     __slots__ = ("_body", "_delivery_tag", "_exchange", "_properties", "_routing_key", "consumer_tag", "redelivered")
@@ -92,12 +92,12 @@ class RawDelivery:
 
     @property
     def delivery_tag(self) -> int:
-        """Its number on the channel."""
+        """The delivery's number on the channel."""
         return self._delivery_tag
 
     @property
     def exchange(self) -> str:
-        """The exchange that it was published to."""
+        """The exchange that the message was published to."""
         return self._exchange
 
     @property
@@ -107,7 +107,7 @@ class RawDelivery:
 
     @property
     def properties(self) -> bytes:
-        """Its properties, undecoded."""
+        """The undecoded properties."""
         return self._properties
 
     @property
@@ -116,7 +116,7 @@ class RawDelivery:
         return self._body
 
     def complete(self, *, properties: bytes | None = None, body: bytes | None = None) -> None:
-        """Add the properties or the body from a later frame, before the delivery is used."""
+        """Add properties or body from a later frame, before the delivery is used."""
         if properties is not None:
             self._properties = properties
         if body is not None:
@@ -127,25 +127,25 @@ class RawDelivery:
 
 
 class ChannelSink(Protocol):
-    """The content events of a channel; called inside `InboundReader.feed`.
+    """The content events of a channel, called inside `InboundReader.feed`.
 
     A callback may attach, detach and reset.
     """
 
-    #: Bytes of a body that are kept. A larger one is dropped while it arrives; ``returned`` is called without it, and
-    #: `oversized` in place of ``delivered`` and ``got``. Read when the channel is attached.
+    #: The maximum size of a body, in bytes. A larger body is dropped while it arrives: ``returned`` is called without
+    #: the body, and `oversized` in place of ``delivered`` and ``got``. Read when the channel is attached.
     largest_body: int = LARGEST_BODY
 
     def acked(self, tag: int, multiple: bool, /) -> None:
-        """Process a confirm of `tag`, or of all outstanding up to and including it."""
+        """Process a confirm of `tag`, or of it and all earlier outstanding tags."""
 
     def nacked(self, tag: int, multiple: bool, /) -> None:
-        """Process a nack of `tag`, or of all outstanding up to and including it."""
+        """Process a nack of `tag`, or of it and all earlier outstanding tags."""
 
     def returned(
         self, code: int, text: str, exchange: str, routing_key: str, properties: bytes, body: bytes, /
     ) -> None:
-        """Process a mandatory message that no queue took."""
+        """Process a mandatory message that was routed to no queue."""
 
     def delivered(self, deliveries: list[RawDelivery], /) -> None:
         """Process consecutive deliveries; the sink may keep the list."""
@@ -157,9 +157,9 @@ class ChannelSink(Protocol):
         """Process the reply to ``basic.get`` from an empty queue."""
 
     def oversized(self, delivery: RawDelivery, size: int, message_count: int | None, /) -> None:
-        """Process a delivery without its body: its `size` is above `largest_body`.
+        """Process a delivery without its body, whose `size` is above `largest_body`.
 
-        `message_count` is that of ``basic.get-ok``; None for ``basic.deliver``.
+        `message_count` is from ``basic.get-ok``; it is None for ``basic.deliver``.
         """
 
 
@@ -168,22 +168,22 @@ class _InboundChannel:
 
     __slots__ = ("body", "delivery", "dropped", "limit", "message_count", "method", "missing", "sink", "tell", "whole")
 
-    delivery: RawDelivery  # collects the content (of a return, too)
+    delivery: RawDelivery  # collects the content, of a return as well
     tell: Callable[[], None]  # called at the end of the content, except for a delivery
 
     def __init__(self, sink: ChannelSink, largest_payload: int) -> None:
-        self.sink: ChannelSink | None = sink  # None once it is detached, and kept until its content has gone by
-        self.limit = min(sink.largest_body, LARGEST_BODY)  # the largest body that is kept
-        self.whole = min(self.limit, largest_payload)  # the largest that may come in one frame
-        self.method = 0  # that announced the content
+        self.sink: ChannelSink | None = sink  # None once detached; the channel is kept until its content has arrived
+        self.limit = min(sink.largest_body, LARGEST_BODY)  # the size of the largest body that is kept
+        self.whole = min(self.limit, largest_payload)  # the size of the largest body that may come in one frame
+        self.method = 0  # the method that announced the content
         self.message_count: int | None = None
-        self.missing = -1  # bytes of the body still to come, -1 before the header frame
+        self.missing = -1  # bytes of the body that have not arrived; -1 before the header frame
         self.dropped = 0  # the size of a body that is not kept
-        self.body = bytearray()  # the part that has come
+        self.body = bytearray()  # the part that has arrived
 
 
 class _Batch:
-    """Deliveries that are not passed on yet. There is none while a callback runs."""
+    """Deliveries that are not passed on yet. No batch exists while a callback runs."""
 
     __slots__ = ("channel", "deliveries", "sink")
 
@@ -199,48 +199,48 @@ class InboundReader:
     `feed` must not be called from a callback.
 
     Args:
-        foreign: called with every complete frame that is not for a sink, and with a protocol header (8 bytes), which
-            a broker sends to ask for another version of the protocol.
-        delivery: the class to make deliveries of, with the arguments of `RawDelivery`.
+        foreign: A callable for every complete frame that is not for a sink. It is also called with a protocol header (8
+            bytes), with which a broker requests another version of the protocol.
+        delivery: The class of deliveries, whose constructor takes the arguments of `RawDelivery`.
     """
 
     def __init__(self, foreign: Callable[[bytes], None], delivery: type[RawDelivery] = RawDelivery) -> None:
         self._foreign = foreign
         self._make_delivery = delivery
         self._channels: dict[int, _InboundChannel] = {}
-        self._largest = _FRAME_MAX - _FRAME_OVERHEAD  # payload of a frame, bytes
-        self._epoch = 0  # grows at reset, so that a feed notices that a callback has reset the reader under it
+        self._largest = _FRAME_MAX - _FRAME_OVERHEAD  # maximum payload of a frame, in bytes
+        self._epoch = 0  # incremented by `reset`, so that `feed` notices a reset by a callback
         self._tail: list[bytes] = []  # the beginning of a frame
         self._tail_size = 0
-        self._wanted = 0  # the size that the tail must have before cutting goes on
+        self._wanted = 0  # the size that the tail must have before cutting continues
         self._broken = ""
         self._batch: _Batch | None = None
         self._consumer_tags: dict[bytes, str] = {}
         self._routes: dict[bytes, tuple[str, str]] = {}
 
     def agree(self, frame_max: int) -> None:
-        """Limit frames, except content headers, before a channel is attached."""
+        """Limit the size of frames, except content headers. Call it before `attach`."""
         self._largest = frame_max - _FRAME_OVERHEAD
 
     def attach(self, channel: int, sink: ChannelSink) -> None:
-        """Pass the content of `channel` to `sink`, from the next frame on."""
+        """Pass the content of `channel` to `sink`, starting with the next frame."""
         self._channels[channel] = _InboundChannel(sink, self._largest)
 
     def detach(self, channel: int) -> None:
-        """Pass the frames of `channel` to `foreign` again; drop an incomplete content."""
+        """Pass the frames of `channel` to `foreign` again; drop incomplete content."""
         state = self._channels.get(channel)
         if state is not None:
             state.sink = None
             state.limit = -1
-            state.dropped = 1  # of the body that is on its way, if one is
+            state.dropped = 1  # marks a partly received body, if there is one
             state.body.clear()
             if not state.method:
                 del self._channels[channel]
 
     def reset(self) -> None:
-        """Begin a new connection: forget the stream, and detach every channel.
+        """Forget the stream and detach every channel, for a new connection.
 
-        A `feed` under way ends.
+        A running `feed` ends.
         """
         self._epoch += 1
         self._channels.clear()
@@ -250,12 +250,12 @@ class InboundReader:
         self._broken = ""
 
     def feed(self, data: bytes) -> None:
-        """Process the next bytes: call sinks and `foreign` with the complete frames.
+        """Process the next bytes: call sinks and `foreign` for the complete frames.
 
-        An exception of a callback is passed on; the stream then goes on after the frame that the callback was for.
+        An exception of a callback propagates. The next `feed` continues after the frame of that callback.
 
         Raises:
-            CodecError: the stream is broken. All events before were passed on; the connection must be aborted.
+            CodecError: If the stream is broken. All earlier events were passed on. The connection must be aborted.
         """
         if self._broken:
             raise CodecError(self._broken)
@@ -325,7 +325,7 @@ class InboundReader:
         """Decode a delivery whose three frames are complete and adjacent in `data`.
 
         Returns:
-            The start of the next frame; 0 if it is no such delivery: then nothing happened, and `_frame` decides.
+            The start of the next frame; 0 if `data` has no such delivery. Then nothing happened, and `_frame` decides.
         """
         start = end + 1
         size = len(data)
@@ -360,7 +360,7 @@ class InboundReader:
         return body_end + 1
 
     def _continues(self, batch: _Batch, state: _InboundChannel | None, kind: int, method: int) -> bool:
-        """Whether a frame belongs to another delivery of the batch's channel."""
+        """Return whether a frame belongs to another delivery of the batch's channel."""
         if state is not batch.channel or batch.channel.dropped:
             return False
         return (batch.channel.method if kind in (_HEADER_FRAME, _BODY_FRAME) else method) == _DELIVER
@@ -370,7 +370,7 @@ class InboundReader:
     ) -> None:
         """Process one frame.
 
-        Callbacks other than for deliveries are called only while there is no batch.
+        Callbacks, except those for deliveries, are called only while no batch exists.
         """
         if state is not None and kind in (_HEADER_FRAME, _BODY_FRAME):
             if kind == _HEADER_FRAME:
@@ -380,7 +380,7 @@ class InboundReader:
             if state.missing == 0:
                 self._content_complete(state, number)
             return
-        if state is not None and state.sink is None:  # the broker went on without finishing the content
+        if state is not None and state.sink is None:  # the broker continued without finishing the content
             del self._channels[number]
             state = None
         if state is None or state.sink is None or method not in _OURS:
@@ -459,14 +459,14 @@ class InboundReader:
         batch.sink.delivered(batch.deliveries)
 
     def _broken_by(self, reason: str) -> CodecError:
-        """Pass on the batch, refuse all further input, and return the error to raise."""
+        """Pass on the batch, refuse further input, and return the error to raise."""
         error = CodecError(f"the broker's stream is broken: {reason}")
         self._broken = str(error)
         if self._batch:
             self._pass_on(self._batch)
         return error
 
-    # -- arguments of methods: `start` is behind the method number, `end` where the payload ends
+    # -- arguments of methods: `start` is the offset behind the method number, `end` is the end of the payload
 
     def _delivery_arguments(self, data: bytes, start: int, end: int) -> tuple[str, int, bool, str, str]:
         middle = start + 1 + data[start]
@@ -502,7 +502,7 @@ class InboundReader:
         return _unpack_uint16(data, start)[0], text, self._route(data[middle:end])
 
     def _route(self, raw: bytes) -> tuple[str, str]:
-        """Decode exchange and routing key, which are all of `raw`."""
+        """Decode the exchange and the routing key, which must fill `raw`."""
         middle = 1 + raw[0] if raw else 1
         if middle >= len(raw) or middle + 1 + raw[middle] != len(raw):
             raise self._broken_by("exchange and routing key do not fit their method")

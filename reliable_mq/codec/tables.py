@@ -1,15 +1,15 @@
 """AMQP 0-9-1 field tables, as RabbitMQ reads and writes them.
 
 Encoding is strict: a value over which the broker would close the connection (NaN, integers beyond 64 bits, names over
-255 bytes) raises ``ConfigurationError``, which names the entry. Decoding is tolerant: a value that has no natural type
-in Python gets a plainer one (a timestamp out of range is an ``int``, a string that is not UTF-8 is ``bytes``, such a
-name has surrogate escapes), and only a broken structure raises ``CodecError``.
+255 bytes) raises ``ConfigurationError``, which names the entry. Decoding is tolerant: a value without a natural Python
+type gets a plainer one, and only a broken structure raises ``CodecError``. A timestamp out of range is decoded to an
+``int``, a string that is not UTF-8 to ``bytes``, and a name that is not UTF-8 to a ``str`` with surrogate escapes.
 
 Invariants:
 
-- An encoded value is decoded to an equal one, except that tuples become lists, datetimes whole seconds in UTC, and byte
-  strings ``bytes``.
-- Decoding raises nothing but ``CodecError``, whatever the input.
+- An encoded value is decoded to an equal one, except that tuples become lists, datetimes are cut to whole seconds in
+  UTC, and all byte strings become ``bytes``.
+- Decoding raises only ``CodecError``, whatever the input.
 - Nesting is bounded in both directions, so that neither can exhaust the stack.
 
 The type letters are those of RabbitMQ's errata to the AMQP 0-9-1 specification, and ``U``, which older clients use for
@@ -33,9 +33,9 @@ __all__ = ["CodecError", "FieldValue", "decode_table", "encode_short_string", "e
 #: The values of a table, nested up to ``MAX_ENCODE_DEPTH``.
 FieldValue = object
 
-MAX_ENCODE_DEPTH = 32  # deeper is a mistake or a cycle; the broker accepts it, other clients do not
+MAX_ENCODE_DEPTH = 32  # deeper nesting is a mistake or a cycle; the broker accepts it, other clients do not
 MAX_DECODE_DEPTH = 128
-MAX_TIMESTAMP = 253_402_300_799  # the last second of the year 9999, the last that datetime can show
+MAX_TIMESTAMP = 253_402_300_799  # the last second of the year 9999, the last one that datetime can represent
 
 _UINT32 = Struct(">I")
 _TAGGED_UINT32 = Struct(">cI")
@@ -45,7 +45,7 @@ _TAGGED_UINT64 = Struct(">cQ")
 _TAGGED_DOUBLE = Struct(">cd")
 _TAGGED_DECIMAL = Struct(">cBi")
 _DECIMAL = Struct(">Bi")
-_DECIMAL_DIGITS = 11  # more than any has: a number of so many, whatever follows, does not fit
+_DECIMAL_DIGITS = 11  # more digits than an AMQP decimal can have: a number with so many does not fit
 _UINT64 = Struct(">Q")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _SECOND = timedelta(seconds=1)
@@ -78,11 +78,11 @@ _SIZED = frozenset((_T_STRING, _T_BYTES, _T_ARRAY, _T_TABLE))
 
 
 class CodecError(ValueError):
-    """Bytes from the wire whose structure is broken. Internal: no user sees it."""
+    """The structure of bytes from the wire is broken. Internal: no user sees it."""
 
 
 class _Unfit(Exception):
-    """A value cannot be encoded. Each level that it passes adds its part of the path."""
+    """A value cannot be encoded. Each level of nesting adds its part of the path."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -93,10 +93,10 @@ class _Unfit(Exception):
 def encode_short_string(text: object, field: str) -> bytes:
     """Encode a short string with its length byte.
 
-    Surrogate escapes, to which bytes that are not UTF-8 are decoded, become those bytes again.
+    Surrogate escapes, which decoding makes of bytes that are not UTF-8, become those bytes again.
 
     Raises:
-        ConfigurationError: not a ``str``, over 255 bytes, or with a NUL, which AMQP forbids here.
+        ConfigurationError: If ``text`` is not a ``str``, is over 255 bytes, or contains a NUL, which AMQP forbids here.
     """
     try:
         return _encode_short_string(text)
@@ -123,12 +123,12 @@ def encode_table(table: Mapping[str, FieldValue], field: str = "headers") -> byt
     """Encode a table with its 4-byte length.
 
     Args:
-        table: names to values: ``None``, ``bool``, ``int`` (64 bits), ``float`` (finite), ``Decimal`` (32 bits
-            unscaled), ``str``, bytes-like, aware ``datetime`` (cut to whole seconds), lists, tuples and mappings.
-        field: the table's name in an error.
+        table: A mapping of names to values: ``None``, ``bool``, ``int`` (64 bits), ``float`` (finite), ``Decimal`` (32
+            bits unscaled), ``str``, bytes-like, aware ``datetime`` (cut to whole seconds), lists, tuples and mappings.
+        field: The table's name in errors.
 
     Raises:
-        ConfigurationError: a name or a value that AMQP or RabbitMQ does not take; the text names the entry.
+        ConfigurationError: If AMQP or RabbitMQ does not accept a name or a value. The message names the entry.
     """
     try:
         return _encode_table(table, 1)
@@ -137,7 +137,7 @@ def encode_table(table: Mapping[str, FieldValue], field: str = "headers") -> byt
         raise ConfigurationError(f"{field}{where} {unfit.reason}") from unfit.__cause__
 
 
-# Each encoder below takes a value and the depth of the table or array that holds it.
+# Each encoder below takes a value and the depth of the table or array that contains it.
 
 
 def _encode_table(table: Mapping[str, FieldValue], depth: int) -> bytes:
@@ -260,7 +260,7 @@ _ENCODERS: dict[type, Callable[[Any, int], bytes]] = {
 
 
 def _encoder_of(value: FieldValue) -> Callable[[Any, int], bytes]:
-    """Return the encoder of a value whose class is derived from a known one."""
+    """Return the encoder for a value whose class derives from a known one."""
     if isinstance(value, Mapping):
         return _encode_nested_table
     for known, encoder in _ENCODERS.items():
@@ -273,7 +273,8 @@ def encode_timestamp(value: object, field: str) -> bytes:
     """Encode an aware datetime as whole seconds since 1970.
 
     Raises:
-        ConfigurationError: no datetime, naive (its seconds would depend on the reader), or before 1970.
+        ConfigurationError: If ``value`` is not a datetime, is naive (its seconds would depend on the reader), or lies
+            before 1970.
     """
     if not isinstance(value, datetime):
         raise ConfigurationError(f"{field} must be an aware datetime, not {type(value).__name__}")
@@ -293,19 +294,19 @@ def _seconds(value: datetime) -> int:
 
 
 def decode_timestamp(seconds: int) -> datetime | int:
-    """Return the seconds as an aware datetime in UTC; unchanged beyond the year 9999."""
+    """Return the seconds as an aware UTC datetime, or unchanged beyond the year 9999."""
     if seconds > MAX_TIMESTAMP:
         return seconds
     return datetime.fromtimestamp(seconds, UTC)
 
 
 def decode_table(data: bytes) -> dict[str, FieldValue]:
-    """Decode a table with its 4-byte length, which must be all of `data`.
+    """Decode a table with its 4-byte length, which must fill `data`.
 
     The last of several entries with the same name counts.
 
     Raises:
-        CodecError: the structure is broken, has an unknown type letter or nests deeper than 128 levels.
+        CodecError: If the structure is broken, has an unknown type letter, or nests deeper than 128 levels.
     """
     if len(data) < 4 or _UINT32.unpack_from(data)[0] != len(data) - 4:
         raise CodecError("the length of the table does not match its bytes")
@@ -338,7 +339,7 @@ def _read_array(data: bytes, offset: int, end: int, depth: int) -> list[FieldVal
 
 
 def _read_value(data: bytes, offset: int, end: int, depth: int) -> tuple[FieldValue, int]:
-    """Return the value at `offset`, and its end, which is never beyond `end`."""
+    """Return the value at `offset`, and the offset of its end, at most `end`."""
     letter = data[offset]
     start = offset + 1
     value: FieldValue
@@ -387,7 +388,7 @@ def walk_table(data: bytes, offset: int, end: int) -> list[tuple[bytes, int, int
     """Return (name, start, end) of each entry of the table in ``data[offset:end]``.
 
     Raises:
-        CodecError: the entries do not end where the table does, or one has an unknown type letter.
+        CodecError: If the entries do not end where the table does, or one has an unknown type letter.
     """
     entries: list[tuple[bytes, int, int]] = []
     while offset < end:

@@ -1,16 +1,16 @@
 """A channel, which holds content back until it is ready.
 
-It has a number, a generation and methods. Both drivers use this class: each gives it a function that writes to the
-socket and the frames that the broker sent. The drivers' own channels are not used. They cannot declare every name and
-argument that brokers take, send one method at a time, and cancel consumers before they close.
+Both drivers use this class. Each gives it a function that writes to the socket, and the frames that the broker sent.
+The drivers' own channels are not used: they cannot declare every name and argument that brokers accept, they send one
+method at a time, and they cancel consumers before they close.
 
 Invariants:
 
-- One method of the broker answers one method of ours, in order. Any other one, unless the channel is closing, breaks
-  the connection (`CodecError`).
-- After ``channel.close`` of either side no reply is reported; `ChannelEvents.channel_closed` is, exactly once, unless
-  the connection ends first.
-- Content reaches the sink only after `release_content`, in its order, and never after `silence`.
+- Each of our methods gets one reply, in order. An unexpected method breaks the connection (`CodecError`), unless the
+  channel is closing.
+- After a ``channel.close`` of either side no reply is reported. `ChannelEvents.channel_closed` is called exactly once,
+  unless the connection ends first.
+- Content reaches the sink only after `release_content`, in order, and never after `silence`.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ if TYPE_CHECKING:
 
 __all__ = ["Channel", "ChannelTable", "ReadThrottle", "ReadyGate", "SetupRunner", "StepQueue"]
 
-# Seconds for ``consume-ok`` of a stream, at least. RabbitMQ 4.3 takes 4 to 14 s while the node of a member is down: one
-# process knows of all members of all streams, and tries to reach that node again and again.
+# The minimum time limit for the ``consume-ok`` of a stream, in seconds. RabbitMQ 4.3 takes 4 to 14 s while the node of
+# a member is down: one process manages all members of all streams, and tries to reach that node again and again.
 _TIME_TO_ATTACH: Final = 60.0
 
 _LONGEST_GAP = 1e-3  # seconds
 _GAP_PER_DELIVERY = 2.5e-6  # seconds for each delivery of the prefetch
-_MANY_BYTES = 64 * 1024  # a read of so many is worth a turn of the loop
+_MANY_BYTES = 64 * 1024  # a read of this size is worth a turn of the loop
 
 
 class ChannelTable:
     """The channels of one connection, by number.
 
     Args:
-        write: sends whole frames.
-        reader: of the connection's input.
+        write: A callable that sends whole frames.
+        reader: The reader of the connection's input.
 
     Attributes:
-        channel_max: the negotiated number of channels; set when the connection is open.
-        read_throttle: of the connection; follows the consumers of its channels.
+        channel_max: The negotiated number of channels, set when the connection is open.
+        read_throttle: The connection's throttle, which follows the consumers of its channels.
     """
 
     def __init__(self, write: Callable[[bytes], None], reader: InboundReader) -> None:
@@ -68,7 +68,7 @@ class ChannelTable:
         """Send ``channel.open`` and return the channel.
 
         Raises:
-            BrokerUnavailable: every channel that the connection may have is still being closed.
+            BrokerUnavailable: If every channel that the connection may have is still being closed.
         """
         if len(self._channels) >= self.channel_max:
             raise BrokerUnavailable(f"the close of channel {self._last_number} was not answered, and no other is free")
@@ -81,15 +81,15 @@ class ChannelTable:
         return channel
 
     def receive(self, frame: bytes) -> None:
-        """Pass on a frame of a channel that is not for its sink.
+        """Pass a frame that is not for a sink to its channel.
 
         Raises:
-            CodecError: it is broken, or answers no method of ours.
+            CodecError: If the frame is broken, or is not a reply to an outstanding method.
         """
         channel = self._channels.get(int.from_bytes(frame[1:3], "big"))
         method = methods.method_of(frame)
         if channel is None or method is None:
-            return  # of a closed channel, or content of a silenced one
+            return  # a frame of a closed channel, or content of a silenced one
         if channel.receive(method, frame):
             del self._channels[channel.number]
             self._report_if_closed()
@@ -97,7 +97,7 @@ class ChannelTable:
     def close(self, on_closed: Callable[[], None]) -> None:
         """Close every channel, then call `on_closed`, unless the connection ends first.
 
-        A close-ok confirms that the broker has handled every method that was sent on the channel.
+        A close-ok confirms that the broker has handled all earlier methods on the channel.
         """
         self._on_closed = on_closed
         for channel in self._channels.values():
@@ -111,13 +111,11 @@ class ChannelTable:
 
 
 class Channel:
-    """A channel of a connection.
-
-    Made by `ChannelTable.open`; lives on the loop of its connection.
+    """A channel of a connection, made by `ChannelTable.open`. On the loop only.
 
     Attributes:
-        number: on the connection.
-        generation: of the owner; unique among all channels that it opens.
+        number: The channel's number on the connection.
+        generation: A number that is unique among all channels of the same owner.
     """
 
     def __init__(
@@ -147,7 +145,7 @@ class Channel:
     def release_content(self) -> None:
         """Pass held and later content to the sink.
 
-        Call it on a reply: no content is half read then.
+        Call it while a reply is processed, when no content is partly read.
         """
         self._reader.attach(self.number, self._sink)
         self._gate.open()
@@ -162,8 +160,8 @@ class Channel:
         `done` is called with each reply, in order. The broker refuses a step by closing the channel.
 
         Raises:
-            ConfigurationError: a step cannot be encoded; none was sent.
-            BrokerUnavailable: the channel is not open.
+            ConfigurationError: If a step cannot be encoded. No step was sent.
+            BrokerUnavailable: If the channel is not open.
         """
         if not self._open or self._closing:
             raise BrokerUnavailable(f"channel {self.number} is not open")
@@ -184,7 +182,7 @@ class Channel:
         """Process a method that the broker sent; return whether it closes the channel.
 
         Raises:
-            CodecError: it is broken, or answers no method of ours.
+            CodecError: If the method is broken, or is not a reply to an outstanding method.
         """
         if method == methods.CHANNEL_CLOSED:
             code, text = methods.decode_close(frame)
@@ -214,14 +212,13 @@ class Channel:
 
 
 class SetupRunner:
-    """Carry out the steps that a generator yields, on one channel after the other.
-
-    Lives on the loop.
+    """A runner of a generator's steps, on one channel after another. On the loop only.
 
     Args:
-        generator: of the steps.
-        done: called exactly once, with the generator's result or the exception that ended it, unless it is dropped.
-        answered: called with every reply of the broker.
+        generator: The generator that yields the steps.
+        done: A callable for the generator's result, or the exception that ended it. It is called exactly once, unless
+            the runner is dropped.
+        answered: A callable that is called at every reply of the broker.
     """
 
     def __init__(
@@ -230,13 +227,13 @@ class SetupRunner:
         self._generator = generator
         self._done: Callable[[Any], None] | None = done
         self._answered = answered
-        self._waiting: Step | Pipeline | None = None  # for another channel
-        self._replies: list[MethodReply] = []  # to the pipeline that was sent
-        self._step: Step | Pipeline | None = None  # that was sent last
+        self._waiting: Step | Pipeline | None = None  # the step that waits for another channel
+        self._replies: list[MethodReply] = []  # the replies to the pipeline that was sent
+        self._step: Step | Pipeline | None = None  # the step that was sent last
         self._channel: Channel
 
     def start(self, channel: Channel) -> None:
-        """Send the first step, or the one that waits for another channel."""
+        """Send the first step, or the step that waits for another channel."""
         self._channel = channel
         if self._waiting is None:
             self._advance(None)
@@ -246,19 +243,19 @@ class SetupRunner:
 
     @property
     def wants_channel(self) -> bool:
-        """Whether a step waits for another channel: the broker closed the last one."""
+        """Whether a step waits for another channel, because the broker closed the last."""
         return self._waiting is not None
 
     def time_to_answer(self, usual: float) -> float:
-        """Return the seconds that the broker has for its next answer; ``usual`` for most."""
+        """Return the time limit for the next reply, in seconds; mostly ``usual``."""
         step = self._step
         attaches = isinstance(step, Consume) and STREAM_OFFSET in step.arguments
         return max(usual, _TIME_TO_ATTACH) if attaches else usual
 
     def refuse(self, code: int, text: str, *, connection: bool = False) -> None:
-        """Throw the refusal of the step into the generator.
+        """Throw the broker's refusal of the step into the generator.
 
-        The broker closed the channel over it, or the connection.
+        The broker refused the step by closing the channel, or the connection.
         """
         if self._done is None:
             return
@@ -272,13 +269,13 @@ class SetupRunner:
             self._finish(error)
 
     def fail(self, error: Exception) -> None:
-        """End with `error`, whatever the generator waits for."""
+        """End with `error`, in any state."""
         if self._done is not None:
             self._generator.close()
             self._finish(error)
 
     def drop(self) -> None:
-        """End without a call of `done`."""
+        """End without calling `done`."""
         self._done = None
         self._generator.close()
 
@@ -321,16 +318,14 @@ class SetupRunner:
 
 
 class StepQueue:
-    """Steps on a channel that is ready, one generator after the other.
-
-    Lives on the loop.
+    """A queue of generators of steps for a ready channel. On the loop only.
 
     Args:
-        loop: of the connection.
-        usual: seconds that the broker has for most answers.
-        channel: returns the one that is ready, if there is one.
-        is_blocked: whether the broker has blocked the connection: it answers nothing then.
-        discard: aborts the connection.
+        loop: The connection's loop.
+        usual: The time limit for most generators, in seconds. A step that needs longer extends it.
+        channel: A callable that returns the ready channel, if there is one.
+        is_blocked: A callable that returns whether the broker has blocked the connection, and so does not reply.
+        discard: A callable that aborts the connection.
     """
 
     def __init__(
@@ -347,27 +342,27 @@ class StepQueue:
         self._channel = channel
         self._is_blocked = is_blocked
         self._discard = discard
-        self._runners: deque[SetupRunner] = deque()  # the first one is under way
+        self._runners: deque[SetupRunner] = deque()  # the first one is running
         self._timer: TimerHandle | None = None
 
     @property
     def is_busy(self) -> bool:
-        """Whether steps are under way."""
+        """Whether steps are running."""
         return bool(self._runners)
 
     def add(self, generator: StepGenerator, done: Callable[[Any], None]) -> None:
-        """Carry out the steps after those of earlier calls, not from inside this call.
+        """Perform steps after those of earlier calls, never from inside this call.
 
         Args:
-            generator: of the steps.
-            done: called exactly once, with the generator's result or the exception that ended it.
+            generator: The generator that yields the steps.
+            done: A callable for the generator's result, or the exception that ended it. It is called exactly once.
         """
         self._runners.append(SetupRunner(generator, partial(self._ended, done)))
         if len(self._runners) == 1:
             self._loop.call_soon(self._start)
 
     def refuse(self, code: int, text: str) -> None:
-        """Throw the broker's refusal into the steps that are under way."""
+        """Throw the broker's refusal into the running generator."""
         self._runners[0].refuse(code, text)
 
     def fail_all(self, error: Exception) -> None:
@@ -403,10 +398,10 @@ class StepQueue:
 
 
 class ReadyGate:
-    """Hold content back until it is opened, then pass it on in order.
+    """A sink that holds content back until `open`, and then passes it on in order.
 
     Deliveries may follow ``basic.consume-ok`` in the same read, while later steps of the set-up are still outstanding.
-    The client must not see them before ``ready``.
+    The client must not see these deliveries before ``ready``.
     """
 
     def __init__(self, sink: ChannelSink) -> None:
@@ -415,7 +410,7 @@ class ReadyGate:
         self._held: list[Callable[[], None]] | None = []
 
     def open(self) -> None:
-        """Pass on the held content; from now on, all content at once."""
+        """Pass on the held content, and pass on all later content at once."""
         held, self._held = self._held, None
         for event in held or ():
             event()
@@ -449,20 +444,20 @@ class ReadyGate:
 
 
 class ReadThrottle:
-    """Limits how often a consumer's connection reads. Not thread-safe.
+    """A limit on how often a consumer's connection reads. Not thread-safe.
 
-    A broker sends few deliveries at a time. The cost of a read is mostly that it passes work to other threads and wakes
-    them. So the next read after a small one waits until about a tenth of the prefetch can have come, at 40 000 messages
-    a second: this halves the CPU time of a message, which makes both faster on a machine shared with the broker. The
-    gap alone would allow ten times that rate, whatever the prefetch is; a delivery that does not follow another one
-    closely does not wait, and no write ever waits.
+    A broker sends few deliveries at a time, and most of the cost of a read is passing work to other threads and waking
+    them. So the read after a small one waits until about a tenth of the prefetch can have arrived, at 40 000 messages a
+    second. This halves the CPU time per message; on a machine shared with the broker, both become faster. The gap alone
+    would allow ten times that rate, for any prefetch. A delivery that does not closely follow another one does not
+    wait, and a write never waits.
     """
 
     def __init__(self) -> None:
         self._gap = 0.0
 
     def follow(self, step: Step) -> None:
-        """Follow a step: the largest prefetch counts, until a consumer is cancelled."""
+        """Adapt to a step: the largest prefetch counts, until a consumer is cancelled."""
         if isinstance(step, SetPrefetch):
             gap = min(step.count * _GAP_PER_DELIVERY, _LONGEST_GAP) if step.count else _LONGEST_GAP
             self._gap = max(self._gap, gap)
@@ -470,5 +465,5 @@ class ReadThrottle:
             self._gap = 0.0
 
     def gap_after(self, size: int) -> float:
-        """Return the seconds until the next read, after one of ``size`` bytes."""
+        """Return the seconds until the next read, after a read of ``size`` bytes."""
         return 0.0 if size >= _MANY_BYTES else self._gap

@@ -1,20 +1,20 @@
-"""Keep one connection with one channel: connect, set up, connect again.
+"""Keep one connection with one channel: connect, set up, and reconnect.
 
-`core.reconnect` decides which host is tried when, and when to give up; `core.channel_setup` maps a refused step to an
-error. `Connector` carries both out on an event loop: pika's on a thread of its own, or asyncio's.
+`core.reconnect` decides which host is tried when, and when to give up. `core.channel_setup` maps a refused step to an
+error. `Connector` drives both on an event loop: pika's loop on a separate thread, or asyncio's.
 
 `TRANSITIONS` lists the changes of its `ConnectionState`.
 
 Invariants:
 
-- ``ready`` and ``lost`` alternate, each pair with a generation of its own, which is never used again.
-- The client hears nothing of a channel before its ``ready`` (the channel holds content back) and nothing after its
-  ``lost``; events of an older link or channel are recognised by identity and dropped.
-- `Output.write` sends in READY only: no frame reaches a channel that the client did not mean.
-- PREPARING, CONNECTING, SETTING_UP, REOPENING and CLOSING end by a timer at the latest. The timer is suspended only
-  while the broker blocks the connection and so answers nothing (not in CLOSING).
+- ``ready`` and ``lost`` alternate. Each pair has a generation, which is never used again.
+- The client gets no event of a channel before its ``ready`` (the channel holds content back) and none after its
+  ``lost``. Events of an older link or channel are recognised by identity and dropped.
+- `Output.write` sends only in READY, so no frame reaches a channel that the client did not mean.
+- PREPARING, CONNECTING, SETTING_UP, REOPENING and CLOSING end by a timer at the latest. Except in CLOSING, the timer is
+  suspended while the broker blocks the connection, because the broker does not reply then.
 - No method of the client is called from inside a call of the client.
-- A connection that the broker has blocked counts as blocked until it ends, and no later one does for it.
+- A connection that the broker has blocked counts as blocked until it ends. A later connection does not inherit this.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ __all__ = ["TRANSITIONS", "ConnectionState", "Connector"]
 
 logger = logging.getLogger(__name__)
 
-_CALL_AGAIN_AFTER = 0.9  # of the time to connect, for credentials
-_ABORT_GRACE = 1.0  # seconds for aborted sockets to be closed, which takes one turn of the loop
+_CALL_AGAIN_AFTER = 0.9  # the part of the time to connect after which the credentials callback is called again
+_ABORT_GRACE = 1.0  # seconds for aborted sockets to close, which takes one turn of the loop
 
 
 class ConnectionState(enum.Enum):
@@ -69,7 +69,7 @@ _S = ConnectionState
 _ATTEMPT: Final = (_S.PREPARING, _S.CONNECTING, _S.SETTING_UP)
 _ESTABLISHED: Final = (_S.READY, _S.REOPENING)
 _ANY: Final = [state for state in _S if state is not _S.ENDED]
-#: Event -> state before -> states after. For tests and documentation, not read at run time.
+#: Event -> state before -> states after. For tests and documentation; not used at run time.
 TRANSITIONS: Final[Mapping[str, Mapping[ConnectionState, set[ConnectionState]]]] = {
     "connect": {_S.WAITING: {_S.PREPARING}},
     "credentials": {_S.PREPARING: {_S.CONNECTING}},
@@ -87,23 +87,23 @@ del _S
 
 
 class Connector:
-    """Keep one connection with one channel. All methods are called on the loop.
+    """A connection with one channel, which reconnects. Call its methods on the loop.
 
     Args:
-        loop: to run on.
-        open_link: the driver's.
-        name: of the connection, unless `settings` has one; also for the logs.
-        settings: hosts, credentials, TLS, tuning.
-        setup: called once per attempt: the steps to perform before the channel is ready.
-        client: the owner; is told of every event.
-        output: through which the client writes: each change of the state sets its functions.
-        reconnect_policy: decides when to try which host again; this connector's alone.
-        on_ended: called once, after `close`, when every socket is closed.
+        loop: The loop to run on.
+        open_link: The driver's constructor of links.
+        name: The connection's name in log lines, and on the broker unless `settings` has one.
+        settings: The hosts, credentials, TLS options and tuning.
+        setup: A callable that returns the steps to perform before a channel is ready. It is called once per attempt.
+        client: The connection's owner, which receives every event.
+        output: The object through which the client writes. Each change of the state sets its functions.
+        reconnect_policy: The policy that decides when to try which host again. No other connector may use it.
+        on_ended: A callable that is called once, after `close`, when every socket is closed.
 
     Attributes:
-        callback_errors: exceptions that callbacks raised.
-        tokens: counts of renewed tokens.
-        peer: the address of the host that it was connected to last; None before, or if it is not known.
+        callback_errors: The number of exceptions that callbacks raised.
+        tokens: The counts of renewed tokens.
+        peer: The address of the last connected host; None before the first connection, or if it is unknown.
     """
 
     def __init__(
@@ -130,9 +130,9 @@ class Connector:
         output.write, output.write_buffer_size = _do_nothing, _no_bytes
         self._reconnect_policy = reconnect_policy
         self._on_ended = on_ended
-        self._state = ConnectionState.WAITING  # changed by `_enter` alone
-        self._timer: TimerHandle | None = None  # of the state
-        # For calls of the credentials callback. Its patience ends a little before that of the attempt.
+        self._state = ConnectionState.WAITING  # changed only by `_enter`
+        self._timer: TimerHandle | None = None  # the state's timer
+        # Tracks the calls of the credentials callback, with a time limit slightly below the attempt's.
         self._credentials_calls = CredentialsCalls(_CALL_AGAIN_AFTER * settings.connect_timeout)
         self._renewer = TokenRenewer(
             name,
@@ -146,13 +146,13 @@ class Connector:
         self.tokens = self._renewer.statistics
         self.peer: Endpoint | None = None
         self._link: Link | None = None
-        self._dying: set[Link] = set()  # aborted; their sockets are not closed yet
+        self._dying: set[Link] = set()  # aborted links whose sockets are not closed yet
         self._channel: Channel | None = None
         self._generation = 0
-        self._live = False  # ready was reported, lost was not
-        self._blocked: str | None = None  # the reason, while the broker has blocked the connection
+        self._live = False  # ``ready`` was reported, ``lost`` was not
+        self._blocked: str | None = None  # the broker's reason, while it has blocked the connection
         self._blocked_reported = False
-        self._warned = False  # of a loss or a failed attempt, whose end is logged at the same level
+        self._warned = False  # a loss or failed attempt was logged as a warning; its end is logged at that level too
         self._set_up: SetupRunner | None = None
         self._answered_at = float("-inf")  # when the broker last answered a step of a set-up
         self._runs = StepQueue(
@@ -164,7 +164,7 @@ class Connector:
         )
 
     def begin(self) -> None:
-        """Connect, and reconnect until `close`, which may have been called before."""
+        """Connect, and reconnect until `close`. Do nothing if `close` was called before."""
         if self._state is ConnectionState.WAITING:
             self._reconnect_policy.begin(time.monotonic())
             self._connect()
@@ -175,10 +175,11 @@ class Connector:
         """Perform steps on the ready channel, after those of earlier calls.
 
         Args:
-            generator: as for a set-up. A step that the broker refuses costs the channel.
-            done: called exactly once, never from inside this call, with the generator's result or the exception that
-                ended it: its own, or BrokerUnavailable if there is no channel or it was lost meanwhile (``lost``
-                follows).
+            generator: The generator that yields the steps, as for a set-up. The broker closes the channel over a step
+                that it refuses.
+            done: A callable for the generator's result, or for the exception that ended it: the generator's own, or
+                BrokerUnavailable if no channel was ready or it was lost meanwhile (then ``lost`` follows). It is called
+                exactly once, never from inside this call.
         """
         if self._state is ConnectionState.READY:
             self._runs.add(generator, partial(self._notify, done))
@@ -190,7 +191,7 @@ class Connector:
         return self._channel if self._state is ConnectionState.READY else None
 
     def discard(self, reason: str) -> None:
-        """Abort the connection: its channel is in doubt. ``lost`` and a reconnect follow."""
+        """Abort a connection whose channel is in doubt; ``lost`` and a reconnect follow."""
         if self._state in _ESTABLISHED:
             self._enter(ConnectionState.DISCARDED)
             self._cancel_timer()
@@ -199,14 +200,14 @@ class Connector:
             self._enter(ConnectionState.DISCARDED)
             self._cancel_timer()
             self._loop.call_soon(partial(self._attempt_discarded, BrokerUnavailable(reason)))
-        elif self._state is ConnectionState.WAITING:  # to open another channel on it: no loss will follow
+        elif self._state is ConnectionState.WAITING:  # to open another channel on the link: no loss will follow
             self._loop.call_soon(self._unblock)
         self._drop_link(reason)
 
     def reopen_channel(self) -> None:
-        """Close the channel; ``lost`` follows, then another one on this connection.
+        """Close the channel, report the loss, and open another channel on the connection.
 
-        If the broker does not answer within the time to connect, the connection is discarded.
+        If the broker does not reply within the time to connect, the connection is discarded.
         """
         if self._state is ConnectionState.READY and self._channel is not None:
             self._enter(ConnectionState.REOPENING)
@@ -215,7 +216,7 @@ class Connector:
             self._set_timer(self._settings.connect_timeout, self._on_timeout)
 
     def close(self, grace: float) -> None:
-        """End: a closing handshake for up to `grace` seconds, then an abort."""
+        """Close the connection for good; abort it if that takes over `grace` seconds."""
         if self._state is ConnectionState.ENDED:
             return
         again = self._state is ConnectionState.CLOSING
@@ -230,7 +231,7 @@ class Connector:
         self._end_if_closed()
 
     def crashed(self, error: Exception) -> None:
-        """Report the loss of everything, for good: the loop itself failed."""
+        """Report a permanent loss, because the loop itself failed."""
         if self._state is ConnectionState.ENDED:
             return
         self._enter(ConnectionState.GIVEN_UP)
@@ -240,7 +241,7 @@ class Connector:
         self._notify(self._client.failed, BrokerUnavailable(f"{self._name}: the event loop failed: {error!r}"), False)
 
     def on_error(self, error: Exception) -> None:
-        """Discard the connection: a callback has raised, and left its work half done."""
+        """Discard the connection, because a callback raised and left its work unfinished."""
         self.callback_errors += 1
         logger.error("%s: a callback failed, the connection is replaced", self._name, exc_info=error)
         self.discard(f"a callback failed: {error!r}")
@@ -252,7 +253,7 @@ class Connector:
         return self._settings.endpoints[self._reconnect_policy.host]
 
     def _reconnect(self) -> None:
-        """Begin the next attempt: the wait is over."""
+        """Begin the next attempt after the wait."""
         if self._link is None:
             self._connect()
         else:
@@ -268,7 +269,7 @@ class Connector:
             self._call_for_credentials()
 
     def _call_for_credentials(self) -> None:
-        """Read credentials for an attempt, unless a call is running whose result will do."""
+        """Read credentials for an attempt, unless a running call can supply them."""
         if self._state is ConnectionState.PREPARING and self._credentials_calls.begin(time.monotonic()):
             call_in_background(
                 f"{self._name} credentials",
@@ -277,7 +278,7 @@ class Connector:
             )
 
     def _read_credentials(self) -> ConnectCredentials:
-        """Read credentials and certificates: the user's callback and files may block."""
+        """Read credentials and certificates. The user's callback and files may block."""
         tls = self._settings.tls
         return ConnectCredentials(self._settings.resolve_credentials(), None if tls is None else tls.build_context())
 
@@ -307,7 +308,7 @@ class Connector:
 
     @property
     def patience(self) -> float:
-        """Seconds left for the broker's next answer in a set-up under way."""
+        """The seconds left for the broker's next reply in a running set-up."""
         if self._state is not ConnectionState.SETTING_UP:
             return 0.0
         return max(0.0, self._answered_at + self._time_to_answer - time.monotonic())
@@ -333,13 +334,13 @@ class Connector:
         self._set_up.start(channel)
 
     def _step_answered(self) -> None:
-        """Restart the timer: each answer has a time limit, a large topology has none."""
+        """Restart the timer: the time limit is for each reply, not for a whole topology."""
         self._answered_at = time.monotonic()
         self._set_timer(self._settings.connect_timeout, self._on_timeout)
 
     @property
     def _step_outstanding(self) -> SetupRunner | None:
-        """The set-up, if it waits for an answer of the broker."""
+        """The set-up, if it waits for a reply of the broker."""
         set_up = self._set_up if self._state is ConnectionState.SETTING_UP else None
         return None if set_up is None or set_up.wants_channel else set_up
 
@@ -352,7 +353,7 @@ class Connector:
     def _set_up_ended(self, outcome: object) -> None:
         self._set_up = None
         if isinstance(outcome, Exception):
-            if self._channel is not None:  # no step was refused: the generator or the encoding failed
+            if self._channel is not None:  # the broker refused no step: the generator or the encoding failed
                 channel, self._channel = self._channel, None
                 channel.silence()
                 channel.close()
@@ -375,7 +376,7 @@ class Connector:
         )
         self._notify(self._client.ready, channel.generation, channel.number, link.frame_max, link.server)
         self._report_blocked()
-        if self._state is ConnectionState.READY:  # the client may have ended it in `ready`
+        if self._state is ConnectionState.READY:  # the client may have ended the connection in `ready`
             channel.release_content()
 
     def _on_timeout(self) -> None:
@@ -394,7 +395,7 @@ class Connector:
             self._attempt_failed(BrokerUnavailable(f"{self._endpoint}: not ready within {seconds:g} s ({doing})"))
 
     def _attempt_failed(self, error: ReliableMQError, *, connected: bool = False) -> None:
-        """Plan the next attempt, or give up; only that of a channel if `connected`."""
+        """Plan the next attempt (of a channel only, if `connected`), or give up."""
         self._end_set_up()
         if not connected:
             self._drop_link(str(error))
@@ -437,7 +438,7 @@ class Connector:
                 self._step_outstanding.refuse(loss.code or 0, loss.text, connection=True)
             elif self._state in _ATTEMPT:
                 self._attempt_failed(error)
-            else:  # WAITING to open another channel on it, or CLOSING
+            else:  # WAITING to open another channel on the link, or CLOSING
                 self._unblock()
         self._end_if_closed()
 
@@ -455,7 +456,7 @@ class Connector:
             refused = by_broker and self._runs.is_busy
             if refused:
                 self._runs.refuse(code, text)
-            # The caller of `run` has been told of the refusal, and decides whether it matters.
+            # The caller of `run` knows of the refusal, and decides whether it matters.
             level = logging.INFO if refused else logging.WARNING
             self._plan_reconnect(ConnectionLoss(code if by_broker else None, text, "channel", by_broker), level)
 
@@ -485,10 +486,10 @@ class Connector:
             self._live = False
             self._notify(self._client.lost, self._generation, loss)
         if loss.scope == "connection":
-            self._unblock()  # after the loss, or the client would write to a connection that is gone
+            self._unblock()  # after the loss: the client would otherwise write to a connection that is gone
 
     def _drop_link(self, reason: str) -> None:
-        """Abort the link; its only event from now on is that its socket is closed."""
+        """Abort the link. Its only later event is that its socket is closed."""
         link, self._link, self._channel = self._link, None, None
         if link is not None:
             self._renewer.lost()
@@ -498,7 +499,7 @@ class Connector:
     def _close_now(self) -> None:
         """Abort when the grace is over.
 
-        A socket that even then does not close is left to the end of the process.
+        A socket that does not close even now stays open until the process ends.
         """
         if self._link is None:
             self._dying.clear()
@@ -546,7 +547,7 @@ class Connector:
     # -- state and timers ----------------------------------------------------------------------------------------------
 
     def _enter(self, state: ConnectionState) -> None:
-        """Change the state; nothing else opens or closes the way of writes and reads."""
+        """Change the state. Nothing else connects or disconnects `Output` and the link."""
         self._state = state
         link, output = self._link, self._output
         if state is ConnectionState.READY and link is not None:
@@ -586,7 +587,7 @@ _DOING = {
 
 
 def _do_nothing(*_: bytes) -> None:
-    """Drop frames, or ignore a read: no channel is ready."""
+    """Drop frames, or ignore a read, while no channel is ready."""
 
 
 def _no_bytes() -> int:

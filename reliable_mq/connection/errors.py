@@ -1,8 +1,6 @@
 """Map the end of a connection, or of an attempt, to `BrokerUnavailable`.
 
-It has a code of the broker, or an error of the system.
-
-Each driver maps its own exceptions. No text contains a credential.
+The cause is a code of the broker or a system error. Each driver maps its own exceptions. No text contains a credential.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["as_ours", "broker_unavailable", "is_certificate_problem", "is_refusal", "system_problem"]
 
-_CONNECTION_FORCED = 320  # the broker shuts down: no refusal of the step that was outstanding
+_CONNECTION_FORCED = 320  # the broker shuts down, and does not refuse the outstanding step
 
 
 def broker_unavailable(
@@ -36,32 +34,32 @@ def broker_unavailable(
     """Return the error for the end of a connection.
 
     Args:
-        endpoint: named in the message.
-        cause: the driver's or the system's exception, kept as the cause.
-        closed_with: code and text of the broker's ``connection.close``, if it sent one.
-        opened: whether the handshake had been completed.
-        otherwise: the text, if the broker sent none.
-        permanent: whether trying again cannot help, if the broker sent none.
+        endpoint: The endpoint that the message names.
+        cause: The exception of the driver or the system, which becomes the error's ``__cause__``.
+        closed_with: The code and text of the broker's ``connection.close``, if the broker sent one.
+        opened: Whether the handshake was completed.
+        otherwise: The text to use without a ``connection.close``.
+        permanent: Whether a retry cannot help, without a ``connection.close``.
     """
     if closed_with is not None:
         code, text = closed_with
-        # 403: the credentials; 530: the virtual host does not exist, or is not for this user. Limits on the number of
-        # connections are 530 too, and pass.
+        # 403: the credentials are wrong. 530: the virtual host does not exist, or the user may not access it. A limit
+        # on the number of connections is a 530 as well, but is temporary.
         permanent = not opened and (code == 403 or (code == 530 and "limit" not in text))
         otherwise = f"{'refused' if permanent else 'closed'} by the broker: {code} {text}"
     error = BrokerUnavailable(f"{endpoint}: {otherwise}", permanent=permanent)
     if cause is not None:
-        error.__cause__ = cause.with_traceback(None)  # its frames would keep the connection alive as long as the error
+        error.__cause__ = cause.with_traceback(None)  # the frames would keep the connection alive as long as the error
     return error
 
 
 def is_certificate_problem(cause: BaseException | None) -> bool:
-    """Whether the broker's certificate does not verify: trying again cannot help."""
+    """Return whether the broker's certificate does not verify; a retry cannot help."""
     return isinstance(cause, ssl.SSLCertVerificationError)
 
 
 def system_problem(cause: BaseException | None) -> str | None:
-    """Return a text for an error of the socket, of TLS or of a lookup; else None."""
+    """Return a text for an error of a socket, TLS or a name lookup; else None."""
     match cause:
         case ssl.SSLCertVerificationError():
             return f"the certificate does not verify: {getattr(cause, 'verify_message', None) or cause.strerror}"
@@ -72,7 +70,7 @@ def system_problem(cause: BaseException | None) -> str | None:
         case TimeoutError():
             return "no answer in time"
         case OSError(errno=int(number)) if number in errno.errorcode:
-            return os.strerror(number)  # asyncio has put the address in its place
+            return os.strerror(number)  # asyncio replaces the text by one with the address
         case OSError():
             return cause.strerror or str(cause) or type(cause).__name__
         case _:
@@ -80,12 +78,12 @@ def system_problem(cause: BaseException | None) -> str | None:
 
 
 def is_refusal(loss: ConnectionLoss) -> bool:
-    """Whether the broker closed the connection over the step that was outstanding."""
+    """Return whether the broker closed the connection over the outstanding step."""
     return loss.by_broker and loss.code != _CONNECTION_FORCED
 
 
 def as_ours(error: Exception, otherwise: str) -> ReliableMQError:
-    """Return the error if it is ours; else one with the text ``otherwise``."""
+    """Return the error if it is ours, else another one with the text ``otherwise``."""
     if isinstance(error, ReliableMQError):
         return error
     ours = BrokerUnavailable(otherwise)

@@ -1,6 +1,6 @@
 """The interfaces between a driver, the connector, and a connection's owner.
 
-The owner is a `ConnectionListener`.
+The owner implements `ConnectionListener`.
 """
 
 from __future__ import annotations
@@ -37,69 +37,69 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ConnectCredentials:
-    """Credentials and TLS context, read anew for every connect."""
+    """The credentials and the TLS context, read again for every connect."""
 
     credentials: Credentials | None = field(repr=False)
     context: ssl.SSLContext | None = field(repr=False)
 
 
 class EventLoop(Protocol):
-    """The loop on which everything of a connection runs."""
+    """The event loop that a connection runs on."""
 
     def call_soon(self, fn: Callable[[], None], /) -> None:
-        """Run `fn` on the loop, later than now. Thread-safe."""
+        """Run `fn` on the loop, never from inside this call. Thread-safe."""
 
     def call_later(self, delay: float, fn: Callable[[], None], /) -> TimerHandle:
         """Run `fn` on the loop in `delay` seconds."""
 
 
 class Link(Protocol):
-    """One attempt to connect, and the connection if it succeeds. Lives on its loop."""
+    """An attempt to connect, and the connection if it succeeds. On its loop only."""
 
     endpoint: Endpoint
 
     @property
     def server(self) -> ServerInfo:
-        """The broker's server properties; once open."""
+        """The broker's server properties. Available once the link is open."""
 
     @property
     def frame_max(self) -> int:
-        """The negotiated maximum size of a frame, bytes; once open."""
+        """The negotiated maximum size of a frame, in bytes, once the link is open."""
 
     @property
     def peer(self) -> Endpoint | None:
-        """The address at the other end; None if it is not known."""
+        """The address of the peer; None if it is unknown."""
 
     @property
     def write_buffer_size(self) -> Callable[[], int]:
-        """Return the bytes that the kernel has not taken yet."""
+        """Return the number of bytes that the kernel has not accepted yet."""
 
     @property
     def write(self) -> Callable[[bytes], None]:
-        """Send whole frames in one piece. Does nothing on a link that is over."""
+        """Send whole frames in one piece. Do nothing on a link that has ended."""
 
     def report_reads(self, fn: Callable[[], None], /) -> None:
         """Call `fn` after every read, once all its frames have been passed on."""
 
     def open_channel(self, generation: int, sink: ChannelSink, events: ChannelEvents, /) -> Channel:
-        """Open a channel; its content goes to `sink` once it is released.
+        """Open a channel, whose content goes to `sink` once it is released.
 
         Raises:
-            BrokerUnavailable: every channel that the connection may have is still being closed.
+            BrokerUnavailable: If every channel that the connection may have is still being closed.
         """
 
     def close(self) -> None:
-        """Begin the closing handshake; abort a link that is not open yet."""
+        """Begin the closing handshake. Abort a link that is not open yet."""
 
     def abort(self, reason: str, /) -> None:
-        """Close the socket without a handshake, in any state. Nothing more is read."""
+        """Close the socket without a handshake, in any state. No more data is read."""
 
 
 class Output(Protocol):
-    """How the client of a connection writes.
+    """The functions through which the client of a connection writes.
 
-    A `Connector` sets both to functions of its link while a channel is ready, and else to functions that do nothing: a
-    write passes no layer between.
+    While a channel is ready, a `Connector` sets both to functions of its link, so that a write passes through no other
+    layer. At other times it sets them to functions that do nothing.
     """
 
     write: Callable[[bytes], None]
@@ -107,7 +107,7 @@ class Output(Protocol):
 
 
 class OpenLink(Protocol):
-    """Constructor of a driver's links."""
+    """The constructor of a driver's links."""
 
     def __call__(
         self,
@@ -118,17 +118,17 @@ class OpenLink(Protocol):
         events: LinkEvents,
         /,
     ) -> Link:
-        """Begin one attempt at `endpoint`; the management UI shows `name`."""
+        """Begin an attempt to connect to `endpoint`. The management UI shows `name`."""
 
 
 class LinkEvents(Protocol):
-    """Events of a link. Called on the loop."""
+    """The events of a link, called on the loop."""
 
     def link_opened(self, link: Link) -> None:
         """Process the end of the AMQP handshake."""
 
     def link_closed(self, link: Link, error: BrokerUnavailable, loss: ConnectionLoss) -> None:
-        """Process the end of a link: not opened, lost, or closed or aborted by us."""
+        """Process the end of a link that failed to open, was lost, closed or aborted."""
 
     def link_blocked(self, link: Link, reason: str) -> None:
         """Process ``connection.blocked``."""
@@ -140,78 +140,81 @@ class LinkEvents(Protocol):
         """Process ``connection.update-secret-ok``."""
 
     def link_drained(self, link: Link) -> None:
-        """Process an empty write buffer, after a write that was not taken at once."""
+        """Process an empty write buffer, after a write that was not accepted at once."""
 
 
 class ChannelEvents(Protocol):
-    """Events of a channel."""
+    """The events of a channel."""
 
     def channel_opened(self, channel: Channel) -> None:
-        """Process ``channel.open-ok``: steps can be performed."""
+        """Process ``channel.open-ok``. From now on steps can be performed."""
 
     def channel_closed(self, channel: Channel, code: int, text: str, by_broker: bool) -> None:
-        """Process a close by either side, unless the connection is lost."""
+        """Process a close by either side. Not called if the connection is lost."""
 
     def consumer_cancelled(self, channel: Channel, consumer_tag: str) -> None:
-        """Process ``basic.cancel`` of the broker."""
+        """Process a ``basic.cancel`` from the broker."""
 
 
 class TimerHandle(Protocol):
     """A timer of `EventLoop.call_later`. On its loop only."""
 
     def cancel(self) -> None:
-        """Cancel the call; do nothing if it was made or cancelled."""
+        """Cancel the call. Do nothing if it was made or cancelled before."""
 
 
 class ConnectionListener(ChannelSink, Protocol):
     """The owner of a connection, which receives its content and its events.
 
     All methods are called on the loop, must not block, and are never called from inside a call of the owner to the
-    connection. An exception of one is logged, counted, and costs the connection.
+    connection. An exception of a method is logged and counted, and the connection is discarded.
 
-    For each generation the order is ``ready``, then any events of the channel, then ``lost``, exactly once (after a
-    close, too). ``failed`` comes in between only.
+    For each generation the order is ``ready``, any events of the channel, and then exactly one ``lost``, also after a
+    close. ``failed`` is only called between two generations.
     """
 
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
-        """Process a channel that is set up; ``write`` sends now. `frame_max`: in bytes."""
+        """Process a channel that is set up. From now on ``write`` sends.
+
+        `frame_max` is in bytes.
+        """
 
     def lost(self, generation: int, loss: ConnectionLoss) -> None:
-        """Process the loss of the channel and of all that is outstanding on it.
+        """Process the loss of the channel and of everything outstanding on it.
 
-        ``write`` does nothing now.
+        From now on ``write`` does nothing.
         """
 
     def failed(self, error: ReliableMQError, will_retry: bool) -> None:
         """Process a failed attempt to connect or to set up.
 
-        Without `will_retry` only ``close`` is left to do.
+        Without `will_retry`, the owner can only ``close`` the connection.
         """
 
     def blocked(self, reason: str) -> None:
-        """Process a block: the broker reads no more (memory or disk alarm).
+        """Process a block: the broker no longer reads (memory or disk alarm).
 
-        It outlives channels.
+        A block outlives channels.
         """
 
     def unblocked(self) -> None:
-        """Process the end of a block or of the connection, once for each ``blocked``."""
+        """Process the end of a block or of its connection, once for each ``blocked``."""
 
     def cancelled(self, consumer_tag: str) -> None:
-        """Process a cancel by the broker: the queue is gone, or its leader."""
+        """Process a cancel by the broker: the queue or its leader is gone."""
 
     def read_finished(self) -> None:
-        """Act on all events of one read together."""
+        """Process all events of one read together."""
 
     def write_drained(self) -> None:
         """Process an empty write buffer.
 
-        Not called after a ``write`` that the socket took at once.
+        Not called after a ``write`` that the socket accepted at once.
         """
 
 
 class NullListener(ConnectionListener):
-    """Ignores every event: the base of owners that need a few."""
+    """A listener that ignores every event, as a base for owners that need a few."""
 
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None: ...
 

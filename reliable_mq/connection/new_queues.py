@@ -1,8 +1,7 @@
 """The new queues of this process, by broker and virtual host.
 
-All its connections share them.
-
-Thread-safe, and safe in a forked child, which keeps its parent's records.
+All connections of the process share these records. They are thread-safe, and safe in a forked child, which keeps its
+parent's records.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ __all__ = ["QueueRecord", "SharedNewQueues"]
 
 
 class SharedNewQueues(NewQueues):
-    """`NewQueues` for several threads."""
+    """A thread-safe `NewQueues`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lock = threading.Lock()
 
     def use(self, grace: float) -> None:
-        """Keep a record of each queue for at least ``grace`` seconds."""
+        """Keep the record of each queue for at least ``grace`` seconds."""
         with self.lock:
             self.longest = max(self.longest, grace)
 
@@ -61,7 +60,7 @@ class SharedNewQueues(NewQueues):
             return super().final_at(exchange, routing_key, now, proven, grace, copied=copied)
 
     def forked(self, now: float) -> None:
-        """Renew the lock, and end declarations under way, in a forked child.
+        """Renew the lock and end running declarations in a forked child.
 
         The parent's threads do not exist there.
         """
@@ -70,27 +69,27 @@ class SharedNewQueues(NewQueues):
 
 
 class QueueRecord:
-    """The new queues of one connection. On its loop alone.
+    """A record of the new queues of one connection. On its loop only.
 
     Args:
-        virtual_host: of the connection.
-        grace: seconds for which a queue is new; 0 to record nothing.
+        virtual_host: The connection's virtual host.
+        grace: The time for which a queue is new, in seconds; 0 to record nothing.
 
     Attributes:
-        queues: of the broker and virtual host of the last connection.
+        queues: The new queues on the broker and virtual host of the last connection.
     """
 
     def __init__(self, virtual_host: str, grace: float) -> None:
         self.queues: NewQueues = NewQueues()
         self._virtual_host = virtual_host
         self._grace = grace
-        self._server: ServerInfo | None = None  # of the last channel that was ready; each connection has its own
+        self._server: ServerInfo | None = None  # of the last ready channel; each connection has another object
         self._new_before: list[str] = []  # the new queues when the channel was lost
 
     def maker(self, server: ServerInfo) -> QueueRecord | None:
         """Return the listener for the queues that a set-up declares on this broker.
 
-        None if nothing is recorded.
+        Returns None if nothing is recorded.
         """
         if not self._grace:
             return None
@@ -102,13 +101,13 @@ class QueueRecord:
         self.queues.begin(names)
 
     def end(self, names: Collection[str]) -> None:
-        """Record queues that exist by now, or may."""
+        """Record queues that exist now, or may exist."""
         self.queues.end(names, time.monotonic())
 
     def ready(self, server: ServerInfo) -> bool:
         """Record a ready channel; return whether its connection is another one.
 
-        A broker that was killed in between registers its new queues again as it starts: they are new again.
+        A broker that was killed in between registers its new queues again when it starts, so they are new again.
         """
         replaced, self._server = self._server is not server, server
         if replaced:
@@ -119,7 +118,7 @@ class QueueRecord:
     def lost(self, proven: float) -> None:
         """Record the loss of the channel.
 
-        Queues that were made a grace before ``proven`` are old.
+        Queues that were made more than the grace before ``proven`` are no longer new.
         """
         self._new_before = self.queues.new(proven, self._grace)
 
@@ -127,7 +126,7 @@ class QueueRecord:
 def _queues_of(cluster: str, virtual_host: str, grace: float) -> SharedNewQueues:
     """Return the new queues of a virtual host, kept for at least ``grace`` seconds.
 
-    Brokers whose cluster was given no name share one record: that costs time alone.
+    Brokers whose cluster has no name share one record, which only costs time.
     """
     with _lock:
         queues = _registers.setdefault((cluster, virtual_host), SharedNewQueues())

@@ -1,10 +1,13 @@
-"""Renew the token of an open connection before it expires.
+"""Renew the token of an open connection before the token expires.
 
-`core.token_renewal` decides when. The callback of the user is called on a thread, as for a connect.
+`core.token_renewal` decides when. The user's callback is called on a thread, as for a connect.
 
-Invariants: a token is in no log line, and is not kept here; an answer of the callback that comes after its connection
-was lost is dropped; an update that the broker does not answer in time costs the connection, unless the broker has
-blocked it and so reads nothing.
+Invariants:
+
+- No log line contains a token, and this module stores none.
+- A result of the callback that comes after the loss of its connection is dropped.
+- If the broker does not reply to an update in time, the connection is discarded, unless the broker has blocked the
+  connection and so does not read.
 """
 
 from __future__ import annotations
@@ -33,23 +36,24 @@ __all__ = ["TokenRenewer"]
 logger = logging.getLogger(__name__)
 
 _REASON: Final = "the token expires"
-_LOOK_AGAIN: Final = 1.0  # seconds, while an earlier call of the callback has not returned
+_LOOK_AGAIN: Final = 1.0  # seconds between two tries while an earlier call of the callback has not returned
 
 
 class TokenRenewer:
-    """Renews the tokens of one connection after the other. On its loop only.
+    """A renewer of tokens, for one connection after the other. On its loop only.
 
     Args:
-        name: of the connection, for the log.
-        loop: to run on.
-        settings: of the connection.
-        calls: of the callback, which hung ones share with those of connects.
-        discard: aborts the connection.
-        is_blocked: whether the broker has blocked it.
-        unneeded: called when an answer has come too late for its connection: the next one may have waited for it.
+        name: The connection's name, for log lines.
+        loop: The loop to run on.
+        settings: The settings of the connection.
+        calls: The calls of the credentials callback, shared with the connects so that hung calls count for both.
+        discard: A callable that aborts the connection.
+        is_blocked: A callable that returns whether the broker has blocked the connection.
+        unneeded: A callable that is called when a token comes too late for its connection. The next connection may have
+            waited for the call to end.
 
     Attributes:
-        statistics: counts.
+        statistics: The counts of renewals.
     """
 
     def __init__(
@@ -74,20 +78,20 @@ class TokenRenewer:
         self._renewal = TokenRenewal()
         self._link: Link | None = None
         self._timer: TimerHandle | None = None
-        self._read: tuple[float, float | None] = 0.0, None  # of the token for the next connect: when, and its lifetime
+        self._read: tuple[float, float | None] = 0.0, None  # when the next connect's token was read, and its lifetime
 
     def credentials_read(self, credentials: Credentials | None) -> None:
-        """Note the credentials of the attempt that begins."""
+        """Record the credentials of the attempt that begins."""
         self._read = time.monotonic(), None if credentials is None else credentials.lifetime
 
     def connected(self, link: Link) -> None:
-        """Plan the first renewal: the handshake is over."""
+        """Plan the first renewal, at the end of the handshake."""
         self._link = link
         self._renewal.connected(*self._read)
         self._plan()
 
     def accepted(self) -> None:
-        """Note ``connection.update-secret-ok``."""
+        """Process ``connection.update-secret-ok``."""
         if self._renewal.state is not RenewalState.SENT:
             return
         self._renewal.accepted()
@@ -96,7 +100,7 @@ class TokenRenewer:
         self._plan()
 
     def lost(self, loss: ConnectionLoss | None = None) -> None:
-        """Forget the connection; with the loss, if the broker or the network ended it."""
+        """Forget the connection. ``loss`` is given if the broker or the network ended it."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

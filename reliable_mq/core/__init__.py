@@ -1,4 +1,4 @@
-"""The decisions: no socket, no clock, no thread, no logging.
+"""The decisions of the package, without sockets, clocks, threads or logging.
 
 `engine`, `sync` and `aio` carry them out.
 """

@@ -1,26 +1,26 @@
 """The set-up of a channel, as generators of steps.
 
-A generator yields one step at a time and is sent the reply of the broker; if the broker closes the channel over a step,
-`StepRefused` is thrown in at that ``yield``. An exception of the generator ends the attempt; when it returns, the
-channel is ready.
+A generator yields one step at a time and receives the reply of the broker. If the broker closes the channel over a
+step, `StepRefused` is thrown at that ``yield``. An exception raised by the generator ends the attempt. When the
+generator returns, the channel is ready.
 
 Invariants:
 
 - One step is outstanding at a time, or one pipeline of steps, which the broker answers in order. So a refusal belongs
-  to the step that was yielded last, or to the first of the pipeline that was not answered.
-- A declaration that differs from the existing queue or exchange is compared with it, argument by argument (`compare`),
-  before the error is raised: at a set-up only, as a step may cost the channel. One that was refused on a channel in use
-  is compared at the next set-up.
-- A quorum queue or stream counts as new (`core.new_queues`) before it is declared, unless the broker was asked for it
-  and has it.
-- A refusal is raised as one of our errors, which names the step; its type says whether trying again can help
-  (`core.reconnect.is_permanent`).
-- Nothing here selects transactions: a channel is never both transactional and confirming (the broker forbids it).
-- Prefetch is set per consumer: a channel-wide one is refused by RabbitMQ 4.3.
+  to the step that was yielded last, or to the first unanswered step of the pipeline.
+- If a declaration differs from the existing queue or exchange, the two are compared argument by argument (`compare`)
+  before the error is raised. This happens only during a set-up, since each step may cost the channel. A declaration
+  that was refused on a channel in use is compared at the next set-up.
+- A quorum queue or stream counts as new (`core.new_queues`) before it is declared, unless a check has shown that the
+  broker has it.
+- A refusal is raised as an error of this package, which names the step. `core.reconnect.is_permanent` derives from the
+  error whether another attempt can help.
+- Nothing here selects transactions. The broker forbids a channel that is both transactional and confirming.
+- Prefetch is set per consumer. RabbitMQ 4.3 refuses a channel-wide prefetch.
 
-AMQP does not return the arguments of a queue or an exchange. Its refusal of a declaration that differs names one
-argument with both values. A declaration with that argument corrected (`corrected`) gets the next one named, until the
-broker agrees.
+AMQP does not return the arguments of a queue or an exchange. The broker's refusal of a differing declaration names one
+argument, with both values. A declaration with that argument corrected (`corrected`) is refused with the name of the
+next argument, until the broker agrees.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ __all__ = [
 _PROPERTIES = frozenset({"durable", "auto_delete", "internal", "type"})
 _NOT_FOUND = 404
 _PRECONDITION_FAILED = 406
-_MOST_DIFFERENCES = 24  # rounds of a comparison, each of which costs a channel
+_MOST_DIFFERENCES = 24  # maximum rounds of a comparison, each of which costs a channel
 _AWAY_CODES = frozenset({_NOT_FOUND, _PRECONDITION_FAILED})
-# RabbitMQ has no code for these, only texts. AMQP is up before the replicas of streams and quorum queues are.
+# RabbitMQ has no code for these states, only texts. AMQP is up before the replicas of streams and quorum queues are.
 _AWAY = (
     "is down or inaccessible",
     "due to timeout",
@@ -94,10 +94,10 @@ _AWAY = (
     "does not have a running replica on the local node",
 )
 _DELAYED_RETRY = (4, 3)
-# The second one is command-invalid: an exchange type that does not exist.
+# 503 is command-invalid: an exchange type that does not exist.
 _DIFFERENT = frozenset({_PRECONDITION_FAILED, 503})
-# access-refused, not-found, precondition-failed, command-invalid, not-allowed (a reserved name), not-implemented. The
-# others heal: resource-locked (the exclusive queue of a connection that is dying), internal-error, ...
+# access-refused, not-found, precondition-failed, command-invalid, not-allowed (a reserved name), not-implemented. Other
+# conditions pass: resource-locked (the exclusive queue of a connection that is dying), internal-error, ...
 _PERMANENT = frozenset({403, _NOT_FOUND, *_DIFFERENT, 530, 540})
 
 
@@ -107,22 +107,23 @@ class ServerInfo:
 
     product: str  # "RabbitMQ"
     version: str  # as sent, e.g. "4.3.6"
-    version_tuple: tuple[int, ...]  # its numbers, e.g. (4, 3, 6), for comparisons; empty if there are none
-    properties: Mapping[str, object] = field(default_factory=dict, repr=False)  # all of them
+    version_tuple: tuple[int, ...]  # the numbers, e.g. (4, 3, 6), for comparisons; empty if there are none
+    properties: Mapping[str, object] = field(default_factory=dict, repr=False)  # all server properties
 
     @property
     def reported_name(self) -> str:
-        """The name that the broker reports; empty if it reports none.
+        """The name that the broker reports, empty if it reports none.
 
-        It is that of its cluster, or of the node, ``rabbit@host``.
+        It is the name of the cluster, or of the node (``rabbit@host``).
         """
         return str(self.properties.get("cluster_name", ""))
 
     @property
     def cluster_name(self) -> str:
-        """The name that the cluster was given; empty if it was given none.
+        """The name that the cluster was given, empty if it was given none.
 
-        Then each node reports a name of its own, ``rabbit@host``: after a reconnect to another node it is another one.
+        Without a cluster name, each node reports its own name (``rabbit@host``), which changes with the node that a
+        reconnect reaches.
         """
         name = self.reported_name
         return "" if "@" in name else name
@@ -135,9 +136,9 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Declarations and checks sent together, for one round trip.
+    """Declarations and checks that are sent together, in one round trip.
 
-    The reply is a tuple of theirs.
+    The reply is a tuple of their replies.
     """
 
     steps: tuple[DeclareQueue | CheckQueue | DeclareExchange | CheckExchange | Bind | ConfirmSelect, ...]
@@ -147,7 +148,7 @@ class Pipeline:
 class Comparison:
     """The differences of a declaration from the existing queue or exchange."""
 
-    existing: DeclareQueue | DeclareExchange | None  # the declaration that the broker agrees to, if it is known
+    existing: DeclareQueue | DeclareExchange | None  # the declaration that the broker accepts, if known
     differences: tuple[Difference, ...]  # in the order in which the broker named them
     ended_by: str = ""  # the code and text of the refusal that ended the search; empty if `existing` is known
 
@@ -157,10 +158,10 @@ SetupGenerator = Generator[Step | Pipeline, Any, None]
 
 
 class StepRefused(Exception):
-    """The broker closed the channel, or the connection, over a step.
+    """The broker closed the channel or the connection over a step.
 
-    Thrown into generators; a user never sees it. The generator of a set-up may go on while the connection lives: the
-    next step is carried out on a new channel.
+    It is thrown into generators and never reaches a user. While the connection lives, the generator of a set-up may
+    continue, and the next step is carried out on a new channel.
     """
 
     def __init__(
@@ -169,8 +170,8 @@ class StepRefused(Exception):
         super().__init__(f"{code} {text}")
         self.code = code
         self.text = text
-        self.answered = answered  # the replies to the steps of a `Pipeline` before the refused one
-        self.connection = connection  # whether the connection is lost, too
+        self.answered = answered  # the replies to the steps before the refused one in a `Pipeline`
+        self.connection = connection  # whether the connection is also lost
 
 
 def publisher_setup(
@@ -178,12 +179,12 @@ def publisher_setup(
 ) -> SetupGenerator:
     """Declare `topology`, in order, and select confirms.
 
-    The version of the broker decides the arguments that it can be given. The maker is notified of the quorum queues
-    and streams that are made; if it is None, the broker is not asked for them first.
+    The version of the broker decides which arguments are sent. The maker is notified of the quorum queues and streams
+    that are made. If it is None, the set-up does not check first whether they exist.
 
     Raises:
-        TopologyMismatch: something exists that differs, or something named is missing.
-        BrokerUnavailable: the broker refused a step for another reason.
+        TopologyMismatch: If an existing queue or exchange differs, or a named one is missing.
+        BrokerUnavailable: If the broker refused a step for another reason.
     """
     yield from _declare_all(topology, version, maker)
     yield from _carry_out(ConfirmSelect())
@@ -201,7 +202,7 @@ def consumer_setup(
     exclusive: bool = False,
     maker: NewQueueListener | None = None,
 ) -> SetupGenerator:
-    """Do as `pull_setup`, set the prefetch of this consumer, and consume."""
+    """Carry out `pull_setup`, set the prefetch of this consumer, and consume."""
     yield from pull_setup(queue, topology, version, maker)
     name = queue.name if isinstance(queue, Queue) else queue
     yield from _carry_out(SetPrefetch(prefetch))
@@ -211,10 +212,10 @@ def consumer_setup(
 def pull_setup(
     queue: Queue | str, topology: Iterable[Declaration], version: tuple[int, ...], maker: NewQueueListener | None = None
 ) -> SetupGenerator:
-    """Declare `topology`, then the queue; a name is checked to exist.
+    """Declare `topology`, then declare the queue, or check a queue given by name.
 
     Raises:
-        TopologyMismatch, BrokerUnavailable: as `publisher_setup`.
+        TopologyMismatch, BrokerUnavailable: For the same reasons as `publisher_setup`.
     """
     if isinstance(queue, Queue):
         yield from _declare_all([*topology, queue], version, maker)
@@ -226,11 +227,12 @@ def pull_setup(
 def declare(queue: Queue, version: tuple[int, ...], maker: NewQueueListener | None = None) -> SetupGenerator:
     """Declare one queue on a channel that is in use.
 
-    The broker is not asked first whether it has the queue: a no would close the channel. The queue counts as new.
+    The queue is not checked first, because the channel would close if it did not exist. A quorum queue or stream counts
+    as new.
 
     Raises:
-        TopologyMismatch: it exists and differs.
-        BrokerUnavailable: the broker refused it for another reason.
+        TopologyMismatch: If the queue exists and differs.
+        BrokerUnavailable: If the broker refused the declaration for another reason.
     """
     new = [queue.name] if queue.type in REPLICATED else []
     yield from _make(new, maker, _carry_out(_declare_queue(queue, version)))
@@ -247,9 +249,9 @@ def explain(
 
 
 def round_trip() -> StepGenerator:
-    """Send a method that changes nothing, for its answer.
+    """Send a method that changes nothing, to get an answer.
 
-    The channel is in use, and in confirm mode.
+    The channel is in use and in confirm mode.
     """
     yield Pipeline((ConfirmSelect(),))
 
@@ -259,10 +261,10 @@ def compare(
 ) -> Generator[Pipeline, Any, Comparison]:
     """Find every argument in which an existing queue or exchange differs.
 
-    Nothing is changed on the broker. Each round declares with one more argument corrected, on a channel of its own. It
-    checks in the same round trip that it still exists, so that a declaration creates no queue that was deleted.
+    Nothing changes on the broker. Each round declares with one more argument corrected, on its own channel. The same
+    round trip checks first that the queue or exchange still exists, so that no deleted queue is created again.
 
-    The refusal is that of the broker; None if it was not declared yet.
+    ``refused`` is the broker's refusal of the declaration, or None if it was not sent before.
     """
     kind, name = _subject(declared)
     check = CheckQueue(name) if isinstance(declared, DeclareQueue) else CheckExchange(name)
@@ -274,7 +276,7 @@ def compare(
                 yield Pipeline((check, assumed))
             except StepRefused as again:
                 refused = again
-                if not again.answered:  # it is gone, or nothing is said of it
+                if not again.answered:  # the check failed: it is gone, or its state is unknown
                     break
             else:
                 return Comparison(assumed, tuple(found.values()))
@@ -293,7 +295,7 @@ def compare(
 def corrected(
     step: DeclareQueue | DeclareExchange, inequivalence: Inequivalence
 ) -> DeclareQueue | DeclareExchange | None:
-    """Return a refused declaration with one argument as it exists, if that is known."""
+    """Return a refused declaration with one argument as it exists, None if unknown."""
     argument = inequivalence.argument
     if not inequivalence.is_known:
         return None
@@ -323,18 +325,18 @@ def refusal(step: Step, refused: StepRefused) -> ReliableMQError:
         return TopologyMismatch(f"cannot {_describe(step)}: {code} {text} ({to_do})", kind=kind, name=name)
     if code in _DIFFERENT and isinstance(step, DeclareQueue | DeclareExchange):
         return mismatch_from_reply(kind, name, code, text)
-    taken = "in exclusive use" in text  # 403 if another consumer is exclusive: it may go away
+    taken = "in exclusive use" in text  # 403 if another consumer is exclusive, which may end
     permanent = code in _PERMANENT and not away and not taken
     return BrokerUnavailable(f"the broker refused to {_describe(step)}: {code} {text}", permanent=permanent)
 
 
 def is_away(refused: StepRefused) -> bool:
-    """Whether an existing queue was refused because its node is away, or starts."""
+    """Return whether a queue was refused because its node is away or starting."""
     return refused.code in _AWAY_CODES and any(text in refused.text for text in _AWAY)
 
 
 def is_missing(error: ReliableMQError) -> bool:
-    """Whether a set-up ended because a queue or an exchange does not exist (yet)."""
+    """Return whether a set-up ended because a queue or an exchange does not exist."""
     cause = error.__cause__
     return isinstance(cause, StepRefused) and cause.code == _NOT_FOUND and not is_away(cause)
 
@@ -359,10 +361,10 @@ def _declare_all(
 
 
 def _missing(names: list[str]) -> Generator[Pipeline, Any, list[str]]:
-    """Check queues; return those that the broker is not known to have.
+    """Check queues. Return those that the broker is not known to have.
 
-    It closes the channel over the first that it does not have, without a word on the others. A check of each of them
-    would take a channel each; to count an existing one as missing takes time alone.
+    The broker closes the channel over the first missing queue, and does not answer the checks of the others. Checking
+    each queue would cost a channel each, while counting an existing queue as missing only costs time.
     """
     if not names:
         return []
@@ -372,7 +374,7 @@ def _missing(names: list[str]) -> Generator[Pipeline, Any, list[str]]:
         missing = names[len(refused.answered) :]
         if refused.connection:
             raise refusal(CheckQueue(missing[0]), refused) from refused
-        return missing  # also if it exists and is locked, say: the declaration meets that again
+        return missing  # also if the queue exists but is locked, for example: its declaration is refused again
     return []
 
 
@@ -385,12 +387,12 @@ def _make(names: list[str], maker: NewQueueListener | None, steps: SetupGenerato
     try:
         yield from steps
     finally:
-        maker.end(names)  # refused, or the wait for the answer was given up: they may have been made
+        maker.end(names)  # even after a refusal or an abandoned wait, the queues may have been made
 
 
 def _declare_queue(queue: Queue, version: tuple[int, ...]) -> DeclareQueue:
     if queue.delayed_retry is not None and version and version < _DELAYED_RETRY:
-        # It would accept the arguments and ignore them: rejected messages would come back at once.
+        # The broker would accept the arguments and ignore them. Rejected messages would return at once.
         raise TopologyMismatch(
             f"queue {queue.name!r} has delayed_retry, which RabbitMQ knows from 4.3 on, and this one is "
             f"{'.'.join(map(str, version))}: leave it out, and retries wait in delay queues",
@@ -448,7 +450,7 @@ def _mismatch(comparison: Comparison, kind: str, name: str) -> TopologyMismatch 
 
 
 def _subject(step: Step) -> tuple[str, str]:
-    """Return kind and name of the subject of a step; both empty for the channel."""
+    """Return the kind and name of a step's subject, both empty for the channel."""
     match step:
         case DeclareQueue(name=name) | CheckQueue(name=name) | DeleteQueue(name=name) | Consume(queue=name):
             return "queue", name

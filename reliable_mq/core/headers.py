@@ -1,7 +1,7 @@
-"""The headers that this package writes, and the ids in the header of a trace.
+"""The headers that this package writes, and the ids in a trace header.
 
-Nobody else should use them. All begin with ``x-reliable-mq-``. They travel in the header table of a message; times are
-AMQP timestamps (whole seconds, UTC).
+The names begin with ``x-reliable-mq-`` and are reserved for this package. The headers travel in the header table of a
+message. Times are AMQP timestamps (whole seconds, UTC).
 
 ====================== ========== =====================================================================================
 constant               type       meaning
@@ -66,15 +66,15 @@ ORIGINAL_PROPERTIES: Final = "x-reliable-mq-original-properties"
 ORIGINAL_COLUMNS: Final = "x-reliable-mq-original-columns"
 ORIGINAL_SIZE: Final = "x-reliable-mq-original-size"
 
-#: Before the name of a header, in lower case, that is renamed until the message is dispatched again.
+#: The prefix of a header that is renamed until the message is dispatched again. The name after it is in lower case.
 ORIGINAL: Final = "x-reliable-mq-original-"
 
 #: The value of FORMAT.
 FORMAT_VERSION: Final = 1
 
 
-#: W3C's ``traceparent``, the header of a trace. As in the recommendation, an id of zeros alone and version ff are
-#: invalid, and only a later version than 00 may have more fields.
+#: The trace header of W3C, ``traceparent``. As in the recommendation, an all-zero id and version ff are invalid, and
+#: only versions after 00 may have more fields.
 _TRACEPARENT: Final = re.compile(
     "(?!ff|00.{54})[0-9a-f]{2}-(?P<trace_id>(?!0{32})[0-9a-f]{32})-(?P<span_id>(?!0{16})[0-9a-f]{16})-[0-9a-f]{2}"
     "(?:-[!-~]{0,64})?"
@@ -82,16 +82,16 @@ _TRACEPARENT: Final = re.compile(
 
 
 def trace_ids(traceparent: str) -> dict[str, str] | None:
-    """Return ``trace_id`` and ``span_id`` of a ``traceparent``; None if it is invalid."""
+    """Return ``trace_id`` and ``span_id`` of a ``traceparent``, None if invalid."""
     found = _TRACEPARENT.fullmatch(traceparent)
     return None if found is None else found.groupdict()
 
 
 def checked_traceparent(name: str, text: str) -> str:
-    """Return a ``traceparent`` as it is.
+    """Return a ``traceparent`` unchanged.
 
     Raises:
-        ConfigurationError: it is invalid; the text begins with the name.
+        ConfigurationError: If it is invalid. The message begins with ``name``.
     """
     if trace_ids(text) is None:
         raise ConfigurationError(
@@ -101,7 +101,7 @@ def checked_traceparent(name: str, text: str) -> str:
 
 
 def wire_text(value: str) -> str | bytes:
-    """Restore bytes that are no UTF-8 and were decoded with surrogate escapes."""
+    """Restore the bytes of text that was decoded with surrogate escapes."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -110,5 +110,5 @@ def wire_text(value: str) -> str | bytes:
 
 
 def may_copy(properties: bytes) -> bool:
-    """Whether encoded properties may have a ``CC`` or ``BCC``, broken as they may be."""
+    """Return whether encoded properties, even broken ones, may have a CC or BCC."""
     return b"\x02CC" in properties or b"\x03BCC" in properties

@@ -1,13 +1,17 @@
-"""Judge whether a publisher or a consumer lives, is ready, and moves on.
+"""The judgement whether a publisher or consumer is live, ready and progressing.
 
-The engine collects signs; the functions here judge them. Three questions, since the remedies differ:
+The engine collects signs, and the functions here judge them. The three answers are separate, as their remedies differ:
 
-- not live: nothing but a new process helps. Its event loop stands still or has ended, or it has given up for good;
-- not ready: it works, and cannot do its task now. No connection, blocked by the broker, paused, stopping;
-- not progressing: it has had work for a long time, and nothing of that work has ended.
+- Not live: only a new process helps. The event loop stands still or has ended, or the part has given up for good.
+- Not ready: the part works but cannot do its task now. It has no connection, or is blocked by the broker, paused or
+  stopping.
+- Not progressing: the part has had work for a long time, and none of that work has ended.
 
-Invariants: a part that is not live is not ready; a reason is given if and only if an answer is no; a part that its
-program has closed is live, is not ready, and progresses.
+Invariants:
+
+- A part that is not live is not ready.
+- A reason is given if and only if an answer is no.
+- A part that its program has closed is live, not ready, and progressing.
 """
 
 from __future__ import annotations
@@ -23,11 +27,11 @@ class Health:
     """The state of a publisher, of a consumer, or of a part of your own.
 
     Attributes:
-        live: False if nothing but a new process helps.
-        ready: whether it can do its task now.
-        progressing: False if it has had work for long, and nothing of that work has ended.
-        since: when the oldest reason began, in seconds since 1970; without a reason, when it became ready.
-        reason: why an answer is no; empty if none is.
+        live: False if only a new process helps.
+        ready: Whether the part can do its task now.
+        progressing: False if the part has had work for a long time and none of it has ended.
+        since: When the oldest reason began, in seconds since 1970. Without a reason, when the part became ready.
+        reason: Why an answer is no. Empty if every answer is yes.
     """
 
     live: bool
@@ -39,20 +43,20 @@ class Health:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signs:
-    """The signs of one connection. Times are of the monotonic clock, in seconds."""
+    """The signs of one connection. Times are in seconds of the monotonic clock."""
 
-    changed_at: float  # when it was made, connected, lost, or closed, whichever was last
-    stuck_after: float  # seconds after which work of which nothing ends is stuck
-    closed: str = ""  # by its program ("closed", "stopped")
-    started: bool = True  # whether it was ever to connect
+    changed_at: float  # when it was last made, connected, lost or closed
+    stuck_after: float  # the seconds after which work counts as stuck if none of it ends
+    closed: str = ""  # how its program closed it ("closed", "stopped")
+    started: bool = True  # whether a first connect was requested
     connected: bool = False  # whether its channel is ready
     disconnected_reason: str | None = None
     given_up: str = ""  # why no attempt to connect follows
     loop_over: bool = False  # whether its I/O thread or event loop has ended before it was closed
     unanswered_since: float | None = None  # since when its event loop has not run a call
-    patience: float = 0.0  # seconds for which that is no reason to worry
-    work: int = 0  # messages that wait
-    worked_at: float = 0.0  # when some work was last done, or there was the first to do
+    patience: float = 0.0  # the seconds for which an unanswered call is no problem
+    work: int = 0  # the number of waiting messages
+    worked_at: float = 0.0  # when some work was last done, or when the first work arrived
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,19 +73,19 @@ class OutboxSigns:
 class PublisherSigns(Signs):
     """Signs of a publisher."""
 
-    blocked_reason: str | None = None  # of the broker, while it blocks publishing
+    blocked_reason: str | None = None  # the reason of the broker, while it blocks publishing
     blocked_at: float | None = None  # since when; None if it has just begun
     outbox: OutboxSigns | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumerSigns(Signs):
-    """Signs of a consumer; its work are deliveries with handlers."""
+    """Signs of a consumer, whose work is deliveries with handlers."""
 
-    paused: bool = False  # by the kill switch
+    paused: bool = False  # whether the kill switch pauses it
     paused_at: float | None = None  # since when; None if it has just begun
-    #: Of its connection for retries and dead letters, whose work are messages that are not confirmed; None if there was
-    #: no message yet.
+    #: The signs of the connection for retries and dead letters, whose work is unconfirmed messages. None before the
+    #: first message.
     republisher: PublisherSigns | None = None
 
 
@@ -94,7 +98,7 @@ class _Problem(NamedTuple):
 
 
 def health_of(signs: PublisherSigns | ConsumerSigns, now: float, wall_clock: float) -> Health:
-    """Judge signs at a moment: `now` on the monotonic clock, `wall_clock` since 1970."""
+    """Judge signs at `now` (monotonic clock), which is `wall_clock` since 1970."""
     if signs.closed:
         return Health(True, False, True, wall_clock - (now - signs.changed_at), signs.closed)
     problems = _common(signs, now)
@@ -119,7 +123,7 @@ def _common(signs: Signs, now: float) -> list[_Problem]:
     elif unanswered is not None and now - unanswered >= signs.patience:
         text = f"its event loop has stood still for {now - unanswered:.1f} s or longer"
         problems.append(_Problem(text, unanswered, live=False))
-    relayed = isinstance(signs, PublisherSigns) and signs.outbox is not None  # a relay tries again for ever
+    relayed = isinstance(signs, PublisherSigns) and signs.outbox is not None  # a relay retries for ever
     if signs.given_up and not relayed:
         problems.append(_Problem(f"given up: {signs.given_up}", signs.changed_at, live=False))
     waited = now - signs.worked_at
@@ -131,7 +135,7 @@ def _common(signs: Signs, now: float) -> list[_Problem]:
 
 def _of_publisher(signs: PublisherSigns, now: float) -> list[_Problem]:
     outbox = signs.outbox
-    if outbox is not None:  # messages are stored, whether or not the broker is there
+    if outbox is not None:  # messages are stored, with or without a connection
         return _of_outbox(outbox, signs, now)
     if not signs.connected:
         return [] if signs.given_up else [_not_connected(signs)]
@@ -164,7 +168,7 @@ def _of_consumer(signs: ConsumerSigns, now: float) -> list[_Problem]:
 
 
 def _of_republisher(signs: PublisherSigns, now: float) -> list[_Problem]:
-    """Find problems that keep retries and dead letters back, if there are any."""
+    """Find problems that delay retries and dead letters, if any are waiting."""
     problems = _common(signs, now) + (_of_publisher(signs, now) if signs.work else [])
     return [problem._replace(text=f"its retries and dead letters: {problem.text}") for problem in problems]
 

@@ -1,16 +1,16 @@
 """Claims of an idempotency store, and retries of settlements without an answer.
 
-A settlement without an answer is sent again before the same key is claimed, when the store has answered to another
-claim, and when the consumer stops. So a message that comes again, on another channel or as its own next attempt, finds
-its key done, or free, and not claimed until the lease ends; and a handler that has returned is not called again because
-store and broker were lost together.
+If the store does not answer a settlement, it is sent again before the same key is claimed, when the store has answered
+another claim, and when the consumer stops. So when the message is delivered again, on another channel or as its own
+next attempt, its key is done or free instead of claimed until the lease ends. A handler that has returned is not called
+again just because the store and the broker were lost together.
 
 Invariants:
 
-- of all claims on a key that are ``NEW``, at most one at a time has a token that the store accepts; a token is never
-  issued twice, and a later one is greater, so a holder whose lease ran out and was taken over cannot settle the claim
-  of another;
-- a settlement is retried until the store answers, whatever the answer is; of more than ``capacity``, the latest are.
+- Of all ``NEW`` claims on a key, at most one at a time has a token that the store accepts. Tokens are never reused and
+  always grow, so a holder whose expired lease was taken over cannot settle the claim of another holder.
+- A settlement is retried until the store answers, with any answer. Above ``capacity``, only the latest settlements are
+  retried.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ __all__ = ["Claim", "ClaimStatus", "CommitStatus", "InboxClaim", "SettlementRetr
 
 
 def namespace_of(cluster: str, virtual_host: str) -> str:
-    """Return a name of a virtual host, in which queue names are unique.
+    """Return a name for a virtual host, within which queue names are unique.
 
-    It is the same whichever node of a cluster the connection is to.
+    The name is the same for connections to every node of a cluster.
     """
     return f"{cluster.replace('%', '%25').replace('/', '%2F')}/{virtual_host}"
 
@@ -47,13 +47,13 @@ class ClaimStatus(enum.Enum):
 
 
 class Claim(NamedTuple):
-    """A claim, as a store answered it.
+    """A claim on a key, as answered by a store.
 
     Attributes:
-        key: the key that was claimed.
-        status: whether it is ours.
-        token: the fencing token of a new claim; else 0.
-        attempts: how often a holder released the key as failed before.
+        key: The claimed key.
+        status: The store's answer to the claim.
+        token: The fencing token of a new claim, 0 for any other.
+        attempts: The number of times that a holder has released the key as failed.
     """
 
     key: str
@@ -65,9 +65,9 @@ class Claim(NamedTuple):
 class CommitStatus(enum.Enum):
     """The state of a transaction that marks a claim as done."""
 
-    NONE = "none"  # there is none, or it was not told to commit
-    UNKNOWN = "unknown"  # it was, or may have been, and nobody answered: the database knows whether the claim is done
-    DONE = "done"  # it was committed
+    NONE = "none"  # there is no transaction, or its commit has not begun
+    UNKNOWN = "unknown"  # the commit may have been sent, without an answer: only the database knows the outcome
+    DONE = "done"  # the transaction was committed
 
 
 class InboxClaim:
@@ -82,9 +82,10 @@ class InboxClaim:
 
 
 class SettlementRetries:
-    """Settlements without an answer. Thread-safe: a step is one operation of a dict.
+    """Settlements without an answer.
 
-    A settlement is a claim and its outcome: None if it is complete, else whether it failed.
+    Thread-safe, because each step is one dict operation. A settlement is a claim and its outcome: None if the claim is
+    complete, otherwise whether the attempt failed.
     """
 
     def __init__(self, capacity: int = 10_000) -> None:
@@ -95,19 +96,19 @@ class SettlementRetries:
         return len(self._settlements)
 
     def add(self, claims: Iterable[Claim], failed: bool | None) -> None:
-        """Add settlements that the store did not answer to."""
+        """Add settlements that the store did not answer."""
         self._settlements.update(dict.fromkeys((claim, failed) for claim in claims))
         if len(self._settlements) > self._capacity:
             for oldest in list(self._settlements)[: -self._capacity]:
                 self._settlements.pop(oldest, None)
 
     def answered(self, claims: Iterable[Claim], failed: bool | None) -> None:
-        """Remove settlements that the store has answered to."""
+        """Remove settlements that the store has answered."""
         for claim in claims:
             self._settlements.pop((claim, failed), None)
 
     def settlements(self, keys: Container[str] | None = None) -> list[tuple[list[Claim], bool | None]]:
-        """Return the settlements, by outcome; those of ``keys`` alone if given."""
+        """Return the settlements by outcome, limited to ``keys`` if given."""
         found = [each for each in list(self._settlements) if keys is None or each[0].key in keys]
         kinds = dict.fromkeys(failed for _, failed in found)
         return [([claim for claim, failed in found if failed is kind], kind) for kind in kinds]

@@ -1,14 +1,14 @@
 """The rows of an outbox: their format, their order in a relay, their outcomes.
 
-A row is a durable message that is not yet confirmed, with its exchange and routing key. A relay leases rows, publishes
-them, and settles each; `RelaySession` takes all of its decisions.
+A row is a durable, unconfirmed message with its exchange and routing key. A relay leases rows, publishes them and
+settles each of them. `RelaySession` makes all decisions of the relay.
 
 Invariants:
 
-- a row of a newer format is never decoded: it stays where it is, for a relay that knows it;
-- of the rows with one ordering key at most one is outstanding at a time, in the order in which they were leased; if
-  one of them was not confirmed, those behind it are returned untouched, so none ever overtakes it;
-- every leased row is settled exactly once.
+- A row of a newer format is never decoded. It stays in the outbox for a relay that knows the format.
+- At most one row of an ordering key is outstanding at a time, in the order in which the rows were leased. If a row is
+  not confirmed, the rows behind it are returned untouched, so that none ever overtakes it.
+- Every leased row is settled exactly once.
 """
 
 from __future__ import annotations
@@ -71,22 +71,22 @@ class NewRow(NamedTuple):
     message: Message
     exchange: str
     routing_key: str
-    mandatory: bool  # whether it is set aside if no queue is bound for it; otherwise the broker drops it then
+    mandatory: bool  # without a bound queue, a mandatory message is set aside; the broker drops any other
     ordering_key: str | None  # rows with the same key are published one after the other
 
 
 class OutboxRow(NamedTuple):
     """A row that a relay has leased."""
 
-    id: int  # its place in the order in which rows were accepted
-    message: Message  # with the `message_id` and the properties that it was accepted with, byte for byte
+    id: int  # the position in the order of acceptance
+    message: Message  # with the `message_id` and the properties as accepted, byte for byte
     exchange: str
     routing_key: str
     mandatory: bool
     ordering_key: str | None
-    attempts: int  # publishes of it that were not confirmed
+    attempts: int  # unconfirmed publishes of the row
     possible_duplicate: bool  # whether it may have been published before
-    claim: str | None = None  # the lease, if relays share the outbox: it is settled while that holds
+    claim: str | None = None  # the lease, if relays share the outbox; it must hold when the row is settled
 
 
 class UnreadableRow(Exception):
@@ -94,7 +94,7 @@ class UnreadableRow(Exception):
 
     def __init__(self, reason: str, *, newer: bool = False) -> None:
         super().__init__(reason)
-        self.newer = newer  # a newer version of this package has written it, which is no fault of the row
+        self.newer = newer  # a newer version of this package wrote the row, which is not damaged
 
 
 def values_of(row: NewRow) -> tuple[Any, ...]:
@@ -120,10 +120,12 @@ def row_from(
     in_doubt: bool = False,
     claim: str | None = None,
 ) -> OutboxRow:
-    """Decode the values of `COLUMNS`; ``in_doubt``: it may have been published before.
+    """Decode the values of `COLUMNS`.
+
+    ``in_doubt`` marks a row that may have been published before.
 
     Raises:
-        UnreadableRow: it is of a newer format, or damaged.
+        UnreadableRow: If the row has a newer format or is damaged.
     """
     format_, message_id, exchange, routing_key, mandatory, key, properties, body, attempts, duplicate = values
     if not isinstance(format_, int) or format_ < 1:
@@ -162,10 +164,10 @@ def row_from(
 class RowOutcome(enum.Enum):
     """The outcome of a row that a relay has leased."""
 
-    CONFIRMED = "confirmed"  # the broker has it: remove it
-    LATER = "later"  # it was not confirmed, which may change: publish it again after a delay
-    SET_ASIDE = "set aside"  # it cannot be confirmed as it is: keep it, with the reason, until an operator decides
-    BACK = "back"  # it was not published: leave it as it is
+    CONFIRMED = "confirmed"  # the broker has the message: remove the row
+    LATER = "later"  # not confirmed, but another attempt may succeed: publish it again after a delay
+    SET_ASIDE = "set aside"  # it cannot be confirmed unchanged: keep it with the reason until an operator decides
+    BACK = "back"  # it was not published: leave the row unchanged
 
 
 class RowSettlement(NamedTuple):
@@ -173,26 +175,26 @@ class RowSettlement(NamedTuple):
 
     row: OutboxRow
     outcome: RowOutcome
-    delay: float = 0.0  # seconds until it may be published again
+    delay: float = 0.0  # the seconds until the row may be published again
     reason: str | None = None  # why it was not confirmed
-    possible_duplicate: bool = False  # whether it may have arrived all the same
+    possible_duplicate: bool = False  # whether the message may have arrived although it was not confirmed
 
 
 def delay_after(attempts: int) -> float:
-    """Return the seconds that a row waits after so many failures."""
+    """Return the seconds that a row waits after ``attempts`` failures."""
     return _DELAYS[min(attempts, len(_DELAYS)) - 1]
 
 
 class RelaySession:
-    """The leased rows of a relay: their order, and their settlements. Not thread-safe."""
+    """The leased rows of a relay, their order and settlements. Not thread-safe."""
 
     def __init__(self) -> None:
-        self.ready: deque[OutboxRow] = deque()  # to publish now, in order; the relay removes them
-        self.settlements: list[RowSettlement] = []  # to carry out, in order; the relay removes them
-        #: Why nothing could be published at all, until something is; the relay pauses.
+        self.ready: deque[OutboxRow] = deque()  # rows to publish now, in order; the relay removes them
+        self.settlements: list[RowSettlement] = []  # settlements to carry out, in order; the relay removes them
+        #: The error that prevents all publishing. The relay pauses until a row is confirmed, which clears it.
         self.trouble: ReliableMQError | None = None
-        self._behind: dict[str, deque[OutboxRow]] = {}  # by ordering key: the rows behind the one that is outstanding
-        self.waiting = 0  # rows that wait for another of their ordering key
+        self._behind: dict[str, deque[OutboxRow]] = {}  # by ordering key, the rows behind the outstanding one
+        self.waiting = 0  # the number of rows that wait for another row of their ordering key
 
     def has(self, ordering_key: str) -> bool:
         return ordering_key in self._behind
@@ -210,7 +212,7 @@ class RelaySession:
                 self.ready.append(row)
 
     def settled(self, row: OutboxRow, error: ReliableMQError | None) -> None:
-        """Settle a row whose publish ended, with this error or confirmed."""
+        """Settle a row whose publish failed with ``error``, or was confirmed if None."""
         if error is None:
             self.trouble = None
             self.settlements.append(RowSettlement(row, RowOutcome.CONFIRMED))
@@ -223,13 +225,13 @@ class RelaySession:
         elif isinstance(error, PublishError):
             delay = delay_after(row.attempts + 1)
             self.settlements.append(RowSettlement(row, RowOutcome.LATER, delay, reason, doubt))
-        else:  # it says nothing about this row
+        else:  # the error does not concern this row
             self.trouble = error
             self.settlements.append(RowSettlement(row, RowOutcome.BACK))
         self._return_rows_behind(row)
 
     def stopped(self) -> None:
-        """Return all rows that are not outstanding: the relay stops."""
+        """Return all rows that are not outstanding, because the relay stops."""
         while self.ready:
             row = self.ready.popleft()
             self.settlements.append(RowSettlement(row, RowOutcome.BACK))

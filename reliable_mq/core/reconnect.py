@@ -1,23 +1,23 @@
-"""The policy of reconnecting: the next host, the wait before it, the end.
+"""The reconnect policy: the next host, the wait before it, and when to give up.
 
-No clock, no socket: the connection reports events (``begin``, ``failed``, ``lost``, ``ready``) with their time, in
-seconds of a monotonic clock, and gets the seconds to wait before it tries `host`, or None to give up.
+The policy uses no clock and no socket. The connection reports events (``begin``, ``failed``, ``lost``, ``ready``) with
+their time, in seconds of a monotonic clock. The policy returns the seconds to wait before the connection tries `host`,
+or None to give up.
 
 Invariants:
 
-- Hosts are tried in the order given. After a failed attempt and after a lost connection the next one is `host`; the
-  very first attempt goes to the first. Every host gets one attempt, without a wait in between, before the wait object
-  is called: that is a round.
-- A round in which *every* attempt failed for a reason that time does not heal (wrong credentials, unknown virtual host,
-  a certificate that does not verify, a topology that differs) ends it all, as long as nothing was ever ready: that is a
-  wrong configuration, and waiting would hide it. Once something was ready, everything is tried again: brokers are
-  re-created, passwords and certificates renewed.
-- A loss is followed by an attempt at once, as long as losses are few. A channel or a connection that is lost again and
-  again uses up a budget, which refills with time; from then on the rate of the refill is the rate of reopening. The
-  budget for channels is large, since the search for the message that closes channels takes several closes in a row.
-- No wait is negative; none is computed from a wall clock.
-- Wait and stop are the user's: functions of the number of rounds, or tenacity's objects. If one raises, or returns no
-  number, the default decides in its place: a mistake in them costs no message.
+- Hosts are tried in the given order, starting with the first. `host` advances after a failed attempt and after a lost
+  connection. A round is one attempt at every host, without a wait in between. The wait object is called after a round.
+- If *every* attempt of a round failed for a reason that time does not heal (wrong credentials, unknown virtual host, a
+  certificate that does not verify, a topology that differs), the policy gives up, as long as nothing was ever ready.
+  The configuration is wrong, and waiting would hide it. Once something was ready, everything is tried again, because
+  brokers are re-created, and passwords and certificates are renewed.
+- A loss is followed by an immediate attempt, as long as losses are few. A channel or connection that is lost again and
+  again uses up a budget, which refills with time. After that, the refill rate limits the rate of reopening. The budget
+  for channels is large, because the search for a message that closes channels takes several closes in a row.
+- No wait is negative, and none is computed from a wall clock.
+- The user may replace wait and stop by functions of the number of rounds or by tenacity objects. If one of them raises
+  or returns no number, the default wait applies instead, so that a mistake in them loses no message.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ if TYPE_CHECKING:
 
 __all__ = ["ConnectionLoss", "CredentialsCalls", "ReconnectPolicy", "ReconnectStop", "ReconnectWait", "is_permanent"]
 
-#: Seconds to wait after a round: a function of the number of rounds since the connection was lost, or a tenacity wait.
+#: The seconds to wait after a round, as a function of the number of rounds since the connection was lost, or a tenacity
+#: wait.
 ReconnectWait: TypeAlias = Callable[[int], float] | wait_base
-#: Whether to give up after a round: a function of the number of rounds, or a tenacity stop.
+#: Whether to give up after a round, as a function of the number of rounds, or a tenacity stop.
 ReconnectStop: TypeAlias = Callable[[int], bool] | stop_base
 
 CHANNEL_BURST: Final = 64  # channels that may be reopened in a row without a wait
-CHANNEL_REFILL: Final = 1.0  # and per second in the long run
+CHANNEL_REFILL: Final = 1.0  # channels per second in the long run
 CONNECTION_BURST: Final = 32
 CONNECTION_REFILL: Final = 2.0
 
-MOST_UNANSWERED: Final = 8  # calls of one connection's credentials callback, each on a thread of its own
+MOST_UNANSWERED: Final = 8  # concurrent calls of one connection's credentials callback, each on its own thread
 
 _FIRST_WAIT: Final = 0.2  # seconds, before the second round over the hosts
 _LONGEST_WAIT: Final = 30.0
@@ -59,28 +60,28 @@ _LONGEST_WAIT: Final = 30.0
 class ConnectionLoss:
     """The end of a channel that was ready, or of the connection under it."""
 
-    code: int | None  # the reply code of the broker (406, 320, ...), if it gave one
-    text: str  # the reply text of the broker, or our own reason
+    code: int | None  # the reply code of the broker (406, 320, ...), None without one
+    text: str  # the reply text of the broker, or a reason of this package
     scope: Literal["channel", "connection"]  # whether the connection was lost too
-    by_broker: bool  # True if the broker closed it with a code; else reset, heartbeat, `discard`, ...
+    by_broker: bool  # True if the broker closed it with a code; False after a reset, missed heartbeat, `discard`, ...
 
 
 class ReconnectPolicy:
-    """The attempts of one connection. Not thread-safe.
+    """The attempts of one connection.
 
-    It belongs to the thread or loop that connects.
+    Not thread-safe: the thread or event loop that connects owns it.
 
     Args:
-        hosts: the number of hosts, at least one.
-        wait: called after every round with the number of rounds since the outage began, which is the ``attempt_number``
-            of a tenacity wait. Seconds. Default: 0.2 s, doubled each time up to 30 s, of which a random part between a
-            half and all.
-        stop: called after every round, likewise; for a tenacity stop ``seconds_since_start`` counts from the beginning
-            of the outage. Default: never.
-        random: the randomness of the default wait; a seeded one makes it repeatable.
+        hosts: The number of hosts, at least one.
+        wait: A callable that returns the seconds to wait. It is called after every round with the number of rounds
+            since the outage began, which is the ``attempt_number`` of a tenacity wait. Default: 0.2 s, doubled each
+            time up to 30 s, of which a random part between half and all is used.
+        stop: A callable that returns whether to give up. It is called like ``wait``. For a tenacity stop,
+            ``seconds_since_start`` counts from the beginning of the outage. Default: never.
+        random: The source of randomness of the default wait. A seeded one makes it repeatable.
 
     Raises:
-        ConfigurationError: a value that is none of these.
+        ConfigurationError: If an option is invalid. The message names the option.
     """
 
     def __init__(
@@ -101,13 +102,13 @@ class ReconnectPolicy:
         self._default_wait = _HalfJitter(random or SystemRandom())
         self._wait: ReconnectWait = self._default_wait if wait is None else wait
         self._stop: ReconnectStop = tenacity.stop_never if stop is None else stop
-        self.broken: Exception | None = None  # of the wait or the stop object, at the last decision
-        self.host = 0  # the index of the one to try next
+        self.broken: Exception | None = None  # raised by the wait or the stop object at the last decision
+        self.host = 0  # the index of the next host to try
         self._ever_ready = False
         self._outage_began = 0.0
         self._rounds = 0
         self._tried = 0  # attempts in this round
-        self._permanent = 0  # of those, refused for good
+        self._permanent = 0  # attempts in this round that were refused for good
         self._channels = _Budget(CHANNEL_BURST, CHANNEL_REFILL)
         self._connections = _Budget(CONNECTION_BURST, CONNECTION_REFILL)
 
@@ -121,16 +122,16 @@ class ReconnectPolicy:
         self._rounds = 0
 
     def failed(self, error: ReliableMQError, now: float, *, connected: bool = False) -> float | None:
-        """Decide after an attempt to connect, or to set up a channel, that failed.
+        """Decide after a failed attempt to connect or to set up a channel.
 
         Args:
-            error: the reason.
-            now: seconds.
-            connected: True if the connection is there, and only its channel could not be set up. The host is not to
-                blame then: `host` stays, and no other is tried before the wait.
+            error: The reason of the failure.
+            now: The current time, in seconds.
+            connected: True if the connection is open and only its channel could not be set up. The host is not to
+                blame, so `host` does not change, and no other host is tried before the wait.
 
         Returns:
-            Seconds to wait before the next attempt; None to give up.
+            The seconds to wait before the next attempt, or None to give up.
         """
         self.broken = None
         self._tried += 1
@@ -147,10 +148,11 @@ class ReconnectPolicy:
         return self._ask(error, now)
 
     def lost(self, loss: ConnectionLoss, now: float) -> float:
-        """Decide after the loss of a channel, or a connection, that was ready.
+        """Decide after the loss of a channel or connection that was ready.
 
         Returns:
-            Seconds to wait before the next attempt (of a channel on the same connection, for a channel loss).
+            The seconds to wait before the next attempt. After a channel loss, the attempt is to open a channel on the
+            same connection.
         """
         self._outage(now)
         if loss.scope == "channel":
@@ -170,7 +172,7 @@ class ReconnectPolicy:
         self.host = (self.host + 1) % self._hosts
 
     def _ask(self, error: ReliableMQError, now: float) -> float | None:
-        """Call wait and stop as tenacity does: a stop object may read the wait."""
+        """Call wait and stop as tenacity does, since a stop object may read the wait."""
         state = tenacity.RetryCallState(tenacity.Retrying(), None, (), {})
         state.attempt_number = self._rounds
         state.start_time = self._outage_began
@@ -187,21 +189,20 @@ class ReconnectPolicy:
 
 
 class CredentialsCalls:
-    """The calls of a credentials callback whose earlier calls have not returned.
+    """The calls of a credentials callback that may hang.
 
-    A call may hang for ever, and each one keeps a thread. So another one begins after ``patience`` seconds, the next
-    after twice as long, and so on until one returns, with up to `MOST_UNANSWERED` at a time.
-
+    A call may hang for ever and keeps its thread. So a second call begins after ``patience`` seconds, the next after
+    twice as long, and so on until one returns, with at most `MOST_UNANSWERED` at a time.
     """
 
     def __init__(self, patience: float) -> None:
         self.unanswered = 0  # calls that have not returned
         self._patience = patience
-        self._begun = 0  # calls since one has returned
+        self._begun = 0  # calls since the last one that returned
         self._again_at = 0.0
 
     def begin(self, now: float) -> bool:
-        """Return whether to call now; if so, the call is counted until `answered`."""
+        """Return whether to call now. The call counts as unanswered until `answered`."""
         if self.unanswered >= MOST_UNANSWERED or (self._begun and now < self._again_at):
             return False
         self._again_at = now + self._patience * 2**self._begun
@@ -215,7 +216,7 @@ class CredentialsCalls:
 
 
 def _check_callable(option: str, given: object, kind: type[wait_base | stop_base]) -> None:
-    """Refuse an option that cannot be called, or is of another kind of tenacity's."""
+    """Refuse an option that is not callable, or is a tenacity object of another kind."""
     foreign = isinstance(given, (wait_base, stop_base)) and not isinstance(given, kind)
     if foreign or isinstance(given, type) or not callable(given):
         raise ConfigurationError(
@@ -227,7 +228,7 @@ def _check_callable(option: str, given: object, kind: type[wait_base | stop_base
 def _finite(wait: float) -> float:
     """Return a wait in seconds, 0 if it is negative.
 
-    Refuses NaN, which would be no wait, and infinity, which is for the stop object to decide.
+    NaN is refused because it would be no wait, and infinity because only the stop object may end the attempts.
     """
     seconds = float(wait)
     if not isfinite(seconds):
@@ -236,16 +237,16 @@ def _finite(wait: float) -> float:
 
 
 def is_permanent(error: ReliableMQError) -> bool:
-    """Whether trying the same again cannot help."""
+    """Return whether another attempt of the same cannot help."""
     if isinstance(error, BrokerUnavailable):
         return error.permanent
     return isinstance(error, (TopologyMismatch, ConfigurationError, UsageError))
 
 
 class _HalfJitter(wait_exponential):
-    """A random part, between a half and all, of an exponential wait.
+    """A random part, between half and all, of an exponential wait.
 
-    Many clients of a broker do not come back as one.
+    It keeps the many clients of a broker from reconnecting at the same moment.
     """
 
     def __init__(self, random: Random) -> None:
@@ -258,7 +259,7 @@ class _HalfJitter(wait_exponential):
 
 
 class _Budget:
-    """A token bucket: `burst` at once, `refill` per second in the long run."""
+    """A token bucket with `burst` tokens at once and `refill` tokens per second."""
 
     def __init__(self, burst: int, refill: float) -> None:
         self._burst = float(burst)
@@ -267,7 +268,7 @@ class _Budget:
         self._seen = 0.0
 
     def take(self, now: float) -> float:
-        """Take a token; return the seconds until there is one, 0 if there is."""
+        """Take a token. Return the seconds until it is available, 0 if it is now."""
         self._tokens = min(self._burst, self._tokens + max(0.0, now - self._seen) * self._refill)
         self._seen = now
         self._tokens -= 1.0

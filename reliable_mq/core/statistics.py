@@ -1,11 +1,11 @@
 """Counts and states of publishers, consumers and outboxes, with their metrics.
 
-``...Statistics`` are counts that their owner keeps while it works; they only grow. ``...Status`` is a reading at one
-moment. The metadata of a field (`MetricOfField`) is its documentation and declares its metric: a new metric is a field
-here and the line that counts.
+A ``...Statistics`` object holds counts that its owner keeps while it works. They only grow. A ``...Status`` object is a
+reading at one moment. The metadata of a field (`MetricOfField`) documents the field and declares its metric. A new
+metric needs a field here and the line that counts it.
 
-Invariant: plain numbers, written by the one thread or event loop that owns them and read by any other (a scrape, a
-progress bar). Each is whole at any moment; two of them may be a few messages apart.
+Invariant: the values are plain numbers. One thread or event loop owns and writes them. Any thread may read them, for
+example for a scrape or a progress bar. Each value is consistent, but two of them may be a few messages apart.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 
 
 class TracedObservation(NamedTuple):
-    """An observation of a `Histogram` within a span that is sampled."""
+    """An observation of a `Histogram` within a sampled span."""
 
     value: float
-    ids: Mapping[str, str]  # of the span
+    ids: Mapping[str, str]  # the ids of the span
     at: float  # seconds since 1970
 
 
 class Histogram:
-    """Observations counted by upper bound; cheap enough for one per message."""
+    """Observations counted by upper bound, cheap enough for one per message."""
 
     __slots__ = ("bounds", "counts", "exemplars", "total")
 
     def __init__(self, bounds: tuple[float, ...] = LATENCY_BUCKETS) -> None:
         self.bounds = bounds  # ascending; a value equal to a bound is counted under it
-        self.counts = [0] * (len(bounds) + 1)  # per bound, and one more for those above the last. Not cumulative
+        self.counts = [0] * (len(bounds) + 1)  # per bound, and for values above the last bound; not cumulative
         self.total = 0.0  # the sum of all observations
-        self.exemplars: dict[int, TracedObservation] = {}  # the latest traced one of a bucket, by its place in `counts`
+        self.exemplars: dict[int, TracedObservation] = {}  # the latest of each bucket, by its index in `counts`
 
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
     def observe_all(self, values: list[float]) -> None:
-        """Count many at once, at least one. Mostly they share a bucket."""
+        """Count one or more observations, which usually share a bucket."""
         if len(values) == 1:
             self.observe(values[0])
             return
@@ -83,7 +83,7 @@ class Histogram:
                 self.exemplars[bucket] = exemplar
 
     def exemplify(self, value: float, ids: Mapping[str, str], at: float) -> None:
-        """Note the trace of an observation, which is counted elsewhere."""
+        """Record the trace of an observation that is counted elsewhere."""
         self.exemplars[bisect_left(self.bounds, value)] = TracedObservation(value, ids, at)
 
 
@@ -94,14 +94,14 @@ class MetricOfField(NamedTuple):
     """The metric that shows a field."""
 
     kind: Literal["counter", "gauge", "histogram"]
-    documentation: str  # its help text, and the documentation of the field
-    name: str = ""  # without the prefix of its owner; empty if it is the name of the field
-    label: tuple[str, str] | tuple[()] = ()  # name and value of a further label, by which several fields share a metric
-    merged: Merged = "sum"  # how readings of several owners with the same labels become one
+    documentation: str  # the help text of the metric and the documentation of the field
+    name: str = ""  # the name without the prefix of the owner; empty for the name of the field
+    label: tuple[str, str] | tuple[()] = ()  # name and value of an extra label, if several fields share a metric
+    merged: Merged = "sum"  # how readings of several owners with the same labels are merged
 
     @classmethod
     def of(cls, metadata: Mapping[Any, Any]) -> MetricOfField | None:
-        """Return the metric in the metadata of a field; None if it is not shown."""
+        """Return the metric in the metadata of a field, or None without one."""
         metric = metadata.get(cls)
         return metric if isinstance(metric, cls) else None
 
@@ -119,7 +119,7 @@ def _counter(documentation: str, name: str = "", label: tuple[str, str] | tuple[
 
 
 def _count(documentation: str, name: str = "", label: tuple[str, str] | tuple[()] = ()) -> Any:
-    """A field that counts from 0, with its metric."""
+    """Return a field that counts from 0, with its metric."""
     return field(default=0, metadata=_counter(documentation, name, label))
 
 
@@ -156,13 +156,13 @@ class PublisherStatistics:
     )
 
     def settled(self, outcome: str) -> None:
-        """Count a settled publish; the outcome is the name of a field."""
+        """Count a settled publish. The outcome is the name of a field."""
         setattr(self, outcome, getattr(self, outcome) + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublisherStatus:
-    """State of a publisher; `event_loop_stalled_seconds` is None for the sync API."""
+    """State of a publisher. `event_loop_stalled_seconds` is None for the sync API."""
 
     outstanding: int = field(metadata=_gauge("Messages submitted and not settled."))
     oldest_age: float = field(
@@ -211,7 +211,7 @@ class ConsumerStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumerStatus:
-    """State of a consumer; `event_loop_stalled_seconds` is None for the sync API."""
+    """State of a consumer. `event_loop_stalled_seconds` is None for the sync API."""
 
     unacked: int = field(metadata=_gauge("Deliveries received and not acked: waiting, in a handler or held."))
     connected: bool = field(metadata=_gauge("1 while subscribed.", merged="lowest"))
@@ -242,7 +242,7 @@ class OutboxStatistics:
     interruptions: int = _count(_FAILURES, "failures", ("what", "relay"))
 
 
-# Publishers of one name may share an outbox: their readings of it must not be added up.
+# Publishers with the same name may share an outbox, so their readings must not be added up.
 @dataclass(frozen=True, slots=True)
 class OutboxStatus:
     """Content of an outbox. `oldest_age` is in seconds, by the wall clock."""
@@ -272,7 +272,7 @@ class OutboxStatus:
     )
 
     def after(self, elapsed: float) -> OutboxStatus:
-        """Return the status `elapsed` seconds later: rows that wait have grown older."""
+        """Return the status `elapsed` seconds later, when waiting rows are older."""
         return replace(self, oldest_age=self.oldest_age + elapsed) if self.rows else self
 
 
@@ -283,10 +283,10 @@ class QueueDepthStatistics:
     failures: int = _count("Measurements that the broker did not answer, or refused.", "depth_failures")
 
 
-# Several processes of a registry may measure one queue: their readings of it must not be added up.
+# Several processes of a registry may measure one queue, so their readings must not be added up.
 @dataclass(frozen=True, slots=True)
 class QueueStatus:
-    """Depth of a queue, as the broker reported it last."""
+    """Depth of a queue, as last reported by the broker."""
 
     messages: int = field(metadata=_gauge("Messages that are ready for delivery.", merged="highest"))
     consumers: int = field(metadata=_gauge("Consumers that are subscribed to the queue.", merged="highest"))

@@ -1,13 +1,16 @@
-"""When the token of an open connection is renewed: ``connection.update-secret``.
+"""The schedule for renewing the token of an open connection.
 
-RabbitMQ closes a connection whose token has expired, or refuses its methods. So the next one is read from the
-callback after a part of the lifetime, and sent on the open connection. After a failure it is read again, until the
-token has expired and beyond: the broker decides when that costs the connection. A connection that is lost takes a new
-token at the next connect.
+RabbitMQ closes a connection whose token has expired, or refuses its methods. So the next token is read from the
+callback after a part of the lifetime and sent on the open connection (``connection.update-secret``). After a failure it
+is read again, even beyond the expiry of the current token: the broker decides when an expired token costs the
+connection. A connection that is lost takes a new token at the next connect.
 
-Invariants: at most one call of the callback, or one update, is under way; nothing is due without a connection, or for a
-token that does not expire; on an open connection, the callback is called once in a second at most; a failure is
-followed by another try, sooner as the end comes nearer.
+Invariants:
+
+- At most one call of the callback, or one update, is in progress.
+- Nothing is due without a connection, or for a token that does not expire.
+- On an open connection, the callback is called at most once a second.
+- Every failure is followed by another attempt. The interval shrinks as the expiry comes nearer.
 """
 
 from __future__ import annotations
@@ -20,10 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = ["TRANSITIONS", "RenewalState", "TokenRenewal"]
 
-RENEW_AFTER: Final = 0.6  # of the lifetime
-RENEW_AT_LEAST: Final = 1.0  # seconds from one token to the next, or a tiny lifetime would keep the callback busy
-RETRY_AT_LEAST: Final = 1.0  # seconds from one failure to the next try
-_RETRY_PART: Final = 1 / 3  # of the time that is left
+RENEW_AFTER: Final = 0.6  # the part of the lifetime after which the next token is read
+RENEW_AT_LEAST: Final = 1.0  # seconds between tokens, or a tiny lifetime would keep the callback busy
+RETRY_AT_LEAST: Final = 1.0  # seconds from a failure to the next attempt
+_RETRY_PART: Final = 1 / 3  # the part of the remaining time after which a failed attempt is repeated
 
 
 class RenewalState(enum.Enum):
@@ -49,21 +52,24 @@ del _S
 
 
 class TokenRenewal:
-    """The plan for one connection. Not thread-safe; ``now`` is a monotonic clock."""
+    """The plan for one connection. Not thread-safe. ``now`` is a monotonic clock."""
 
     def __init__(self) -> None:
         self.state = RenewalState.NONE
-        self.due_at: float | None = None  # when the next token is to be read, if that is planned
+        self.due_at: float | None = None  # when to read the next token, if a read is planned
         self._expires_at = 0.0
-        self._next: tuple[float, float] | None = None  # when the token that was sent was read, and its lifetime
+        self._next: tuple[float, float] | None = None  # the time at which the sent token was read, and its lifetime
 
     def connected(self, read_at: float, lifetime: float | None) -> None:
-        """Plan for a connection whose token was read at a time; None does not expire."""
+        """Plan the renewal of a token that was read at ``read_at``.
+
+        A token whose lifetime is None does not expire.
+        """
         if lifetime is not None:
             self._plan(read_at, lifetime)
 
     def begin(self, now: float) -> bool:
-        """Return whether to call the callback now; then `read` or `failed` follows."""
+        """Return whether to call the callback now and report `read` or `failed`."""
         if self.due_at is None or now < self.due_at:
             return False
         self.state, self.due_at = RenewalState.READING, None
@@ -78,20 +84,20 @@ class TokenRenewal:
         self.due_at = now + max(RETRY_AT_LEAST, (self._expires_at - now) * _RETRY_PART)
 
     def accepted(self) -> None:
-        """Note that the broker took the token that was sent."""
+        """Record that the broker accepted the sent token, and plan the next."""
         if self._next is None:
             self.state = RenewalState.NONE
         else:
             self._plan(*self._next)
 
     def lost(self) -> bool:
-        """Forget the connection; return whether the broker had a token to answer to."""
+        """Forget the connection. Return whether a sent token was unanswered."""
         unanswered = self.state is RenewalState.SENT
         self.state, self.due_at, self._next = RenewalState.NONE, None, None
         return unanswered
 
     def seconds_left(self, now: float) -> float:
-        """Return the seconds until the token expires; negative once it has."""
+        """Return the seconds until the token expires, negative after that."""
         return self._expires_at - now
 
     def _plan(self, read_at: float, lifetime: float) -> None:

@@ -1,4 +1,4 @@
-"""Work with dead letters: browse, count, replay, purge, export and import them.
+"""Tools for dead letters: browse, count, replay, purge, export and import them.
 
 ::
 
@@ -6,8 +6,8 @@
         print(dead.statistics().by_cause)
         report = dead.replay(Filter(exception="*Timeout*", older_than=3600), rate=100)
 
-It works on every queue that allows ``basic.get``, whether this package or RabbitMQ itself has dead-lettered into it.
-``reliable-mq dlq`` does the same from a shell.
+They work on every queue that allows ``basic.get``, whether this package or RabbitMQ itself dead-lettered the messages.
+``reliable-mq dlq`` offers the same operations in a shell.
 """
 
 from __future__ import annotations

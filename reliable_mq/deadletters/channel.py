@@ -1,20 +1,20 @@
-"""Take messages out of a queue in batches; requeue the unacked ones in order.
+"""Take messages from a queue in batches, and requeue the unacked ones in order.
 
-The first message of a batch comes by ``basic.get``, which answers at once if the queue is empty and returns the number
-of messages; the others by a consumer whose prefetch is exactly the rest of the batch, cancelled when they are there. A
-consumer alone cannot detect an empty queue; gets alone are too slow: a quorum queue goes through all unacked gets at
-each further one, so that n messages cost n². If a consumer could do harm (an auto-delete queue is deleted with its last
-consumer), all messages come by ``basic.get``.
+The first message of a batch is taken by ``basic.get``, which replies at once if the queue is empty and also returns the
+number of messages. The others are taken by a consumer whose prefetch is exactly the rest of the batch, and which is
+cancelled after they arrived. A consumer alone cannot detect an empty queue. Gets alone are too slow: for each get, a
+quorum queue traverses all unacked gets, so n messages cost n². If a consumer could do harm (an auto-delete queue is
+deleted with its last consumer), all messages are taken by ``basic.get``.
 
 Invariants:
 
-- A delivery is acked on the channel that it came on, or not at all.
-- When the channel or the process is lost, RabbitMQ requeues everything that was not acked.
+- A delivery is acked on its own channel or not at all.
+- When the channel or the process is lost, RabbitMQ requeues all unacked messages.
 - A channel is closed with unacked deliveries only on a classic queue, which has seen the acks by then.
-- When `finish` returns, the queue has seen every ack, and has the other messages back, in their places. (RabbitMQ
-  answers for a queue before the queue itself has seen the acks. If the channel is closed before that, a quorum queue
-  loses acks, and puts requeued messages elsewhere.)
-- Every delivery is in a batch, or in the next one.
+- When `finish` returns, the queue has seen every ack, and has the other messages back in their places. (RabbitMQ
+  replies for a queue before the queue itself has seen the acks. If the channel were closed before that, a quorum queue
+  would lose acks and put requeued messages elsewhere.)
+- Every delivery is in a batch or in the next one.
 """
 
 from __future__ import annotations
@@ -40,36 +40,37 @@ from reliable_mq.sync.admin_channel import AdminChannel
 
 __all__ = ["GetChannel"]
 
-_BATCH_BYTES = 32 * 1024 * 1024  # of bodies that are as large as the first: 200 of 16 MiB would take 3 GB
-_ANSWER = 60.0  # seconds for the answers to one batch of requests
-_PATIENCE = 60.0  # seconds for which a connection that was lost is tried again
-# A queue keeps the order of messages that one consumer requeues with one nack, however many; and of messages that were
-# got, up to 32 for each nack: beyond that, Erlang's maps have no order. The nack of one consumer is one command to a
-# quorum queue. While more than 32 commands are on their way to it, further ones are merged, and their order is lost.
+_BATCH_BYTES = 32 * 1024 * 1024  # if all bodies are as large as the first; 200 of 16 MiB would take 3 GB
+_ANSWER = 60.0  # seconds for the replies to one batch of requests
+_PATIENCE = 60.0  # seconds for reconnecting after a connection was lost
+# A queue keeps the order of any number of messages that one consumer requeues with one nack. Of messages taken by
+# basic.get, it keeps the order of up to 32 per nack, because larger Erlang maps have no order. The nack of one consumer
+# is one command to a quorum queue. While more than 32 commands are on their way to the queue, further ones are merged,
+# and their order is lost.
 _NACKED_GETS = 32
 _COMMANDS = 16
-_SEEN = 2.0  # seconds in which a queue has seen the acks
+_SEEN = 2.0  # seconds within which a queue sees the acks
 _POLL_EVERY = 0.002  # seconds between two counts while the queue takes requeued messages
-_QUIET = 5.0  # seconds without an expected delivery, after which a basic.get shows whether there is any
-_REPORTED = 1.0  # seconds within which the I/O thread reports a loss that has ended a step
+_QUIET = 5.0  # seconds without an expected delivery, after which a basic.get shows whether any message is left
+_REPORTED = 1.0  # seconds within which the I/O thread reports a loss that ended a step
 _REFUSALS = frozenset({403, 404, 405, 540})  # may not read; no such queue; exclusive or single-active; a stream
 _MISMATCH = 406
-# To a declaration that contradicts the queue, RabbitMQ answers with the first contradiction: durable, then auto_delete,
-# then arguments. No queue has this argument by chance, so that nothing is ever declared; if the queue has just been
-# deleted, the one made in its place expires at once.
+# RabbitMQ refuses a declaration that contradicts the queue, and names the first contradiction: durable, then
+# auto_delete, then arguments. No queue has this argument by chance, so nothing is ever declared. If the queue has just
+# been deleted, the queue that is made in its place expires at once.
 _CONTRADICTION = {"x-expires": 1000}
-# Only classic queues compare this argument. No queue has this value, which is refused for a new one too. A classic
-# queue goes through all that it has back already at each further nack, so that n pages cost n²; but it requeues
-# everything that a closed channel had in one pass, in order. (A quorum queue may count that as failed deliveries.)
+# Only classic queues compare this argument. No queue has this value, which RabbitMQ also refuses for a new queue. For
+# each nack, a classic queue traverses all messages that were requeued before, so n nacks cost n². But it requeues all
+# messages of a closed channel in one pass, in order. (A quorum queue may count that as failed deliveries.)
 _ONLY_CLASSIC = {"x-max-priority": -1}
 _CONTRADICTS = "PRECONDITION_FAILED - inequivalent arg {!r} for queue "
 
 
 class GetChannel(AdminChannel):
-    """A channel on a queue of dead letters. One thread at a time may use it.
+    """A channel for a queue of dead letters. Only one thread at a time may use it.
 
     Attributes:
-        left: messages in the queue when the first one of the latest batch was taken, that one included.
+        left: The number of messages in the queue when the first message of the latest batch was taken, including it.
     """
 
     def __init__(self, settings: ConnectionSettings, queue: str, *, name: str) -> None:
@@ -78,24 +79,29 @@ class GetChannel(AdminChannel):
         self._virtual_host = settings.virtual_host
         self._source = ChannelGeneration(0, 0, queue)
         self._by_consumers = False
-        self._closing: Step | None = None  # refused, which closes the channel; None unless the queue is classic
+        self._closing: Step | None = None  # a step whose refusal closes the channel; None unless the queue is classic
         self._consumers = count(1)
-        self._prefetch = 0  # of the next consumer on this channel
+        self._prefetch = 0  # the prefetch of the next consumer on this channel
         self._arrived: list[Delivery] = []
         self._outstanding = 0
         self._unacked = array("Q")  # the tags of unacked deliveries
-        self._ends = array("Q")  # the last tag of each group that is requeued in one go
+        self._ends = array("Q")  # the last tag of each group that is requeued by one nack
         self.left = 0
         self._loss: ConnectionLoss | None = None
-        self._gone = False  # the deliveries were lost with their channel, and no caller knows yet
+        self._gone = False  # deliveries were lost with their channel, and no caller has got an error for that yet
 
     @property
     def source(self) -> ChannelGeneration:
-        """The present channel; another one after every loss."""
+        """The current channel, which is another one after every loss."""
         return self._source
 
     def count(self) -> QueueState:
-        """Return the ready messages and the consumers, or raise TopologyMismatch."""
+        """Return the numbers of ready messages and consumers.
+
+        Raises:
+            TopologyMismatch: If the queue does not exist.
+            BrokerUnavailable: If RabbitMQ refuses for another reason, or does not respond.
+        """
         step = CheckQueue(self._queue)
         try:
             state = self.perform(step)
@@ -106,13 +112,13 @@ class GetChannel(AdminChannel):
         return state
 
     def use_consumers(self) -> bool:
-        """Take by consumers from now on, if that is harmless; return whether it is.
+        """Take messages by consumers from now on, if harmless; return whether it is.
 
-        It is harmless if the queue is certainly not auto-delete. A client learns that from a declaration that RabbitMQ
-        refuses, which needs the permission to configure the queue.
+        It is harmless if the queue is certainly not auto-delete. A client detects this by a declaration that RabbitMQ
+        refuses, which requires the permission to configure the queue.
 
         Raises:
-            BrokerUnavailable: the connection is lost.
+            BrokerUnavailable: If the connection is lost.
         """
         for durable in (True, False):
             step = DeclareQueue(self._queue, durable=durable, auto_delete=True, arguments=_CONTRADICTION)
@@ -130,7 +136,7 @@ class GetChannel(AdminChannel):
         return self._by_consumers
 
     def _detect_classic(self, *, durable: bool) -> None:
-        """Find out whether the queue is certainly a classic one."""
+        """Detect whether the queue is certainly a classic queue."""
         step = DeclareQueue(self._queue, durable=durable, arguments=_ONLY_CLASSIC)
         try:
             self.perform(step)
@@ -139,15 +145,15 @@ class GetChannel(AdminChannel):
                 self._closing = step
 
     def take(self, most: int) -> list[Delivery]:
-        """Take up to ``most`` messages, fewer if they are large; set `left`.
+        """Take up to ``most`` messages, or fewer if they are large, and set `left`.
 
         Returns:
-            None at all only if the queue is empty.
+            The messages. The list is empty only if the queue is empty.
 
         Raises:
-            StaleDelivery: the channel was lost; its unacked deliveries are back in the queue.
-            ConsumeError: RabbitMQ does not deliver from this queue.
-            BrokerUnavailable: the broker does not respond.
+            StaleDelivery: If the channel was lost. Its unacked deliveries are back in the queue.
+            ConsumeError: If RabbitMQ does not deliver from this queue.
+            BrokerUnavailable: If the broker does not respond.
         """
         self._wait_ready()
         with self._lock:
@@ -166,10 +172,10 @@ class GetChannel(AdminChannel):
         return taken
 
     def ack(self, deliveries: Iterable[Delivery]) -> None:
-        """Ack, and wait until the broker has read it.
+        """Ack deliveries, and wait until the broker has read the acks.
 
         Raises:
-            StaleDelivery: the channel was lost; some of them may be delivered again.
+            StaleDelivery: If the channel was lost. Some of the deliveries may be redelivered.
         """
         source = self._source
         given = [delivery for delivery in deliveries if delivery.source is source]
@@ -178,13 +184,13 @@ class GetChannel(AdminChannel):
         self._remove_unacked({delivery.delivery_tag for delivery in given})
 
     def finish(self) -> None:
-        """Requeue everything that is not acked, in order; wait until the queue has it.
+        """Requeue all unacked messages in order, and wait until the queue has them.
 
-        If the channel is lost, RabbitMQ has done so already, in its own order.
+        If the channel is lost, RabbitMQ has already requeued them in its own order.
         """
         try:
-            self.take(1)  # the queue itself answers it, after the acks; it may have waited for another channel
-            source = self._source
+            self.take(1)  # the queue itself replies to this, after it has seen the acks
+            source = self._source  # read only now: take() may have waited for another channel
             ready = max(self.left - 1, 0)
             groups = self._groups()
             if self._closing is not None and len(groups) > 1:  # one nack costs less than a channel
@@ -203,21 +209,21 @@ class GetChannel(AdminChannel):
             self._unacked, self._ends = array("Q"), array("Q")
 
     def _requeue_by_closing(self, source: ChannelGeneration, closing: Step, ready: int) -> None:
-        """Requeue everything at once: have RabbitMQ close the channel."""
+        """Requeue all unacked messages at once by making RabbitMQ close the channel."""
         with self._lock:
             self._check(source)
             ready += len(self._unacked)
-            self._unacked, self._ends = array("Q"), array("Q")  # their loss is meant
+            self._unacked, self._ends = array("Q"), array("Q")  # so that their intended loss is not reported
         with suppress(StepRefused):
             self.perform(closing)
         self._wait_for(ready)
 
     def _fitting(self) -> int:
-        """Return how many messages of the size of the first one a batch holds."""
+        """Return the number of messages per batch if all are as large as the first."""
         return max(_BATCH_BYTES // max(sum(len(delivery.body) for delivery in self._arrived), 1), 1)
 
     def _get(self, source: ChannelGeneration, most: int) -> bool:
-        """Send gets, and wait for the replies; return whether there were any messages."""
+        """Send gets and wait for the replies; return whether any message arrived."""
         with self._lock:
             before = len(self._arrived)
             self._outstanding += most
@@ -229,7 +235,7 @@ class GetChannel(AdminChannel):
             return len(self._arrived) > before
 
     def _consume(self, source: ChannelGeneration, wanted: int) -> None:
-        """Take so many by a consumer; fewer if another consumer gets them first."""
+        """Take messages by a consumer, or fewer if another consumer gets them first."""
         tag = f"dead-letters-{next(self._consumers)}"
         with self._lock:
             enough = len(self._arrived) + wanted
@@ -241,16 +247,16 @@ class GetChannel(AdminChannel):
             complete = self._wait_for_arrivals(source, enough)
         except BaseException:
             with suppress(StepRefused, BrokerUnavailable):
-                self.perform(Cancel(tag))  # or requeued messages would go to it
+                self.perform(Cancel(tag))  # otherwise, the consumer would get requeued messages
             raise
         self._perform(source, Cancel(tag))
         if not complete:
-            self._perform(source, CheckQueue(self._queue))  # answered after the deliveries that were on their way
+            self._perform(source, CheckQueue(self._queue))  # the reply follows deliveries that were on their way
             if missing := max(enough - len(self._arrived), 0):
                 self._get(source, missing)
 
     def _wait_for_arrivals(self, source: ChannelGeneration, enough: int) -> bool:
-        """Wait until there are enough; return False if no more come."""
+        """Wait until enough messages have arrived; return False if no more arrive."""
         seen, until = -1, 0.0
         with self._lock:
             while len(self._arrived) < enough:
@@ -264,7 +270,7 @@ class GetChannel(AdminChannel):
             return True
 
     def _perform(self, source: ChannelGeneration, step: Step) -> None:
-        """Carry out a step on this channel and on no other; raise a refusal or its loss."""
+        """Perform a step on this channel only; raise its refusal or the channel's loss."""
         try:
             self.perform(step)
         except StepRefused as refused:
@@ -276,13 +282,13 @@ class GetChannel(AdminChannel):
             if not self._is_lost(source):
                 return
         if isinstance(step, Consume):
-            # It may have gone to the next channel: no consumer must stay there.
+            # The step may have reached the next channel, where no consumer must remain.
             self._io.call_soon(self._io.reopen_channel)
         with self._lock:
             self._check(source)
 
     def _add_unacked(self, deliveries: list[Delivery]) -> None:
-        """Keep the tags for `finish`, with the groups to requeue: one for each consumer."""
+        """Store the tags for `finish`, and the groups to requeue, one for each consumer."""
         for delivery, following in pairwise([*deliveries, None]):
             if delivery is not None:
                 self._unacked.append(delivery.delivery_tag)
@@ -290,7 +296,7 @@ class GetChannel(AdminChannel):
                     self._ends.append(delivery.delivery_tag)
 
     def _groups(self) -> list[tuple[int, int]]:
-        """Return the groups to requeue: the last tag and the size of each."""
+        """Return the last tag and the size of each group to requeue."""
         held = self._unacked
         if not self._by_consumers:
             return [
@@ -301,16 +307,16 @@ class GetChannel(AdminChannel):
         return [(held[end - 1], end - start) for start, end in pairwise(places) if end > start]
 
     def _wait_for(self, ready: int) -> None:
-        """Wait until so many messages are ready; a while, if another consumer gets some."""
+        """Wait a limited time for so many ready messages; others may get some of them."""
         deadline = time.monotonic() + _SEEN
         while self.count().messages < ready and time.monotonic() < deadline:
             threading.Event().wait(_POLL_EVERY)
 
     def _send(self, source: ChannelGeneration, frames: bytes) -> None:
-        """Write frames on this channel and no other; wait until they are read."""
+        """Write frames on this channel only, and wait until the broker has read them."""
         self._io.call_soon(lambda: self._io.write(frames) if self._source is source else None)
         try:
-            self.count()  # the broker answers in order
+            self.count()  # the broker handles frames in order
         except BrokerUnavailable:
             self._check_soon(source)
             raise
@@ -318,13 +324,13 @@ class GetChannel(AdminChannel):
             self._check(source)
 
     def _check_soon(self, source: ChannelGeneration) -> None:
-        """Raise the loss of the channel, if that ended the last step."""
+        """Raise the loss of the channel if it ended the last step."""
         with self._lock:
             self._changed.wait_for(lambda: self._is_lost(source), _REPORTED)
             self._check(source)
 
     def _remove_unacked(self, acked: set[int]) -> None:
-        """Remove tags; mostly the latest ones."""
+        """Remove acked tags, which are mostly the latest ones."""
         kept = []
         while acked and self._unacked:
             tag = self._unacked.pop()

@@ -1,4 +1,4 @@
-"""Select dead letters, and count them by cause, by queue of origin and by age."""
+"""The selection of dead letters, and counts by cause, queue of origin and age."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _SECONDS: Final = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
 def age_in_seconds(text: str) -> float:
-    """Return the seconds of an age: ``90``, ``15m``, ``2h``, ``7d``, ``1w``.
+    """Return the seconds of an age such as ``90``, ``15m``, ``2h``, ``7d`` or ``1w``.
 
     Raises:
-        ConfigurationError: it is no such text.
+        ConfigurationError: If the text is not an age.
     """
     match = _AGE.fullmatch(text.strip().lower())
     if match is None:
@@ -59,21 +59,25 @@ class Filterable(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter:
-    """Conditions on dead letters, all of which must hold; without any, all match.
+    """Conditions on dead letters. All must hold; without any, every message matches.
 
     Args:
-        exception: the class of the last exception, with its module or without; ``*`` and ``?`` are wildcards, as in
-            ``"app.errors.*"``.
-        reason: text in the reason, upper and lower case alike.
-        queue: the queue that it was in before it died.
-        message_ids: one of these.
-        fingerprints: one of these, of `DeadMessage.fingerprint`; messages that are equal in every byte have one.
-        headers: names to values; a value that is no text is compared as Python shows it.
-        older_than: seconds or a timedelta since it died; one whose time of death is unknown does not match.
-        newer_than: seconds or a timedelta; dead for less than that.
+        exception: The class of the last exception, with or without its module. ``*`` and ``?`` are wildcards, for
+            example in ``"app.errors.*"``.
+        reason: A text that the reason contains. Case is ignored.
+        queue: The queue that the message was in before it died.
+        message_ids: The message ids to match.
+        fingerprints: The values of `DeadMessage.fingerprint` to match. Messages that are equal in every byte share a
+            fingerprint.
+        headers: The headers to match, as a mapping of names to values. A header that is not text is compared by its
+            ``str()``, a byte string as UTF-8, and a boolean as ``true`` or ``false``.
+        older_than: The minimum time since the message died, in seconds or as a timedelta. Messages with an unknown
+            time of death do not match.
+        newer_than: The maximum time since the message died, in seconds or as a timedelta. Messages with an unknown
+            time of death do not match.
 
     Raises:
-        ConfigurationError: a value is of the wrong kind; names the field.
+        ConfigurationError: If a value is invalid. The message names the field.
     """
 
     exception: str | None = None
@@ -102,11 +106,11 @@ class Filter:
 
     @property
     def everything(self) -> bool:
-        """Whether nothing was given."""
+        """Whether the filter has no conditions."""
         return self == Filter()
 
     def matches(self, message: Filterable, now: datetime) -> bool:
-        """Whether a dead letter matches; `now` is aware."""
+        """Return whether a dead letter matches; ``now`` must be an aware datetime."""
         return (
             self._is_exception(message.exception_type)
             and (self.reason is None or self.reason.casefold() in message.reason.casefold())
@@ -157,7 +161,7 @@ _AGES: Final = (
 _OLDER: Final = "older"
 _UNKNOWN: Final = "unknown"
 
-#: The classes of age, the youngest first.
+#: The age classes, the youngest first.
 AGES: Final = (*(name for name, _ in _AGES), _OLDER, _UNKNOWN)
 
 
@@ -165,12 +169,12 @@ class Statistics:
     """Counts of dead letters. Not thread-safe.
 
     Attributes:
-        messages: how many.
-        bytes: of their bodies.
-        by_cause: by the class of the exception or, where there is none, by the reason.
-        by_queue: by the queue they were in before; the empty name if unknown.
-        by_age: by the names of `AGES`.
-        oldest, newest: when the first and the last of them died, as far as known.
+        messages: The number of messages.
+        bytes: The total size of their bodies, in bytes.
+        by_cause: The number of messages by exception class or, without an exception, by reason.
+        by_queue: The number of messages by the queue that they were in before; an empty name if unknown.
+        by_age: The number of messages by the names in `AGES`.
+        oldest, newest: The earliest and the latest known time of death; None if unknown.
     """
 
     def __init__(self) -> None:
@@ -183,7 +187,7 @@ class Statistics:
         self.newest: datetime | None = None
 
     def add(self, message: DeadMessage, now: datetime) -> None:
-        """Count one; `now` is aware."""
+        """Count a dead letter; ``now`` must be an aware datetime."""
         self.messages += 1
         self.bytes += len(message.body)
         self.by_cause[message.cause] += 1

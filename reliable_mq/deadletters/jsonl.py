@@ -1,15 +1,15 @@
 """A message as one line of JSON, for ``consume --json`` and ``publish --json``.
 
-Keys: ``body`` (text) or ``body_base64``; ``exchange`` and ``routing_key``; the properties of `Message` by its names, as
-far as they are set (``timestamp`` as ISO 8601, ``expiration`` in seconds); ``redelivered``, which is written and not
-read. If JSON cannot carry the properties exactly (byte strings, timestamps or 32-bit floats in headers, names twice,
-broken properties), ``properties_base64`` holds them as they were on the wire, beside the readable ones.
+Keys: ``body`` (text) or ``body_base64``; ``exchange`` and ``routing_key``; the properties of `Message` that are set,
+under the same names (``timestamp`` as ISO 8601, ``expiration`` in seconds); ``redelivered``, which is written but not
+read. If JSON cannot carry the properties exactly (byte strings, timestamps or 32-bit floats in headers, duplicate
+names, broken properties), ``properties_base64`` also holds them as they were on the wire.
 
 Invariants:
 
 - A message that is written and read again has the same body and the same properties, byte for byte.
-- A line is understood completely or refused: an unknown key, a key that is there twice, a wrong type, and a property
-  that was changed beside a contradicting ``properties_base64`` are errors that name the key.
+- A line is understood completely or refused. An unknown key, a duplicate key, a wrong type, and a property that
+  contradicts ``properties_base64`` are errors that name the key.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _KEYS: Final = frozenset({_BODY, _BODY_BASE64, _RAW, "exchange", "routing_key", 
 
 
 class Line(NamedTuple):
-    """The content of a line: a message, its exchange and routing key if given."""
+    """The content of a line: a message, and its exchange and routing key if given."""
 
     message: Message
     exchange: str | None
@@ -45,7 +45,7 @@ class Line(NamedTuple):
 
 
 def write_line(delivery: Delivery | DeadMessage) -> bytes:
-    """Encode a delivery as a line, without the line end."""
+    """Encode a delivery as a line without the line end."""
     line: dict[str, object] = _written_body(delivery.body)
     line |= {"exchange": delivery.exchange, "routing_key": delivery.routing_key, "redelivered": delivery.redelivered}
     shown = _shown_properties(delivery.properties)
@@ -56,10 +56,10 @@ def write_line(delivery: Delivery | DeadMessage) -> bytes:
 
 
 def read_line(text: bytes) -> Line:
-    """Read a line.
+    """Decode a line.
 
     Raises:
-        ConfigurationError: it is no message; the text names the wrong key.
+        ConfigurationError: If the line is not a message. The error names a wrong key.
     """
     try:
         line = json.loads(text, object_pairs_hook=unique_keys)
@@ -92,7 +92,7 @@ def _written_body(body: bytes) -> dict[str, object]:
 
 
 def _shown_properties(raw: bytes) -> dict[str, object]:
-    """Return the readable properties, by the names of `Message`; none if broken."""
+    """Return the readable properties by the names of `Message`; empty if broken."""
     view = Properties(raw)
     try:
         values: dict[str, Any] = {
@@ -112,7 +112,7 @@ def _shown_properties(raw: bytes) -> dict[str, object]:
 
 
 def _shown(value: object) -> object:
-    """The nearest that JSON has."""
+    """Return the nearest value that JSON can carry."""
     match value:
         case None | bool() | int() | str():
             return value
@@ -131,9 +131,9 @@ def _shown(value: object) -> object:
 
 
 def _carries(shown: Mapping[str, object], raw: bytes) -> bool:
-    """Whether the readable properties are complete: reading them gives the same bytes."""
+    """Return whether reading the shown properties results in the same bytes."""
     if "message_id" not in shown or "persistent" not in shown:
-        return False  # reading would make an id, and a persistent message
+        return False  # reading would add an id or make the message persistent
     try:
         return encode_properties(_message(b"", dict(shown))) == raw
     except ConfigurationError:
@@ -141,7 +141,7 @@ def _carries(shown: Mapping[str, object], raw: bytes) -> bool:
 
 
 def _dumps(line: Mapping[str, object]) -> bytes:
-    # Bytes that are no UTF-8 were read as lone surrogates, of which this makes JSON's escapes.
+    # Bytes that are not UTF-8 were read as lone surrogates, which this turns into JSON escapes.
     return json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
 
 
@@ -179,7 +179,7 @@ def _message(body: bytes, properties: dict[str, Any]) -> Message:
 
 
 def _exact(body: bytes, raw: bytes, properties: Mapping[str, object]) -> Message:
-    """Return the message with exactly these properties; the shown ones must agree."""
+    """Return the message with exactly these raw properties; the others must match."""
     try:
         message = Message.from_wire(body, raw)
     except ConfigurationError as error:

@@ -1,16 +1,16 @@
-"""A dead letter: content, origin, cause of death; and the message to replay.
+"""A dead letter: content, origin and cause of death, and the message to replay.
 
-Origin and cause come from this package's headers or, of a message that others dead-lettered, from RabbitMQ's
-``x-death`` and ``x-first-death-*``. The latter are shown to a user and used as the target of a replay; nothing is
-counted by them.
+Origin and cause come from this package's headers or, if the message was dead-lettered by others, from RabbitMQ's
+``x-death`` and ``x-first-death-*``. RabbitMQ's headers are shown to a user and used as the target of a replay, but
+nothing is counted by them.
 
 Invariants:
 
-- Reading never raises, whatever the headers hold.
-- Headers of this package in a format newer than is known here are not read at all.
+- Reading never raises an error, whatever the headers contain.
+- Headers of this package in a newer format than this version knows are not read at all.
 - A replayed message has the body and every header and property of the original byte for byte, without the headers
-  about failures, and with the properties that RabbitMQ would act on again (``CC``, ``BCC``, ``user_id``,
-  ``expiration``) in headers of this package.
+  about failures. The headers and properties that RabbitMQ would act on again (``CC``, ``BCC``, ``user_id``,
+  ``expiration``) are moved to headers of this package.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _NOTHING: Final[Mapping[str, object]] = {}
 
 
 class Origin(NamedTuple):
-    """Where a dead letter was before it died.
+    """The place of a dead letter before it died.
 
     Attributes:
-        queue: that it was consumed from, or expired in; empty if it was in none.
-        exchange, routing_key: of its publish; None if unknown.
+        queue: The queue that the message was consumed from or expired in; empty if it was in no queue.
+        exchange, routing_key: The exchange and routing key of its publish; None if unknown.
     """
 
     queue: str
@@ -50,23 +50,23 @@ class DeadMessage:
     """One dead letter. Immutable.
 
     Attributes:
-        position: its place in the queue, from 1.
-        body: its bytes.
-        properties: encoded, without RabbitMQ's counts of deliveries.
-        exchange, routing_key: with which it came into the dead-letter queue.
-        redelivered: whether it was delivered before: it was browsed, or a replay was interrupted.
-        delivery_count: how often it was returned to the dead-letter queue, as RabbitMQ counts; 0 if it does not.
-        headers: as far as they can be read.
-        message_id: None if it has none, or it cannot be read.
-        origin: where it was before; None if unknown.
-        reason: why it was dead-lettered: a sentence of this package, or RabbitMQ's word; empty if unknown.
-        exception_type, exception_message: the exception of the last attempt; empty if unknown.
-        attempts: how many were made; None if unknown.
-        first_failure, last_failure: when an attempt first and last failed; None if unknown.
-        died_at: when it was dead-lettered, as far as is known.
-        consumer: which consumer moved it; empty if unknown.
-        package_version: of this package that moved it; empty if another program did.
-        unreadable: why it can neither be understood nor replayed; empty if it can.
+        position: The message's position in the queue, from 1.
+        body: The body.
+        properties: The encoded properties, without RabbitMQ's counts of deliveries.
+        exchange, routing_key: The exchange and routing key by which the message arrived in the dead-letter queue.
+        redelivered: Whether the message was delivered before, because it was browsed or a replay was interrupted.
+        delivery_count: The number of returns to the dead-letter queue that RabbitMQ counted; 0 if it does not count.
+        headers: The headers that can be read.
+        message_id: The message id; None if the message has none or it cannot be read.
+        origin: The message's place before it died; None if unknown.
+        reason: The reason for dead-lettering: a sentence of this package or RabbitMQ's word; empty if unknown.
+        exception_type, exception_message: The exception of the last attempt; empty if unknown.
+        attempts: The number of attempts; None if unknown.
+        first_failure, last_failure: The times of the first and the last failed attempt; None if unknown.
+        died_at: The time of dead-lettering; None if unknown.
+        consumer: The consumer that moved the message; empty if unknown.
+        package_version: The version of this package that moved the message; empty if another program did.
+        unreadable: The reason why the message can neither be understood nor replayed; empty if it can.
     """
 
     __slots__ = (
@@ -123,14 +123,14 @@ class DeadMessage:
 
     @property
     def cause(self) -> str:
-        """The cause of death in a word or two: the exception class, or else the reason."""
+        """The cause of death in short: the exception class, or else the reason."""
         return self.exception_type or self.reason or "unknown"
 
     @property
     def fingerprint(self) -> str:
         """A digest of properties and body, the same at every delivery.
 
-        It has 32 hexadecimal digits. Messages that are equal in every byte have the same.
+        It has 32 hexadecimal digits. Messages that are equal in every byte have the same fingerprint.
         """
         digest = hashlib.sha256(self.properties)
         digest.update(len(self.properties).to_bytes(8))
@@ -144,7 +144,7 @@ class DeadMessage:
 
     @property
     def trace_id(self) -> str:
-        """The id of its trace: that of the message, or of its last attempt; empty if none."""
+        """The trace id of the message or else of its last attempt; empty if none."""
         for name in ("traceparent", headers.TRACE_CONTEXT):
             ids = headers.trace_ids(_text(self.headers.get(name)))
             if ids is not None:
@@ -155,10 +155,10 @@ class DeadMessage:
         """Return the message that a replay publishes: the original without its failures.
 
         Args:
-            body: another body than that of the original.
+            body: A body that replaces the original's; None keeps it.
 
         Raises:
-            ConfigurationError: its properties are broken.
+            ConfigurationError: If the properties are broken.
         """
         return Message.from_wire(self.body if body is None else body, _reset(self.properties, self.headers))
 
@@ -186,11 +186,11 @@ def _reset(properties: bytes, table: Mapping[str, object]) -> bytes:
             properties, set_headers=ours, drop_headers=[*dropped, "CC", "BCC"], clear=("user_id", "expiration")
         )
     except CodecError:
-        return properties  # which the publisher refuses, with a reason
+        return properties  # the publisher refuses them with a reason
 
 
 def _counts(name: str) -> bool:
-    """Whether a header counts or describes failures."""
+    """Return whether a header counts or describes failures."""
     if name.startswith(headers.PREFIX):
         return not name.startswith(_KEPT)
     return name in BROKER_COUNTS or name.startswith(_DEATHS)
@@ -200,7 +200,7 @@ def _counts(name: str) -> bool:
 
 
 def _headers_of(view: Properties) -> Mapping[str, object]:
-    """Read the headers; if some are broken, those about deaths."""
+    """Return all headers or, if some are broken, the headers about deaths."""
     try:
         return view.headers
     except CodecError:
@@ -271,7 +271,7 @@ def _last_death(table: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _first_death(table: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the entry of the first death, if it is named; else the oldest."""
+    """Return the entry of the first death if it is named, else the oldest entry."""
     deaths = _deaths(table)
     queue, reason = table.get("x-first-death-queue"), table.get("x-first-death-reason")
     named = [death for death in deaths if (death.get("queue"), death.get("reason")) == (queue, reason)]

@@ -2,9 +2,9 @@
 
 Invariants:
 
-- An operation that only reads requeues everything at its end, in the order of delivery.
-- One operation at a time uses the connection.
-- No message is taken out of the queue before it is confirmed elsewhere, or was to be purged.
+- An operation that only reads requeues all messages at its end, in the order of delivery.
+- Only one operation at a time uses the connection.
+- No message is removed from the queue before it is confirmed elsewhere, except by a purge.
 """
 
 from __future__ import annotations
@@ -47,33 +47,33 @@ logger = logging.getLogger(__name__)
 _NAME: Final = "dead letters"
 _PUBLISH_TIMEOUT: Final = 60.0  # seconds
 _EVERYTHING: Final = Filter()
-_REFUSED_AT: Final = 16  # deliveries of a message, if the limit may be RabbitMQ's default of 20
+_REFUSED_AT: Final = 16  # deliveries of a message if the limit may be RabbitMQ's default of 20
 _IMPORTED_AT_A_TIME: Final = 1000
-_NOT_COUNTED: Final = (4, 3)  # the version from which on a return is not counted as a failed delivery
+_NOT_COUNTED: Final = (4, 3)  # the first version that does not count a return as a failed delivery
 _OTHER_LIMIT: Final = "PRECONDITION_FAILED - inequivalent arg 'x-delivery-limit' for queue "
-_MANY: Final = 10_000  # messages, from which on basic.get is too slow
+_MANY: Final = 10_000  # the number of messages above which basic.get is too slow
 
 
 class DeadLetterQueue:
     """The messages of a dead-letter queue. A context manager: entering connects.
 
-    One operation at a time; from any thread, but not from several at once. `browse`, `statistics` and `export` leave
-    the queue as it was: the same messages, and if all of them were read, in the same order. (A quorum queue puts
-    requeued messages behind the others: reading some of them, with a limit, moves these.) RabbitMQ counts the
-    deliveries: the messages are redelivered from then on, and on a quorum queue of RabbitMQ 4.0 to 4.2 each operation
-    counts against its delivery limit, if it has one (the queues that this package declares have none). During an
-    operation, no consumer gets these messages.
+    Only one operation may run at a time, on any thread. `browse`, `statistics` and `export` leave the same messages in
+    the queue, in the same order if all of them were read. (A quorum queue puts requeued messages behind the others, so
+    reading only some of them, with a limit, moves them.) RabbitMQ counts the deliveries: the messages are redelivered
+    from then on. On a quorum queue of RabbitMQ 4.0 to 4.2, each operation counts against the delivery limit, if the
+    queue has one (the queues that this package declares have none). During an operation, no consumer gets the messages.
 
     Args:
-        url: as for ``Publisher``.
-        queue: its name, or that of a ``Queue``, whose dead letters are meant: ``orders`` means ``orders.dead``.
-        credentials: as for ``Publisher``.
-        tls: as for ``Publisher``.
-        heartbeat: seconds.
-        connect_timeout: seconds for one attempt on one host.
+        url: The broker's URL or URLs, as for ``Publisher``.
+        queue: The name of the dead-letter queue, or the ``Queue`` whose dead letters are used, for example the
+            ``Queue`` ``orders`` for ``orders.dead``.
+        credentials: The credentials, as for ``Publisher``.
+        tls: The TLS options, as for ``Publisher``.
+        heartbeat: The heartbeat interval in seconds.
+        connect_timeout: The timeout of one attempt on one host, in seconds.
 
     Raises:
-        ConfigurationError: an argument is wrong; the message names it.
+        ConfigurationError: If an argument is invalid. The message names it.
     """
 
     def __init__(
@@ -122,8 +122,8 @@ class DeadLetterQueue:
         """Connect.
 
         Raises:
-            BrokerUnavailable: no host could be reached, or none accepted the login.
-            TopologyMismatch: there is no such queue.
+            BrokerUnavailable: If no host could be reached, or none accepted the login.
+            TopologyMismatch: If the queue does not exist.
         """
         self._channel.__enter__()
         try:
@@ -148,14 +148,14 @@ class DeadLetterQueue:
         self._channel.__exit__(exc_type, exc, traceback)
 
     def __len__(self) -> int:
-        """The number of ready messages. Blocks for a round trip."""
+        """Return the number of ready messages. Blocks for a round trip."""
         return self._channel.count().messages
 
     @property
     def counts_reads(self) -> bool:
         """Whether RabbitMQ may count each read against a delivery limit.
 
-        Known once entered.
+        The value is known after entering.
         """
         return not self._unlimited
 
@@ -164,20 +164,20 @@ class DeadLetterQueue:
     def browse(
         self, chosen: Filter = _EVERYTHING, *, limit: int | None = None, progress: Progress | None = None
     ) -> Iterator[DeadMessage]:
-        """Return the dead letters that are there now, from the head of the queue on.
+        """Return the dead letters that are in the queue now, starting from its head.
 
-        A generator: they are requeued when it is exhausted or closed, or when the connection is.
+        This is a generator. The messages are requeued when it is exhausted or closed, or when the connection is closed.
 
         Args:
-            chosen: which; the others are read as well.
-            limit: how many to return at most.
-            progress: called after every batch with the numbers of messages read and in all.
+            chosen: The messages to return. The others are read, too.
+            limit: The maximum number of messages to return.
+            progress: A function that is called after every batch with the number of messages read so far and the total.
 
         Raises:
-            StaleDelivery: the connection was lost; everything is back in the queue.
-            ConsumeError: RabbitMQ does not deliver from a stream, nor from a quorum queue with a single active
-                consumer.
-            UsageError: another operation is going on.
+            StaleDelivery: If the connection was lost. All messages are back in the queue.
+            ConsumeError: If RabbitMQ does not deliver, which is the case for a stream and for a quorum queue with a
+                single active consumer.
+            UsageError: If another operation is in progress.
         """
         with self._operation("browse"):
             try:
@@ -186,7 +186,7 @@ class DeadLetterQueue:
                 self._channel.finish()
 
     def statistics(self, chosen: Filter = _EVERYTHING, *, progress: Progress | None = None) -> Statistics:
-        """Count the dead letters by cause, queue and age. Errors as for `browse`."""
+        """Count dead letters by cause, queue and age. Raises the errors of `browse`."""
         counted, now = Statistics(), datetime.now(UTC)
         for message in self.browse(chosen, progress=progress):
             counted.add(message, now)
@@ -200,12 +200,12 @@ class DeadLetterQueue:
         limit: int | None = None,
         progress: Progress | None = None,
     ) -> int:
-        """Write dead letters as JSON lines, byte for byte; they stay in the queue.
+        """Write dead letters as JSON lines, byte for byte. They stay in the queue.
 
-        ``import_lines`` and ``reliable-mq publish --json`` read them. Errors as for `browse`.
+        ``import_lines`` and ``reliable-mq publish --json`` read the lines. Raises the errors of `browse`.
 
         Returns:
-            How many were written.
+            The number of messages written.
         """
         written = 0
         with closing(self.browse(chosen, limit=limit, progress=progress)) as messages:  # type: ignore[type-var]
@@ -235,35 +235,36 @@ class DeadLetterQueue:
     ) -> ReplayReport:
         """Publish dead letters again, each confirmed before it is removed from the queue.
 
-        Blocks until done. The copy has no headers about failures, so it has all its attempts again; the rest of the
-        message is unchanged. A replay may be interrupted, or killed, and run again at any time: nothing is lost, and at
-        most one batch (200 messages; with a ``rate``, one second's) is published twice.
+        Blocks until done. The copy has no headers about failures, so the message has all its attempts again. The rest
+        of the message is unchanged. A replay may be interrupted or killed, and run again, at any time. No message is
+        lost, and at most one batch (200 messages, or the messages of one second with a ``rate``) is published twice.
 
         Args:
-            chosen: which.
-            to: the queue, or the exchange and routing key; by default the queue that each was in before it died.
-            as_published: to the exchange and with the routing key that each was first published with, in place of its
-                queue: every queue that is bound there gets it again.
-            limit: how many to try at most, those that fail included.
-            rate: messages per second at most.
-            dry_run: publish nothing; everything stays in the queue.
-            idempotency: the store of the consumer that they go to, where failed attempts are counted too. Keys are
-                those that a consumer without an ``idempotency_key`` of its own claims.
-            idempotency_namespace: that of the consumer, if it was given one.
-            body: publish this body in place of that of each; every property stays as it was.
-            progress: called after every batch with the numbers of messages read and in all.
-            stop: an event; when another thread sets it, the replay ends after the current batch, as if that was the
-                last.
-            report: a new `ReplayReport` to count in, which another thread may read during the replay.
+            chosen: The messages to replay.
+            to: The target queue, or exchange and routing key. The default is the queue that each message was in before
+                it died.
+            as_published: Whether to publish each message to its original exchange with its original routing key,
+                instead of to its queue. Every queue that is bound there gets the message again.
+            limit: The maximum number of messages to try, including failures.
+            rate: The maximum number of messages per second.
+            dry_run: Whether to publish nothing and leave all messages in the queue.
+            idempotency: The consumer's store, which also counts failed attempts. They are reset for the keys that a
+                consumer of the original queue without an ``idempotency_key`` claims.
+            idempotency_namespace: The consumer's namespace, if it was set.
+            body: A body to publish instead of each message's body. The properties stay unchanged.
+            progress: A function that is called after every batch with the number of messages read so far and the total.
+            stop: An event. When another thread sets it, the replay ends after the current batch, as if that were the
+                last one.
+            report: A new `ReplayReport` for the counts, which another thread may read during the replay.
 
         Returns:
-            The counts, and the dead letters that could not be published; these are still in the queue.
+            The counts, and the dead letters that could not be published. These are still in the queue.
 
         Raises:
-            ConfigurationError: an argument is wrong; the message names it.
-            BrokerUnavailable: the connection is lost and does not come back.
-            ConsumeError: RabbitMQ does not deliver from this queue.
-            IdempotencyStoreError: the store does not respond.
+            ConfigurationError: If an argument is invalid. The message names it.
+            BrokerUnavailable: If the connection is lost and does not come back.
+            ConsumeError: If RabbitMQ does not deliver from this queue.
+            IdempotencyStoreError: If the store does not respond.
         """
         routing = _routing(self._name, to, as_published=as_published)
         if limit is not None:
@@ -309,20 +310,20 @@ class DeadLetterQueue:
         stop: threading.Event | None = None,
         on_deleted: Callable[[int], object] | None = None,
     ) -> int:
-        """Delete dead letters for good.
+        """Delete dead letters permanently.
 
-        Errors as for `browse`; after one, messages that were deleted before stay deleted.
+        Raises the errors of `browse`. After an error, messages that were already deleted stay deleted.
 
         Args:
-            chosen: which.
-            limit: how many to delete at most.
-            progress: called after every batch with the numbers of messages read and in all.
-            stop: an event; when another thread sets it, the purge ends after the current batch.
-            on_deleted: called after every batch with the number deleted so far: at least so many are gone if the purge
-                fails or is interrupted.
+            chosen: The messages to delete.
+            limit: The maximum number of messages to delete.
+            progress: A function that is called after every batch with the number of messages read so far and the total.
+            stop: An event. When another thread sets it, the purge ends after the current batch.
+            on_deleted: A function that is called after every batch with the number of messages deleted so far. If the
+                purge fails or is interrupted, at least so many messages are deleted.
 
         Returns:
-            How many were deleted.
+            The number of deleted messages.
         """
         if limit is not None:
             whole_number("limit", limit, 1)
@@ -347,13 +348,13 @@ class DeadLetterQueue:
     def import_lines(
         self, lines: Iterable[bytes], *, progress: Progress | None = None
     ) -> tuple[int, list[tuple[int, ReliableMQError]]]:
-        """Publish JSON lines, as `export` writes them, into this queue, byte for byte.
+        """Publish JSON lines, as written by `export`, into this queue, byte for byte.
 
-        Blocks until all are settled. A line whose message has a ``CC`` or ``BCC`` header is refused: RabbitMQ would
-        route it to other queues as well.
+        Blocks until all messages are settled. A line whose message has a ``CC`` or ``BCC`` header is refused, because
+        RabbitMQ would also route the message to other queues.
 
         Returns:
-            How many are confirmed; and the numbers, from 1, of the lines that are not, each with its error.
+            The number of confirmed messages, and the numbers of the other lines, from 1, each with its error.
         """
         confirmed = number = 0
         failures: list[tuple[int, ReliableMQError]] = []
@@ -388,12 +389,12 @@ class DeadLetterQueue:
     # -- private -------------------------------------------------------------------------------------------------------
 
     def _detect_delivery_limit(self) -> None:
-        """Find out whether requeuing counts against a delivery limit.
+        """Detect whether requeuing counts against a delivery limit.
 
-        RabbitMQ 4.3 and newer do not count it; they count connections that ended. Older ones count it against the
-        delivery limit of a quorum queue, which no client can query. But the queue exists, and to declare it with the
-        arguments of this package changes nothing: the declaration is accepted, or refused for another delivery limit of
-        a quorum queue, or for something else.
+        RabbitMQ 4.3 and newer do not count requeues, but connections that ended. Older versions count requeues against
+        the delivery limit of a quorum queue, which no client can query. However, the queue exists, so declaring it with
+        this package's arguments changes nothing. The declaration is accepted, or refused because of another delivery
+        limit of a quorum queue, or for another reason.
         """
         version = self._channel.server.version_tuple
         ours = quorum = False
@@ -412,7 +413,7 @@ class DeadLetterQueue:
         """Refuse to continue if requeuing the messages may soon lose them.
 
         Raises:
-            ConsumeError: they were delivered nearly as often as RabbitMQ's default limit allows.
+            ConsumeError: If a message was delivered nearly as often as RabbitMQ's default limit allows.
         """
         if self._unlimited:
             return
@@ -449,7 +450,7 @@ class DeadLetterQueue:
                         return
 
     def _batches(self, progress: Progress | None, size: int = BATCH) -> Iterator[list[DeadMessage]]:
-        """Read the messages that are there now, batch by batch."""
+        """Read the messages that are in the queue now in batches."""
         for batch, total in read_batches(self._channel, size, self._guard):
             yield batch
             if progress is not None:
@@ -459,11 +460,11 @@ class DeadLetterQueue:
 def depths(settings: ConnectionSettings, queues: Iterable[str]) -> dict[str, int | None]:
     """Return the number of ready messages of each queue.
 
-    It is None if there is no such queue, or it may not be asked. No message is taken. Blocks for one connection, and
-    a round trip for each queue.
+    The number is None if the queue does not exist or the user may not check it. No message is taken. Blocks for
+    connecting, and for a round trip per queue.
 
     Raises:
-        BrokerUnavailable: no host could be reached, or none accepted the login.
+        BrokerUnavailable: If no host could be reached, or none accepted the login.
     """
     found: dict[str, int | None] = {}
     with AdminChannel(settings, name=_NAME) as channel:
@@ -500,7 +501,7 @@ def _routing(own: str, to: str | Target | None, *, as_published: bool) -> Routin
 
 def _to_queue(message: DeadMessage) -> Target | None:
     if message.origin is None or not message.origin.queue:
-        return _as_published(message)  # it has never been in a queue
+        return _as_published(message)  # the message has never been in a queue
     return Target("", message.origin.queue)
 
 
@@ -524,5 +525,5 @@ def _imported(line: bytes) -> Message:
 
 
 def _close(publisher: Publisher) -> None:
-    with suppress(PublishError):  # each is in a report, or still in the dead-letter queue
+    with suppress(PublishError):  # each message is in a report or still in the dead-letter queue
         publisher.close(0)

@@ -1,16 +1,16 @@
-"""Replay dead letters: publish each to its origin, confirmed, before it is acked.
+"""Replay dead letters: publish a copy of each, and ack it after the confirm.
 
 Invariants:
 
-- A dead letter is acked after its copy was confirmed and never before: whatever dies in between, it is in the
-  dead-letter queue, at its target, or in both. After a crash at most one batch (`BATCH`, less under a rate) is in both.
-- A copy that this run has published, but whose original it could not ack because a channel was lost, is not published
-  again: the original is acked when it is delivered again. Not so without a message id: the ack may have arrived, and
-  the next delivery be another message, equal in every byte. That is published, perhaps for the second time.
-- A dead letter that could not be published is tried once in a run, and counted once, whatever is lost in between.
-- A run ends with the messages that were there when it began: those dead-lettered meanwhile are left to the next run.
-- In any second no more messages are published than the rate (for a rate that is no whole number, such as 1.5: two in
-  any 1.33 seconds), however long nothing was published before. Idle time is not made up for, only the excess of a wait.
+- A dead letter is acked after its copy was confirmed and never before. Whatever fails in between, the message is in the
+  dead-letter queue, at its target, or in both. After a crash, at most a batch (`BATCH`, less under a rate) is in both.
+- If this run published a copy but could not ack the original because a channel was lost, the copy is not published
+  again: the original is acked when it is redelivered. This needs a message id. Without one, the ack may have arrived,
+  and the next delivery may be another message that is equal in every byte, so it is published, perhaps a second time.
+- A dead letter that could not be published is tried once and counted once in a run, whatever is lost in between.
+- A run processes the messages that are in the queue when it begins. Later dead letters are left to the next run.
+- In any second, no more messages are published than the rate, even after idle time. For a rate that is not a whole
+  number, for example 1.5, the limit is two in any 1.33 seconds. Only the excess of a wait is made up for.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from reliable_mq.sync.publisher import Publisher
 
 __all__ = ["BATCH", "Progress", "RateLimit", "Replay", "ReplayReport", "Routing", "read_batches"]
 
-_MADE_UP: Final = 0.005  # seconds: the excess of a wait that is made up for, at most
+_MADE_UP: Final = 0.005  # seconds; the maximum excess of a wait that is made up for
 
 
 class RateLimit:
-    """Spread publishes evenly. Not thread-safe; times are of a monotonic clock.
+    """A limit that spreads publishes evenly. Not thread-safe. Times are monotonic.
 
     Args:
-        rate: how many per second, above 0.
+        rate: The maximum number of publishes per second, above 0.
     """
 
     def __init__(self, rate: float) -> None:
@@ -55,25 +55,25 @@ class RateLimit:
         self._due = float("-inf")
 
     def due(self) -> float:
-        """Return when the next one may be published, at the earliest."""
+        """Return the earliest time of the next publish."""
         first = self._latest[0] + self._window if len(self._latest) == self._latest.maxlen else float("-inf")
         return max(self._due, first)
 
     def published(self, now: float) -> None:
-        """Note that one was published, not before it was due."""
+        """Note a publish, which must not be earlier than ``due``."""
         self._due = max(self._due, now - _MADE_UP) + self._gap
         self._latest.append(now)
 
 
-#: Dead letters that are taken, published and acked together.
+#: The number of dead letters that are taken, published and acked together.
 BATCH: Final = 200
 _FAILURES_KEPT: Final = 1000
-_GRACE: Final = 5.0  # seconds for outstanding confirms, when a run is interrupted
-_LOSSES: Final = 10  # in a row, without anything done in between
+_GRACE: Final = 5.0  # seconds to wait for outstanding confirms when a run is interrupted
+_LOSSES: Final = 10  # lost channels in a row, without an ack in between
 
-#: Called with the numbers of messages read and in all.
+#: Called with the number of messages read so far, and the total.
 Progress: TypeAlias = Callable[[int, int], object]
-#: Returns the target of a dead letter; None if unknown. Raises ConfigurationError if it cannot go there.
+#: Returns the target of a dead letter, or None if unknown. Raises ConfigurationError if the message cannot go there.
 Routing: TypeAlias = Callable[[DeadMessage], Target | None]
 
 
@@ -82,16 +82,18 @@ class ReplayReport:
     """The counts of a replay.
 
     Attributes:
-        examined: dead letters that were read.
-        replayed: of them, those whose copy is confirmed; of a dry run, those that would be published.
-        delivered_before: of these, those that had been delivered before: browsed, or published by a replay that was
-            interrupted before it could ack them. Possible duplicates are among them.
-        possible_duplicates: of these, those that may be duplicates: the connection that they had been delivered on was
-            cut off, during a replay or while browsing. None if RabbitMQ does not distinguish that from a requeue: it
-            does for quorum queues from 4.3 on.
-        already_published: those that this run had published before a channel was lost, and acked later.
-        failed: how many could not be published; they are still in the dead-letter queue.
-        failures: the first thousand of these, each with its error.
+        examined: The number of dead letters that were read.
+        replayed: The number of dead letters whose copies are confirmed. In a dry run, the number that would be
+            published.
+        delivered_before: The number of replayed messages that had been delivered before, because they were browsed or
+            because a replay published them and was interrupted before it could ack them. It includes possible
+            duplicates.
+        possible_duplicates: The number of replayed messages that may be duplicates, because the connection of an
+            earlier delivery was cut off during a replay or while browsing. None if RabbitMQ does not distinguish this
+            from a requeue. It does for quorum queues from 4.3 on.
+        already_published: The number of messages that this run published before a channel was lost, and acked later.
+        failed: The number of messages that could not be published. They are still in the dead-letter queue.
+        failures: The first thousand failed messages, each with its error.
     """
 
     examined: int = 0
@@ -104,14 +106,14 @@ class ReplayReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing failed."""
+        """Whether all messages were published."""
         return not self.failed
 
 
 def read_batches(
     channel: GetChannel, size: int, guard: Callable[[list[DeadMessage]], None], position: int = 0, total: int = 0
 ) -> Iterator[tuple[list[DeadMessage], int]]:
-    """Read the messages that are there now; yield batches, and the number in all."""
+    """Read the messages that are in the queue now; yield batches and the total number."""
     while not total or position < total:
         deliveries = channel.take(min(size, total - position) if total else size)
         if not deliveries:
@@ -125,14 +127,14 @@ def read_batches(
 
 @dataclass(eq=False)
 class Replay:
-    """One run, with the options of `DeadLetterQueue.replay`.
+    """One run of a replay, with the options of `DeadLetterQueue.replay`.
 
     Args:
-        publisher: None for a dry run.
-        limit: how many to try at most, those that fail included.
-        namespace: of the keys in the store; None for that of the virtual host.
-        guard: raises if requeuing one of these may lose it.
-        counts_lost_connections: whether RabbitMQ counts a delivery only if its connection was lost.
+        publisher: The publisher of the copies, or None for a dry run.
+        limit: The maximum number of messages to try, including failures.
+        namespace: The namespace of the keys in the store, or None for the namespace of the virtual host.
+        guard: A function that raises an error if requeuing one of the messages may lose it.
+        counts_lost_connections: Whether RabbitMQ counts a delivery only if its connection was lost.
     """
 
     channel: GetChannel
@@ -157,18 +159,18 @@ class Replay:
         self._batch = BATCH if self.rate is None else max(1, min(BATCH, int(self.rate)))
         self._total = 0  # messages at the beginning
         self._acked = 0
-        self._unacked: Counter[str] = Counter()  # published by this run, not known to be acked, with an id
-        self._failed: Counter[str] = Counter()  # by this run
-        self._passed: Counter[str] = Counter()  # of them, those from before the channel was lost: to be read once more
+        self._unacked: Counter[str] = Counter()  # messages with an id that this run published, perhaps not acked
+        self._failed: Counter[str] = Counter()  # messages that this run could not publish
+        self._passed: Counter[str] = Counter()  # failed messages from before the channel was lost, to be read again
 
     def run(self) -> ReplayReport:
         """Run to the end. Blocks.
 
         Raises:
-            BrokerUnavailable: the connection is lost and does not come back. Letters confirmed and not acked may be
-                replayed again by the next run.
-            ConsumeError: RabbitMQ does not deliver from the queue.
-            IdempotencyStoreError: the store does not respond.
+            BrokerUnavailable: If the connection is lost and does not come back. The next run may replay dead letters
+                again that were confirmed but not acked.
+            ConsumeError: If RabbitMQ does not deliver from the queue.
+            IdempotencyStoreError: If the store does not respond.
         """
         losses = 0
         while True:
@@ -192,10 +194,10 @@ class Replay:
         return self.stop.is_set() or (self.limit is not None and self._tried >= self.limit)
 
     def _go_through(self) -> None:
-        """Read the queue from its head, as many messages as there were at the beginning."""
+        """Read the queue from its head, up to the number of messages at the beginning."""
         self._passed = self._failed.copy()
         if self.publisher is None:
-            self.report.replayed = 0  # nothing was acked, so that all are read once more
+            self.report.replayed = 0  # nothing was acked, so all messages are read again
         reading = read_batches(self.channel, self._batch, self.guard, self._acked, self._total)
         while not self._enough and (found := next(reading, None)) is not None:
             messages, self._total = found
@@ -256,7 +258,7 @@ class Replay:
     def _settle(
         self, done: list[DeadMessage], confirmations: list[tuple[DeadMessage, Confirmation]], grace: float | None
     ) -> None:
-        """Ack confirmed messages; leave those unconfirmed after ``grace`` seconds."""
+        """Ack confirmed messages. Leave messages unconfirmed after ``grace`` seconds."""
         deadline = None if grace is None else time.monotonic() + grace
         confirmed = []
         for message, confirmation in confirmations:
@@ -309,7 +311,7 @@ class Replay:
             self.store.reset_many(keys)
 
     def _key(self, message: DeadMessage) -> str | None:
-        """Return the key that a consumer claims, unless it has an ``idempotency_key``."""
+        """Return the key that a consumer without an ``idempotency_key`` claims."""
         if message.origin is None or not message.origin.queue or not message.message_id:
             return None
         claiming = ClaimPolicy(

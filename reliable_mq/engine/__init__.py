@@ -1,1 +1,1 @@
-"""The parts that the sync API and the asyncio API share, driven by callbacks."""
+"""The callback-driven parts that the sync API and the asyncio API share."""

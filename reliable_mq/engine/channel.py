@@ -1,7 +1,8 @@
-"""The base of the two channels of a publisher: to the broker, and to its outbox.
+"""The base of a publisher's channels: to the broker and to the outbox.
 
-Invariants: a failure that no user has looked at is kept until the publisher is left, the last hundred of them whole;
-in a forked child, whose parent has the threads and sockets, a channel is marked and serves nobody.
+Invariants: failures that no user has seen are counted until the publisher is closed, and the confirmations of the last
+hundred are kept. In a forked child a channel is marked as forked and serves no caller, because its threads and sockets
+belong to the parent.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BaseChannel"]
 
-_FAILURES_KEPT: Final = 100  # that no user has looked at, to be raised when the publisher is left
+_FAILURES_KEPT: Final = 100  # unseen failures, raised when the publisher is left
 
 P = TypeVar("P", bound=Publication)
 
@@ -30,11 +31,12 @@ class BaseChannel(Generic[P]):
     """A channel of a publisher.
 
     Args:
-        guard: guards the state that callers read, and the callbacks of all confirmations; they may be on other threads.
+        guard: A lock for the state that callers read and for the callbacks of all confirmations. Callers may be on
+            other threads.
 
     Attributes:
-        fatal: the error that has ended the channel, if one has; nothing ends one to an outbox for good.
-        forked: whether this is a copy in a forked child.
+        fatal: The error that ended the channel, or None. A channel to an outbox never ends permanently.
+        forked: Whether this is a copy in a forked child.
     """
 
     def __init__(self, guard: AbstractContextManager[object]) -> None:
@@ -43,13 +45,13 @@ class BaseChannel(Generic[P]):
         self._guard = guard
         self._closed = False
         self._failures: deque[P] = deque(maxlen=_FAILURES_KEPT)
-        self._unobserved = 0  # failures that no user has looked at, those that _failures has dropped included
+        self._unobserved = 0  # unseen failures, including those that _failures has dropped
         _channels.add(self)
 
     def take_failures(self) -> tuple[list[P], int]:
-        """Return failed confirmations that no user has looked at, and their number.
+        """Return the unseen failed confirmations, at most the last 100, and their number.
 
-        They are the last hundred; the number is of all.
+        The number counts all unseen failures, including those no longer kept.
         """
         with self._guard:
             unseen = [failed for failed in self._failures if not failed.result_observed]
@@ -58,29 +60,29 @@ class BaseChannel(Generic[P]):
         return unseen, count
 
     def failure_observed(self) -> None:
-        """Note that a user looked at a failure; the caller holds the guard."""
+        """Note that a user has seen a failure. The caller holds the guard."""
         self._unobserved -= 1
 
     def _keep_failure(self, confirmation: P) -> None:
-        """Keep a failure that no user has looked at. Under the guard."""
+        """Keep a failure that no user has seen. The caller holds the guard."""
         self._failures.append(confirmation)
         self._unobserved += 1
 
     def check_closable(self) -> None:
-        """Raise UsageError if closing would wait for the caller itself."""
+        """Raise UsageError if closing would make the caller wait for itself."""
 
     def forget(self) -> None:
         """Disable this copy in a forked child."""
         self.forked = True
 
     def _call_outside(self, call: Callable[[], object]) -> None:
-        """Run code that is not ours, soon, and not here. Does not block."""
+        """Schedule a call of code from outside this package. Does not block."""
         raise NotImplementedError
 
     def _call_outside_later(self, call: Callable[[], object]) -> None:
-        """As `_call_outside`, for code that may wait for more of its kind."""
+        """Schedule a call like `_call_outside`, for calls that can be batched."""
         self._call_outside(call)
 
 
-# A forked child has copies of the channels; their threads, loops and sockets are the parent's.
+# In a forked child these are copies. Their threads, loops and sockets belong to the parent.
 _channels: WeakSet[BaseChannel[Any]] = each_at_fork(ForkStage.MARK, lambda channel: channel.forget())

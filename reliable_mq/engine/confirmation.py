@@ -1,12 +1,13 @@
-"""The outcome to come of one publish: the base of the confirmations of both APIs.
+"""The base of the confirmations of both APIs: the future outcome of one publish.
 
-There is one per message, so it is light: callbacks cost memory only where there are some.
+Each message has one confirmation, so a confirmation is small. Callbacks use memory only if there are any.
 
 Invariants:
 
-- ``outcome`` is written once, by the publisher; every callback added before is called, every one added later finds it;
-- callbacks are added and removed under the lock that all confirmations of a publisher share. On asyncio
-  everything is on one event loop, and there is no lock.
+- The publisher writes ``outcome`` once. Every callback added before that is called, and every callback added later
+  finds the outcome.
+- Callbacks are added and removed under a lock that all confirmations of a publisher share. In the asyncio API
+  everything runs on one event loop, without a lock.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _SUCCESSES = (Outcome.CONFIRMED, Outcome.STORED)
 
-_CALLED: list[Callable[[], object]] = []  # in place of the callbacks of a confirmation, once they were called
+_CALLED: list[Callable[[], object]] = []  # replaces the callbacks of a confirmation after they were called
 
 
 def end_trace(publication: Publication, error: BaseException) -> None:
@@ -45,11 +46,11 @@ class BaseConfirmationOwner(Protocol):
     fatal: ReliableMQError | None
 
     def failure_observed(self) -> None:
-        """Count a failure as seen that was counted as unseen. The caller holds the lock."""
+        """Note that a user has seen a failure. The caller holds the lock."""
 
 
 class BaseConfirmation(ObservedPublication):
-    """A publication whose outcome its user can see; an API adds the waiting."""
+    """A publication whose outcome its user can see. Each API adds the waiting."""
 
     __slots__ = ()
 
@@ -69,9 +70,9 @@ class BaseConfirmation(ObservedPublication):
         raise NotImplementedError
 
     def settled(self) -> None:
-        """Call the callbacks: the outcome is written. The caller holds the lock.
+        """Call the callbacks after the outcome is written. The caller holds the lock.
 
-        One that raises, where no thread can be started say, concerns no other.
+        An exception in one callback, for example if no thread can be started, does not affect the other callbacks.
         """
         callbacks, self.callbacks = self.callbacks, _CALLED
         for callback in callbacks or ():
@@ -81,10 +82,7 @@ class BaseConfirmation(ObservedPublication):
                 logger.exception("what watches %s could not be told", self)
 
     def _observe(self) -> PublishError | None:
-        """Return the error of a settled publish; None if it succeeded.
-
-        It counts as seen now.
-        """
+        """Return the error of a settled publish, or None, and mark it as seen."""
         error = self.failure()
         if error is not None:
             self._mark_observed()
@@ -94,23 +92,26 @@ class BaseConfirmation(ObservedPublication):
 
     @staticmethod
     def _check_callback(callback: object) -> None:
-        """Refuse a callback that would not run: from then on, a failure counts as seen."""
+        """Raise ConfigurationError for a callback that would not run.
+
+        Once a callback is added, a failure counts as seen.
+        """
         if not callable(callback):
             raise ConfigurationError(f"callback must be callable, not {callback!r}")
         if inspect.iscoroutinefunction(callback):
             raise ConfigurationError("callback is a coroutine function, which nothing here would await")
 
     def _mark_observed(self) -> None:
-        """Mark the outcome as seen, known or not. Under the lock."""
+        """Mark the outcome as seen, whether or not it is known. The lock is held."""
         if not self.result_observed:
             self.result_observed = True
             if self.callbacks is _CALLED and self.outcome not in _SUCCESSES:
                 self.owner.failure_observed()
 
     def _add_callback(self, callback: Callable[[], object]) -> bool:
-        """Call ``callback`` once the outcome is known; False if it is.
+        """Add a callback; return False, without adding it, if the outcome is known.
 
-        Under the lock.
+        The caller holds the lock.
         """
         if self.outcome is not None:
             return False
@@ -120,16 +121,16 @@ class BaseConfirmation(ObservedPublication):
         return True
 
     def _remove_callback(self, callback: Callable[[], object]) -> None:
-        """Remove a callback that was not called. Under the lock.
+        """Remove a callback that was not called. The caller holds the lock.
 
-        A caller may wait again and again.
+        Without this, callbacks would add up when a caller waits repeatedly.
         """
         if self.callbacks and self.outcome is None:
             self.callbacks.remove(callback)
             self.callbacks = self.callbacks or None
 
     def _call(self, callback: Callable[[Self], object]) -> None:
-        """Call a callback of the user's."""
+        """Call a user's callback, and log its exception."""
         try:
             callback(self)
         except Exception:

@@ -1,7 +1,7 @@
-"""The connection of a publisher or a consumer on its loop: the base of both APIs.
+"""The base of a publisher's or consumer's connection in both APIs.
 
-The connection itself is a `Connector`, which decides. An API adds the loop, that of an I/O thread or asyncio's, and how
-to wait for the end.
+A `Connector` makes the decisions. Each API adds the event loop (an I/O thread's or asyncio's) and a way to wait for the
+end.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ __all__ = ["BaseConnection", "ConnectionArguments", "Wakeup"]
 
 
 class ConnectionArguments(TypedDict):
-    """The arguments of a connection on both APIs.
+    """The arguments of a connection in both APIs.
 
     Attributes:
-        name: of the connection unless `settings` has one, and of an I/O thread.
-        settings: hosts, credentials, TLS, tuning.
-        setup: called once per attempt: the steps to perform before the channel is ready.
-        client: the owner; receives every event.
-        reconnect_policy: decides when to try which host again; this connection's alone.
+        name: The name of the connection, unless `settings` has one, and the name of an I/O thread.
+        settings: The hosts, credentials, TLS options and tuning parameters.
+        setup: A callable that is called once per attempt. It returns the steps to perform before the channel is ready.
+        client: The owner of the connection, which receives every event.
+        reconnect_policy: The policy that decides when to try which host again. Not shared with other connections.
     """
 
     name: str
@@ -43,13 +43,13 @@ class ConnectionArguments(TypedDict):
 
 
 class BaseConnection:
-    """A connection on its loop, which reconnects until it is closed.
+    """A connection on an event loop that reconnects until it is closed.
 
-    Making one opens nothing. Methods are called on the loop, unless they are for any thread.
+    Construction opens nothing. Methods must be called on the loop unless they are listed under "any thread".
 
     Attributes:
-        write: sends whole frames in one piece; does nothing while no channel is ready.
-        write_buffer_size: returns the bytes that the kernel has not taken yet.
+        write: A callable that sends whole frames in one piece. It does nothing while no channel is ready.
+        write_buffer_size: A callable that returns the number of bytes that the kernel has not taken yet.
     """
 
     write: Callable[[bytes], None]
@@ -68,7 +68,7 @@ class BaseConnection:
         raise NotImplementedError
 
     def call_soon(self, fn: Callable[[], None], /) -> object:
-        """Run `fn` on the loop, later than now."""
+        """Run `fn` on the loop, after the current call."""
         raise NotImplementedError
 
     def stop(self, grace: float = 0.0, /) -> None:
@@ -82,44 +82,44 @@ class BaseConnection:
 
     @property
     def patience(self) -> float:
-        """Seconds left for the broker's next answer in a set-up under way."""
+        """The seconds left for the broker's next answer in the current set-up."""
         return self._connector.patience if self._has_connector else 0.0
 
     @property
     def callback_errors(self) -> int:
-        """Exceptions that callbacks raised; each cost a connection."""
+        """The number of exceptions raised by callbacks. Each one cost a connection."""
         return self._connector.callback_errors if self._has_connector else 0
 
     @property
     def tokens(self) -> TokenStatistics:
-        """Counts of renewed tokens."""
+        """The counts of renewed tokens."""
         return self._connector.tokens if self._has_connector else TokenStatistics()
 
     @property
     def peer(self) -> Endpoint | None:
-        """The address of the host that it was connected to last."""
+        """The address of the last connected host."""
         return self._connector.peer if self._has_connector else None
 
     # -- on the loop -----------------------------------------------------------------------------------------------
 
     def call_later(self, delay: float, fn: Callable[[], None]) -> TimerHandle:
-        """Run `fn` in `delay` seconds, unless the loop ends before."""
+        """Run `fn` in `delay` seconds, unless the loop ends first."""
         raise NotImplementedError
 
     def run(self, generator: StepGenerator, done: Callable[[Any], None]) -> None:
-        """Perform steps on the ready channel; see `Connector.run`."""
+        """Perform steps on the ready channel, as `Connector.run` does."""
         self._connector.run(generator, done)
 
     def discard(self, reason: str) -> None:
-        """Abort the connection: its channel is in doubt. ``lost`` and a reconnect follow."""
+        """Abort the connection with its doubtful channel. ``lost`` and a reconnect follow."""
         self._connector.discard(reason)
 
     def reopen_channel(self) -> None:
-        """Close the channel; ``lost`` follows, then another one on this connection."""
+        """Close the channel. ``lost`` and a new channel on this connection follow."""
         self._connector.reopen_channel()
 
     def _on_ended(self) -> None:
-        """Note that the connection is closed for good."""
+        """Note that the connection is closed permanently."""
         raise NotImplementedError
 
     def _on_error(self, error: Exception) -> None:
@@ -127,10 +127,10 @@ class BaseConnection:
 
 
 class Wakeup:
-    """Call a function at a time. On its loop only.
+    """A timer that calls a function at a given time. For one event loop only.
 
     Args:
-        fn: may set the wake-up again.
+        fn: The function to call. It may set the wake-up again.
     """
 
     def __init__(self, fn: Callable[[], None]) -> None:
@@ -139,9 +139,9 @@ class Wakeup:
         self._at = 0.0
 
     def set(self, at: float | None, now: float, call_later: Callable[[float, Callable[[], None]], TimerHandle]) -> None:
-        """Call at ``at``, unless a call is set for an earlier time.
+        """Schedule the call for ``at``, unless a call is scheduled earlier.
 
-        On the clock of ``now``; None does nothing.
+        ``at`` is on the same clock as ``now``. None does nothing.
         """
         if at is None or (self._timer is not None and self._at <= at):
             return
@@ -150,7 +150,7 @@ class Wakeup:
         self._timer = call_later(max(at - now, 0.0), self._call)
 
     def cancel(self) -> None:
-        """Cancel the call, if one is set."""
+        """Cancel the call, if one is scheduled."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,11 +1,10 @@
 """The base of the consumers of both APIs.
 
 It has the options, the state, the metrics and the parts of a consumer. The parts are a subscription, which has the
-connection and the session; one or two pools that run the handler; and a publisher for retries and dead letters, which
-has a connection of its own. The calls that wait are steps (`reliable_mq.engine.steps`); an API adds how its callers
-wait.
+connection and the session, one or two pools that run the handler, and a publisher for retries and dead letters, which
+has its own connection. The waiting calls are steps (`reliable_mq.engine.steps`). Each API adds how its callers wait.
 
-Invariants: a consumer runs once; a start that fails leaves nothing behind, and may be tried again.
+Invariants: a consumer runs once. A start that fails leaves nothing behind and may be tried again.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ __all__ = ["END_TIMEOUT", "BaseConsumer", "HandlerPool", "RunState"]
 
 logger = logging.getLogger(__name__)
 
-END_TIMEOUT: Final = 5.0  # seconds for threads and tasks that have nothing more to do
+END_TIMEOUT: Final = 5.0  # seconds for idle threads and tasks to end
 _STUCK_AFTER: Final = 300.0  # seconds
-_SETTLE_AT_LEAST: Final = 1.0  # seconds for retries of settlements, though handlers have used up the time to stop
+_SETTLE_AT_LEAST: Final = 1.0  # minimum seconds for retries of settlements, even after ``stop_timeout``
 
 
 class RunState(enum.Enum):
@@ -69,13 +68,13 @@ del _S
 
 
 class HandlerPool(WorkQueue, Protocol):
-    """Runs the handler of a consumer. Those that wait are steps."""
+    """A pool that runs the handler of a consumer. Methods that wait are steps."""
 
     def start(self) -> None:
-        """Begin to run handlers."""
+        """Start running handlers."""
 
     def retry_settlements(self, timeout: float, worth_waiting: Callable[[], bool]) -> Any:
-        """Retry settlements that the store did not answer to, while ``worth_waiting``.
+        """Retry settlements that the store did not answer, while ``worth_waiting``.
 
         To be called when the pool has ended.
 
@@ -84,11 +83,11 @@ class HandlerPool(WorkQueue, Protocol):
         """
 
     def abort(self) -> None:
-        """End, as far as that goes without waiting."""
+        """End the pool as far as possible without waiting."""
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller is one of its handlers."""
+        """Whether the caller is a handler of this pool."""
 
 
 SubscriptionT = TypeVar("SubscriptionT", bound=BaseSubscription)
@@ -96,9 +95,9 @@ PoolT = TypeVar("PoolT", bound=HandlerPool)
 
 
 class BaseConsumer(Generic[SubscriptionT, PoolT]):
-    """A consumer; see `ConsumerOptions` for its arguments."""
+    """A consumer. See `ConsumerOptions` for its arguments."""
 
-    _subscription_type: ClassVar[Any]  # SubscriptionT, as the next one
+    _subscription_type: ClassVar[Any]  # SubscriptionT, like the next one
     _pull_subscription_type: ClassVar[Any]
     _republisher_type: ClassVar[Any]
     _publisher_type: ClassVar[Any]
@@ -106,21 +105,21 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
     _subscription: SubscriptionT | None = None
     _pools: tuple[PoolT, ...] = ()
     _starters = 0  # callers that wait for the first attempts of the subscription
-    _is_kept = False  # whether the subscription was begun for good: by `run` or ``with``, or with success
-    _stop_by: float | None = None  # on the monotonic clock
+    _is_kept = False  # whether the subscription stays after errors: started by `run` or ``with``, or connected once
+    _stop_by: float | None = None  # the deadline for the stop, on the monotonic clock
 
     @declared_by(ConsumerOptions.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._made_in = os.getpid()
-        self._changed_at = time.monotonic()  # made, or stopped
-        self._lock = threading.RLock()  # for those above; held for moments only, and again by a signal handler
+        self._changed_at = time.monotonic()  # when it was created or stopped
+        self._lock = threading.RLock()  # guards the attributes above; held only briefly; signal handlers re-enter it
         self._options = ConsumerOptions(*args, **kwargs)
         self._check_options(self._options)
         registry = self._options.registry
         self._registration = None if registry is None else register(registry, self._readings)
 
     def _check_options(self, options: ConsumerOptions) -> None:
-        """Refuse options that this API cannot serve."""
+        """Raise ConfigurationError for options that this API cannot serve."""
 
     def _pool_type(self) -> Any:
         """Return the class of the pools that run the handler."""
@@ -141,12 +140,13 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
         """Keep the consumer alive until `_release`."""
 
     def _release(self) -> None:
-        """Note that nothing runs any more."""
+        """Note that nothing is running any more."""
 
     def stop(self) -> None:
-        """Begin to stop and return at once. Any thread, handlers and signal handlers too.
+        """Begin to stop, and return at once.
 
-        `run` returns, or the end of ``with`` is reached, when running handlers have ended.
+        Thread-safe. Handlers and signal handlers may also call it. When running handlers have ended, `run` returns, or
+        the end of ``with`` is reached.
         """
         with self._lock:
             if not self._is_stopped:
@@ -160,11 +160,12 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
 
     @property
     def prefetch(self) -> int:
-        """Deliveries that may be unacked.
+        """The maximum number of unacked deliveries.
 
-        Setting it takes effect at once; for a while both limits may add up. On a `Queue` with
+        Setting it takes effect at once, and for a short time both limits may add up. On a `Queue` with
         ``single_active_consumer=True`` it takes effect once nothing is unacked here for a moment, or with the next
-        channel: a new subscription gives the role away. A queue given by its name is not known to be one.
+        channel, because a new subscription gives up the role of the active consumer. A queue given by its name is not
+        known to have a single active consumer.
         """
         return self._options.prefetch
 
@@ -178,31 +179,31 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
 
     @property
     def connected(self) -> bool:
-        """Whether it is subscribed, as far as it is known."""
+        """Whether the consumer is subscribed, as far as is known."""
         return self._subscription is not None and self._subscription.connected
 
     @property
     def statistics(self) -> ConsumerStatistics:
-        """Counts since it was started."""
+        """The counts since the consumer was started."""
         return ConsumerStatistics() if self._subscription is None else self._subscription.session.statistics
 
     @property
     def reconnects(self) -> int:
-        """Connections lost and made again."""
+        """The number of connections that were lost and replaced."""
         return 0 if self._subscription is None else self._subscription.reconnects
 
     def health(self, *, stuck_after: Duration = _STUCK_AFTER) -> Health:
-        """Return whether it lives, is ready, and progresses, for probes.
+        """Return whether the consumer is live, ready and progressing, for probes.
 
-        Does not block. Any thread, also with asyncio. An event loop, or an I/O thread, that stands still for a
-        heartbeat is noticed by the second of two calls: the first one asks it for a sign.
+        Does not block. Thread-safe, also with asyncio. If the event loop or I/O thread stands still for a heartbeat,
+        the second of two calls detects it, because the first one schedules a call on it.
 
         Args:
-            stuck_after: seconds for which handlers run and none ends, after which it does not progress. Choose it above
-                the time of your slowest handler.
+            stuck_after: Seconds for which handlers run and none ends, after which the consumer is not progressing.
+                Choose a value above the run time of your slowest handler.
 
         Raises:
-            ConfigurationError: ``stuck_after`` is no duration.
+            ConfigurationError: If ``stuck_after`` is not a duration.
         """
         limit = seconds("stuck_after", stuck_after, positive=True)
         closed = ""
@@ -244,7 +245,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
             raise UsageError("run() needs a handler; without one, get() gives deliveries")
 
     def _check_get(self, max_messages: int, timeout: Duration) -> float:
-        """Refuse a ``get`` that cannot work; return its timeout in seconds."""
+        """Raise an error for a ``get`` that cannot work. Return its timeout in seconds."""
         if self._options.handler is not None:
             raise UsageError("get() is for consumers without a handler")
         wait = seconds("timeout", timeout)
@@ -255,7 +256,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
     # Starting
 
     def _start(self, *, enter: bool = False) -> SubscriptionT:
-        """Return the subscription, started; ``enter``: by `run` or ``with``, once."""
+        """Return the started subscription. ``enter`` is True for `run` and ``with``."""
         self._check_process()
         starts = False
         try:
@@ -271,7 +272,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
                     self._subscription.start()
                 self._started(enter)
                 return self._subscription
-        except BaseException:  # of a signal handler, say: nobody else knows of the parts that run
+        except BaseException:  # for example from a signal handler; nothing else would stop the running parts
             if starts:
                 self._undo_start()
             raise
@@ -285,7 +286,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
     def _connect(self, *, required: bool) -> Steps[SubscriptionT]:
         """Start, and wait for the first attempts.
 
-        Undo the start if they fail, or are interrupted, for every caller that waits.
+        If they fail or are interrupted for every waiting caller, the start is undone.
         """
         with self._lock:
             subscription = self._start()
@@ -298,7 +299,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
                 pools = self._pools
                 useless = self._subscription is subscription and not self._starters and not self._is_kept
                 if useless:
-                    self._not_started()  # at once: another call begins anew, whatever interrupts this one
+                    self._not_started()  # at once, so that another call starts afresh, whatever interrupts this one
             if useless:
                 yield from self._discard(subscription, pools)
             raise
@@ -308,7 +309,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
         return subscription
 
     def _discard(self, subscription: SubscriptionT, pools: tuple[PoolT, ...]) -> Steps[None]:
-        """End a subscription that nobody uses; wait for it, unless that is interrupted."""
+        """End an unused subscription, and wait for its end unless that is interrupted."""
         subscription.stop_now()
         try:
             yield from self._finish(subscription, pools)
@@ -325,16 +326,16 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
             raise
 
     def _await_first_attempts(self, subscription: SubscriptionT, *, required: bool = False) -> Steps[None]:
-        """Wait until each host had its first attempt.
+        """Wait until each host has had its first attempt.
 
-        Raise an error that time cannot heal, or any if ``required``.
+        Raises an error that further attempts cannot fix, or any error if ``required``.
         """
         error: ReliableMQError | None = yield subscription.wait_connected(self._options.settings.first_attempts_timeout)
         if error is not None and (required or error is subscription.error):
             raise error
 
     def _get(self, max_messages: int, timeout: Duration, taken: list[PulledDelivery]) -> Steps[None]:
-        """Take deliveries. ``taken`` gets them, to be left however this ends."""
+        """Take deliveries into ``taken``. The caller settles them, however this ends."""
         wait = self._check_get(max_messages, timeout)
         subscription: Any = self._subscription
         if subscription is None or subscription.ended.is_set() or not self._is_kept:
@@ -348,7 +349,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
             raise subscription.error
 
     def _started(self, enter: bool) -> None:
-        """Note that it runs, unless a signal handler has stopped it meanwhile."""
+        """Note that it runs, unless a signal handler has stopped it in the meantime."""
         if enter and not self._is_stopped:
             self._state = RunState.ENTERED
             self._is_kept = True
@@ -362,7 +363,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
             self._state = RunState.IDLE
 
     def _new_subscription(self) -> SubscriptionT:
-        """Make the subscription, the pools and the publisher. Nothing is started yet."""
+        """Create the subscription, the pools and the publisher without starting them."""
         options = self._options
         for warning in options.warnings:
             logger.warning("%s", warning)
@@ -430,7 +431,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
         yield subscription.join()
         if subscription.republisher is not None:
             yield subscription.republisher.close(END_TIMEOUT)
-        if self._subscription in (None, subscription):  # otherwise it was begun anew meanwhile
+        if self._subscription in (None, subscription):  # otherwise a new one was started in the meantime
             self._release()
             self._finished()
 
@@ -442,11 +443,11 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
     def _patience(self, subscription: SubscriptionT) -> float:
         """Return the seconds to wait for the handlers of a subscription that has ended."""
         if subscription.error is not None:
-            return self._options.stop_timeout  # it ended by itself: handlers may run
+            return self._options.stop_timeout  # it ended by itself, so handlers may be running
         return 0.0 if subscription.session.running else END_TIMEOUT
 
     def _time_to_settle(self) -> float:
-        """Return the seconds for retries of settlements without an answer."""
+        """Return the seconds for retries of settlements that the store did not answer."""
         left = self._options.stop_timeout if self._stop_by is None else self._stop_by - time.monotonic()
         return max(left, _SETTLE_AT_LEAST)
 
@@ -485,7 +486,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
 
 
 def _abort(subscription: BaseSubscription | None, pools: Iterable[HandlerPool]) -> None:
-    """End the parts of a consumer, as far as that goes without waiting."""
+    """End the parts of a consumer as far as possible without waiting."""
     if subscription is not None:
         subscription.abort()
     for pool in pools:

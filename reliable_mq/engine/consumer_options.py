@@ -1,8 +1,8 @@
 """The options of a consumer, declared, described and checked for both APIs.
 
-Invariants: an option that RabbitMQ would refuse, that contradicts another one, or that would lose messages by mistake
-is refused here, before anything is connected, with a text that names it; a session and a set-up made here fit each
-other.
+Invariants: an option is refused here if RabbitMQ would refuse it, if it contradicts another one, or if it would lose
+messages by mistake. This happens before anything is connected, with a message that names the option. A session and a
+set-up made here fit each other.
 """
 
 from __future__ import annotations
@@ -53,32 +53,32 @@ PublisherT = TypeVar("PublisherT")
 AckMode = Literal["manual", "automatic"]
 Offset = str | int | datetime
 
-_LARGEST_PREFETCH: Final = 65535  # it travels in 16 bits
-_LONGEST_NAME: Final = 200  # bytes; it is the beginning of consumer tags, which are short strings
+_LARGEST_PREFETCH: Final = 65535  # it has 16 bits on the wire
+_LONGEST_NAME: Final = 200  # bytes; consumer tags, which are short strings, begin with it
 _OFFSETS: Final = ("first", "last", "next")
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-_REST: Final = 0.01  # seconds between acks that are sent because no handler runs: so few that they cost nothing
+_REST: Final = 0.01  # seconds between acks sent while no handler runs; at this rate they cost nothing
 _CONSUMER_TIMEOUT: Final = "x-consumer-timeout"  # milliseconds
 _SINGLE_ACTIVE: Final = "x-single-active-consumer"
-_READ_ABOVE: Final = 1024 * 1024  # bytes above `max_body_bytes` that are read, to be dead-lettered with a reason
+_READ_ABOVE: Final = 1024 * 1024  # bytes above `max_body_bytes` that are still read, to dead-letter with a reason
 
-_REPUBLISH_TIMEOUT: Final = 60.0  # seconds for a dead letter to be confirmed; it is published again after
+_REPUBLISH_TIMEOUT: Final = 60.0  # seconds for the confirm of a dead letter; after that it is published again
 
 CONSUMER_TIMEOUT: Final = 1800.0  # seconds: RabbitMQ's default
 
 
 class ConsumerOptions:
-    """The options of one consumer, checked, and the objects that they describe.
+    """The checked options of one consumer, and the objects built from them.
 
     Attributes:
-        name, prefetch, concurrency, registry, handler, tracing: as given.
-        store: as given for ``idempotency``.
-        ack_interval, stop_timeout, new_queue_grace: as given, in seconds.
-        settings: of the connection.
-        queue_name: of the queue.
-        is_stream: whether the queue is a stream, as far as is known.
-        batch: whether the handler takes a list.
-        dead_letter: the name of the queue for messages that are given up; None if none is known here.
+        name, prefetch, concurrency, registry, handler, tracing: The arguments, unchanged.
+        store: The ``idempotency`` argument.
+        ack_interval, stop_timeout, new_queue_grace: The arguments, in seconds.
+        settings: The connection settings.
+        queue_name: The name of the queue.
+        is_stream: Whether the queue is known to be a stream.
+        batch: Whether the handler takes a list.
+        dead_letter: The name of the queue for messages that are given up. None if no such queue is known here.
     """
 
     def __init__(
@@ -120,70 +120,74 @@ class ConsumerOptions:
         registry: CollectorRegistry | None = None,
         tracing: Tracing | None = None,
     ) -> None:
-        """Check the options; nothing is connected yet.
+        """Check the options. Connects nothing.
 
         Args:
-            url: as for ``Publisher``.
-            queue: a ``Queue``, which is declared at every connect, with its dead-letter queue; a plain name means a
-                queue that exists and is not declared.
-            handler: called with one `Delivery`, or with a list of them if ``batch_size`` is given. A plain function
-                runs on a thread, a coroutine function, which only an ``AsyncConsumer`` takes, in a task. A batch
-                handler may return a list with a verdict for each item (``Ack``, ``RetryLater(...)``,
-                ``DeadLetter(...)``), in the order in which it leaves its own list; if it raises, each item is retried
-                by itself. None to use ``get`` alone.
-            topology: further queues, exchanges and bindings to declare at every connect.
-            prefetch: deliveries that may be unacked at a time; 100 to 300 is usually best, 0 is no limit.
-            concurrency: handlers that run at a time, each in a thread or task. Above 1, handlers run out of order.
-            retry: how often, after which delays and where a failed delivery is retried; default ``RetryPolicy()``: 5
-                attempts, after 1, 10, 60 and 60 s.
-            kill_switch: when to pause because too many handler calls fail; None for never.
-            idempotency: a store that remembers handled messages, so that duplicates have no effect. With asyncio, a
-                store that blocks is called on a thread; one whose methods are coroutine functions is awaited.
-            idempotency_key: a function that returns the key of a delivery; by default its ``message_id``.
-            idempotency_lease: seconds for which a delivery that is being handled is claimed. Choose it above the time
-                that a handler takes.
-            idempotency_namespace: tells equal queue names apart in a store that several brokers or virtual hosts share.
-                By default the name that the broker's cluster was given, if any, and the virtual host, as
-                ``"shop/orders"``; give a name of your own if several clusters without one share the store, or deliver
-                the same messages.
-            ack_every: finished deliveries that are acked with one frame; by default half of the prefetch, 100 at most.
-            ack_interval: seconds after which finished deliveries are acked, however few. While no handler runs they are
-                acked sooner.
-            ack_mode: ``"manual"``, or ``"automatic"``: the broker then forgets a message as it sends it, so it is
-                delivered at most once and never retried.
-            batch_size: the most deliveries for one call of the handler; None for one delivery, which is not in a list.
-            batch_wait: seconds that an incomplete batch waits for more deliveries.
-            dead_letter: a ``Queue`` or the name of one for messages that are given up; by default that of ``queue``;
-                None for none: they are rejected, and lost if the broker has no dead-letter exchange for them.
-            offset: where to begin in a stream: ``"first"``, ``"last"``, ``"next"`` (the default), an offset, or an
+            url: See ``Publisher``.
+            queue: A ``Queue``, which is declared at every connect together with its dead-letter queue. A plain name
+                refers to an existing queue, which is not declared.
+            handler: A callable that receives one `Delivery`, or a list of them if ``batch_size`` is given. A plain
+                function runs on a thread. A coroutine function runs in a task, and only an ``AsyncConsumer`` accepts
+                one. A batch handler may return a list with a verdict for each item (``Ack``, ``RetryLater(...)``,
+                ``DeadLetter(...)``), in the order that its own list has at the end of the call. If it raises, each item
+                is retried separately. None to use ``get`` only.
+            topology: Further queues, exchanges and bindings to declare at every connect.
+            prefetch: The maximum number of unacked deliveries. 100 to 300 is usually best. 0 means no limit.
+            concurrency: The maximum number of running handlers, each in a thread or task. Above 1, handlers run out of
+                order.
+            retry: How often, after which delays and where a failed delivery is retried. The default is
+                ``RetryPolicy()``: 5 attempts, after 1, 10, 60 and 60 s.
+            kill_switch: A ``KillSwitch`` that pauses the consumer while too many handler calls fail. None never pauses.
+            idempotency: A store that remembers handled messages, so that duplicates have no effect. With asyncio, a
+                blocking store is called on a thread, and a store with coroutine functions is awaited.
+            idempotency_key: A function that returns the key of a delivery. The default is its ``message_id``.
+            idempotency_lease: Seconds for which the claim on a delivery is valid while it is being handled. Choose a
+                value above the run time of a handler.
+            idempotency_namespace: A name that separates equal queue names in a store shared by several brokers or
+                virtual hosts. The default is the name given to the broker's cluster, if any, and the virtual host, for
+                example ``"shop/orders"``. Choose a namespace yourself if several clusters without a name share the
+                store, or deliver the same messages.
+            ack_every: The number of finished deliveries that are acked with one frame. The default is half of the
+                prefetch, at most 100.
+            ack_interval: Seconds after which finished deliveries are acked, however few they are. While no handler runs
+                they are acked sooner.
+            ack_mode: ``"manual"`` or ``"automatic"``. With ``"automatic"`` the broker forgets a message when it sends
+                it, so a message is delivered at most once and never retried.
+            batch_size: The maximum number of deliveries in one call of the handler. None passes a single delivery
+                without a list.
+            batch_wait: Seconds that an incomplete batch waits for more deliveries.
+            dead_letter: A ``Queue``, or its name, for messages that are given up. The default is the dead-letter queue
+                of ``queue``. With None these messages are rejected, and lost if the broker has no dead-letter exchange
+                for them.
+            offset: The start position in a stream: ``"first"``, ``"last"``, ``"next"`` (the default), an offset, or an
                 aware ``datetime``.
-            exclusive: refuse other consumers of a classic queue. RabbitMQ ignores it on others, which have
-                ``Queue(..., single_active_consumer=True)``.
-            consumer_arguments: further arguments of ``basic.consume``, e.g. ``{"x-priority": 5}``.
-            max_body_bytes: a delivery with a larger body is dead-lettered, and no handler sees it; None for no limit. A
-                body that is larger by more than 1 MiB is not read into memory if the queue has dead letters of its own:
-                the broker dead-letters it.
-            max_header_bytes: the same for the encoded properties and headers.
-            consumer_timeout: seconds after which the broker requeues an unacked delivery; None if it never does. It is
-                a setting of the broker, which no client can read. The arguments of the queue override it. After three
+            exclusive: Whether to refuse other consumers of a classic queue. RabbitMQ ignores this on other queues,
+                which have ``Queue(..., single_active_consumer=True)``.
+            consumer_arguments: Further arguments of ``basic.consume``, for example ``{"x-priority": 5}``.
+            max_body_bytes: The maximum size of a body, in bytes. A delivery with a larger body is dead-lettered without
+                a call of the handler. None means no limit. A body that exceeds the limit by more than 1 MiB is not read
+                into memory if the queue itself has a dead-letter queue: the broker dead-letters it.
+            max_header_bytes: The same limit for the encoded properties and headers.
+            consumer_timeout: Seconds after which the broker requeues an unacked delivery. Use None if it never does. It
+                is a setting of the broker that no client can read. The arguments of the queue override it. After three
                 quarters of it a warning is logged.
-            stop_timeout: seconds that ``stop`` waits for running handlers. Then tasks are cancelled, and all unfinished
-                deliveries come again.
-            new_queue_grace: as for ``Publisher``, for messages that are published again: the original of a retry or a
-                dead letter is acked once its copy is confirmed for good.
-            reconnect_wait: as for ``Publisher``.
-            reconnect_stop: as for ``Publisher``.
-            credentials: as for ``Publisher``.
-            tls: as for ``Publisher``.
-            heartbeat: as for ``Publisher``.
-            connect_timeout: as for ``Publisher``.
-            name: the name of threads and tasks, in metrics, in dead letters, and of the consumer at the broker.
-            registry: where to register Prometheus metrics; None for none.
-            tracing: a ``Tracing``, for OpenTelemetry spans of handlers and acks; None for none. Handlers then run in
-                the context of their message.
+            stop_timeout: Seconds that ``stop`` waits for running handlers. After that tasks are cancelled, and all
+                unfinished deliveries are delivered again.
+            new_queue_grace: See ``Publisher``. It applies to messages that are published again: the original of a retry
+                or a dead letter is acked once the confirm of its copy is final.
+            reconnect_wait: See ``Publisher``.
+            reconnect_stop: See ``Publisher``.
+            credentials: See ``Publisher``.
+            tls: See ``Publisher``.
+            heartbeat: See ``Publisher``.
+            connect_timeout: See ``Publisher``.
+            name: The name used for threads and tasks, in metrics, in dead letters, and for the consumer at the broker.
+            registry: The registry for Prometheus metrics. None registers no metrics.
+            tracing: A ``Tracing``, for OpenTelemetry spans of handlers and acks. Handlers then run in the trace context
+                of their message. None disables tracing.
 
         Raises:
-            ConfigurationError: an option is wrong, or contradicts another; the message names it.
+            ConfigurationError: If an option is invalid or contradicts another option. The message names it.
         """
         if idempotency is not None and not isinstance(idempotency, IdempotencyStore):
             _refuse(f"idempotency must be an IdempotencyStore, not {idempotency!r}")
@@ -229,7 +233,7 @@ class ConsumerOptions:
         if tracing is not None and not isinstance(tracing, Tracing):
             _refuse(f"tracing must be a Tracing, not {tracing!r}")
         self._reconnect = reconnect_wait, reconnect_stop
-        self.new_reconnect_policy()  # refuses a wrong reconnect_wait or reconnect_stop
+        self.new_reconnect_policy()  # refuses an invalid reconnect_wait or reconnect_stop
         self._republishing: dict[str, Any] = {
             "url": url,
             "new_queue_grace": new_queue_grace,
@@ -254,7 +258,7 @@ class ConsumerOptions:
         if consumer_timeout is not None:
             self._consumer_timeout = seconds("consumer_timeout", consumer_timeout, positive=True)
         self.dead_letter = self._dead_letter(queue, dead_letter)
-        self._drops = dead_letter is None  # by the user's own choice, so without a warning
+        self._drops = dead_letter is None  # the user has chosen this, so there is no warning
         self.topology = declarations(topology)
         if isinstance(dead_letter, Queue):
             self.topology = declarations([*self.topology, dead_letter])
@@ -301,7 +305,7 @@ class ConsumerOptions:
 
     @property
     def warnings(self) -> list[str]:
-        """Texts about options that are allowed, and that a user had better know of."""
+        """The warnings about options that are allowed but risky."""
         found = []
         if self.prefetch == 0:
             found.append("prefetch=0 is no limit: a large backlog fills the memory of this process")
@@ -315,10 +319,10 @@ class ConsumerOptions:
 
     @property
     def largest_body(self) -> int:
-        """The largest body that is read, in bytes.
+        """The maximum size of a body that is read, in bytes.
 
-        A larger one is rejected unread, and the broker dead-letters it; unless that would lose it, because only this
-        consumer knows of a dead-letter queue.
+        A delivery with a larger body is rejected unread, and the broker dead-letters it. Bodies are read anyway if that
+        would lose the message, because only this consumer knows a dead-letter queue.
         """
         most, _ = self._limits
         ours_alone = self.dead_letter is not None and not self._broker_dead_letters
@@ -328,7 +332,7 @@ class ConsumerOptions:
 
     @property
     def republishes(self) -> bool:
-        """Whether dead letters, retries or suspects may be published."""
+        """Whether dead letters, retries or quarantined messages may be published."""
         return self.dead_letter is not None or self._delay_queues is not None or self._quarantine is not None
 
     @property
@@ -341,19 +345,19 @@ class ConsumerOptions:
 
     @property
     def consumer_timeout(self) -> float | None:
-        """The consumer timeout of the broker in seconds, as far as it is known.
+        """The broker's consumer timeout in seconds, as far as it is known.
 
-        Arguments of the queue override it.
+        The arguments of the queue override it.
         """
         queue = self._queue.arguments.get(_CONSUMER_TIMEOUT) if isinstance(self._queue, Queue) else None
         given = [value / 1000 for value in (queue, self._arguments.get(_CONSUMER_TIMEOUT)) if isinstance(value, int)]
         return min(given, default=self._consumer_timeout)
 
     def change_prefetch(self, prefetch: int) -> None:
-        """Change the prefetch of sessions to come.
+        """Change the prefetch of future sessions.
 
         Raises:
-            ConfigurationError: it does not fit ``ack_every`` or ``batch_size``; nothing has changed.
+            ConfigurationError: If it does not fit ``ack_every`` or ``batch_size``. The prefetch is then unchanged.
         """
         whole_number("prefetch", prefetch, 1 if self.is_stream else 0, _LARGEST_PREFETCH)
         before, self.prefetch = self.prefetch, prefetch
@@ -364,10 +368,10 @@ class ConsumerOptions:
             raise
 
     def new_session(self) -> ConsumerSession:
-        """Make a session."""
+        """Return a new session."""
         acks = None
         if self._ack_mode == "manual":
-            interval = self.ack_interval if self._pushed else 0.0  # the next get() waits for the room
+            interval = self.ack_interval if self._pushed else 0.0  # the next get() waits for room in the prefetch
             acks = AckBatcher(ack_every=self._ack_every, ack_interval=interval, prefetch=self.prefetch, rest=_REST)
         dead_letters = None
         if self.dead_letter is not None:
@@ -407,19 +411,19 @@ class ConsumerOptions:
         )
 
     def new_reconnect_policy(self) -> ReconnectPolicy:
-        """Make the policy for the attempts of one connection."""
+        """Return a new policy for the connection attempts of one connection."""
         wait, stop = self._reconnect
         return ReconnectPolicy(hosts=len(self.settings.endpoints), wait=wait, stop=stop)
 
     def new_publisher(self, kind: Callable[..., PublisherT]) -> PublisherT:
-        """Make the publisher for retries and dead letters.
+        """Return a new publisher for retries and dead letters.
 
-        It does not retry: the session does.
+        It does not retry nacked messages. The session does.
         """
         return kind(**self._republishing, delivery_timeout=_REPUBLISH_TIMEOUT, retry=RetryPolicy(1), on_blocked="raise")
 
     def new_tracer(self) -> ConsumerTracer | None:
-        """Make the tracer of a consumer; None without traces."""
+        """Return a new tracer for the consumer, or None without tracing."""
         if self.tracing is None:
             return None
         from reliable_mq.tracing.consuming import ConsumerTracer  # noqa: PLC0415  # it imports OpenTelemetry
@@ -427,7 +431,7 @@ class ConsumerOptions:
         return ConsumerTracer(self.tracing, name=self.name, queue=self.queue_name, endpoints=self.settings.endpoints)
 
     def new_claiming(self) -> ClaimPolicy | None:
-        """Make the policy of claiming deliveries; None without a store."""
+        """Return a new policy for claiming deliveries, or None without a store."""
         if self.store is None:
             return None
         return ClaimPolicy(
@@ -442,9 +446,9 @@ class ConsumerOptions:
     def setup(
         self, server: ServerInfo, consumer_tag: str, following: int | None, maker: NewQueueListener | None = None
     ) -> SetupGenerator:
-        """Return the steps after which the broker delivers.
+        """Return the set-up steps after which the broker delivers messages.
 
-        Of a stream, from the offset ``following`` on. `maker` is told of the quorum queues that they make.
+        A stream is read from the offset ``following``. `maker` is notified of the quorum queues that the steps declare.
         """
         return consumer_setup(
             self._queue,
@@ -459,11 +463,11 @@ class ConsumerOptions:
         )
 
     def pull_setup(self, server: ServerInfo, maker: NewQueueListener | None = None) -> SetupGenerator:
-        """Return the steps before ``basic.get``; `maker` is as in `setup`."""
+        """Return the set-up steps before ``basic.get``. `maker` is as in `setup`."""
         return pull_setup(self._queue, self._declared, server.version_tuple, maker)
 
     def consume(self, consumer_tag: str, following: int | None) -> Consume:
-        """Return the step of `setup` that subscribes."""
+        """Return the subscribing step of `setup`."""
         arguments = self._arguments if following is None else {**self._arguments, STREAM_OFFSET: following}
         return Consume(self.queue_name, consumer_tag, self._ack_mode == "automatic", self._exclusive, arguments)
 
@@ -478,7 +482,7 @@ class ConsumerOptions:
         return f"{self.name}#quarantine"
 
     def subscribe_to_quarantine(self) -> StepGenerator:
-        """Return the steps after which the broker delivers from the quarantine, too."""
+        """Return the steps after which the broker also delivers from the quarantine."""
         if self._quarantine is not None:
             yield SetPrefetch(1)
             yield Consume(self._quarantine.name, self.quarantine_tag)
@@ -489,7 +493,7 @@ class ConsumerOptions:
 
     @property
     def _declared(self) -> list[Declaration]:
-        """The declarations of every connect, beside the queue."""
+        """The declarations of every connect, without the queue itself."""
         beside: list[Declaration] = [] if self._quarantine is None else [self._quarantine]
         if self._delay_queues is not None:
             beside += [self._delay_queues.queue(step) for step in self._delay_queues.own]
@@ -500,7 +504,7 @@ class ConsumerOptions:
         if isinstance(queue, str) or queue.type != "quorum" or not self._pushed or self._ack_mode == "automatic":
             return None
         if self._broker_retries:
-            return None  # the broker counts returns and failures as one, and bounds both
+            return None  # the broker counts returns and failures together, and limits both
         return Quarantine.of(queue)
 
     def _retried_by_the_broker(self, queue: Queue | str) -> bool:
@@ -510,7 +514,7 @@ class ConsumerOptions:
         return able and self._retry.backend != "memory" and self._ack_mode == "manual"
 
     def _new_delay_queues(self, queue: Queue | str) -> DelayQueues | None:
-        """Return the delay queues, if there may be some and a message may wait in them."""
+        """Return the delay queues, if they are used and messages may wait in them."""
         if (
             self._retry.backend != "queues"
             or self._broker_retries

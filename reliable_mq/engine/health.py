@@ -1,7 +1,7 @@
-"""Collect the signs of health of a loop, and of a subscription.
+"""The signs of health of an event loop and of a subscription.
 
-`reliable_mq.core.health` judges them. They are noted on the loop of a connection and read by any thread: each attribute
-is written by one thread, and whole at any moment. Nothing here waits.
+`reliable_mq.core.health` judges these signs. They are noted on the loop of a connection and read by any thread. Each
+attribute is written by one thread only and is consistent at any moment. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ __all__ = ["ConsumerVitals", "LoopWatch"]
 
 
 class LoopWatch:
-    """Sees whether a loop still runs the calls that it is asked for. Any thread.
+    """A watch that detects an event loop that no longer runs calls. Thread-safe.
 
-    Each look asks the loop for a sign, unless the last one is still to come. So nothing runs between two looks, and a
-    loop that stands still is seen by the second look.
+    Each look schedules a call on the loop, unless the previous call has not run yet. So nothing runs between two looks,
+    and the second look detects a loop that stands still.
     """
 
     def __init__(self) -> None:
         self._asked_at: float | None = None
 
     def look(self, now: float, call_soon: Callable[[Callable[[], None]], object]) -> float | None:
-        """Return since when the loop has not answered; None if it has. Ask again.
+        """Return the time since which the loop has not responded, or None.
+
+        Schedules the next call if the last one has run.
 
         Args:
-            now: seconds, monotonic.
-            call_soon: runs a function on the loop; thread-safe.
+            now: The current time in seconds, on a monotonic clock.
+            call_soon: A thread-safe callable that runs a function on the loop.
         """
         asked_at = self._asked_at
         if asked_at is None:
@@ -49,10 +51,10 @@ class LoopWatch:
 
 
 class ConsumerVitals:
-    """The notes of one subscription.
+    """The signs of health of one subscription.
 
     Args:
-        heartbeat: of its connection, in seconds: for so long its loop may stand still.
+        heartbeat: The heartbeat of its connection, in seconds. The loop may stand still for that long.
     """
 
     def __init__(self, heartbeat: float) -> None:
@@ -63,7 +65,7 @@ class ConsumerVitals:
         self._away: str | None = None
 
     def subscribed(self) -> None:
-        """Note a channel that is subscribed."""
+        """Note that a channel is subscribed."""
         self._changed_at, self._away = time.monotonic(), None
 
     def unsubscribed(self, reason: str) -> None:
@@ -75,11 +77,11 @@ class ConsumerVitals:
         self._away = reason
 
     def worked(self, now: float) -> None:
-        """Note that a handler has ended, or that none was running."""
+        """Note that a handler has ended, or that no handler was running."""
         self._worked_at = now
 
     def paused(self, *, paused: bool) -> None:
-        """Note a change of the kill switch."""
+        """Note that the kill switch has paused or resumed the consumer."""
         self._paused_at = (self._paused_at or time.monotonic()) if paused else None
 
     def signs(
@@ -90,7 +92,7 @@ class ConsumerVitals:
         now: float,
         stuck_after: float,
     ) -> ConsumerSigns:
-        """Return the signs. Any thread; does not wait."""
+        """Return the signs of health. Thread-safe. Does not wait."""
         return ConsumerSigns(
             changed_at=self._changed_at,
             stuck_after=stuck_after,

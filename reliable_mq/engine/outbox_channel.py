@@ -1,11 +1,11 @@
-"""The channel into an outbox: it stores messages, with the relay beside it.
+"""The base of the channels to an outbox, which store messages and run the relay.
 
-The same for both APIs: callers put a message into the queue of the writer, whose thread stores it; the thread of the
-relay reads rows and publishes them through the publisher's own channel. Each API adds the waiting of its callers, and
-its calls of the outbox, which may hang.
+Both APIs share it. Callers put a message into the queue of the writer, whose thread stores it. The thread of the relay
+reads rows and publishes them through the publisher's own channel. Each API adds the waiting of its callers, and its
+calls of the outbox, which may hang.
 
-Invariants: every confirmation that ``submit`` returned is settled, by the writer or by the caller that waits for it
-beyond its deadline; no user code runs on the threads of the writer and the relay; every wait of a caller ends, even if
+Invariants: every confirmation that ``submit`` returned is settled, by the writer or by a caller that waits for it
+beyond its deadline. No user code runs on the threads of the writer and the relay. Every wait of a caller ends, even if
 the outbox does not answer.
 """
 
@@ -49,28 +49,28 @@ ANSWER_AT_LEAST: Final = 0.5
 QUESTIONS: Final = 8
 """Calls of the outbox that may hang, each on a thread; further ones fail at once."""
 
-_LOOK_AFTER: Final = (0.01, 0.25)  # seconds between two polls of the outbox, the first and the longest
-_LOOK_SHARE: Final = 20  # times that the last poll took, at least: polls cost the relay its pace
+_LOOK_AFTER: Final = (0.01, 0.25)  # seconds between two polls of the outbox: the shortest and the longest
+_LOOK_SHARE: Final = 20  # the minimum pause as a multiple of the last poll's time, because polls slow the relay down
 _LOG_FAILURES_EVERY: Final = 10.0  # seconds
 
 
 class BacklogPoller:
-    """The polls of an outbox, for a caller that waits until it is empty."""
+    """The polling schedule of an outbox, for a caller that waits until it is empty."""
 
     def __init__(self) -> None:
         self._shortest, self._longest = _LOOK_AFTER
         self._pause = self._shortest
-        self._before: tuple[int, float] | None = None  # rows left, and when
+        self._before: tuple[int, float] | None = None  # rows left at the last poll, and its time
 
     def pause_after(self, left: int, now: float, took: float) -> float:
         """Return the seconds until the next poll.
 
-        They are half of the time until no row is left, at the latest rate.
+        The pause is half of the time until the outbox is empty, estimated from the latest rate.
 
         Args:
-            left: rows left.
-            now: seconds, on a monotonic clock.
-            took: seconds that the last poll took.
+            left: The number of rows left.
+            now: The current time in seconds, on a monotonic clock.
+            took: Seconds that the last poll took.
         """
         pause, self._pause = self._pause, min(2 * self._pause, self._longest)
         if self._before is not None and left < self._before[0]:
@@ -84,18 +84,19 @@ C = TypeVar("C", bound=StoredPublication)
 
 
 class BaseOutboxChannel(BaseChannel[C]):
-    """The channel into one outbox, without the waiting of callers.
+    """The channel to one outbox, without the waiting of callers.
 
     Args:
-        outbox: the outbox.
-        relay_publisher: publishes the rows of the relay.
-        options: of the publisher. Its limits of outstanding messages hold for those that are not stored yet.
-        measured: whether to count the rows of the outbox now and then, for metrics.
-        guard: guards the window, failures, and the callbacks of all confirmations; they may be on other threads.
+        outbox: The outbox.
+        relay_publisher: The publisher of the relay's rows.
+        options: The options of the publisher. Its limits of outstanding messages apply to messages not stored yet.
+        measured: Whether to count the rows of the outbox periodically, for metrics.
+        guard: A lock for the window, the failures, and the callbacks of all confirmations. Callers may be on other
+            threads.
 
     Attributes:
-        begun: whether the outbox was opened.
-        relay: the relay.
+        begun: Whether the outbox was opened, and storing and relaying have started.
+        relay: The relay.
     """
 
     def __init__(
@@ -112,9 +113,9 @@ class BaseOutboxChannel(BaseChannel[C]):
         self.outbox = outbox
         self._window = PublishWindow(options.max_outstanding, options.window.max_bytes)
         self._store_timeout = options.delivery_timeout
-        self._outbox_closed = False  # or about to be
+        self._outbox_closed = False  # or about to be closed
         self._failure_log = LogLimit(_LOG_FAILURES_EVERY)
-        self._left_logged = False  # by one of the callers of close
+        self._left_logged = False  # whether a caller of ``close`` has logged the messages left
         self._questions = DaemonExecutor(f"{options.name}-outbox-question", QUESTIONS)
         statistics = OutboxStatistics()
         self._writer: OutboxWriter[C] = OutboxWriter(
@@ -135,7 +136,7 @@ class BaseOutboxChannel(BaseChannel[C]):
             measured=measured,
         )
 
-    # Of each API
+    # For each API to implement
 
     def start(self, timeout: float) -> Any:
         """Open the outbox, and start storing and relaying. A step.
@@ -143,41 +144,41 @@ class BaseOutboxChannel(BaseChannel[C]):
         Several callers may call it, also again after a failure.
 
         Raises:
-            OutboxError: the outbox cannot be opened, or does not answer within ``timeout`` seconds.
-            UsageError: closed, or in a forked child.
+            OutboxError: If the outbox cannot be opened, or does not answer within ``timeout`` seconds.
+            UsageError: If the channel is closed, or in a forked child.
         """
         raise NotImplementedError
 
     def abort(self) -> None:
-        """End without waiting, however far it was opened. Stored messages stay.
+        """End without waiting, however far the opening is. Stored messages stay.
 
         The outbox is closed when its threads have ended.
         """
         raise NotImplementedError
 
     def _check_usable(self) -> None:
-        """Raise UsageError where waiting can never end."""
+        """Raise UsageError if waiting would never end."""
         self._check_not_forked()
 
     def _ask(self, question: Callable[[], Any], deadline: float) -> Any:
         """Call the outbox, and wait for its answer until the deadline. A step.
 
-        If that has passed, wait for a moment.
+        After the deadline, waits for a moment.
 
         Raises:
-            TimeoutError: it does not answer.
+            TimeoutError: If the outbox does not answer.
         """
         raise NotImplementedError
 
     def _wait_stored(self, timeout: float) -> Any:
-        """Wait until everything submitted before has its answer; return whether it has."""
+        """Wait for the writer's answer to all earlier messages; return whether it came."""
         raise NotImplementedError
 
     def _sleep(self, seconds: float) -> Any:
         raise NotImplementedError
 
     def _refuse_waiting(self) -> None:
-        """Take no more messages; wake callers that wait."""
+        """Accept no more messages, and wake callers that wait."""
         raise NotImplementedError
 
     def _end_threads(self, deadline: float) -> Any:
@@ -185,15 +186,15 @@ class BaseOutboxChannel(BaseChannel[C]):
         raise NotImplementedError
 
     def _stored(self, confirmations: list[C], error: OutboxError | None) -> None:
-        """Call `_settle`, later if need be. On the thread of the writer."""
+        """Call `_settle`, now or later. Called on the writer's thread."""
         raise NotImplementedError
 
     def _settled(self, settlements: list[RowSettlement]) -> None:
-        """Wake the relay and the callers that wait for it. On the thread of the writer."""
+        """Wake the relay and the callers that wait for it. Called on the writer's thread."""
         raise NotImplementedError
 
     def _notify_window(self) -> None:
-        """Wake callers that wait for the window, or in a flush. Called under the guard."""
+        """Wake callers that wait for the window or in a flush. The guard is held."""
         raise NotImplementedError
 
     # For callers
@@ -211,25 +212,25 @@ class BaseOutboxChannel(BaseChannel[C]):
                 confirmation.settled()
 
     def timeout_of(self, confirmation: C) -> float:
-        """Seconds that a message may take to be stored."""
+        """Return the seconds that a message may take to be stored."""
         return self._store_timeout if confirmation.timeout is None else confirmation.timeout
 
     @property
     def outstanding(self) -> int:
-        """Messages submitted and not stored."""
+        """The number of messages submitted and not stored."""
         return max(self._window.count, 0)
 
     # For both APIs
 
     def flush(self, timeout: float) -> Steps[int]:
-        """Wait until every message in the outbox is published, or set aside.
+        """Wait until every message in the outbox is published or set aside.
 
-        Returns how many are left after ``timeout`` seconds.
+        Returns the number of messages left after ``timeout`` seconds.
 
         Raises:
-            OutboxError: the outbox cannot be read.
-            TimeoutError: it does not answer.
-            UsageError: closed, by now; some are left.
+            OutboxError: If the outbox cannot be read.
+            TimeoutError: If the outbox does not answer.
+            UsageError: If the channel is closed, or is closed in the meantime and messages are left.
         """
         self._check_usable()
         self._check_relayed()
@@ -247,7 +248,8 @@ class BaseOutboxChannel(BaseChannel[C]):
     def close(self, timeout: float, worth_waiting: Callable[[], bool]) -> Steps[None]:
         """Store every submitted message, relay for up to ``timeout`` seconds, and end.
 
-        It relays while that is ``worth_waiting``. May be interrupted, and called again, and by several callers.
+        Relaying continues only while it is ``worth_waiting``. May be interrupted and called again, and by several
+        callers.
         """
         self._check_usable()
         deadline = time.monotonic() + timeout
@@ -256,11 +258,11 @@ class BaseOutboxChannel(BaseChannel[C]):
         try:
             stored = yield self._wait_stored(timeout)
             if stored:
-                enough = deadline - min(CLOSE_GRACE, timeout / 2)  # the rest is for rows that are outstanding then
+                enough = deadline - min(CLOSE_GRACE, timeout / 2)  # the rest is for rows outstanding by then
                 left = yield from self._wait_relayed(None, enough, lambda: not self.relay.ended and worth_waiting())
         except (OutboxError, TimeoutError) as error:
             logger.error("closing the publisher of %r: %s", self.outbox, error)  # noqa: TRY400  # it says it all
-        # Rows on their way to a broker that is not there stay in the outbox.
+        # Rows in flight to an unreachable broker stay in the outbox.
         self.relay.stop(max(deadline - time.monotonic(), 0.0) if worth_waiting() else 0.0)
         yield self._end_threads(deadline)
         self._log_left(left)
@@ -272,7 +274,7 @@ class BaseOutboxChannel(BaseChannel[C]):
             self._questions.close()
 
     def _wait_relayed(self, last: int | None, deadline: float, worth_waiting: Callable[[], bool]) -> Steps[int]:
-        """Wait until no row up to ``last`` is left; return how many are."""
+        """Wait until no row up to ``last`` is left, and return how many are left."""
         poller = BacklogPoller()
         while True:
             began = time.monotonic()
@@ -283,20 +285,20 @@ class BaseOutboxChannel(BaseChannel[C]):
                 return left
             yield self._sleep(min(deadline - now, poller.pause_after(left, now, now - began)))
             self._check_not_forked()
-            if self.relay.ended:  # closed, by another caller
+            if self.relay.ended:  # another caller has closed it
                 return left
 
     def _begin(self, claims: RowLeases) -> None:
-        """Store and relay: the outbox is open.
+        """Start storing and relaying on an open outbox.
 
-        May be called again if it raises, as where no thread can be started.
+        May be called again if it raises, for example because no thread can be started.
         """
         self._writer.start()
         self.relay.start(claims)
         self.begun = True
 
     def _backlog(self, up_to: int | None = None) -> tuple[int, int]:
-        """Return the backlog of the outbox; close an outbox that this opens again."""
+        """Return the backlog of the outbox. Close the outbox if this call reopened it."""
         try:
             return self.outbox.backlog(up_to)
         finally:
@@ -308,7 +310,7 @@ class BaseOutboxChannel(BaseChannel[C]):
         self.outbox.close()
 
     def _close_outbox_later(self) -> None:
-        """Close the outbox when the threads have ended. On a thread without a caller."""
+        """Close the outbox when the threads have ended. Runs on a thread without a caller."""
         self.relay.join(CLOSE_GRACE)
         self._writer.join(CLOSE_GRACE)
         try:
@@ -339,12 +341,12 @@ class BaseOutboxChannel(BaseChannel[C]):
         )
 
     def _settle(self, confirmations: Sequence[C], error: OutboxError | None) -> None:
-        """Settle messages that the writer has stored, or has not."""
+        """Settle messages that the writer has stored or failed to store."""
         with self._guard:
             size = 0
             for confirmation in confirmations:
                 size += confirmation.size
-                if confirmation.outcome is not None:  # given up by its caller
+                if confirmation.outcome is not None:  # its caller has given it up
                     continue
                 if error is None:
                     confirmation.stored(None)
@@ -358,7 +360,7 @@ class BaseOutboxChannel(BaseChannel[C]):
             self._log_failures(len(confirmations), error)
 
     def observe(self, confirmation: C, trace: SendTrace) -> None:
-        """Record a message that is not accepted yet."""
+        """Attach a trace to a message that is not accepted yet."""
         confirmation.trace = trace
         if trace.recording:
             confirmation.callbacks = [partial(self._end_trace, trace, confirmation)]

@@ -1,15 +1,15 @@
 """The base of the publishers of both APIs.
 
-It has the options, the states, the readings, and the steps of the calls that wait (`reliable_mq.engine.steps`). An API
-adds how its callers wait. Two channels belong to a publisher, each made when it is first needed: one to the broker, and
-one to the outbox if there is an outbox. Either is known as *started* from the moment when it may have threads, tasks or
-sockets to be ended, and as open once a caller may use it.
+It has the options, the states, the readings, and the steps of the waiting calls (`reliable_mq.engine.steps`). Each API
+adds how its callers wait. A publisher has a channel to the broker and, with an outbox, a channel to the outbox. Each is
+created when it is first needed. A channel is *started* from the moment when it may have threads, tasks or sockets that
+must be ended. It is *open* once callers may use it.
 
-A signal handler may interrupt any step on the sync API, and use or close the same publisher: so each channel is known
-before it runs, and the lock is held for moments only.
+In the sync API a signal handler may interrupt any step, and use or close the same publisher. So each channel is stored
+before it runs, and the lock is held only briefly.
 
-Invariants: nothing is published, and nothing is stored, after a publisher has left `PublisherState.OPEN`; a failure
-that nobody has seen is raised once.
+Invariants: nothing is published or stored after a publisher has left `PublisherState.OPEN`. A failure that no user has
+seen is raised once.
 """
 
 from __future__ import annotations
@@ -83,23 +83,23 @@ OutboxChannelT = TypeVar("OutboxChannelT", bound=BaseOutboxChannel[Any])
 
 
 class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
-    """A publisher; see `PublisherOptions` for its arguments."""
+    """A publisher. See `PublisherOptions` for its arguments."""
 
     _confirmation: ClassVar[type[Any]]  # ConfirmationT
     _stored_confirmation: ClassVar[type[Any]]  # StoredT
     _channel_type: ClassVar[type[Any]]  # ChannelT
-    _state = PublisherState.CLOSED  # until it is made
-    _channel: ChannelT | None = None  # to the broker, open: every host has had its first attempt
-    _started_channel: ChannelT | None = None  # which becomes _channel, too
-    _openers = 0  # callers that wait for that
+    _state = PublisherState.CLOSED  # until ``__init__`` has finished
+    _channel: ChannelT | None = None  # to the broker; open, so every host has had its first attempt
+    _started_channel: ChannelT | None = None  # becomes _channel once it is open
+    _openers = 0  # callers that wait for the channel to open
     _outbox_channel: OutboxChannelT | None = None  # open
-    _started_outbox_channel: OutboxChannelT | None = None  # which becomes _outbox_channel, too
+    _started_outbox_channel: OutboxChannelT | None = None  # becomes _outbox_channel once it is open
 
     @declared_by(PublisherOptions.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._made_in = os.getpid()
-        self._changed_at = time.monotonic()  # made, or left
-        self._lock = threading.RLock()  # for state and channels if callers are on several threads; held for moments
+        self._changed_at = time.monotonic()  # when it was created or closed
+        self._lock = threading.RLock()  # guards state and channels against callers on other threads; held only briefly
         self._options = PublisherOptions(*args, **kwargs)
         self._outbox = self._options.outbox
         self._tracer = self._options.new_tracer()
@@ -109,7 +109,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
 
     @property
     def outstanding(self) -> int:
-        """Messages submitted and not settled; with an outbox, not stored."""
+        """The number of messages submitted and not settled (with an outbox: not stored)."""
         channel = self._outbox_channel or self._channel
         return 0 if channel is None else channel.outstanding
 
@@ -120,29 +120,29 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
 
     @property
     def blocked(self) -> str | None:
-        """The broker's reason while it blocks publishing here; else None.
+        """The broker's reason for blocking publishing now, or None.
 
-        That is a memory or disk alarm.
+        The broker blocks publishing under a memory or disk alarm.
         """
         return None if self._channel is None else self._channel.session.blocked_reason
 
     @property
     def statistics(self) -> PublisherStatistics:
-        """Counts since the publisher was opened."""
+        """The counts since the publisher was opened."""
         return PublisherStatistics() if self._channel is None else self._channel.session.statistics
 
     def health(self, *, stuck_after: Duration | None = None) -> Health:
-        """Return whether it lives, is ready, and progresses, for probes.
+        """Return whether the publisher is live, ready and progressing, for probes.
 
-        Does not block. Any thread, also with asyncio. An event loop, or an I/O thread, that stands still for a
-        heartbeat is noticed by the second of two calls: the first one asks it for a sign.
+        Does not block. Thread-safe, also with asyncio. If the event loop or I/O thread stands still for a heartbeat,
+        the second of two calls detects it, because the first one schedules a call on it.
 
         Args:
-            stuck_after: seconds without the end of any outstanding message after which it does not progress; None for
-                ``confirm_timeout``.
+            stuck_after: Seconds in which no outstanding message is settled, after which the publisher is not
+                progressing. None for ``confirm_timeout``.
 
         Raises:
-            ConfigurationError: ``stuck_after`` is no duration.
+            ConfigurationError: If ``stuck_after`` is not a duration.
         """
         options = self._options
         limit = options.confirm_timeout
@@ -186,7 +186,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
 
     @property
     def _is_over(self) -> bool:
-        """Whether nothing is left to close: in a forked child everything is the parent's."""
+        """Whether nothing is left to close. In a forked child the parent owns everything."""
         return self._state is PublisherState.CLOSED or os.getpid() != self._made_in
 
     def _check_process(self) -> None:
@@ -198,18 +198,18 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
             raise UsageError(f"this publisher is closed{consequence}")
 
     def _leave_open(self) -> None:
-        """Take no more messages."""
+        """Accept no more messages."""
         self._state = PublisherState.CLOSING
         self._changed_at = time.monotonic()
 
     def _check_usable(self) -> None:
-        """Raise UsageError where the publisher cannot be used."""
+        """Raise UsageError if the publisher cannot be used."""
         self._check_open()
 
-    # Of each API
+    # For each API to implement
 
     def _outbox_channel_to_start(self, outbox: Outbox) -> OutboxChannelT:
-        """Return the started channel to the outbox, or make it. Under the lock."""
+        """Return the started outbox channel, or a new one. The lock is held."""
         raise NotImplementedError
 
     def _keep(self) -> None:
@@ -218,7 +218,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
     def _release(self) -> None:
         """Note that nothing is left to close."""
 
-    # Messages on their way
+    # Messages in flight
 
     def _new_confirmation(
         self,
@@ -230,16 +230,16 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
         reported: bool,
         begun: tuple[float, SendTrace | None] | None = None,
     ) -> ConfirmationT:
-        """Check a message to submit on an open channel; make its confirmation.
+        """Check a message to submit on an open channel, and return its confirmation.
 
         Args:
-            channel: to submit it on.
-            message: to publish.
-            exchange: its exchange.
-            key: its routing key.
-            timeout: for it, in seconds.
-            reported: whether its caller is told of a failure, so that the end raises none.
-            begun: when it was accepted, and its trace, if that was before the channel was open.
+            channel: The channel to submit it on.
+            message: The message to publish.
+            exchange: The exchange of the message.
+            key: The routing key of the message.
+            timeout: The timeout of the message, in seconds.
+            reported: Whether the caller receives the failure, so that closing does not raise it.
+            begun: When the message was accepted, and its trace, if that was before the channel was open.
         """
         accepted_at = time.monotonic() if begun is None else begun[0]
         limit = None if timeout is None else seconds("timeout", timeout)
@@ -269,9 +269,9 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
     def _first_confirmation(
         self, message: Message, exchange: str, key: str, timeout: Duration | None, reported: bool
     ) -> Steps[ConfirmationT]:
-        """Open the channel to submit a message on; make its confirmation.
+        """Open the channel for a message, and return the confirmation of the message.
 
-        That has a timeout of its own: others may be before it by then that were accepted later.
+        The confirmation gets an explicit timeout, because messages accepted later may be submitted first.
         """
         accepted_at = time.monotonic()
         limit = self._options.delivery_timeout if timeout is None else seconds("timeout", timeout)
@@ -294,7 +294,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
     def _new_stored(
         self, channel: Any, message: Message, exchange: str, key: str, accepted_at: float, limit: float | None
     ) -> Any:
-        """Make the confirmation of a message that is to be stored."""
+        """Return the confirmation of a message that is to be stored."""
         options, broker = self._options, self._channel
         frame_max = options.settings.frame_max if broker is None else broker.frame_max
         size = options.limits.check(message, exchange, key, frame_max)
@@ -312,9 +312,9 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
         return confirmation
 
     def _open_for_relay(self) -> Steps[ChannelT]:
-        """Return an open channel for rows of the outbox; another one if that has ended."""
+        """Return an open channel for rows of the outbox. Replace a channel that has ended."""
         channel = self._channel or (yield from self._open(FOR_EVER))
-        if channel.fatal is not None:  # its cause may be mended; rows wait for that
+        if channel.fatal is not None:  # the cause may have been fixed; rows wait for that
             with self._lock:
                 if self._channel is channel:
                     self._channel = self._started_channel = None
@@ -323,14 +323,14 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
         return channel
 
     def _new_relayed(self, channel: ChannelT, row: OutboxRow) -> ConfirmationT:
-        """Make the confirmation of a row of the outbox, for the relay."""
+        """Return the confirmation of a row of the outbox, for the relay."""
         size = self._options.limits.check(row.message, row.exchange, row.routing_key, channel.frame_max)
         confirmation: ConfirmationT = self._confirmation(
             row.message, row.exchange, row.routing_key, row.mandatory, size, time.monotonic(), None, channel
         )
         confirmation.in_doubt = row.possible_duplicate
         confirmation.result_observed = True
-        if self._tracer is not None:  # in no context but that of the message
+        if self._tracer is not None:  # only in the trace context of the message
             trace = self._tracer.begin(row.message, row.exchange, row.routing_key, ambient=self._tracer.apart)
             if trace is not None:
                 channel.observe(confirmation, trace)
@@ -338,7 +338,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
 
     @contextmanager
     def _reporting(self) -> Iterator[ReportBuilder[ConfirmationT]]:
-        """Make the report of a ``publish_many``; no failure is hidden if the block raises."""
+        """Build the report of a ``publish_many``. If the block raises, hide no failure."""
         report: ReportBuilder[ConfirmationT] = ReportBuilder(
             self._options.max_outstanding, stored=self._outbox is not None
         )
@@ -353,7 +353,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
             raise
 
     def _not_reported(self, confirmations: Iterable[ConfirmationT]) -> None:
-        """Note that no caller is told of these: they may be on their way all the same."""
+        """Note that no caller receives the outcomes. The messages may still be published."""
         if self._channel is not None and self._outbox is None:
             self._channel.not_reported(confirmations)
 
@@ -380,9 +380,9 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
             yield from self._open(FOR_EVER)
 
     def _open_outbox(self, outbox: Outbox, timeout: float | None) -> Steps[OutboxChannelT]:
-        """Return the channel to the outbox, open, with its relay.
+        """Return the open channel to the outbox, with its relay.
 
-        In no more than ``timeout`` seconds; None for as long as a message may take.
+        Waits for ``timeout`` seconds at most. None for the delivery timeout of a message.
         """
         self._check_process()
         with self._lock:
@@ -390,7 +390,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
                 return self._outbox_channel
             self._check_open("; nothing was stored")
             channel = self._started_outbox_channel = self._outbox_channel_to_start(outbox)
-        yield channel.start(self._options.delivery_timeout if timeout is None else timeout)  # it may hang: no lock
+        yield channel.start(self._options.delivery_timeout if timeout is None else timeout)  # may hang: no lock
         with self._lock:
             if self._outbox_channel is None and not self._is_closed:
                 self._outbox_channel = channel
@@ -400,9 +400,8 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
     def _open(self, timeout: float, *, required: bool = False) -> Steps[ChannelT]:
         """Connect, and wait until every host has had its first attempt.
 
-        For up to ``timeout`` seconds.
-
-        Raises an error if no further attempt can help, or if a connection is ``required`` and there is none.
+        Waits for ``timeout`` seconds at most. Raises an error if no further attempt can help, or if a connection is
+        ``required`` and there is none.
         """
         self._check_process()
         settings = self._options.settings
@@ -432,20 +431,20 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
         raise error
 
     def _start(self) -> ChannelT:
-        """Start a channel. Under the lock."""
+        """Start a channel. The lock is held."""
         if self._state is PublisherState.STARTING:
             raise UsageError("this publisher is just being opened, by what this signal handler has interrupted")
         self._state = PublisherState.STARTING
         try:
             channel: ChannelT = self._channel_type(self._options)
-            self._started_channel = channel  # known before it runs
+            self._started_channel = channel  # stored before it runs
             self._keep()
             channel.start()
         except BaseException:
             self._started_channel = None
             raise
         finally:
-            if self._state is PublisherState.STARTING:  # else a signal handler has closed the publisher
+            if self._state is PublisherState.STARTING:  # otherwise a signal handler has closed the publisher
                 self._state = PublisherState.OPEN
         return channel
 
@@ -471,12 +470,12 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
         with self._lock:
             started = self._started_outbox_channel
             if self._outbox_channel is None and started is not None and started.begun:
-                self._outbox_channel = started  # its opening was interrupted, or is about to end
+                self._outbox_channel = started  # opening it was interrupted, or is about to end
         if self._outbox_channel is not None:
             self._outbox_channel.check_closable()
             yield from self._outbox_channel.close(limit, self._broker_may_answer)
-            limit = 0.0  # messages that the relay has not published are still in the outbox
-        elif started is not None:  # it is not open yet
+            limit = 0.0  # unpublished messages stay in the outbox
+        elif started is not None:  # not open yet
             started.abort()
         if self._started_channel is not None:
             self._started_channel.check_closable()
@@ -490,11 +489,11 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
         self._raise_unobserved()
 
     def _broker_may_answer(self) -> bool:
-        """Return whether the broker is there, or has had no chance to answer yet."""
+        """Return whether the broker is connected, or has not been tried yet."""
         return self.connected or (self._started_channel is not None and not self._started_channel.tried)
 
     def _raise_unobserved(self) -> None:
-        """End a close: raise failures that nobody has seen."""
+        """Finish a close, and raise the failures that no user has seen."""
         if self._registration is not None:
             self._registration.close()
         self._state = PublisherState.CLOSED
@@ -504,7 +503,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
             raise summary([error for confirmation in failed if (error := confirmation.failure())], count)
 
     def _left_unconfirmed(self, error: PublishError, exc_type: type[BaseException] | None) -> None:
-        """Raise the error of leaving a ``with`` block; log it if the block has raised."""
+        """Raise the error of leaving a ``with`` block, or log it if the block raised."""
         if exc_type is None:
             raise error
         text = "leaving a publisher because of %s, with messages unconfirmed"
@@ -536,18 +535,18 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
 
 
 class ReportBuilder(Generic[ConfirmationT]):
-    """Collects the outcomes of one ``publish_many``, whatever its length.
+    """A builder of the report of one ``publish_many`` of any length.
 
-    It keeps outstanding messages and failures only.
+    It keeps only outstanding messages and failures.
 
     Args:
-        max_outstanding: of the publisher.
-        stored: whether the outcome of a message is that of storing it.
+        max_outstanding: The publisher's maximum number of outstanding messages.
+        stored: Whether the outcome of a message is that of storing it.
 
     Attributes:
-        outstanding: confirmations that are not collected yet, in order.
-        failed_confirmations: those that are, and have failed.
-        rejected: messages that could not be submitted.
+        outstanding: The confirmations that are not collected yet, in order.
+        failed_confirmations: The collected confirmations that have failed.
+        rejected: The messages that could not be submitted, each with its error.
     """
 
     def __init__(self, max_outstanding: int, *, stored: bool) -> None:
@@ -560,12 +559,12 @@ class ReportBuilder(Generic[ConfirmationT]):
         self._failures: list[tuple[Message, PublishError]] = []
 
     def submitted(self, confirmation: ConfirmationT) -> None:
-        """Add a message that was submitted."""
+        """Add a submitted message."""
         outstanding = self.outstanding
         outstanding.append(confirmation)
         while outstanding and outstanding[0].outcome is not None:
             self._collect(outstanding.popleft())
-        if len(outstanding) > self._sweep_at:  # a slow one is in front: keep those that are not settled
+        if len(outstanding) > self._sweep_at:  # a slow message is in front: keep only unsettled ones
             self.outstanding = deque()
             for one in outstanding:
                 if one.outcome is None:
@@ -579,7 +578,7 @@ class ReportBuilder(Generic[ConfirmationT]):
         self._failures.append((message, error))
 
     def report(self) -> PublishReport:
-        """Return the report of everything, which waits for confirmations that wait."""
+        """Return the report of all messages, which waits for unsettled confirmations."""
         for confirmation in self.outstanding:
             self._collect(confirmation)
         failures = tuple(self._failures)

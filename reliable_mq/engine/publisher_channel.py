@@ -1,16 +1,15 @@
-"""The channel of a publisher: between its callers, its session and its connection.
+"""The channel of a publisher, between its callers, its session and its connection.
 
-The same for both APIs: it runs on the loop of its connection, an I/O thread's or asyncio's. Callers admit a publish to
-the window and put it into the inbox; the channel takes the whole inbox, lets the session decide, writes the frames that
-the session encodes, and settles the publishes that the session settled. One wake-up serves all that came in meanwhile.
-Each API adds its connection and its inbox, and the waiting of its callers.
+Both APIs share it. It runs on the loop of its connection, which is an I/O thread's or asyncio's. Callers admit a
+publish to the window and put it into the inbox. The channel takes the whole inbox, lets the session decide, writes the
+frames that the session encodes, and settles the publishes that the session settled. One wake-up serves all publishes
+that arrived in the meantime. Each API adds its connection, its inbox, and the waiting of its callers.
 
 Invariants:
 
-- the session is touched on the loop alone; no user code runs, and nothing blocks, there;
-- every confirmation that ``submit`` returned is settled, whatever happens: by the broker, by its deadline, or at the
-  end of the channel;
-- state that callers read (the window, failures, whether it is connected) changes under ``lock``.
+- The session is used on the loop only. No user code runs there, and nothing blocks there.
+- Every confirmation that ``submit`` returned is settled by the broker, by its deadline, or at the end of the channel.
+- State that callers read (the window, failures, whether it is connected) changes under ``lock``.
 """
 
 from __future__ import annotations
@@ -57,9 +56,9 @@ unwatched_logger = logger.getChild("unwatched")
 CLOSE_GRACE = 2.0
 """Seconds for the closing handshake, beyond the caller's own timeout."""
 
-_BUFFERED_BYTES = 512 * 1024  # not yet taken by the socket, above which nothing more is encoded
-_LOG_FAILURES_EVERY = 10.0  # seconds, at least, between two log lines about such failures
-_SMALL_HEADERS = 1024  # bytes, for which a frame has room beside an id: it holds 4096 at least
+_BUFFERED_BYTES = 512 * 1024  # bytes that the socket has not taken, above which no more frames are encoded
+_LOG_FAILURES_EVERY = 10.0  # minimum seconds between two log lines about failures
+_SMALL_HEADERS = 1024  # bytes that fit in a frame beside an id, as a frame holds at least 4096
 
 
 class ObservedPublication(Publication):
@@ -68,7 +67,7 @@ class ObservedPublication(Publication):
     __slots__ = ()
 
     def settled(self) -> None:
-        """Call the callbacks: the outcome is written. Called under the lock."""
+        """Call the callbacks after the outcome is written. The caller holds the lock."""
         raise NotImplementedError
 
 
@@ -79,20 +78,20 @@ class BasePublisherChannel(BaseChannel[P]):
     """The channel of one publisher, without the waiting of callers.
 
     Args:
-        options: of the publisher.
-        lock: guards the state that callers read; they may be on other threads.
+        options: The options of the publisher.
+        lock: A lock for the state that callers read. Callers may be on other threads.
 
     Attributes:
-        window: the limits of outstanding publishes.
-        session: the publishing session; read-only for others.
-        reconnects: connections lost and made again.
-        connected: whether the broker takes messages.
-        largest_body: as in `ChannelSink`; the body of a return is not read.
+        window: The limits of outstanding publishes.
+        session: The publishing session. Read-only for others.
+        reconnects: The number of connections that were lost and replaced.
+        connected: Whether the broker takes messages.
+        largest_body: As in `ChannelSink`. The body of a return is not read.
     """
 
-    write_bytes: int  # encoded and written in one piece
+    write_bytes: int  # bytes encoded and written in one piece
     _connection_type: ClassVar[type[BaseConnection]]
-    _takes_none: bool  # there is a `_refusal` for a publish submitted now
+    _takes_none: bool  # whether a publish submitted now gets a `_refusal`
 
     def __init__(self, options: PublisherOptions, lock: AbstractContextManager[object]) -> None:
         super().__init__(lock)
@@ -116,7 +115,7 @@ class BasePublisherChannel(BaseChannel[P]):
         self._generation = 0
         self._wakeup = Wakeup(self._advance)
         self._watch = LoopWatch()
-        self._changed_at = time.monotonic()  # made, connected, or lost
+        self._changed_at = time.monotonic()  # when it was created, connected or lost
         self._settled_at = self._changed_at
         self._heartbeat = options.settings.heartbeat
         self._blocked_since: float | None = None
@@ -130,25 +129,26 @@ class BasePublisherChannel(BaseChannel[P]):
             reconnect_policy=options.new_reconnect_policy(),
         )
 
-    # Of each API
+    # For each API to implement
 
     def wait_connected(self, timeout: float, attempts: int = 1, *, at_most: float = float("inf")) -> Any:
         """Wait until it is connected or ``attempts`` more have failed. A step.
 
-        A set-up that goes on (a large topology) is waited for beyond ``timeout``, for ``at_most`` seconds in all.
+        A set-up in progress (for example of a large topology) extends the wait beyond ``timeout``, up to ``at_most``
+        seconds in total.
 
         Returns:
-            The reason why it is not connected, or None. After a permanent error the channel has ended (``fatal``);
-            otherwise it goes on trying.
+            The reason why it is not connected, or None. After a permanent error the channel has ended (``fatal``).
+            Otherwise it keeps trying.
         """
         raise NotImplementedError
 
     def flush(self, timeout: float) -> Any:
-        """Wait until all submitted before is settled; return whether it is. A step."""
+        """Wait until earlier publishes are settled; return whether they are. A step."""
         raise NotImplementedError
 
     def close(self, timeout: float) -> Any:
-        """Settle everything in ``timeout`` seconds, or give it up; disconnect. A step."""
+        """Settle everything within ``timeout`` seconds or give it up. Disconnect. A step."""
         raise NotImplementedError
 
     def _accept_inbox(self) -> None:
@@ -156,19 +156,19 @@ class BasePublisherChannel(BaseChannel[P]):
         raise NotImplementedError
 
     def _first_in_inbox(self) -> P | None:
-        """Return the first publish that the session does not have. Called under the lock."""
+        """Return the first publish that the session does not have. The lock is held."""
         raise NotImplementedError
 
     def _notify_change(self) -> None:
-        """Wake callers that wait for the connection or the end. Called under the lock."""
+        """Wake callers that wait for the connection or the end. The lock is held."""
         raise NotImplementedError
 
     def _notify_settled(self) -> None:
-        """Wake callers that wait for the window, or in a flush. Called under the lock."""
+        """Wake callers that wait for the window or in a flush. The lock is held."""
         raise NotImplementedError
 
     def _refuse_waiting(self) -> None:
-        """Refuse callers that wait for the window, if none is admitted. Under the lock."""
+        """Refuse callers that wait for the window, if none is admitted. The lock is held."""
         raise NotImplementedError
 
     # For callers
@@ -178,7 +178,7 @@ class BasePublisherChannel(BaseChannel[P]):
         self._io.start()
 
     def not_reported(self, confirmations: Iterable[P]) -> None:
-        """Count failures of these as not looked at: their report will not be made."""
+        """Count failures of these confirmations as unseen, as no report will be made."""
         with self._guard:
             for confirmation in confirmations:
                 if confirmation.result_observed:
@@ -187,9 +187,9 @@ class BasePublisherChannel(BaseChannel[P]):
                         self._keep_failure(confirmation)
 
     def observe(self, confirmation: P, trace: SendTrace) -> None:
-        """Record a publish that is not accepted yet."""
+        """Attach a trace to a publish that is not accepted yet."""
         message = confirmation.message
-        plain = message.encoded_properties is None and len(trace.plain_head) < _SMALL_HEADERS  # most are: they fit
+        plain = message.encoded_properties is None and len(trace.plain_head) < _SMALL_HEADERS  # the usual case; it fits
         if not plain and not self._fits_frame(message, trace.header_bytes, self.session.frame_max):
             trace = trace.without_headers()
         confirmation.trace = trace
@@ -204,43 +204,43 @@ class BasePublisherChannel(BaseChannel[P]):
 
     @property
     def outstanding(self) -> int:
-        """Publishes submitted and not settled."""
+        """The number of publishes submitted and not settled."""
         raise NotImplementedError
 
     @property
     def stalled_seconds(self) -> float | None:
-        """For how long the event loop has stood still; None without one."""
+        """The seconds for which the event loop has stood still. None without one."""
         return None
 
     @property
     def tried(self) -> bool:
-        """Whether an attempt to connect has ended, well or not."""
+        """Whether an attempt to connect has ended, successfully or not."""
         return self.connected or self._attempts_failed > 0
 
     @property
     def frame_max(self) -> int:
-        """Bytes that a frame may have, as negotiated."""
+        """The negotiated maximum size of a frame, in bytes."""
         return self.session.frame_max
 
     @property
     def blocked_seconds(self) -> float:
-        """Seconds for which the broker has blocked publishing, up to now."""
+        """The total seconds for which the broker has blocked publishing."""
         since = self._blocked_since
         return self._blocked_seconds + (0.0 if since is None else time.monotonic() - since)
 
     @property
     def oldest_age(self) -> float:
-        """Seconds since the oldest unsettled publish was submitted, or 0. For any thread."""
+        """Seconds since the oldest unsettled publish was submitted, or 0. Thread-safe."""
         oldest = self._oldest
         return 0.0 if oldest is None else max(time.monotonic() - oldest, 0.0)
 
     @property
     def tokens(self) -> TokenStatistics:
-        """Counts of renewed tokens."""
+        """The counts of renewed tokens."""
         return self._io.tokens
 
     def signs(self, now: float, stuck_after: float, outbox: OutboxSigns | None) -> PublisherSigns:
-        """Return the signs of health. Any thread; does not wait."""
+        """Return the signs of health. Thread-safe. Does not wait."""
         return PublisherSigns(
             changed_at=self._changed_at,
             stuck_after=stuck_after,
@@ -269,14 +269,14 @@ class BasePublisherChannel(BaseChannel[P]):
         if self._closed and self.fatal is None:
             return UsageError("this publisher was closed while it was connecting")
         error = self.fatal or self._last_error or BrokerUnavailable(f"no answer within {waited:g} s")
-        return copy.copy(error)  # each is raised once: raising adds frames to its traceback
+        return copy.copy(error)  # each copy is raised once, as raising adds frames to the traceback
 
     def _take_no_more(self) -> None:
-        """Refuse publishes from now on. Under the lock."""
+        """Refuse publishes from now on. The lock is held."""
         self._closed = self._takes_none = True
 
     def _state_changed(self) -> None:
-        """Note whether there is a `_refusal` for publishes from now on. Under the lock."""
+        """Update whether a new publish gets a `_refusal`. The lock is held."""
         session = self.session
         self._takes_none = (
             self._closed
@@ -323,7 +323,7 @@ class BasePublisherChannel(BaseChannel[P]):
         return self._setup(server, self._record.maker(server))
 
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
-        """Publish: a channel is open, the topology declared, confirms are selected."""
+        """Start publishing on an open channel with its topology and confirms set up."""
         self._generation = generation
         self.reconnects += self._connection_lost
         self._connection_lost = False
@@ -350,7 +350,7 @@ class BasePublisherChannel(BaseChannel[P]):
         self._advance()
 
     def failed(self, error: ReliableMQError, will_retry: bool) -> None:
-        """Note a failed attempt to connect; end if it was the last."""
+        """Note a failed attempt to connect, and end the channel if it was the last one."""
         with self._guard:
             self._attempts_failed += 1
             self._last_error = error
@@ -364,7 +364,7 @@ class BasePublisherChannel(BaseChannel[P]):
             self._end()
 
     def blocked(self, reason: str) -> None:
-        """Stop publishing: ``connection.blocked``."""
+        """Stop publishing after ``connection.blocked``."""
         logger.warning("the broker blocks publishing: %s", printable(reason))
         self._blocked_since = time.monotonic()
         self.session.blocked(reason)
@@ -373,8 +373,8 @@ class BasePublisherChannel(BaseChannel[P]):
             self._refuse_waiting()
 
     def unblocked(self) -> None:
-        """Publish again: ``connection.unblocked``."""
-        logger.warning("the broker takes publishes again")  # where whoever read that it blocks finds it
+        """Resume publishing after ``connection.unblocked``."""
+        logger.warning("the broker takes publishes again")  # at the level of the message about blocking
         self._blocked_seconds, self._blocked_since = self.blocked_seconds, None
         self.session.unblocked(time.monotonic())
         with self._guard:
@@ -398,37 +398,37 @@ class BasePublisherChannel(BaseChannel[P]):
         self.session.returned(self._generation, code, text, message_id)
 
     def read_finished(self) -> None:
-        """Settle together all confirms that were read from the socket at once."""
+        """Settle all confirms of one socket read together."""
         self._advance()
 
     def write_drained(self) -> None:
-        """Write on: the socket has taken the buffered frames."""
+        """Continue writing after the socket has taken the buffered frames."""
         self._advance()
 
     def delivered(self, deliveries: list[RawDelivery]) -> None:
-        """Never: this channel consumes nothing."""
+        """Raise AssertionError. This channel consumes nothing."""
         raise AssertionError("a delivery on a publishing channel")
 
     def got(self, delivery: RawDelivery, message_count: int) -> None:
-        """Never: this channel gets nothing."""
+        """Raise AssertionError. This channel gets nothing."""
         raise AssertionError("a get-ok on a publishing channel")
 
     def got_empty(self) -> None:
-        """Never: this channel gets nothing."""
+        """Raise AssertionError. This channel gets nothing."""
         raise AssertionError("a get-empty on a publishing channel")
 
     def oversized(self, delivery: RawDelivery, size: int, message_count: int | None) -> None:
-        """Never: this channel consumes nothing."""
+        """Raise AssertionError. This channel consumes nothing."""
         raise AssertionError("a delivery on a publishing channel")
 
     def cancelled(self, consumer_tag: str) -> None:
-        """Never: this channel consumes nothing."""
+        """Raise AssertionError. This channel consumes nothing."""
         raise AssertionError("a cancel on a publishing channel")
 
     # On the loop: the work
 
     def _advance(self) -> None:
-        """Let the session work: accept, write, settle, set the next wake-up."""
+        """Let the session accept, write and settle publishes, and set the next wake-up."""
         session, io = self.session, self._io
         self._accept_inbox()
         now = time.monotonic()
@@ -445,7 +445,7 @@ class BasePublisherChannel(BaseChannel[P]):
         self._wakeup.set(session.next_wakeup(), now, self._io.call_later)
 
     def _round_trip_ended(self, outcome: object) -> None:
-        if not isinstance(outcome, Exception):  # otherwise the channel is lost, too
+        if not isinstance(outcome, Exception):  # after an exception the channel is lost, too
             self.session.round_trip_ended(time.monotonic())
             self._advance()
 
@@ -455,7 +455,7 @@ class BasePublisherChannel(BaseChannel[P]):
             return
         settled, session.settled = session.settled, []
         self._settled_at = time.monotonic()
-        unwatched: P | None = None  # the last that nobody waits for
+        unwatched: P | None = None  # the last failure that no caller waits for
         unwatched_count = 0
         confirmed = Outcome.CONFIRMED
         with self._guard:
@@ -490,12 +490,12 @@ class BasePublisherChannel(BaseChannel[P]):
             )
 
     def _end(self) -> None:
-        """Settle everything: the channel ends."""
+        """Settle every publish at the end of the channel."""
         self._accept_inbox()
         self.session.abandon_all()
         self._settle()
 
 
 def _is_watched(publication: Publication) -> bool:
-    """Whether anything but its trace is called when it is settled."""
+    """Whether a publish has callbacks other than its trace's."""
     return publication.callbacks is not None and len(publication.callbacks) != (publication.trace is not None)

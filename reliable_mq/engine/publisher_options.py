@@ -1,6 +1,6 @@
 """The options of a publisher, declared and checked for both APIs.
 
-Invariant: a wrong option is refused here, before anything is connected, with a text that names it.
+Invariant: an invalid option is refused here, before anything is connected, with a message that names it.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ DEFAULT_RETRY: Final = RetryPolicy(max_attempts=6, delays=(0.1, 0.3, 1.0, 3.0, 5
 
 
 class PublisherOptions:
-    """The options of one publisher, checked, and the objects that they describe.
+    """The checked options of one publisher, and the objects built from them.
 
     Attributes:
-        name, mandatory, max_outstanding, outbox, registry, tracing: as given.
-        confirm_timeout, delivery_timeout, new_queue_grace: as given, in seconds.
-        raise_when_blocked: whether a publish is refused while the broker blocks publishing.
-        raise_when_disconnected: whether a publish is refused while there is no connection.
-        settings: of the connection.
-        limits: of each message.
-        window: of messages that are not confirmed yet.
+        name, mandatory, max_outstanding, outbox, registry, tracing: The arguments, unchanged.
+        confirm_timeout, delivery_timeout, new_queue_grace: The arguments, in seconds.
+        raise_when_blocked: Whether a publish is refused while the broker blocks publishing.
+        raise_when_disconnected: Whether a publish is refused while there is no connection.
+        settings: The connection settings.
+        limits: The limits for each message.
+        window: The window of unconfirmed messages.
     """
 
     def __init__(
@@ -80,57 +80,61 @@ class PublisherOptions:
         registry: CollectorRegistry | None = None,
         tracing: Tracing | None = None,
     ) -> None:
-        """Check the options; nothing is connected yet.
+        """Check the options. Connects nothing.
 
         Args:
             url: ``amqp://`` or ``amqps://``, with several hosts separated by commas, or a sequence of URLs that differ
-                in their hosts only.
-            topology: queues, exchanges and bindings to declare at every connect.
-            max_outstanding: messages that may be unconfirmed at a time. At the limit ``submit`` waits.
-            max_outstanding_bytes: bytes of their bodies that may be unconfirmed at a time. A larger message is
+                only in their hosts.
+            topology: The queues, exchanges and bindings to declare at every connect.
+            max_outstanding: The maximum number of unconfirmed messages. At the limit ``submit`` waits.
+            max_outstanding_bytes: The maximum total size of the unconfirmed bodies, in bytes. A larger message is
                 published alone.
-            max_message_bytes: bytes above which a body is refused before anything is sent. RabbitMQ's own default is
-                16 MiB.
-            mandatory: whether a message that no queue is bound for fails (``PublishReturned``), or is dropped by the
-                broker.
-            confirm_timeout: seconds without any confirm, while some are outstanding, after which the connection is
+            max_message_bytes: The maximum size of a body, in bytes. A larger message is refused before anything is
+                sent. RabbitMQ's own default is 16 MiB.
+            mandatory: Whether a message that is routed to no queue fails (``PublishReturned``). If False, the broker
+                drops it.
+            confirm_timeout: Seconds without any confirm while messages are outstanding. After that the connection is
                 replaced and all unconfirmed messages are published again.
-            delivery_timeout: seconds from ``submit`` after which a message is given up (``PublishUnconfirmed``).
-            retry: how often, and after which delays, a nacked message is published again before it is reported
+            delivery_timeout: Seconds from ``submit`` after which a message is given up (``PublishUnconfirmed``).
+            retry: How often, and after which delays, a nacked message is published again before the failure is reported
                 (``PublishNacked``). It must not set ``retry_on``, ``give_up_on`` or ``backend``, which are for
                 consumers.
-            on_blocked: while the broker blocks publishing (memory or disk alarm), ``"wait"`` until the deadline, or
-                ``"raise"`` ``PublishBlocked`` at once for new messages.
-            on_disconnected: while there is no connection, ``"wait"`` for one until the deadline, or ``"raise"``
-                ``PublishDisconnected`` at once, for new messages and for those that wait for the window. Messages that
-                were accepted before are published again in either case. The first publish waits until every host had
-                one attempt. Not together with an outbox, which stores messages whether or not the broker is there.
-            new_queue_grace: seconds for which confirms of a quorum queue or stream that this process has made are
-                provisional: RabbitMQ may lose one that is younger than a second if it is killed. Such a message stays
-                outstanding until the broker has answered several requests, the last one sent after that time; it is
-                published again if the connection is lost. 0 makes confirms final at once.
-            outbox: stores messages durably before they are published (`reliable_mq.outbox`). ``publish`` then returns
-                once a message is stored, whether or not the broker is there. A relay in this process publishes stored
-                messages until they are confirmed, those of earlier processes too.
-            reconnect_wait: seconds to wait after each round over the hosts: a function of the number of rounds since
-                the connection was lost, or a tenacity wait; default exponential from 0.2 s to 30 s with jitter.
-            reconnect_stop: whether to give up after a round over the hosts: a function of the number of rounds, or a
-                tenacity stop; default never. Then all unconfirmed messages fail, and the publisher has ended.
-            credentials: one ``Credentials``, or a plain callable that returns ``(username, password)`` or
-                ``Credentials``, for passwords and tokens that change. It is called on a thread, at every connect, and
-                before a token with ``expires_in`` expires.
-            tls: a ``TLSOptions``, for certificates and authorities; ``amqps`` always verifies unless it says otherwise.
-            heartbeat: seconds; default that of the URL, else 20. The log reports an event loop that stands still for
-                half of them; after about twice as many, the broker closes the connection.
-            connect_timeout: seconds for one attempt on one host, the handshakes and the declarations included; default
-                that of the URL, else 10.
-            name: the name of threads, in metrics, and of the connection in RabbitMQ's management UI unless the URL has
-                one.
-            registry: where to register Prometheus metrics; None for none.
-            tracing: a ``Tracing``, for an OpenTelemetry span of every message; None for none.
+            on_blocked: How a new message behaves while the broker blocks publishing (memory or disk alarm): ``"wait"``
+                until the deadline, or ``"raise"`` ``PublishBlocked`` at once.
+            on_disconnected: How a publish behaves while there is no connection: ``"wait"`` for one until the deadline,
+                or ``"raise"`` ``PublishDisconnected`` at once, for new messages and for messages that wait for the
+                window. Messages accepted earlier are published again in either case. The first publish waits until
+                every host has had one attempt. ``"raise"`` cannot be combined with an outbox, which stores messages
+                with or without a connection.
+            new_queue_grace: Seconds for which confirms of a quorum queue or stream that this process has just declared
+                are provisional, because RabbitMQ may lose a queue younger than a second if it is killed. Such a message
+                stays outstanding until the broker has answered several requests, the last one sent after that time. If
+                the connection is lost before that, the message is published again. 0 makes confirms final at once.
+            outbox: A store that keeps messages durably before they are published (`reliable_mq.outbox`). ``publish``
+                then returns once a message is stored, whether or not the broker is reachable. A relay in this process
+                publishes stored messages until they are confirmed, including messages from earlier processes.
+            reconnect_wait: The wait in seconds after each round over the hosts: a function of the number of rounds
+                since the connection was lost, or a tenacity wait. The default is exponential from 0.2 s to 30 s, with
+                jitter.
+            reconnect_stop: Whether to give up after a round over the hosts: a function of the number of rounds, or a
+                tenacity stop. The default is never. After giving up, all unconfirmed messages fail and the publisher
+                has ended.
+            credentials: One ``Credentials``, or a plain callable that returns ``(username, password)`` or
+                ``Credentials``, for passwords and tokens that change. The callable runs on a thread, at every connect
+                and before a token with ``expires_in`` expires.
+            tls: A ``TLSOptions`` with certificates and authorities. ``amqps`` always verifies the broker unless the
+                options disable that.
+            heartbeat: The heartbeat in seconds. The default is the URL's, else 20. An event loop that stands still for
+                half a heartbeat is logged. After about two heartbeats the broker closes the connection.
+            connect_timeout: Seconds for one attempt on one host, including the handshakes and the declarations. The
+                default is the URL's, else 10.
+            name: The name used for threads and in metrics. It also names the connection in RabbitMQ's management UI,
+                unless the URL has a name.
+            registry: The registry for Prometheus metrics. None registers no metrics.
+            tracing: A ``Tracing``, for an OpenTelemetry span of every message. None disables tracing.
 
         Raises:
-            ConfigurationError: an option is wrong; the message names it.
+            ConfigurationError: If an option is invalid. The message names it.
         """
         if outbox is not None and not isinstance(outbox, Outbox):
             raise ConfigurationError(f"outbox must be an outbox of reliable_mq.outbox, not {outbox!r}")
@@ -174,10 +178,10 @@ class PublisherOptions:
         self.limits = MessageLimits(max_message_bytes, mandatory=mandatory)
         self.window = PublishWindow(max_outstanding, max_outstanding_bytes)
         self._reconnect = reconnect_wait, reconnect_stop
-        self.new_reconnect_policy()  # refuses a wrong reconnect_wait or reconnect_stop
+        self.new_reconnect_policy()  # refuses an invalid reconnect_wait or reconnect_stop
 
     def new_session(self, random: Random) -> PublisherSession[Any]:
-        """Make a session; `random` is the source of its jitter."""
+        """Return a new session. `random` is the source of its jitter."""
         session: PublisherSession[Any] = PublisherSession(
             retry=self._retry,
             confirm_timeout=self.confirm_timeout,
@@ -189,19 +193,19 @@ class PublisherOptions:
         return session
 
     def new_reconnect_policy(self) -> ReconnectPolicy:
-        """Make the policy for the attempts of one connection."""
+        """Return a new policy for the connection attempts of one connection."""
         wait, stop = self._reconnect
         return ReconnectPolicy(hosts=len(self.settings.endpoints), wait=wait, stop=stop)
 
     def setup(self, server: ServerInfo, maker: NewQueueListener | None = None) -> SetupGenerator:
-        """Return the set-up of a channel to publish on.
+        """Return the set-up steps of a publishing channel.
 
-        `maker` is told of the quorum queues that it makes.
+        `maker` is notified of the quorum queues that the steps declare.
         """
         return channel_setup.publisher_setup(self._topology, server.version_tuple, maker)
 
     def new_tracer(self) -> PublisherTracer | None:
-        """Make the tracer of a publisher; None without traces."""
+        """Return a new tracer for the publisher, or None without tracing."""
         if self.tracing is None:
             return None
         from reliable_mq.tracing.publishing import PublisherTracer  # noqa: PLC0415  # it imports OpenTelemetry

@@ -1,13 +1,16 @@
-"""Deliveries on request (``basic.get``).
+"""Deliveries on request (``basic.get``), for jobs that drain a queue and exit.
 
-They are for jobs that take the messages that are there and go. Each request is answered with a delivery or with
-"empty"; a whole batch of requests is sent in one write. Deliveries go through the consumer session as any others: a
-retried one is held in the process and comes first with a later request.
+Each request is answered with a delivery or with "empty". A whole batch of requests is sent in one write. Deliveries
+pass through the consumer session like any others. A retried delivery is held in the process and comes first with a
+later request.
 
-Invariants: no more deliveries are unsettled, held ones included, than the prefetch, which the broker itself does not
-apply to ``basic.get``; requests that a lost channel did not answer are made again on the next one, for a caller that
-still waits; a call ends with every request of its own answered, unless the broker does not answer; a delivery that is
-not settled when its block is left is requeued, or acked, as the block ended.
+Invariants:
+
+- The number of unsettled deliveries, including held ones, does not exceed the prefetch. The broker itself does not
+  apply the prefetch to ``basic.get``.
+- Requests that a lost channel did not answer are repeated on the next one, for a caller that still waits.
+- A call ends with all its requests answered, unless the broker does not answer.
+- A delivery that is not settled at the end of its block is acked, or requeued if the block raised.
 """
 
 from __future__ import annotations
@@ -43,10 +46,10 @@ if TYPE_CHECKING:
 __all__ = ["LONGEST_WAIT", "BasePullSubscription", "ChangeMonitor", "PulledDelivery", "leave"]
 
 _POLL_FIRST, _POLL_LONGEST = 0.02, 0.5  # seconds between two requests to an empty queue
-_ANSWER = 5.0  # seconds that the broker's answers to the last requests are waited for
-LONGEST_WAIT = 1e8  # seconds, which every timer takes
+_ANSWER = 5.0  # seconds to wait for the broker's answers to the last requests
+LONGEST_WAIT = 1e8  # seconds, which every timer accepts
 _NOT_FOUND = 404
-_REFUSALS = frozenset({403, 540})  # not allowed to read; a stream, which has no basic.get
+_REFUSALS = frozenset({403, 540})  # no permission to read; a stream, which has no basic.get
 
 
 class PulledDelivery(Delivery):
@@ -74,7 +77,7 @@ class PulledDelivery(Delivery):
 
     @property
     def state(self) -> DeliveryState:
-        """The state of the delivery that the session knows."""
+        """The state of the session's own delivery."""
         return self._delivered.state
 
     @state.setter
@@ -83,7 +86,7 @@ class PulledDelivery(Delivery):
 
     @property
     def attempt_context(self) -> str | None:
-        """The trace context of the delivery that the session knows."""
+        """The trace context of the session's own delivery."""
         return self._delivered.attempt_context
 
     @attempt_context.setter
@@ -91,45 +94,45 @@ class PulledDelivery(Delivery):
         self._delivered.attempt_context = context
 
     def ack(self) -> None:
-        """Ack it. Does not wait for the broker.
+        """Ack the delivery. Does not wait for the broker.
 
         Raises:
-            StaleDelivery: its channel is gone; the broker will deliver it again.
-            UsageError: it is settled already.
+            StaleDelivery: If its channel is gone. The broker will deliver it again.
+            UsageError: If it is already settled.
         """
         self._subscription.settle(self, self)
 
     def retry(self, delay: Duration | None = None) -> None:
-        """Retry it later: a failed attempt, as by `RetryLater`. Errors as for `ack`."""
+        """Retry the delivery later, like `RetryLater`. Raises the errors of `ack`."""
         self._subscription.settle(self, Failed(self, describe(RetryLater(delay), time.time())))
 
     def dead_letter(self, reason: str) -> None:
-        """Dead-letter it, as `DeadLetter` raised by a handler. Errors as for `ack`."""
+        """Dead-letter the delivery, like `DeadLetter`. Raises the errors of `ack`."""
         self._subscription.settle(self, Failed(self, describe(DeadLetter(reason), time.time())))
 
     def requeue(self) -> None:
-        """Requeue it, without an attempt. Errors as for `ack`."""
+        """Requeue the delivery without counting an attempt. Raises the errors of `ack`."""
         self._subscription.settle(self, None)
 
     @property
     def settled(self) -> bool:
-        """Whether it was acked, retried, dead-lettered or requeued."""
+        """Whether the delivery was acked, retried, dead-lettered or requeued."""
         return self._settled
 
     def mark_settled(self) -> None:
-        """Note that it is settled; UsageError if it was."""
+        """Mark the delivery as settled. Raise UsageError if it already is."""
         if self._settled:
             raise UsageError(f"{self!r} is settled already")
         self._settled = True
 
 
 def leave(deliveries: Iterable[PulledDelivery], *, ack: bool) -> None:
-    """Ack, or requeue, unsettled deliveries at the end of a block.
+    """Ack or requeue unsettled deliveries at the end of a block.
 
-    If that is interrupted, it is to be called again.
+    After an interruption it must be called again.
 
     Raises:
-        StaleDelivery: the channel of one is gone; the others are acked.
+        StaleDelivery: If the channel of a delivery to ack is gone. The other deliveries are acked.
     """
     stale: StaleDelivery | None = None
     for delivery in deliveries:
@@ -146,31 +149,31 @@ def leave(deliveries: Iterable[PulledDelivery], *, ack: bool) -> None:
 
 
 class ChangeMonitor(Protocol):
-    """Wakes callers on changes of the state that a caller and the loop share.
+    """A monitor that wakes callers when state shared with the loop changes.
 
     Attributes:
-        lock: guards that state; the methods are to be called in a block of it.
+        lock: The lock that guards that state. The methods must be called while it is held.
     """
 
     @property
     def lock(self) -> AbstractContextManager[Any]: ...
 
     def notify_all(self) -> None:
-        """Wake callers."""
+        """Wake all waiting callers."""
 
     def wait(self, timeout: float, /) -> Any:
         """Wait for a change, for up to ``timeout`` seconds. A step."""
 
 
 class BasePullSubscription(BaseSubscription):
-    """A subscription that asks for each delivery, and is its own handler pool.
+    """A subscription that requests each delivery, and is its own handler pool.
 
-    Callers take turns; an API adds how they wait. The one whose turn it is asks for a number of deliveries; the loop
-    requests them, and ends the round when every request is answered, or none can be made.
+    Callers take turns. Each API adds how they wait. The caller whose turn it is asks for a number of deliveries. The
+    loop requests them, and ends the round when every request is answered or none can be made.
     """
 
     _changes_type: ClassVar[type[ChangeMonitor]]
-    _guard: AbstractContextManager[Any]  # of the seven that `__init__` begins with
+    _guard: AbstractContextManager[Any]  # guards the seven attributes from `_arrived` to `_gone`
 
     def __init__(self, options: ConsumerOptions) -> None:
         super().__init__(options)
@@ -178,14 +181,14 @@ class BasePullSubscription(BaseSubscription):
         self._changed = self._changes_type()
         self._guard = self._changed.lock
         self._arrived: deque[Delivery] = deque()
-        self._unsettled = 0  # given to the user and not settled
-        self._wanted = 0  # by the caller whose turn it is, arrived ones included
-        self._over = False  # the round
-        self._done = False  # nothing will come any more
-        self._missing = False  # the broker did not find the queue; whether it is gone is not known yet
-        self._gone: ReliableMQError | None = None  # how the broker said that the queue does not exist any more
-        self._unanswered = 0  # requests that are not answered; on the loop only, as the rest
-        self._empty = False  # an answer of this round
+        self._unsettled = 0  # deliveries that the user has and has not settled
+        self._wanted = 0  # deliveries for the caller whose turn it is, including arrived ones
+        self._over = False  # whether the round is over
+        self._done = False  # no more deliveries will arrive
+        self._missing = False  # the broker did not find the queue, which may still exist
+        self._gone: ReliableMQError | None = None  # the broker's error that the queue no longer exists
+        self._unanswered = 0  # unanswered requests; used on the loop only, like the rest
+        self._empty = False  # whether an answer of this round was "empty"
         self._channel = 0
         self._poll = _POLL_FIRST
         self._poll_timer: TimerHandle | None = None
@@ -193,22 +196,23 @@ class BasePullSubscription(BaseSubscription):
     # For callers
 
     def take(self, most: int, timeout: float, taken: list[PulledDelivery]) -> Any:
-        """Take up to ``most`` deliveries: those here, or the first that come in time.
+        """Take up to ``most`` deliveries: those present, or the first that arrive in time.
 
-        The answers of a broker that is connected are waited for, a few seconds beyond ``timeout`` at most.
+        Waits for the answers of a connected broker a few seconds beyond ``timeout`` at most.
 
         Args:
-            most: deliveries.
-            timeout: seconds.
-            taken: gets them, one by one; a caller that is interrupted is to leave those that are in it.
+            most: The maximum number of deliveries.
+            timeout: The time to wait, in seconds.
+            taken: The list that receives the deliveries one by one. An interrupted caller must settle or requeue those
+                in it.
 
         Raises:
-            UsageError: that would exceed the prefetch.
+            UsageError: If the deliveries would exceed the prefetch.
         """
         raise NotImplementedError
 
     def _take(self, most: int, deadline: float, taken: list[PulledDelivery]) -> Steps[None]:
-        """Take deliveries. By the caller whose turn it is."""
+        """Take deliveries, for the caller whose turn it is."""
         with self._guard:
             try:
                 self._begin_round(most)
@@ -221,10 +225,10 @@ class BasePullSubscription(BaseSubscription):
                 self._wanted = 0
 
     def _begin_round(self, most: int) -> None:
-        """Ask for up to ``most``.
+        """Request up to ``most`` deliveries.
 
         Raises:
-            UsageError: that would exceed the prefetch.
+            UsageError: If they would exceed the prefetch.
         """
         if 0 < self._options.prefetch < self._unsettled + most:
             raise UsageError(
@@ -235,18 +239,18 @@ class BasePullSubscription(BaseSubscription):
         self._io.call_soon(self._ask_afresh)
 
     def _take_arrived(self, taken: list[PulledDelivery], deadline: float) -> float | None:
-        """Move arrived deliveries to ``taken``. Returns seconds to wait for more, or None.
+        """Move arrived deliveries to ``taken``; return the seconds to wait, or None.
 
-        The answers of a broker that is connected are waited for, a few seconds beyond ``deadline`` at most.
+        None means that the call ends.
 
         Raises:
-            ConsumerCancelled: nothing came, and the queue is gone.
+            ConsumerCancelled: If no delivery arrived and the queue is gone.
         """
         while self._wanted and self._arrived:
             delivery = PulledDelivery(self._arrived[0], self)
             self._wanted -= 1
             self._unsettled += 1
-            taken.append(delivery)  # one step with the two lines before
+            taken.append(delivery)  # one uninterruptible step with the two lines before
             self._arrived.popleft()
         now = time.monotonic()
         last = deadline + _ANSWER
@@ -261,24 +265,24 @@ class BasePullSubscription(BaseSubscription):
         return (deadline if over else last) - now
 
     def _put_back(self, taken: list[PulledDelivery]) -> None:
-        """Put deliveries in front again: the caller was interrupted before it had them."""
+        """Put deliveries back in front, as the caller was interrupted before it had them."""
         if taken and self._arrived:
             first, last = self._arrived[0], taken[-1]
-            if (first.source, first.delivery_tag) == (last.source, last.delivery_tag):  # so far it was only copied
+            if (first.source, first.delivery_tag) == (last.source, last.delivery_tag):  # it was only copied until now
                 self._arrived.popleft()
         self._arrived.extendleft(reversed(taken))
         self._unsettled -= len(taken)
         taken.clear()
 
     def settle(self, delivery: PulledDelivery, result: Result | None) -> None:
-        """Settle a delivery with the result of the user; None requeues it.
+        """Settle a delivery with the user's result. None requeues it.
 
         Raises:
-            UsageError: it is settled already.
-            StaleDelivery: its channel is gone.
+            UsageError: If it is already settled.
+            StaleDelivery: If its channel is gone.
         """
         reports: deque[Any] = self._requeued if result is None else self._results
-        report = delivery if result is None else result  # counted as stale where it is
+        report = delivery if result is None else result  # counted as stale by the session
         now = time.monotonic()
         try:
             with self._guard:
@@ -286,10 +290,10 @@ class BasePullSubscription(BaseSubscription):
                     self._reported_at = now
                 delivery.mark_settled()
                 self._unsettled -= 1
-                reports.append(report)  # one step with the two lines before
+                reports.append(report)  # one uninterruptible step with the two lines before
             self._wake()
         except BaseException:
-            self._io.call_soon(self._run)  # waking it may have been interrupted
+            self._io.call_soon(self._run)  # the wake-up may have been interrupted
             raise
         if delivery.source is not self.session.source:
             raise StaleDelivery(f"the channel of {delivery!r} is gone; the broker will deliver it again")
@@ -297,16 +301,16 @@ class BasePullSubscription(BaseSubscription):
     # On the loop: the handler pool
 
     def put(self, work: Iterable[Delivery | list[Delivery]]) -> None:
-        """Pass deliveries on to the caller: requested ones, or those of a next attempt."""
+        """Pass requested or retried deliveries to the caller."""
         with self._guard:
             self._arrived.extend(item for item in work if isinstance(item, Delivery))
             self._changed.notify_all()
 
     def stop_starting(self) -> None:
-        """Do nothing: there are no handlers."""
+        """Do nothing, because there are no handlers."""
 
     def recall(self) -> list[Delivery]:
-        """Return the deliveries that no caller has."""
+        """Return the deliveries that no caller has taken."""
         with self._guard:
             recalled = list(self._arrived)
             self._arrived.clear()
@@ -323,7 +327,7 @@ class BasePullSubscription(BaseSubscription):
         self._ask_afresh()
 
     def lost(self, generation: int, loss: ConnectionLoss) -> None:
-        """Forget unanswered requests; end if the broker refuses them for good."""
+        """Forget unanswered requests. End if the broker refuses them permanently."""
         self._unanswered = 0
         self._empty = False
         with self._guard:
@@ -336,7 +340,7 @@ class BasePullSubscription(BaseSubscription):
             self._end()
 
     def failed(self, error: ReliableMQError, will_retry: bool) -> None:
-        """Wake callers if the queue is gone; it may come back."""
+        """Wake callers if the queue is gone. It may be declared again later."""
         super().failed(error, will_retry)
         if will_retry and is_missing(error):
             with self._guard:
@@ -344,13 +348,13 @@ class BasePullSubscription(BaseSubscription):
                 self._changed.notify_all()
 
     def got(self, delivery: RawDelivery, message_count: int) -> None:
-        """Take in the delivery that answers a request."""
+        """Accept the delivery that answers a request."""
         self._unanswered -= 1
         self._poll = _POLL_FIRST
         super().got(delivery, message_count)
 
     def oversized(self, delivery: RawDelivery, size: int, message_count: int | None) -> None:
-        """Take in a delivery that answers a request, and that no caller gets."""
+        """Accept a delivery that answers a request and is passed to no caller."""
         self._unanswered -= 1
         self._poll = _POLL_FIRST
         super().oversized(delivery, size, message_count)
@@ -364,12 +368,12 @@ class BasePullSubscription(BaseSubscription):
         return self._options.pull_setup(server, self._maker)
 
     def _run(self) -> None:
-        """Pass deliveries on; then request more, or end the round."""
+        """Pass deliveries on, and request more or end the round."""
         super()._run()
         self._ask()
 
     def _ask(self) -> None:
-        """Request the deliveries that are still wanted, as far as the prefetch allows."""
+        """Request the deliveries still wanted, as far as the prefetch allows."""
         if self._unanswered:
             return
         with self._guard:
@@ -378,7 +382,7 @@ class BasePullSubscription(BaseSubscription):
             prefetch = self._options.prefetch
             self._unanswered = max(min(missing, prefetch - self.session.outstanding) if prefetch else missing, 0)
             if self._poll > _POLL_FIRST:
-                self._unanswered = min(self._unanswered, 1)  # an empty queue is asked once at a time
+                self._unanswered = min(self._unanswered, 1)  # an empty queue gets one request at a time
         if self._unanswered:
             with self._guard:
                 self._over = False
@@ -397,7 +401,7 @@ class BasePullSubscription(BaseSubscription):
         self._ask()
 
     def _ask_afresh(self) -> None:
-        """Ask at once, though the queue was empty before."""
+        """Send requests at once, even if the queue was empty before."""
         if self._poll_timer is not None:
             self._poll_timer.cancel()
         self._poll = _POLL_FIRST

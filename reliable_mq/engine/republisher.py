@@ -1,7 +1,9 @@
-"""Publish dead letters and retries for a consumer, confirmed.
+"""The confirmed publishing of dead letters and retries for a consumer.
 
-The publisher has a connection of its own, since the broker blocks publishing connections under an alarm. An API adds
-the calls. Invariant: the outcome of each publish is reported exactly once.
+The publisher has its own connection, because the broker blocks publishing connections under an alarm. Each API adds the
+calls.
+
+Invariant: the outcome of each publish is reported exactly once.
 """
 
 from __future__ import annotations
@@ -31,14 +33,15 @@ logger = logging.getLogger(__name__)
 
 
 class BaseRepublisher:
-    """Publishes dead letters and retries, confirmed. An API adds the calls.
+    """A republisher that publishes dead letters and retries with confirms.
 
     Args:
-        publisher: not opened yet; closed by ``close``.
-        report: called once with the outcome of each publish, on any thread: None if it is confirmed, else an error.
+        publisher: A publisher that is not open yet. ``close`` closes it.
+        report: A callable that receives the outcome of each publish once, on any thread: None after a confirm, else an
+            error.
 
     Attributes:
-        tracer: of the consumer, for the context of an attempt; None without traces.
+        tracer: The consumer's tracer, for the context of an attempt. None without tracing.
     """
 
     def __init__(self, publisher: Any, report: Callable[[RepublishRequest, ReliableMQError | None], None]) -> None:
@@ -51,17 +54,17 @@ class BaseRepublisher:
         raise NotImplementedError
 
     def close(self, timeout: float) -> Any:
-        """Abandon publishes without a confirm in time; their originals stay unacked."""
+        """Close the publisher. Originals of publishes not confirmed in time stay unacked."""
         raise NotImplementedError
 
     def signs(self, now: float, work: int) -> PublisherSigns | None:
-        """Return the signs of health; None before it has tried to connect.
+        """Return the signs of health, or None before the first connection attempt.
 
-        Any thread; does not wait.
+        Thread-safe. Does not wait.
 
         Args:
-            now: on the monotonic clock, in seconds.
-            work: messages that are to be published.
+            now: The current time in seconds, on the monotonic clock.
+            work: The number of messages to be published.
         """
         publisher = self._publisher
         channel = publisher._started_channel  # noqa: SLF001  # no user has this publisher
@@ -88,7 +91,7 @@ class BaseRepublisher:
             logger.exception("dead letters were given up; their originals stay in the queue")
 
     def _attempt(self, republish: RepublishRequest) -> AbstractContextManager[object]:
-        """Return a block in the context of the last attempt."""
+        """Return a context manager for the trace context of the last attempt."""
         return nullcontext() if self.tracer is None else self.tracer.attempt(republish.delivery)
 
     def _settled(self, republish: RepublishRequest, confirmation: Any) -> None:

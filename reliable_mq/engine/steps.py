@@ -1,19 +1,19 @@
-"""Calls that wait, written once for both APIs.
+"""Waiting calls, written once for both APIs.
 
-What such a call does, in which order, and what it undoes if it is interrupted, is the same on both APIs; only the way
-to wait differs. So it is written as a generator, its *steps*. It yields whatever a call of the API has returned that
-may wait, and is sent the result::
+Both APIs carry out the same work in the same order, and undo the same work after an interruption. Only the way of
+waiting differs. So each waiting call is written as a generator, its *steps*. The generator yields the result of each
+API call that may wait, and is resumed with the outcome of that call::
 
     error = yield channel.wait_connected(timeout)
 
-On the sync API that call has waited by itself, and returns the result, which comes back as it is (`blocking`). On
-asyncio it returns an awaitable, which is awaited (`awaiting`).
+In the sync API the call has already blocked and returned its outcome, which is sent into the generator unchanged
+(`blocking`). In the asyncio API the call returns an awaitable, which is awaited first (`awaiting`).
 
 Invariants:
 
-- an exception comes out of the ``yield``, whether the call, the cancellation of the task or a signal handler has raised
-  it: a ``try`` around it undoes what was begun, by further steps if need be;
-- no lock is held at a ``yield``, but the one that the call waits with.
+- An exception is raised at the ``yield``, whether it comes from the call, from the cancellation of the task or from a
+  signal handler. A ``try`` around the ``yield`` can undo the work, with further steps if necessary.
+- No lock is held at a ``yield``, except the lock that the call waits with.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Steps: TypeAlias = Generator[Any, Any, T]
 
 
 def blocking(steps: Steps[T], interruption: BaseException | None = None) -> T:
-    """Carry out the steps of a call of the sync API, which block by themselves.
+    """Carry out the steps of a sync call. The steps block by themselves.
 
     Args:
-        steps: of the call.
-        interruption: the exception of a signal handler that has ended waiting for them.
+        steps: The steps of the call.
+        interruption: The exception of a signal handler that interrupted the wait between two steps.
     """
     try:
         outcome = next(steps) if interruption is None else steps.throw(interruption)
@@ -45,13 +45,13 @@ def blocking(steps: Steps[T], interruption: BaseException | None = None) -> T:
         result: T = end.value
         return result
     except BaseException as error:
-        if inspect.getgeneratorstate(steps) == inspect.GEN_CLOSED:  # it came from there
+        if inspect.getgeneratorstate(steps) == inspect.GEN_CLOSED:  # the steps raised it
             raise
-        return blocking(steps, error)  # it came here, between two steps
+        return blocking(steps, error)  # it was raised here, between two steps
 
 
 async def awaiting(steps: Steps[T]) -> T:
-    """Carry out the steps of a call of the asyncio API, each of which is awaited."""
+    """Carry out the steps of an asyncio call, and await each of them."""
     try:
         step = next(steps)
         while True:

@@ -1,17 +1,17 @@
-"""Carry out the decisions of a consumer session on one connection.
+"""The base of a consumer's subscription, which acts on its session's decisions.
 
-The same for the sync and the asyncio API: it lives on the loop of its connection, an I/O thread's or asyncio's. Events
-of the connection, of handlers and of the user go into the session; then the session is polled, and its actions are
-carried out. Deliveries go to handler pools (worker threads, tasks, or a user who pulls); results come back from any
-thread into a queue, and one wake-up serves all that came in meanwhile. An API adds its connection and how its callers
-wait.
+Both APIs share it. It runs on the loop of one connection, which is an I/O thread's or asyncio's. Events of the
+connection, of handlers and of the user are passed to the session. The session is then polled, and its actions are
+carried out. Deliveries go to handler pools (worker threads, tasks, or a user who pulls). Results return from any thread
+through a queue, and one wake-up serves all results that arrived in the meantime. Each API adds its connection and the
+waiting of its callers.
 
 Invariants:
 
-- the session is used on the loop alone; no user code runs inside a call of the connection, and nothing blocks;
-- deliveries that wait in a handler pool are recalled when their channel is lost, or is about to be given up;
-- a result is passed on within ``ack_interval``, however long the handler of the next delivery takes;
-- the subscription ends once, and everything finished until then has been acked; after that it has no timer.
+- The session is used on the loop only. No user code runs inside a call of the connection, and nothing blocks.
+- Deliveries that wait in a handler pool are recalled when their channel is lost or about to be given up.
+- A result is passed on within ``ack_interval``, however long the handler of the next delivery takes.
+- The subscription ends once, after everything finished until then has been acked. It has no timer after that.
 """
 
 from __future__ import annotations
@@ -85,48 +85,48 @@ class Event(Protocol):
     """An event that callers wait for."""
 
     def set(self) -> None:
-        """Set it."""
+        """Set the event."""
 
     def is_set(self) -> bool:
-        """Whether it is set."""
+        """Whether the event is set."""
 
 
 class WorkQueue(Protocol):
-    """Takes work for handlers. Its methods are called on the loop, and must not block."""
+    """A queue of work for handlers. Called on the loop, so methods must not block."""
 
     def put(self, work: Iterable[Work]) -> None:
         """Queue work for handlers."""
 
     def stop_starting(self) -> None:
-        """Start no more handlers; work that waits, or comes, can be recalled. Any thread."""
+        """Start no more handlers. Waiting and later work can be recalled. Thread-safe."""
 
     def recall(self) -> list[Delivery]:
-        """Return the deliveries that no handler began with, nor will."""
+        """Return the deliveries that no handler has started or will start."""
 
 
 class BaseSubscription:
-    """The connection of a consumer, and its session; an API adds its own parts.
+    """The connection of a consumer and its session. Each API adds its own parts.
 
     Args:
-        options: of the consumer.
+        options: The options of the consumer.
 
     Attributes:
-        handlers: runs handlers; to be set before `start`.
-        quarantine_handlers: runs them for deliveries from quarantine, which so delay no others; None to use
-            ``handlers``.
-        republisher: for dead letters and retries; to be set before `start` where the session makes any.
-        session: decides.
-        largest_body: the largest body to read, in bytes, as in `ChannelSink`.
-        error: why it ended by itself, if it did.
-        reconnects: connections lost and made again.
-        tracer: records settlements; None without traces.
-        hurried: whether it was told not to wait.
-        ended: set when it has ended.
+        handlers: The pool that runs handlers. To be set before `start`.
+        quarantine_handlers: The pool for deliveries from quarantine, so that they delay no other deliveries. None to
+            use ``handlers``.
+        republisher: The republisher of dead letters and retries. To be set before `start` if the session produces any.
+        session: The consumer session, which makes the decisions.
+        largest_body: The maximum size of a body that is read, in bytes, as in `ChannelSink`.
+        error: The error that ended the subscription, if it ended by itself.
+        reconnects: The number of connections that were lost and replaced.
+        tracer: The tracer that records settlements. None without tracing.
+        hurried: Whether the subscription was stopped without waiting for handlers.
+        ended: An event that is set when the subscription has ended.
     """
 
     handlers: WorkQueue
     ended: Event
-    _first_attempts_over: Event  # each host had its first attempt, or one has succeeded
+    _first_attempts_over: Event  # each host has had its first attempt, or one has succeeded
     _connection_type: ClassVar[type[BaseConnection]]
     _event_type: ClassVar[type[Event]]
 
@@ -145,12 +145,12 @@ class BaseSubscription:
         self._virtual_host = settings.virtual_host
         self._record = QueueRecord(settings.virtual_host, options.new_queue_grace)
         self._maker: QueueRecord | None = None  # `_record` while new queues are recorded; else None
-        self._in_quarantine = False  # subscribed to quarantine
-        self._refused: list[tuple[Queue, ReliableMQError]] = []  # declarations that have cost the last channel
-        self._version: tuple[int, ...] = ()  # of the broker
+        self._in_quarantine = False  # whether quarantine is subscribed
+        self._refused: list[tuple[Queue, ReliableMQError]] = []  # declarations that closed the last channel
+        self._version: tuple[int, ...] = ()  # the broker's version
         self._results: deque[Result] = deque()
-        self._reported_at = 0.0  # when the oldest of them was
-        self._report_after = 1  # results; fewer of them wait for the next poll
+        self._reported_at = 0.0  # when the oldest of the results was reported
+        self._report_after = 1  # number of results; fewer than that wait for the next poll
         self._published: deque[tuple[RepublishRequest, ReliableMQError | None]] = deque()
         self._requeued: deque[Delivery] = deque()
         self._woken = False
@@ -169,26 +169,26 @@ class BaseSubscription:
         )
 
     def _call_outside(self, call: Callable[[], object]) -> None:
-        """Run code that is not ours, soon, and not here. Does not block."""
+        """Schedule a call of code from outside this package. Does not block."""
         raise NotImplementedError
 
     def _call_outside_later(self, call: Callable[[], object]) -> None:
-        """As `_call_outside`, for code that may wait for more of its kind."""
+        """Schedule a call like `_call_outside`, for calls that can be batched."""
         self._call_outside(call)
 
     def wait_connected(self, timeout: float) -> Any:
-        """Wait for the first attempt on every host. Returns its error, or None. A step.
+        """Wait for the first attempt on every host; return the error, or None. A step.
 
-        A set-up that goes on (a large topology) is waited for beyond ``timeout``.
+        A set-up in progress (for example of a large topology) extends the wait beyond ``timeout``.
         """
         raise NotImplementedError
 
     def join(self) -> Any:
-        """After the end, wait until the connection is closed. A step."""
+        """Wait until the connection is closed, after the end. A step."""
         raise NotImplementedError
 
     def abort(self) -> None:
-        """End at once, however far it was started. Does not wait."""
+        """End at once, whether or not the start was complete. Does not wait."""
         self._io.stop()
 
     # For callers, on any thread
@@ -199,37 +199,37 @@ class BaseSubscription:
 
     @property
     def connected(self) -> bool:
-        """Whether it is subscribed."""
+        """Whether the consumer is subscribed."""
         return self.session.lifecycle.connected
 
     def why_not_connected(self, waited: float) -> ReliableMQError | None:
-        """Return why it is not subscribed after ``waited`` seconds, or None."""
+        """Return why it is not subscribed after ``waited`` seconds, or None if it is."""
         if self.connected:
             return None
         return self.error or self._last_error or BrokerUnavailable(f"no answer within {waited:g} s")
 
     @property
     def peer(self) -> Endpoint | None:
-        """The address of the host that it was connected to last."""
+        """The address of the last connected host."""
         return self._io.peer
 
     @property
     def tokens(self) -> TokenStatistics:
-        """Counts of renewed tokens."""
+        """The counts of renewed tokens."""
         return self._io.tokens
 
     def signs(self, now: float, stuck_after: float) -> ConsumerSigns:
-        """Return the signs of health. Any thread; does not wait."""
+        """Return the signs of health. Thread-safe. Does not wait."""
         signs = self._vitals.signs(self.session, self._io, self.error, now, stuck_after)
         if self.republisher is None:
             return signs
         return replace(signs, republisher=self.republisher.signs(now, self.session.republishing))
 
     def report(self, results: Sequence[Result]) -> None:
-        """Pass the results of dispatched deliveries on to the session.
+        """Pass the results of dispatched deliveries to the session.
 
-        Few that went well wait for the next poll, while others are being handled: there is nothing to ack yet, and a
-        wake-up costs as much as handling several.
+        A few successful results wait for the next poll while other deliveries are being handled. There is nothing to
+        ack before that, and a wake-up costs as much as handling several deliveries.
         """
         if not self._results:
             self._reported_at = time.monotonic()
@@ -237,34 +237,34 @@ class BaseSubscription:
         if (
             len(self._results) >= self._report_after
             or not isinstance(results[0], Delivery)
-            or results[0].consumer_tag == self._options.quarantine_tag  # the next one in quarantine waits for its ack
+            or results[0].consumer_tag == self._options.quarantine_tag  # the next quarantined one waits for its ack
             or self.session.lifecycle.state is not ConsumerState.SUBSCRIBED
             or (len(self._results) >= self.session.running and time.monotonic() >= self.session.rested_at)
         ):
             self._wake()
 
     def requeue(self, deliveries: Iterable[Delivery]) -> None:
-        """Requeue dispatched deliveries that no handler began with."""
+        """Requeue dispatched deliveries that no handler has started."""
         self._requeued.extend(deliveries)
         self._wake()
 
     def published(self, republish: RepublishRequest, error: ReliableMQError | None) -> None:
-        """Pass the outcome of a publish on to the session; no ``error``: confirmed."""
+        """Pass the outcome of a publish to the session. No ``error`` means confirmed."""
         self._published.append((republish, error))
         self._wake()
 
     def prefetch_changed(self) -> None:
-        """Subscribe anew with the prefetch of the options. Does not wait."""
+        """Subscribe again with the new prefetch of the options. Does not wait."""
         self._io.call_soon(self._change_prefetch)
 
     def call_later(self, delay: float, fn: Callable[[], None]) -> TimerHandle:
-        """Run ``fn`` on the loop in ``delay`` seconds. On the loop only."""
+        """Run ``fn`` on the loop in ``delay`` seconds. To be called on the loop."""
         return self._io.call_later(delay, fn)
 
     def stop(self) -> None:
-        """Begin to stop: nothing more is dispatched. Does not wait for running handlers.
+        """Begin to stop, and dispatch nothing more. Does not wait for running handlers.
 
-        A handler that calls this is the last one on its thread, or task, however late the loop learns of it.
+        A handler that calls this is the last one on its thread or task, even if the loop learns of the stop later.
         """
         self._io.call_soon(self._begin_to_stop)
         if not self.session.automatic:
@@ -274,7 +274,7 @@ class BaseSubscription:
 
     @property
     def stalled_seconds(self) -> float | None:
-        """For how long the event loop has stood still; None without one."""
+        """The seconds for which the event loop has stood still. None without one."""
         return None
 
     def stop_now(self) -> None:
@@ -285,7 +285,7 @@ class BaseSubscription:
     # On the loop: events of the connection
 
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
-        """Begin with a channel that is set up, and subscribed unless the consumer stops."""
+        """Start using a channel that is set up, and subscribed unless the consumer stops."""
         self.reconnects += self._connection_lost
         self._connection_lost = False
         self._version = server.version_tuple
@@ -300,7 +300,7 @@ class BaseSubscription:
         self._run()
 
     def lost(self, generation: int, loss: ConnectionLoss) -> None:
-        """Forget the channel; the broker delivers again everything unacked."""
+        """Forget the channel. The broker delivers all unacked messages again."""
         self._vitals.unsubscribed(printable(loss.text))
         self._in_quarantine = False
         self._connection_lost |= loss.scope == "connection"
@@ -314,12 +314,12 @@ class BaseSubscription:
         self._run()
 
     def failed(self, error: ReliableMQError, will_retry: bool) -> None:
-        """Note a failed attempt; a queue with other arguments ends the consumer."""
+        """Note a failed attempt. The last attempt or a mismatched queue ends the consumer."""
         self._last_error = error
         self._vitals.attempt_failed(str(error))
         self._attempts_left -= 1
         if self.session.lifecycle.stopping:
-            return  # running handlers are waited for all the same
+            return  # running handlers are still waited for
         if not will_retry or (isinstance(error, TopologyMismatch) and not is_missing(error)):
             self.error = error
             self._end()
@@ -327,13 +327,13 @@ class BaseSubscription:
             self._first_attempts_over.set()
 
     def blocked(self, reason: str) -> None:
-        """Do nothing: this connection publishes nothing."""
+        """Do nothing. This connection publishes nothing."""
 
     def unblocked(self) -> None:
-        """Do nothing."""
+        """Do nothing. This connection publishes nothing."""
 
     def cancelled(self, consumer_tag: str) -> None:
-        """Subscribe again: the queue or its leader is gone, or a delivery timed out."""
+        """Subscribe again after the queue or its leader is gone, or a delivery timed out."""
         if consumer_tag not in {self.session.lifecycle.consumer_tag, self._options.quarantine_tag}:
             return
         if not self.session.cancelled(time.monotonic()):
@@ -349,35 +349,35 @@ class BaseSubscription:
         self._run()
 
     def delivered(self, deliveries: list[RawDelivery]) -> None:
-        """Take in ``basic.deliver``, as many as one read held."""
+        """Pass all ``basic.deliver`` of one read to the session."""
         self.session.delivered(cast("list[Delivery]", deliveries), time.monotonic())
 
     def got(self, delivery: RawDelivery, message_count: int) -> None:
-        """Take in ``basic.get-ok``."""
+        """Pass a ``basic.get-ok`` to the session."""
         self.session.delivered([cast("Delivery", delivery)], time.monotonic())
 
     def got_empty(self) -> None:
-        """Take in ``basic.get-empty``."""
+        """Do nothing. A pull subscription handles ``basic.get-empty``."""
 
     def oversized(self, delivery: RawDelivery, size: int, message_count: int | None) -> None:
-        """Take in a delivery or ``basic.get-ok`` without its body."""
+        """Pass a delivery or ``basic.get-ok`` without its body to the session."""
         self.session.oversized(cast("Delivery", delivery), size, time.monotonic())
 
     def acked(self, tag: int, multiple: bool) -> None:
-        """Never called: nothing is published on this channel."""
+        """Do nothing. It is never called, because nothing is published on this channel."""
 
     def nacked(self, tag: int, multiple: bool) -> None:
-        """Never called: nothing is published on this channel."""
+        """Do nothing. It is never called, because nothing is published on this channel."""
 
     def returned(self, code: int, text: str, exchange: str, routing_key: str, properties: bytes, body: bytes) -> None:
-        """Never called: nothing is published on this channel."""
+        """Do nothing. It is never called, because nothing is published on this channel."""
 
     def read_finished(self) -> None:
-        """Act on everything that one read brought."""
+        """Act on all events of one read."""
         self._run()
 
     def write_drained(self) -> None:
-        """Do nothing: acks are few."""
+        """Do nothing. Acks are few."""
 
     # On the loop: the work
 
@@ -399,18 +399,18 @@ class BaseSubscription:
             self._finish(now)
             return
         self._report_after = actions.report_after
-        if len(self._results) >= self._report_after:  # reported meanwhile, when more were wanted
+        if len(self._results) >= self._report_after:  # reported in the meantime, under the old limit
             self._wake()
         self._alarm.set(actions.wake_at, now, self._io.call_later)
 
     def _decide(self, now: float) -> Actions:
-        """Poll the session; recall deliveries first if it asks for that."""
+        """Poll the session, and recall deliveries first if it requests that."""
         while (actions := self.session.poll(now)).recall:
             self.session.postponed(self._recalled(), now)
         return actions
 
     def _take_in(self, now: float) -> None:
-        """Pass events of other threads on to the session."""
+        """Pass events from other threads to the session."""
         session = self.session
         if self._results:
             since = self._reported_at
@@ -461,8 +461,8 @@ class BaseSubscription:
             self._io.run(self._options.subscribe_to_quarantine(), self._subscribed_to_quarantine)
 
     def _finish(self, now: float) -> None:
-        """Close the connection, after the acks of everything that has ended by now."""
-        self._alarm.cancel()  # the loop may be the user's
+        """Close the connection after acking everything that has ended by now."""
+        self._alarm.cancel()  # the loop may belong to the user
         if self.ended.is_set():
             return
         if self.session.lifecycle.gave_up:
@@ -511,7 +511,7 @@ class BaseSubscription:
 
     def _unsubscribe(self) -> StepGenerator:
         yield Cancel(self.session.lifecycle.consumer_tag)
-        if self._in_quarantine:  # by now: that may have been under way when the stop began
+        if self._in_quarantine:  # checked now, as subscribing may have been in progress when the stop began
             yield Cancel(self._options.quarantine_tag)
 
     def _unsubscribed(self, _outcome: object) -> None:
@@ -520,13 +520,13 @@ class BaseSubscription:
 
     def _subscribed_to_quarantine(self, outcome: object) -> None:
         self._in_quarantine = not isinstance(outcome, Exception)
-        if not self._in_quarantine and not isinstance(outcome, BrokerUnavailable):  # then the next channel asks again
+        if not self._in_quarantine and not isinstance(outcome, BrokerUnavailable):  # then the next channel tries again
             logger.warning("consumer %r does not handle the messages in quarantine: %s", self._options.name, outcome)
 
     def _declared(self, queue: Queue, outcome: object) -> None:
         error = outcome if isinstance(outcome, ReliableMQError) else None
         if error is not None and isinstance(error.__cause__, StepRefused):
-            self._refused.append((queue, error))  # the next channel begins with it, and holds the retries for the queue
+            self._refused.append((queue, error))  # the next channel begins with it and holds retries for the queue
             return
         self.session.declared(queue, error, time.monotonic())
         self._run()

@@ -1,20 +1,20 @@
 """The threads that run handlers, and the groups in which deliveries are claimed.
 
-An exception where none can be expected (sent by another thread, no memory) is logged, and the deliveries of the worker
-have failed; the worker goes on, on another thread if need be.
+An exception from an unexpected place (sent by another thread, no memory) is logged, and the deliveries of the worker
+have failed. The worker continues, on another thread if necessary.
 
-If handlers are quick, several deliveries are claimed at once; those that do not begin soon are released and put back,
-so that no lease runs while another handler takes its time. If the store fails, half as many are claimed
-next, and then slowly more: it may have no space for so many.
+If handlers are quick, several deliveries are claimed at once. Those that do not start soon are released and put back,
+so that no lease runs while another handler takes its time. If the store fails, half as many are claimed next, and then
+slowly more, because the store may have no space for so many.
 
 Invariants:
 
-- a delivery is with one worker, and has exactly one result or is requeued; one that no handler has begun with can be
-  recalled; deliveries are begun in the order in which they were put;
-- an exception, whatever it is, ends neither a worker nor another delivery; no lock is held while a handler runs; a
-  batch handler gets a list of its own;
-- a group is of one epoch of the waiting work: once that was recalled, none of the group begins any more; the first of
-  a group may always begin; deliveries that are put back come first again, in their order.
+- A delivery is with one worker, and has exactly one result or is requeued. A delivery that no handler has started can
+  be recalled. Deliveries are started in the order in which they were put.
+- No exception ends a worker or affects another delivery. No lock is held while a handler runs. A batch handler gets its
+  own list.
+- A group belongs to one epoch of the waiting work. Once the work was recalled, no further delivery of the group is
+  started. The first of a group may always start. Deliveries that are put back come first again, in their order.
 """
 
 from __future__ import annotations
@@ -69,39 +69,39 @@ __all__ = [
     "store_call",
 ]
 
-_CLAIMED_TOGETHER = 64  # deliveries that are claimed at once, at most
-_GROUP_SECONDS = 0.05  # after which deliveries that have not begun are put back: the lease of their claims is running
+_CLAIMED_TOGETHER = 64  # maximum number of deliveries claimed at once
+_GROUP_SECONDS = 0.05  # after that, deliveries that have not started are put back, as their leases are running
 
 
 class Waiting(Protocol):
-    """Dispatched work that nobody has begun with. An epoch ends when it is recalled."""
+    """The dispatched work that no worker has started. A recall ends an epoch."""
 
     items: deque[Work]
     epoch: int
 
     def put_back(self, deliveries: Sequence[Delivery], epoch: int) -> bool:
-        """Put deliveries in front again, in their order; False if they are recalled."""
+        """Put deliveries in front again, in order. Return False if they are recalled."""
 
 
 class ClaimBatcher:
     """The groups that one worker or task claims, one after the other.
 
     Args:
-        waiting: the work to take from.
-        share: the part of it to take at once, at most.
+        waiting: The work to take from.
+        share: The maximum share of the work to take at once.
     """
 
     def __init__(self, waiting: Waiting, share: float) -> None:
         self._waiting = waiting
         self._share = share
-        self._together = 1  # deliveries to take at once, as long as their handlers are quick
-        self._most: float = _CLAIMED_TOGETHER  # that the store seems to take
-        self._calls = 0  # of the handler, since deliveries were taken
-        self._epoch = 0  # in which they were
-        self._end = 0.0  # until when they may begin
+        self._together = 1  # deliveries to take at once while handlers are quick
+        self._most: float = _CLAIMED_TOGETHER  # maximum claims that the store seems to accept
+        self._calls = 0  # handler calls of this group
+        self._epoch = 0  # epoch in which the group was taken
+        self._end = 0.0  # until when deliveries of the group may start
 
     def take(self, first: Work) -> list[Delivery]:
-        """Begin a group with ``first``; unless that is a batch, take a fair share with it."""
+        """Start a group with ``first``, and a fair share of the work if it is no batch."""
         self._calls, self._epoch, self._end = 0, self._waiting.epoch, time.perf_counter() + _GROUP_SECONDS
         if not isinstance(first, Delivery):
             return first
@@ -117,12 +117,12 @@ class ClaimBatcher:
         return deliveries
 
     def may_begin(self, now: float) -> bool:
-        """Whether the next of the group may begin at ``now``; to be called once for each."""
+        """Whether the next of the group may start at ``now``. To be called once for each."""
         self._calls += 1
         return self._calls == 1 or (self._epoch == self._waiting.epoch and now <= self._end)
 
     def end(self, results: Sequence[Result]) -> tuple[Sequence[Result], list[Delivery]]:
-        """Put back deliveries that have not begun.
+        """End the group, and put back the deliveries that have not started.
 
         Returns:
             The results of the others, and the deliveries that could not be put back.
@@ -143,32 +143,32 @@ UNANSWERED = (
     "consumer %r: the idempotency store did not answer to %d settlements: these messages wait until their leases end, "
     "and one whose handler has returned is handled again then"
 )
-LOOK_INTERVAL = 0.1  # seconds from one check to the next whether to wait for the store any longer
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds from one retry of settlements to the next
+LOOK_INTERVAL = 0.1  # seconds between checks whether to keep waiting for the store
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between retries of settlements: the first and the longest
 _LOST = "the worker that called its handler was ended"
 
 
 class ResultSink(Protocol):
-    """Takes the results of workers. Any thread."""
+    """A sink for the results of workers. Thread-safe."""
 
     def report(self, results: Sequence[Result]) -> None:
-        """Take results."""
+        """Accept results."""
 
     def requeue(self, deliveries: Sequence[Delivery]) -> None:
-        """Requeue deliveries that no handler has begun with, nor will."""
+        """Requeue deliveries that no handler has started or will start."""
 
 
 class WorkerPool:
-    """Runs handlers on threads. `put`, `stop_starting` and `recall`: from any thread.
+    """A pool of threads that run handlers. Queuing and recalling are thread-safe.
 
     Args:
-        name: of the threads.
-        count: how many.
-        handler: the user's.
-        batch: whether it takes a list of deliveries.
-        store: where to claim, with ``claiming``; None for no claims.
-        claiming: how to claim.
-        sink: where to report.
+        name: The name of the threads.
+        count: The number of threads.
+        handler: The user's handler.
+        batch: Whether the handler takes a list of deliveries.
+        store: The store to claim in, used with ``claiming``. None makes no claims.
+        claiming: The policy for claiming deliveries.
+        sink: The sink for results.
     """
 
     def __init__(
@@ -202,15 +202,15 @@ class WorkerPool:
             thread.start()
 
     def put(self, work: Iterable[Work]) -> None:
-        """Queue deliveries, or batches, for handlers. Does not block."""
+        """Queue deliveries or batches for handlers. Does not block."""
         self._waiting.put(work)
 
     def stop_starting(self) -> None:
-        """Start no more handlers; work that waits, or comes, can be recalled. Any thread."""
+        """Start no more handlers. Waiting and later work can be recalled. Thread-safe."""
         self._waiting.stop_starting()
 
     def recall(self) -> list[Delivery]:
-        """Return the deliveries that no handler began with; a worker requeues its own."""
+        """Return the deliveries that no handler has started. Workers requeue their own."""
         recalled: list[Delivery] = []
         for item in self._waiting.recall():
             if isinstance(item, Delivery):
@@ -220,7 +220,7 @@ class WorkerPool:
         return recalled
 
     def stop(self, timeout: float) -> bool:
-        """End the threads, each after its handler. Returns whether all have ended in time."""
+        """End the threads, each after its handler. Return whether all have ended in time."""
         self._waiting.close()
         deadline = time.monotonic() + timeout
         for number in range(len(self._threads)):
@@ -234,7 +234,7 @@ class WorkerPool:
         self._waiting.close()
 
     def retry_settlements(self, timeout: float, worth_waiting: Callable[[], bool]) -> int:
-        """Retry settlements after `stop`."""
+        """Retry settlements after `stop`. Return the number still without an answer."""
         if not self._claiming or not self._claiming.retries:
             return 0
         over = InterruptibleEvent()
@@ -261,7 +261,7 @@ class WorkerPool:
 
     @property
     def handler_seconds(self) -> Histogram:
-        """The time that handlers took, per call."""
+        """The run time of handlers, per call."""
         total = Histogram()
         for worker in self._workers:
             total.add(worker.seconds)
@@ -281,12 +281,12 @@ class WorkerPool:
                 except BaseException as error:  # noqa: BLE001  # not the handler's: those are results
                     self._recover(worker, error)
         finally:
-            if not ended:  # `_recover` was interrupted, too
+            if not ended:  # `_recover` was interrupted as well
                 self._threads[number] = self._new_thread(number)
                 self._threads[number].start()
 
     def _recover(self, worker: _Worker, error: BaseException) -> None:
-        """Go on after an exception that no handler raised; the worker's deliveries failed."""
+        """Continue after an exception that no handler raised. The deliveries have failed."""
         unreported, worker.unreported = worker.unreported, ()
         deliveries = [unreported] if isinstance(unreported, Delivery) else list(unreported)
         if deliveries:
@@ -301,16 +301,16 @@ class WorkerPool:
 
 
 class _WaitingWork:
-    """Work that no worker has. Taking it needs no lock; a recall ends an epoch."""
+    """The work that no worker has. Taking it needs no lock. A recall ends an epoch."""
 
     def __init__(self) -> None:
         self.items: deque[Work] = deque()
         self.epoch = 0
-        self._changed = Condition()  # a signal handler may interrupt the one that stops
+        self._changed = Condition()  # a signal handler may interrupt the stopping thread
         self._lock = self._changed.lock
         self._idle = 0
         self._closed = False
-        self._unstarted: deque[Work] | None = None  # work that is not to be begun any more
+        self._unstarted: deque[Work] | None = None  # work that must not be started
 
     def put(self, work: Iterable[Work]) -> None:
         with self._lock:
@@ -318,7 +318,7 @@ class _WaitingWork:
             self._notify()
 
     def put_back(self, deliveries: Sequence[Delivery], epoch: int) -> bool:
-        """Put deliveries in front again, in their order; False if they are recalled."""
+        """Put deliveries in front again, in order. Return False if they are recalled."""
         with self._lock:
             if epoch != self.epoch:
                 return False
@@ -342,7 +342,7 @@ class _WaitingWork:
             self._changed.notify_all()
 
     def wait(self) -> bool:
-        """Wait for work; False where there is none and it is closed."""
+        """Wait for work. Return False if there is none and the queue is closed."""
         with self._lock:
             while not self.items:
                 if self._closed:
@@ -355,7 +355,7 @@ class _WaitingWork:
         return True
 
     def _take_all(self) -> list[Work]:
-        """Take out all work, under the lock; no group that a worker has begins any more."""
+        """Take out all work, and end the epoch. The lock is held."""
         self.epoch += 1
         items: list[Work] = []
         while True:
@@ -370,11 +370,11 @@ class _WaitingWork:
 
 
 class _Worker:
-    """One thread's loop.
+    """The loop of one thread.
 
     Attributes:
-        seconds: the time that the handler took, per call.
-        unreported: the deliveries that it has not reported yet.
+        seconds: The run time of the handler, per call.
+        unreported: The deliveries that are not reported yet.
     """
 
     def __init__(self, handler: Callable[[Any], object], batch: bool, waiting: _WaitingWork, sink: ResultSink) -> None:
@@ -417,7 +417,7 @@ class _Worker:
 
 
 class _ClaimingWorker(_Worker):
-    """Carries out the steps of `handling` with a store."""
+    """A worker that carries out the steps of `handling` with a store."""
 
     def __init__(
         self,
@@ -439,7 +439,7 @@ class _ClaimingWorker(_Worker):
         self.unreported = deliveries = self._groups.take(item)
         try:
             results = self._run(handling(deliveries, batch=self._batch, claiming=self._claiming, wall_clock=time.time))
-        except BaseException as error:  # a store, or a key function, that ends its thread
+        except BaseException as error:  # from a store or key function that ends its thread
             logger.exception("handling %s was ended by an exception of no handler", message_names(deliveries))
             return all_failed(deliveries, error)
         self.unreported = ()
@@ -459,7 +459,7 @@ class _ClaimingWorker(_Worker):
                     if type(step) is not RunHandler:
                         answer = store_call(self._store, step)()
                         now = clock()
-                    elif may_begin(now):  # far more often than the others: one look at the clock for each
+                    elif may_begin(now):  # most frequent by far: reads the clock once per delivery
                         started = now
                         try:
                             answer = call_handler(handler, step.argument)
@@ -481,7 +481,7 @@ class _ClaimingWorker(_Worker):
 
 
 def store_call(store: Any, step: Step) -> Callable[[], Any]:
-    """Return the call of a store that carries out a step of `handling`."""
+    """Return the store call that carries out a step of `handling`."""
     if isinstance(step, ClaimKeys):
         return partial(store.claim_many, step.keys, step.lease)
     if isinstance(step, Complete):
@@ -493,12 +493,12 @@ def store_call(store: Any, step: Step) -> Callable[[], Any]:
 def retrying_settlements(
     claiming: ClaimPolicy, ask: Callable[[Step], Any], rest: Callable[[float], Any]
 ) -> Steps[None]:
-    """Retry settlements until the store has answered to all of them.
+    """Retry settlements until the store has answered all of them.
 
     Args:
-        claiming: has the settlements.
-        ask: asks the store.
-        rest: waits for some seconds; returns whether to end.
+        claiming: The policy that has the settlements.
+        ask: A callable that carries out a step with the store.
+        rest: A callable that waits for a number of seconds and returns whether to end.
     """
     pause = _FIRST_PAUSE
     while True:
@@ -525,11 +525,11 @@ def _settle_all(claiming: ClaimPolicy, ask: Callable[[Step], Any]) -> Steps[None
 
 
 def call_handler(handler: Callable[[Any], object], argument: Work) -> object:
-    """Call a plain handler in a context of its own: it leaves no variable behind.
+    """Call a plain handler in its own context, so that it leaves no variable behind.
 
     Raises:
-        RetryLater, DeadLetter: it returned that, for a single delivery.
-        UsageError: it returned a coroutine or a generator, which has done nothing yet.
+        RetryLater, DeadLetter: If the handler returned that for a single delivery.
+        UsageError: If the handler returned a coroutine or a generator, which has not run yet.
     """
     answer = copy_context().run(handler, argument)
     if answer is not None:
@@ -545,12 +545,12 @@ def batch_results(found: Iterable[tuple[Delivery, Exception | None]]) -> list[Re
 
 
 def all_failed(deliveries: list[Delivery], error: BaseException) -> list[Result]:
-    """Return failures by ``error`` of the handler of these deliveries."""
+    """Return a failure by ``error`` for each delivery of a handler call."""
     failure = describe(error, time.time())
     return [Failed(delivery, failure, alone=len(deliveries) == 1) for delivery in deliveries]
 
 
 def all_lost(deliveries: list[Delivery]) -> list[Result]:
-    """Return failures by the end of their worker, or task; call no code of the user."""
+    """Return failures for deliveries of an ended worker or task. Calls no user code."""
     failure = Failure("RuntimeError", _LOST, time.time())
     return [Failed(delivery, failure, alone=len(deliveries) == 1) for delivery in deliveries]

@@ -1,6 +1,6 @@
 """The metrics of publishers, consumers, outboxes, queues and stages.
 
-Derived from the fields of `reliable_mq.core.statistics`.
+They are derived from the fields of `reliable_mq.core.statistics`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["FAMILIES", "readings"]
 
 
 class _Shown(NamedTuple):
-    """A field with the family that shows it, and the value of its further label."""
+    """A field, the family that shows it, and the value of its additional label."""
 
     field: str
     family: Family
@@ -75,8 +75,8 @@ def readings(labels: tuple[str, ...], *counts: object) -> Iterator[Reading]:
     """Yield one scrape: the metrics in the fields of statuses and statistics.
 
     Args:
-        labels: values of those that these classes have above, in their order.
-        counts: None stands for a state that is not known: a gauge that is made up would hide that.
+        labels: The values of the labels that the classes of ``counts`` have above, in their order.
+        counts: The statuses and statistics. None stands for an unknown state, which a made-up gauge would hide.
     """
     for one in counts:
         for shown in _SHOWN.get(type(one), ()):

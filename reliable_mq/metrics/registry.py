@@ -1,13 +1,13 @@
-"""Prometheus metrics of publishers and consumers, in a registry of the user.
+"""Prometheus metrics of publishers and consumers, in a user's registry.
 
-Nothing is counted here. The core counts while it works, in plain numbers; a scrape reads them. So metrics cost nothing
-between scrapes, and a process without a registry pays nothing at all.
+This module counts nothing. The core counts in plain numbers while it works, and a scrape reads them. So metrics cost
+nothing between scrapes, and a process without a registry has no cost at all.
 
-Labels are bounded by the code: ``publisher`` and ``consumer`` are the names given to the constructors, ``queue`` is the
-queue consumed from or measured, ``role`` is one of two, ``outcome`` is one of five (of an outbox's row: of three),
-``what`` of two. Publishers with the same name are added up, except for an age, the rows of an outbox and the depth of a
-queue, of which the highest counts, and for whether they are connected, of which the lowest does. The counts of a closed
-one stay in the totals, so a counter never falls while the process lives.
+The code bounds the labels: ``publisher`` and ``consumer`` are the names given to the constructors, ``queue`` is the
+queue consumed from or measured, ``role`` has two values, ``outcome`` has five (three for an outbox's row), and ``what``
+has two. The metrics of publishers with the same name are added up. Exceptions are ages, the rows of an outbox and the
+depth of a queue, where the highest value counts, and the connection state, where the lowest does. The counts of a
+closed publisher or consumer stay in the totals, so a counter never falls while the process lives.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["Family", "Reading", "Registration", "register"]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A metric."""
+    """A metric, as Prometheus describes it."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -44,7 +44,7 @@ class Family:
 
     @property
     def full_name(self) -> str:
-        """The name as exposed, without ``_total``."""
+        """The exposed name, without ``_total``."""
         return f"reliable_mq_{self.name}"
 
 
@@ -65,15 +65,15 @@ class Registration:
         self.read = read
 
     def close(self) -> None:
-        """Take a last reading: counters stay in the totals, gauges go. Idempotent."""
+        """Take a last reading. Counters stay in the totals; gauges vanish. Idempotent."""
         self._collector.retire(self)
 
 
 def register(registry: CollectorRegistry, read: Callable[[], Iterable[Reading]]) -> Registration:
-    """Call ``read`` at every scrape of ``registry``, on its thread. Thread-safe.
+    """Call ``read`` on the thread of every scrape of ``registry``. Thread-safe.
 
     Raises:
-        ConfigurationError: ``registry`` is none.
+        ConfigurationError: If ``registry`` is not a ``CollectorRegistry``.
     """
     if not isinstance(registry, CollectorRegistry):
         raise ConfigurationError(f"registry must be a prometheus_client.CollectorRegistry, not {registry!r}")
@@ -135,7 +135,7 @@ class _Collector(Collector):
                 self._retired.add(reading for reading in registration.read() if reading.family.kind != "gauge")
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing to check at registration: the names are ours alone."""
+        """Return nothing to check at registration: only this package uses the names."""
         return []
 
     def collect(self) -> Iterable[Metric]:
@@ -163,7 +163,7 @@ def _empty(family: Family) -> Metric:
 
 
 def _cumulated(histogram: Histogram) -> list[tuple[str, float, Exemplar | None]]:
-    """Return bounds, cumulative counts, and exemplars, which OpenMetrics shows."""
+    """Return bounds, cumulative counts, and the exemplars that OpenMetrics shows."""
     buckets: list[tuple[str, float, Exemplar | None]] = []
     count = 0
     for place, bound in enumerate([*map(str, histogram.bounds), "+Inf"]):

@@ -1,4 +1,4 @@
-"""Alerts, dashboards and the depths of queues, for Prometheus and Grafana."""
+"""Alerts, dashboards and queue depths for Prometheus and Grafana."""
 
 from reliable_mq.monitoring.queue_depths import QueueDepths
 

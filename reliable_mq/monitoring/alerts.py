@@ -1,11 +1,12 @@
 """The alert rules for Prometheus.
 
-An alert is declared once, here; `rules` writes all of them as a rule file. Three kinds of conditions:
+Each alert is declared once in this module. `rules` writes all alerts as a rule file. An alert has one of three kinds of
+conditions:
 
-- an age above ``max_age``: the age has lasted by itself, so the alert fires at once;
-- a state (blocked, not connected): it fires after the state has lasted for ``hold``;
-- an event (a message rejected, a dead letter): a counter that grew within ``window``. It fires at once, and ends when
-  ``window`` has passed without another event.
+- an age above ``max_age``: the alert fires at once, because an age already measures a duration;
+- a state (blocked, not connected): the alert fires after the state has lasted for ``hold``;
+- an event (a rejected message, a dead letter), shown by a counter that grew within ``window``: the alert fires at once,
+  and ends when ``window`` has passed without another event.
 
 Invariant: the name of an alert is a heading of the runbook, ``docs/guides/runbook.md``.
 """
@@ -26,21 +27,21 @@ _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w
 _DURATION: Final = re.compile(
     r"(?:(\d+)y)?(?:(\d+)w)?(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?(?:(\d+)ms)?", re.ASCII
 )
-_OPTIONS: Final = {"hold": "--for", "window": "--window", "max_age": "--max-age"}  # of the command line
+_OPTIONS: Final = {"hold": "--for", "window": "--window", "max_age": "--max-age"}  # the command-line options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertSettings:
-    """The times that the rules compare with, as Prometheus writes them: ``1h30m``.
+    """The times for the rules, in Prometheus's notation, for example ``1h30m``.
 
     Args:
-        hold: how long a state must last before its alert fires.
-        window: how far back events count.
-        max_age: of the oldest outstanding message, and of the oldest one in an outbox.
-        manual_url: where this manual is served; links to the runbook begin with it.
+        hold: The time for which a state must last before its alert fires.
+        window: The time for which events count.
+        max_age: The maximum age of the oldest outstanding message, and of the oldest message in an outbox.
+        manual_url: The URL where this manual is served. Links to the runbook begin with it.
 
     Raises:
-        ConfigurationError: one of the times is no positive duration.
+        ConfigurationError: If one of the times is not a positive duration.
     """
 
     hold: str = "2m"
@@ -62,12 +63,12 @@ class Alert:
     """An alert rule.
 
     Attributes:
-        name: of the alert, and of its section in the runbook.
+        name: The name of the alert and of its section in the runbook.
         severity: ``"critical"`` if messages wait or are lost, else ``"warning"``.
-        expression: in PromQL; ``HOLD``, ``WINDOW`` and ``MAX_AGE`` stand for the settings.
-        lasting: whether the condition must last for ``hold``.
-        summary: one line.
-        description: the next step.
+        expression: The condition in PromQL. ``HOLD``, ``WINDOW`` and ``MAX_AGE`` stand for the settings.
+        lasting: Whether the condition must last for ``hold``.
+        summary: A summary of one line.
+        description: The explanation of the alert.
     """
 
     name: str
@@ -235,7 +236,7 @@ ALERTS: Final = (
 
 
 def rules(settings: AlertSettings | None = None) -> str:
-    """Return a rule file for Prometheus with every alert, as YAML."""
+    """Return a Prometheus rule file with all alerts, as YAML."""
     return "\n".join(_lines(settings or AlertSettings())) + "\n"
 
 
@@ -257,7 +258,7 @@ def _lines(settings: AlertSettings) -> Iterator[str]:
             ("description", alert.description),
             ("runbook_url", alert.runbook_url(settings)),
         ):
-            yield f"          {name}: {json.dumps(text)}"  # a string of JSON is one of YAML
+            yield f"          {name}: {json.dumps(text)}"  # a JSON string is also a YAML string
 
 
 def _seconds(name: str, duration: str) -> float:

@@ -1,10 +1,13 @@
-"""The dashboards for Grafana: which panels there are, and their queries.
+"""The dashboards for Grafana: the panels and their queries.
 
-A panel is declared once, here; `reliable_mq.monitoring.grafana` writes Grafana's JSON. ``FILTER`` in an expression
-stands for the label matchers of the variables of its dashboard. ``$__rate_interval`` and ``$__range`` are Grafana's.
+Each panel is declared once in this module. `reliable_mq.monitoring.grafana` writes Grafana's JSON. ``FILTER`` in an
+expression stands for the label matchers of the dashboard's variables. ``$__rate_interval`` and ``$__range`` are
+Grafana's variables.
 
-Invariants: an expression has data as soon as its metrics exist, also while all is well; the colours of thresholds mean
-the same everywhere: green for healthy, yellow for look at it, red for act.
+Invariants:
+
+- an expression has data as soon as its metrics exist, even while there are no problems;
+- the colours of thresholds have the same meaning everywhere: green is healthy, yellow needs a look, red needs action.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ Unit = Literal["short", "ops", "s", "percentunit", "bytes"]
 
 @dataclass(frozen=True, slots=True)
 class PanelQuery:
-    """A query in PromQL; in its legend, ``{{label}}`` stands for the value of a label."""
+    """A PromQL query. In its legend, ``{{label}}`` stands for the label's value."""
 
     expression: str
     legend: str
@@ -28,11 +31,11 @@ class PanelQuery:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A panel: one number, or lines over time.
+    """A panel with one number, or with lines over time.
 
     Attributes:
-        help: what it shows, and when to worry.
-        warn, alarm: from these values on it is yellow, or red; None for never.
+        help: The meaning of the panel, and the values that indicate a problem.
+        warn, alarm: The values from which the panel is yellow, or red; None for never.
     """
 
     title: str
@@ -54,7 +57,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A choice at the top of a dashboard, of a label; it narrows the ones after it."""
+    """A selection of label values at the top of a dashboard, which limits later ones."""
 
     label: str
     metric: str
@@ -62,7 +65,7 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class Dashboard:
-    """A dashboard."""
+    """A dashboard for Grafana."""
 
     name: str
     title: str
@@ -86,13 +89,13 @@ def lines(
     title: str, description: str, queries: tuple[PanelQuery, ...], unit: Unit | None = None, *,
     warn: float | None = None, alarm: float | None = None,
 ) -> Panel:  # fmt: skip
-    """Return a panel with lines over time; of rates, in numbers per second."""
+    """Return a panel with lines over time. The default unit of rates is per second."""
     per_second = any("rate(" in query.expression for query in queries)
     return Panel(title, description, queries, unit or ("ops" if per_second else "short"), warn=warn, alarm=alarm)
 
 
 def gauges(by: str, how: str = "sum", /, **metrics: str) -> tuple[PanelQuery, ...]:
-    """Return a query for each gauge, given with the last word of its legend."""
+    """Return a query for each gauge. Each value is the last word of the legend."""
     return tuple(
         PanelQuery(f"{how} by ({by}) (reliable_mq_{metric}{{FILTER}})", _legend(by, word))
         for metric, word in metrics.items()
@@ -100,7 +103,7 @@ def gauges(by: str, how: str = "sum", /, **metrics: str) -> tuple[PanelQuery, ..
 
 
 def rates(by: str, /, **metrics: str) -> tuple[PanelQuery, ...]:
-    """Return a query for the rate per second of each counter, likewise."""
+    """Return a query for the rate of each counter, as ``gauges`` does."""
     return tuple(
         PanelQuery(f"sum by ({by}) (rate(reliable_mq_{metric}_total{{FILTER}}[$__rate_interval]))", _legend(by, word))
         for metric, word in metrics.items()
@@ -117,18 +120,18 @@ def quantiles(by: str, metric: str) -> tuple[PanelQuery, ...]:
 
 
 def growth(metric: str, more: str = "") -> str:
-    """Return the growth of a counter over the time shown; 0 where it does not exist."""
+    """Return the growth of a counter over the displayed time, or 0 without data."""
     return f"sum(increase(reliable_mq_{metric}_total{{FILTER{more}}}[$__range])) or vector(0)"
 
 
 def _legend(by: str, word: str) -> str:
-    """Return the values of the labels, the instance last, and a word."""
+    """Return a legend of the labels' values, with the instance last, and a word."""
     labels = sorted(by.split(", "), key=lambda label: label == "instance")
     return " ".join([*(f"{{{{{label}}}}}" for label in labels), word]).rstrip()
 
 
 def _event_loop_and_tokens(owner: str) -> tuple[Panel, Panel]:
-    """Return the panels that publishers and consumers have alike."""
+    """Return the panels that publishers and consumers have in common."""
     return (
         lines(
             "Event loop stood still",

@@ -1,6 +1,7 @@
 """Grafana's JSON of a dashboard, to be imported or provisioned.
 
-As RabbitMQ's own dashboards do, an imported one asks for its data source (``__inputs``); a provisioned one names it.
+Grafana prompts for the data source of an imported dashboard (``__inputs``), as for RabbitMQ's own dashboards. A
+provisioned dashboard names its data source.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ if TYPE_CHECKING:
 __all__ = ["dashboard_json"]
 
 _INPUT: Final = "DS_PROMETHEUS"
-_SCHEMA_VERSION: Final = 39  # of Grafana 10.4 and newer, which migrate older ones
+_SCHEMA_VERSION: Final = 39  # for Grafana 10.4 and newer, which migrate older schemas
 _WIDTH: Final = 24  # columns of a dashboard
 _STAT: Final = (4, 4)  # width and height of a panel
-_LINES: Final = {True: (8, 7), False: (12, 7)}  # three beside each other, or two
+_LINES: Final = {True: (8, 7), False: (12, 7)}  # three panels side by side, or two
 
 
 def dashboard_json(dashboard: Dashboard, datasource: str | None = None) -> dict[str, Any]:
@@ -91,7 +92,7 @@ def _variable(variable: Variable, before: tuple[Variable, ...], source: dict[str
 
 
 def _panels(dashboard: Dashboard, source: dict[str, str]) -> list[dict[str, Any]]:
-    """Lay the panels out from left to right, each row under its title."""
+    """Lay out the panels from left to right, each row under its title."""
     matchers = _matchers(dashboard.variables)
     panels: list[dict[str, Any]] = []
     top = 0

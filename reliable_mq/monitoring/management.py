@@ -1,6 +1,6 @@
-"""A client of RabbitMQ's management API. Read only.
+"""A read-only client of RabbitMQ's management API.
 
-``doctor`` uses it, and Spark's source where it looks for the partitions of a super stream: AMQP lists no bindings.
+``doctor`` uses it, and the Spark source to find the partitions of a super stream, because AMQP cannot list bindings.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ __all__ = ["ManagementAPI", "ManagementError", "rows"]
 
 _PORTS: Final = {"http": 15672, "https": 15671}
 _HOST: Final = re.compile(r"[A-Za-z0-9._:-]+")
-_MOST: Final = 64 * 1024 * 1024  # bytes of an answer
+_MOST: Final = 64 * 1024 * 1024  # bytes of a response
 _CHUNK: Final = 64 * 1024
-_TOTAL: Final = 60.0  # seconds for a whole answer
+_TOTAL: Final = 60.0  # seconds for a whole response
 _SHOWN: Final = 200  # characters of an error's body
 
 
 class ManagementError(Exception):
-    """The API did not respond, or with an error.
+    """An error of the API, or a missing response.
 
     Attributes:
-        status: of HTTP; 0 without a response.
+        status: The HTTP status, or 0 without a response.
     """
 
     def __init__(self, text: str, status: int = 0) -> None:
@@ -47,14 +47,14 @@ class ManagementError(Exception):
 
 @dataclass(frozen=True, repr=False)
 class ManagementAPI:
-    """One node's management API; reads only.
+    """The management API of one node, for reading.
 
     Attributes:
-        scheme: ``"http"`` or ``"https"``, which is verified.
-        credentials: whom to be; None to send none.
-        context: for ``https``.
-        prefix: of its paths, where it is configured to have one.
-        timeout: seconds for each response.
+        scheme: ``"http"`` or ``"https"``.
+        credentials: The credentials to send, or None to send none.
+        context: The TLS context for ``https``, which decides about verification.
+        prefix: The prefix of the API's paths, if one is configured.
+        timeout: The timeout of connecting and of each read, in seconds.
     """
 
     scheme: str
@@ -69,15 +69,15 @@ class ManagementAPI:
     def at(cls, url: str, settings: ConnectionSettings, *, option: str) -> Self:
         """Return the API at ``http[s]://[user:password@]host[:port][/prefix]``.
 
-        Without a user it takes that of `settings`.
+        A URL without a user uses the credentials of `settings`.
 
         Args:
-            url: as above.
-            settings: of the AMQP connection.
-            option: as which the user gave the URL; an error names it.
+            url: The URL in the form above.
+            settings: The settings of the AMQP connection.
+            option: The option in which the user gave the URL, for error messages.
 
         Raises:
-            ConfigurationError: the URL is none, or there is no user.
+            ConfigurationError: If the URL is invalid, or there is no user.
         """
         parts, host = _checked(url, settings, option)
         if parts.username is not None:
@@ -95,20 +95,20 @@ class ManagementAPI:
 
     @staticmethod
     def check(url: str, settings: ConnectionSettings, *, option: str) -> None:
-        """Raise what `at` raises for such a URL, and ask for no credentials."""
+        """Raise the errors of `at` for an invalid URL, without getting credentials."""
         _checked(url, settings, option)
 
     @classmethod
     def candidates(cls, url: str | None, settings: ConnectionSettings, *, option: str) -> list[Self]:
-        """Return the API `at` a URL; without one, those `beside` AMQP."""
+        """Return the API `at` a URL or, without a URL, the APIs `beside` AMQP."""
         return cls.beside(settings) if url is None else [cls.at(url, settings, option=option)]
 
     @classmethod
     def beside(cls, settings: ConnectionSettings) -> list[Self]:
-        """Return the API at its default address: on each host, with TLS if AMQP has it.
+        """Return the API at the default address of each host, with TLS if AMQP uses TLS.
 
-        That is a guess, and something else may listen there. So the password goes only to this machine, or to a host
-        whose certificate verifies (`sends_password`).
+        The address is a guess, and another service may listen there. So the password is sent only to this machine, or
+        to a host whose certificate is verified (`sends_password`).
         """
         credentials = settings.resolve_credentials()
         scheme = "http" if settings.tls is None else "https"
@@ -133,12 +133,12 @@ class ManagementAPI:
 
     @property
     def is_readable_on_the_way(self) -> bool:
-        """Whether a password goes to another machine in plaintext."""
+        """Whether a password would be sent to another machine in plaintext."""
         return self.scheme == "http" and not Endpoint(self.host, self.port).is_loopback
 
     @property
     def is_there(self) -> bool:
-        """Whether something there requires a login for ``/api``. Sends no password."""
+        """Whether a server at this address requires a login. Sends no password."""
         connection = self._connection()
         try:
             connection.request("GET", f"{self.prefix}/api/whoami", headers={"Accept": "application/json"})
@@ -153,10 +153,12 @@ class ManagementAPI:
         return f"{self.scheme}://{host}:{self.port}{self.prefix}"
 
     def get(self, *segments: str) -> Any:
-        """Return the decoded response to ``GET /api/<segments>``, percent-encoded here.
+        """Return the decoded response to ``GET /api/<segments>``.
+
+        The segments are percent-encoded here.
 
         Raises:
-            ManagementError: no response, or one with an error.
+            ManagementError: If there is no response, or it is an error.
         """
         path = f"{self.prefix}/api/" + "/".join(quote(segment, safe="") for segment in segments)
         headers = {"Accept": "application/json"}
@@ -204,10 +206,10 @@ class ManagementAPI:
 
 
 def rows(api: ManagementAPI, *segments: str, named: bool = False) -> list[dict[str, Any]]:
-    """Return a response that is a list of objects, each named if ``named``.
+    """Return a response that is a list of objects, each with a name if ``named``.
 
     Raises:
-        ManagementError: as for `ManagementAPI.get`, or it is something else.
+        ManagementError: As for `ManagementAPI.get`, or if the response is something else.
     """
     found = api.get(*segments)
     if not isinstance(found, list) or not all(_is_row(row, named=named) for row in found):
@@ -220,7 +222,7 @@ def _is_row(row: object, *, named: bool) -> bool:
 
 
 class _TimelyResponse(http.client.HTTPResponse):
-    """A response whose head and body must have arrived at a time."""
+    """A response whose head and body must arrive before a deadline."""
 
     def __init__(self, deadline: float, sock: socket.socket, *args: Any, **options: Any) -> None:
         super().__init__(sock, *args, **options)
@@ -266,7 +268,7 @@ def _reason(content: bytes) -> str:
 
 
 def _checked(url: str, settings: ConnectionSettings, option: str) -> tuple[SplitResult, str]:
-    """Return the parts of a management URL, and its host."""
+    """Return the parts of a management URL and its host, after checking them."""
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port

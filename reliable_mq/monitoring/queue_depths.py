@@ -1,9 +1,10 @@
-"""The depths of queues as metrics, without a further exporter.
+"""The depths of queues as metrics, without an additional exporter.
 
-A thread asks the broker by passive declares, over a connection of its own: a queue that does not exist closes the
-channel that asks, which must not be one that publishes or consumes. Every queue costs one round trip for each interval.
+A thread queries the broker with passive declares on a separate connection. A passive declare of a queue that does not
+exist closes its channel, so it must not use a channel that publishes or consumes. Each queue costs one round trip per
+interval.
 
-Invariant: a gauge shows the last answer of the broker, and disappears when the broker gives none.
+Invariant: a gauge shows the last reply of the broker, and disappears when there is no reply.
 """
 
 from __future__ import annotations
@@ -36,28 +37,28 @@ __all__ = ["QueueDepths"]
 logger = logging.getLogger(__name__)
 
 _NAME: Final = "queue depths"
-_END: Final = 10.0  # seconds for the thread, which may wait for the broker
+_END: Final = 10.0  # seconds to wait for the end of the thread, which may wait for the broker
 
 
 class QueueDepths:
-    """Measures how many messages wait in queues, for a registry. A context manager.
+    """The measured depths of queues, for a registry. A context manager.
 
-    One process for each virtual host is enough. Entering starts a thread and does not wait for the broker, so asyncio
-    programs can use it, too. It reconnects by itself, and can be entered once.
+    One process per virtual host is enough. Entering starts a thread and does not wait for the broker, so asyncio
+    programs can also use this class. The thread reconnects by itself. An object can be entered only once.
 
     Args:
-        url: as for ``Publisher``.
-        queues: a `Queue` means that queue and its dead-letter queue; a name means one queue. The label ``role``
-            is ``dead_letters`` for dead-letter queues and names that end with ``.dead``, else ``queue``.
-        registry: a ``prometheus_client.CollectorRegistry``.
-        interval: seconds or a timedelta between two measurements.
-        credentials: as for ``Publisher``.
-        tls: as for ``Publisher``.
-        heartbeat: seconds.
-        connect_timeout: seconds for one attempt on one host.
+        url: The broker's URL or URLs, as for ``Publisher``.
+        queues: The queues to measure. A `Queue` means the queue and its dead-letter queue; a name means one queue. The
+            label ``role`` is ``dead_letters`` for dead-letter queues and names that end with ``.dead``, else ``queue``.
+        registry: A ``prometheus_client.CollectorRegistry``.
+        interval: The time between two measurements, in seconds or as a timedelta.
+        credentials: The credentials, as for ``Publisher``.
+        tls: The TLS options, as for ``Publisher``.
+        heartbeat: The heartbeat interval in seconds.
+        connect_timeout: The timeout of one attempt on one host, in seconds.
 
     Raises:
-        ConfigurationError: an argument is wrong; the message names it.
+        ConfigurationError: If an argument is invalid. The message names it.
     """
 
     def __init__(
@@ -91,11 +92,11 @@ class QueueDepths:
         self._registration: Registration | None = None
 
     def __enter__(self) -> Self:
-        """Begin to measure, in the background.
+        """Begin to measure in the background.
 
         Raises:
-            UsageError: it was entered before.
-            ConfigurationError: `registry` is none.
+            UsageError: If the object was entered before.
+            ConfigurationError: If `registry` is not a registry.
         """
         if self._thread is not None:
             raise UsageError("these queue depths were entered before, and run once: make others")
@@ -104,7 +105,7 @@ class QueueDepths:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop, and wait until the connection is closed, for ten seconds at most."""
+        """Stop, and wait at most ten seconds until the connection is closed."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(_END)
@@ -120,17 +121,17 @@ class QueueDepths:
                     while not self._stop.is_set():
                         self._measure(channel)
                         self._stop.wait(self._interval)
-            except ReliableMQError:  # which the connection has logged
+            except ReliableMQError:  # the connection has logged the error
                 self._status = {}
                 for statistics in self._statistics.values():
                     statistics.failures += 1
                 self._stop.wait(self._interval)
 
     def _measure(self, channel: AdminChannel) -> None:
-        """Ask for each queue.
+        """Measure each queue.
 
         Raises:
-            BrokerUnavailable: the connection is lost.
+            BrokerUnavailable: If the connection is lost.
         """
         measured = {}
         for name in self._roles:
@@ -156,7 +157,7 @@ class QueueDepths:
 
 
 def _roles(queues: Iterable[Queue | str]) -> dict[str, str]:
-    """Return the role of each queue to measure, by its name."""
+    """Return the roles of the queues to measure, by queue name."""
     if isinstance(queues, str | Queue):
         raise ConfigurationError(f"queues must be several, such as [{queues!r}]")
     roles: dict[str, str] = {}

@@ -1,7 +1,7 @@
-"""Outboxes: a message is stored before ``publish`` returns; a relay publishes it.
+"""Outboxes store messages before ``publish`` returns, and relays publish them.
 
 ``Publisher(url, outbox=SQLiteOutbox(path))`` stores every message in a file first. ``SQLAlchemyOutbox(engine)`` stores
-messages in a table beside your own, in your own transaction. The manual lists what each of them promises:
+messages in a table of your database, in your own transaction. The manual lists the guarantees of each outbox:
 ``docs/guides/outbox.md``.
 """
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 __all__ = ["FailedRow", "Outbox", "OutboxStatus", "RowLeases", "SQLAlchemyOutbox", "SQLiteOutbox"]
 
-if not TYPE_CHECKING:  # or any name would seem to exist
+if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept any name
 
     def __getattr__(name: str) -> object:
         if name != "SQLAlchemyOutbox":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        try:  # of the extra `sql`; nothing else here needs it
+        try:  # SQLAlchemy comes with the extra `sql`; nothing else here needs it
             value = globals()[name] = import_module("reliable_mq.outbox.sqlalchemy").SQLAlchemyOutbox
         except ModuleNotFoundError as error:
             if error.name != "sqlalchemy":

@@ -1,4 +1,4 @@
-"""The protocol of outboxes, for publishers, relays and operators."""
+"""The protocol that outboxes implement for publishers, relays and operators."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ OrderingKey = Callable[["Message", str, str], "str | None"]
 
 
 class FailedRow(NamedTuple):
-    """A message that is set aside until an operator decides.
+    """A message that is set aside until an operator retries or purges it.
 
     Attributes:
-        message_id, exchange, routing_key: of the message.
-        attempts: how often it was published without a confirm.
-        reason: why it was set aside.
-        age: seconds since it was stored.
+        message_id, exchange, routing_key: The message's id, exchange and routing key.
+        attempts: The number of publishes that were not confirmed.
+        reason: The reason why the message was set aside.
+        age: The time since the message was stored, in seconds.
     """
 
     message_id: str
@@ -36,11 +36,11 @@ class FailedRow(NamedTuple):
 
 
 class RowBatch(NamedTuple):
-    """Rows that a relay takes in one call.
+    """The rows that a relay takes in one call.
 
     Attributes:
-        rows: to publish, in order.
-        damaged: settlements of rows that cannot be published, and of the rows that they hold.
+        rows: The rows to publish, in order.
+        damaged: The settlements of rows that cannot be published, and of the rows that they hold.
     """
 
     rows: list[OutboxRow]
@@ -48,9 +48,10 @@ class RowBatch(NamedTuple):
 
 
 class RowLeases(Protocol):
-    """The rows that one relay has leased. For one thread; every method may block.
+    """The rows that one relay has leased. Not thread-safe.
 
-    Each raises `OutboxError` if the outbox cannot be read or written; the call may be repeated.
+    Unless documented otherwise, methods may block, and raise `OutboxError` if the outbox cannot be read or written.
+    A call that failed may be repeated.
     """
 
     keep_every: float
@@ -59,66 +60,68 @@ class RowLeases(Protocol):
     def take(self, limit: int) -> RowBatch:
         """Take up to ``limit`` rows that are due and that no other relay has, in order.
 
-        Fewer may be taken while others are due.
+        Fewer rows may be returned even if more are due.
         """
         ...
 
     def decided(self, settlements: Sequence[RowSettlement]) -> None:
-        """Note outcomes that will be written. Does not block."""
+        """Note outcomes that are about to be written. Does not block."""
         ...
 
     def written(self, settlements: Sequence[RowSettlement]) -> None:
-        """Forget rows whose outcomes are written. Does not block."""
+        """Forget the rows whose outcomes were written. Does not block."""
         ...
 
     def keep(self) -> None:
-        """Renew the leases. Called every ``keep_every`` seconds."""
+        """Renew the leases. The relay calls this every ``keep_every`` seconds."""
         ...
 
     def close(self) -> None:
-        """Release all rows that are left, for other relays.
+        """Release the remaining rows to other relays.
 
-        They may have been published, unless ``decided`` was given the outcome ``RowOutcome.BACK`` for them.
+        A released row may have been published, unless ``decided`` received the outcome ``RowOutcome.BACK`` for it.
         """
         ...
 
 
 @runtime_checkable
 class Outbox(Protocol):
-    """Stores messages durably until they are confirmed.
+    """A durable store of messages that are not confirmed yet.
 
-    Thread-safe; every method may block. Each raises `OutboxError` if the outbox cannot be read or written, and
-    `UsageError` in a forked child.
+    Outboxes are thread-safe. Every method may block. Methods raise `OutboxError` if the outbox cannot be read or
+    written, and `UsageError` in a forked child.
     """
 
     poll_interval: float
     """Seconds after which an idle relay looks for rows of other processes."""
 
     def open(self) -> None:
-        """Prepare for the other calls; do nothing if that is done."""
+        """Prepare the outbox for the other calls. Do nothing if it is already open."""
         ...
 
     def ordering_key(self, message: Message, exchange: str, routing_key: str) -> str | None:
-        """Return the ordering key of a message that a publisher stores."""
+        """Return the ordering key of a message that a publisher is about to store."""
         ...
 
     def write(self, rows: Sequence[NewRow], settlements: Sequence[RowSettlement]) -> None:
-        """Store messages and write the outcomes of rows, in one durable transaction.
+        """Store messages and write the outcomes of rows in one durable transaction.
 
         Raises:
-            OutboxError: nothing is written; if ``may_have_arrived`` is set, everything may be.
+            OutboxError: If the write failed. Nothing was written, or perhaps everything if ``may_have_arrived`` is set.
         """
         ...
 
     def claims(self) -> RowLeases:
-        """Return new leases, for one relay."""
+        """Return new leases for one relay."""
         ...
 
     def backlog(self, up_to: int | None = None) -> tuple[int, int]:
-        """Count the rows that will be published: not those set aside, nor those held.
+        """Count the rows that will be published.
+
+        Rows that are set aside, and rows that such rows hold, are not counted.
 
         Args:
-            up_to: only rows up to this one.
+            up_to: The id of the last row to count; None for all rows.
 
         Returns:
             The count, and the id of the last row that was stored.
@@ -126,42 +129,42 @@ class Outbox(Protocol):
         ...
 
     def status(self) -> OutboxStatus:
-        """Count the rows by state."""
+        """Return the number of rows in each state."""
         ...
 
     def set_aside(self, limit: int = 100) -> list[FailedRow]:
         """Return the messages that are set aside, the oldest first.
 
         Raises:
-            ConfigurationError: the limit is no whole number from 0 on.
+            ConfigurationError: If the limit is not a whole number from 0 to 2**63 - 1.
         """
         ...
 
     def retry(self, message_ids: Sequence[str] | None = None) -> int:
-        """Put messages that are set aside back, and return how many.
+        """Put messages that are set aside back for the relay, and return their number.
 
         Args:
-            message_ids: their ids; None for all.
+            message_ids: The ids of the messages; None for all.
         """
         ...
 
     def purge(self, message_ids: Sequence[str] | None = None) -> int:
-        """Delete messages that are set aside, and return how many; see `retry`.
+        """Delete messages that are set aside, and return their number.
 
-        Rows that they held are published.
+        The argument is the same as for `retry`. Rows that the deleted messages held are published.
         """
         ...
 
     def close(self) -> None:
-        """Close files and connections, until the next call. Stored messages stay."""
+        """Close files and connections. The next call opens them. Stored messages stay."""
         ...
 
 
 def ordering_by(function: OrderingKey | None, message: Message, exchange: str, routing_key: str) -> str | None:
-    """Return the ordering key that a user's function has for a message.
+    """Return the ordering key of a message by the user's function.
 
     Raises:
-        ConfigurationError: it is neither None nor text that can be encoded in UTF-8.
+        ConfigurationError: If the function returns neither None nor text that can be encoded in UTF-8.
     """
     if function is None:
         return None
@@ -174,10 +177,10 @@ def ordering_by(function: OrderingKey | None, message: Message, exchange: str, r
 
 
 def check_number(field: str, value: object) -> int:
-    """Return a number of rows, or of one row.
+    """Return a row count or a row id after checking it.
 
     Raises:
-        ConfigurationError: it is no whole number from 0 to 2**63 - 1.
+        ConfigurationError: If the value is not a whole number from 0 to 2**63 - 1.
     """
     if not is_whole_number(value, 0, 2**63 - 1):
         raise ConfigurationError(f"{field} must be a whole number from 0 to 2**63 - 1, not {value!r}")
@@ -185,11 +188,11 @@ def check_number(field: str, value: object) -> int:
 
 
 def check_ids(message_ids: Sequence[str] | None) -> list[str] | None:
-    """Return the ids of messages as a list; None for all.
+    """Return message ids as a list, or None for all messages.
 
     Raises:
-        ConfigurationError: it is one text, whose characters would be taken for ids, or one of them is no text that can
-            be encoded.
+        ConfigurationError: If the argument is a single text, whose characters would be taken for ids, or if an id is
+            not text that can be encoded.
     """
     if message_ids is None:
         return None

@@ -1,20 +1,26 @@
-"""The threads of an outbox: one writes to it, the other has its rows published.
+"""The threads of an outbox: a writer stores messages, a relay publishes rows.
 
-The writer puts as much as it can into a transaction: messages of many callers, and the outcomes of rows that the relay
-has settled.
+The writer puts as much as it can into one transaction: messages of many callers, and the outcomes of rows that the
+relay has settled.
 
-`reliable_mq.core.outbox.RelaySession` decides which row is published next, and the outcome of each. The sync and the
-asyncio API put it onto a connection (`RowPublisher`).
+`reliable_mq.core.outbox.RelaySession` decides which row is published next and the outcome of each row. The sync and
+the asyncio API publish the rows on a connection (`RowPublisher`).
 
-Invariants of the writer: each message and each outcome is reported exactly once, in order; a message that could not be
-stored is reported with the error and never tried again, so that it is not stored after its caller was told; an outcome
-is tried again until it is written, or the writer ends; no exception of a callback ends the thread, or keeps the other
-callbacks from their calls.
+Invariants of the writer:
 
-Invariants of the relay: a row is removed only after its confirm; at most ``limit`` rows are outstanding, and
-``max_bytes`` of their bodies, or one row: the publisher has space for them, and the relay never waits where it could
-not renew its leases; an error that does not concern a row makes the relay pause, longer each time, and never ends it;
-at the end, rows without an outcome are released.
+- each message and each outcome is reported exactly once, in order;
+- a message that could not be stored is reported with the error and never tried again, so it is never stored after its
+  caller got the error;
+- the writer retries an outcome until it is written or the writer ends;
+- an exception in a callback neither ends the thread nor keeps other callbacks from being called.
+
+Invariants of the relay:
+
+- a row is removed only after its confirm;
+- at most ``limit`` rows with ``max_bytes`` of bodies are outstanding, or a single larger row, so the publisher always
+  has space for them and the relay never blocks in a place where it cannot renew its leases;
+- an error that does not concern a row makes the relay pause, longer each time, and never ends it;
+- rows without an outcome are released at the end.
 """
 
 from __future__ import annotations
@@ -40,20 +46,20 @@ logger = logging.getLogger(__name__)
 
 _PAUSES: Final = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds
 _ROWS_PER_TAKE: Final = 500
-_COUNT_EVERY: Final = 1.0  # seconds; more if counting took over a twentieth of the time
+_COUNT_EVERY: Final = 1.0  # seconds; longer if counting would take more than a twentieth of the time
 _COUNT_SHARE: Final = 20
 _LOG_ERRORS_EVERY: Final = 30.0  # seconds
 
 _ROWS_PER_WRITE: Final = 1000
 _BYTES_PER_WRITE: Final = 2 * 1024 * 1024
-_RETRY_AFTER: Final = 1.0  # seconds, for outcomes that could not be written
+_RETRY_AFTER: Final = 1.0  # seconds until outcomes that could not be written are tried again
 _LOG_WRITE_ERRORS_EVERY: Final = 10.0  # seconds
 
 T = TypeVar("T")
 
 
 class _OutboxThread:
-    """A daemon thread that ends by itself."""
+    """A daemon thread that ends on its own."""
 
     def __init__(self, name: str) -> None:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -62,7 +68,7 @@ class _OutboxThread:
         raise NotImplementedError
 
     def join(self, timeout: float) -> bool:
-        """Wait up to ``timeout`` seconds for the end; return whether it came."""
+        """Wait up to ``timeout`` seconds; return whether the thread has ended."""
         if self._thread.ident is not None:
             self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -74,20 +80,21 @@ class _OutboxThread:
 
 
 class _QueuedMessage(NamedTuple, Generic[T]):
-    """A message to store, and its owner."""
+    """A message to store and its owner."""
 
     owner: T
     row: NewRow
 
 
 class OutboxWriter(_OutboxThread, Generic[T]):
-    """Writes to an outbox on a thread.
+    """A thread that writes to an outbox.
 
-    ``store`` and ``settle`` are thread-safe, and may be called by a signal handler.
+    ``store`` and ``settle`` are thread-safe and may be called in a signal handler.
 
     Args:
-        on_stored: called on the writer's thread with the owners of messages, and the error if they are not stored.
-        on_settled: called on the writer's thread with the outcomes that were written.
+        on_stored: A callback for the owners of messages, and the error if the messages could not be stored. The
+            writer's thread calls it.
+        on_settled: A callback for the outcomes that were written. The writer's thread calls it.
     """
 
     def __init__(
@@ -112,34 +119,34 @@ class OutboxWriter(_OutboxThread, Generic[T]):
         self._calls: list[Callable[[], object]] = []
 
     def start(self) -> None:
-        """Start the thread, unless it was started."""
+        """Start the thread, unless it was already started."""
         if self._thread.ident is None:
             self._thread.start()
 
     def store(self, owner: T, row: NewRow) -> None:
-        """Store a message soon. Does not block."""
+        """Queue a message to be stored. Does not block."""
         self._queue.put(_QueuedMessage(owner, row))
 
     def settle(self, settlements: list[RowSettlement]) -> None:
-        """Write the outcomes of rows soon. Does not block."""
+        """Queue the outcomes of rows to be written. Does not block."""
         self._queue.put(settlements)
 
     def call(self, call: Callable[[], object]) -> None:
-        """Call a function once all that came before is reported. Does not block."""
+        """Call a function after everything queued before is reported. Does not block."""
         self._queue.put(call)
 
     def stop(self) -> None:
-        """End when all earlier messages and outcomes are reported. Does not wait."""
+        """End after all earlier messages and outcomes are reported. Does not block."""
         self._queue.put(None)
 
-    # On its thread
+    # On the writer's thread
 
     def _run(self) -> None:
         while True:
             messages = self._gather()
             if len(messages) > 1 and len(messages[-1].row.message.body) >= _BYTES_PER_WRITE:
                 self._write(messages[:-1])
-                messages = messages[-1:]  # a database may refuse it for its size, and with it the others
+                messages = messages[-1:]  # if the database refuses this large one, the others are stored all the same
             self._write(messages)
             calls, self._calls = self._calls, []
             for call in calls:
@@ -180,7 +187,7 @@ class OutboxWriter(_OutboxThread, Generic[T]):
         except Exception as error:  # noqa: BLE001  # logged, where no outbox may raise it
             failure = self._failure(error)
             if messages and settlements and not failure.may_have_arrived:
-                self._write_settlements()  # which may need no room
+                self._write_settlements()  # on a full disk, they may succeed without the messages
             elif settlements:
                 self._settle_later(failure)
             self._report(messages, failure)
@@ -195,7 +202,7 @@ class OutboxWriter(_OutboxThread, Generic[T]):
             return OutboxError(str(error))
         logger.error("writing to %r", self._outbox, exc_info=error)
         failure = OutboxError(f"writing to {self._outbox!r} failed; the log says how")
-        failure.may_have_arrived = True  # how far it got is not known
+        failure.may_have_arrived = True  # it is unknown how far the write got
         failure.__cause__ = error
         return failure
 
@@ -236,14 +243,14 @@ class OutboxWriter(_OutboxThread, Generic[T]):
 
 
 class RowPublisher(Protocol):
-    """Publishes rows, by the sync or the asyncio API. Called on the relay's thread."""
+    """A publisher of rows by the sync or the asyncio API, for the relay's thread."""
 
     def connect(self) -> None:
-        """Begin to connect; raise an error if no further attempt can help. May block."""
+        """Begin to connect. Raise an error if no further attempt can help. May block."""
         ...
 
     def send(self, rows: Sequence[OutboxRow]) -> None:
-        """Publish rows, in order; ``take_settled`` returns each of them once."""
+        """Publish rows in order. ``take_settled`` returns each of them once."""
         ...
 
     def take_settled(self) -> list[tuple[OutboxRow, ReliableMQError | None]]:
@@ -251,23 +258,23 @@ class RowPublisher(Protocol):
         ...
 
     def watch(self, wake: Callable[[], object]) -> None:
-        """Call ``wake`` when rows may be settled; at once if some are."""
+        """Call ``wake`` when rows may be settled, or at once if some already are."""
         ...
 
 
 class OutboxRelay(_OutboxThread):
-    """Takes rows from an outbox and has them published.
+    """A thread that takes rows from an outbox and publishes them.
 
-    ``start``, ``stop`` and ``join`` may be called by any thread.
+    ``start``, ``stop`` and ``join`` may be called on any thread.
 
     Args:
-        settle: writes outcomes, without blocking; then, ``settled`` is called.
-        limit: how many rows may be outstanding.
-        max_bytes: how many bytes of their bodies.
-        measured: whether to count the rows of the outbox now and then, for ``status``.
+        settle: A function that writes outcomes without blocking. ``settled`` is called after they are written.
+        limit: The maximum number of outstanding rows.
+        max_bytes: The maximum total size of their bodies, in bytes.
+        measured: Whether to count the rows of the outbox periodically, for ``status``.
 
     Attributes:
-        error: why nothing can be published now, as far as that is known.
+        error: The reason why nothing can be published at the moment, if known, else None.
     """
 
     def __init__(
@@ -297,21 +304,21 @@ class OutboxRelay(_OutboxThread):
         self._written: list[RowSettlement] = []
         self._outstanding = 0  # rows at the publisher
         self._outstanding_bytes = 0
-        self._full = False  # more is ready than ``max_bytes`` allows
+        self._full = False  # more rows are ready than ``max_bytes`` allows
         self._unwritten = 0  # outcomes on their way into the outbox
         self._stop_by: float | None = None
         self._pauses = 0
         self._trouble_since = 0.0
         self._paused_until = 0.0
-        self._take_at = 0.0  # when to look for rows again: others may have stored some
+        self._take_at = 0.0  # when to look for rows again: other processes may have stored some
         self._keep_at = 0.0
         self._count_at = 0.0 if measured else float("inf")
-        self._counted: tuple[OutboxStatus, float] | None = None  # and when
+        self._counted: tuple[OutboxStatus, float] | None = None  # the last count and its time
         self._count_log = LogLimit(_LOG_ERRORS_EVERY)
         self._pause_log = LogLimit(_LOG_ERRORS_EVERY)
 
     def start(self, leases: RowLeases) -> None:
-        """Start the thread, which takes rows by these leases. Does not block."""
+        """Start the thread, which takes rows with these leases. Does not block."""
         self._leases = leases
         self._thread.start()
 
@@ -321,33 +328,33 @@ class OutboxRelay(_OutboxThread):
         self._wake.set()
 
     def settled(self, settlements: Sequence[RowSettlement]) -> None:
-        """Note that outcomes were written. Does not block."""
+        """Note outcomes that were written. Does not block."""
         with self._lock:
             self._written.extend(settlements)
         self._wake.set()
 
     def stop(self, timeout: float) -> None:
-        """Take no more rows; end when those outstanding are settled, or time is over."""
+        """Take no more rows. End when all rows are settled, or after the timeout."""
         self._stop_by = time.monotonic() + timeout
         self._wake.set()
 
     @property
     def trouble(self) -> tuple[Exception | None, float]:
-        """Why nothing can be published now, and since when (monotonic); None if it can."""
+        """The error that prevents publishing (or None), and its monotonic start time."""
         return self.error, self._trouble_since
 
     @property
     def outstanding(self) -> int:
-        """Rows that are being published, or whose outcome is being written."""
+        """The number of rows being published or whose outcome is being written."""
         return self._outstanding + self._unwritten
 
     @property
     def status(self) -> OutboxStatus | None:
-        """The last count of rows, if they are ``measured``; None after an error."""
+        """The last count of rows if ``measured`` is set; None after an error."""
         counted = self._counted
         return None if counted is None else counted[0].after(time.monotonic() - counted[1])
 
-    # On its thread
+    # On the relay's thread
 
     def _run(self) -> None:
         leases = self._leases
@@ -368,7 +375,7 @@ class OutboxRelay(_OutboxThread):
                 if not moved:
                     self._wait()
         finally:
-            self._session.stopped()  # `stop` may have left no time for another turn
+            self._session.stopped()  # the timeout of `stop` may have left no time for another turn
             self._decide(leases)
             try:
                 leases.close()
@@ -385,7 +392,7 @@ class OutboxRelay(_OutboxThread):
             self._pause(error)
 
     def _turn(self, leases: RowLeases) -> bool:
-        """Do all that is due; return whether there was anything."""
+        """Do all work that is due; return whether any row moved."""
         session = self._session
         with self._lock:
             written, self._written = self._written, []
@@ -393,7 +400,7 @@ class OutboxRelay(_OutboxThread):
             self._unwritten -= len(written)
             leases.written(written)
             if any(one.row.ordering_key is not None and not session.has(one.row.ordering_key) for one in written):
-                self._take_at = 0.0  # rows that waited for others of their key can be taken now
+                self._take_at = 0.0  # rows that waited for other rows of their key can be taken now
         settled = self._publisher.take_settled()
         self._outstanding -= len(settled)
         for row, error in settled:
@@ -412,7 +419,7 @@ class OutboxRelay(_OutboxThread):
             self._count()
         if stopping:
             session.stopped()
-        self._decide(leases)  # before rows are taken: those that an outcome holds are not taken any more
+        self._decide(leases)  # before rows are taken, so that rows held by these outcomes are not taken
         if not stopping and now >= self._paused_until:
             taken = self._take(leases, now)
             self._decide(leases)
@@ -423,11 +430,11 @@ class OutboxRelay(_OutboxThread):
     def _take(self, leases: RowLeases, now: float) -> int:
         session = self._session
         space = self._limit - self._outstanding - self._unwritten - session.waiting - len(session.ready)
-        # A few rows at a time would cost a query each.
+        # Taking only a few rows at a time would cost a query for each take.
         least = max(min(_ROWS_PER_TAKE, self._limit // 2), 1)
         if space < least or now < self._take_at or self._full:
             return 0
-        self._take_at = now + self._outbox.poll_interval  # unless `wake` is called before
+        self._take_at = now + self._outbox.poll_interval  # unless `wake` is called earlier
         batch = leases.take(min(space, _ROWS_PER_TAKE))
         if batch.rows or batch.damaged:
             self._take_at = 0.0

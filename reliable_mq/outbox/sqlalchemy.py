@@ -1,12 +1,12 @@
-"""An outbox in a table: a message is stored in the user's own transaction.
+"""An outbox in a table: messages are stored in the user's own transaction.
 
-``add`` puts a message into a session. With the commit of that session's transaction it is durable, together with all
-other changes; after a rollback it never was. Relays, in any number of processes, share the rows: see
-`reliable_mq.outbox.sqlalchemy_relay`.
+``add`` puts a message into a session. The commit of the session's transaction makes the message durable, together with
+all other changes, and a rollback discards it. Relays in any number of processes share the rows
+(`reliable_mq.outbox.sqlalchemy_relay`).
 
-The order of a key is that of the ids, which a database assigns before the commit. Two transactions that write to the
-same key at the same time have no order, unless one waits for the other, as any two writers of the same thing do (a lock
-on the row that the messages are about).
+Rows of a key are ordered by id, and a database assigns ids before the commit. Two concurrent transactions that write to
+the same key have no order, unless one waits for the other, for example for a lock on the row that the messages are
+about.
 """
 
 from __future__ import annotations
@@ -65,35 +65,35 @@ T = TypeVar("T")
 
 _NAME_CHARACTERS = 255
 _SESSIONS = (Session, AsyncSession, scoped_session, async_scoped_session, Connection)
-_RACES = 2  # over the table and over its index, if several processes make them
-_ATTEMPTS = 4  # at a transaction that conflicts with others, but for the last
+_RACES = 2  # for the table and for its index, if several processes create them
+_ATTEMPTS = 4  # at a transaction that conflicts with others, before a last one
 
 
 class SQLAlchemyOutbox:
-    """An outbox in a table, which any number of processes may share. Thread-safe.
+    """An outbox in a table that any number of processes may share. Thread-safe.
 
-    ``add`` joins a transaction of yours. A publisher with this outbox (``Publisher(url, outbox=...)``) relays the
-    messages of all processes, and its own ``publish`` stores in a transaction of its own. ``reliable-mq outbox relay``
-    is a relay in a process of its own.
+    ``add`` joins your transaction. A publisher with this outbox (``Publisher(url, outbox=...)``) relays the messages of
+    all processes, and its ``publish`` stores each message in a separate transaction. The command
+    ``reliable-mq outbox relay`` runs a relay in a separate process.
 
     Tested with PostgreSQL (psycopg, asyncpg), MariaDB and MySQL (PyMySQL, asyncmy) and SQLite. Relays query the
     database every ``poll_interval`` seconds.
 
     Args:
-        engine: an ``Engine`` or an ``AsyncEngine``. With the latter, relays and the methods of this object have
-            connections of their own, made as the engine's are.
-        table: its name.
-        schema: its schema.
-        create: whether to make the table if it does not exist; else it is yours to make, see `ddl`.
-        ordering_key: for messages of a publisher: a function of a message, its exchange and its routing key. Messages
-            for which it returns the same text are published one after the other; None means no order.
-        lease: seconds after which other relays may take the rows of a relay that died.
-        poll_interval: seconds after which an idle relay looks for rows.
-        tracing: a ``Tracing``, for a *create* span of every message that is added, whose context the message carries;
-            None for none. Messages of a publisher have that of the publisher.
+        engine: An ``Engine`` or an ``AsyncEngine``. With an ``AsyncEngine``, relays and the methods of this object use
+            separate connections, made like the engine's.
+        table: The name of the table.
+        schema: The schema of the table.
+        create: Whether to create the table if it does not exist. Otherwise you create it, see `ddl`.
+        ordering_key: A function of a message, its exchange and its routing key, for messages of a publisher. Messages
+            for which it returns the same text are published one after the other. None means no order.
+        lease: The time after which other relays may take the rows of a relay that died, in seconds.
+        poll_interval: The time after which an idle relay looks for rows, in seconds.
+        tracing: A ``Tracing`` that makes a *create* span for every message passed to ``add``. The message carries the
+            span's context. None makes no spans. For messages of a publisher, the publisher's tracing is used.
 
     Raises:
-        ConfigurationError: an argument is wrong.
+        ConfigurationError: If an argument is invalid.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class SQLAlchemyOutbox:
         self._entity: type[Any] = type("OutboxMessage", (), {})
         registry().map_imperatively(self._entity, self.table)
 
-    # For transactions of the user
+    # For the user's transactions
 
     def add(
         self,
@@ -147,25 +147,27 @@ class SQLAlchemyOutbox:
         ordering_key: str | None = None,
         mandatory: bool = True,
     ) -> None:
-        """Add a message to a transaction: its commit stores it. Does not block.
+        """Add a message to a transaction, whose commit stores it.
+
+        Does not block on a session. A plain ``Connection`` executes the statement.
 
         Args:
-            session: a session of either kind, whose flush inserts it; or a plain ``Connection``, on which it is
-                inserted at once.
-            message: to publish.
-            exchange: the default exchange routes to the queue named by the routing key.
-            routing_key: at most 255 bytes in UTF-8.
-            ordering_key: messages with the same one are published one after the other; None for no order.
-            mandatory: if no queue is bound for it, whether it is set aside or dropped by the broker.
+            session: A sync or asyncio session, whose flush inserts the message, or a plain ``Connection``, which
+                inserts it at once.
+            message: The message to publish.
+            exchange: The exchange to publish to. The default exchange routes to the queue named by the routing key.
+            routing_key: The routing key, at most 255 bytes in UTF-8.
+            ordering_key: Messages with the same ordering key are published one after the other. None means no order.
+            mandatory: Whether the message is set aside if no queue is bound for it. If False, the broker drops it.
 
         Raises:
-            ConfigurationError: an argument is wrong.
+            ConfigurationError: If an argument is invalid.
         """
         if not isinstance(message, Message):
             raise ConfigurationError(f"message must be a Message, not {type(message).__name__}: wrap it, Message(body)")
         if not isinstance(mandatory, bool):
             raise ConfigurationError(f"mandatory must be True or False, not {mandatory!r}")
-        publish_head(1, exchange, routing_key, mandatory)  # refuses a value that cannot be encoded, naming it
+        publish_head(1, exchange, routing_key, mandatory)  # raises an error that names a value it cannot encode
         _check_texts(message.message_id, exchange, routing_key, ordering_key)
         if not isinstance(session, _SESSIONS):
             raise ConfigurationError(
@@ -184,21 +186,21 @@ class SQLAlchemyOutbox:
 
     @property
     def ddl(self) -> str:
-        """The statements that make the table, for a migration."""
+        """The SQL statements that create the table, for a migration."""
         return ddl(self.table, self._dialect)
 
     def create_table(self) -> None:
-        """Make the table and its index if they do not exist. Blocks.
+        """Create the table and its index if they do not exist. Blocks.
 
-        Any number of processes may do so at once.
+        Any number of processes may call this at the same time.
 
         Raises:
-            OutboxError: the database cannot, or may not.
+            OutboxError: If the table or its index cannot be created, or the database cannot be reached.
         """
         for _ in range(_RACES):
             try:
                 return self._do(self._make, "making the table")
-            except OutboxError:  # another process has made it meanwhile
+            except OutboxError:  # if the table exists, another process has created it meanwhile
                 if not self._exists():
                     raise
         return self._do(self._make, "making the table")
@@ -206,11 +208,11 @@ class SQLAlchemyOutbox:
     # For a publisher
 
     def open(self) -> None:
-        """Check that the table exists, or make it.
+        """Check that the table exists, or create it if ``create`` is set.
 
         Raises:
-            OutboxError: it does not exist, and is not to be made; or the database cannot be reached.
-            UsageError: on the wrong side of a fork.
+            OutboxError: If the table does not exist and ``create`` is not set, or the database cannot be reached.
+            UsageError: If called in a forked child.
         """
         if self._opened:
             return
@@ -224,26 +226,26 @@ class SQLAlchemyOutbox:
         self._opened = True
 
     def ordering_key(self, message: Message, exchange: str, routing_key: str) -> str | None:
-        """Return the ordering key of a message that a publisher stores.
+        """Return the ordering key of a message that a publisher is about to store.
 
-        Texts that do not fit into a row are refused here: in the transaction they would fail other messages, too.
+        Texts that do not fit into a row are refused here. In the transaction, they would make other messages fail, too.
 
         Raises:
-            ConfigurationError: an argument is wrong.
+            ConfigurationError: If the ordering key or a text of the message cannot be stored.
         """
         key = ordering_by(self._ordering_key, message, exchange, routing_key)
         _check_texts(message.message_id, exchange, routing_key, key)
         return key
 
     def write(self, rows: Sequence[NewRow], settlements: Sequence[RowSettlement]) -> None:
-        """Store messages and write the outcomes of rows, in one transaction.
+        """Store messages and write the outcomes of rows in one transaction.
 
         Raises:
-            OutboxError: nothing is written; if ``may_have_arrived`` is set, everything may be.
+            OutboxError: If the write failed. Nothing was written, or perhaps everything if ``may_have_arrived`` is set.
         """
         now = time.time()
         new = [self._values(row, now) for row in rows]
-        # In the order of their ids: transactions that lock rows in one order do not wait for each other in a circle.
+        # Sorted by id: transactions that lock rows in the same order do not deadlock.
         settlements = sorted(settlements, key=lambda one: one.row.id)
         removed = [one.row.id for one in settlements if one.outcome is RowOutcome.CONFIRMED]
         others = [one for one in settlements if one.outcome is not RowOutcome.CONFIRMED]
@@ -261,7 +263,7 @@ class SQLAlchemyOutbox:
                 connection.execute(sa.delete(self.table).where(columns.id.in_(some)))
             clock = database_time(connection) if others else 0.0
             for one in others:
-                # A relay that was stopped for longer than its lease must not change rows that another took over.
+                # A relay that was stopped for longer than its lease must not change rows that another relay has taken.
                 still = sa.and_(columns.id == one.row.id, columns.claimed_by == one.row.claim)
                 connection.execute(sa.update(self.table).where(still).values(**self._outcome_values(one, clock)))
             committing = True
@@ -273,12 +275,12 @@ class SQLAlchemyOutbox:
             raise
 
     def claims(self) -> RowLeases:
-        """Return new leases, for one relay."""
+        """Return new leases for one relay."""
         self.open()
         return SQLAlchemyRowLeases(self.table, self._do, self._lease, boot_name(self._dialect))
 
     def backlog(self, up_to: int | None = None) -> tuple[int, int]:
-        """Count the rows that will be published; return that, and the id of the last row."""
+        """Return the number of rows that will be published, and the id of the last row."""
         columns = self.table.c
         if up_to is not None:
             check_number("up_to", up_to)
@@ -296,7 +298,7 @@ class SQLAlchemyOutbox:
     # For operators
 
     def status(self) -> OutboxStatus:
-        """Count the rows by state."""
+        """Return the number of rows in each state."""
         columns = self.table.c
         waits = self._waits()
         rows, is_held = self._with_holds()
@@ -339,16 +341,16 @@ class SQLAlchemyOutbox:
         return self._do(work, "reading")
 
     def retry(self, message_ids: Sequence[str] | None = None) -> int:
-        """Put messages that are set aside back, all or those with these ids; count them."""
+        """Put set-aside messages back, all or those with these ids; return their number."""
         back = sa.update(self.table).values(state=READY, available_at=0, reason=None, claimed_by=None, claimed_until=0)
         return self._decide(back, message_ids)
 
     def purge(self, message_ids: Sequence[str] | None = None) -> int:
-        """Delete messages that are set aside, all or those with these ids; count them."""
+        """Delete set-aside messages, all or those with these ids; return their number."""
         return self._decide(sa.delete(self.table), message_ids)
 
     def close(self) -> None:
-        """Close own connections, until the next call; the engine is yours."""
+        """Close the outbox's own connections until the next call, but not the engine."""
         if os.getpid() == self._made_in:
             self._runner.close()
 
@@ -360,7 +362,7 @@ class SQLAlchemyOutbox:
 
     def _make(self, connection: Connection) -> None:
         self.table.create(connection, checkfirst=True)
-        for index in self.table.indexes:  # the maker of the table may have died before
+        for index in self.table.indexes:  # a process may have created the table and died before it created the index
             index.create(connection, checkfirst=True)
 
     def _exists(self) -> bool:
@@ -369,7 +371,7 @@ class SQLAlchemyOutbox:
         )
 
     def _inspect_table(self, connection: Connection) -> None:
-        """Warn of a table without the index, or whose keys are compared loosely."""
+        """Warn if the table lacks the index or compares ordering keys loosely."""
         seen, name, schema = sa.inspect(connection), self.table.name, self.table.schema
         index = ["ordering_key", "id"]
         if not any(one["column_names"][:2] == index for one in seen.get_indexes(name, schema)):
@@ -395,7 +397,7 @@ class SQLAlchemyOutbox:
         columns = self.table.c
         free: dict[str, Any] = {"claimed_by": None, "claimed_until": 0.0}
         duplicate = settlement.possible_duplicate or settlement.row.possible_duplicate
-        if duplicate:  # a relay that had it before may have published it
+        if duplicate:  # this or an earlier relay may have published it
             free["possible_duplicate"] = 1
         if settlement.outcome is RowOutcome.BACK:
             return free
@@ -414,7 +416,7 @@ class SQLAlchemyOutbox:
         return sa.and_(self.table.c.state == SET_ASIDE, self.table.c.format <= FORMAT)
 
     def _with_holds(self) -> tuple[sa.FromClause, sa.ColumnElement[bool]]:
-        """Join each row with the first stuck row of its key; return the condition "held"."""
+        """Return rows joined with the first stuck row of their keys, and the held test."""
         columns, before = self.table.c, self.table.alias().c
         stuck = sa.and_(before.ordering_key.is_not(None), sa.or_(before.state == SET_ASIDE, before.format > FORMAT))
         first = sa.select(before.ordering_key, sa.func.min(before.id).label("first")).where(stuck)
@@ -434,7 +436,7 @@ class SQLAlchemyOutbox:
                 wanted = sa.select(columns.id, columns.message_id).where(
                     self._is_set_aside(), columns.message_id.in_(some)
                 )
-                # The column's collation may take other texts for equal.
+                # The column's collation may treat different texts as equal.
                 found = [number for number, message_id in connection.execute(wanted) if message_id in some]
                 if found:
                     count += connection.execute(statement.where(self._is_set_aside(), columns.id.in_(found))).rowcount
@@ -445,7 +447,8 @@ class SQLAlchemyOutbox:
     def _do(self, work: Callable[[Connection], T], what: str) -> T:
         if os.getpid() != self._made_in:
             raise UsageError(f"{self!r} was made before fork(): its connections belong to the parent; make one here")
-        # Of the usual levels this one locks least: gaps that MariaDB would lock, too, make relays wait for one another.
+        # READ COMMITTED locks least of the usual levels. With others, MariaDB also locks gaps, and relays would wait
+        # for one another.
         isolation = None if self._dialect.name == "sqlite" else "READ COMMITTED"
         try:
             for _ in range(_ATTEMPTS):
@@ -456,12 +459,12 @@ class SQLAlchemyOutbox:
                         raise
             return self._runner.run(work, isolation)
         except SQLAlchemyError as error:
-            # The text of SQLAlchemy's error has the statement and its parameters, and so the bodies of messages.
+            # The text of SQLAlchemy's error contains the statement's parameters, and so the bodies of messages.
             cause = getattr(error, "orig", None) or type(error).__name__
             raise OutboxError(f"{what} failed in {self!r}: {cause}") from error
         except ReliableMQError:
             raise
-        except Exception as error:  # of a driver: SQLAlchemy does not wrap all that come while it connects
+        except Exception as error:  # from a driver: SQLAlchemy does not wrap every error raised while it connects
             said = error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             raise OutboxError(f"{what} failed in {self!r}: {said}") from error
 

@@ -1,24 +1,26 @@
-"""How relays share the rows of a table: each leases some, in a short transaction.
+"""How relays share the rows of a table: each leases some in a short transaction.
 
-If the database can, rows that another relay is just taking are passed over (``SKIP LOCKED``); else relays take rows one
-after the other. No transaction is open while a message is being published. A relay that dies leaves its rows claimed,
-and after the lease any relay may take them; they may have been published, and are marked so.
+If the database supports ``SKIP LOCKED``, a relay passes over rows that another relay is just taking; otherwise relays
+take rows one after the other. No transaction is open while a message is being published. The rows of a relay that dies
+stay claimed. After the lease, any relay may take them, and they are marked as possibly published before.
 
-Rows without a key are found in the order of their ids, and the first row of each key in the order of the keys, each by
-one search of the index of key and id: a relay goes around the keys, and begins where its last take ended. So a take
-costs no more if a million rows wait behind the first ones. The oldest rows of both searches are taken.
+Rows without a key are found in the order of their ids, and the first row of each key in the order of the keys, each
+with one search of the index of key and id. A relay iterates over the keys cyclically, starting where its last take
+ended, so a take costs no more if a million rows wait behind the first ones. The oldest rows of both searches are taken.
 
 Invariants:
 
-- of an ordering key, a relay takes the first row of all that are left, and with it those behind it; so no other relay
-  can have a row of the key at the same time, whatever others committed meanwhile. A row that was the first in any
-  snapshot is the first for as long as it is there, so it may be looked for before it is locked;
-- a row that is not ready (delayed, set aside, of a newer format, claimed) holds those behind it, because it is there;
-- every claim has a name of its own, which tells the rows of a transaction from all that this relay had before, and a
-  late outcome from the row that another relay has claimed since;
-- if leases are by the time since the boot of the machine, a claim of an earlier boot is over: its name tells;
-- a relay never takes a row that it has: if its leases may have ended, as after an outage of the database, it renews
-  them first.
+- a relay takes the first remaining row of an ordering key, and the rows behind it. So no other relay can have a row of
+  the key at the same time, whatever others committed meanwhile. A row that was the first in any snapshot stays the
+  first until it is removed, so a relay may search for it before locking it;
+- a row that is not ready (delayed, set aside, of a newer format, claimed) holds the rows behind it because it is still
+  in the table;
+- every claim has a unique name, which distinguishes the rows of one transaction from rows that this relay had before,
+  and a late outcome from a row that another relay has claimed since;
+- if leases use the time since the boot of the machine, claims of an earlier boot are expired. The name of a claim
+  contains its boot;
+- a relay never takes a row that it already has. If its leases may have ended, for example after an outage of the
+  database, it renews them first.
 """
 
 from __future__ import annotations
@@ -57,22 +59,22 @@ if TYPE_CHECKING:
 
 __all__ = ["SQLAlchemyRowLeases"]
 
-_BEHIND: Final = 200  # rows read behind the first ones of their keys, at least
+_BEHIND: Final = 200  # the least limit of rows read behind the first rows of their keys
 _KEYS_BEHIND: Final = 50  # keys whose rows one statement reads
-_KEYS_AT_LEAST: Final = 100  # read in one statement
-_KEYS_AT_MOST: Final = 5000  # read per take; the next take goes on there
-_ROWS_AT_FIRST: Final = 32  # per take while their size is not known
-_BYTES_PER_TAKE: Final = 8 * 1024 * 1024  # about
-_WEIGHT: Final = 0.2  # of the last take in the average
+_KEYS_AT_LEAST: Final = 100  # keys read in one statement
+_KEYS_AT_MOST: Final = 5000  # keys read per take; the next take continues there
+_ROWS_AT_FIRST: Final = 32  # rows per take while their size is unknown
+_BYTES_PER_TAKE: Final = 8 * 1024 * 1024  # approximate
+_WEIGHT: Final = 0.2  # weight of the last take in the average
 _KEEP_EVERY: Final = 5.0  # seconds
 
 
 class SQLAlchemyRowLeases:
-    """The rows that one relay of a table has leased. For one thread.
+    """The rows that one relay of a table has leased. Not thread-safe.
 
     Args:
-        run: runs work in a transaction of its own.
-        boot: the name of the boot of the machine, if leases are by the time since that; else empty.
+        run: A function that runs work in a new transaction.
+        boot: The name of the machine's boot if leases use the time since then, else an empty text.
     """
 
     def __init__(
@@ -84,15 +86,15 @@ class SQLAlchemyRowLeases:
         self._table = table
         self._run = run
         self._lease = lease
-        self._claims = 0  # made so far
+        self._claims = 0  # number of claims so far
         self._renewed_at = 0.0
-        self._average: float | None = None  # bytes of a row
-        self._last_key: str | None = None  # up to which keys were read
-        self._taken: dict[int, OutboxRow] = {}  # by id, as last taken; maybe again before its outcome is known
-        self._unpublished: set[int] = set()  # ids of those of them that go back, which is not written yet
+        self._average: float | None = None  # average size of a row's body, in bytes
+        self._last_key: str | None = None  # keys up to this one were read
+        self._taken: dict[int, OutboxRow] = {}  # by id, as last taken; a row may be retaken before its outcome is known
+        self._unpublished: set[int] = set()  # ids of taken rows that are returned unpublished, until that is written
 
     def take(self, limit: int) -> RowBatch:
-        """Take rows that are due and that no relay has, in order."""
+        """Take rows that are due and that no relay has, in order of their ids."""
         limit = min(limit, self._affordable)
         began = time.monotonic()
         renews = bool(self._taken) and began - self._renewed_at > self._lease / 2
@@ -101,7 +103,7 @@ class SQLAlchemyRowLeases:
             self._renewed_at = began
         taken = RowBatch([], [])
         claim = self._claim_name
-        held: set[str] = set()  # keys with a row that is damaged
+        held: set[str] = set()  # keys with a damaged row
         for found in rows:
             number, was_claimed, *values = list(found)[: 2 + len(COLUMNS)]
             try:
@@ -123,7 +125,7 @@ class SQLAlchemyRowLeases:
         return taken
 
     def decided(self, settlements: Sequence[RowSettlement]) -> None:
-        """Note rows that go back unpublished; rows that they hold are held by the table."""
+        """Note rows that are returned unpublished. Held rows are held by the table."""
         for settlement in settlements:
             row = settlement.row
             if settlement.outcome is RowOutcome.BACK and not row.possible_duplicate and self._taken.get(row.id) is row:
@@ -143,7 +145,7 @@ class SQLAlchemyRowLeases:
             self._renewed_at = began
 
     def close(self) -> None:
-        """Release the rows that are left, which may have been published."""
+        """Release the remaining rows, which may have been published."""
         if self._taken:
             self._run(self._release, "releasing rows")
             self._taken.clear()
@@ -159,7 +161,7 @@ class SQLAlchemyRowLeases:
         now = begin_taking(connection)
         until = now + self._lease
         locks = skips_locked(connection)
-        if not locks:  # the lock for writing first: after a read, it may be refused
+        if not locks:  # acquire the write lock first: after a read, the database may refuse it
             self._mark(connection, [-1], name, until)
         ids = self._choose(connection, limit, now)
         first = [
@@ -173,9 +175,9 @@ class SQLAlchemyRowLeases:
         return sorted([*first, *behind], key=lambda row: int(row.id))
 
     def _choose(self, connection: Connection, limit: int, now: float) -> list[int]:
-        """Choose the oldest of the due rows without a key and the due first rows of keys."""
+        """Return the oldest ids of due rows without a key and due first rows of keys."""
         columns = self._table.c
-        # The index of key and id has this order; any other search would pass over rows with keys.
+        # The index of key and id has this order. Any other search would pass over rows with keys.
         free = select(columns.id).where(columns.ordering_key.is_(None), self._due(now))
         oldest = free.order_by(columns.ordering_key, columns.id).limit(limit)
         found = list(connection.execute(oldest).scalars())
@@ -191,7 +193,10 @@ class SQLAlchemyRowLeases:
         return chosen
 
     def _around(self, connection: Connection, limit: int, now: float) -> Iterator[list[tuple[str, int, bool]]]:
-        """Go around the keys until enough first rows are due; yield each with that."""
+        """Iterate over the keys cyclically until enough of their first rows are due.
+
+        Yields portions of keys, each with the id of its first row and whether that row is due.
+        """
         columns = self._table.c
         size = max(limit, _KEYS_AT_LEAST)
         after, up_to = self._last_key, None
@@ -214,7 +219,7 @@ class SQLAlchemyRowLeases:
                 return
 
     def _heads(self, connection: Connection, after: str | None, up_to: str | None, size: int) -> list[tuple[str, int]]:
-        """Return some keys, in their order, and the first row of each."""
+        """Return up to ``size`` keys in order, with the id of the first row of each."""
         columns = self._table.c
 
         def within(key: Any, last: Any) -> ColumnElement[bool]:
@@ -230,19 +235,19 @@ class SQLAlchemyRowLeases:
         keys = select(begin.label("key"), literal(1).label("place")).cte("keys", recursive=True)
         following = select(func.min(other.ordering_key)).where(within(other.ordering_key, keys.c.key)).scalar_subquery()
         keys = keys.union_all(select(following, keys.c.place + 1).where(keys.c.key.is_not(None), keys.c.place < size))
-        # Not the least id of that key: a database may search for it in the order of the ids, through all other keys.
+        # Not min(id) of the key: a database may search for that in the order of the ids, through rows of other keys.
         at = select(row.id).where(row.ordering_key >= keys.c.key).order_by(row.ordering_key, row.id).limit(1)
         found = select(keys.c.place, keys.c.key, at.scalar_subquery()).where(keys.c.key.is_not(None))
         return [(key, number) for _, key, number in sorted(map(tuple, connection.execute(found)))]
 
     def _lock(self, connection: Connection, ids: Sequence[int], now: float) -> list[Row[Any]]:
-        """Lock the rows that are still due and that no other relay is locking."""
+        """Lock and return the rows that are still due and not locked by another relay."""
         columns = self._table.c
         query = self._select().where(columns.id.in_(ids), self._due(now)).order_by(columns.id)
         return list(connection.execute(query.with_for_update(skip_locked=True)))
 
     def _update(self, connection: Connection, ids: Sequence[int], now: float) -> list[Row[Any]]:
-        """Claim the rows that are still due; other writers wait for this statement."""
+        """Claim and return the rows that are still due. Other writers wait for this."""
         columns, name = self._table.c, self._claim_name
         connection.execute(
             update(self._table)
@@ -253,12 +258,12 @@ class SQLAlchemyRowLeases:
                 claimed_until=now + self._lease,
             )
         )
-        # By now possible_duplicate tells whether it was claimed before.
+        # possible_duplicate is now set if the row was claimed before.
         mine = self._select(literal(value=False)).where(columns.id.in_(ids), columns.claimed_by == name)
         return list(connection.execute(mine.order_by(columns.id)))
 
     def _next_of_keys(self, connection: Connection, heads: dict[str, int], limit: int, now: float) -> list[Row[Any]]:
-        """Return the next rows of these keys: no other relay can take them now."""
+        """Return the next rows of these keys, which no other relay can take now."""
         columns = self._table.c
         each = min(limit, self._affordable) // len(heads) if heads else 0
         if not each:
@@ -268,7 +273,7 @@ class SQLAlchemyRowLeases:
         for start in range(0, len(keys), _KEYS_BEHIND):
             queries = []
             for place, (key, head) in enumerate(keys[start : start + _KEYS_BEHIND]):
-                # A range and an order that the index has; for an equality, a database might take the other index.
+                # The index has this range and order. For an equality, a database might use the other index.
                 mine = and_(columns.ordering_key >= key, columns.ordering_key <= key, columns.id > head)
                 rows = (
                     self._select().add_columns(self._due(now).label("due"), literal(place).label("place")).where(mine)
@@ -312,7 +317,7 @@ class SQLAlchemyRowLeases:
 
     @property
     def _affordable(self) -> int:
-        """How many rows may be in memory."""
+        """The maximum number of rows per take that fit in memory."""
         return _ROWS_AT_FIRST if self._average is None else max(int(_BYTES_PER_TAKE / (self._average + 1)), 1)
 
     def _update_average(self, average: float) -> None:

@@ -1,9 +1,11 @@
 """The table of a SQLAlchemy outbox, and the differences between databases.
 
-Invariants: the columns of `reliable_mq.core.outbox.COLUMNS` mean the same in every backend, and hold any text, whatever
-the default character set of MariaDB and MySQL; leases and delays are by one clock for all relays: that of the server,
-in seconds since 1970, or, where the database is a file, the time since the boot of the machine, which no jump of the
-wall clock moves.
+Invariants:
+
+- the columns of `reliable_mq.core.outbox.COLUMNS` mean the same in every backend, and hold any text, independent of the
+  default character set of MariaDB and MySQL;
+- all relays use one clock for leases and delays: the server's, in seconds since 1970, or, if the database is a file,
+  the time since the boot of the machine, which is independent of the wall clock.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ READY: Final = 0
 DELAYED: Final = 1
 SET_ASIDE: Final = 2
 
-# From the time in UTC: the local time of a zone goes through one hour twice when its summer time ends.
+# Computed from UTC: the local time of a zone repeats an hour when its summer time ends.
 _MYSQL_CLOCK: Final = "timestampdiff(microsecond, '1970-01-01', utc_timestamp(6)) / 1000000"
 _CLOCKS: Final = {
     "postgresql": "extract(epoch from clock_timestamp())",
@@ -59,12 +61,12 @@ COLLATES: Final = frozenset(_MYSQL)
 _SKIP_LOCKED: Final = frozenset({"postgresql", "mysql", "mariadb", "oracle"})
 WALKS_AN_INDEX: Final = frozenset({"postgresql", "sqlite"})
 """Databases that need a recursive query to go from key to key in an index; others do so for GROUP BY."""
-_ITEMS_PER_STATEMENT: Final = 500  # some databases bind few
+_ITEMS_PER_STATEMENT: Final = 500  # some databases allow only few bound parameters
 _NAME: Final = 255  # AMQP's own limit, in bytes
 
 
 class ExactString(sa.String):
-    """Any text, equal for equal characters alone, in MySQL and MariaDB, too."""
+    """A text type that compares exact characters, in MySQL and MariaDB, too."""
 
     cache_ok = True
 
@@ -75,12 +77,12 @@ def _exact(kind: ExactString, compiler: Any, **_: Any) -> str:
 
 
 def exact_collation(dialect: Dialect) -> str:
-    """Return the collation of MariaDB or MySQL that tells all texts apart."""
+    """Return the collation of MariaDB or MySQL that distinguishes all texts."""
     return "utf8mb4_nopad_bin" if getattr(dialect, "is_mariadb", False) else "utf8mb4_0900_bin"
 
 
 def collation_of(connection: sa.Connection, at: sa.Column[Any]) -> str | None:
-    """Return the collation of a column in MariaDB or MySQL, wherever it is from."""
+    """Return the effective collation of a column in MariaDB or MySQL."""
     names = ("collation_name", "table_schema", "table_name", "column_name")
     columns = sa.table("columns", *map(sa.column, names), schema="information_schema")
     found = sa.select(columns.c.collation_name).where(
@@ -92,10 +94,10 @@ def collation_of(connection: sa.Connection, at: sa.Column[Any]) -> str | None:
 
 
 def outbox_table(name: str, schema: str | None) -> sa.Table:
-    """Return the table, in a MetaData of its own."""
+    """Return the outbox's table in a separate MetaData."""
     binary: Any = sa.LargeBinary().with_variant(LONGBLOB(), *_MYSQL)
     seconds: Any = sa.Double().with_variant(DOUBLE(), *_MYSQL)
-    number: Any = sa.BigInteger().with_variant(sa.Integer(), "sqlite")  # the only type that SQLite increments by itself
+    number: Any = sa.BigInteger().with_variant(sa.Integer(), "sqlite")  # the only type that SQLite autoincrements
     return sa.Table(
         name,
         sa.MetaData(schema=schema),
@@ -117,24 +119,24 @@ def outbox_table(name: str, schema: str | None) -> sa.Table:
         sa.Column("claimed_until", seconds, nullable=False, server_default="0"),
         sa.Column("reason", sa.Text().with_variant(TEXT(charset="utf8mb4"), *_MYSQL)),
         sa.Index(f"{name}_in_order", "ordering_key", "id"),
-        # Ids are never used again: a position in the table stays one.
+        # Ids are never used again, so a position in the table stays valid.
         sqlite_autoincrement=True,
     )
 
 
 def ddl(table: sa.Table, dialect: Dialect) -> str:
-    """Return the statements that make the table."""
+    """Return the SQL statements that create the table."""
     statements: list[DDLElement] = [CreateTable(table), *map(CreateIndex, table.indexes)]
     return "\n".join(f"{str(statement.compile(dialect=dialect)).strip()};" for statement in statements)
 
 
 def skips_locked(connection: sa.Connection) -> bool:
-    """Return whether the database has ``FOR UPDATE SKIP LOCKED``."""
+    """Return whether the database supports ``FOR UPDATE SKIP LOCKED``."""
     return connection.dialect.name in _SKIP_LOCKED
 
 
 def database_time(connection: sa.Connection) -> float:
-    """Return the database's time in seconds; for a file, the time since the boot."""
+    """Return the database's time in seconds, or the time since boot for a file."""
     name = connection.dialect.name
     if name in _FILES:
         return since_boot() / 1_000_000
@@ -143,10 +145,10 @@ def database_time(connection: sa.Connection) -> float:
 
 
 def begin_taking(connection: sa.Connection) -> float:
-    """Return the database's time; make PostgreSQL use the index in this transaction.
+    """Return the database's time, and make PostgreSQL use the index.
 
-    For a table that was not analyzed yet, or was empty then, it expects few rows, and would read and sort all of them
-    to find the first ones.
+    The settings last for this transaction. If the table was never analyzed, or was empty when it was, PostgreSQL
+    expects few rows, and would read and sort all of them to find the first ones.
     """
     if connection.dialect.name != "postgresql":
         return database_time(connection)
@@ -157,11 +159,11 @@ def begin_taking(connection: sa.Connection) -> float:
 
 
 def boot_name(dialect: Dialect) -> str:
-    """Return the name of this boot if `database_time` starts with it, else no text."""
+    """Return the name of this boot if `database_time` counts from it, else empty text."""
     return hashlib.sha256(boot()[0].encode()).hexdigest()[:12] if dialect.name in _FILES else ""
 
 
 def portions(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Split a list into parts that fit into one statement."""
+    """Split a list into portions that fit into one statement each."""
     for start in range(0, len(items), _ITEMS_PER_STATEMENT):
         yield items[start : start + _ITEMS_PER_STATEMENT]

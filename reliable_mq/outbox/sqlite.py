@@ -1,17 +1,21 @@
 """An outbox in one SQLite file: embedded, fast, for the processes of one machine.
 
-Stored messages are on disk: the file is in WAL mode with ``synchronous=FULL``, so every commit is an fsync, and one
-commit serves all messages that came in meanwhile (`reliable_mq.outbox.relay`). A power cut or a kill at any moment
-leaves all that was committed, and nothing half: each frame of the write-ahead log has a checksum, and a page that a
-checkpoint left half written is still in the log.
+Stored messages are on disk. The file is in WAL mode with ``synchronous=FULL``, so every commit is an fsync, and one
+commit stores all messages that arrived in the meantime (`reliable_mq.outbox.relay`). A power cut or a kill at any
+moment keeps every committed transaction and no partial one: each frame of the write-ahead log has a checksum, and a
+page that a checkpoint left half written is still in the log.
 
-Any number of processes may store in one file. One of them at a time relays; it holds a lock on a file beside it, which
-ends with the process, however it ends. Then the next one takes over at once.
+Any number of processes may store in one file. One process at a time is the relay. It holds a lock on a file beside the
+database, and the lock ends with the process, however it ends. The next relay takes over at once.
 
-Invariants: ids grow in the order in which transactions commit, and none is ever used again; the connection that writes
-is used under a lock, and counting, which takes long, never holds that; no message is reported stored in a file that the
-path does not name any more; no connection is used on the other side of a fork; delays are by the time since the boot of
-the machine, which no jump of the wall clock moves (a row that an earlier boot has delayed is due within two minutes).
+Invariants:
+
+- ids grow in the order in which transactions commit, and an id is never used again;
+- the connection that writes is used under a lock, and counting, which takes long, never holds that lock;
+- no message is reported as stored in a file that the path no longer names;
+- no connection is used in a forked child;
+- delays use the time since the boot of the machine, which is independent of the wall clock. A row that was delayed
+  before a reboot is due within two minutes.
 """
 
 from __future__ import annotations
@@ -66,10 +70,10 @@ _TABLES: Final = (
         reason TEXT
     )
     """,
-    # Few rows are not ready (state 0), and every take looks for them.
+    # Only few rows are not ready (state > 0), and every take looks for them.
     "CREATE INDEX outbox_not_ready ON outbox (state, available_at) WHERE state > 0",
     "CREATE INDEX outbox_in_order ON outbox (ordering_key, id) WHERE ordering_key IS NOT NULL",
-    # Grows with every change that may make rows before a relay's position ready again.
+    # The epoch grows with every change that may make rows before a relay's position ready again.
     "CREATE TABLE outbox_epoch (epoch INTEGER NOT NULL)",
     "INSERT INTO outbox_epoch VALUES (0)",
 )
@@ -80,9 +84,9 @@ _CHANGE: Final = """
     UPDATE outbox SET state = ?, available_at = ?, reason = ?, attempts = attempts + 1,
     possible_duplicate = max(possible_duplicate, ?) WHERE id = ?
 """
-_SET_ASIDE: Final = "state > 0 AND state = 2 AND format <= ?"  # the first term is that of the index
+_SET_ASIDE: Final = "state > 0 AND state = 2 AND format <= ?"  # the first term is the condition of the partial index
 _IDS_PER_STATEMENT: Final = 500
-# The first row of each key that is set aside or unreadable: it holds those behind it.
+# The first row of each key that is set aside or unreadable. It holds the later rows of the key.
 _STUCK: Final = """
     WITH stuck (ordering_key, first) AS MATERIALIZED (
         SELECT ordering_key, min(id) FROM (
@@ -112,22 +116,22 @@ _STATUS: Final = f"""
 class SQLiteOutbox:
     """An outbox in a SQLite file. Thread-safe.
 
-    Any number of processes may have the same file open; in a process, one publisher:
-    ``Publisher(url, outbox=SQLiteOutbox("orders.outbox"))``. The file and its tables are made
-    if they do not exist, readable by their owner only. Beside it, and belonging to it, are the files ``-wal`` and
-    ``-shm`` of SQLite, the lock ``-relay``, and ``-reserve``: 8 MiB, so that rows can be removed on a full disk.
-    Put it on a local disk: neither SQLite's nor our locks hold on a network file system.
+    Any number of processes may have the same file open, with one publisher in each process:
+    ``Publisher(url, outbox=SQLiteOutbox("orders.outbox"))``. The file and its tables are created if they do not exist,
+    readable by their owner only. These files belong to it and are kept beside it: SQLite's ``-wal`` and ``-shm``, the
+    lock ``-relay``, and ``-reserve`` with 8 MiB, so that rows can be removed on a full disk. Put the file on a local
+    disk: neither SQLite's locks nor the relay's lock work reliably on a network file system.
 
     Args:
-        path: of the file.
-        ordering_key: a function of a message, its exchange and its routing key. Messages for which it returns the same
-            text are published one after the other, each when the one before is confirmed; None means no order. It is
-            called by `publish` on the caller's thread.
-        timeout: seconds to wait for a process that is writing to the same file.
-        poll_interval: seconds after which an idle relay looks for rows of other processes.
+        path: The path of the file.
+        ordering_key: A function of a message, its exchange and its routing key. Messages for which it returns the same
+            text are published one after the other, each after the previous one is confirmed. None means no order.
+            `publish` calls the function on the caller's thread.
+        timeout: The time to wait for another process that is writing to the file, in seconds.
+        poll_interval: The time after which an idle relay looks for rows of other processes, in seconds.
 
     Raises:
-        ConfigurationError: an argument is wrong.
+        ConfigurationError: If an argument is invalid.
     """
 
     def __init__(
@@ -149,17 +153,17 @@ class SQLiteOutbox:
         self._file = OpenFile(self.path)
         self._lock = threading.Lock()  # for the connection
         self._connection: sqlite3.Connection | None = None
-        self._read_lock = threading.Lock()  # for the connection that counts; taken before the other lock
+        self._read_lock = threading.Lock()  # for the connection that counts; acquired before the other lock
         self._reader: sqlite3.Connection | None = None
 
     # For a publisher
 
     def open(self) -> None:
-        """Open the file; make it if it does not exist.
+        """Open the file, and create it if it does not exist.
 
         Raises:
-            OutboxError: it cannot be opened, is damaged, no outbox, or one of a newer version.
-            UsageError: on the wrong side of a fork.
+            OutboxError: If the file cannot be opened, is damaged, is not an outbox, or has a newer format.
+            UsageError: If called in a forked child.
         """
         self._check_not_forked()
         with self._lock:
@@ -168,10 +172,10 @@ class SQLiteOutbox:
     def ordering_key(self, message: Message, exchange: str, routing_key: str) -> str | None:
         """Return the ordering key of a message.
 
-        Texts that no row can hold are refused here: in the transaction they would fail other messages, too.
+        Texts that no row can hold are refused here. In the transaction, they would make other messages fail, too.
 
         Raises:
-            ConfigurationError: an argument is wrong.
+            ConfigurationError: If the ordering key or a text of the message cannot be stored.
         """
         for name, text in (("message_id", message.message_id), ("exchange", exchange), ("routing_key", routing_key)):
             if not is_text(text):
@@ -179,10 +183,10 @@ class SQLiteOutbox:
         return ordering_by(self._ordering_key, message, exchange, routing_key)
 
     def write(self, rows: Sequence[NewRow], settlements: Sequence[RowSettlement]) -> None:
-        """Store messages and write the outcomes of rows, in one transaction on disk.
+        """Store messages and write the outcomes of rows in one transaction on disk.
 
         Raises:
-            OutboxError: nothing is written; if ``may_have_arrived`` is set, everything may be.
+            OutboxError: If the write failed. Nothing was written, or perhaps everything if ``may_have_arrived`` is set.
         """
         stored_at, now = time.time(), since_boot() / 1_000_000
         stored = [(*values_of(row), stored_at) for row in rows]
@@ -217,7 +221,7 @@ class SQLiteOutbox:
             self._transact_on_full_disk(work, "removing what was published")
 
     def claims(self) -> RowLeases:
-        """Return new leases, for one relay."""
+        """Return new leases for one relay."""
         self.open()
         try:
             return SQLiteRowLeases(self.path, self._timeout, self._file)
@@ -225,7 +229,7 @@ class SQLiteOutbox:
             raise outbox_error(error, self.path, "opening") from error
 
     def backlog(self, up_to: int | None = None) -> tuple[int, int]:
-        """Count the rows that will be published; return that, and the id of the last row."""
+        """Return the number of rows that will be published, and the id of the last row."""
         if up_to is not None:
             check_number("up_to", up_to)
 
@@ -241,7 +245,7 @@ class SQLiteOutbox:
     # For operators
 
     def status(self) -> OutboxStatus:
-        """Count the rows by state."""
+        """Return the number of rows in each state."""
 
         def work(connection: sqlite3.Connection) -> OutboxStatus:
             found = connection.execute(_STATUS, {"format": FORMAT}).fetchone()
@@ -263,22 +267,22 @@ class SQLiteOutbox:
         )
 
     def retry(self, message_ids: Sequence[str] | None = None) -> int:
-        """Put messages that are set aside back, all or those with these ids; count them."""
+        """Put set-aside messages back, all or those with these ids; return their number."""
         query = f"UPDATE outbox SET state = 0, available_at = NULL, reason = NULL WHERE {_SET_ASIDE}"  # noqa: S608
         return self._decide(query, message_ids)
 
     def purge(self, message_ids: Sequence[str] | None = None) -> int:
-        """Delete messages that are set aside, all or those with these ids; count them."""
+        """Delete set-aside messages, all or those with these ids; return their number."""
         return self._decide(f"DELETE FROM outbox WHERE {_SET_ASIDE}", message_ids)  # noqa: S608
 
     def close(self) -> None:
-        """Close the file, until the next call. Does nothing in a forked child."""
+        """Close the file. The next call opens it. Does nothing in a forked child."""
         if os.getpid() != self._made_in:
             return
         reader = self._reader
         if reader is not None:
             with suppress(sqlite3.Error):
-                reader.interrupt()  # a caller that counts gets an error
+                reader.interrupt()  # a caller that is counting rows gets an error
         with self._read_lock, self._lock:
             self._drop_reader()
             self._drop()
@@ -297,7 +301,7 @@ class SQLiteOutbox:
                 count = connection.execute(query, (FORMAT,)).rowcount
             else:
                 count = 0
-                for start in range(0, len(ids), _IDS_PER_STATEMENT):  # each reads all that is set aside
+                for start in range(0, len(ids), _IDS_PER_STATEMENT):  # each reads all set-aside rows
                     some = ids[start : start + _IDS_PER_STATEMENT]
                     wanted = f"{query} AND message_id IN ({', '.join('?' * len(some))})"
                     count += connection.execute(wanted, (FORMAT, *some)).rowcount
@@ -319,7 +323,7 @@ class SQLiteOutbox:
             )
 
     def _transact_on_full_disk(self, work: Callable[[sqlite3.Connection], T], what: str) -> T:
-        """Release the reserve if a full disk has no space for a removal."""
+        """Run a transaction, and release the reserve for it if the disk is full."""
         try:
             return self._transact(work, what)
         except OutboxError as error:
@@ -350,13 +354,13 @@ class SQLiteOutbox:
                 raise failure from error
             try:
                 self._file.check()
-            except OutboxError as error:  # the relay has that file open, too, and may have taken it from there
+            except OutboxError as error:  # the relay also has that file open and may have taken the rows
                 error.may_have_arrived = True
                 raise
             return result
 
     def _read(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Read on a connection of its own, while others write."""
+        """Read on a separate connection, so that others can write meanwhile."""
         self._check_not_forked()
         if not self._file.noted:
             self.open()
@@ -377,7 +381,7 @@ class SQLiteOutbox:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
         if uncertain(error):
-            self._drop()  # the next call starts from the file
+            self._drop()  # the next call opens the file again
 
     def _check_not_forked(self) -> None:
         """Raise UsageError in a forked child, whose copy of a lock may stay locked."""
@@ -386,7 +390,7 @@ class SQLiteOutbox:
 
     def _open(self) -> sqlite3.Connection:
         if self._connection is None:
-            self._file.check_file()  # before a new one is made in place of a deleted one
+            self._file.check_file()  # before _connect() makes a new file in place of a deleted one
             try:
                 self._connection = self._connect()
             except (sqlite3.Error, OSError) as error:
@@ -412,9 +416,9 @@ class SQLiteOutbox:
         connection = _connection(self.path, self._timeout)
         try:
             _use_wal(connection, self._timeout)
-            # FULL: an fsync at every commit. In WAL mode NORMAL has none, and would lose accepted messages.
+            # FULL means an fsync at every commit. NORMAL has none in WAL mode, and would lose accepted messages.
             connection.execute("PRAGMA synchronous = FULL")
-            # Some builds overwrite deleted data: each message would be written once more, at its removal.
+            # Some builds overwrite deleted data by default: removing a message would write it once more.
             connection.execute("PRAGMA secure_delete = OFF").fetchall()
             self._check_version(connection)
             self._file.note()
@@ -446,7 +450,7 @@ class SQLiteOutbox:
 
     @staticmethod
     def _create(connection: sqlite3.Connection) -> tuple[int, int]:
-        """Make the tables, unless another process has, or the file has other tables."""
+        """Create the tables, unless another process did or the file has other tables."""
         identity = _identity(connection)
         if identity != (0, 0) or connection.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchone():
             return identity
@@ -470,7 +474,7 @@ def _identity(connection: sqlite3.Connection) -> tuple[int, int]:
 
 
 def _use_wal(connection: sqlite3.Connection, timeout: float) -> None:
-    """Switch to WAL mode. SQLite does not wait for others here, whatever its timeout."""
+    """Switch to WAL mode. SQLite's own timeout does not apply to this statement."""
     deadline = time.monotonic() + timeout
     while True:
         try:

@@ -1,17 +1,17 @@
 """The file of a SQLite outbox: its identity, its disk space, and its errors.
 
-Identity: SQLite goes on writing to a file that was deleted or replaced: every commit succeeds, and no later process
-finds it. The write-ahead log is a file of its own, with commits that are nowhere else.
+Identity: SQLite keeps writing to a file that was deleted or replaced. Every commit succeeds, but no later process
+finds it. The write-ahead log is a separate file, with commits that are nowhere else.
 
-Disk space: SQLite needs space even to delete: it appends the change to the log, and before the log can start over, its
-pages have to fit into the database. The reserve is a file beside the database; when the disk is full, it is released
-so that rows can be removed, and nothing more is stored until it is back.
+Disk space: SQLite needs space even to delete rows. It appends the change to the log, and before the log can start
+over, its pages have to fit into the database. The reserve is a file beside the database. When the disk is full, the
+reserve is released so that rows can be removed, and nothing more is stored until it is restored.
 
 Invariants:
 
-- once noted, the file stays the one that was open first until `forget`: ids of one file mean nothing in another. Its
-  log may be another one after the connection was closed and opened again;
-- with the reserve, a log of its usual size can be copied into the database on a full disk; without it, nothing
+- once noted, the database file stays the same until `forget`, because ids of one file mean nothing in another. The log
+  may be a different file after the connection was closed and opened again;
+- with the reserve, a log of the usual size can be copied into the database on a full disk. Without the reserve, nothing
   is stored.
 """
 
@@ -32,7 +32,8 @@ __all__ = ["DiskReserve", "OpenFile", "is_full", "outbox_error", "uncertain"]
 class OpenFile:
     """The files that a path named when they were opened. Thread-safe.
 
-    Its checks raise `OutboxError` if the path names others, or none: no later process would find their changes.
+    The checks raise `OutboxError` if the path now names other files or none: no later process would find changes to
+    the open ones.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,24 +45,24 @@ class OpenFile:
         return self._noted is not None
 
     def note(self) -> None:
-        """Note the files that a new connection has open; of the same database as before."""
+        """Note a new connection's files. They must be of the same database as before."""
         found = self._identities()
         if self._noted is not None and found[0] != self._noted[0]:
             raise self._error()
         self._noted = found
 
     def check_file(self) -> None:
-        """Check the database alone, before it is opened again."""
+        """Check only the database file, before it is opened again."""
         if self._noted is not None and self._identities()[0] != self._noted[0]:
             raise self._error()
 
     def check(self) -> None:
-        """Check that the path still names the noted files. Costs two calls of stat()."""
+        """Check that the path still names the noted files. Costs two stat() calls."""
         if self._noted is not None and self._identities() != self._noted:
             raise self._error()
 
     def forget(self) -> None:
-        """Forget the files, which are closed; the next ones may be others."""
+        """Forget the files after they were closed. The next files may be different."""
         self._noted = None
 
     def _error(self) -> OutboxError:
@@ -83,22 +84,22 @@ class OpenFile:
         return found
 
 
-_BYTES: Final = 8 * 1024 * 1024  # the log: 4 MiB (SQLite's default), a transaction behind it, and room for the removal
+_BYTES: Final = 8 * 1024 * 1024  # a log of 4 MiB (SQLite's default), one more transaction, and space for the removal
 _ZEROS: Final = bytes(1024 * 1024)
 _CANNOT_ALLOCATE: Final = (
     errno.EINVAL,
     errno.EOPNOTSUPP,
-)  # a file system, such as NFS; glibc then writes, musl does not
+)  # from file systems such as NFS, where glibc writes the bytes instead and musl does not
 
 
 class DiskReserve:
-    """Disk space for the removal of rows, shared by all processes. Thread-safe."""
+    """Reserved disk space for removing rows, shared by all processes. Thread-safe."""
 
     def __init__(self, database: Path) -> None:
         self._path = f"{database}-reserve"
 
     def available(self) -> bool:
-        """Return whether it exists, or could be made just now."""
+        """Return whether the reserve exists, after trying to make it if it did not."""
         with suppress(FileNotFoundError):
             if os.stat(self._path).st_size >= _BYTES:  # noqa: PTH116  # once for every transaction
                 return True
@@ -132,7 +133,7 @@ def _allocate(descriptor: int) -> None:
             return
     for start in range(0, _BYTES, len(_ZEROS)):
         os.pwrite(descriptor, _ZEROS, start)
-    os.fsync(descriptor)  # some file systems allocate only when they write
+    os.fsync(descriptor)  # some file systems allocate space only when they write to the disk
 
 
 _ADVICE: Final = {
@@ -148,13 +149,13 @@ _ADVICE: Final = {
 
 
 def outbox_error(error: Exception, path: Path, what: str) -> OutboxError:
-    """Return the error for the user, with advice."""
+    """Return the error to raise to the user, with advice."""
     advice = _ADVICE.get(_code(error))
     return OutboxError(f"{what} failed in outbox {path}: {error}" + (f": {advice}" if advice else ""))
 
 
 def uncertain(error: BaseException) -> bool:
-    """Return whether a failed commit may be in the file all the same."""
+    """Return whether a failed commit may be in the file nevertheless."""
     return isinstance(error, sqlite3.Error) and _code(error) not in (
         sqlite3.SQLITE_FULL,
         sqlite3.SQLITE_BUSY,
@@ -163,10 +164,10 @@ def uncertain(error: BaseException) -> bool:
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Return whether the disk was full."""
+    """Return whether the error was caused by a full disk."""
     return isinstance(error, sqlite3.Error) and _code(error) == sqlite3.SQLITE_FULL
 
 
 def _code(error: BaseException) -> int:
-    """Return the primary result code, 0 if there is none."""
+    """Return SQLite's primary result code, or 0 if the error has none."""
     return (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF

@@ -1,15 +1,15 @@
 """How a relay takes rows from a SQLite outbox: in order, without a write per row.
 
-One process at a time is the relay. It holds a lock on the file ``-relay`` beside the database. The system releases the
-lock when the process ends, however it ends, so there are no leases in the database: the next relay finds the rows of a
-dead one. The rows that were taken are remembered here; they and the position are all the state there is.
+One process at a time is the relay. It holds a lock on the file ``-relay`` beside the database. The operating system
+releases the lock however the process ends, so the database needs no leases: the next relay finds the rows of a dead
+one. The relay remembers the rows that it took. They and the position are its only state.
 
 Invariants:
 
-- a row that was taken is not taken again before its outcome is written, or it is released;
+- a row is not taken again before its outcome is written or it is released;
 - a row of an ordering key is not taken while an earlier row of the key is delayed, set aside or unreadable;
-- every row that is ready and not held is taken some time: a row that is passed over is noted by its key, and a row that
-  may be ready again before the position sets the position back.
+- every row that is ready and not held is taken eventually: a row that is passed over is noted by its key, and a row
+  before the position that may be ready again sets the position back.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ __all__ = ["SQLiteRowLeases"]
 logger = logging.getLogger(__name__)
 
 _BYTES_PER_TAKE: Final = 16 * 1024 * 1024
-_ROWS_PER_KEY: Final = 100  # per take; they wait for one another
-_ROWS_PASSED: Final = 20_000  # per take, at most; the next take goes on there
+_ROWS_PER_KEY: Final = 100  # rows of one key taken at a time; they wait for one another
+_ROWS_PASSED: Final = 20_000  # rows passed over per take, at most; the next take continues there
 _BYTES_PASSED: Final = 64 * 1024 * 1024
 
 _SELECT: Final = f"SELECT id, {', '.join(COLUMNS)} FROM outbox"  # noqa: S608
 _READY: Final = f"{_SELECT} WHERE id > ? AND state = 0 ORDER BY id LIMIT ?"
 _DELAYED: Final = "SELECT id FROM outbox WHERE state > 0 AND state = 1 AND available_at"
-# Each part is a range of the index, in its order: rows that are delayed for longer are not read.
+# Each part reads a range of the index in its order, so rows that are due later are not read.
 _DUE: Final = f"""
     {_SELECT} WHERE id IN (
         SELECT id FROM ({_DELAYED} <= :now ORDER BY available_at, id LIMIT :most)
@@ -71,12 +71,12 @@ _LAST: Final = "SELECT coalesce(max(id), 0) FROM outbox"
 
 
 class _Key:
-    """The rows of one ordering key that were taken.
+    """The taken rows of one ordering key.
 
     Attributes:
-        taken: how many have no outcome yet.
-        passed: the first row that was passed over or is released, and so waits until the others of the key that were
-            taken have their outcomes; None if there is none.
+        taken: The number of taken rows whose outcomes are not written.
+        passed: The id of the first row that was passed over or released, or None. It waits until the outcomes of the
+            taken rows are written.
     """
 
     __slots__ = ("passed", "taken")
@@ -87,7 +87,7 @@ class _Key:
 
 
 class SQLiteRowLeases:
-    """The rows that the relay of a SQLite file has taken. For one thread."""
+    """The rows that the relay of a SQLite file has taken. Not thread-safe."""
 
     keep_every = float("inf")
 
@@ -95,20 +95,20 @@ class SQLiteRowLeases:
         self._path = path
         self._timeout = timeout
         self._file = file
-        self._lock: int | None = None  # the descriptor of the locked file, if this is the relay
+        self._lock: int | None = None  # the descriptor of the locked file, if this process is the relay
         self._connection: sqlite3.Connection | None = None
-        self._position = 0  # rows up to this one were taken, or noted
+        self._position = 0  # rows up to this one were taken or noted
         self._began = False
         self._doubtful = 0  # rows up to this one may have been published by an earlier relay
         self._epoch = -1
         self._taken: set[int] = set()
-        self._due: set[int] = set()  # those of them that were delayed before
+        self._due: set[int] = set()  # taken rows that were delayed before
         self._keys: dict[str, _Key] = {}
         self._held: set[str] = set()  # keys with a row that is delayed, set aside or unreadable
-        self._holding: set[str] = set()  # those of them whose outcome is not written yet
+        self._holding: set[str] = set()  # held keys for which the outcome is not written yet
         self._again: deque[str] = deque()  # keys with rows that were passed over and can be taken now
-        self._size = 0  # bytes of the bodies that this take has
-        self._walked = self._walked_bytes = 0  # passed over in this take
+        self._size = 0  # total size of the bodies in this take, in bytes
+        self._walked = self._walked_bytes = 0  # rows passed over in this take, and the size of their bodies
         self._unreadable_logged = False
         _open_claims.add(self)
         try:
@@ -118,7 +118,7 @@ class SQLiteRowLeases:
             raise
 
     def take(self, limit: int) -> RowBatch:
-        """Take rows that are due: delayed ones, those that waited for their key, new ones."""
+        """Take due rows: delayed rows, rows that waited for their key, and new rows."""
         taken = RowBatch([], [])
         self._size = self._walked = self._walked_bytes = 0
         try:
@@ -140,11 +140,11 @@ class SQLiteRowLeases:
             while not self._is_enough(taken, limit) and before != self._position and not self._far:
                 before = self._position
                 self._take_ready(connection.execute(_READY, (before, limit)), taken, limit, delayed=False)
-            if before == self._position:  # none of the rows up to the last, as it was before, is ready
+            if before == self._position:  # no further row up to ``last``, as read before the loop, is ready
                 self._position = max(before, last)
         except Exception as error:
             self._release([*taken.rows, *(one.row for one in taken.damaged)])
-            self._epoch = -1  # a row may be passed over, or hold others, and be noted nowhere: start over
+            self._epoch = -1  # a row may be passed over or hold others without a note: start over
             if not isinstance(error, (sqlite3.Error, OSError)):
                 raise
             self._disconnect()
@@ -152,7 +152,7 @@ class SQLiteRowLeases:
         return taken
 
     def decided(self, settlements: Sequence[RowSettlement]) -> None:
-        """Hold the rows behind those that are delayed or set aside."""
+        """Hold the later rows of a key after a row is delayed or set aside."""
         for settlement in settlements:
             row, key = settlement.row, settlement.row.ordering_key
             if key is None or settlement.outcome is RowOutcome.CONFIRMED:
@@ -160,7 +160,7 @@ class SQLiteRowLeases:
             if settlement.outcome is not RowOutcome.BACK:
                 self._held.add(key)
                 self._holding.add(key)
-            elif row.id in self._due:  # it is delayed still
+            elif row.id in self._due:  # it is still delayed
                 self._held.add(key)
             else:
                 self._pass(self._keys[key], row.id)
@@ -179,7 +179,7 @@ class SQLiteRowLeases:
                 self._key_settled(key)
 
     def keep(self) -> None:
-        """Do nothing: the lock holds for as long as the process lives."""
+        """Do nothing: the lock lasts until ``close`` or the end of the process."""
 
     def close(self) -> None:
         """Release the lock."""
@@ -190,7 +190,7 @@ class SQLiteRowLeases:
             self._lock = None
 
     def forget(self) -> None:
-        """Close the lock in a forked child: it is the parent's, and must not outlive it."""
+        """Close the parent's lock in a forked child, so that it ends with the parent."""
         if self._lock is not None:
             with suppress(OSError):
                 os.close(self._lock)
@@ -199,7 +199,7 @@ class SQLiteRowLeases:
     # Private
 
     def _reader(self) -> sqlite3.Connection | None:
-        """Return the connection to read with; None if another process is the relay."""
+        """Return the connection for reading, or None if another process is the relay."""
         if self._lock is None and not self._become_relay():
             return None
         if self._connection is None:
@@ -224,7 +224,7 @@ class SQLiteRowLeases:
         connection = sqlite3.connect(self._path, timeout=self._timeout, isolation_level=None, check_same_thread=False)
         connection.text_factory = _text_or_bytes  # invalid UTF-8 in one row must not fail the others
         try:
-            if not self._began:  # an earlier relay may have published any of these
+            if not self._began:  # an earlier relay may have published any row up to this one
                 (self._doubtful,) = connection.execute(_LAST).fetchone()
                 self._began = True
         except BaseException:
@@ -239,7 +239,7 @@ class SQLiteRowLeases:
             self._connection = None
 
     def _start_over(self, connection: sqlite3.Connection, epoch: int) -> None:
-        """Start from the first row: rows that held others may be gone, or put back."""
+        """Start from the first row: rows that held others may be deleted or put back."""
         holding = connection.execute(_HELD, (FORMAT,))
         self._held = {key for number, key in holding if number not in self._due} | self._holding
         self._position = 0
@@ -265,7 +265,7 @@ class SQLiteRowLeases:
                 if delayed:
                     self._due.add(number)
                     if row.ordering_key is not None:
-                        # The rows behind it of its key were passed over or released.
+                        # The later rows of its key were passed over or released.
                         self._held.discard(row.ordering_key)
                         self._keys.setdefault(row.ordering_key, _Key()).passed = number + 1
                 self._add(row, taken)
@@ -282,7 +282,7 @@ class SQLiteRowLeases:
             with closing(connection.execute(_OF_A_KEY, (name, first, self._position, _ROWS_PER_KEY))) as cursor:
                 for count, (number, *values) in enumerate(cursor, 1):
                     row = None if number in self._taken else self._read(number, values, taken)
-                    if name in self._held:  # by this very row
+                    if name in self._held:  # this row cannot be read and holds the key
                         break
                     first = number + 1
                     if row is not None:
@@ -319,14 +319,14 @@ class SQLiteRowLeases:
 
     @property
     def _far(self) -> bool:
-        """Whether enough was passed over for one take."""
+        """Whether this take has passed over as many rows as it may."""
         return self._walked >= _ROWS_PASSED or self._walked_bytes >= _BYTES_PASSED
 
     def _is_enough(self, taken: RowBatch, limit: int) -> bool:
         return len(taken.rows) >= limit or self._size >= _BYTES_PER_TAKE
 
     def _is_free(self, number: int, name: object) -> bool:
-        if not isinstance(name, str):  # none, or damaged
+        if not isinstance(name, str):  # the row has no key, or a damaged one
             return True
         if name in self._held:
             return False
@@ -374,5 +374,5 @@ def _text_or_bytes(value: bytes) -> str | bytes:
         return value
 
 
-# In a forked child they are the parent's.
+# In a forked child, the locks belong to the parent.
 _open_claims = each_at_fork(ForkStage.RELEASE, SQLiteRowLeases.forget)

@@ -1,12 +1,12 @@
-"""Source and sink for Apache Spark: ``format("rabbitmq")``.
+"""A source and a sink for Apache Spark: ``format("rabbitmq")``.
 
-Batch and streaming, at least once.
+Both work in batch and in streaming queries, and deliver at least once.
 
-``register(spark)`` makes the format known to a session. Where this package is installed as a wheel, Spark finds it by
-itself, through the top-level module ``pyspark_reliable_mq``. The manual lists options, columns and guarantees:
+``register(spark)`` registers the format with a session. If this package is installed as a wheel, Spark registers the
+format itself, through the top-level module ``pyspark_reliable_mq``. The manual lists options, columns and guarantees:
 ``docs/guides/spark.md``.
 
-Invariant: nothing of PySpark is imported before its version is known to do.
+Invariant: no part of PySpark is imported before its version has been checked.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ __all__ = ["register"]
 
 logger = logging.getLogger(__name__)
 
-_LEAST: Final = (4, 2)  # read limits of sources in Python
+_LEAST: Final = (4, 2)  # the first version with read limits for Python sources
 
 
 def register(spark: SparkSession) -> None:
-    """Make ``format("rabbitmq")`` known to a session. A second call does no harm.
+    """Register ``format("rabbitmq")`` with a session. A second call is harmless.
 
-    Warns in the log where ``spark.speculation`` is on, which sources and sinks cannot see.
+    Log a warning if ``spark.speculation`` is on, because sources and sinks cannot detect speculative tasks.
 
     Args:
-        spark: a classic session, or one of Spark Connect.
+        spark: A classic session or a Spark Connect session.
 
     Raises:
-        UsageError: PySpark is older than 4.2, whose sources in Python cannot limit a batch.
+        UsageError: If PySpark is older than 4.2. Its Python sources cannot limit a batch.
     """
     check_version()
     from reliable_mq.spark.datasource import RabbitMQDataSource  # noqa: PLC0415
@@ -52,10 +52,10 @@ def register(spark: SparkSession) -> None:
 
 
 def check_version() -> None:
-    """Check the version of PySpark before anything of it is imported.
+    """Check the version of PySpark before any part of it is imported.
 
     Raises:
-        UsageError: it is not installed, or too old.
+        UsageError: If PySpark is too old.
     """
     try:
         version = importlib.metadata.version("pyspark")
@@ -63,7 +63,7 @@ def check_version() -> None:
         try:
             version = importlib.metadata.version("pyspark-client")
         except importlib.metadata.PackageNotFoundError:
-            return  # a Spark distribution on PYTHONPATH has no metadata: its own imports tell
+            return  # a Spark distribution on PYTHONPATH has no metadata: an import error will report it
     if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) < _LEAST:
         raise UsageError(
             f"PySpark {version} is too old for format('rabbitmq'): 4.2 or newer is needed, whose sources can limit "

@@ -1,7 +1,7 @@
 """The top-level module ``pyspark_reliable_mq`` of the wheel.
 
-Spark imports every module that is called ``pyspark_*`` and registers its ``DefaultSource``. An error in it would
-break all of the session's data sources, so an unfit PySpark, or a missing PyArrow, leaves a warning instead.
+Spark imports every module named ``pyspark_*`` and registers its ``DefaultSource``. An error in this module would break
+all data sources of the session, so an unsupported PySpark or a missing PyArrow only causes a warning.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ try:
     from reliable_mq.spark.datasource import RabbitMQDataSource as DefaultSource
 except UsageError as error:
     warnings.warn(str(error), stacklevel=2)
-except ImportError as error:  # a Spark that is too old may have no metadata to tell
+except ImportError as error:  # an old Spark may have no metadata for the version check
     warnings.warn(
         f"format('rabbitmq') is not registered: {error}; pip install 'reliable-mq[spark]' there", stacklevel=2
     )

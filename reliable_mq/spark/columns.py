@@ -1,10 +1,10 @@
-"""The columns that can be read and written; deliveries as rows, through Arrow.
+"""The columns of sources and sinks, and the conversion of deliveries to rows.
 
-Headers are text, or of the type that a schema names: a map, or a struct with their names. A value that is not of that
-type is null.
+The conversion uses Arrow. Headers are text by default. A schema may give them another type: a map, or a struct with
+their names as fields. A value of another type is null.
 
-Invariants: a delivery always becomes a row with its body, whatever is wrong with its properties: one that cannot be
-decoded is null; the Arrow types are exactly those that Spark derives from the schema.
+Invariants: a delivery always becomes a row with its body, even if its properties are invalid; a property that cannot be
+decoded is null. The Arrow types are exactly those that Spark derives from the schema.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ READ_SCHEMA: Final = StructType(
     ]
 )
 
-#: Columns that can be read if the schema names them: most queries do not, and to decode them costs.
+#: Columns that are read only if the schema names them: most queries do not need them, and decoding them has a cost.
 _ON_REQUEST: Final = StructType([StructField("traceparent", StringType())])
 _READABLE: Final = StructType([*READ_SCHEMA, *_ON_REQUEST])
 
@@ -112,13 +112,13 @@ WRITTEN: Final[Mapping[str, tuple[type[DataType], ...]]] = {
 }
 
 _TYPES: Final = {field.name: to_arrow_type(field.dataType, timezone="UTC") for field in _READABLE}
-_TRACEPARENT: Final = b"\x0btraceparent"  # the name in a table
+_TRACEPARENT: Final = b"\x0btraceparent"  # the encoded name in a header table
 _STAGED: Final = HEADER.encode()
 _OFFSET_ENTRY: Final = bytes((len(STREAM_OFFSET),)) + STREAM_OFFSET.encode() + b"l"
-_ONLY_OFFSET: Final = (len(_OFFSET_ENTRY) + 8).to_bytes(4) + _OFFSET_ENTRY  # a table that has nothing else
+_ONLY_OFFSET: Final = (len(_OFFSET_ENTRY) + 8).to_bytes(4) + _OFFSET_ENTRY  # a header table with no other entry
 _WITH_OFFSET: Final = len(_ONLY_OFFSET) + 8
 _ALL: Final = 0xFFFF
-#: The bit of each property in the two bytes that properties begin with; without it, the column is null.
+#: The bit of each property in the first two bytes of the encoded properties. Without it, the column is null.
 _FLAGS: Final = {
     "content_type": 0x8000,
     "content_encoding": 0x4000,
@@ -139,7 +139,7 @@ _LATEST: Final = 253_402_300_799  # the last second of the year 9999
 
 
 class TypedHeaders(str):
-    """The name of the column of headers, with the type that a schema gives it."""
+    """The name of the column of headers, with the type that a schema specifies."""
 
     __slots__ = ("kind",)
 
@@ -147,7 +147,7 @@ class TypedHeaders(str):
 
 
 def _refusal(kind: DataType, *, read: bool) -> str:
-    """Return why headers cannot be of this type, a map or a struct; empty if they can."""
+    """Return why headers cannot have this map or struct type; empty if they can."""
     if isinstance(kind, StructType):
         names = kind.fieldNames()
         if len(set(names)) < len(names):
@@ -171,9 +171,9 @@ def _refusal(kind: DataType, *, read: bool) -> str:
 
 
 def check_read_schema(schema: StructType) -> tuple[str, ...]:
-    """Check the schema of ``.schema(...)``, or ours; return its column names in order.
+    """Check the schema of a read and return its column names in order.
 
-    Headers of another type than ours are named by `TypedHeaders`.
+    The name of a ``headers`` column is a `TypedHeaders` if its type is not the default one.
     """
     names = tuple(schema.fieldNames())
     if not names:
@@ -209,9 +209,9 @@ def check_read_schema(schema: StructType) -> tuple[str, ...]:
 
 
 def check_written_schema(schema: StructType, options: WriteOptions) -> tuple[str, ...]:
-    """Check a schema to be written; return its column names in order.
+    """Check a schema to be written and return its column names in order.
 
-    It is called on the driver, before anything is sent.
+    The driver calls it before anything is sent.
     """
     names = tuple(schema.fieldNames())
     if len(set(names)) < len(names):
@@ -246,7 +246,7 @@ def check_written_schema(schema: StructType, options: WriteOptions) -> tuple[str
     return names
 
 
-#: The columns that go from the driver to the tasks in queue mode: the executors decode the properties.
+#: The columns that the driver sends to the tasks in queue mode. The executors decode the properties.
 RAW_SCHEMA: Final = pa.schema(
     [
         ("body", pa.binary()),
@@ -260,7 +260,7 @@ RAW_SCHEMA: Final = pa.schema(
 
 
 def raw_batch(deliveries: Sequence[RawDelivery], queues: str | Sequence[str]) -> pa.RecordBatch:
-    """Make a batch of `RAW_SCHEMA` of deliveries from one queue, or with one for each."""
+    """Make a batch of `RAW_SCHEMA` from deliveries of one queue, or of one queue each."""
     count = len(deliveries)
     return pa.RecordBatch.from_arrays(
         [
@@ -276,7 +276,7 @@ def raw_batch(deliveries: Sequence[RawDelivery], queues: str | Sequence[str]) ->
 
 
 def decode(raw: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
-    """Make rows of a batch of `RAW_SCHEMA`."""
+    """Make rows from a batch of `RAW_SCHEMA`."""
     properties: list[Properties] = []
     flags = 0
     if any(name in _READERS for name in names):
@@ -292,7 +292,7 @@ def decode(raw: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
         types.append(kind)
         if read is None:
             arrays.append(raw.column(name))
-        elif name in _FLAGS and not flags & _FLAGS[name]:  # none of the messages has it
+        elif name in _FLAGS and not flags & _FLAGS[name]:  # no message has this property
             arrays.append(pa.nulls(raw.num_rows, kind))
         else:
             arrays.append(pa.array([_value(read, each) for each in properties], kind))
@@ -300,14 +300,14 @@ def decode(raw: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
 
 
 def record_batch(deliveries: Sequence[RawDelivery], queue: str, names: Sequence[str]) -> pa.RecordBatch:
-    """Make rows of deliveries; of a staged message, those of its original."""
+    """Make rows from deliveries. A staged message yields the row of its original."""
     if any(_STAGED in delivery.properties for delivery in deliveries):
         return _staged_batch(deliveries, queue, names)
     return decode(raw_batch(deliveries, queue), names)
 
 
 def _staged_batch(deliveries: Sequence[RawDelivery], stream: str, names: Sequence[str]) -> pa.RecordBatch:
-    """Make rows of deliveries of which some are staged; a marker is no row."""
+    """Make rows from deliveries, some of them staged. A marker yields no row."""
     originals: list[RawDelivery] = []
     queues: list[str] = []
     offsets: list[int | None] = []
@@ -359,17 +359,17 @@ def _clean(text: str) -> str:
 
 
 def _headers(properties: Properties) -> list[tuple[str, str | None]]:
-    """Return all headers but the offset.
+    """Return all headers except the offset.
 
-    It has a column of its own, and is no longer right if the row is written again.
+    The offset has its own column, and would be wrong if the row is written again.
     """
-    if _has_only_offset(properties.raw):  # to decode nothing else costs as much as the rest of the row
+    if _has_only_offset(properties.raw):  # decoding the headers costs as much as the rest of the row
         return []
     return [(_clean(name), _as_text(value)) for name, value in properties.headers.items() if name != STREAM_OFFSET]
 
 
 def _typed_headers(kind: DataType) -> Callable[[Properties], Any]:
-    """Return a reader of headers of another type than ours."""
+    """Return a reader of headers for a type other than the default."""
 
     def read(properties: Properties) -> Any:
         return _of_kind(kind, {name: value for name, value in properties.headers.items() if name != STREAM_OFFSET})
@@ -378,7 +378,7 @@ def _typed_headers(kind: DataType) -> Callable[[Properties], Any]:
 
 
 def _of_kind(kind: DataType, value: Any) -> Any:
-    """Return a header, or all of them, for Arrow; None if it is of another type."""
+    """Return a header, or all headers, for Arrow; None if the type differs."""
     if isinstance(kind, StructType):
         return (
             {field.name: _of_kind(field.dataType, value.get(field.name)) for field in kind}
@@ -414,7 +414,7 @@ def _if(value: Any, kind: type) -> Any:
 
 
 def _traceparent(properties: Properties) -> str | None:
-    """Return the context of the trace that a message is in, as W3C's header has it."""
+    """Return the message's trace context in the format of W3C's ``traceparent``."""
     if _TRACEPARENT not in properties.raw:
         return None
     return _as_text(properties.headers.get("traceparent"))
@@ -429,12 +429,12 @@ def _offset(properties: Properties) -> int | None:
 
 
 def _has_only_offset(raw: bytes) -> int:
-    """Return the place of a header table that holds only the stream offset; else 0."""
+    """Return the position of a header table with only the stream offset, else 0."""
     try:
         at = 2
-        if raw[0] & 0x80:  # a content type is in front of it
+        if raw[0] & 0x80:  # skips the content type
             at += 1 + raw[at]
-        if raw[0] & 0x40:  # a content encoding
+        if raw[0] & 0x40:  # skips the content encoding
             at += 1 + raw[at]
         return at if raw[0] & 0x20 and raw.startswith(_ONLY_OFFSET, at) and len(raw) >= at + _WITH_OFFSET else 0
     except IndexError:
@@ -488,7 +488,7 @@ def _expiration(properties: Properties) -> float | None:
 
 
 def _timestamp(properties: Properties) -> datetime | None:
-    """Return the time; a number too large for seconds is taken for milliseconds."""
+    """Return the time. A number too large for seconds is read as milliseconds."""
     value = properties.timestamp
     if isinstance(value, int):
         return datetime.fromtimestamp(value / 1000, UTC) if 0 <= value <= _LATEST * 1000 else None

@@ -1,9 +1,9 @@
-"""The options beside the URL: how to connect, and who provides credentials.
+"""The connection options beside the URL, including TLS and credentials.
 
-Errors name the options of Spark, not the arguments of Python that these become.
+Errors name the Spark option, not the Python argument that it sets.
 
-Invariants: a provider of credentials is imported where it is called, and neither its result nor the text of an
-exception of it is shown. TLS files are read on each host that connects.
+Invariants: a credentials provider is imported in the process that calls it. Neither its result nor the text of an
+exception that it raises is shown. TLS files are read on each host that connects.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from reliable_mq.url import parse_url
 __all__ = ["ConnectionOptions"]
 
 _PATH: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-_TLS: Final = {  # the options by the arguments that errors of `TLSOptions` name
+_TLS: Final = {  # the Spark option for each argument that errors of `TLSOptions` name
     "ca_file": "connection.caFile",
     "cert_file": "connection.certFile",
     "key_file": "connection.keyFile",
@@ -34,13 +34,13 @@ _TLS: Final = {  # the options by the arguments that errors of `TLSOptions` name
 }
 
 
-#: How errors call an argument: they begin with its name.
+#: How errors refer to an argument: they begin with its name.
 _ARGUMENT: Final = re.compile(r"^credentials are\b|^\w+|the tls argument")
 
 
 @contextmanager
 def _naming(options: Mapping[str, str]) -> Iterator[None]:
-    """Name the options of Spark, which are given by argument, in errors."""
+    """Replace argument names in errors with the Spark options they map to."""
     try:
         yield
     except ConfigurationError as error:
@@ -49,7 +49,7 @@ def _naming(options: Mapping[str, str]) -> Iterator[None]:
 
 
 class _NamedTLSOptions(TLSOptions):
-    """TLS options whose errors name the option of Spark."""
+    """TLS options whose errors name the Spark option."""
 
     def build_context(self) -> ssl.SSLContext:
         with _naming(_TLS):
@@ -66,7 +66,7 @@ class ConnectionOptions:
     cert_file: str | None = None
     key_file: str | None = None
     server_name: str | None = None
-    provider: str | None = None  # ``package.module:function``, which returns user and password
+    provider: str | None = None  # ``package.module:function``; the function returns user and password
 
     def arguments(self) -> dict[str, Any]:
         tls = {name: value for name in _TLS if (value := getattr(self, name)) is not None}
@@ -84,7 +84,7 @@ class ConnectionOptions:
     def settings(self, url: str) -> ConnectionSettings:
         arguments = self.arguments()
         tls = next((option for name, option in _TLS.items() if getattr(self, name) is not None), "")
-        options = {  # that are given, by the beginning of an error, or by the argument that it names later
+        options = {  # the given options, by the start of an error message or by the argument that a later error names
             "heartbeat": self.heartbeat and "connection.heartbeat",
             "connect_timeout": self.timeout and "connection.timeout",
             "credentials are": self.provider and "credentialsProvider is",
@@ -96,7 +96,7 @@ class ConnectionOptions:
 
 
 class _Provider:
-    """Calls a function for user and password, and hides the text of its errors."""
+    """A wrapper of a credentials function that hides the text of its errors."""
 
     def __init__(self, path: str, function: Callable[[], Any]) -> None:
         self._path = path

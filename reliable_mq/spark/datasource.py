@@ -1,10 +1,11 @@
-"""The data source behind ``format("rabbitmq")``: checks options and schemas.
+"""The data source behind ``format("rabbitmq")``. It checks options and schemas.
 
-Spark makes this object anew in several short-lived processes beside the driver and pickles it to and fro. So it does
-nothing when it is made, and its readers and writers do not connect when they are made.
+Spark creates this object repeatedly in several short-lived processes beside the driver, and pickles it between them.
+Its constructor therefore does nothing, and the constructors of its readers and writers do not connect.
 
-Invariant: `streamReader` raises none of our errors: PySpark would raise an `UnboundLocalError` in its place, since it
-stops a reader that it has not got. The reader that it returns then raises the error at its first call.
+Invariant: `streamReader` raises none of this package's errors. PySpark would raise an `UnboundLocalError` instead,
+because it stops a reader that it never received. `streamReader` returns a reader that raises the error at its first
+call.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ __all__ = ["RabbitMQDataSource", "RefusedStream"]
 
 
 class RabbitMQDataSource(PicklableByName, DataSource, metaclass=PicklableByNameMeta):
-    """RabbitMQ as a data source. The arguments' names are Spark's."""
+    """RabbitMQ as a data source. The argument names are Spark's."""
 
     @classmethod
     def name(cls) -> str:
         return "rabbitmq"
 
     def schema(self) -> StructType:
-        """Return the schema of a read that has none of its own."""
-        if "provider" in self.options:  # Spark adds it to the properties of a table
+        """Return the schema of a read that specifies none."""
+        if "provider" in self.options:  # Spark adds this key to the properties of a table
             raise ConfigurationError(
                 "CREATE TABLE ... USING rabbitmq cannot be: Spark reads a table in Python without its options, and its "
                 "catalog would keep the URL with the password. Use CREATE TEMPORARY VIEW name USING rabbitmq OPTIONS "
@@ -52,7 +53,7 @@ class RabbitMQDataSource(PicklableByName, DataSource, metaclass=PicklableByNameM
 
     def reader(self, schema: StructType) -> DataSourceReader:
         if is_staged(self.options):
-            staged_options(self.options, streaming=False)  # which refuses it
+            staged_options(self.options, streaming=False)  # always raises here
         options = read_options(self.options, streaming=False)
         names = check_read_schema(schema)
         if isinstance(options, QueueOptions):
@@ -60,7 +61,7 @@ class RabbitMQDataSource(PicklableByName, DataSource, metaclass=PicklableByNameM
         return (FilteredStreamBatch if options.filter_pushdown else StreamBatch)(options, names)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802
-        """Return the reader of a query: a `RefusedStream` if something is wrong."""
+        """Return the reader of a query, or a `RefusedStream` if a check fails."""
         try:
             return self._stream_reader(schema)
         except ReliableMQError as error:
@@ -92,9 +93,9 @@ class RabbitMQDataSource(PicklableByName, DataSource, metaclass=PicklableByNameM
 
 
 class RefusedStream(PicklableByName, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """The reader of a query that is refused: its calls raise why.
+    """The reader of a refused query. Its calls raise the error.
 
-    All but `stop` do: which one is the first depends on the trigger and the checkpoint.
+    Every method except `stop` raises, because the trigger and the checkpoint determine which one is called first.
     """
 
     def __init__(self, error: ReliableMQError) -> None:
@@ -107,4 +108,4 @@ class RefusedStream(PicklableByName, DataSourceStreamReader, SupportsTriggerAvai
     partitions = read = commit = _refuse
 
     def stop(self) -> None:
-        """Do nothing: there is nothing to close."""
+        """Do nothing: no resources are open."""

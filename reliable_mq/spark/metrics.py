@@ -1,17 +1,17 @@
-"""Prometheus metrics of Spark's Python processes, in a text file for each.
+"""Prometheus metrics of Spark's Python processes, in one text file per process.
 
-The textfile collector of the node exporter reads them.
+The textfile collector of the node exporter reads the files.
 
-Spark has no hook for the metrics of a source or sink in Python, its workers come and go, and nobody could scrape them
-all. So every process that reads or publishes keeps a file in a directory of its host (``metricsDirectory``), and writes
-it anew every few seconds and at the end of a task.
+Spark has no hook for the metrics of a source or sink in Python. Its workers are short-lived, and scraping each of them
+is not possible. So every process that reads or publishes keeps a file in a directory of its host
+(``metricsDirectory``), and rewrites it every few seconds and at the end of a task.
 
-Two files must not have the same metric with the same labels. So each process has a number of its own among those that
-live on its host, which is in the file's name and in the label ``worker``; a later process takes the number and the file
-of one that has died. Labels are bounded by that, and by the queues that the options name.
+Two files must not contain the same metric with the same labels. So each process has a number that is unique among the
+living processes on its host. The number is in the file's name and in the label ``worker``. A later process takes over
+the number and the file of a dead one. This, and the queues that the options name, bound the number of labels.
 
-Invariants: a file is replaced in one step; two living processes never write the same one; an error here is logged,
-once, and never stops a query.
+Invariants: a file is replaced atomically. Two living processes never write the same file. An error here is logged once
+and never stops a query.
 """
 
 # ruff: noqa: RUF009  # _counted and _gauge return fields
@@ -40,7 +40,7 @@ __all__ = ["FAMILIES", "Exporter", "QueueStatistics", "SinkStatistics", "StreamS
 logger = logging.getLogger(__name__)
 
 _EVERY: Final = 5.0  # seconds between two writes
-_MOST: Final = 1024  # processes of a host
+_MOST: Final = 1024  # maximum processes per host
 _STEM: Final = "reliable_mq_spark"
 
 FAMILIES: Final[list[Family]] = []
@@ -66,7 +66,7 @@ class _SparkStatistics:
 
 @dataclass(slots=True)
 class QueueStatistics(_SparkStatistics):
-    """Counts and state of the reader of queue mode."""
+    """Counts and state of the reader in queue mode."""
 
     delivered: Counter[str] = _counted("queue_deliveries", "Deliveries that the driver's reader was given.", "queue")
     acked: Counter[str] = _counted("queue_acked", "Deliveries acked, since their batch was committed.", "queue")
@@ -83,7 +83,7 @@ class QueueStatistics(_SparkStatistics):
 
 @dataclass(slots=True)
 class StreamStatistics(_SparkStatistics):
-    """Counts of stream mode: three on the driver, the others in tasks."""
+    """Counts of stream mode: some on the driver, the others in tasks."""
 
     end: dict[str, int] = _gauge("stream_end", "The offset behind the newest message, as last looked up.", "stream")
     planned: dict[str, int] = _gauge("stream_planned", "The offset up to which batches are planned.", "stream")
@@ -102,7 +102,7 @@ class StreamStatistics(_SparkStatistics):
 
 @dataclass(slots=True)
 class SinkStatistics(_SparkStatistics):
-    """Counts of the sink beside those of its publishers."""
+    """Counts of the sink, in addition to the counts of its publishers."""
 
     dead_lettered: Counter[str] = _counted(
         "sink_dead_lettered",
@@ -112,7 +112,7 @@ class SinkStatistics(_SparkStatistics):
 
 
 class Exporter:
-    """Write the metrics of this process. Thread-safe."""
+    """A writer of the metrics of this process. It is thread-safe."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -142,7 +142,7 @@ class Exporter:
                 self._failed = False
 
     def close(self) -> None:
-        """Write no more, and release the number. The file stays until it is taken again."""
+        """Stop writing and release the number. The file remains until it is reused."""
         self._ended.set()
         self._claim.close()
 
@@ -169,7 +169,7 @@ class _Labelled:
 def exporter(directory: str | None) -> Exporter | None:
     """Return the exporter of this process for a directory.
 
-    None without a directory, or if it cannot be written to, which is logged once.
+    Return None without a directory, or if the directory is not writable, which is logged once.
     """
     if directory is None:
         return None
@@ -188,7 +188,7 @@ def _file(directory: Path, worker: int) -> Path:
 
 
 def _claimed(directory: Path) -> tuple[int, TextIOWrapper]:
-    """Take the lowest number that no living process has; remove files of dead ones."""
+    """Claim the lowest number without a living process; remove files of dead ones."""
     for worker in range(_MOST):
         claim = locked(_lock_of(directory, worker))
         if claim is not None:
@@ -209,7 +209,7 @@ def _lock_of(directory: Path, worker: int) -> Path:
 
 
 def locked(path: Path) -> TextIOWrapper | None:
-    """Lock a file for as long as it is open; None where another process has."""
+    """Lock a file for as long as it is open; None if another process holds the lock."""
     opened = path.open("a")
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)

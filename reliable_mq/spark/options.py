@@ -1,11 +1,11 @@
 """The options of ``format("rabbitmq")``, checked strictly before connecting.
 
-Each option is declared once, with the mode that has it, the field that it sets and the function that reads its text;
-`docs/guides/spark.md` describes it. A value that is not understood is an error that names the option and the accepted
-values, never a default. Names are compared without case, as Spark does.
+Each option is declared once, with its mode, the field that it sets and the function that parses its text.
+`docs/guides/spark.md` describes the options. A value that cannot be parsed causes an error that names the option and
+the accepted values; it is never replaced with a default. Option names are case-insensitive, as in Spark.
 
-Invariants: no error, no ``repr`` and no log line made from these shows the URL, which may hold a password. What is sent
-to executors is text and numbers.
+Invariants: no error, ``repr`` or log line made from the options shows the URL, which may hold a password. Only text and
+numbers are sent to executors.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ __all__ = [
     "write_options",
 ]
 
-LARGEST_PREFETCH: Final = 65535  # it travels in 16 bits
-_LARGEST_BYTES: Final = 100 * 2**20  # of a batch in queue mode: Spark's spark.rpc.message.maxSize is 128 MiB
-_LATEST: Final = 253_402_300_799_999  # milliseconds: the end of the year 9999, Python's last
+LARGEST_PREFETCH: Final = 65535  # AMQP transmits it in 16 bits
+_LARGEST_BYTES: Final = 100 * 2**20  # in a batch in queue mode: Spark's spark.rpc.message.maxSize is 128 MiB
+_LATEST: Final = 253_402_300_799_999  # milliseconds: the end of the year 9999, the last that Python supports
 _WHOLE: Final = re.compile(r"[0-9]{1,18}")
 _DURATION: Final = re.compile(r"([0-9]{1,9})(ms|s|m|min|h|d)")
 _SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
-#: ``earliest``, ``latest``, or an offset (or one of these two) by stream.
+#: ``earliest``, ``latest``, or a mapping from stream to an offset or one of these two words.
 StartingPositions = str | Mapping[str, int | str]
-#: Milliseconds since 1970, of all streams or by stream.
+#: Milliseconds since 1970, for all streams or by stream.
 Timestamps = int | Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReadOptions:
-    """Options of a source in both modes. None is for no limit, and for no directory."""
+    """Source options of both modes. None means no limit, or no directory."""
 
     url: str = field(repr=False)
     connection: ConnectionOptions = field(default_factory=ConnectionOptions)
-    min_partitions: int | None = None  # None: as many as the size of a batch requires, or one for each stream
-    max_records: int | None = None  # of a task
-    min_messages: int | None = None  # rows that a micro-batch waits for, for `max_trigger_delay` seconds at most
+    min_partitions: int | None = None  # None: as many as the size of a batch requires, or one per stream
+    max_records: int | None = None  # per task
+    min_messages: int | None = None  # rows that a micro-batch waits for, at most `max_trigger_delay` seconds
     max_trigger_delay: float = 900.0
     fail_on_data_loss: bool = True
     metrics_directory: str | None = None
@@ -71,21 +71,21 @@ class _ReadOptions:
 class QueueOptions(_ReadOptions):
     queues: tuple[str, ...]
     max_messages: int = LARGEST_PREFETCH
-    max_bytes: int = 32 * 2**20  # of the bodies of a batch; the reader holds up to twice that in memory
-    prefetch: int | None = None  # of a queue, with the running batch; None: as many as are safe for the queue
+    max_bytes: int = 32 * 2**20  # total size of the bodies of a batch; the reader holds up to twice that in memory
+    prefetch: int | None = None  # per queue, including the running batch; None: as many as are safe for the queue
     missing_queue_timeout: float = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamOptions(_ReadOptions):
-    streams: tuple[str, ...]  # super streams among them
+    streams: tuple[str, ...]  # may include super streams
     starting_offsets: StartingPositions
-    starting_timestamp: Timestamps | None = None  # in place of `starting_offsets`
-    latest_without_match: bool = False  # whether to begin at the end where nothing is as new as `starting_timestamp`
+    starting_timestamp: Timestamps | None = None  # replaces `starting_offsets`
+    latest_without_match: bool = False  # whether to begin at the end if no message is as new as `starting_timestamp`
     ending_offsets: StartingPositions = "latest"
-    ending_timestamp: Timestamps | None = None  # in place of `ending_offsets`
+    ending_timestamp: Timestamps | None = None  # replaces `ending_offsets`
     filter_pushdown: bool = False
-    management_url: str | None = field(default=None, repr=False)  # None: super streams by the names of their partitions
+    management_url: str | None = field(default=None, repr=False)  # None: partition names identify super streams
     stream_filter: tuple[str, ...] | None = None
     match_unfiltered: bool = False
     max_messages: int | None = None
@@ -95,9 +95,9 @@ class StreamOptions(_ReadOptions):
 
 @dataclass(frozen=True, slots=True)
 class StagedOptions:
-    """Options of staged mode: of the relay in the reader's process, and of the stage.
+    """Options of staged mode: those for the relay and those for the stage.
 
-    There is no relay where another one fills the stage.
+    ``relay`` configures the relay in the reader's process. It is None if another process fills the stage.
     """
 
     relay: StageOptions | None
@@ -106,16 +106,16 @@ class StagedOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteOptions:
-    """Options of a sink. Exchange and routing key come before their columns."""
+    """Options of a sink. Exchange and routing key override their columns."""
 
     url: str = field(repr=False)
     connection: ConnectionOptions = field(default_factory=ConnectionOptions)
     exchange: str | None = None
     routing_key: str | None = None
-    traceparent: str | None = None  # of rows without a context of their own
+    traceparent: str | None = None  # for rows without a trace context
     dead_letter_queue: str | None = None  # None: a row that cannot be sent fails its task
     metrics_directory: str | None = None
-    publisher: tuple[tuple[str, float | bool], ...] = ()  # arguments of `Publisher` that are given
+    publisher: tuple[tuple[str, float | bool], ...] = ()  # the `Publisher` arguments that are given
 
 
 # -- the text of a value -----------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class WriteOptions:
 class _Option(NamedTuple):
     name: str
     field: str
-    read: Callable[[str, str], Any]  # of the name and the text
+    read: Callable[[str, str], Any]  # arguments: the option's name and its text
 
 
 def _refuse(text: str) -> NoReturn:
@@ -144,7 +144,7 @@ def _text(name: str, text: str) -> str:
 
 
 def _short_text(name: str, text: str) -> str:
-    """Return a text that AMQP can carry as a name; it may be empty."""
+    """Return a text that fits into an AMQP short string. It may be empty."""
     if len(text.encode()) > SHORT_STRING_BYTES:
         _refuse(f"{name} has {len(text.encode())} bytes in UTF-8, and AMQP allows {SHORT_STRING_BYTES}")
     return text
@@ -188,7 +188,7 @@ def _heartbeat(name: str, text: str) -> int:
 
 
 def _timeout(name: str, text: str) -> float | None:
-    """Return seconds; 0 stands for the default."""
+    """Return seconds, or None for 0, which selects the default."""
     return _duration(name, text) or None
 
 
@@ -209,7 +209,7 @@ _truth: Final = _one_of("true or false", {"true": True, "false": False})
 
 
 def _by_stream(name: str, text: str, wanted: str, is_wanted: Callable[[Any], bool]) -> dict[str, Any]:
-    """Return JSON with a value for each stream."""
+    """Parse a JSON object that maps each stream to a value."""
     try:
         parsed = json.loads(text, object_pairs_hook=unique_keys)
     except ConfigurationError as error:
@@ -248,7 +248,7 @@ def _retention(_name: str, text: str) -> str | None:
 
 
 def _number(name: str, text: str) -> int:
-    """Return a number whose limits `StageOptions` checks."""
+    """Return a number. `StageOptions` checks its limits."""
     if not (text.isascii() and text.isdecimal()):
         _refuse(f"{name} must be a whole number of at least 1, not {text!r}")
     return int(text)
@@ -341,7 +341,7 @@ _SINK: Final = (
     _Option("publisher.mandatory", "publisher.mandatory", _truth),
     _Option("asyncProgressTrackingEnabled", "async_progress", _off),
 )
-# Spark hands these to a sink beside the options that are its own.
+# Spark passes these to a sink in addition to the sink's options.
 _SPARKS_OWN: Final = frozenset({"checkpointlocation", "queryname"})
 
 
@@ -349,10 +349,10 @@ _SPARKS_OWN: Final = frozenset({"checkpointlocation", "queryname"})
 
 
 def read_options(given: Mapping[str, str], *, streaming: bool) -> QueueOptions | StreamOptions:
-    """Check the options of a source for ``readStream``, or for ``read``.
+    """Check the options of a source for ``readStream`` or ``read``.
 
     Raises:
-        ConfigurationError: one is wrong, unknown, or does not go with another; the text names it.
+        ConfigurationError: If an option is invalid, unknown or conflicts with another. The message names the option.
     """
     if not given:
         _refuse(
@@ -377,7 +377,7 @@ def _queue_options(given: Mapping[str, str]) -> QueueOptions:
 
 
 def _has(positions: StartingPositions | None, word: str) -> bool:
-    """Whether one of the positions is this word."""
+    """Return whether one of the positions is this word."""
     return word in (positions.values() if isinstance(positions, Mapping) else (positions,))
 
 
@@ -414,12 +414,12 @@ def _stream_options(given: Mapping[str, str], *, streaming: bool) -> StreamOptio
 
 
 def is_staged(given: Mapping[str, str]) -> bool:
-    """Whether the options of a source ask for staged mode."""
+    """Return whether the options of a source select staged mode."""
     return any(name.lower() == "stage" for name in given)
 
 
 def staged_options(given: Mapping[str, str], *, streaming: bool) -> StagedOptions:
-    """Check the options of a source in staged mode. As `read_options`."""
+    """Check the options of a source in staged mode. See `read_options`."""
     given = {name.lower(): text for name, text in given.items()}
     if not streaming:
         stage = given["stage"].strip()
@@ -436,7 +436,7 @@ def staged_options(given: Mapping[str, str], *, streaming: bool) -> StagedOption
         _refuse("with stage, the option queue must name one queue; give each queue a stage and a query of its own")
     rest = {name: text for name, text in given.items() if name not in of_relay}
     if not rest.keys() & {"startingoffsets", "startingtimestamp", "startingoffsetsbytimestamp"}:
-        rest["startingoffsets"] = "earliest"  # messages moved before the query began are its own
+        rest["startingoffsets"] = "earliest"  # the query also owns messages moved before it began
     stream = _stream_options({**rest, "stream": stage}, streaming=True)
     if by == "none":
         for option in _STAGE:
@@ -447,11 +447,11 @@ def staged_options(given: Mapping[str, str], *, streaming: bool) -> StagedOption
         _refuse("streamFilter needs stageBy=none and a binding or shovel: copies of our relay have no header for it")
     names = {option.field: option.name for option in _STAGE}
     relay = StageOptions(url=stream.url, names=names, **values)
-    return StagedOptions(relay, replace(stream, streams=relay.streams))  # not other streams of these names
+    return StagedOptions(relay, replace(stream, streams=relay.streams))  # excludes other streams of these names
 
 
 def write_options(given: Mapping[str, str]) -> WriteOptions:
-    """Check the options of a sink. As `read_options`."""
+    """Check the options of a sink. See `read_options`."""
     values = _values({name: text for name, text in given.items() if name.lower() not in _SPARKS_OWN}, _SINK)
     values.pop("async_progress", None)
     _connect(values)
@@ -485,7 +485,7 @@ def _check_known(given: Mapping[str, str], options: Sequence[_Option]) -> None:
 
 
 def _refuse_other_mode(name: str, options: Sequence[_Option]) -> None:
-    """Refuse an option that has a meaning elsewhere, and say where."""
+    """Raise if the option belongs to other modes, and name them."""
     modes = {"queue mode": _QUEUE, "stream mode": _STREAM, "staged mode": _STAGED, "a sink": _SINK}
     own = next(mode for mode, each in modes.items() if each is options)
     found = {mode: option.name for mode, each in modes.items() for option in each if option.name.lower() == name}
@@ -494,7 +494,7 @@ def _refuse_other_mode(name: str, options: Sequence[_Option]) -> None:
 
 
 def _values(given: Mapping[str, str], options: Sequence[_Option]) -> dict[str, Any]:
-    """Return the values of the options that are given, by field."""
+    """Return the parsed values of the given options, by field."""
     _check_known(given, options)
     texts = {name.lower(): text for name, text in given.items()}
     return {
@@ -516,7 +516,7 @@ def _source_values(given: Mapping[str, str], options: Sequence[_Option]) -> dict
 
 
 def _connect(values: dict[str, Any]) -> None:
-    """Check how to connect, and put it into one field beside the URL."""
+    """Check the URL and the connection options; combine the latter in one field."""
     if not values.get("url"):
         _refuse("the option url is missing: give the broker's, e.g. amqp://user:password@host/")
     values["connection"] = ConnectionOptions(**_apart(values, "connection."))
@@ -524,5 +524,5 @@ def _connect(values: dict[str, Any]) -> None:
 
 
 def _apart(values: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Take out the values of the fields that begin so; return them without it."""
+    """Remove the values whose field has the prefix; return them without it."""
     return {name.removeprefix(prefix): values.pop(name) for name in list(values) if name.startswith(prefix)}

@@ -1,11 +1,11 @@
-"""Pickle sources, readers and writers with an explanation for a failed import.
+"""Pickle sources, readers and writers so that a failed import is explained.
 
-Pickle names a class by its module. If that is not installed in the other Python, a user sees only "No module named
-...", deep in Spark's own code. So the source's class, which goes to the workers of the driver or of a Spark Connect
-server, and the objects that go to executors are shipped with a function that is pickled itself, code and all: it
-imports the module, or raises an error that explains.
+Pickle refers to a class by its module. If that module is not installed in the other Python, a user sees only "No module
+named ...", deep in Spark's code. Therefore the source's class, which goes to the workers of the driver or of a Spark
+Connect server, and the objects that go to executors are shipped with a function that is pickled by value, including its
+code. The function imports the module, or raises an error that explains the problem.
 
-Invariant: the function needs nothing but the standard library.
+Invariant: the function needs only the standard library.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _reduce_class(cls: type) -> tuple[Any, tuple[str, str, None]]:
 
 
 def _unpacked(module: str, name: str, state: bytes | None) -> object:
-    """Return the class, or an object of it if there is a state."""
+    """Return the class, or an instance of it if ``state`` is given."""
     import importlib  # noqa: PLC0415
     import pickle  # noqa: PLC0415
     import socket  # noqa: PLC0415
@@ -55,5 +55,5 @@ def _unpacked(module: str, name: str, state: bytes | None) -> object:
     return made
 
 
-_unpacked.__module__ = "__main__"  # so that cloudpickle takes it with it
+_unpacked.__module__ = "__main__"  # so that cloudpickle pickles the function by value
 copyreg.pickle(PicklableByNameMeta, _reduce_class)

@@ -8,13 +8,14 @@ The states of a delivery::
 
 Invariants:
 
-- A delivery is returned for its ack only after its batch was committed, and once.
+- A delivery is returned for its ack only after its batch was committed, and only once.
 - A batch that was planned and not committed is planned again as the same batch.
-- A batch that another process has planned is empty here: the broker delivers its messages again, into a later batch.
-- A batch keeps its deliveries when the channel is lost; the reader, which knows the channel, drops their acks.
+- A batch that another process planned is empty here. The broker redelivers its messages, which go into a later batch.
+- A batch keeps its deliveries when the channel is lost. The reader, which knows the channel, drops their acks.
 
-An offset is a position among the deliveries of a query: JSON that Spark keeps in its checkpoint, with the name of the
-process that counted (`session`), the deliveries since the query began (`sequence`), and those by queue.
+An offset is a position among the deliveries of a query. Spark stores it as JSON in its checkpoint. It consists of the
+name of the process that counted (`session`), the number of deliveries since the query began (`sequence`), and the
+number by queue.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from reliable_mq.errors import ConfigurationError
 
 __all__ = ["Batches", "QueuePosition", "size_of"]
 
-_OVERHEAD: Final = 512  # bytes that a delivery takes beside its body and properties
+_OVERHEAD: Final = 512  # bytes per delivery in addition to its body and properties
 
 
 def size_of(delivery: RawDelivery) -> int:
-    """Return the bytes that a delivery takes in memory, about."""
+    """Return the approximate memory size of a delivery, in bytes."""
     return len(delivery.body) + len(delivery.properties) + _OVERHEAD
 
 
@@ -76,24 +77,24 @@ class Batches:
     """The deliveries of one reader, waiting and in batches. Not thread-safe."""
 
     def __init__(self, session: str) -> None:
-        self._session = session  # a name that no other process has
+        self._session = session  # unique to this process
         self.waiting: deque[Delivery] = deque()  # in no batch
-        self.held = 0  # bytes of all deliveries here
+        self.held = 0  # bytes of all waiting and planned deliveries
         self._planned: list[_QueueBatch] = []
         self._last = QueuePosition(session, 0, {})  # the end of the newest batch
 
     def knows(self, start: QueuePosition) -> bool:
-        """Whether the batch that follows ``start`` is planned already."""
+        """Return whether the batch that follows ``start`` is already planned."""
         return any(batch.start == start for batch in self._planned)
 
     def waits(self, remaining: Mapping[str, int] | None = None) -> bool:
-        """Whether a delivery waits that may be taken; ``remaining`` as for `plan`."""
+        """Return whether a delivery is available to `plan` with this ``remaining``."""
         if remaining is None:
             return bool(self.waiting)
         return any(remaining.get(delivery.queue, 0) > 0 for delivery in self.waiting)
 
     def arrived(self, deliveries: Sequence[Delivery]) -> int:
-        """Add deliveries, in this order; return the bytes that they take."""
+        """Add deliveries in this order and return their size in bytes."""
         self.waiting.extend(deliveries)
         size = sum(map(size_of, deliveries))
         self.held += size
@@ -102,9 +103,9 @@ class Batches:
     def plan(
         self, start: QueuePosition, *, most: int, most_bytes: int, remaining: Mapping[str, int] | None = None
     ) -> QueuePosition:
-        """Return the end of a batch of waiting deliveries; ``start`` if nothing waits.
+        """Return the end of a batch of waiting deliveries, or ``start`` if none waits.
 
-        A batch has one delivery at least, however large that is; ``remaining`` of each queue at most.
+        A batch has at least one delivery, even if that exceeds ``most_bytes``, and at most ``remaining`` of each queue.
         """
         for batch in self._planned:
             if batch.start == start:
@@ -136,7 +137,7 @@ class Batches:
         return end
 
     def deliveries(self, start: QueuePosition, end: QueuePosition) -> list[Delivery]:
-        """Return the deliveries between two positions; none if they are not known here."""
+        """Return the deliveries between two positions, or none if they are unknown."""
         return [
             delivery
             for batch in self._planned
@@ -145,7 +146,7 @@ class Batches:
         ]
 
     def horizon(self, ready: Mapping[str, int]) -> QueuePosition:
-        """Return the position after all deliveries here and all ready messages."""
+        """Return the position after all held deliveries and all ready messages."""
         last = self._last
         counts = dict(last.queues)
         for delivery in self.waiting:
@@ -156,7 +157,7 @@ class Batches:
         return QueuePosition(self._session, sequence, counts)
 
     def committed(self, end: QueuePosition) -> list[Delivery]:
-        """Forget the committed batches, up to ``end``; return their deliveries, to ack."""
+        """Forget the committed batches up to ``end`` and return their deliveries to ack."""
         if end.session != self._session:
             return []
         done = [batch for batch in self._planned if batch.end.sequence <= end.sequence]
@@ -165,24 +166,24 @@ class Batches:
         return [delivery for batch in done for delivery in batch.deliveries]
 
     def lost(self) -> list[Delivery]:
-        """Forget the waiting deliveries of a lost channel; return those in batches."""
+        """Forget the waiting deliveries of a lost channel and return the planned ones."""
         self.held -= sum(map(size_of, self.waiting))
         self.waiting.clear()
         return [delivery for batch in self._planned for delivery in batch.deliveries]
 
     def recall(self, queue: str) -> list[Delivery]:
-        """Forget and return the waiting deliveries of a queue that is not read any more."""
+        """Forget and return the waiting deliveries of a queue that is no longer read."""
         recalled = [delivery for delivery in self.waiting if delivery.queue == queue]
         self.waiting = deque(delivery for delivery in self.waiting if delivery.queue != queue)
         self.held -= sum(map(size_of, recalled))
         return recalled
 
     def planned(self, queue: str) -> bool:
-        """Whether a batch that is not committed has deliveries of this queue."""
+        """Return whether an uncommitted batch has deliveries of this queue."""
         return any(batch.end.queues.get(queue, 0) > batch.start.queues.get(queue, 0) for batch in self._planned)
 
     def take_all(self) -> list[Delivery]:
-        """Forget and return all deliveries: the query stops."""
+        """Forget and return all deliveries, because the query stops."""
         everything = [delivery for batch in self._planned for delivery in batch.deliveries]
         everything.extend(self.waiting)
         self._planned.clear()

@@ -1,19 +1,19 @@
-"""Check and claim the queues of a query at its start; an error names its fix.
+"""Check and claim the queues of a query at its start. An error names its fix.
 
-AMQP does not return a queue's arguments. So the queue, which is known to exist, is compared with our own default
-(`core.channel_setup.compare`). Policies cannot be seen that way, and the texts say so.
+AMQP does not return a queue's arguments. So an existing queue is compared with this package's default declaration
+(`core.channel_setup.compare`). This method cannot detect policies, and the messages say so.
 
-Two readers of a queue in one application would share its messages. Spark makes a source of every branch of a query that
-reads a DataFrame, and one for every query. A stream gives each of them every message. A queue gives each message to one
-of them: a join of a queue with itself would lose the rows of both, acked. All readers of an application are on the
-driver's host, so a claim is a lock on a file in the application's own directory (`SPARK_LOCAL_DIRS`), which the
-operating system drops with the process, however it ends. A broker has many addresses: so queues of one virtual host are
-the same where the broker tells the same name of its cluster, and where the URL is the same (the nodes of a cluster that
-was given no name tell their own).
+Two readers of a queue in one application would share its messages. Spark creates a source for every branch of a query
+that reads a DataFrame, and for every query. A stream delivers every message to each of them, but a queue delivers each
+message to one of them: a join of a queue with itself would lose rows of both sides, which are acked. All readers of an
+application are on the driver's host. A claim is therefore a lock on a file in the application's own directory
+(`SPARK_LOCAL_DIRS`). The operating system releases it when the process ends, for whatever reason. A broker may have
+many addresses, so two queues of one virtual host are the same if the broker reports the same cluster name, or if the
+URL is the same (the nodes of a cluster without a configured name report their own).
 
-Invariants: a queue that drops messages, or would be deleted by our reading it, is refused before anything is consumed;
-a claim waits for a few seconds at most, which the reader of a query that has just ended has to go; other applications,
-and readers outside of one, are not concerned.
+Invariants: a queue that drops messages, or that reading would delete, is refused before anything is consumed. A claim
+waits at most a few seconds, in which the reader of a query that has just ended exits. Other applications, and readers
+outside of an application, are not affected.
 """
 
 from __future__ import annotations
@@ -52,41 +52,41 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_NAME: Final = "spark-check"  # of the connection, and in the log
+_NAME: Final = "spark-check"  # of the connection, and in log lines
 _LIMIT: Final = ARGUMENTS["x-delivery-limit"]
 _SHORT_TIMEOUT: Final = 600_000  # milliseconds
-_PATIENCE: Final = 15.0  # seconds for the reader of a query that has ended to requeue and go
+_PATIENCE: Final = 15.0  # seconds for the reader of an ended query to requeue and exit
 _POLL: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    refused: str = ""  # why it cannot be read
-    dropped: str = ""  # why it may drop messages (``failOnDataLoss``)
+    refused: str = ""  # why the queue cannot be read
+    dropped: str = ""  # why the queue may drop messages (``failOnDataLoss``)
     warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class QueueProfile:
-    """The arguments of a queue that decide how it is read."""
+    """The arguments of a queue that determine how it is read."""
 
     name: str
-    delivery_limit: int | None = None  # if its arguments are not known, that of the broker's quorum queues
-    known: bool = True  # whether its arguments are
+    delivery_limit: int | None = None  # if the arguments are unknown, the default of the broker's quorum queues
+    known: bool = True  # whether the arguments are known
     single_active_consumer: bool = False
 
 
 def check_queues(options: QueueOptions, claims: QueueClaims | None = None) -> list[QueueProfile]:
-    """Return how queues are to be read. Blocks for a connection and some round trips.
+    """Return how to read each queue. Blocks for a connection and some round trips.
 
     Args:
-        options: of the query.
-        claims: to claim the queues with before they are looked at.
+        options: The options of the query.
+        claims: The claims to make on the queues before they are checked.
 
     Raises:
-        ConfigurationError: one cannot be read, or drops messages and ``failOnDataLoss`` is on.
-        TopologyMismatch: there is none of that name.
-        BrokerUnavailable: the broker could not be asked.
+        ConfigurationError: If a queue cannot be read, or drops messages while ``failOnDataLoss`` is on.
+        TopologyMismatch: If a queue does not exist.
+        BrokerUnavailable: If the broker could not be queried.
     """
     profiles = []
     with _quietly(), AdminChannel(options.connection.settings(options.url), name=_NAME) as channel:
@@ -115,7 +115,7 @@ def check_queues(options: QueueOptions, claims: QueueClaims | None = None) -> li
 
 
 def delivery_limit(queue: DeclareQueue, version: tuple[int, ...]) -> int | None:
-    """Return the delivery limit in effect on a broker of this version; None for none."""
+    """Return the delivery limit in effect on a broker of this version, or None."""
     if queue.arguments.get("x-queue-type", "classic") != "quorum":
         return None
     return _in_effect(queue.arguments.get(_LIMIT.name, _LIMIT.default_on(version)))
@@ -183,7 +183,7 @@ def _quietly() -> Iterator[None]:
 
 
 def _declaration(channel: AdminChannel, name: str, version: tuple[int, ...]) -> DeclareQueue | None:
-    """Return the declaration of an existing queue; None if it cannot be known."""
+    """Return the declaration of an existing queue, or None if it is unknown."""
     try:
         comparison = _carry_out(channel, compare(DeclareQueue(name, arguments=Queue(name).arguments_for(version))))
     except BrokerUnavailable as error:
@@ -202,7 +202,7 @@ def _declaration(channel: AdminChannel, name: str, version: tuple[int, ...]) -> 
 
 
 def _carry_out(channel: AdminChannel, steps: Generator[Pipeline, Any, Comparison]) -> Comparison:
-    """Carry out steps that go on after a refusal, on a channel that is opened anew."""
+    """Perform steps that continue after a refusal, on a reopened channel."""
     try:
         step = next(steps)
         while True:
@@ -221,7 +221,7 @@ def _carry_out(channel: AdminChannel, steps: Generator[Pipeline, Any, Comparison
 
 
 def application_directory() -> Path | None:
-    """Return the directory that this application alone has; None outside of Spark."""
+    """Return the directory that only this application uses; None outside of Spark."""
     first = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0]
     directory = Path(first)
     return directory if directory.name.startswith("blockmgr-") and directory.is_dir() else None
@@ -231,18 +231,18 @@ class QueueClaims:
     """The queues that a reader has claimed. Not thread-safe."""
 
     def __init__(self, directory: Path | None, settings: ConnectionSettings) -> None:
-        self._directory = directory  # None claims nothing
+        self._directory = directory  # None: nothing is claimed
         self._url = str(settings)
         self._virtual_host = settings.virtual_host
         self._files: list[TextIOWrapper] = []
 
     def claim(self, queues: Sequence[str], *, cluster: str = "", patience: float = _PATIENCE) -> None:
-        """Claim all queues, once. Blocks while another reader has one.
+        """Claim all queues, once. Blocks while another reader has a claim on one.
 
         Args:
-            queues: their names; those of the same name on other brokers are others.
-            cluster: the name that the broker tells; empty if it tells none.
-            patience: seconds to wait for another reader to go.
+            queues: The names of the queues. Queues of the same name on other brokers are different queues.
+            cluster: The cluster name that the broker reports, empty if it reports none.
+            patience: The maximum seconds to wait for another reader to exit.
         """
         if self._directory is None or self._files:
             return
@@ -253,7 +253,7 @@ class QueueClaims:
             for broker in brokers
             for queue in queues
         }
-        for name, queue in sorted(claimed.items()):  # two readers that claim the same do not wait for each other
+        for name, queue in sorted(claimed.items()):  # sorted: two equal claims must not deadlock
             while (file := locked(self._directory / f"reliable-mq-{name}.lock")) is None:
                 if time.monotonic() >= deadline:
                     self.release()

@@ -1,16 +1,16 @@
 """Read queues for a query, on one connection in the driver's reader process.
 
-An I/O thread keeps heartbeats going and takes in deliveries, however long a batch takes. Spark's thread asks for
-batches and reports which are committed. All queues share a channel, with a consumer for each.
+An I/O thread sends heartbeats and receives deliveries, however long a batch takes. Spark's thread requests batches and
+reports which batches are committed. All queues share one channel, with a consumer for each queue.
 
 Invariants:
 
-- A delivery is acked only after its batch was committed, and only on the channel that it came on: if that channel is
-  lost, its ack is dropped and counted, and the broker delivers it again.
+- A delivery is acked only after its batch was committed, and only on the channel that it came on. If that channel is
+  lost, the ack is dropped and counted, and the broker redelivers the message.
 - Deliveries of a lost channel that are in no batch are dropped at once.
 - The held bytes are bounded (`queue_subscriptions`), whatever the prefetch.
-- Closing requeues uncommitted deliveries by ``basic.nack``, after the subscriptions have ended: the broker would
-  deliver them to these again.
+- Closing requeues uncommitted deliveries by ``basic.nack`` after the subscriptions have ended, because the broker would
+  otherwise redeliver them to the same subscriptions.
 """
 
 from __future__ import annotations
@@ -49,22 +49,25 @@ __all__ = ["QueueReader", "longest_linger"]
 logger = logging.getLogger(__name__)
 
 _CLOSE_GRACE: Final = 3.0  # seconds for the closing handshake
-_SETTLING: Final = 0.02  # seconds without a delivery after which a batch is as full as it will be
-_LINGER: Final = 0.1  # seconds that a batch waits for more at most
-_OF_INTERVAL: Final = 0.1  # of the time since the batch before, for which one waits while the queue has more
+_SETTLING: Final = 0.02  # seconds without a delivery after which a batch is considered full
+_LINGER: Final = 0.1  # maximum seconds that a batch waits for more
+_OF_INTERVAL: Final = 0.1  # share of the time since the previous batch to wait while the queue has more
 _LONGEST_LINGER: Final = 5.0  # seconds
-_REQUESTED: Final = 1.0  # likewise, while more is requested, which takes the broker some round trips
-_SELDOM: Final = 2.0  # seconds between two batches
+_REQUESTED: Final = 1.0  # maximum seconds to wait after a prefetch request, which takes the broker some round trips
+_SELDOM: Final = 2.0  # seconds between two batches that count as infrequent
 _SELDOM_BATCHES: Final = 3
-_COUNT_EVERY: Final = 1.0  # seconds, for the backlog
+_COUNT_EVERY: Final = 1.0  # seconds between two counts of the backlog
 _SUBSCRIBE_AGAIN: Final = 0.5  # seconds after the broker has cancelled a consumer
 
 
 class QueueReader(NullListener):
-    """Subscribe to queues, plan batches and ack them. Construction does not connect."""
+    """A reader that subscribes to queues, plans batches and acks them.
+
+    The constructor does not connect.
+    """
 
     def __init__(self, options: QueueOptions, session: str, prefetch: PrefetchChoice) -> None:
-        self.error: ReliableMQError | None = None  # why reading has ended by itself
+        self.error: ReliableMQError | None = None  # the error that ended reading
         queues = dict.fromkeys(options.queues, 0)
         self.statistics = QueueStatistics(Counter(queues), Counter(queues), Counter(queues))
         self._options = options
@@ -72,20 +75,20 @@ class QueueReader(NullListener):
         # Shared by both threads, guarded by `_changed`.
         self._changed = threading.Condition()
         self._batches = Batches(session)
-        self._remaining: dict[str, int] | None = None  # by queue, where there is a limit
-        self._ready: dict[str, int] = {}  # messages that are ready, by queue, by the last count
-        self._found: dict[str, int] = {}  # likewise, before the subscription
+        self._remaining: dict[str, int] | None = None  # by queue, if there is a limit
+        self._ready: dict[str, int] = {}  # ready messages by queue, from the last count
+        self._found: dict[str, int] = {}  # the same, before the subscription
         self._counts = 0
         self._connected = False
         self._attempts_left = len(settings.endpoints)
         self._last_error: ReliableMQError | None = None
-        self._missing_since: float | None = None  # since when a queue does not exist
+        self._missing_since: float | None = None  # when a queue was first found missing
         self._first_at = self._last_at = 0.0  # arrival of the oldest and the newest waiting delivery
-        self._planned_at = time.monotonic()  # the newest batch
-        self._seldom = 0  # batches in a row that came seldom while messages were ready
-        self._requested_at: float | None = None  # since when a larger prefetch is requested
+        self._planned_at = time.monotonic()  # of the newest batch
+        self._seldom = 0  # consecutive infrequent batches while messages were ready
+        self._requested_at: float | None = None  # when a larger prefetch was requested
         self._requeued = threading.Event()
-        # Of the I/O thread alone.
+        # Used by the I/O thread only.
         self._prefetch = PrefetchController(
             most=prefetch.most,
             most_bytes=2 * options.max_bytes,
@@ -94,11 +97,11 @@ class QueueReader(NullListener):
             first=prefetch.first,
         )
         self._limited = prefetch.limit is not None
-        self._returned: dict[int, int] = {}  # how often an unacked delivery has come back before, by delivery tag
+        self._returned: dict[int, int] = {}  # earlier returns of each unacked delivery, by delivery tag
         self._sources: dict[str, ChannelGeneration] = {}  # by queue
-        self._changing = False  # the subscriptions
+        self._changing = False  # whether the subscriptions are changing
         self._closing = False
-        self._count_again = 0.0  # earliest time of the next count for the backlog
+        self._count_again = 0.0  # earliest time of the next backlog count
         self._read: list[Delivery] = []  # not yet visible to Spark's thread
         self._metrics = exporter(options.metrics_directory)
         self._registration = self._metrics and register(self._metrics.registry, self._readings)
@@ -120,11 +123,11 @@ class QueueReader(NullListener):
     def open(self) -> None:
         """Connect and begin to read.
 
-        Blocks until that has succeeded, or each host had its first attempt.
+        Blocks until the connection is ready, or each host had its first attempt.
 
         Raises:
-            BrokerUnavailable: no host could be reached.
-            TopologyMismatch: there is no such queue.
+            BrokerUnavailable: If no host could be reached.
+            TopologyMismatch: If a queue does not exist.
         """
         self._io.start()
         patience = self._settings.connect_timeout * len(self._settings.endpoints) + 1.0
@@ -141,11 +144,11 @@ class QueueReader(NullListener):
     def plan(self, start: QueuePosition, *, most: int, timeout: float) -> QueuePosition:
         """Plan the batch after ``start``.
 
-        It holds the waiting deliveries, or the first ones within ``timeout`` seconds.
+        The batch holds the waiting deliveries, or the first ones that arrive within ``timeout`` seconds.
 
         Raises:
-            ConsumeError: a queue has been missing for ``missingQueueTimeout``.
-            ReliableMQError: reading has ended by itself.
+            ConsumeError: If a queue has been missing for ``missingQueueTimeout``.
+            ReliableMQError: If an error has ended reading.
         """
         called = time.monotonic()
         with self._changed:
@@ -165,7 +168,7 @@ class QueueReader(NullListener):
                 self._changed.wait(wait)
 
     def deliveries(self, start: QueuePosition, end: QueuePosition) -> list[Delivery]:
-        """Return a planned batch; nothing if another process has planned it."""
+        """Return a planned batch. It is empty if another process planned it."""
         with self._changed:
             return self._batches.deliveries(start, end)
 
@@ -177,19 +180,19 @@ class QueueReader(NullListener):
             self._io.call_soon(partial(self._ack, done))
 
     def limit_to_ready(self) -> None:
-        """Take no more from each queue than was ready before the subscription."""
+        """Limit each queue to the messages that were ready before the subscription."""
         with self._changed:
             self._remaining = dict(self._found)
         self._leave([queue for queue, ready in self._found.items() if not ready])
 
     @property
     def exhausted(self) -> bool:
-        """Whether everything that was ready at the beginning was taken."""
+        """Whether all messages that were ready at the beginning are planned."""
         with self._changed:
             return self._remaining is not None and not any(self._remaining.values())
 
     def count(self, timeout: float) -> dict[str, int] | None:
-        """Count ready messages, by queue that may be taken from; None after a timeout."""
+        """Count ready messages by queue, for queues within the limit; None on timeout."""
         with self._changed:
             before = self._counts
             if not self._io.call_soon(self._count) or not self._changed.wait_for(
@@ -202,15 +205,15 @@ class QueueReader(NullListener):
             return {queue: ready for queue, ready in self._ready.items() if wanted is None or wanted.get(queue, 0) > 0}
 
     def backlog(self) -> QueuePosition:
-        """Return the position behind all known messages; count again for the next call."""
+        """Return the position after all known messages. Start a count for the next call."""
         self._io.call_soon(self._count_if_due)
         with self._changed:
             return self._batches.horizon(self._ready)
 
     def close(self, timeout: float) -> None:
-        """Requeue uncommitted deliveries, and disconnect.
+        """Requeue uncommitted deliveries and disconnect.
 
-        Blocks for ``timeout`` seconds and a few at most.
+        Blocks at most a few seconds longer than ``timeout`` seconds.
         """
         if self._io.call_soon(self._begin_to_close):
             self._requeued.wait(timeout)
@@ -236,7 +239,8 @@ class QueueReader(NullListener):
     def _wait_for_more(self, start: QueuePosition, most: int, called: float, deadline: float) -> float:
         """Return the seconds to wait before the batch after ``start`` is planned.
 
-        The latest acks have let the broker send more, which is on its way: a fuller batch is worth some milliseconds.
+        The latest acks allow the broker to send more messages, which are already on their way. A fuller batch is worth
+        a wait of some milliseconds.
         """
         batches, now = self._batches, time.monotonic()
         if batches.knows(start):
@@ -251,7 +255,7 @@ class QueueReader(NullListener):
         return min(max(self._last_at, called) + _SETTLING, max(self._first_at, called) + linger) - now
 
     def _too_few(self, start: QueuePosition) -> bool:
-        """Whether to wait for ``minMessagesPerTrigger``, for which there is space."""
+        """Return whether to wait for ``minMessagesPerTrigger``, while more can be held."""
         least, waiting, held = self._options.min_messages, len(self._batches.waiting), self._batches.held
         if least is None or waiting >= least or self._remaining is not None or self._batches.knows(start):
             return False
@@ -271,7 +275,7 @@ class QueueReader(NullListener):
         return end
 
     def _hint(self, rows: int, apart: float) -> None:
-        """Warn once if full batches come seldom while messages wait."""
+        """Warn once if full batches are infrequent while messages wait."""
         backlog = sum(self._ready.values())
         self._seldom = self._seldom + 1 if backlog and apart >= _SELDOM and self._remaining is None else 0
         if self._seldom == _SELDOM_BATCHES:
@@ -285,7 +289,7 @@ class QueueReader(NullListener):
             )
 
     def _leave(self, queues: Sequence[str]) -> None:
-        """Unsubscribe from these queues: enough was taken, the rest is for others."""
+        """Unsubscribe from queues whose limit is reached; leave the rest to others."""
         for queue in queues:
             self._io.call_soon(partial(self._stop_reading, queue))
 
@@ -317,13 +321,13 @@ class QueueReader(NullListener):
             self._connected = False
             for delivery in self._batches.lost():
                 if self._remaining is not None and delivery.source.generation == generation:
-                    self._remaining[delivery.queue] += 1  # it comes again, and must not count twice
+                    self._remaining[delivery.queue] += 1  # the redelivery must not count twice
             self._changed.notify_all()
         if self._closing:
             self._requeued.set()
 
     def failed(self, error: ReliableMQError, will_retry: bool) -> None:
-        """Note that an attempt to connect or to subscribe failed."""
+        """Record that an attempt to connect or to subscribe failed."""
         with self._changed:
             self._last_error = error
             self._attempts_left -= 1
@@ -350,7 +354,7 @@ class QueueReader(NullListener):
         self._io.call_later(_SUBSCRIBE_AGAIN, partial(self._subscribe_again, queue))
 
     def delivered(self, deliveries: list[RawDelivery]) -> None:
-        """Take in deliveries, as many as one read held."""
+        """Accept the deliveries of one read."""
         self._acks.delivered(deliveries[0].delivery_tag, deliveries[-1].delivery_tag)
         for delivery in cast("list[Delivery]", deliveries):
             delivery.came_from(self._sources[self._subscriptions.queue(delivery.consumer_tag)])
@@ -373,7 +377,7 @@ class QueueReader(NullListener):
                 self._ready[queue] = max(0, self._ready.get(queue, 0) - count)
                 self.statistics.delivered[queue] += count
             self._prefetch.received(len(read), size)
-            self._adjust()  # before Spark's thread looks: what is requested is worth waiting for
+            self._adjust()  # before Spark's thread is notified: requested deliveries are worth a wait
             self._changed.notify_all()
 
     # -- on the I/O thread: subscriptions ------------------------------------------------------------------------------
@@ -413,7 +417,7 @@ class QueueReader(NullListener):
     def _subscribe_again(self, queue: str) -> None:
         """Consume a queue again once no batch has deliveries of it.
 
-        A broker whose consumer timeout is over delivers them again.
+        If the consumer timeout has expired, the broker redelivers them.
         """
         if not self._connected or self._closing or queue in self._subscriptions.queues:
             return
@@ -438,12 +442,12 @@ class QueueReader(NullListener):
             self._io.run(steps, self._changed_subscriptions)
 
     def _request_ended(self) -> None:
-        """Note that the requested deliveries are on their way, or will not come."""
+        """Record that the requested deliveries are on their way, or will not come."""
         with self._changed:
             if self._requested_at is not None:
                 self._requested_at = None
                 self._first_at = time.monotonic()
-                self._last_at = self._first_at + _LINGER  # until the first of them is here
+                self._last_at = self._first_at + _LINGER  # until the first of them arrives
                 self._changed.notify_all()
 
     def _changed_subscriptions(self, outcome: object) -> None:
@@ -539,7 +543,7 @@ class QueueReader(NullListener):
             self._requeued.set()
 
     def _requeue_all(self, _outcome: object) -> None:
-        """Requeue everything, after the subscriptions have ended."""
+        """Requeue everything after the subscriptions have ended."""
         with self._changed:
             everything = self._batches.take_all()
             self._changed.notify_all()
@@ -548,9 +552,9 @@ class QueueReader(NullListener):
 
 
 def longest_linger(since: float, *, backlog: bool) -> float:
-    """Return the seconds that a batch may wait for more, while deliveries come in.
+    """Return the maximum seconds that a batch waits for more deliveries.
 
-    With a trigger interval, a batch has what came in meanwhile; unacked deliveries of the batch before kept some back.
-    If the queue has more, they are worth a part of the interval.
+    With a trigger interval, a batch holds the deliveries of that interval, but unacked deliveries of the previous batch
+    kept others back. If the queue has more messages, they are worth waiting for during a part of the interval.
     """
     return max(_LINGER, min(_OF_INTERVAL * since, _LONGEST_LINGER)) if backlog else _LINGER

@@ -1,6 +1,6 @@
 """Queue mode: the driver's reader process reads queues and acks committed batches.
 
-Spark's calls, for batch N+1, as they come (PySpark 4.2 to 4.3)::
+Spark's calls for batch N+1, in order (PySpark 4.2 to 4.3)::
 
     commits/N written
     latestOffset(end of N, limit)     acks N; plans N+1 of the deliveries here
@@ -11,19 +11,19 @@ Spark's calls, for batch N+1, as they come (PySpark 4.2 to 4.3)::
     read(partition)                   on the executors: properties become columns
     commits/N+1 written
 
-A batch that an earlier process has planned is not known here. It is returned as an empty one, which Spark commits; its
-messages, which nobody has acked, come again in a later batch.
+This process does not know a batch that an earlier process planned. It returns that batch as an empty one, which Spark
+commits. The batch's unacked messages are redelivered in a later batch.
 
 At the end of a query Spark does not call ``stop()``: it sends SIGTERM, twice. The signal handler requeues uncommitted
-deliveries, so that other consumers have them at once.
+deliveries, so that other consumers receive them at once.
 
 Invariants:
 
-- Nothing is acked before Spark has recorded its batch.
-- The object pickles as long as it has not read; its state for the tasks holds no URL.
-- The signal handler waits for no lock and for nothing else: it runs in the middle of whatever Spark's thread is doing,
-  be it the handler of the signal before (`threading.Event` has a lock, and `threading` one for starting threads). A
-  second signal changes nothing. The process ends within a bounded time.
+- No delivery is acked before Spark has recorded its batch.
+- The object can be pickled until it has read; its state for the tasks holds no URL.
+- The signal handler does not wait for a lock or for anything else. It interrupts Spark's thread at any point, including
+  inside the handler of the previous signal (`threading.Event` has a lock, and `threading` has one for starting
+  threads). A second signal changes nothing. The process ends within a bounded time.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ logger = logging.getLogger(__name__)
 
 
 def on_termination(close: Callable[[], None]) -> None:
-    """Handle SIGTERM: call ``close`` on a thread of its own, then end the process.
+    """Handle SIGTERM: call ``close`` on a separate thread, then end the process.
 
-    Outside of the main thread, which alone may handle signals, nothing is done.
+    Do nothing outside of the main thread, because only that thread may handle signals.
     """
     if threading.current_thread() is not threading.main_thread():
         return
-    first = threading.Lock()  # acquired by the first signal, waited for by none
+    first = threading.Lock()  # acquired by the first signal; no signal waits for it
 
     def end() -> None:
         try:
@@ -89,14 +89,14 @@ _REQUEUE: Final = 5.0  # seconds to requeue deliveries
 _POLL: Final = 0.05  # seconds between two polls of queues that seem empty
 _COUNT: Final = 10.0  # seconds for the broker to count ready messages
 _STARVED: Final = 60.0  # seconds without a message though some are ready
-_PARTITION: Final = 16 * 2**20  # bytes for one task: each costs a Python worker some 50 ms of CPU, whatever is in it
+_PARTITION: Final = 16 * 2**20  # bytes for one task: each costs a Python worker some 50 ms of CPU, whatever its size
 
 
 def refuse_batch(options: QueueOptions) -> NoReturn:
     """Raise the error for a queue in ``spark.read``.
 
-    A batch read has no commit: Spark does not tell its source whether the job has succeeded, reads partitions again
-    when a task is retried or a plan is run twice, and keeps no checkpoint. Whatever acked would lose messages.
+    A batch read has no commit. Spark does not tell its source whether the job has succeeded, reads partitions again
+    when a task is retried or a plan is run twice, and keeps no checkpoint. Any ack would lose messages.
     """
     raise ConfigurationError(
         f"queue {', '.join(options.queues)!r} cannot be read with spark.read: a batch read never says that it is done, "
@@ -120,7 +120,7 @@ class QueuePartition(InputPartition):
 
 
 class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """The reader of a query in queue mode. Spark makes several, of which one reads."""
+    """The reader of a query in queue mode. Spark makes several; one of them reads."""
 
     def __init__(self, options: QueueOptions, names: Sequence[str]) -> None:
         self._options: QueueOptions | None = options
@@ -143,12 +143,12 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
         return ReadMaxRows(self._given.max_messages)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        """Read the messages that are ready now, and no more."""
+        """Read only the messages that are ready now."""
         self._available_now = True
         self._started_reader().limit_to_ready()
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
-        """Ack the batch before ``start``, which is committed, and plan the next one."""
+        """Ack the committed batch before ``start`` and plan the next one."""
         if isinstance(limit, ReadAllAvailable):
             raise UsageError(
                 "trigger(once=True) reads all that there is as one batch, however large: use "
@@ -163,14 +163,14 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
         return reader.plan(position, most=most, timeout=_IDLE).as_json()
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
-        """Return the position after everything that is ready; Spark shows the backlog."""
+        """Return the position after all ready messages. Spark shows the backlog."""
         reader = self._reader
         if reader is None or self._finished:
             return None
         return reader.backlog().as_json()
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
-        """Return the batch between two positions; nothing if another process planned it."""
+        """Return the batch between two positions; empty if another process planned it."""
         first, last = QueuePosition.parse(start), QueuePosition.parse(end)
         deliveries = [] if self._reader is None else self._reader.deliveries(first, last)
         if not deliveries:
@@ -185,7 +185,7 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
         return [QueuePartition(part) for part in parts]
 
     def commit(self, end: dict[str, Any]) -> None:
-        """Ack the batch before ``end``, which is committed."""
+        """Ack the committed batch before ``end``."""
         if self._reader is not None:
             self._reader.committed(QueuePosition.parse(end))
 
@@ -206,13 +206,14 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
         return self._options
 
     def _started_reader(self) -> QueueReader:
-        """Return the reader; the first call connects it."""
+        """Return the reader. The first call connects it."""
         if self._reader is None:
             if self._claims is None:
                 settings = self._given.connection.settings(self._given.url)
                 self._claims = QueueClaims(application_directory(), settings)
             prefetch = choose(self._given.prefetch, check_queues(self._given, self._claims))
-            # A warning: nothing configures logging in this process of Spark's, which shows no less.
+            # Logged as a warning, because Spark does not configure logging in this process, which then shows no lower
+            # level.
             logger.warning("prefetch %d for %s: %s", prefetch.most, ", ".join(self._given.queues), prefetch.reason)
             reader = QueueReader(self._given, uuid.uuid4().hex[:12], prefetch)
             on_termination(lambda: reader.close(_REQUEUE))
@@ -223,10 +224,10 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
     def _next_available(self, reader: QueueReader, start: QueuePosition, most: int) -> QueuePosition:
         """Plan a batch of messages that were ready when the query began.
 
-        ``start`` is returned if none of them is left.
+        Return ``start`` if none of them is left.
 
-        Other consumers may have taken it meanwhile. So a queue is at its end, too, when the broker reports twice that
-        nothing is ready: deliveries sent before its first report have arrived by the second.
+        Other consumers may have taken some of them. So a queue is also finished when the broker reports twice that
+        nothing is ready: deliveries sent before the first report have arrived by the second.
         """
         empty = 0
         starved_at = time.monotonic() + _STARVED
@@ -261,7 +262,7 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
 def _split(
     deliveries: Sequence[Delivery], least: int | None, most_records: int | None = None
 ) -> Iterator[Sequence[Delivery]]:
-    """Split a batch into parts for its tasks."""
+    """Split a batch into parts, one for each task."""
     count = len(deliveries)
     parts = max(worth_having(least or 1, count), -(-sum(map(size_of, deliveries)) // _PARTITION))
     if most_records is not None:

@@ -1,20 +1,20 @@
 """The consumers of queues, and a prefetch that bounds unacked bytes. No I/O.
 
-AMQP limits unacked deliveries by their number, RabbitMQ has no limit in bytes, and a message may have 16 MiB. So the
-prefetch begins with one delivery and grows with the number of those whose size is known, and the subscription is
+AMQP limits the number of unacked deliveries, RabbitMQ has no limit in bytes, and a message may have 16 MiB. So the
+prefetch begins with one delivery and grows with the number of deliveries whose size is known. The subscription is
 cancelled while too many bytes are held.
 
-The limit of the prefetch is chosen for the queue, where the user gives none (`choose`). A queue without a delivery
-limit is read as far ahead as the bytes allow: a crash then has messages come again, and nothing else.
+If the user specifies no prefetch, its limit depends on the queue (`choose`). A queue without a delivery limit is read
+as far ahead as the byte limit allows: the only effect of a crash is that messages are redelivered.
 
-On a queue with a delivery limit every death of the reader counts against all deliveries that it holds. So it holds the
-fewer, the closer they are to the limit: the whole prefetch if none has come back before, a single delivery from half of
-the limit on. A message that kills the reader reaches the limit alone. Messages that have come back before are at the
-head of a queue: so the reader looks at one delivery before it requests more.
+On a queue with a delivery limit, every crash of the reader counts against all deliveries that it holds. So the reader
+holds fewer deliveries the closer they are to the limit: the whole prefetch if none was returned before, a single
+delivery from half of the limit on. A message that crashes the reader then reaches the limit alone. Messages that were
+returned before are at the head of a queue, so the reader checks one delivery before it requests more.
 
-Invariant: the prefetch is at least 1. Unacked deliveries of all queues together are never more than the limit allows
-them together, also while a subscription is renewed. No consumer tag is used twice: deliveries of a cancelled consumer
-are told from those of its successor.
+Invariant: the prefetch is at least 1. The unacked deliveries of all queues together never exceed the limit for all of
+them, even while a subscription is renewed. No consumer tag is used twice, so that deliveries of a cancelled consumer
+can be distinguished from those of its successor.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from reliable_mq.spark.queue_checks import QueueProfile
 
 __all__ = ["PrefetchChange", "PrefetchChoice", "PrefetchController", "Subscriptions", "choose", "times_returned"]
 
-_CAREFUL: Final = 2000  # where a crash counts against what was read ahead
-_STEADY: Final = 64  # where a change of the subscription makes another consumer the active one
-_GROWTH: Final = 64  # times the deliveries whose size is known
-_WEIGHT: Final = 0.2  # of the sizes of one read in the average
+_CAREFUL: Final = 2000  # maximum prefetch if a crash counts against deliveries that were read ahead
+_STEADY: Final = 64  # maximum prefetch if renewing the subscription may activate another consumer
+_GROWTH: Final = 64  # maximum prefetch, as a multiple of the deliveries whose size is known
+_WEIGHT: Final = 0.2  # weight of the sizes of one read in the average
 _COUNT: Final = "x-delivery-count"
-_SLACK: Final = 1.1  # times the limit: messages a little larger than the average do not end a subscription
+_SLACK: Final = 1.1  # times the limit, so that messages slightly above the average do not end a subscription
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchChoice:
-    """The limit of the prefetch of a query, and why."""
+    """The limit of the prefetch of a query, and the reason for it."""
 
-    most: int  # deliveries that a queue may have unacked
-    limit: int | None = None  # the delivery limit to heed; None also where the user has chosen the prefetch
-    first: int = 1  # before a size is known
+    most: int  # maximum unacked deliveries of a queue
+    limit: int | None = None  # the delivery limit to respect; None also if the user has chosen the prefetch
+    first: int = 1  # the prefetch before a size is known
     reason: str = ""
 
 
@@ -82,48 +82,48 @@ class PrefetchChange(enum.Enum):
 
 
 class PrefetchController:
-    """Decide on the prefetch of all queues of a reader. Not thread-safe."""
+    """A controller of the prefetch of all queues of a reader. Not thread-safe."""
 
     def __init__(self, *, most: int, most_bytes: int, queues: int, limit: int | None = None, first: int = 1) -> None:
-        self.returned = 0  # how often an unacked delivery has come back before, at most; set by the owner
+        self.returned = 0  # maximum earlier returns of an unacked delivery; set by the owner
         self._limit = limit
-        self._looked = limit is None  # at a first delivery of this channel
+        self._looked = limit is None  # whether a first delivery of this channel was checked
         self._most = most
         self._most_bytes = most_bytes
         self._queues = queues
         self._first = min(first, most)
         self._known = 0  # deliveries whose size is known
         self._average: float | None = None
-        self.granted = self.prefetch  # of the present subscription, for each queue
-        self.paused = False  # there is no subscription
+        self.granted = self.prefetch  # per queue, of the current subscription
+        self.paused = False  # whether no subscription exists
 
     @property
     def prefetch(self) -> int:
-        """The prefetch that a subscription should have now, if nothing is unacked."""
+        """The prefetch that a new subscription should have if nothing is unacked."""
         if not self._looked:
             return 1
         if self._average is None:
             return self._first
         grown = max(_GROWTH * self._known, self._first)
-        if self._bearable <= 4 * grown:  # else the next step would be less than twice this one
+        if self._bearable <= 4 * grown:  # otherwise the next step would be less than twice this one
             grown = self._bearable
         return max(1, min(grown, int(self._most_bytes / self._queues / self._average)))
 
     def _target(self, unacked: int) -> int:
-        """The prefetch to subscribe with while so many deliveries are unacked."""
+        """Return the prefetch for a subscription while that many deliveries are unacked."""
         return max(1, min(self.prefetch, self._most - unacked // self._queues))
 
     @property
     def _bearable(self) -> int:
-        """Unacked deliveries of a queue that the death of the reader may count against."""
+        """The maximum unacked deliveries of a queue, since a crash counts against each."""
         if self._limit is None:
             return self._most
         if 2 * self.returned >= self._limit:
-            return 1  # also with a limit of 0, where the first death counts against all held deliveries
+            return 1  # also with a limit of 0, where the first crash counts against all held deliveries
         return int(self._most ** (1 - 2 * self.returned / self._limit))
 
     def received(self, count: int, size: int) -> None:
-        """Learn the sizes: ``count`` deliveries came in, of ``size`` bytes together."""
+        """Record ``count`` deliveries with a total size of ``size`` bytes."""
         self._looked = True
         self._known += count
         average = size / count
@@ -133,12 +133,12 @@ class PrefetchController:
             self._average += _WEIGHT * (average - self._average)
 
     def lost(self) -> None:
-        """Begin anew on the next channel: all unacked deliveries have come back once more."""
+        """Reset for the next channel: all unacked deliveries were returned once more."""
         self.returned = 0
         self._looked = self._limit is None
 
     def grant(self, unacked: int) -> int:
-        """Return the prefetch of a new subscription, and note that there is one."""
+        """Return the prefetch of a new subscription and record the subscription."""
         self.granted = self._target(unacked)
         self.paused = False
         return self.granted
@@ -162,12 +162,12 @@ class PrefetchController:
         return PrefetchChange.STAY
 
     def _risky(self, unacked: int) -> bool:
-        """Whether more deliveries are unacked than the delivery limit can bear."""
-        return self._limit is not None and unacked > self._queues * (2 * self._bearable + 1)  # of two subscriptions
+        """Return whether more deliveries are unacked than the delivery limit permits."""
+        return self._limit is not None and unacked > self._queues * (2 * self._bearable + 1)  # for two subscriptions
 
 
 def times_returned(delivery: RawDelivery) -> int:
-    """Return how often a delivery has come back, by the broker's count; 0 if unknown."""
+    """Return how often a delivery was returned, by the broker's count; 0 if unknown."""
     try:
         count = Properties(delivery.properties).headers_beginning(_COUNT).get(_COUNT)
     except CodecError:
@@ -176,9 +176,9 @@ def times_returned(delivery: RawDelivery) -> int:
 
 
 class Subscriptions:
-    """The consumers on one channel at a time: one for each queue, with one prefetch.
+    """The consumers on the current channel: one per queue, with a common prefetch.
 
-    Its generators are the steps for a connection to carry out. Of the I/O thread alone.
+    The generators yield the steps for a connection to perform. Only the I/O thread uses this object.
     """
 
     def __init__(
@@ -189,9 +189,9 @@ class Subscriptions:
         self._wanted = wanted
         self._grant = grant
         self._granted = 1
-        self._queue_of: dict[str, str] = {}  # by consumer tag, of this channel
-        self._active: list[str] = []  # the tags that the broker delivers to now
-        self._made = 0  # so far
+        self._queue_of: dict[str, str] = {}  # by consumer tag, for this channel
+        self._active: list[str] = []  # the tags of consumers that receive deliveries
+        self._made = 0  # number of consumers created
 
     def queue(self, consumer_tag: str) -> str:
         """Return the queue of a consumer of this channel, active or cancelled."""
@@ -207,32 +207,32 @@ class Subscriptions:
         yield from self._consume_wanted()
 
     def renew(self) -> Generator[Step, Any, None]:
-        """Consume all wanted queues anew, with the present prefetch."""
+        """Consume all wanted queues again with the current prefetch."""
         yield from self.end()
         yield from self._consume_wanted()
 
     def resume(self, queue: str) -> Generator[Step, Any, None]:
-        """Consume a queue again whose consumer the broker has cancelled."""
+        """Consume a queue again after the broker has cancelled its consumer."""
         yield CheckQueue(queue)
         yield SetPrefetch(self._granted)
         yield self._consume(queue)
 
     def end(self, queue: str | None = None) -> Generator[Step, Any, None]:
-        """Cancel the consumer of a queue, or all that exist when this is carried out."""
+        """Cancel the consumer of a queue, or all that exist when this is performed."""
         tags = [tag for tag in self._active if queue in (None, self._queue_of[tag])]
         self._active = [tag for tag in self._active if tag not in tags]
         for tag in tags:
             yield Cancel(tag)
 
     def cancelled(self, consumer_tag: str) -> str | None:
-        """Forget a consumer; return its queue, None if it was being cancelled anyway."""
+        """Forget a consumer. Return its queue, or None if it was already being cancelled."""
         if consumer_tag not in self._active:
             return None
         self._active.remove(consumer_tag)
         return self._queue_of[consumer_tag]
 
     def lost(self) -> None:
-        """Forget all consumers: their channel is gone."""
+        """Forget all consumers, because their channel is lost."""
         self._active.clear()
 
     def _consume_wanted(self) -> Generator[Step, Any, None]:

@@ -1,25 +1,25 @@
 """Convert the rows of a DataFrame to messages, in one pass over each Arrow batch.
 
-A row without a message id gets one: the same at every attempt at its task, different for different rows. A task that
-fails, or is slow under speculation, runs again and publishes its rows again; consumers recognise them by the id. A
-retried attempt may see its rows in another order, so an id is made not of a row's number but of its content: a digest,
-and how many equal rows came before. Equal rows are interchangeable.
+A row without a message id gets one. The id is the same at every attempt at its task, and different for different rows.
+A task that fails, or that is slow under speculation, runs again and publishes its rows again; consumers recognise them
+by the id. A retried attempt may see its rows in another order, so an id does not depend on a row's number but on its
+content: it consists of a digest and the number of equal rows before it. Equal rows are interchangeable.
 
 Invariants:
 
-- Headers of other types than text have AMQP's type of their kind: an array is a list, a map or a struct is a table.
-  Entries of maps are sorted, since Spark promises no order. Nothing raises for a value that a column of its type can
-  hold, but for text that is not UTF-8.
-- A row that cannot be a message is an `UnsendableRow` in its place; the rows around it are not touched.
-- Within one partition no two rows have the same id. Attempts that see the same rows, in whatever order, make the same
-  ids. They contain nothing random, and nothing that differs between processes (``hash`` does).
+- A header that is not text has the corresponding AMQP type: an array becomes a list, a map or a struct becomes a table.
+  Entries of maps are sorted, because Spark guarantees no order. No value that a column of its type can hold raises an
+  error, except text that is not UTF-8.
+- A row that cannot be a message becomes an `UnsendableRow` in its place. The rows around it are unaffected.
+- Within one partition no two rows have the same id. Attempts that see the same rows, in any order, make the same ids.
+  Ids contain nothing random and nothing that differs between processes (as ``hash`` does).
 
-A row that cannot be sent becomes a dead letter that says why. It has as much of its row as a message can carry: the
-body, and every property and header that is valid. The columns that are not travel as text in a header of ours. Where
-the message was for, and why it was not sent, is in the headers that every dead letter of this package has, so that the
-tools for dead letters read it. A letter can always be encoded, whatever the row holds; it is persistent, has the
-message id of its row if that is one, and else an id that every attempt makes again; nothing in it routes it elsewhere
-or lets it expire.
+A row that cannot be sent becomes a dead letter that states the reason. The dead letter keeps as much of its row as a
+message can carry: the body, and every valid property and header. Invalid columns are stored as text in a header of this
+package. The destination and the reason are in the headers that every dead letter of this package has, so the
+dead-letter tools can read them. A dead letter can always be encoded, whatever the row holds. It is persistent. It has
+the message id of its row if that id is valid, else an id that is the same at every attempt. Nothing in it routes it
+elsewhere or lets it expire.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class UnsendableRow(NamedTuple):
     number: int  # in its partition, from 0
     message_id: str | None
     reason: str
-    values: Mapping[str, Any]  # times in microseconds, bytes that are not UTF-8 as surrogate escapes
+    values: Mapping[str, Any]  # times are in microseconds; bytes that are not UTF-8 are surrogate escapes
 
 
 class Outgoing(NamedTuple):
@@ -59,7 +59,7 @@ class Outgoing(NamedTuple):
 
 
 class RowPlan:
-    """The meaning of each column. Made on the driver, used on executors: picklable."""
+    """The meaning of each column. The driver creates it and pickles it for executors."""
 
     def __init__(self, options: WriteOptions, names: tuple[str, ...]) -> None:
         self._positions = {name: position for position, name in enumerate(names)}
@@ -69,10 +69,10 @@ class RowPlan:
             self._positions.pop("routing_key", None)
         self._exchange = options.exchange or ""
         self._routing_key = options.routing_key or ""
-        self._traceparent = options.traceparent  # no part of an id: a row keeps its own in another trace
+        self._traceparent = options.traceparent  # not part of an id: a row keeps its id in another trace
         self._routed = "exchange" in self._positions or "routing_key" in self._positions
         self._properties = tuple(
-            sorted(self._positions.keys() - {"body", "exchange", "routing_key", "message_id"})  # whatever their order
+            sorted(self._positions.keys() - {"body", "exchange", "routing_key", "message_id"})  # in any column order
         )
 
     @property
@@ -87,17 +87,17 @@ class RowPlan:
 
     @property
     def chooses_route(self) -> bool:
-        """Whether a row decides on its queues, as headers do at some exchanges.
+        """Whether a row determines its queues, as headers do at some exchanges.
 
-        Not at the default exchange, which looks at the routing key alone.
+        Headers have no effect at the default exchange, which uses only the routing key.
         """
         return self._routed or ("headers" in self._positions and self._exchange != "")
 
     def messages(self, batch: pa.RecordBatch, ids: MessageIds, first: int) -> Iterator[Outgoing | UnsendableRow]:
-        """Return the messages of a batch in order, or rows that cannot be one."""
+        """Return the messages of a batch in order, with `UnsendableRow` for bad rows."""
         try:
             yield from self._messages(batch, ids, first)
-        except UnicodeDecodeError:  # of a whole column, before the first message
+        except UnicodeDecodeError:  # raised for a whole column, before the first message
             if batch.num_rows == 1:
                 yield self._undecodable(batch, first)
                 return
@@ -134,7 +134,7 @@ class RowPlan:
                 yield Outgoing(message, exchange or "", routing_key or "")
 
     def _undecodable(self, row: pa.RecordBatch, number: int) -> UnsendableRow:
-        """Return a row, the only one of its batch, with text that is not UTF-8."""
+        """Return a row whose text is not UTF-8. It is the only row of its batch."""
         given: dict[str, Any] = {"exchange": self._exchange, "routing_key": self._routing_key}
         unfit = []
         for name in sorted(self._positions, key=lambda name: name != "message_id"):
@@ -158,13 +158,13 @@ class RowPlan:
 
 
 def _properties(names: tuple[str, ...], values: tuple[Any, ...], traceparent: str | None) -> dict[str, Any]:
-    """Return the properties of a row; ``traceparent`` is for one without a context."""
+    """Return the properties of a row. ``traceparent`` applies if it has no context."""
     properties = {name: value for name, value in zip(names, values, strict=True) if value is not None}
     if "headers" in properties:
         properties["headers"] = dict(properties["headers"])
     if "traceparent" in properties:
         traceparent = headers.checked_traceparent("traceparent", properties.pop("traceparent"))
-    if traceparent is not None:  # unless the row has a context among its headers
+    if traceparent is not None:  # a context among the row's headers takes precedence
         properties["headers"] = {"traceparent": traceparent, **properties.get("headers", {})}
     if "timestamp" in properties:
         properties["timestamp"] = moment(properties["timestamp"])
@@ -177,7 +177,7 @@ def _plain(column: pa.Array) -> list[Any]:
 
 
 def _binary(column: pa.Array) -> list[Any]:
-    """Return text as its bytes in UTF-8, which Arrow stores."""
+    """Return text as its UTF-8 bytes, which is how Arrow stores it."""
     if pa.types.is_string(column.type):
         column = column.cast(pa.binary())
     elif pa.types.is_large_string(column.type):
@@ -186,19 +186,19 @@ def _binary(column: pa.Array) -> list[Any]:
 
 
 def _microseconds(column: pa.Array) -> list[Any]:
-    """Return times as numbers: the name of a zone differs between sessions."""
+    """Return times as numbers, because zone names differ between sessions."""
     return _plain(column.cast(pa.timestamp("us", "UTC")).cast(pa.int64()))
 
 
 def _entries(column: pa.Array) -> list[Any]:
-    """Return headers; the entries of maps are sorted, since Spark promises no order."""
+    """Return headers. Map entries are sorted: Spark guarantees no order."""
     if not pa.types.is_map(column.type) or not pa.types.is_string(column.type.item_type):
         return written_values(column)
     return [None if entries is None else sorted(entries, key=_name) for entries in _plain(column)]
 
 
 def moment(microseconds: int) -> datetime:
-    """Return a time since 1970, in whole seconds."""
+    """Return the time that many microseconds since 1970, in whole seconds."""
     try:
         return _EPOCH + timedelta(seconds=microseconds // 1_000_000)
     except OverflowError as error:  # Spark's timestamps end in the year 294247
@@ -206,7 +206,7 @@ def moment(microseconds: int) -> datetime:
 
 
 class _NoTime:
-    """A time that Python has not, which no message can carry."""
+    """A time outside Python's range. No message can carry it."""
 
     def __init__(self, microseconds: int) -> None:
         self._microseconds = microseconds
@@ -216,10 +216,10 @@ class _NoTime:
 
 
 def written_values(column: pa.Array, *, escaped: bool = False) -> list[dict[str, Any] | None]:
-    """Return headers as `Message` takes them, without null fields of structs.
+    """Return headers in the form that `Message` accepts, without null struct fields.
 
     Raises:
-        UnicodeDecodeError: there is such text, and it is not to be escaped.
+        UnicodeDecodeError: If text is not UTF-8 and ``escaped`` is false.
     """
     plain = column.cast(_plain_type(column.type, escaped))
     return [_written(column.type, value) for value in plain.to_pylist()]
@@ -265,7 +265,7 @@ def _name(entry: tuple[str, Any]) -> str:
 
 
 def _escaped(column: pa.Array) -> Any:
-    """Return the only value of a column of text or of headers, with surrogate escapes."""
+    """Return the only value of a text or header column, with surrogate escapes."""
     if pa.types.is_map(column.type) or pa.types.is_struct(column.type):
         (value,) = written_values(column, escaped=True)
         return value
@@ -284,13 +284,14 @@ _DIGEST_BYTES: Final = 16
 
 
 class MessageIds:
-    """Make the message ids of one partition.
+    """A generator of the message ids of one partition.
 
-    It remembers some 70 bytes for each row until the task has ended.
+    It stores about 70 bytes for each row until the task has ended.
 
     Args:
-        prefix: unique for this partition: the query and the batch, or the write, and its number.
-        constant: content that all rows share, e.g. their exchange and routing key.
+        prefix: A prefix that is unique for this partition. It consists of the query and the batch, or of the write, and
+            the partition's number.
+        constant: The content that all rows share, e.g. their exchange and routing key.
     """
 
     __slots__ = ("_base", "_prefix", "_repeated", "_seen")
@@ -304,11 +305,11 @@ class MessageIds:
     def of(self, body: bytes, values: tuple[object, ...] = ()) -> str:
         """Return the id of the next row.
 
-        The values are its other columns, in a fixed order: text, numbers, None, and lists or tuples of these.
+        ``values`` holds the row's other columns in a fixed order: text, numbers, None, and lists or tuples of these.
         """
         digest = self._base.copy()
         if values:
-            # With the length of the other columns, two different rows never have the same bytes.
+            # The length of the other columns is included, so that two different rows never have the same bytes.
             columns = repr(values).encode("utf-8", "surrogatepass")
             digest.update(len(columns).to_bytes(8))
             digest.update(columns)
@@ -325,19 +326,19 @@ class MessageIds:
 
 # -- dead letters ------------------------------------------------------------------------------------------------------
 
-_SHOWN: Final = 200  # bytes of a name in another one, which has 255
-_TEXT: Final = 1024  # characters of a value that is no property or header
-_HEADERS: Final = 48 * 2**10  # bytes; a frame holds 128 KiB, or 8 where the broker wants it so
-_LARGEST: Final = 16 * 2**20  # bytes of a body, as a publisher sends it by default
-_CUT: Final = 64 * 2**10  # bytes of a body that is too large
+_SHOWN: Final = 200  # maximum bytes of a header name inside another name, which may have 255
+_TEXT: Final = 1024  # maximum characters of a value that is not stored as a property or header
+_HEADERS: Final = 48 * 2**10  # maximum bytes; a frame holds 128 KiB, or 8 KiB if the broker requires it
+_LARGEST: Final = 16 * 2**20  # maximum bytes of a body, as in a publisher's default
+_CUT: Final = 64 * 2**10  # bytes kept of a body that is too large
 _TOO_LARGE: Final = 311
 _MOVED: Final = {"user_id": headers.ORIGINAL_USER_ID, "expiration": headers.ORIGINAL_EXPIRATION}
-_DIRECT_REPLY: Final = "amq.rabbitmq.reply-to"  # RabbitMQ refuses it of a channel that consumes no replies
+_DIRECT_REPLY: Final = "amq.rabbitmq.reply-to"  # RabbitMQ refuses it on a channel that does not consume replies
 _COPIES: Final = {"CC": headers.ORIGINAL_CC, "BCC": headers.ORIGINAL_BCC}
 
 
 def letter_of_row(row: UnsendableRow, ids: MessageIds) -> Message:
-    """Return the dead letter of a row that no message can be made of."""
+    """Return the dead letter of a row that cannot be made into a message."""
     values = dict(row.values)
     body = values.pop("body", None)
     exchange, routing_key = values.pop("exchange", None), values.pop("routing_key", None)
@@ -368,7 +369,7 @@ def letter_of_row(row: UnsendableRow, ids: MessageIds) -> Message:
 
 
 def letter_of_message(refused: Outgoing | Publication, error: PublishError | ConfigurationError) -> Message:
-    """Return the dead letter of a message that cannot be sent to where its row says."""
+    """Return the dead letter of a message that cannot go to its row's destination."""
     message = refused.message
     view = Properties(encode_properties(message))
     table = {name: value for name, value in view.headers.items() if name not in _COPIES}
@@ -389,7 +390,7 @@ def letter_of_message(refused: Outgoing | Publication, error: PublishError | Con
 
 
 def _is_too_large(error: Exception) -> bool:
-    """Whether a message was refused for its size, here or by the broker."""
+    """Return whether this package or the broker refused a message for its size."""
     return isinstance(error, PublishRefused) and (
         error.reply_code == _TOO_LARGE or "is larger than" in error.reply_text
     )
@@ -404,13 +405,13 @@ def _ours(reason: str, exchange: str, routing_key: str) -> dict[str, Any]:
         headers.ORIGINAL_EXCHANGE: _header_text(exchange),
         headers.ORIGINAL_ROUTING_KEY: _header_text(routing_key),
     }
-    if not exchange:  # the default exchange: the key names a queue, which a replay goes to
+    if not exchange:  # the default exchange: the routing key names the queue that a replay uses
         table[headers.ORIGINAL_QUEUE] = _header_text(routing_key)
     return table
 
 
 def _bounded(letter: Message, *, cut: bool) -> Message:
-    """Return a letter that a frame holds, with a body that a broker takes."""
+    """Return a letter that fits into a frame, with a body that a broker accepts."""
     ours = letter.headers
     if len(encode_table(ours)) > _HEADERS:
         ours = {name: value for name, value in ours.items() if name.startswith(headers.PREFIX)}
@@ -438,7 +439,7 @@ def _fit_headers(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
 
 
 def _shown(name: str) -> str:
-    """Return the name of a header as part of another name: short, and printable."""
+    """Return a header's name as part of another name: short and printable."""
     printable = "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode() for character in name
     )
@@ -456,6 +457,6 @@ def _fits(name: str, value: Any) -> bool:
 
 
 def _header_text(value: Any) -> str | bytes:
-    """Return a value as the text of a header: bytes where it is not UTF-8."""
+    """Return a value as the text of a header, or as bytes if it is not UTF-8."""
     text = value if isinstance(value, str) else repr(value)
     return headers.wire_text(text[:_TEXT])

@@ -1,25 +1,27 @@
-"""The sink: rows are published and confirmed before their task is done.
+"""The sink: it publishes rows and waits for their confirms before a task is done.
 
-Each task publishes its own partition, pipelined, through the publisher of its Python worker. A task is done when the
-broker has confirmed every row of it; if one row is not confirmed, the task fails, with the rows' ids and reasons, and
-Spark runs it again. Rows that were published before are then published a second time with the same ids
+Each task publishes its partition, pipelined, through the publisher of its Python worker. A task is done when the broker
+has confirmed all of its rows. If one row is not confirmed, the task fails with the rows' ids and reasons, and Spark
+runs the task again. Rows that were already published are then published again with the same ids
 (`reliable_mq.spark.rows`): at least once.
 
-A Python worker keeps one publisher for each broker and user for its next task: PySpark forks its workers before they
-load this package, runs one task at a time in each, and reuses them unless it is told otherwise. A micro-batch of a
-thousand rows would otherwise spend most of its time on handshakes. The publisher's own thread keeps heartbeats going,
-whatever the task does.
+A Python worker keeps one publisher for each broker and user for its next task. PySpark forks its workers before they
+load this package, runs one task at a time in each, and reuses them by default. Without the kept publisher, a
+micro-batch of a thousand rows would spend most of its time on handshakes. The publisher's thread sends heartbeats
+independently of the task.
 
 Invariants:
 
-- A writer does nothing when it is made, and can be pickled.
-- After the first failure no further row is sent; outstanding rows are waited for, so that the error has their outcome.
-- With a queue for dead letters, a row that cannot be sent is no failure: its dead letter is confirmed before its task
-  is done (`reliable_mq.spark.rows`). A cause that another row would meet, too, is one: a full queue, a lost broker, an
-  exchange or a routing key of the options.
+- A writer's constructor has no side effects, and a writer can be pickled.
+- After the first failure no further row is sent. The task waits for outstanding rows, so that the error contains their
+  outcomes.
+- With a queue for dead letters, a row that cannot be sent is not a failure: its dead letter is confirmed before its
+  task is done (`reliable_mq.spark.rows`). A cause that would affect other rows too is a failure: a full queue, a lost
+  broker, or an exchange or a routing key from the options.
 - No message, log line or error of a writer holds the URL.
-- A publisher belongs to one task at a time, and is kept only if that task has seen everything confirmed. An unused one
-  is closed in good order before Spark kills its worker for being idle (60 s). A worker that is not reused keeps none.
+- A publisher belongs to one task at a time, and is kept only if everything that the task published was confirmed. An
+  unused publisher is closed cleanly before Spark kills its worker for being idle (60 s). A worker that is not reused
+  keeps none.
 """
 
 from __future__ import annotations
@@ -62,13 +64,13 @@ _KEPT: Final = 4
 _Key = tuple[str, ConnectionOptions, str | None, str | None, tuple[tuple[str, float | bool], ...]]
 
 _lock = threading.Lock()
-# By all options that publishers differ in, the one that was used last at the end.
+# Keyed by all options in which publishers differ. The most recently used one is last.
 _idle: dict[_Key, tuple[Publisher, threading.Timer]] = {}
 
 
 @contextmanager
 def publisher_pool(options: WriteOptions) -> Iterator[Publisher]:
-    """Lend a publisher; keep it after a clean exit, discard it after an exception."""
+    """Lend a publisher. Keep it after a clean exit, discard it after an exception."""
     key = options.url, options.connection, options.metrics_directory, options.dead_letter_queue, options.publisher
     metrics = exporter(options.metrics_directory)
     registry = None if metrics is None else metrics.registry
@@ -88,7 +90,7 @@ def publisher_pool(options: WriteOptions) -> Iterator[Publisher]:
             _close(publisher, _CLOSE_SECONDS)
     finally:
         if metrics is not None:
-            metrics.write()  # nobody knows how long this process lives
+            metrics.write()  # the process may end at any time
 
 
 def _take(key: _Key) -> Publisher | None:
@@ -116,7 +118,7 @@ def _keep(key: _Key, publisher: Publisher) -> None:
 def _expire(key: _Key, publisher: Publisher) -> None:
     with _lock:
         entry = _idle.get(key)
-        if entry is None or entry[0] is not publisher:  # a task has it
+        if entry is None or entry[0] is not publisher:  # a task uses it
             return
         del _idle[key]
     _close(publisher, _CLOSE_SECONDS)
@@ -130,7 +132,7 @@ def _close(publisher: Publisher, timeout: float) -> None:
 
 
 def close_all() -> None:
-    """Close the unused publishers in good order."""
+    """Close the unused publishers cleanly."""
     with _lock:
         entries = list(_idle.values())
         _idle.clear()
@@ -143,22 +145,22 @@ at_exit(ExitStage.KEPT, close_all)
 at_fork(ForkStage.FORGET, _idle.clear)
 
 
-_WAITED_FOR_BEYOND: Final = 8000  # confirmations kept, each with the body of its row
+_WAITED_FOR_BEYOND: Final = 8000  # maximum confirmations kept; each holds the body of its row
 _FAILURES_NAMED: Final = 5
 _FAILURES_KEPT: Final = 100
-_LETTERS: Final = 1000  # dead letters whose confirms are not looked at yet
-_NO_EXCHANGE: Final = (403, 404)  # not permitted, or not there
+_LETTERS: Final = 1000  # maximum dead letters whose confirms are unchecked
+_NO_EXCHANGE: Final = (403, 404)  # reply codes: access refused, not found
 _BATCH_ID: Final = "streaming.sql.batchId"  # local properties that Spark sets for each micro-batch
 _QUERY_ID: Final = "sql.streaming.queryId"
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenPartition(WriterCommitMessage):
-    """The result of a task: all its rows are confirmed."""
+    """The result of a task whose rows are all confirmed."""
 
     rows: int
-    bytes: int  # of the bodies
-    dead_lettered: int = 0  # of the rows
+    bytes: int  # total size of the bodies
+    dead_lettered: int = 0  # number of rows
 
 
 class _Sink(PicklableByName):
@@ -168,18 +170,18 @@ class _Sink(PicklableByName):
         self._write_id = str(uuid.uuid4())
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WrittenPartition:
-        """Publish a partition; return when all of it is confirmed.
+        """Publish a partition and return when all of its rows are confirmed.
 
         Raises:
-            PublishError: a row was not confirmed, or cannot be a message.
-            BrokerUnavailable: connecting cannot succeed.
+            PublishError: If a row was not confirmed, or cannot be a message.
+            BrokerUnavailable: If connecting cannot succeed.
         """
         context = TaskContext.get()
         number = 0 if context is None else context.partitionId()
         return _Partition(self._options, self._plan, f"{self._prefix(context)}/{number}", number).write(iterator)
 
     def _prefix(self, _context: TaskContext | None) -> str:
-        """Return the beginning of the message ids, in which partitions follow."""
+        """Return the common prefix of the message ids, without the partition's number."""
         return self._write_id
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int | None = None) -> None:  # noqa: N803
@@ -200,11 +202,11 @@ class _Sink(PicklableByName):
 
 
 class BatchSink(_Sink, DataSourceArrowWriter):
-    """``df.write.format("rabbitmq")``."""
+    """The sink of ``df.write.format("rabbitmq")``."""
 
 
 class StreamSink(_Sink, DataSourceStreamArrowWriter):
-    """``df.writeStream.format("rabbitmq")``."""
+    """The sink of ``df.writeStream.format("rabbitmq")``."""
 
     def _prefix(self, context: TaskContext | None) -> str:
         if context is None:
@@ -226,8 +228,8 @@ class _Partition:
     confirmations: deque[Confirmation] = field(default_factory=deque)
     letters: deque[tuple[int, Confirmation]] = field(default_factory=deque)
     rows: int = 0  # submitted
-    settled: int = 0  # rows at the beginning, in order; the next one is the first of `confirmations`
-    unsent: deque[int] = field(default_factory=deque)  # rows that have no confirmation, in order
+    settled: int = 0  # settled rows from the start, in order; the next row is the first of `confirmations`
+    unsent: deque[int] = field(default_factory=deque)  # rows without a confirmation, in order
     bytes: int = 0
     dead_lettered: int = 0
     failures: list[str] = field(default_factory=list)
@@ -256,7 +258,7 @@ class _Partition:
             message, exchange, routing_key = outgoing
             try:
                 confirmations.append(submit(message, exchange=exchange, routing_key=routing_key))
-            except (PublishError, ConfigurationError) as error:  # the latter of its exchange or routing key
+            except (PublishError, ConfigurationError) as error:  # ConfigurationError: bad exchange or routing key
                 self._not_submitted(outgoing, error)
                 continue
             self.bytes += len(message.body)
@@ -264,7 +266,7 @@ class _Partition:
                 self._settle(_WAITED_FOR_BEYOND)
 
     def _unsendable(self, row: UnsendableRow) -> None:
-        """Take a row that no message can be made of."""
+        """Handle a row that cannot be made into a message."""
         self.unsent.append(row.number)
         failure = PublishError(row.reason, message_id=row.message_id)
         if self.options.dead_letter_queue is not None:
@@ -280,7 +282,7 @@ class _Partition:
         self._check()
 
     def _not_submitted(self, outgoing: Outgoing, error: PublishError | ConfigurationError) -> None:
-        """Take a message that was refused before it was sent."""
+        """Handle a message that was refused before it was sent."""
         row = self.rows - 1
         self.unsent.append(row)
         if self._is_of_the_row(error):
@@ -292,7 +294,7 @@ class _Partition:
         self._check()
 
     def _is_of_the_row(self, error: PublishError | ConfigurationError) -> bool:
-        """Whether to dead-letter a row over an error; not where each row would meet it."""
+        """Return whether an error concerns only one row, so that it is dead-lettered."""
         if self.options.dead_letter_queue is None:
             return False
         if isinstance(error, PublishReturned):
@@ -314,7 +316,7 @@ class _Partition:
             self._settle_letters(_LETTERS // 2)
 
     def _settle(self, beyond: int) -> None:
-        """Remove settled confirmations from the front until ``beyond`` are left at most."""
+        """Settle confirmations from the front, and wait while more than ``beyond`` remain."""
         confirmations = self.confirmations
         while confirmations and (confirmations[0].outcome is not None or len(confirmations) > beyond):
             confirmation = confirmations.popleft()
@@ -330,12 +332,12 @@ class _Partition:
                 self._dead_letter(row, letter_of_message(confirmation, error))
             else:
                 self._failed(row, confirmation.message_id, error)
-                beyond = 0  # nothing more is sent: wait for all outcomes
+                beyond = 0  # sending has stopped: wait for all outcomes
         if not confirmations:
             self._check()
 
     def _settle_letters(self, beyond: int) -> None:
-        """Wait until all but ``beyond`` dead letters are confirmed."""
+        """Wait until at most ``beyond`` dead letters are unconfirmed."""
         while len(self.letters) > beyond:
             row, confirmation = self.letters.popleft()
             error = confirmation.exception()

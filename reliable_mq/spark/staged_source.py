@@ -1,7 +1,7 @@
 """Staged mode: a relay moves a queue into a stream, the stage; executors read it.
 
-Invariants: nothing is moved before Spark asks for something; a stage that the query has read is not made anew in
-silence; the relay ends with the process, or before it.
+Invariants: nothing is moved before Spark requests data. A stage that the query has read is never silently recreated.
+The relay ends with the process, or before it.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ __all__ = ["StagedSource"]
 logger = logging.getLogger(__name__)
 
 _DECLARED: Final = 60.0  # seconds for the stage to be declared
-_ACTIVE: Final = 15.0  # seconds for this relay to be active, or another to move some, where a query ends
-_EMPTY: Final = 2  # looks in a row at a queue that find it empty
-_MOVED: Final = 1.0  # seconds between two looks at the relay meanwhile
+_ACTIVE: Final = 15.0  # seconds for this relay to become active, or for another to make progress, when a query ends
+_EMPTY: Final = 2  # consecutive checks that find a queue empty
+_MOVED: Final = 1.0  # seconds between two such checks of the relay
 _CLOSE: Final = 5.0  # seconds for outstanding confirms
-_LOOK_EVERY: Final = 30.0  # seconds between two looks at the beginning of the stage
-_MOST_BYTES: Final = 0.75  # of those that the stage keeps may be unread
-_OLDEST: Final = 0.8  # of the retention of the stage: the age that an unread message may have
-_NEAR: Final = 0.1  # of the messages of a stage that drops some, before the position of the query: fewer are too few
+_LOOK_EVERY: Final = 30.0  # seconds between two checks of the beginning of the stage
+_MOST_BYTES: Final = 0.75  # maximum unread share of the bytes that the stage keeps
+_OLDEST: Final = 0.8  # maximum age of an unread message, as a share of the stage's retention
+_NEAR: Final = 0.1  # minimum share of a truncated stage's messages that lies before the query's position
 
 
 class StagedSource(StreamSource):
     """The reader of a query in staged mode.
 
     A relay moves a queue into the stream that executors read. It runs in the reader's process beside the driver, unless
-    ``stageBy`` says that something else fills the stage. Each message that it moves is once in the stage
-    (`reliable_mq.stage`), and the position of the query is in its checkpoint: so a batch that runs again has the same
-    rows, and no row passes the driver. Nothing is moved before Spark asks for something; the relay ends with the
-    process, or before it: at the end of a query it acks what the stage has confirmed.
+    ``stageBy`` specifies that another process fills the stage. Each message that the relay moves is in the stage once
+    (`reliable_mq.stage`), and the position of the query is in its checkpoint. So a batch that runs again has the same
+    rows, and no row passes through the driver. At the end of a query the relay acks the messages that the stage has
+    confirmed.
 
-    A stage that the query has read is not made anew in silence: it must exist before the relay begins, which therefore
-    waits until Spark has told the position of the query.
+    A stage that the query has read must exist before the relay begins. The relay therefore waits until Spark has
+    reported the position of the query.
     """
 
     def __init__(self, options: StagedOptions, names: Sequence[str]) -> None:
@@ -58,18 +58,18 @@ class StagedSource(StreamSource):
         self._looked_at = float("-inf")
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
-        """Return the positions where a new query begins. The stage is declared then."""
+        """Declare the stage and return the positions where a new query begins."""
         self._begin(None)
         return super().initialOffset()
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        """Note that the query ends. Its position is not known before `latestOffset`."""
+        """Record that the query ends. Its position is unknown before `latestOffset`."""
         self._moves_first = True
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
-        """Return the end of the next batch, or raise why the relay has ended by itself."""
+        """Return the end of the next batch, or raise the error that ended the relay."""
         if isinstance(limit, ReadAllAvailable):
-            return super().latestOffset(start, limit)  # which refuses it
+            return super().latestOffset(start, limit)  # always raises here
         position, initial = from_checkpoint(start)
         relay = self._begin(None if initial else position)
         if relay is not None and relay.error is not None:
@@ -89,7 +89,7 @@ class StagedSource(StreamSource):
         super().stop()
 
     def _move_ready(self, relay: StageRelay | None) -> None:
-        """Move the messages that are ready now; then remember where the stage ends."""
+        """Move the messages that are ready now, then record the end of the stage."""
         options = self._relay_options
         if relay is not None and options is not None:
             if not self._wait_moved(relay, options.queue):
@@ -102,10 +102,10 @@ class StagedSource(StreamSource):
         super().prepareForTriggerAvailableNow()
 
     def _wait_moved(self, relay: StageRelay, queue: str) -> bool:
-        """Wait until what is ready is moved; return whether it is.
+        """Wait until the ready messages are moved. Return whether they are.
 
-        Another relay's work shows in the depth of the queue alone: it is done once the queue was found empty twice. It
-        is waited for as long as the depth sinks.
+        The work of another relay is visible only in the depth of the queue. It is done once the queue was found empty
+        twice. The wait continues as long as the depth decreases.
         """
         least, empty = float("inf"), 0
         until = time.monotonic() + _ACTIVE
@@ -113,7 +113,7 @@ class StagedSource(StreamSource):
             if relay.wait_active(_MOVED):
                 if relay.wait_moved(_MOVED):
                     return True
-                until = time.monotonic() + _ACTIVE  # it may lose its connection, and another one be active
+                until = time.monotonic() + _ACTIVE  # this relay may lose its connection, and another may become active
                 continue
             depth = self._planner.depth(queue)
             empty = empty + 1 if depth == 0 else 0
@@ -124,10 +124,10 @@ class StagedSource(StreamSource):
         return False
 
     def _begin(self, position: Mapping[str, int] | None) -> StageRelay | None:
-        """Return the relay, started; None where there is none, or no longer.
+        """Start the relay if necessary and return it; None if there is none.
 
         Args:
-            position: of a query that has read the stage; None for a new one.
+            position: The position of a query that has read the stage, or None for a new query.
         """
         if self._relay is None and self._relay_options is not None and not self._closed:
             if position is not None:
@@ -143,10 +143,10 @@ class StagedSource(StreamSource):
         return self._relay
 
     def _check_stage(self, position: Mapping[str, int], options: StageOptions) -> None:
-        """Refuse a stage that is gone, or that has other streams than were read."""
+        """Refuse a stage that is gone, or whose streams differ from those read before."""
         lenient = not self._options.fail_on_data_loss
         others = sorted(position.keys() - set(options.streams))
-        if others and not lenient:  # with failOnDataLoss=false, the planner warns of them
+        if others and not lenient:  # with failOnDataLoss=false, the planner warns about them
             raise ConsumeError(
                 f"the query has read {', '.join(others)}, and the stage is {', '.join(options.streams)} now: was "
                 "stage or stagePartitions changed? Give it the value that the query began with, or more partitions "
@@ -174,7 +174,7 @@ class StagedSource(StreamSource):
         super()._show_no_more()
 
     def _check_retention(self, position: Mapping[str, int]) -> None:
-        """Show the stage's oldest offset; warn where unread messages are about to go."""
+        """Update the metrics of the stage; warn if unread messages are about to expire."""
         ends, beginnings = self._planner.known_ends() or {}, self._planner.beginnings()
         metrics = exporter(self._options.metrics_directory)
         if metrics is not None:
@@ -195,9 +195,10 @@ class StagedSource(StreamSource):
                 )
 
     def _risk(self, name: str, first: int, at: int, end: int) -> str | None:
-        """Return why messages between two offsets are about to go; None if they are not.
+        """Return why messages between two offsets are about to expire, or None.
 
-        Where something else fills the stage, its limits are not known: there, it must have dropped some before.
+        If another process fills the stage, its limits are unknown. In that case the stage must already have dropped
+        messages.
         """
         limits = self._relay_options
         if limits is not None and limits.kept_bytes is not None:

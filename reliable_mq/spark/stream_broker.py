@@ -1,18 +1,18 @@
 """Read streams on one connection; find streams, and their first and last offsets.
 
-An ack takes nothing out of a stream: it lets the broker send more. Nothing is retried here; a lost connection is an
-error for the reader, which knows the offset to continue at.
+An ack removes nothing from a stream: it allows the broker to send more. Nothing is retried here. A lost connection is
+an error for the reader, which knows the offset to continue at.
 
-AMQP 0-9-1 has no method for the offsets of a stream: they are found by consuming. The newest offset is the last one of
-the last chunk. RabbitMQ sends that chunk in one go when ``x-stream-offset`` is ``last``, so a method that is answered
-after its first message is answered after all of it, unless the prefetch cuts it.
+AMQP 0-9-1 has no method for the offsets of a stream, so they are found by consuming. The newest offset is the last one
+of the last chunk. RabbitMQ sends that chunk without interruption if ``x-stream-offset`` is ``last``. A method that is
+answered after the chunk's first message is therefore answered after all of the chunk, unless the prefetch limits it.
 
 Invariants:
 
 - Deliveries come in the order of the broker, and none after their channel is lost.
 - Memory is bounded by the prefetch. A wait ends with its event, at its deadline, or with the connection.
 - An end is one more than an offset that was seen, never a guess.
-- Nothing is consumed from a queue that is no stream: RabbitMQ refuses an offset for it.
+- Nothing is consumed from a queue that is not a stream, because RabbitMQ refuses an offset for it.
 """
 
 from __future__ import annotations
@@ -64,24 +64,24 @@ _number: Final = Struct(">q").unpack_from
 
 
 class StreamChannel(AdminChannel):
-    """A channel to consume streams. A context manager: entering connects.
+    """A channel to consume streams. A context manager: entering it connects.
 
-    One thread at a time may use it.
+    Only one thread at a time may use it.
     """
 
     def __init__(self, settings: ConnectionSettings, *, name: str) -> None:
         super().__init__(settings, name=name)
         self._channel = 0
-        self._arrived: list[RawDelivery] = []  # guarded by _lock, as _loss and _cancelled
-        self._arriving: list[RawDelivery] = []  # I/O thread: of the read that is going on
+        self._arrived: list[RawDelivery] = []  # guarded by _lock, like _loss and _cancelled
+        self._arriving: list[RawDelivery] = []  # I/O thread only: the deliveries of the current read
         self._loss: ConnectionLoss | None = None
         self._cancelled = False
         self._tags = 0
-        self._subscribed: set[str] = set()  # tags; a loss counts for all of them
+        self._subscribed: set[str] = set()  # consumer tags; a loss affects all of them
 
     @property
     def usable(self) -> bool:
-        """Whether it is connected and nothing was lost."""
+        """Whether the channel is connected and nothing was lost."""
         with self._lock:
             return self._ready and self._loss is None and not self._cancelled
 
@@ -92,15 +92,16 @@ class StreamChannel(AdminChannel):
         prefetch: int,
         arguments: Mapping[str, object] | None = None,
     ) -> str:
-        """Subscribe, and return the consumer tag. Deliveries may come before it returns.
+        """Subscribe and return the consumer tag. Deliveries may come before it returns.
 
         Blocks for two round trips. The offset is a number, a time, ``"first"``, ``"last"`` (the last chunk) or
         ``"next"``.
 
         Raises:
-            ConfigurationError: it is another type of queue, which refuses an offset, so nothing was consumed.
-            TopologyMismatch: there is no such queue.
-            BrokerUnavailable: refused for another reason, or the connection is lost.
+            ConfigurationError: If the queue is not a stream. Other queue types refuse an offset, so nothing was
+                consumed.
+            TopologyMismatch: If the queue does not exist.
+            BrokerUnavailable: If the broker refuses for another reason, or the connection is lost.
         """
         self._tags += 1
         tag = f"spark-{self._tags}"
@@ -131,17 +132,17 @@ class StreamChannel(AdminChannel):
             self.ack(last)
 
     def carry_out(self, step: Step) -> MethodReply:
-        """Do a step, as `perform`, but raise our errors where the broker refuses it."""
+        """Perform a step like `perform`, but raise a `ReliableMQError` if it is refused."""
         try:
             return self.perform(step)
         except StepRefused as refused:
             raise refusal(step, refused) from refused
 
     def take(self, timeout: float, least: int = 1) -> list[RawDelivery]:
-        """Return ``least`` deliveries or more at once, else those there after ``timeout``.
+        """Wait for ``least`` deliveries, for ``timeout`` seconds at most; return them all.
 
         Raises:
-            BrokerUnavailable: the channel is lost, or the stream was deleted, and all that came before was taken.
+            BrokerUnavailable: If the channel is lost or the stream was deleted, and no delivery is left.
         """
         with self._lock:
             self._changed.wait_for(
@@ -155,24 +156,24 @@ class StreamChannel(AdminChannel):
         return taken
 
     def ack(self, delivery_tag: int) -> None:
-        """Ack up to this one, so that the broker sends more. Does not wait."""
+        """Ack up to this delivery, so that the broker sends more. Does not wait."""
         self._io.call_soon(lambda: self._io.write(encode_ack(self._channel, delivery_tag, multiple=True)))
 
     # On the I/O thread
 
     def _performed(self, outcome: list[Any], result: object) -> None:
-        """Show the deliveries before a reply to the caller that waits for it."""
+        """Show arrived deliveries to the caller before the reply that it waits for."""
         self.read_finished()
         super()._performed(outcome, result)
 
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
-        """Note a new channel, without a subscription: the reader still sees the loss."""
+        """Record a new channel without a subscription. The reader still sees the loss."""
         with self._lock:
             self._channel = channel
         super().ready(generation, channel, frame_max, server)
 
     def lost(self, generation: int, loss: ConnectionLoss) -> None:
-        """Keep the arrived deliveries for `take`; no more will come."""
+        """Keep the arrived deliveries for `take`. No more will come."""
         super().lost(generation, loss)
         with self._lock:
             self._loss, self._arriving = loss, []
@@ -196,10 +197,10 @@ class StreamChannel(AdminChannel):
 
 
 def offset_of(delivery: RawDelivery) -> int | None:
-    """Return the offset of a delivery from a stream; None if it is from another queue.
+    """Return the offset of a delivery from a stream, or None for another queue.
 
-    RabbitMQ adds it as a header to each delivery. Searching for its bytes costs a tenth of decoding the headers; if
-    they occur twice (in a value, say), the headers are decoded.
+    RabbitMQ adds the offset as a header to each delivery. Searching for its bytes costs a tenth of decoding the
+    headers. If the bytes occur twice, for example in a value, the headers are decoded.
     """
     raw = delivery.properties
     at = raw.find(_ENTRY)
@@ -213,9 +214,9 @@ def offset_of(delivery: RawDelivery) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-_PREFETCH: Final = 2000  # of the search for the end; a chunk has some thousand messages at most, or many small ones
-_LOOKS: Final = 100  # so many times the prefetch, where messages come in as fast as they are looked at
-_SLOWEST: Final = 30.0  # seconds for the first message of a stream that has some
+_PREFETCH: Final = 2000  # for the search for the end; a chunk has at most some thousand messages, or many small ones
+_LOOKS: Final = 100  # maximum rounds of the search if messages arrive as fast as they are read
+_SLOWEST: Final = 30.0  # seconds for the first message of a non-empty stream
 _NOT_FOUND: Final = 404
 _LOOK_AGAIN: Final = 30.0  # seconds
 _MOST: Final = 1000
@@ -224,12 +225,12 @@ _LAST: Final = 2**63
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    position: int  # after the newest message; 0 for a stream that nothing was ever in
-    average: float  # bytes of a message, body and properties, in the last chunk
+    position: int  # after the newest message; 0 for a stream that never had a message
+    average: float  # bytes of body and properties per message, in the last chunk
 
 
 def end_of(channel: StreamChannel, stream: str, patience: float) -> StreamEnd:
-    """Find the end of a stream.
+    """Return the end of a stream.
 
     Takes some milliseconds, or ``patience`` seconds if the stream is empty.
     """
@@ -247,15 +248,15 @@ def end_of(channel: StreamChannel, stream: str, patience: float) -> StreamEnd:
         found = StreamEnd(_offset(arrived[-1], stream) + 1, size / len(arrived))
         if len(arrived) < _PREFETCH:
             break
-        channel.ack(last_tag)  # the prefetch may have held the rest of the chunk back
+        channel.ack(last_tag)  # the prefetch may have held back the rest of the chunk
     channel.cancel(tag, delivery_tag=last_tag)
     return found
 
 
 def first_offsets(channel: StreamChannel, streams: Collection[str], patience: float) -> dict[str, int]:
-    """Return the oldest offsets of the streams; none of one that is empty.
+    """Return the oldest offset of each stream, without those that are empty.
 
-    Takes some milliseconds for each stream, and ``patience`` seconds if some are empty, however many.
+    Takes some milliseconds for each stream, and ``patience`` seconds in total if some are empty.
     """
     found = offsets_at(channel, dict.fromkeys(streams, "first"), patience)
     for name in streams:
@@ -265,7 +266,10 @@ def first_offsets(channel: StreamChannel, streams: Collection[str], patience: fl
 
 
 def offsets_at(channel: StreamChannel, places: Mapping[str, str | datetime], patience: float) -> dict[str, int]:
-    """Return the first offset of each time's chunk; none where nothing is as new."""
+    """Return the first offset at each place, without streams that end before it.
+
+    For a time, this is the first offset of its chunk.
+    """
     tags = {channel.consume(name, place, 1): name for name, place in places.items()}
     found: dict[str, int] = {}
     last = 0
@@ -280,7 +284,7 @@ def offsets_at(channel: StreamChannel, places: Mapping[str, str | datetime], pat
 
 
 def _first_offset(channel: StreamChannel, stream: str) -> int | None:
-    """Return the oldest offset of a stream from which nothing came so far."""
+    """Return the oldest offset of a stream that has not delivered so far."""
     tag = channel.consume(stream, "first", 1)
     arrived = _first_of(channel, stream, tag, 0.0)
     channel.cancel(tag, delivery_tag=arrived[-1].delivery_tag if arrived else 0)
@@ -288,10 +292,11 @@ def _first_offset(channel: StreamChannel, stream: str) -> int | None:
 
 
 def _first_of(channel: StreamChannel, stream: str, tag: str, patience: float) -> list[RawDelivery]:
-    """Return the first deliveries; none if the stream is empty, not if it is slow.
+    """Return the first deliveries, or none if the stream is empty.
 
-    A count above 0 is certain, unless one write was larger than the stream may be, and was dropped at once: RabbitMQ
-    may count 1 then. It lags behind, so 0 is certain only after a while.
+    A slow stream is not treated as empty. A message count above 0 is certain, with one exception: RabbitMQ may count 1
+    if one write was larger than the stream's limit and was dropped at once. The count lags behind, so 0 is certain only
+    after a while.
     """
     arrived = channel.take(patience)
     if arrived:
@@ -317,7 +322,7 @@ def _offset(delivery: RawDelivery, stream: str) -> int:
 
 
 def exists(channel: StreamChannel, queue: str) -> bool:
-    """Whether there is a queue of this name."""
+    """Return whether a queue of this name exists."""
     try:
         channel.perform(CheckQueue(queue))
     except StepRefused as refused:
@@ -331,19 +336,19 @@ def exists(channel: StreamChannel, queue: str) -> bool:
 
 
 class PartitionFinder:
-    """Finds streams and partitions of super streams, and looks again for new ones.
+    """A finder of streams and of the partitions of super streams, including new ones.
 
-    A super stream is an exchange; its partitions are bound to it, in the order of ``x-stream-partition-order``. AMQP
-    lists no bindings: with the management API they are read, and without it partitions are those that are called
-    ``name-0``, ``name-1`` and so on. A stream that was found stays in its place; where a later look fails, the
-    streams found before are kept.
+    A super stream is an exchange. Its partitions are bound to it, in the order of ``x-stream-partition-order``. AMQP
+    cannot list bindings: they are read through the management API if it is configured. Otherwise the partitions are the
+    streams named ``name-0``, ``name-1`` and so on. A stream that was found keeps its place. If a later lookup fails,
+    the streams found before are kept.
     """
 
     def __init__(self, settings: ConnectionSettings, names: Sequence[str], management_url: str | None) -> None:
         self._settings = settings
         self._names = names
         self._management_url = management_url
-        self._found: dict[str, list[str]] = {}  # by name; a stream is its own
+        self._found: dict[str, list[str]] = {}  # by name; a stream is its own only partition
         self._looked_at = float("-inf")
 
     def streams(self, channel: StreamChannel) -> list[str]:
@@ -378,7 +383,7 @@ class PartitionFinder:
         self._found[name] = found
 
     def _bound(self, management_url: str, name: str) -> list[str]:
-        # Each time: a token may have expired.
+        # Created each time, because a token may have expired.
         api = ManagementAPI.at(management_url, self._settings, option="managementUrl")
         try:
             bindings = rows(api, "exchanges", self._settings.virtual_host, name, "bindings", "source")
@@ -394,7 +399,7 @@ class PartitionFinder:
 
 
 def bound_partitions(bindings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the queues of bindings in their order; those without one are last."""
+    """Return the queues of bindings in their order. Those without an order come last."""
     order: dict[str, int] = {}
     for binding in bindings:
         if binding.get("destination_type") == "queue":

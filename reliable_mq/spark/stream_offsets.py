@@ -1,13 +1,13 @@
-"""Positions in streams, as Spark keeps them: limits, splits, filters.
+"""Positions in streams in Spark's format, with limits, splits and filters.
 
-A position is the offset of the next message to read; by stream, in the checkpoint as JSON: ``{"events": 1200}``, as
-Spark's Kafka source has them. Where a query begins is marked (``{"initial": {"events": 1200}}``), since Spark does not
-write that down, and may ask for it again, when "latest" has become another: the first batch of a query is therefore
-empty, and its end is where the query begins.
+A position is the offset of the next message to read. The checkpoint stores positions by stream as JSON, like Spark's
+Kafka source: ``{"events": 1200}``. The initial position of a query is marked: ``{"initial": {"events": 1200}}``. Spark
+does not record it and may request it again when "latest" has changed. The first batch of a query is therefore empty,
+and its end is where the query begins.
 
-Invariants: no I/O; a limit lets at least one message through, or a query would stand still; ranges are split without a
-gap and without an overlap; gaps in the offsets themselves are normal, so a range holds at most as many messages as its
-size says; no message that passes all of Spark's filters is left out.
+Invariants: no I/O. A limit admits at least one message, because a query would make no progress otherwise. Ranges are
+split without a gap and without an overlap. Gaps in the offsets themselves are normal, so the size of a range is the
+maximum number of its messages. No message that passes all of Spark's filters is left out.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class StreamRange(InputPartition):
 
     @property
     def size(self) -> int:
-        """How many messages it holds at most."""
+        """The maximum number of messages in the range."""
         return self.end - self.start
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ def marked_initial(positions: Positions) -> dict[str, Any]:
 
 
 def from_checkpoint(offset: Mapping[str, Any]) -> tuple[dict[str, int], bool]:
-    """Decode an offset of Spark's: the positions, and whether the query begins there."""
+    """Decode a Spark offset: the positions, and whether the query begins there."""
     inner = offset.get(_INITIAL)
     initial = isinstance(inner, dict)
     positions = inner if initial else offset
@@ -94,12 +94,12 @@ def limited(
     size: int | None = None,
     average: Mapping[str, float] | None = None,
 ) -> dict[str, int]:
-    """Return the end of a batch that is limited, each stream by its share.
+    """Return the end of a limited batch, in which each stream has its share.
 
-    At least one message is let through where there is one.
+    The batch admits at least one message if there is one.
 
-    The limit of bytes holds as far as ``average``, the bytes of a message by stream, is right. A stream that ``start``
-    lacks is read from its own beginning elsewhere.
+    The accuracy of the byte limit depends on ``average``, the average size of a message in bytes, by stream. A stream
+    that is missing in ``start`` is not limited here.
     """
     backlog = {name: end[name] - start[name] for name in end if end[name] > start[name]}
     total = sum(backlog.values())
@@ -121,7 +121,7 @@ def ranges_of(start: Positions, end: Positions) -> list[StreamRange]:
 
 
 def split(ranges: Iterable[StreamRange], least: int | None, most_records: int | None = None) -> list[StreamRange]:
-    """Split ranges, by size, into ``least`` pieces as far as these are `worth_having`."""
+    """Split ranges by size into ``least`` pieces, as far as they are `worth_having`."""
     whole = list(ranges)
     counts = [1 if most_records is None else -(-each.size // most_records) for each in whole]
     wanted = 0 if least is None else worth_having(least, sum(each.size for each in whole))
@@ -133,10 +133,10 @@ def split(ranges: Iterable[StreamRange], least: int | None, most_records: int | 
 
 
 def worth_having(least: int, messages: int) -> int:
-    """Return the number of tasks to make where ``least`` are asked for.
+    """Return the number of tasks to create if ``least`` are requested.
 
     A task costs Spark and the broker some 0.2 s, in which it could read thousands of messages. Up to `_FREE` tasks are
-    made in any case, for work on the rows that takes long; above that each one has `_WORTH` messages.
+    always created, for rows that take long to process. Above that, each task has `_WORTH` messages.
     """
     return min(least, max(_FREE, messages // _WORTH))
 
@@ -147,7 +147,7 @@ def _pieces(each: StreamRange, count: int) -> Iterable[StreamRange]:
 
 
 def _shares(sizes: Mapping[str, int], total: int) -> dict[str, int]:
-    """Share ``total`` out in proportion; the rest goes first to empty shares."""
+    """Distribute ``total`` proportionally. The remainder first fills empty shares."""
     whole = sum(sizes.values())
     if total >= whole:
         return dict(sizes)
@@ -162,11 +162,11 @@ def _shares(sizes: Mapping[str, int], total: int) -> dict[str, int]:
 
 
 class RangeFilters:
-    """Filters on offset, which become ranges. Picklable.
+    """Filters on the column ``offset`` that restrict ranges. They can be pickled.
 
-    Spark hands over the filters of a batch that are joined by AND, and applies each of them to the rows again. So a
-    filter that is not understood here costs time and nothing else. So do those on ``queue``: in a row that was staged
-    it is the queue that the message came from, and only reading tells which rows those are.
+    Spark passes the filters of a batch that are joined by AND, and applies each of them to the rows again. A filter
+    that is not supported here therefore only costs time. Filters on ``queue`` are not supported: for a staged row that
+    column holds the original queue, and only reading shows which rows match.
     """
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ class RangeFilters:
         self._end = 2**63  # exclusive
 
     def note(self, each: Filter) -> None:
-        """Take a filter into account, if it is one on ``offset``."""
+        """Apply a filter to the limits if it is on ``offset``."""
         if isinstance(each, (EqualTo, EqualNullSafe)):
             self._values(each.attribute, (each.value,))
         elif isinstance(each, In):
@@ -191,7 +191,7 @@ class RangeFilters:
                 self._end = min(self._end, after)
 
     def applied(self, ranges: Iterable[StreamRange]) -> list[StreamRange]:
-        """Return the parts of ranges that rows may pass the filters from."""
+        """Return the parts of the ranges whose rows may pass the filters."""
         cut = [StreamRange(each.stream, max(each.start, self._first), min(each.end, self._end)) for each in ranges]
         return [each for each in cut if each.size > 0]
 

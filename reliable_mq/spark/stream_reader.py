@@ -3,13 +3,14 @@
 Invariants:
 
 - The result is every message of the range that the stream still has, in order, each once, however often the connection
-  is lost on the way.
-- A range ends only when an offset at or behind its end was seen, so it never ends early: one that does not fill in time
-  is an error. With a filter, which leaves offsets out, it ends when the broker has read to the end of the stream: it
-  does so as far as acks allow before it answers the next method of the channel.
-- Messages that the stream has dropped before they were read are data loss: an error unless ``failOnDataLoss`` is false.
-- Memory is bounded by twice the prefetch, and, as far as the sizes of messages can be predicted from those before them,
-  by twice `_HELD` bytes.
+  is lost meanwhile.
+- A range ends only when an offset at or after its end was seen, so it never ends early. A range that does not fill in
+  time is an error. With a filter, which leaves offsets out, the range ends when the broker has read to the end of the
+  stream: as far as acks allow, the broker does so before it answers the next method of the channel.
+- Messages that the stream dropped before they were read are data loss, which is an error unless ``failOnDataLoss`` is
+  false.
+- Memory is bounded by twice the prefetch. It is also bounded by twice `_HELD` bytes, as far as the sizes of earlier
+  messages predict those of later ones.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ __all__ = ["RangeReader", "ValueFilter"]
 
 logger = logging.getLogger(__name__)
 
-_ROWS: Final = 2000  # of an Arrow batch, at most
-_HELD: Final = 32 * 2**20  # bytes that may be on their way, or in an Arrow batch, about
-_FIRST: Final = 64  # deliveries whose size is not known
-_GATHER: Final = 0.05  # seconds for which a batch is gathered
-_PATIENCE: Final = 60.0  # seconds without a message, or without a broker, before a task gives up
-_PROBE: Final = 5.0  # seconds for the first message when nothing but the ends is asked for
+_ROWS: Final = 2000  # maximum rows of an Arrow batch
+_HELD: Final = 32 * 2**20  # approximate maximum bytes in transit or in an Arrow batch
+_FIRST: Final = 64  # deliveries to request while their size is unknown
+_GATHER: Final = 0.05  # seconds to gather a batch
+_PATIENCE: Final = 60.0  # seconds without a message or a broker before a task fails
+_PROBE: Final = 5.0  # seconds to wait for the first message when only the ends are looked up
 _BETWEEN_ATTEMPTS: Final = 0.5
 _FILTER_VALUE: Final = "x-stream-filter-value"
 
 
 class RangeReader:
-    """Read one range, once."""
+    """A reader of one range. It can be used once."""
 
     def __init__(
         self, options: StreamOptions, each: StreamRange, names: tuple[str, ...], *, patience: float = _PATIENCE
@@ -58,7 +59,7 @@ class RangeReader:
         self._settings = options.connection.settings(options.url)
         self._range = each
         self._names = names
-        self._position = each.start  # all before it was given
+        self._position = each.start  # all messages before it were returned
         self._prefetch = PrefetchController(most=options.prefetch, most_bytes=_HELD, queues=1, first=_FIRST)
         self._patience = patience
         self._progress_at = time.monotonic()
@@ -70,24 +71,24 @@ class RangeReader:
         )
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """Return the range, batch by batch. Blocks for a minute while the broker is away.
+        """Return the range in batches. Blocks up to a minute while the broker is away.
 
         Raises:
-            ConsumeError: it cannot be read: data loss, or it did not fill in time.
-            BrokerUnavailable, ConfigurationError, TopologyMismatch: connecting or consuming cannot succeed.
+            ConsumeError: If the range cannot be read because of data loss, or did not fill in time.
+            BrokerUnavailable, ConfigurationError, TopologyMismatch: If connecting or consuming cannot succeed.
         """
         try:
             yield from self._batches()
         finally:
             if self._metrics is not None:
-                self._metrics.write()  # nobody knows how long this process lives
+                self._metrics.write()  # the process may end at any time
 
     def _batches(self) -> Iterator[pa.RecordBatch]:
         while self._position < self._range.end:
             try:
                 with self._connected("range") as channel:
                     yield from self._read(channel)
-            except TopologyMismatch as error:  # it was deleted
+            except TopologyMismatch as error:  # the stream was deleted
                 if self._options.fail_on_data_loss:
                     raise
                 logger.warning("%s: %s; going on, since failOnDataLoss is false", self._range, error)
@@ -113,7 +114,7 @@ class RangeReader:
             yield from self._subscription(channel)
 
     def _subscription(self, channel: StreamChannel) -> Iterator[pa.RecordBatch]:
-        """Read to the end, or until the sizes of messages require quite another prefetch."""
+        """Read to the end, or until message sizes require a much different prefetch."""
         stream, end, prefetch = self._range.stream, self._range.end, self._prefetch.prefetch
         arguments = None if self._filter is None else self._filter.arguments
         tag = channel.consume(stream, self._position, prefetch, arguments)
@@ -121,7 +122,7 @@ class RangeReader:
         while self._position < end:
             deliveries = channel.take(_GATHER, min(max(prefetch // 2, 1), _ROWS, end - self._position))
             if not deliveries and self._filter is not None:
-                channel.carry_out(CheckQueue(stream))  # answered after all that the filter lets through
+                channel.carry_out(CheckQueue(stream))  # answered after all messages that pass the filter
                 deliveries = channel.take(0.0)
                 if not deliveries:
                     channel.cancel(tag)
@@ -151,7 +152,7 @@ class RangeReader:
                     chosen = [delivery for delivery in chosen if self._filter.passes(delivery)]
                 if chosen:
                     yield record_batch(chosen, stream, self._names)
-                self._progress_at = time.monotonic()  # whoever takes the rows may take their time
+                self._progress_at = time.monotonic()  # time that the caller spends on the rows does not count
                 if self._metrics is not None:
                     self._metrics.streams.rows[stream] += len(chosen)
                 self._position = offsets[last - 1] + 1
@@ -162,11 +163,11 @@ class RangeReader:
                 return
 
     def _has_range(self, channel: StreamChannel) -> bool:
-        """Whether the node of a channel has the range: its copy may lag behind."""
+        """Return whether the channel's node has the range. Its replica may lag behind."""
         return end_of(channel, self._range.stream, _PROBE).position >= self._range.end
 
     def _wait_on(self) -> None:
-        """Raise the reason once nothing has come for too long."""
+        """Raise an error with the cause if nothing has arrived for too long."""
         if self._waited < self._patience:
             return
         with self._connected("end") as channel:
@@ -178,10 +179,10 @@ class RangeReader:
         self._position = self._range.end
 
     def _check_truncated(self, channel: StreamChannel) -> None:
-        """Check the beginning: the first message is a later one.
+        """Check for data loss when the first message has a later offset than expected.
 
-        That is a gap, which is normal, or the messages before it were dropped. Each replica drops its own: the one that
-        was read is asked.
+        The difference is a normal gap, or the messages before it were dropped. Each replica drops its own messages, so
+        the replica that was read is queried.
         """
         stream = self._range.stream
         first = first_offsets(channel, (stream,), _PROBE).get(stream)
@@ -216,10 +217,11 @@ class RangeReader:
 
 
 class ValueFilter:
-    """Messages of a stream by their ``x-stream-filter-value``, or without one.
+    """A filter of stream messages by their ``x-stream-filter-value``.
 
-    RabbitMQ keeps a Bloom filter of the values of each chunk, and leaves chunks out that have none of a consumer's.
-    Chunks that it sends have other messages, too, which are left out here.
+    Messages without a value pass if ``unfiltered`` is true. RabbitMQ keeps a Bloom filter of the values of each chunk,
+    and skips chunks that contain none of a consumer's values. Chunks that it sends contain other messages too, which
+    this filter removes.
     """
 
     def __init__(self, values: Sequence[str], *, unfiltered: bool) -> None:

@@ -1,12 +1,12 @@
-"""Stream mode, the base of staged mode: executors read streams, range by range.
+"""Stream mode, the base of staged mode: executors read ranges of streams.
 
-The reader decides on ranges of offsets, in a process of its own beside the driver; the executors read them, in
-parallel. An ack takes nothing out of a stream: the position of a query is in its checkpoint alone.
+The reader plans ranges of offsets in a separate process beside the driver. The executors read the ranges in parallel.
+An ack removes nothing from a stream: the position of a query is only in its checkpoint.
 
-Invariants: nothing is connected before Spark asks for something, and a reader that was not used can be pickled; a range
-that was planned once is the same at every attempt; a batch begins where the one before it has ended: where a query, or
-a stream that it has not read, begins elsewhere, an empty batch pins that first; the end of a batch is one more than an
-offset that was seen, or a cut before one.
+Invariants: nothing connects before Spark requests data, and an unused reader can be pickled. A planned range is the
+same at every attempt. A batch begins where the previous one ended. If a query, or a stream that it has not read before,
+begins elsewhere, an empty batch first records that position. The end of a batch is one more than an offset that was
+seen, or a limit below it.
 """
 
 from __future__ import annotations
@@ -58,21 +58,21 @@ __all__ = ["FilteredStreamBatch", "StreamBatch", "StreamSource"]
 
 logger = logging.getLogger(__name__)
 
-_FRESH: Final = 0.25  # seconds for which an end that was looked up is good enough: Spark asks every 10 ms
-_SURE: Final = 3.0  # seconds after which a stream from which nothing comes is empty
-_QUICK: Final = 0.25  # the same where it will be asked again
-_DOUBTFUL: Final = 10.0  # the same where the query has read messages of it; or more than there are
-_AWAY: Final = 1.0  # seconds between two attempts at a broker that is away
+_FRESH: Final = 0.25  # seconds for which a looked-up end stays valid: Spark requests it every 10 ms
+_SURE: Final = 3.0  # seconds without a delivery after which a stream counts as empty
+_QUICK: Final = 0.25  # the same if the stream will be queried again
+_DOUBTFUL: Final = 10.0  # seconds to look again while the query is beyond the end of a stream
+_AWAY: Final = 1.0  # seconds between two attempts to reach the broker
 _EMPTY: Final = StreamEnd(0, 0.0)
 _NO_LIMIT: Final = 2**63 - 1
-_LATEST: Final = 253_402_300_799  # the last second of the year 9999, Python's last
+_LATEST: Final = 253_402_300_799  # the last second of the year 9999, the last year that Python supports
 
 
 _Value = TypeVar("_Value", int, int | str)
 
 
 class _Ranges(PicklableByName):
-    """The options and columns of a reader, and what it does on executors."""
+    """The options and columns of a reader, and its work on executors."""
 
     def __init__(self, options: StreamOptions, names: Sequence[str]) -> None:
         self._options = options
@@ -82,7 +82,7 @@ class _Ranges(PicklableByName):
         return split(ranges, self._options.min_partitions, self._options.max_records)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        if isinstance(partition, StreamRange):  # Spark makes up another one where there is none
+        if isinstance(partition, StreamRange):  # Spark substitutes another partition if a batch has none
             yield from RangeReader(self._options, partition, self._names).batches()
 
 
@@ -91,8 +91,8 @@ class StreamSource(_Ranges, DataSourceStreamReader, SupportsTriggerAvailableNow)
         super().__init__(options, names)
         self._planner = _Planner(options)
         self._target: dict[str, int] | None = None  # where a query with Trigger.AvailableNow ends
-        self._planned_at: float | None = None  # the newest batch, or the first call
-        self._away_until: float | None = None  # where the broker is away: not to be asked before
+        self._planned_at: float | None = None  # time of the newest batch, or of the first call
+        self._away_until: float | None = None  # earliest time of the next attempt while the broker is unreachable
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
         """Return the positions where a new query begins, marked as such."""
@@ -105,7 +105,7 @@ class StreamSource(_Ranges, DataSourceStreamReader, SupportsTriggerAvailableNow)
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         """Return the limit of the options.
 
-        There is always one: without a limit, the call would mean trigger(once) to Spark.
+        A limit is always returned, because Spark interprets a call without one as trigger(once).
         """
         if self._options.max_messages is None and self._options.max_bytes is not None:
             return ReadMaxBytes(self._options.max_bytes)
@@ -115,12 +115,13 @@ class StreamSource(_Ranges, DataSourceStreamReader, SupportsTriggerAvailableNow)
         self._target = {name: end.position for name, end in self._planner.ends(sure=True).items()}
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
-        """Return the end of the next batch; ``start`` if there is nothing new for now.
+        """Return the end of the next batch, or ``start`` if nothing new is available.
 
         Raises:
-            BrokerUnavailable: it is away, and Spark would take ``start`` for the end of a query with AvailableNow.
-            ConfigurationError: trigger(once), or a checkpoint that is none of ours.
-            ConsumeError: a stream ends before where the query has been (``failOnDataLoss``).
+            BrokerUnavailable: If the error is permanent, or in a query with AvailableNow, where Spark would take
+                ``start`` for the end.
+            ConfigurationError: If the trigger is trigger(once), or the checkpoint belongs to another source.
+            ConsumeError: If a stream ends before the query's position (``failOnDataLoss``).
         """
         if isinstance(limit, ReadAllAvailable):
             raise ConfigurationError(
@@ -144,7 +145,8 @@ class StreamSource(_Ranges, DataSourceStreamReader, SupportsTriggerAvailableNow)
             self._away_until = time.monotonic() + _AWAY
             return start
         self._away_until = None
-        # The batch begins at `start`: a stream that begins elsewhere is empty in it, and read by the next one.
+        # The batch begins at `start`. A stream that begins elsewhere is empty in this batch and is read by the next
+        # one.
         pinned = {name: position for name, position in begin.items() if known.get(name) != position}
         end = {name: max(position, begin[name]) for name, position in end.items() if name not in pinned}
         if not pinned and self._too_few(begin, end):
@@ -188,7 +190,7 @@ class StreamSource(_Ranges, DataSourceStreamReader, SupportsTriggerAvailableNow)
         self._show_no_more()
 
     def _show(self, planned: Mapping[str, int]) -> None:
-        """Register metrics of the positions of this query, in the reader process."""
+        """Update the metrics of this query's positions, in the reader process."""
         metrics = exporter(self._options.metrics_directory)
         if metrics is None:
             return
@@ -208,7 +210,7 @@ class StreamSource(_Ranges, DataSourceStreamReader, SupportsTriggerAvailableNow)
 
 
 class StreamBatch(_Ranges, DataSourceReader):
-    """The reader of a batch of stream mode. Arguments as for `StreamSource`."""
+    """The batch reader of stream mode. It takes the arguments of `StreamSource`."""
 
     def __init__(self, options: StreamOptions, names: Sequence[str]) -> None:
         super().__init__(options, names)
@@ -225,17 +227,17 @@ class StreamBatch(_Ranges, DataSourceReader):
 
 
 class FilteredStreamBatch(StreamBatch):
-    """A batch that takes filters: a range reads only the offsets that they allow.
+    """A batch that accepts filters: a range reads only the offsets that they allow.
 
-    Spark refuses every reader with this method unless ``spark.sql.python.filterPushdown.enabled`` is on, which a source
-    cannot see: so it is an option.
+    Spark refuses every reader with this method unless ``spark.sql.python.filterPushdown.enabled`` is on. A source
+    cannot read that setting, so an option enables this class.
     """
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802
-        """Note filters on ``offset``; Spark applies all of them again.
+        """Apply filters on ``offset`` and return all filters for Spark to apply again.
 
-        The column ``timestamp`` is the publisher's word, not the stream's time: ``startingTimestamp`` has that. The
-        column ``queue`` of a row from a stage is its original's queue, not the stream.
+        The column ``timestamp`` is set by the publisher and is not the stream's time, which ``startingTimestamp`` uses.
+        The column ``queue`` of a row from a stage is the queue of the original, not the stream.
         """
         for each in filters:
             self._filters.note(each)
@@ -243,7 +245,7 @@ class FilteredStreamBatch(StreamBatch):
 
 
 class _Planner:
-    """Find positions in streams, on one connection that is made when first needed."""
+    """A planner that finds positions in streams, on one lazily made connection."""
 
     def __init__(self, options: StreamOptions) -> None:
         self._options = options
@@ -251,13 +253,13 @@ class _Planner:
         self._finder: PartitionFinder | None = None
         self._ends: dict[str, StreamEnd] = {}
         self._looked_at = float("-inf")
-        self._anew: frozenset[str] = frozenset()  # streams that were gone when the query began
+        self._anew: frozenset[str] = frozenset()  # streams that did not exist when the query began
 
     def missing(self, names: Iterable[str], timeout: float) -> list[str]:
-        """Return the streams that do not exist; waits for a broker that is away.
+        """Return the streams that do not exist. Waits while the broker is unreachable.
 
         Raises:
-            BrokerUnavailable: it could not be asked within ``timeout`` seconds or at all.
+            BrokerUnavailable: If the broker could not be queried within ``timeout`` seconds, or the error is permanent.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -270,14 +272,14 @@ class _Planner:
             threading.Event().wait(_AWAY)
 
     def begin_anew(self, names: Iterable[str]) -> None:
-        """Note streams that are made anew: their old positions mean nothing."""
+        """Record streams that are created again, so that old positions are invalid."""
         self._anew = frozenset(names)
 
     def ends(self, *, sure: bool) -> dict[str, StreamEnd]:
         """Return the ends of all streams.
 
         Args:
-            sure: query now, and wait until it is certain that a stream without deliveries is empty.
+            sure: Whether to query now, and to wait until a stream without deliveries is certain to be empty.
         """
         if sure or time.monotonic() - self._looked_at > _FRESH:
             channel = self._connected()
@@ -293,11 +295,11 @@ class _Planner:
         return self._ends
 
     def known_ends(self) -> dict[str, int] | None:
-        """Return the ends that were found last; None before that."""
+        """Return the ends that were found last, or None before the first lookup."""
         return {name: end.position for name, end in self._ends.items()} or None
 
     def beginnings(self) -> dict[str, int]:
-        """Return the oldest offsets of all streams; 0 for one that is empty."""
+        """Return the oldest offset of each stream; 0 for an empty one."""
         try:
             channel = self._connected()
             names = self._names(channel)
@@ -307,7 +309,7 @@ class _Planner:
             return {}
 
     def depth(self, queue: str) -> int | None:
-        """Return how many messages of a queue are ready; None if that is not known."""
+        """Return the number of ready messages of a queue, or None if it is unknown."""
         try:
             state = self._connected().carry_out(CheckQueue(queue))
         except (BrokerUnavailable, TopologyMismatch) as error:
@@ -316,7 +318,7 @@ class _Planner:
         return state.messages if isinstance(state, QueueState) else None
 
     def is_older(self, name: str, position: int, age: float) -> bool:
-        """Whether the message there came more than ``age`` seconds ago, by its chunk."""
+        """Return whether the message arrived over ``age`` seconds ago, by its chunk."""
         since = time.time() - age
         if since <= 0:
             return False
@@ -328,7 +330,7 @@ class _Planner:
         return newer is None or position < newer
 
     def averages(self) -> dict[str, float]:
-        """Return the average bytes of a message, by stream, as found last."""
+        """Return the average message size in bytes, by stream, from the last lookup."""
         return {name: end.average for name, end in self._ends.items()}
 
     def positions(self, option: str, given: StartingPositions) -> dict[str, int]:
@@ -338,7 +340,7 @@ class _Planner:
             since = self._times("startingOffsetsByTimestamp", self._options.starting_timestamp, names)
             return self._since(channel, since)
         by_name = dict.fromkeys(names, given) if isinstance(given, str) else self._by_name(option, given, names)
-        # As long as it takes to be sure that a stream is empty, it is not asked again.
+        # Streams that are known to be empty are skipped, because confirming that takes long.
         asked = [name for name in names if self._ends.get(name) != _EMPTY and isinstance(by_name[name], str)]
         first = first_offsets(channel, asked, _SURE)
         return {
@@ -370,9 +372,9 @@ class _Planner:
         return wanted
 
     def beginning(self, given: StartingPositions, end: Mapping[str, int]) -> dict[str, int]:
-        """Return the positions where a batch begins, by the options.
+        """Return the positions where a batch begins, according to the options.
 
-        An offset of the options lies before the ``end`` of the batch.
+        Raise `ConfigurationError` for an offset in the options that lies after ``end``.
         """
         begin = self.positions("startingOffsets", given)
         for name, position in begin.items():
@@ -384,7 +386,7 @@ class _Planner:
         return begin
 
     def check_begun(self, begin: Mapping[str, int]) -> None:
-        """Refuse to begin behind the end of a stream: it would look like data loss."""
+        """Refuse to begin after the end of a stream: it would look like data loss."""
         for name, end in self.ends(sure=True).items():
             if begin[name] > end.position:
                 raise ConfigurationError(
@@ -395,8 +397,8 @@ class _Planner:
     def reconciled(self, begin: Mapping[str, int], end: Mapping[str, int]) -> dict[str, int]:
         """Return the positions where the next batch begins, for all existing streams.
 
-        A new stream is read from its first message. One that is gone, or that ends before the position of the query, is
-        data loss.
+        A new stream is read from its first message. A stream that is gone, or that ends before the position of the
+        query, is data loss.
         """
         lost = [f"stream {name!r} is in the checkpoint and no longer read" for name in begin if name not in end]
         new = [name for name in end if name not in begin]
@@ -421,10 +423,10 @@ class _Planner:
         return result
 
     def _newest(self, name: str, end: int, begin: int) -> int:
-        """Return a stream's newest offset; look again while the query is further.
+        """Return a stream's newest offset. Look again while the query is further ahead.
 
-        The end of a query with AvailableNow is found before its beginning, which may be "latest". The copy of a stream
-        on another node may lag behind. And a stream is empty for certain only after a while.
+        In a query with AvailableNow, the end is found before the beginning, which may be "latest". The replica of a
+        stream on another node may lag behind. And a stream is certain to be empty only after a while.
         """
         deadline = time.monotonic() + _DOUBTFUL
         while end < begin and (left := deadline - time.monotonic()) > 0:
@@ -477,6 +479,6 @@ class _Planner:
 
 
 def _second(milliseconds: int, *, up: bool = False) -> datetime:
-    """Return a time as AMQP carries it: in whole seconds."""
+    """Return a time as AMQP transmits it: in whole seconds."""
     seconds = -(-milliseconds // 1000) if up else milliseconds // 1000
     return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(seconds=min(seconds, _LATEST))

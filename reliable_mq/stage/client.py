@@ -1,19 +1,19 @@
-"""The connection of a relay into a stage, and its life.
+"""The connection of a relay into a stage, and the relay's states.
 
-One channel consumes and publishes: so when the broker lets another relay consume the lock of the stage, nothing that
-this one has published comes later. A block of the connection (a memory or disk alarm) holds the acks back, too; nothing
-could be acked during it anyway.
+One channel consumes and publishes. So when the broker lets another relay consume the lock of the stage, no message that
+this relay has published arrives later. A block of the connection (a memory or disk alarm) also holds back the acks, but
+no delivery could be acked during it anyway.
 
-`TRANSITIONS` is the life of the relay. `reliable_mq.core.stage.session` decides on messages, and
-`reliable_mq.core.stage.counts` on counts of the queue. This module sets up the channel, carries out reads of the tail
-and changes of the subscription, and watches the time.
+`TRANSITIONS` lists the state changes of the relay. `reliable_mq.core.stage.session` decides on messages, and
+`reliable_mq.core.stage.counts` on counts of the queue. This module sets up the channel, reads the tail, changes the
+subscription and checks deadlines.
 
 Invariants:
 
-- Only the I/O thread touches the session.
-- A stage is not moved into before it is a few seconds old.
-- An error that time cannot heal ends the relay: `error` has it, and nothing is left unacked that was confirmed.
-- Closing waits for outstanding confirms, acks, and disconnects in good order.
+- Only the I/O thread uses the session.
+- No message is moved into a stage before the stage is a few seconds old.
+- A permanent error ends the relay. `error` holds it, and every confirmed message is acked.
+- Closing waits for outstanding confirms, acks their deliveries, and disconnects cleanly.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ __all__ = ["TRANSITIONS", "RelayClient", "RelayState"]
 logger = logging.getLogger(__name__)
 
 _CLOSE_GRACE: Final = 3.0  # seconds for the closing handshake
-_TICK: Final = 0.5  # seconds between two looks at the clock
+_TICK: Final = 0.5  # seconds between two checks of the deadlines
 _COUNT_EVERY: Final = 2.0  # seconds between two counts of the queue
-_LONGEST_WAIT: Final = 2.0  # seconds between two attempts: a relay that waits takes over soon
+_LONGEST_WAIT: Final = 2.0  # seconds between two attempts, so that a waiting relay soon takes over
 _TAIL_PREFETCH: Final = 2000
 
 
 class RelayState(enum.Enum):
-    """The life of a relay, which runs once."""
+    """The states of a relay, which runs once."""
 
     CONNECTING = "no channel: connects, now or after a pause"
     WAITING = "another relay holds the lock; tries again"
@@ -103,7 +103,7 @@ del _S
 
 
 class _ChannelReads(enum.Enum):
-    """The reads of the channel, beside the lock."""
+    """The subscription of the channel, in addition to the lock."""
 
     NONE = "nothing yet, or a tail to its end"
     TAIL = "the tail of a partition"
@@ -113,15 +113,15 @@ class _ChannelReads(enum.Enum):
 
 
 class RelayClient(NullListener):
-    """Connect and move messages; callbacks run on the I/O thread.
+    """A client that connects and moves messages. Callbacks run on the I/O thread.
 
     Attributes:
-        changed: guards those below, and notifies of their changes.
-        state: of the relay.
-        error: why it has ended by itself.
-        last_error: of the last attempt that failed.
-        declared_at: when the stage was declared; None before.
-        counts: of the queue.
+        changed: The condition that guards the attributes below and notifies of their changes.
+        state: The state of the relay.
+        error: The error that ended the relay.
+        last_error: The error of the last failed attempt.
+        declared_at: The time when the stage was declared, or None before.
+        counts: The counts of the queue.
     """
 
     def __init__(self, options: StageOptions, session: StageSession, settings: ConnectionSettings) -> None:
@@ -136,10 +136,10 @@ class RelayClient(NullListener):
         self._out: list[bytes] = []
         self._channel_generation = 0
         self._subscription = _ChannelReads.NONE
-        self._tag: str | None = None  # of the newest subscription; None once it is cancelled
+        self._tag: str | None = None  # of the newest subscription; None after its cancellation
         self._tags = 0
         self._tail_of = ""
-        self._changing = False  # steps of a subscription are on their way
+        self._changing = False  # steps of a subscription are in progress
         self._blocked = False
         self._missing_since: float | None = None
         self._count_at = 0.0
@@ -154,25 +154,25 @@ class RelayClient(NullListener):
     # -- any thread ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Connect, in the background."""
+        """Connect in the background."""
         self._io.start()
         self._io.call_soon(self._tick)
 
     def end(self, timeout: float) -> None:
-        """Close, waiting for outstanding confirms for so many seconds."""
+        """Close, waiting up to ``timeout`` seconds for outstanding confirms."""
         if self._io.call_soon(self._begin_to_close):
             self.wait_ended(timeout)
         self._io.close(_CLOSE_GRACE)
         self._enter(RelayState.ENDED)
 
     def wait_ended(self, timeout: float | None) -> bool:
-        """Wait until the relay has ended; return whether it has."""
+        """Wait until the relay has ended. Return whether it has."""
         with self.changed:
             return self.changed.wait_for(lambda: self.state is RelayState.ENDED, timeout)
 
     @property
     def moved(self) -> int:
-        """Messages that are in the stage, and acked."""
+        """The number of messages that are in the stage and acked."""
         return self._session.statistics.moved + self._session.statistics.moved_before
 
     def _enter(self, state: RelayState) -> None:
@@ -183,7 +183,7 @@ class RelayClient(NullListener):
     # -- on the I/O thread: the connection -----------------------------------------------------------------------------
 
     def _set_up(self, server: ServerInfo) -> SetupGenerator:
-        """Declare the stage once, check it from then on; get the lock."""
+        """Declare the stage once and later only check it; then consume the lock."""
         options = self._options
         if self.declared_at is None:
             try:
@@ -193,7 +193,7 @@ class RelayClient(NullListener):
             with self.changed:
                 self.declared_at = time.monotonic()
                 self.changed.notify_all()
-        else:  # a stage that was deleted is not made anew in silence: what was not read is lost
+        else:  # a deleted stage is not silently declared again, since unread messages are lost
             yield from _carried_out(ConfirmSelect())
             for stream in options.streams:
                 yield from _carried_out(CheckQueue(stream))
@@ -204,7 +204,7 @@ class RelayClient(NullListener):
         yield from _carried_out(Consume(options.lock, self._new_tag("lock"), exclusive=True))
 
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
-        """Begin an epoch: this is the active relay now."""
+        """Begin an epoch: this relay is now the active one."""
         self._channel_generation = generation
         self._missing_since = None
         self._subscription, self._tag, self._changing = _ChannelReads.NONE, None, False
@@ -213,7 +213,7 @@ class RelayClient(NullListener):
         self._io.write(self._session.opened(generation, channel, frame_max, os.urandom(8), time.monotonic()))
 
     def lost(self, generation: int, loss: ConnectionLoss) -> None:
-        """Forget the epoch."""
+        """End the epoch: its channel is lost."""
         self._session.lost()
         self._out.clear()
         self._subscription, self._tag = _ChannelReads.NONE, None
@@ -224,7 +224,7 @@ class RelayClient(NullListener):
             self._finish()
 
     def failed(self, error: ReliableMQError, will_retry: bool) -> None:
-        """Note an attempt that failed; end where no other can help."""
+        """Record a failed attempt. End the relay if no further attempt can succeed."""
         with self.changed:
             self.last_error = error
         if self.state in _RUNNING:
@@ -245,22 +245,22 @@ class RelayClient(NullListener):
         self._enter(RelayState.WAITING if taken else RelayState.CONNECTING)
 
     def blocked(self, reason: str) -> None:
-        """Note that the broker reads no more."""
+        """Record that the broker has stopped reading from the connection."""
         self._blocked = True
         logger.warning("%s: the broker takes no messages for now: %s", self, reason)
 
     def unblocked(self) -> None:
-        """Go on."""
+        """Record that the broker reads again."""
         self._blocked = False
         self._session.waited(time.monotonic())
 
     def cancelled(self, consumer_tag: str) -> None:
-        """End the epoch: the queue, the stage or the lock is gone, or its leader."""
+        """End the epoch: the queue, the stage, the lock or its leader is gone."""
         if consumer_tag == self._tag or consumer_tag.startswith("lock-"):
             self._fail(f"the broker cancelled consumer {consumer_tag}")
 
     def nacked(self, tag: int, multiple: bool) -> None:
-        """End the epoch: whether the stage has the message is not known."""
+        """End the epoch: it is unknown whether the stage has the message."""
         self._fail("the stage did not take a message (basic.nack)")
 
     def returned(self, code: int, text: str, exchange: str, routing_key: str, properties: bytes, body: bytes) -> None:
@@ -268,11 +268,11 @@ class RelayClient(NullListener):
         self._fail(f"stream {routing_key!r} of the stage is gone ({code} {text})")
 
     def acked(self, tag: int, multiple: bool) -> None:
-        """Note a confirm; the acks follow at the end of the read."""
+        """Record a confirm. The acks follow at the end of the read."""
         self._session.confirmed(self._channel_generation, tag, multiple)
 
     def delivered(self, deliveries: list[RawDelivery]) -> None:
-        """Move messages of the queue; take in those of a tail."""
+        """Move deliveries of the queue, and process deliveries of a tail."""
         start = 0
         for end in range(1, len(deliveries) + 1):
             if end == len(deliveries) or deliveries[end].consumer_tag != deliveries[start].consumer_tag:
@@ -280,7 +280,7 @@ class RelayClient(NullListener):
                 start = end
 
     def oversized(self, delivery: RawDelivery, size: int, message_count: int | None) -> None:
-        """End: a message cannot be moved."""
+        """End the relay: a message is too large to be moved."""
         self._end(
             ConsumeError(
                 f"a message of queue {self._options.queue!r} has {size} bytes, too many to be moved: take it out"
@@ -288,7 +288,7 @@ class RelayClient(NullListener):
         )
 
     def read_finished(self) -> None:
-        """Write what the events of one read have led to, and do what is next."""
+        """Write the frames that result from one read, and start the next step."""
         self._out.append(self._session.acks(time.monotonic()))
         self._write_out()
         self._advance()
@@ -314,7 +314,7 @@ class RelayClient(NullListener):
         if frames:
             self._io.write(frames)
 
-    # -- on the I/O thread: what is next -------------------------------------------------------------------------------
+    # -- on the I/O thread: the next step ------------------------------------------------------------------------------
 
     def _advance(self) -> None:
         session = self._session
@@ -333,7 +333,7 @@ class RelayClient(NullListener):
             self._adjust()
 
     def _is_ageing(self) -> bool:
-        """Whether the stage is too new to be moved into; come back once it is not."""
+        """Return whether the stage is too new for messages; schedule a check if so."""
         if self._subscription is _ChannelReads.AGEING:
             return True
         assert self.declared_at is not None, "there is no stage"  # noqa: S101
@@ -356,7 +356,7 @@ class RelayClient(NullListener):
         self._enter(RelayState.ACTIVE)
 
     def _adjust(self) -> None:
-        """Change the subscription, where the deliveries that are held require it."""
+        """Change the subscription if the held deliveries require it."""
         session = self._session
         if self._subscription is _ChannelReads.PAUSED:
             if session.held <= self._options.max_outstanding_bytes / 4:
@@ -377,7 +377,7 @@ class RelayClient(NullListener):
         self._change(to, tag, SetPrefetch(prefetch), Consume(queue, tag, arguments=arguments))
 
     def _change(self, to: _ChannelReads, tag: str | None, *steps: Step) -> None:
-        """Cancel the subscription, and carry out the steps to the next."""
+        """Cancel the subscription and perform the steps to the next one."""
         cancel = () if self._tag is None else (Cancel(self._tag),)
         self._subscription, self._tag, self._changing = to, tag, True
         self._io.run(_all((*cancel, *steps)), self._subscription_changed)
@@ -390,7 +390,7 @@ class RelayClient(NullListener):
             self._advance()
 
     def _fail(self, why: str) -> None:
-        """End the epoch; the next one reads the tail."""
+        """End the epoch. The next one reads the tail."""
         if self._session.state in (EpochState.CLOSED, EpochState.ENDING):
             return
         self._session.failed()
@@ -400,7 +400,7 @@ class RelayClient(NullListener):
         self._io.reopen_channel()
 
     def _tick(self) -> None:
-        """Look at the clock."""
+        """Check the deadlines."""
         now = time.monotonic()
         session = self._session
         if self._blocked:
@@ -438,7 +438,7 @@ class RelayClient(NullListener):
     # -- on the I/O thread: the end ------------------------------------------------------------------------------------
 
     def _end(self, error: ReliableMQError) -> None:
-        """End with an error: nothing can be moved any more."""
+        """End with an error, because no more messages can be moved."""
         with self.changed:
             self.error = self.error or error
             self.changed.notify_all()
@@ -486,7 +486,7 @@ def _wait(rounds: int) -> float:
 
 
 def _all(steps: tuple[Step, ...]) -> StepGenerator:
-    """Carry out the steps; return the outcome of the last."""
+    """Perform the steps and return the outcome of the last one."""
     outcome = None
     for step in steps:
         outcome = yield step

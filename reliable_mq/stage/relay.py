@@ -1,7 +1,7 @@
 """The relay into a stage: it consumes a queue and publishes into a stream.
 
-`StageRelay` starts it, waits for it and closes it, on any thread. `reliable_mq.stage.client` has its connection, on a
-thread of its own.
+Any thread can start, watch and close a `StageRelay`. `reliable_mq.stage.client` runs its connection on a separate
+thread.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ __all__ = ["StageRelay"]
 
 
 class StageRelay:
-    """Move a queue into a stage, on a thread of its own. Thread-safe.
+    """A relay that moves a queue into a stage on a separate thread. Thread-safe.
 
-    Construction does not connect; `start` does, in the background. It reconnects by itself, and runs once. A second
-    relay of the same stage waits, and takes over when the first is gone.
+    The constructor does not connect; `start` connects in the background. The relay reconnects automatically, and runs
+    once. A second relay of the same stage waits, and takes over when the first is gone.
 
     Args:
-        options: what to move where.
-        registry: where to register Prometheus metrics; None for none.
-        settings: how to connect; None for what the URL of the options says.
+        options: The options of the relay, including the queue and the stage.
+        registry: The registry for Prometheus metrics. None registers none.
+        settings: The connection settings. None takes them from the URL of the options.
 
     Attributes:
-        statistics: counts.
+        statistics: The counts of the relay.
     """
 
     def __init__(
@@ -57,20 +57,20 @@ class StageRelay:
 
     @property
     def error(self) -> ReliableMQError | None:
-        """Why the relay has ended by itself; None if it has not."""
+        """The error that ended the relay, or None."""
         with self._client.changed:
             return self._client.error
 
     @property
     def active(self) -> bool:
-        """Whether it moves messages; False while it waits for another relay or the broker."""
+        """Whether the relay moves messages, rather than waits for a relay or the broker."""
         return self._is_active()
 
     def wait_declared(self, timeout: float) -> None:
         """Wait until the stage is declared.
 
         Raises:
-            ReliableMQError: it could not be, within ``timeout`` seconds or at all.
+            ReliableMQError: If the stage is not declared within ``timeout`` seconds, or cannot be.
         """
         client = self._client
         if not self._wait_for(lambda: client.declared_at is not None, timeout):
@@ -79,26 +79,26 @@ class StageRelay:
             )
 
     def wait_active(self, timeout: float) -> bool:
-        """Wait until it moves messages; return whether it does.
+        """Wait until the relay moves messages. Return whether it does.
 
         Raises:
-            ReliableMQError: it has ended by itself.
+            ReliableMQError: If an error has ended the relay.
         """
         return self._wait_for(self._is_active, timeout)
 
     def wait_moved(self, timeout: float) -> bool:
-        """Wait until the messages that were ready when it became active are moved.
+        """Wait until the messages that were ready at activation are moved.
 
-        Other consumers may have taken some: so the wait ends, too, once the queue was found empty twice.
+        Other consumers may have taken some of them, so the wait also ends once the queue was found empty twice.
 
         Args:
-            timeout: seconds.
+            timeout: The maximum time to wait, in seconds.
 
         Returns:
             Whether they are moved.
 
         Raises:
-            ReliableMQError: it has ended by itself.
+            ReliableMQError: If an error has ended the relay.
         """
         client = self._client
         return self._wait_for(lambda: self._is_active() and client.counts.has_moved(client.moved), timeout)
@@ -115,13 +115,14 @@ class StageRelay:
             return condition()
 
     def wait_ended(self, timeout: float | None = None) -> bool:
-        """Wait until it has ended by itself, or was closed; return whether it has."""
+        """Wait until the relay has ended or was closed. Return whether it has."""
         return self._client.wait_ended(timeout)
 
     def close(self, timeout: float) -> None:
-        """Read no more, wait for outstanding confirms, ack, and disconnect.
+        """Stop reading, wait for outstanding confirms, ack, and disconnect.
 
-        Blocks for ``timeout`` seconds and a few at most. What is not confirmed by then stays in the queue.
+        Blocks at most a few seconds longer than ``timeout`` seconds. Messages that are not confirmed by then stay in
+        the queue.
         """
         self._client.end(timeout)
         registration, self._registration = self._registration, None
@@ -129,7 +130,7 @@ class StageRelay:
             registration.close()
 
     def status(self) -> StageStatus:
-        """Return the present state."""
+        """Return the current status."""
         session = self._session
         return StageStatus(int(self._is_active()), session.outstanding, session.held, self._client.counts.ready)
 

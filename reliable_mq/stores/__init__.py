@@ -1,8 +1,8 @@
 """Idempotency stores: a message that is delivered twice takes effect once.
 
-A consumer claims the key of a delivery before its handler runs, and completes it afterwards; only then is the delivery
-acked. A claim that nobody settles ends with its lease, and the next claim of the key takes over. A done key is
-remembered for the retention of the store: a duplicate that comes later than that takes effect again.
+A consumer claims the key of a delivery before its handler runs, and completes the claim afterwards. Only then does it
+ack the delivery. A claim that is never settled ends with its lease, and the next claim of the key takes over. A done
+key is remembered for the retention of the store. A duplicate that arrives later takes effect again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ON_DEMAND = {  # name: module, and the extra that it needs
     "SQLiteStore": ("sqlite", ""),
 }
 
-if not TYPE_CHECKING:  # or any name would seem to exist
+if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept any name
 
     def __getattr__(name: str) -> object:
         if name not in _ON_DEMAND:

@@ -1,16 +1,18 @@
 """The calls of a store as generators of queries, for both APIs; keys and purges.
 
-A call (``claim_many``, say) yields its queries, is sent their replies and returns its result. A query is whatever the
-base class of a database yields and its ``_send`` sends: commands of Redis, a transaction of SQL. The error of a query
-is raised where the call yielded it, so the call decides whether to repeat the query.
+A call, for example ``claim_many``, yields its queries, receives their replies and returns its result. A query is
+whatever the base class of a database yields and its ``_send`` sends: Redis commands or an SQL transaction. The error of
+a query is raised where the call yielded it, so the call decides whether to repeat the query.
 
-The stores of a database are therefore one base class with its queries, and two that send them, such as
+The stores of a database are therefore one base class with the queries and two subclasses that send them, such as
 ``RedisStore(_RedisBase, SyncStore)`` and ``AsyncRedisStore(_RedisBase, AsyncStore)``.
 
-Invariants: whatever a key is made of, it is stored as at most 200 printable ASCII characters, and no two keys are
-stored as the same; a query has each key once, and keys in one order, so that no two queries wait for each other in a
-circle; a claim whose reply was lost is repeated in the name of the same holder, so that a claim which did take place is
-found again, instead of waited for until its lease ends.
+Invariants:
+
+- any key is stored as at most 200 printable ASCII characters, and different keys have different stored forms;
+- a query has each key once, and all queries have the same order of keys, so that queries do not deadlock;
+- a claim whose reply was lost is repeated in the name of the same holder. If the lost claim took place, it is found
+  again, instead of waited for until its lease ends.
 """
 
 from __future__ import annotations
@@ -48,12 +50,12 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-FORMAT: Final = 1  # of records; of one of a newer format a claim is `ClaimStatus.UNREADABLE`
+FORMAT: Final = 1  # the format of records; claiming a record of another format results in `ClaimStatus.UNREADABLE`
 DAY: Final = 86400.0
 
 _HASHED: Final = "sha256:"
 _READABLE: Final = re.compile(r"(?!sha256:)[!-~](?:[ -~]{0,198}[!-~])?")
-_HOLDER_BITS: Final = 62  # they fit a signed number of 64
+_HOLDER_BITS: Final = 62  # holders fit into a signed 64-bit number
 
 Held: TypeAlias = tuple[str, int]
 """A key, as it is stored, and the token of its claim."""
@@ -75,21 +77,21 @@ def stored_key(key: str) -> str:
 
 
 def unique(keys: Iterable[str]) -> dict[str, str]:
-    """Return the stored form of each key, once, in the order of these forms."""
+    """Return the stored form of each distinct key, sorted by stored form."""
     return dict(sorted(((key, stored_key(key)) for key in set(keys)), key=itemgetter(1)))
 
 
 def held_by(claims: Iterable[Claim]) -> list[Held]:
-    """Return the stored keys of claims and their tokens, each once, in order."""
+    """Return the distinct stored keys of claims with their tokens, sorted."""
     return sorted({(stored_key(claim.key), claim.token) for claim in claims})
 
 
 class UnansweredClaims:
-    """The holders of claims whose reply was lost, of the latest keys. Thread-safe.
+    """The holders of claims whose replies were lost, for the latest keys. Thread-safe.
 
-    A holder is a random number that tells one claim call from another. A claim whose reply was lost is repeated by the
-    next call that claims the key in this process, and by no other: not by a forked child either. Of several holders of
-    one key, from calls that overlapped, each is repeated once, the oldest first.
+    A holder is a random number that identifies a claim call. The next call in this process that claims the key repeats
+    the claim whose reply was lost. Other processes, including forked children, do not. If overlapping calls left
+    several holders of one key, each holder is used once, the oldest first.
     """
 
     def __init__(self, capacity: int = 10_000) -> None:
@@ -105,7 +107,7 @@ class UnansweredClaims:
     def holders(self, keys: Iterable[str]) -> dict[str, int]:
         """Return the holder in whose name to claim each key."""
         if os.getpid() != self._made_in:
-            self._start()  # the holders are the parent's, and its lock may never be released here
+            self._start()  # the holders belong to the parent, whose lock may never be released in this process
         fresh = self._random.getrandbits(_HOLDER_BITS) or 1
         if not self._holders:
             return dict.fromkeys(keys, fresh)
@@ -121,7 +123,7 @@ class UnansweredClaims:
                 del self._holders[next(iter(self._holders))]
 
     def _take(self, key: str) -> int:
-        """Remove and return the oldest holder of a key; 0 if there is none."""
+        """Remove and return the oldest holder of a key, or 0 if there is none."""
         waiting = self._holders.get(key)
         if waiting is None:
             return 0
@@ -132,29 +134,30 @@ class UnansweredClaims:
 
 
 class PurgePace:
-    """When claims purge expired rows, and how many, so that a table stays small.
+    """The pace at which claims purge expired rows, so that a table stays small.
 
-    Each claimed key pays for the deletion of two rows. So purges keep up with any rate of claims, over all processes
-    together, also with a backlog; and no claim deletes more than a few hundred rows, or two for each of its own keys.
-    After a purge that left nothing, there is no other for a second.
+    Each claimed key pays for the deletion of two rows. So purges keep up with any rate of claims of all processes, even
+    with a backlog, and no claim deletes more than a few hundred rows or two for each of its keys. A purge that left no
+    expired rows is followed by a pause of a second.
 
-    Without a lock, and so safe in a forked child: of two threads at once, both may purge, or neither.
+    There is no lock, so the object is safe in a forked child. If two threads call it at once, both may purge, or
+    neither.
     """
 
     EVERY: Final = 60.0  # seconds after which a claim purges in any case
-    PAUSE: Final = 1.0  # seconds after a purge that left nothing
+    PAUSE: Final = 1.0  # seconds after a purge that left no expired rows
     PAUSE_AFTER_ERROR: Final = 10.0  # seconds
-    AT_LEAST: Final = 250  # rows: a purge for each claim costs more
-    AT_MOST: Final = 5000  # rows: all are one transaction
+    AT_LEAST: Final = 250  # rows; a smaller purge with every claim would cost more
+    AT_MOST: Final = 5000  # rows, as they are deleted in one transaction
     ROWS_PER_KEY: Final = 2
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._rows_due = self.AT_LEAST  # the first claim purges: some processes make few
+        self._rows_due = self.AT_LEAST  # the first claim purges, because some processes make few claims
         self._not_before = self._at_latest = clock()
 
     def claimed(self, keys: int) -> int:
-        """Count claimed keys and return how many rows to purge now at most, 0 for none.
+        """Count claimed keys and return the maximum number of rows to purge now, or 0.
 
         Report the end of that purge to `purged` or `failed`.
         """
@@ -165,11 +168,11 @@ class PurgePace:
         limit = min(max(self.AT_LEAST, self.ROWS_PER_KEY * keys), self.AT_MOST)
         self._rows_due = 0
         self._at_latest = now + self.EVERY
-        self._not_before = now + self.PAUSE  # for other threads, while this one purges
+        self._not_before = now + self.PAUSE  # keeps other threads from purging while this one does
         return limit
 
     def purged(self, rows: int, limit: int) -> None:
-        """Note how many rows of ``limit`` were purged: at the limit, more may be left."""
+        """Note the number of purged rows: if it is ``limit``, more may be left."""
         if rows >= limit:
             self._not_before = self._clock()
 
@@ -179,7 +182,7 @@ class PurgePace:
 
 
 def microseconds(duration: float) -> int:
-    """Return seconds as a whole number of microseconds, at least one."""
+    """Convert seconds to a whole number of microseconds, at least one."""
     return max(int(duration * 1_000_000), 1)
 
 
@@ -204,7 +207,7 @@ def run_queries(queries: Queries[T], send: Callable[[Any], Any]) -> T:
 
 
 async def _run_queries(queries: Queries[T], send: Callable[[Any], Awaitable[Any]]) -> T:
-    """Do the same as `run_queries` on an event loop."""
+    """Run `run_queries` on an event loop."""
     try:
         query = next(queries)
         while True:
@@ -220,25 +223,25 @@ async def _run_queries(queries: Queries[T], send: Callable[[Any], Awaitable[Any]
 
 
 class StoreBase:
-    """The calls of a store; subclasses yield the queries of their database.
+    """The calls of a store. Subclasses yield the queries of their database.
 
-    ``_claim``, ``_complete``, ``_release`` and ``_reset`` are given keys as they are stored: at least one, each once,
-    in order.
+    ``_claim``, ``_complete``, ``_release`` and ``_reset`` receive the stored forms of keys: at least one, without
+    duplicates, in order.
     """
 
     def __init__(self) -> None:
         self._unanswered = UnansweredClaims()
 
     def _claim(self, holders: Mapping[str, int], lease: float) -> Queries[Mapping[str, ClaimAnswer]]:
-        """Claim keys, each in the name of its holder; return the reply for each."""
+        """Claim each key in the name of its holder; return the reply for each key."""
         raise NotImplementedError
 
     def _complete(self, held: Sequence[Held]) -> Queries[Collection[Held]]:
-        """Mark claims as done; return those that are done on account of it."""
+        """Mark claims as done; return the claims that made their keys done."""
         raise NotImplementedError
 
     def _release(self, held: Sequence[Held], failed: bool) -> Queries[Collection[Held]]:
-        """Release claims; return those that were held."""
+        """Release claims; return the claims that were held."""
         raise NotImplementedError
 
     def _reset(self, keys: Sequence[str]) -> Queries[Collection[str]]:
@@ -256,7 +259,7 @@ class StoreBase:
             self._unanswered.add(holders)
             raise
         claims = [Claim(key, *found[stored[key]]) for key in keys]
-        if len(stored) < len(keys):  # if a key comes twice, only its first claim may be new
+        if len(stored) < len(keys):  # if a key occurs twice, only its first claim may be new
             seen: set[str] = set()
             for number, claim in enumerate(claims):
                 if claim.key in seen and claim.status is ClaimStatus.NEW:
@@ -283,7 +286,7 @@ class StoreBase:
 
 
 class SyncStore(StoreBase):
-    """An `IdempotencyStore` that sends its queries from the calling thread."""
+    """An `IdempotencyStore` that sends its queries on the calling thread."""
 
     def close(self) -> None:
         """Close the connections."""
@@ -305,7 +308,7 @@ class SyncStore(StoreBase):
         The other methods raise the same errors.
 
         Raises:
-            IdempotencyStoreError: the database cannot be reached, does not reply in time, or replies with an error.
+            IdempotencyStoreError: If the database cannot be reached, does not reply in time, or replies with an error.
         """
         return run_queries(self._claim_many(keys, lease), self._send)
 
@@ -323,7 +326,7 @@ class SyncStore(StoreBase):
 
 
 class AsyncStore(StoreBase):
-    """An `AsyncIdempotencyStore` that sends its queries from one event loop."""
+    """An `AsyncIdempotencyStore` that sends its queries on one event loop."""
 
     _loop: asyncio.AbstractEventLoop | None = None
 
@@ -332,7 +335,7 @@ class AsyncStore(StoreBase):
         raise NotImplementedError
 
     async def _run(self, queries: Queries[T]) -> T:
-        """Make a call, on the event loop of the first call: connections belong to one."""
+        """Make a call on the event loop of the first call, which owns the connections."""
         running = asyncio.get_running_loop()
         if self._loop is None:
             self._loop = running
@@ -348,7 +351,7 @@ class AsyncStore(StoreBase):
         The other methods raise the same errors.
 
         Raises:
-            IdempotencyStoreError: the database cannot be reached, does not reply in time, or replies with an error.
+            IdempotencyStoreError: If the database cannot be reached, does not reply in time, or replies with an error.
         """
         return await self._run(self._claim_many(keys, lease))
 

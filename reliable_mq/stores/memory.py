@@ -1,8 +1,12 @@
 """An idempotency store in memory, for tests and for duplicates in one process.
 
-Invariants: at most ``max_entries`` keys are known; a key that is claimed and whose lease runs is never forgotten; any
-other is forgotten ``retention`` seconds after it was settled or its lease ended, or earlier if space is needed, the
-longest settled first. Time is monotonic: a jump of the wall clock moves nothing.
+Invariants:
+
+- at most ``max_entries`` keys are known;
+- a claimed key whose lease has not ended is never forgotten;
+- any other key is forgotten ``retention`` seconds after it was settled or its lease ended, or earlier if space is
+  needed, the longest settled key first;
+- time is monotonic, so a jump of the wall clock has no effect.
 """
 
 from __future__ import annotations
@@ -21,25 +25,25 @@ from reliable_mq.stores.base import DAY
 
 __all__ = ["MemoryStore"]
 
-_new_claim: Final = Claim._make  # a third of the cost of a call with arguments
+_new_claim: Final = Claim._make  # costs a third of a call with arguments
 
 
-# Plain tuples of numbers: the garbage collector looks at none of them twice, and there may be a million.
+# Plain tuples of numbers: the garbage collector visits each of them only once, and there may be a million.
 _Known = tuple[int, float, int]
 """A token, an end, and the number of failed attempts. Of a claimed key, it is the end of the lease. Of a settled key,
 it is that of the retention, and the token is that of the claim that was completed, 0 if the key is free."""
 
 
 class MemoryStore:
-    """An idempotency store for this process, which ends with it. Thread-safe.
+    """An idempotency store in the memory of this process. Thread-safe.
 
     Args:
-        max_entries: keys that are remembered at most, at roughly 300 bytes each.
-        retention: seconds for which a done key is remembered, and the failures of one that is not.
-        clock: a monotonic clock, in seconds.
+        max_entries: The maximum number of keys to remember, at roughly 300 bytes each.
+        retention: The time for which done keys, and the failed attempts of other keys, are remembered, in seconds.
+        clock: A monotonic clock, in seconds.
 
     Raises:
-        ConfigurationError: ``max_entries`` is no whole number of at least 1, or ``retention`` is not positive.
+        ConfigurationError: If ``max_entries`` is not a whole number of at least 1, or ``retention`` is not positive.
     """
 
     def __init__(
@@ -55,14 +59,14 @@ class MemoryStore:
         _stores.add(self)
 
     def __len__(self) -> int:
-        """Return the number of known keys, with expired ones that were not deleted yet."""
+        """Return the number of known keys, including expired keys not deleted yet."""
         return len(self._claimed) + len(self._settled)
 
     def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
         """Claim keys for ``lease`` seconds each; see `IdempotencyStore.claim_many`.
 
         Raises:
-            IdempotencyStoreError: every known key is claimed, and there is no space for another.
+            IdempotencyStoreError: If all known keys are claimed and there is no space for another.
         """
         with self._lock:
             now = self._clock()
@@ -101,7 +105,7 @@ class MemoryStore:
             self._claimed[key] = claimed[0], claimed[1], 0
             return True
         if settled is not None and not settled[0]:
-            del self._settled[key]  # free, without failures: as if it had never been
+            del self._settled[key]  # a free key without failed attempts needs no entry
             return True
         return False
 
@@ -150,7 +154,7 @@ class MemoryStore:
         return True
 
     def _forget(self, now: float) -> None:
-        """Forget expired keys, which are first: retention and lease are mostly the same."""
+        """Forget expired keys. They come first, as leases and retention rarely differ."""
         for entries, kept in ((self._settled, 0.0), (self._claimed, self._retention)):
             while entries:
                 key, (_, ends, _) = next(iter(entries.items()))
@@ -159,7 +163,7 @@ class MemoryStore:
                 del entries[key]
 
     def _evict(self, now: float) -> None:
-        """Forget a key early, so that another can be known."""
+        """Forget a key early to make space for another."""
         for key, (_, ends, _) in self._claimed.items():
             if ends <= now:
                 del self._claimed[key]
@@ -173,7 +177,7 @@ class MemoryStore:
         self._settled.popitem(last=False)
 
     def _start_in_child(self) -> None:
-        """Renew the lock in a forked child, where it may stay locked."""
+        """Replace the lock in a forked child, where it may stay locked."""
         self._lock = threading.Lock()
 
 

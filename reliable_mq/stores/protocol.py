@@ -1,7 +1,10 @@
 """The protocols of idempotency stores.
 
-Invariants: each method is atomic per key; a call may be repeated with the same arguments if its reply was lost, and
-does no harm then; a call costs one query to the database, however many keys it has.
+Invariants:
+
+- each method is atomic per key;
+- a call whose reply was lost may safely be repeated with the same arguments;
+- a call costs one query to the database, regardless of the number of keys.
 """
 
 from __future__ import annotations
@@ -16,22 +19,21 @@ __all__ = ["AsyncIdempotencyStore", "IdempotencyStore", "ResettableStore"]
 
 @runtime_checkable
 class IdempotencyStore(Protocol):
-    """Remembers which keys are done. Thread-safe.
+    """A store that remembers which keys are done. Thread-safe.
 
-    The methods may block, and are called from worker threads only. Each is atomic per key. It raises
-    `IdempotencyStoreError` if the store cannot be reached: the call may have taken effect or not, and may be repeated.
-    A store has a timeout of its own: a call that never returns blocks its worker thread for ever, though it never
-    makes an effect happen twice.
+    The methods may block, and are called only on worker threads. They raise `IdempotencyStoreError` if the store cannot
+    be reached. The call may have taken effect in that case, and may be repeated. Each store enforces its own timeout: a
+    call that never returned would block its worker thread forever, although no effect would happen twice.
 
-    A store whose records can be written in the transaction of a handler may have a method ``transaction(*deliveries)``
-    as well, which ``Delivery.transaction`` calls.
+    A store whose records can be written in a handler's transaction may also have a method ``transaction(*deliveries)``,
+    which ``Delivery.transaction`` calls.
     """
 
     def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
         """Claim keys for ``lease`` seconds each.
 
         Returns:
-            One claim per key, in order. If a key is given twice, at most its first claim is new.
+            One claim per key, in order. If a key occurs twice, at most its first claim is new.
         """
         ...
 
@@ -39,8 +41,8 @@ class IdempotencyStore(Protocol):
         """Mark new claims as done.
 
         Returns:
-            Per claim, in order, whether this claim has made its key done. False if its token is stale: the lease ended
-            and another holder took over, or the claim was released. Completing a claim again returns True again.
+            For each claim, in order, whether this claim marked its key as done. False if its token is stale: the lease
+            ended and another holder took over, or the claim was released. Completing a claim again returns True again.
         """
         ...
 
@@ -48,13 +50,13 @@ class IdempotencyStore(Protocol):
         """Release new claims, so that their keys can be claimed at once.
 
         Args:
-            claims: the claims.
-            failed: whether an attempt failed, which is counted; False if no handler ran.
+            claims: The claims to release.
+            failed: Whether to count a failed attempt. False if no handler ran.
 
         Returns:
-            Per claim, in order, whether it was held; False, and nothing counted, if its token is stale. A store that
-            repeats a query by itself after its connection broke may return False for a claim that the first query has
-            released.
+            For each claim, in order, whether it was held. If its token is stale, the value is False and no attempt is
+            counted. A store that repeats a query after its connection broke may return False for a claim that the first
+            query released.
         """
         ...
 
@@ -63,7 +65,7 @@ class IdempotencyStore(Protocol):
 class AsyncIdempotencyStore(Protocol):
     """An `IdempotencyStore` whose methods are coroutines, for ``AsyncConsumer``.
 
-    ``AsyncConsumer`` takes an `IdempotencyStore` as well, and calls it on a thread.
+    ``AsyncConsumer`` also accepts an `IdempotencyStore`, and calls it on a thread.
     """
 
     async def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
@@ -86,13 +88,12 @@ class ResettableStore(Protocol):
     def reset_many(self, keys: Sequence[str]) -> list[bool]:
         """Forget the failed attempts of keys that are not done. Thread-safe; may block.
 
-        A done key stays done, and a claim that is held stays held. A message that is replayed has all its attempts
-        again.
+        A done key stays done, and a held claim stays held. A replayed message has all its attempts again.
 
         Returns:
-            Per key, in order, whether there were any to forget.
+            For each key, in order, whether it had failed attempts.
 
         Raises:
-            IdempotencyStoreError: the store cannot be reached.
+            IdempotencyStoreError: If the store cannot be reached.
         """
         ...

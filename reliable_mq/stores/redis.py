@@ -1,19 +1,19 @@
 """Idempotency stores in Redis or Valkey, the fastest for several machines.
 
 A call is one Lua script per thousand keys, all sent in one write. A record is a string,
-``1|state|token|holder|attempts|lease ends``: the first number is the format, the state is ``f`` (free, with failures
-behind it), ``c`` (claimed) or ``d`` (done), and the lease ends at a number of microseconds since 1970. Redis itself
-deletes the record when its time to live is over.
+``1|state|token|holder|attempts|lease ends``. The first number is the format. The state is ``f`` (free, after failed
+attempts), ``c`` (claimed) or ``d`` (done). The end of the lease is in microseconds since 1970. Redis deletes the record
+when its time to live is over.
 
 Invariants:
 
-- an attempt at a call ends within the timeout, and there are two at most: the second at once, in the name of the same
-  holder, and only if the connection broke;
-- the clock is that of the server, so that those of the clients do not matter;
-- a claim that finds its own holder changes no token: a script that was delayed and then repeated does no harm;
-- a token is greater than that of the key before, and not below the time: it does not come again after the record is
-  gone;
-- a record of another format is neither changed nor understood.
+- an attempt at a call ends within the timeout, and there are at most two: the second follows at once, in the name of
+  the same holder, and only if the connection broke;
+- all times are by the server's clock, so the clients' clocks do not matter;
+- a claim that finds its own holder keeps the token, so a script that was delayed and then repeated does no harm;
+- a token is greater than the key's previous one and not below the time, so it is not used again after the record is
+  deleted;
+- a record of another format is neither changed nor interpreted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from reliable_mq.stores.base import DAY, AsyncStore, ClaimAnswer, Held, Queries,
 __all__ = ["CLAIM", "COMPLETE", "RELEASE", "RESET", "AsyncRedisStore", "RedisStore"]
 
 T = TypeVar("T")
-_KEYS_PER_SCRIPT: Final = 1000  # at most: Lua's stack holds no more than some 8000
+_KEYS_PER_SCRIPT: Final = 1000  # at most; Lua's stack holds only about 8000 values
 
 _PARSE: Final = """
 local found = redis.call('MGET', unpack(KEYS))
@@ -88,7 +88,7 @@ return replies
 def _for_each_record(change: str) -> str:
     """Return a script that changes the records that can be read.
 
-    Its reply is 1 or 0 per key. ``change`` is Lua that changes one record; it sets ``replies[i]`` to 1 if it applies.
+    It replies 1 or 0 per key. ``change`` is Lua code for one record. It sets ``replies[i]`` to 1 if it applies.
     """
     return f"""{_PARSE}
 local replies = {{}}
@@ -142,12 +142,12 @@ _STATUS: Final = {
     b"d": ClaimStatus.DONE,
     b"u": ClaimStatus.UNREADABLE,
 }
-_PREFIX: Final = "{reliable-mq}:claim:"  # in braces: in a cluster, all keys of a script must be in one slot
-_BROKEN: Final = (redis.ConnectionError, OSError)  # also after a restart of the server has closed a connection
+_PREFIX: Final = "{reliable-mq}:claim:"  # with braces, as all keys of a script must be in one slot of a cluster
+_BROKEN: Final = (redis.ConnectionError, OSError)  # also raised if a restart of the server closed the connection
 
 
 class _RedisBase(StoreBase):
-    """The scripts of the calls; a query is a list of commands, a reply that of theirs."""
+    """The scripts of the calls. A query is a list of commands and gets their replies."""
 
     def __init__(self, where: str, retention: Duration, timeout: Duration, prefix: str) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class _RedisBase(StoreBase):
     def _evaluate(
         self, script: str, keys: Sequence[str], settings: list[int], values: Sequence[int]
     ) -> Queries[list[Any]]:
-        """Run a script on keys and the values of each; return its replies as one list."""
+        """Run a script on keys and their values; return its replies as one list."""
         commands = []
         for start in range(0, len(keys), _KEYS_PER_SCRIPT):
             part = slice(start, start + _KEYS_PER_SCRIPT)
@@ -209,7 +209,7 @@ class _RedisBase(StoreBase):
 
 
 def _load_and_send(script: str, commands: list[tuple[Any, ...]]) -> Queries[list[Any]]:
-    """Send commands that name a script by its digest; load it if the server lacks it."""
+    """Send commands that name a script by digest; load it if the server lacks it."""
     try:
         replies: list[Any] = yield commands
     except redis.exceptions.NoScriptError:
@@ -221,21 +221,21 @@ def _load_and_send(script: str, commands: list[tuple[Any, ...]]) -> Queries[list
 class RedisStore(_RedisBase, SyncStore):
     """An idempotency store for all processes that use the same Redis.
 
-    Thread-safe. Connects at the first call; a call costs one round trip. Redis 6 or newer, with ``maxmemory-policy
-    noeviction``; a message whose record Redis loses, by eviction, by a restart without persistence or by a failover to
-    a replica that is behind, takes effect again.
+    Thread-safe. Connects at the first call. A call costs one round trip. Requires Redis 6 or newer with
+    ``maxmemory-policy noeviction``. If Redis loses the record of a message, by eviction, by a restart without
+    persistence or by a failover to a replica that is behind, a duplicate of the message takes effect again.
 
     Args:
-        url: ``redis://[user:password@]host[:port][/database]``, ``rediss://`` for TLS or ``unix://``; or a
-            ``redis.Redis`` of your own (from a ``Sentinel``, say), which must have a ``socket_timeout``.
-        retention: seconds for which a done key is remembered, and the failures of one that is not.
-        timeout: seconds that Redis may take to connect, or to reply; if the connection breaks, the call is repeated
-            once. For a client of your own, its ``socket_timeout`` holds instead.
-        prefix: the beginning of the keys in Redis; keep braces in it in a cluster.
-        options: further arguments of ``redis.Redis``, such as ``ssl_ca_certs``.
+        url: A URL, ``redis://[user:password@]host[:port][/database]``, ``rediss://`` for TLS or ``unix://``. Or your
+            own ``redis.Redis``, for example from a ``Sentinel``, which must have a ``socket_timeout``.
+        retention: The time for which done keys, and the failed attempts of other keys, are remembered, in seconds.
+        timeout: The time that Redis may take to connect, and to reply, in seconds. If the connection breaks, the call
+            is repeated once. The ``socket_timeout`` of your own client takes precedence.
+        prefix: The prefix of the keys in Redis. Keep braces in it in a cluster.
+        options: Further arguments of ``redis.Redis``, such as ``ssl_ca_certs``.
 
     Raises:
-        ConfigurationError: an argument is wrong.
+        ConfigurationError: If an argument is invalid.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class RedisStore(_RedisBase, SyncStore):
         self._redis = _client(redis.Redis, "redis.Redis", url, self._timeout, Retry(NoBackoff(), 0), options)
 
     def close(self) -> None:
-        """Close the connections, until the next call. A client of your own stays open."""
+        """Close the connections until the next call. Your own client stays open."""
         if self._own:
             self._redis.close()
 
@@ -269,7 +269,8 @@ class RedisStore(_RedisBase, SyncStore):
 class AsyncRedisStore(_RedisBase, AsyncStore):
     """An idempotency store like `RedisStore`, for ``AsyncConsumer``.
 
-    The arguments are the same, on ``redis.asyncio``. For one event loop. The timeout is that of a whole call.
+    The arguments are the same, for ``redis.asyncio``. A store belongs to one event loop. The timeout limits a whole
+    call.
     """
 
     def __init__(
@@ -287,7 +288,7 @@ class AsyncRedisStore(_RedisBase, AsyncStore):
         self._redis = _client(redis.asyncio.Redis, "redis.asyncio.Redis", url, self._timeout, retry, options)
 
     async def close(self) -> None:
-        """Close the connections, until the next call. A client of your own stays open."""
+        """Close the connections until the next call. Your own client stays open."""
         if self._own:
             await self._redis.aclose()
 
@@ -315,7 +316,7 @@ class AsyncRedisStore(_RedisBase, AsyncStore):
 
 
 def _where(url: object) -> str:
-    """Return the address of the server, without secrets."""
+    """Return the address of the server without secrets."""
     if not isinstance(url, str):
         return "a client of yours"
     try:
@@ -324,7 +325,7 @@ def _where(url: object) -> str:
     except ValueError:
         parts, port = None, 0
     if parts is None or "@" in parts.path + parts.query + parts.fragment:
-        # The error of urlsplit shows the text, and so maybe the password: its beginning may be taken for a port.
+        # The error of urlsplit may show the beginning of the password, which it takes for a port.
         raise ConfigurationError(
             "url is none of Redis's, redis://[user:password@]host[:port][/database]: its port is no number, or its "
             "password holds '/', '?', '#', '[' or '@': percent-encode them (%2F, %3F, %23, %5B, %40)"
@@ -340,7 +341,7 @@ def _client(kind: Any, name: str, url: object, timeout: float, retry: object, op
         try:
             client = kind.from_url(url, **settings)
             pool = client.connection_pool
-            pool.connection_class(**pool.connection_kwargs)  # connects to nothing yet, but knows its arguments
+            pool.connection_class(**pool.connection_kwargs)  # checks its arguments without connecting
         except ValueError as error:
             raise ConfigurationError(f"url is none of Redis's: {error}") from error
         except TypeError as error:

@@ -1,22 +1,23 @@
-"""The SQL of the stores, for each database, and the calls that are made of it.
+"""The SQL of the stores for each database, and the calls that use it.
 
-The work of a call is a generator of statements: it yields them, is sent their rows and returns its result. So each
-statement is written once, for the sync and the asyncio API and the transaction of a handler.
+The work of a call is a generator of statements. It yields them, receives their rows and returns its result. So each
+statement is written once for the sync API, the asyncio API and the transaction of a handler.
 
-One row per key. ``state`` is 0 free, 1 claimed or 2 done; ``token`` is that of the newest claim, also after its end;
-``holder`` tells one claim call from another while the key is claimed, and is 0 else. Times are microseconds since 1970,
-by the clock of the database server. SQLite has none but the wall clock of the caller, which jumps; its statements are
-told the time of :mod:`reliable_mq._util.boottime`, which goes on from boot to boot of the machine, never backwards.
+There is one row per key. ``state`` is 0 free, 1 claimed or 2 done. ``token`` is the token of the newest claim, even
+after its end. ``holder`` identifies the claim call while the key is claimed, and is 0 otherwise. Times are microseconds
+since 1970, by the clock of the database server. SQLite has only the caller's wall clock, which may jump, so its
+statements get the time from :mod:`reliable_mq._util.boottime`, continued from boot to boot and never going backwards.
 
 Invariants:
 
-- a row is changed by one statement that finds it as it is then, and locks it: of two that would claim it, one does;
-- a claim that finds its own holder changes no token: a call that was delayed and then repeated does no harm;
-- a token is greater than that of the key before, and not below the time: it does not come again after the row is gone;
-- a row of another format is neither changed nor understood;
-- rows are locked in the order of their keys, so that transactions never wait in a circle;
-- ``expires``, which has an index, is changed as seldom as can be: an update of the other columns costs PostgreSQL no
-  index entry. So a row may be kept for a lease longer than the retention.
+- one statement both finds and locks the current row that it changes, so only one of two claims of a key succeeds;
+- a claim that finds its own holder keeps the token, so a call that was delayed and then repeated does no harm;
+- a token is greater than the key's previous one and not below the time, so it is not used again after the row is
+  deleted;
+- a row of another format is neither changed nor interpreted;
+- rows are locked in the order of their keys, so that transactions do not deadlock;
+- ``expires``, which has an index, is changed as rarely as possible, because an update of the other columns costs
+  PostgreSQL no index entry. So a row may be kept for a lease longer than the retention.
 """
 
 # ruff: noqa: S608 -- only the checked name of the table and own numbers are formatted into statements
@@ -46,7 +47,7 @@ _TABLE: Final = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,47}\.)?[A-Za-z_][A-Za-z0-9
 
 
 class Query(NamedTuple):
-    """A statement, with parameters by name; the reply is its rows, if it has any."""
+    """A statement with named parameters. The reply is its rows, if it returns any."""
 
     sql: str
     parameters: Mapping[str, object]
@@ -56,20 +57,21 @@ Steps: TypeAlias = Generator[Query, Sequence[Sequence[Any]], T]
 
 
 def checked_table(name: str) -> str:
-    """Return the name of a table, with a schema or without, if it is a plain one."""
+    """Return a table name, with or without a schema, after checking that it is plain."""
     if not isinstance(name, str) or not _TABLE.fullmatch(name):
         raise ConfigurationError(f"table must be a name of letters, digits and underscores, not {name!r}")
     return name
 
 
 class Dialect:
-    """The statements of the calls, in the SQL of a database.
+    """The statements of the calls, in the SQL of one database.
 
-    Keys are given as they are stored, each once, in order, and at least one. Durations are microseconds; ``now`` is the
-    time for a database that has no clock. ``ddl`` are the statements that create the table if it does not exist.
+    Methods receive the stored forms of keys: at least one, without duplicates, in order. Durations are in microseconds.
+    ``now`` is the time for a database that has no clock. ``ddl`` contains the statements that create the table if it
+    does not exist.
     """
 
-    transactional = False  # whether a call needs a transaction around its statements
+    transactional = False  # whether the statements of a call need a transaction
     _greatest = "greatest"
     _create: tuple[str, ...] = ()
 
@@ -93,20 +95,20 @@ class Dialect:
     def claim(
         self, holders: Mapping[str, int], *, lease: int, retention: int, now: int
     ) -> Steps[dict[str, ClaimAnswer]]:
-        """Claim keys, each in the name of its holder."""
+        """Claim each key in the name of its holder."""
         raise NotImplementedError
 
     def complete(self, held: Sequence[Held], *, retention: int, now: int) -> Steps[set[Held]]:
-        """Mark claims as done; return those that are done on account of it."""
+        """Mark claims as done; return the claims that made their keys done."""
         return self._settle(held, "1, 2", "state = 2, holder = 0", retention, now)
 
     def release(self, held: Sequence[Held], *, failed: bool, retention: int, now: int) -> Steps[set[Held]]:
-        """Release claims; return those that were held."""
+        """Release claims; return the claims that were held."""
         change = f"state = 0, holder = 0, attempts = attempts + {int(failed)}"
         return self._settle(held, "1", change, retention, now)
 
     def _settle(self, held: Sequence[Held], states: str, change: str, retention: int, now: int) -> Steps[set[Held]]:
-        """Change the rows of claims in one of these states; return their claims."""
+        """Change the claims' rows that are in one of the states; return these claims."""
         raise NotImplementedError
 
     def reset(self, keys: Sequence[str], *, now: int) -> Steps[set[str]]:
@@ -114,16 +116,16 @@ class Dialect:
         raise NotImplementedError
 
     def purge(self, limit: int, *, now: int) -> Steps[int]:
-        """Delete up to ``limit`` expired rows; return how many."""
+        """Delete up to ``limit`` expired rows; return their number."""
         raise NotImplementedError
 
 
 def _with_others(
     holders: Mapping[str, int], granted: dict[str, ClaimAnswer], rows: Sequence[Sequence[Any]]
 ) -> dict[str, ClaimAnswer]:
-    """Add the replies for the other keys to those for the keys that were granted.
+    """Add the replies for keys that were not granted to those that were.
 
-    ``rows`` are of other keys: key, format, whether it is done, failed attempts.
+    ``rows`` has one row for each of these keys: key, format, whether it is done, failed attempts.
     """
     for key, version, done, attempts in rows:
         if key in granted:
@@ -132,17 +134,17 @@ def _with_others(
             granted[key] = ClaimAnswer(ClaimStatus.UNREADABLE)
         else:
             granted[key] = ClaimAnswer(ClaimStatus.DONE if done else ClaimStatus.IN_PROGRESS, attempts=attempts)
-    for key in holders:  # a row that appeared, or went, between the two statements: another caller has it
+    for key in holders:  # a row that appeared or vanished between the two statements belongs to another caller
         granted.setdefault(key, ClaimAnswer(ClaimStatus.IN_PROGRESS))
     return granted
 
 
 class MySQL(Dialect):
-    """MariaDB 10.5 and newer, MySQL 8.
+    """The SQL of MariaDB 10.5 and newer, and MySQL 8.
 
-    They have no common ``RETURNING``, so a call changes rows and then reads them. A statement locks whatever it reads.
-    The server would rather read all rows of a small table than look up many keys; so each statement that locks is told
-    to look them up.
+    They have no common ``RETURNING``, so a call changes rows and then reads them. A statement locks every row it reads.
+    Instead of looking up many keys in a small table, the server would read all of its rows, so statements that lock
+    rows force the use of the primary key.
     """
 
     transactional = True
@@ -159,18 +161,18 @@ class MySQL(Dialect):
     def __init__(self, table: str) -> None:
         super().__init__(table)
         self._by_key = f"{table} FORCE INDEX (PRIMARY)"
-        self._is_mariadb, self._version = False, ""  # not known
+        self._is_mariadb, self._version = False, ""  # unknown until _find_version()
 
     def claim(
         self, holders: Mapping[str, int], *, lease: int, retention: int, now: int
     ) -> Steps[dict[str, ClaimAnswer]]:
         """Claim keys.
 
-        An assignment sees those before it: ``holder`` tells the later ones whether the row was free.
+        An assignment sees the results of earlier ones: after ``holder`` is assigned, it shows whether the row was free.
         """
         yield from self._find_version()
         old = self.table.rpartition(".")[2]
-        # MySQL warns of each VALUES(); MariaDB has no name for the new row.
+        # MySQL warns about each VALUES(); MariaDB does not support a name for the new row.
         named = not (self._is_mariadb or self._older_than(8, 0, 19))
         token, holder, lease_ends, expires = (
             f"new_row.{column}" if named else f"VALUES({column})"
@@ -245,16 +247,15 @@ class MySQL(Dialect):
         return set(found)
 
     def purge(self, limit: int, *, now: int) -> Steps[int]:
-        """Delete up to ``limit`` expired rows; return how many.
+        """Delete up to ``limit`` expired rows; return their number.
 
-        They are found without a lock: a locking read of the index of ``expires`` would lock the gap behind them, too,
-        where the rows of new claims belong. Then they are locked key by key, and rows that others have locked are left
-        out.
+        The rows are found without a lock: a locking read of the index of ``expires`` would also lock the gap behind
+        them, where new claims are inserted. Then they are locked by key, skipping rows that others have locked.
         """
         yield from self._find_version()
         locking = "FOR UPDATE" if self._is_mariadb and self._older_than(10, 6) else "FOR UPDATE SKIP LOCKED"
         expired = f"expires <= {self._now} AND format = {FORMAT}"
-        rows = yield Query(  # twice as many as wanted: others may have locked the first of them
+        rows = yield Query(  # twice as many as wanted, because others may have locked the first ones
             f"SELECT claim_key FROM {self.table} WHERE {expired} ORDER BY expires LIMIT {2 * limit}", {}
         )
         if not rows:
@@ -267,7 +268,7 @@ class MySQL(Dialect):
         )
         if rows:
             names, keys = _named([key for (key,) in rows])
-            # Each has a hint of its own, and ignores that of the other.
+            # The two databases have different hints, and each ignores the hint of the other.
             delete = (
                 f"DELETE {self.table} FROM {self._by_key}"
                 if self._is_mariadb
@@ -277,7 +278,7 @@ class MySQL(Dialect):
         return len(rows)
 
     def _find_version(self) -> Steps[None]:
-        """Ask the server for its version, once."""
+        """Query the server's version once."""
         if not self._version:
             [(said,)] = yield Query("SELECT VERSION()", {})
             self._is_mariadb = "mariadb" in said.lower()
@@ -288,13 +289,13 @@ class MySQL(Dialect):
 
 
 def _named(keys: Sequence[str]) -> tuple[str, dict[str, object]]:
-    """Return names for keys, and the keys as parameters of these names."""
+    """Return parameter names for keys, and the parameters with these names."""
     parameters: dict[str, object] = {f"k{number}": key for number, key in enumerate(keys)}
     return ", ".join(f":{name}" for name in parameters), parameters
 
 
 class SQLite(Dialect):
-    """SQLite 3.35 and newer."""
+    """The SQL of SQLite 3.35 and newer."""
 
     _greatest = "max"
     _create = (
@@ -353,19 +354,20 @@ class SQLite(Dialect):
         return len(rows)
 
     def lock(self) -> Steps[None]:
-        """Lock the database for this transaction: after a read, the lock may be refused.
+        """Lock the database for writing in this transaction.
 
-        Not by BEGIN IMMEDIATE: a driver, or an event of the engine, may have begun already.
+        After a read, SQLite may refuse the lock. This is not done by BEGIN IMMEDIATE, because the driver or an event of
+        the engine may have begun the transaction already.
         """
         yield Query(f"UPDATE {self.table} SET state = state WHERE 0", {})
 
     def clock_base(self, boot: str, offset: int, since: int) -> Steps[int]:
         """Return the time at which this boot of the machine began, by the file's clock.
 
-        All processes with this file share that clock. For the first boot that uses the file, it is that of the wall
-        clock, ``offset``. From boot to boot the clock goes on from the newest claim, and the wall clock is not read: it
-        may be wrong by years until it is set over the network, and then done keys would be forgotten, or claims be held
-        for years. So the time for which the machine is off does not count.
+        All processes that use the file share this clock. For the first boot that uses the file, the result is the wall
+        clock's, ``offset``. After another boot, the clock continues from the newest claim, without reading the wall
+        clock. The wall clock may be wrong by years until it is set over the network, and then done keys would be
+        forgotten, or claims held for years. So the time for which the machine is off does not count.
         """
         rows = yield Query(f"SELECT base FROM {self.table}_clock WHERE boot = :boot", {"boot": boot})
         if not rows:
@@ -381,7 +383,7 @@ class SQLite(Dialect):
 
 
 class PostgreSQL(Dialect):
-    """PostgreSQL 12 and newer: one statement, and so one round trip, per call."""
+    """The SQL of PostgreSQL 12 and newer: one statement and one round trip per call."""
 
     _create = (
         (
@@ -392,14 +394,15 @@ class PostgreSQL(Dialect):
         "CREATE INDEX IF NOT EXISTS {index} ON {table} (expires)",
     )
     _now = "CAST(EXTRACT(EPOCH FROM statement_timestamp()) * 1000000 AS bigint)"
-    # The joins say so already. But PostgreSQL expects few rows in a new table, and would read them all for each key.
+    # The joins imply this condition. Without it, PostgreSQL, which expects few rows in a new table, would read all rows
+    # for each key.
     _listed = "c.claim_key = ANY(CAST(:keys AS text[]))"
     _given = "unnest(CAST(:keys AS text[]), CAST(:numbers AS bigint[])) AS g(k, n)"
 
     def claim(
         self, holders: Mapping[str, int], *, lease: int, retention: int, now: int
     ) -> Steps[dict[str, ClaimAnswer]]:
-        """Claim keys; rows of the others are as before the statement, or missing."""
+        """Claim keys. Rows of other keys are read as before the statement, or missing."""
         rows = yield Query(
             f"WITH given AS MATERIALIZED (SELECT g.k, g.n, {self._now} AS now FROM {self._given}), "
             f"taken AS (INSERT INTO {self.table} AS c "
@@ -440,10 +443,10 @@ class PostgreSQL(Dialect):
         return {key for (key,) in rows}
 
     def purge(self, limit: int, *, now: int) -> Steps[int]:
-        """Delete up to ``limit`` expired rows; return how many.
+        """Delete up to ``limit`` expired rows; return their number.
 
-        In a table that was not analyzed yet, PostgreSQL expects few rows of one format, and would sort all that are
-        expired; for an open range of formats it reads the first of the index. It looks up a list of keys, whatever the
+        In a table that was not analyzed yet, PostgreSQL expects few rows of one format and would sort all expired rows.
+        For an open range of formats, it reads the first rows of the index. It looks up a list of keys regardless of the
         size of the table.
         """
         rows = yield Query(
@@ -456,12 +459,14 @@ class PostgreSQL(Dialect):
 
 
 class Transaction(NamedTuple):
-    """A query of a store in SQL: statements that are executed in one transaction.
+    """A query of an SQL store: statements that are executed in one transaction.
 
     Attributes:
-        steps: makes the statements; called with ``now=``, the time in microseconds if the database has no clock.
-        deadline: by the monotonic clock.
-        durable: whether its effect must outlive the machine. Other databases than SQLite decide that themselves.
+        steps: A function that makes the statements. Its argument ``now=`` is the time in microseconds if the database
+            has no clock.
+        deadline: The deadline by the monotonic clock.
+        durable: Whether the effect must survive a crash of the machine. Only SQLite uses this value; other databases
+            decide for themselves.
     """
 
     steps: Callable[..., Steps[Any]]
@@ -470,7 +475,7 @@ class Transaction(NamedTuple):
 
 
 class SQLStoreBase(StoreBase):
-    """The calls of a store in SQL, for either API."""
+    """The calls of an SQL store, for both APIs."""
 
     def __init__(self, dialect: Dialect, retention: Duration, timeout: Duration) -> None:
         super().__init__()
@@ -482,7 +487,7 @@ class SQLStoreBase(StoreBase):
     def _query(
         self, steps: Callable[..., Steps[T]], deadline: float | None = None, *, durable: bool = False
     ) -> Queries[T]:
-        """Execute statements in a transaction; subclasses repeat it where that helps."""
+        """Execute statements in a transaction. Subclasses repeat it where that helps."""
         result: T = yield Transaction(steps, deadline or time.monotonic() + self._timeout, durable)
         return result
 
@@ -493,7 +498,7 @@ class SQLStoreBase(StoreBase):
         if limit := self._pace.claimed(len(holders)):
             try:
                 self._pace.purged((yield from self._query(partial(self._sql.purge, limit), deadline)), limit)
-            except IdempotencyStoreError as error:  # the claims are made, and the rows stay for now
+            except IdempotencyStoreError as error:  # the claims succeeded, and the expired rows stay for now
                 self._pace.failed()
                 logger.warning("expired rows were not deleted, which is tried again: %s", error)
         return found

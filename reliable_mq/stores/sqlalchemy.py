@@ -2,11 +2,15 @@
 
 Effects that are rows of that database happen exactly once.
 
-Invariants: the statements of a call are executed once, and again at once if their connection broke (after a restart of
-the server, say) or a conflict with others rolled them back; a call ends within the timeout, with its result or an
-error; a transaction of a handler is committed only with the record that its deliveries are done, and only while their
-claims are its own; it begins and ends within the timeout, on the thread of its handler; the asyncio store never blocks
-the event loop.
+Invariants:
+
+- the statements of a call are executed once, and again at once if their connection broke (for example after a restart
+  of the server) or a conflict with other transactions rolled them back;
+- a call ends within the timeout, with its result or an error;
+- a handler's transaction is committed only together with the record that its deliveries are done, and only while the
+  handler still has their claims;
+- a handler's transaction begins and ends within the timeout;
+- the asyncio store never blocks the event loop.
 """
 
 from __future__ import annotations
@@ -65,14 +69,14 @@ _DIALECTS: Final[dict[str, type[Dialect]]] = {
     "sqlite": SQLite,
 }
 _ATTEMPTS: Final = 10  # at a transaction that conflicts with others
-# Of a table or an index that another transaction creates at the same time, in spite of IF NOT EXISTS: PostgreSQL
-# refuses all but one; MariaDB and MySQL know the table, or that it is being changed.
+# Errors if another transaction creates the table or the index at the same time, despite IF NOT EXISTS. PostgreSQL
+# refuses all transactions but one. MariaDB and MySQL report that the table exists or is being changed.
 _CREATED_MEANWHILE: Final = frozenset({"23505", "42710", "42P07", 1050, 1684})
 _SQLITE_BUSY: Final = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_SCHEMA})
 
 
 class _SQLAlchemyBase(SQLStoreBase):
-    """The parts that do not wait: choice of SQL, work on a connection, errors."""
+    """The parts without waiting: the choice of SQL, work on a connection, errors."""
 
     def __init__(self, engine: Engine | AsyncEngine, retention: Duration, timeout: Duration, table: str) -> None:
         dialect = _DIALECTS.get(engine.dialect.name)
@@ -81,19 +85,19 @@ class _SQLAlchemyBase(SQLStoreBase):
                 f"engine is of {engine.dialect.name}, for which there is no store: use PostgreSQL, MariaDB, MySQL or "
                 "SQLite"
             )
-        if "@" in (engine.url.host or ""):  # which the driver would show
+        if "@" in (engine.url.host or ""):  # a part of the password, which the driver would show
             raise ConfigurationError("engine has a URL whose password holds an '@': percent-encode it (%40)")
         refuse_autocommit(engine, "no transaction of a handler would be one")
         super().__init__(dialect(checked_table(table)), retention, timeout)
         self._where = redacted(engine.url.render_as_string(hide_password=False))
-        self._base: int | None = None  # of the clock of a SQLite file
+        self._base: int | None = None  # the base of a SQLite file's clock
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} at {self._where}>"
 
     @property
     def ddl(self) -> tuple[str, ...]:
-        """The statements that create the table, for a migration of your own."""
+        """The SQL statements that create the table, for your own migration."""
         return self._sql.ddl
 
     def _query(
@@ -110,18 +114,18 @@ class _SQLAlchemyBase(SQLStoreBase):
             raise TimeoutError(f"each of {_ATTEMPTS} attempts conflicted with another transaction")  # noqa: TRY301
         except IdempotencyStoreError:
             raise
-        except Exception as error:  # whatever the driver raises
+        except Exception as error:  # any error of the driver
             raise self._failed(error) from error
 
     def _execute(self, connection: Connection, query: Transaction) -> Any:
-        """Execute the statements of a query; a single one is one round trip."""
+        """Execute the statements of a query. A single statement costs one round trip."""
         with transaction_at(connection, None if self._sql.transactional else AUTOCOMMIT):
             result, base = _execute_steps(self._timed(query.steps), connection)
-        self._base = base  # not earlier: after a rollback, another process may find another base
+        self._base = base  # only after the commit: after a rollback, another process may store another base
         return result
 
     def _timed(self, steps: Callable[..., Steps[T]]) -> Steps[tuple[T, int | None]]:
-        """Find the time if the database has none; return its base beside the result."""
+        """Run steps with the time if the database has no clock; also return its base."""
         if not isinstance(self._sql, SQLite):
             return (yield from steps(now=0)), None
         base = self._base
@@ -142,12 +146,12 @@ class _SQLAlchemyBase(SQLStoreBase):
         return IdempotencyStoreError(f"{self!r} failed: {type(cause).__name__}: {said[:500]}{hint}")
 
     def _log_failed_rollback(self, error: Exception) -> None:
-        """Log it: the database rolls back by itself when the connection is gone."""
+        """Log the error. The database rolls back by itself when the connection is gone."""
         said = error if isinstance(error, IdempotencyStoreError) else self._failed(error)
         logger.warning("a transaction was not rolled back in good order: %s", said)
 
     def _begin_in(self, session: Session, handle: CancelHandle) -> tuple[SessionTransaction, Connection]:
-        """Begin the transaction of a session; the handle ends the call."""
+        """Begin the transaction of a session. The handle can cancel the call."""
         transaction = session.begin()
         connection = session.connection()
         with handle.using(connection.connection.dbapi_connection, connection.invalidate):
@@ -164,7 +168,7 @@ class _SQLAlchemyBase(SQLStoreBase):
         """Commit a transaction with the record that its deliveries are done.
 
         Raises:
-            UsageError: the handler has ended it.
+            UsageError: If the handler has already ended the transaction.
         """
         if not transaction.is_active:
             raise UsageError(
@@ -177,15 +181,15 @@ class _SQLAlchemyBase(SQLStoreBase):
         transaction.commit()
 
     def _check_and_complete_in(self, connection: Connection, inbox_claims: Sequence[InboxClaim]) -> None:
-        """Complete the claims of deliveries in a transaction of the user."""
+        """Complete the claims of deliveries in the user's transaction."""
         self._check_transaction(connection)
         self._complete_in(connection, inbox_claims)
 
     def _check_transaction(self, connection: Connection) -> None:
-        """Check that a transaction is one; SQLite's begins here, with its lock.
+        """Check that a connection is in a transaction. For SQLite, lock the database.
 
         Raises:
-            ConfigurationError: it is none: each of its statements would be committed by itself.
+            ConfigurationError: If the connection is in autocommit mode, which commits each statement separately.
         """
         if isinstance(self._sql, SQLite):
             _execute_steps(self._sql.lock(), connection)
@@ -195,7 +199,7 @@ class _SQLAlchemyBase(SQLStoreBase):
         """Complete the claims of deliveries in a transaction.
 
         Raises:
-            IdempotencyStoreError: it must not be committed, for another holder has taken over.
+            IdempotencyStoreError: If another holder has taken over. The transaction must not be committed.
         """
         held = held_by(one.claim for one in inbox_claims)
         completed, _ = _execute_steps(self._timed(self._completing(held)), connection)
@@ -209,21 +213,21 @@ class _SQLAlchemyBase(SQLStoreBase):
 def _worth_repeating(error: Exception, attempt: int) -> bool:
     """Return whether to repeat a transaction.
 
-    That is once after a lost connection, and more often after a conflict with others.
+    It is repeated once after a lost connection, and several times after conflicts with other transactions.
     """
     if error_code(error) in CONFLICTS:
         return True
     if attempt or isinstance(error, TimeoutError | IdempotencyStoreError):
         return False
-    # SQLAlchemy does not wrap the error of a driver while a connection is taken out of the pool.
+    # SQLAlchemy does not wrap a driver's error while it takes a connection from the pool.
     return error.connection_invalidated if isinstance(error, DBAPIError) else not isinstance(error, SQLAlchemyError)
 
 
 def _worth_creating_again(error: DBAPIError, attempt: int) -> bool:
-    """Return whether to create the table again: others do so at the same time."""
+    """Return whether to try again, because others create the table at the same time."""
     if attempt == _ATTEMPTS - 1:
         return False
-    busy = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in _SQLITE_BUSY  # the rest is the extended code
+    busy = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in _SQLITE_BUSY  # without the bits of the extended code
     return busy or error_code(error) in _CREATED_MEANWHILE or _worth_repeating(error, attempt)
 
 
@@ -235,7 +239,7 @@ def _inbox_claims_of(deliveries: Sequence[Delivery]) -> list[InboxClaim]:
 
 
 def _mark(inbox_claims: Iterable[InboxClaim], commit: CommitStatus) -> None:
-    """Note the state of the transaction that completes these claims."""
+    """Note the commit status of the transaction that completes these claims."""
     for one in inbox_claims:
         one.commit = commit
 
@@ -256,19 +260,21 @@ def _statement(sql: str) -> TextClause:
 class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
     """An idempotency store for all processes that use the same database.
 
-    Thread-safe. A handler's own writes may be in one transaction with the record that its delivery is done.
-    PostgreSQL 12, MariaDB 10.5, MySQL 8 or SQLite 3.35, or newer. The table must exist: see `create_table`, `ddl`.
+    Thread-safe. A handler can write its own rows in the same transaction as the record that its delivery is done.
+    Requires PostgreSQL 12, MariaDB 10.5, MySQL 8 or SQLite 3.35, or newer. The table must exist: see `create_table`,
+    `ddl`.
 
     Args:
-        engine: of SQLAlchemy 2; its pool should have a connection for each worker of the consumer.
-        retention: seconds for which a done key is remembered at least, and the failures of one that is not.
-        timeout: seconds within which a call ends, however often it is repeated. A SQLite file has no server: a call
-            waits for others as long as the engine's own busy timeout says (``connect_args``).
-        table: the name of the table, with its schema or without.
-        session: makes the sessions of `transaction`, in place of ``Session(engine)``.
+        engine: An engine of SQLAlchemy 2. Its pool should have a connection for each worker of the consumer.
+        retention: The minimum time for which done keys, and the failed attempts of other keys, are remembered, in
+            seconds.
+        timeout: The time within which a call ends, including repetitions, in seconds. A SQLite file has no server: a
+            call waits for other calls up to the busy timeout of the engine (``connect_args``).
+        table: The name of the table, with or without its schema.
+        session: A function that makes the sessions of `transaction`, instead of ``Session(engine)``.
 
     Raises:
-        ConfigurationError: an argument is wrong.
+        ConfigurationError: If an argument is invalid.
     """
 
     def __init__(
@@ -289,16 +295,16 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
             raise ConfigurationError(f"session must be a sessionmaker or None, not {session!r}")
         self._engine = engine
         self._session = session
-        # SQLite waits by itself, and has no server that could hang.
+        # SQLite limits its waiting itself, and has no server that could hang.
         self._executor = None if engine.dialect.name == "sqlite" else DaemonExecutor("reliable-mq-store")
 
     def create_table(self) -> None:
-        """Create the table if it does not exist; any number of processes may.
+        """Create the table if it does not exist. Blocks for as long as the driver does.
 
-        Blocks, for as long as the driver does.
+        Any number of processes may call this at the same time.
 
         Raises:
-            sqlalchemy.exc.SQLAlchemyError: the database refuses.
+            sqlalchemy.exc.SQLAlchemyError: If the database cannot be reached or refuses.
         """
         for attempt in range(_ATTEMPTS):
             try:
@@ -311,31 +317,30 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
                 return
 
     def purge(self) -> int:
-        """Delete expired rows and return how many; claims delete a few as well."""
+        """Delete expired rows and return their number. Claims also delete some."""
         return run_queries(self._purge(), self._send)
 
     @contextmanager
     def transaction(self, *deliveries: Delivery) -> Iterator[Session]:
-        """Begin a transaction that makes deliveries done with its commit.
+        """Begin a transaction whose commit also marks deliveries as done.
 
-        It is committed at the end of the block.
-
-        Its beginning and its end (the session's flush, the record, COMMIT or ROLLBACK) have the timeout each. Your own
-        statements wait for a server that hangs as long as its driver does: give the driver a timeout.
+        The transaction is committed at the end of the block. The timeout applies to its beginning, and again to its end
+        (the session's flush, the record, COMMIT or ROLLBACK). Your own statements wait for a server that hangs as long
+        as the driver does, so configure a timeout in the driver.
 
         Args:
-            deliveries: those of the handler: one or, in a batch handler, several.
+            deliveries: The deliveries of the handler: one or, in a batch handler, several.
 
         Returns:
             A context manager of an ORM session. Without the ORM, use its ``execute`` and ``connection()``.
 
         Raises:
-            IdempotencyStoreError: at the beginning: no connection in time. At the end: another holder has taken over,
-                and nothing was committed; or there was no reply in time. The consumer then finds out whether the
-                transaction was committed, which is no attempt of the handler.
-            ConfigurationError: the session's connection commits each statement by itself.
-            UsageError: these are no deliveries that a consumer with this store is handling, or the block has ended the
-                transaction itself.
+            IdempotencyStoreError: At the beginning, if there is no connection in time. At the end, if another holder
+                has taken over and nothing was committed, or if there was no reply in time. The consumer finds out
+                whether the transaction was committed. This does not count as an attempt of the handler.
+            ConfigurationError: If the session's connection is in autocommit mode.
+            UsageError: If the deliveries are not being handled by a consumer with this store, or the block has ended
+                the transaction itself.
         """
         inbox_claims = _inbox_claims_of(deliveries)
         session, transaction, connection = self._begin_in_time()
@@ -350,16 +355,17 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
         session.close()
 
     def inbox(self, session: Session | Connection, *deliveries: Delivery) -> None:
-        """Make deliveries done in a transaction of your own.
+        """Mark deliveries as done in your own transaction.
 
-        Call it last, for it locks their records. It has the timeout; your COMMIT, or ROLLBACK, waits as long as the
-        driver does. If the transaction is rolled back, the handler must raise, too. If it raises though it was
-        committed, or the reply to COMMIT was lost, that is no attempt: the store knows.
+        Call this last, because it locks their records. The timeout applies to this call, while your COMMIT or ROLLBACK
+        waits as long as the driver does. If the transaction is rolled back, the handler must raise an error, too. If
+        the handler raises after the commit, or the reply to COMMIT was lost, this does not count as an attempt, because
+        the store has the record.
 
         Raises:
-            IdempotencyStoreError: another holder has taken over, or there was no reply in time; do not commit.
-            ConfigurationError: the connection commits each statement by itself.
-            UsageError: these are no deliveries that a consumer with this store is handling.
+            IdempotencyStoreError: If another holder has taken over, or there was no reply in time. Do not commit.
+            ConfigurationError: If the connection is in autocommit mode.
+            UsageError: If the deliveries are not being handled by a consumer with this store.
         """
         inbox_claims = _inbox_claims_of(deliveries)
         connection = session if isinstance(session, Connection) else session.connection()
@@ -368,7 +374,7 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
         _mark(inbox_claims, CommitStatus.UNKNOWN)
 
     def close(self) -> None:
-        """End the threads; another call starts some again. The engine is yours."""
+        """End the threads. The next call starts new ones. The engine stays open."""
         if self._executor is not None:
             self._executor.close()
 
@@ -376,11 +382,11 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
         try:
             if self._executor is None:
                 return self._begin(CancelHandle())
-            context = copy_context()  # of the handler: the session's events may use it
+            context = copy_context()  # the handler's context, which events of the session may use
             return self._executor.call(lambda handle: context.run(self._begin, handle), self._timeout, beyond=True)
         except ConfigurationError:
             raise
-        except Exception as error:  # whatever the driver raises
+        except Exception as error:  # any error of the driver
             raise self._failed(error) from error
 
     def _begin(self, handle: CancelHandle) -> tuple[Session, SessionTransaction, Connection]:
@@ -393,7 +399,7 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
 
     @contextmanager
     def _in_time(self, connection: Connection) -> Iterator[None]:
-        """Shut the connection and raise an error if the block exceeds the timeout."""
+        """Cut the connection and raise an error if the block exceeds the timeout."""
         if self._executor is None or connection.closed or connection.invalidated:
             yield
             return
@@ -428,9 +434,9 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
 
 
 class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
-    """An idempotency store like `SQLAlchemyStore` for ``AsyncConsumer``.
+    """An idempotency store like `SQLAlchemyStore`, for ``AsyncConsumer``.
 
-    The arguments are the same, with an ``AsyncEngine``. For one event loop.
+    The arguments are the same, with an ``AsyncEngine``. A store belongs to one event loop.
     """
 
     def __init__(
@@ -452,7 +458,7 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
         self._given_up: set[asyncio.Task[Any]] = set()
 
     async def create_table(self) -> None:
-        """Create the table if it does not exist, as `SQLAlchemyStore.create_table` does."""
+        """Create the table if it does not exist; see `SQLAlchemyStore.create_table`."""
         for attempt in range(_ATTEMPTS):
             try:
                 async with self._engine.begin() as connection:
@@ -464,12 +470,12 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
                 return
 
     async def purge(self) -> int:
-        """Delete expired rows and return how many; claims delete a few as well."""
+        """Delete expired rows and return their number. Claims also delete some."""
         return await self._run(self._purge())
 
     @asynccontextmanager
     async def transaction(self, *deliveries: Delivery) -> AsyncIterator[AsyncSession]:
-        """Begin a transaction that makes deliveries done.
+        """Begin a transaction whose commit also marks deliveries as done.
 
         See `SQLAlchemyStore.transaction`.
         """
@@ -484,7 +490,7 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
         _mark(inbox_claims, CommitStatus.DONE)
 
     async def inbox(self, session: AsyncSession | AsyncConnection, *deliveries: Delivery) -> None:
-        """Make deliveries done in a transaction of your own; see `SQLAlchemyStore.inbox`."""
+        """Mark deliveries as done in your own transaction; see `SQLAlchemyStore.inbox`."""
         inbox_claims = _inbox_claims_of(deliveries)
         connection = session if isinstance(session, AsyncConnection) else await session.connection()
         await self._in_time(connection.run_sync(self._check_and_complete_in, inbox_claims))
@@ -500,7 +506,7 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
             raise
         except (ConfigurationError, IdempotencyStoreError):
             raise
-        except Exception as error:  # whatever the driver raises
+        except Exception as error:  # any error of the driver
             raise self._failed(error) from error
 
     async def _begin(self) -> tuple[AsyncSession, SessionTransaction, Connection]:
@@ -520,7 +526,7 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
     ) -> None:
         try:
             await session.run_sync(self._commit_in, transaction, connection, inbox_claims)
-        except BaseException:  # here: after a timeout no other task may touch the session
+        except BaseException:  # rolled back here, because no other task may use the session after a timeout
             await self._roll_back(session)
             raise
         await session.close()
@@ -545,7 +551,7 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
             return await connection.run_sync(self._execute, query)
 
     async def _in_time(self, call: Coroutine[Any, Any, T] | asyncio.Task[T], limit: float | None = None) -> T:
-        """Await with a timeout; do not wait for a driver that delays its cancellation."""
+        """Await a call with a timeout, without waiting for a driver's cancellation."""
         task = asyncio.ensure_future(call)
         try:
             done, _ = await asyncio.wait({task}, timeout=self._timeout if limit is None else limit)
@@ -565,4 +571,4 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._given_up.discard(task)
         if not task.cancelled():
-            task.exception()  # nobody waits for it
+            task.exception()  # retrieved, because nothing else awaits the task

@@ -1,8 +1,11 @@
 """An idempotency store in a file, for the processes of one machine.
 
-Invariants: a completed claim is on the disk when `complete_many` returns; a claim is safe from the death of any
-process, though not from that of the machine, which ends the work of its holder as well; a call waits for others no
-longer than the timeout; a connection is never used by a process that did not make it.
+Invariants:
+
+- a completed claim is on the disk when `complete_many` returns;
+- a claim survives the death of any process, but not a crash of the machine, which also ends the work of its holder;
+- a call waits for other calls no longer than the timeout;
+- a connection is used only by the process that made it.
 """
 
 from __future__ import annotations
@@ -24,24 +27,25 @@ from reliable_mq.stores.sql import SQLite, SQLStoreBase, Steps, Transaction, che
 __all__ = ["SQLiteStore"]
 
 T = TypeVar("T")
-_PAUSE_AT_WAL: Final = 0.01  # seconds between attempts to switch a new file to a write-ahead log
+_PAUSE_AT_WAL: Final = 0.01  # seconds between attempts to switch a new file to WAL mode
 
 
 class SQLiteStore(SQLStoreBase, SyncStore):
     """An idempotency store for all processes of this machine that use the file.
 
-    Thread-safe, and safe across processes and forks. Connects at the first call. The file must be on a local disk:
-    SQLite's locks do not work over networks.
+    Thread-safe, and safe across processes and forks. Connects at the first call. The file must be on a local disk,
+    because SQLite's locks do not work over networks.
 
     Args:
-        path: of the file, which is created if it does not exist; it may have other tables. For a store in memory, take
-            ``MemoryStore``.
-        retention: seconds for which a done key is remembered at least, and the failures of one that is not.
-        timeout: seconds that a call waits for others, at most.
-        table: the name of the table.
+        path: The path of the file, which is created if it does not exist. The file may have other tables. For a store
+            in memory, use ``MemoryStore``.
+        retention: The minimum time for which done keys, and the failed attempts of other keys, are remembered, in
+            seconds.
+        timeout: The maximum time for which a call waits for other calls, in seconds.
+        table: The name of the table.
 
     Raises:
-        ConfigurationError: the path is no file, or another argument is wrong.
+        ConfigurationError: If the path is not a file path, or another argument is invalid.
     """
 
     _sql: SQLite
@@ -56,18 +60,18 @@ class SQLiteStore(SQLStoreBase, SyncStore):
     ) -> None:
         self._path = file_path(path)
         super().__init__(SQLite(checked_table(table)), retention, timeout)
-        self._lock = threading.Lock()  # for all below
+        self._lock = threading.Lock()  # for the attributes below
         self._connection: sqlite3.Connection | None = None
-        self._inherited: list[sqlite3.Connection | None] = []  # of parent processes, not to be touched
+        self._inherited: list[sqlite3.Connection | None] = []  # connections of parent processes, which are never used
         self._base = 0
         _stores.add(self)
 
     def purge(self) -> int:
-        """Delete expired rows and return how many; claims delete a few as well."""
+        """Delete expired rows and return their number. Claims also delete some."""
         return run_queries(self._purge(), self._send)
 
     def close(self) -> None:
-        """Close the file; another call opens it again."""
+        """Close the file. The next call opens it again."""
         with self._lock:
             if self._connection is not None:
                 self._connection.close()
@@ -91,7 +95,7 @@ class SQLiteStore(SQLStoreBase, SyncStore):
                 raise
             connection.execute("COMMIT")
         except sqlite3.Error as error:
-            broken, self._connection = self._connection, None  # the file may be replaced or repaired
+            broken, self._connection = self._connection, None  # the next call may find a replaced or repaired file
             if broken is not None:
                 with contextlib.suppress(sqlite3.Error):
                     broken.close()
@@ -117,7 +121,7 @@ class SQLiteStore(SQLStoreBase, SyncStore):
         return connection
 
     def _start_in_child(self) -> None:
-        """Start anew in a forked child: lock and connection are the parent's."""
+        """Replace lock and connection in a forked child: they belong to the parent."""
         self._inherited.append(self._connection)
         self._connection = None
         self._lock = threading.Lock()
@@ -128,15 +132,15 @@ def _execute_steps(steps: Steps[T], connection: sqlite3.Connection) -> T:
 
 
 def _wait_until(deadline: float, connection: sqlite3.Connection) -> None:
-    """Let statements wait for others until the deadline."""
+    """Let statements wait for locks until the deadline."""
     left = min(max(deadline - time.monotonic(), 0.001), LONGEST_BUSY_TIMEOUT)
     connection.execute(f"PRAGMA busy_timeout = {int(left * 1000)}")
 
 
 def _use_wal(connection: sqlite3.Connection, deadline: float) -> None:
-    """Switch the file to a write-ahead log.
+    """Switch the file to WAL mode.
 
-    Several that do so at once find it locked, whatever the busy timeout.
+    Connections that do so at the same time find the file locked, regardless of the busy timeout.
     """
     while True:
         try:
@@ -149,5 +153,5 @@ def _use_wal(connection: sqlite3.Connection, deadline: float) -> None:
             return
 
 
-# Before any thread of the child: two of them, each with a lock of its own, would share a connection.
+# Called before the child has other threads. Otherwise two threads, each with its own lock, could share a connection.
 _stores = each_at_fork(ForkStage.RENEW, SQLiteStore._start_in_child)  # noqa: SLF001  # of this module

@@ -1,8 +1,6 @@
 """A connection for a few steps: declare, check, delete.
 
-They are performed one by one while the caller waits.
-
-Each host is tried once, since a person waits.
+The steps are performed one by one while the caller waits. Each host is tried once, because a person waits.
 """
 
 from __future__ import annotations
@@ -30,18 +28,18 @@ _GRACE = 5.0  # seconds for a closing handshake, and beyond the driver's own dea
 
 
 class AdminChannel(NullListener):
-    """A channel for steps. A context manager: entering connects.
+    """A channel for administrative steps. Entering the context manager connects.
 
-    One thread at a time may use it.
+    Only one thread at a time may use it.
 
     Args:
-        settings: hosts, credentials, TLS, tuning.
-        name: of the connection.
-        patience: seconds for which a lost connection is tried again.
+        settings: The hosts, credentials, TLS options and tuning parameters.
+        name: The name of the connection.
+        patience: Seconds for which a lost connection is retried.
 
     Attributes:
-        server: the broker's server properties; once entered.
-        frame_max: the negotiated maximum size of a frame, bytes; once entered.
+        server: The broker's server properties. Set once entered.
+        frame_max: The negotiated maximum size of a frame, in bytes. Set once entered.
     """
 
     server: ServerInfo
@@ -66,7 +64,7 @@ class AdminChannel(NullListener):
         """Connect.
 
         Raises:
-            BrokerUnavailable: no host could be reached, or none accepted the credentials.
+            BrokerUnavailable: If no host can be reached, or none accepts the credentials.
         """
         self._io.start()
         try:
@@ -88,11 +86,11 @@ class AdminChannel(NullListener):
     def perform(self, step: Pipeline) -> tuple[MethodReply, ...]: ...
 
     def perform(self, step: Step | Pipeline) -> MethodReply | tuple[MethodReply, ...]:
-        """Perform a step or a pipeline; return the reply. Blocks for a round trip.
+        """Perform a step or a pipeline, and return the reply. Blocks for a round trip.
 
         Raises:
-            StepRefused: the broker closed the channel over it; the next step gets a new one.
-            BrokerUnavailable: the connection is lost.
+            StepRefused: If the broker closes the channel because of the step. The next step gets a new channel.
+            BrokerUnavailable: If the connection is lost.
         """
         self._wait_ready()
         outcome: list[Any] = []
@@ -117,7 +115,7 @@ class AdminChannel(NullListener):
 
     def _performed(self, outcome: list[Any], result: object) -> None:
         with self._lock:
-            self._ready = self._ready and not isinstance(result, StepRefused)  # it costs the channel
+            self._ready = self._ready and not isinstance(result, StepRefused)  # a refusal closes the channel
             outcome.append(result)
             self._changed.notify_all()
 
@@ -137,7 +135,7 @@ class AdminChannel(NullListener):
 
 
 class _Stop(stop_base):
-    """Stop after one attempt; after a loss, once the patience is over."""
+    """A stop after one attempt or, once a connection is lost, after the patience."""
 
     def __init__(self, patience: float) -> None:
         self.patience = patience

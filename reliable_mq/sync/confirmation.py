@@ -1,10 +1,10 @@
-"""The outcome to come of one publish, for callers that wait on their own threads.
+"""The future outcome of one publish, for callers that wait on their own threads.
 
-Invariants:
+Invariants, in addition to `reliable_mq.engine.confirmation`:
 
-- those of `reliable_mq.engine.confirmation`; the outcome is written by the I/O thread;
-- waiting releases the lock however often the caller holds it: a signal handler that has interrupted a call of the
-  publisher may wait, too.
+- The I/O thread writes the outcome.
+- Waiting releases the lock completely, however often the caller holds it. So a signal handler that has interrupted a
+  call of the publisher may also wait.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ PATIENCE = 0.2
 
 
 def time_to_wait(timeout: Duration | None) -> float | None:
-    """Return ``timeout``, of any length, in seconds; 0 if it is negative.
+    """Return ``timeout`` of any length in seconds, or 0 if it is negative.
 
-    The rest of a deadline may be.
+    The rest of a deadline may be negative.
 
     Raises:
-        ConfigurationError: it is no duration.
+        ConfigurationError: If ``timeout`` is not a duration.
     """
     if timeout is None:
         return None
@@ -47,51 +47,49 @@ def time_to_wait(timeout: Duration | None) -> float | None:
 
 
 class ConfirmationOwner(BaseConfirmationOwner, Protocol):
-    """The channel that settles a confirmation, and calls back."""
+    """The channel that settles a confirmation and runs its callbacks."""
 
     lock: threading.RLock
 
     def submit(self, confirmation: Any) -> None:
-        """Accept its message; wait for the window up to its deadline."""
+        """Accept the message. Wait for the window up to the message's deadline."""
 
     def expect_callbacks(self) -> None:
-        """Start the thread for callbacks: there will be calls to ``call_back``."""
+        """Start the thread for callbacks before any use of ``call_back``."""
 
     def call_back(self, call: Callable[[], object]) -> None:
-        """Run ``call`` on the thread for the user's callbacks."""
+        """Run ``call`` on the thread for user callbacks."""
 
     def check_waitable(self) -> None:
-        """Raise UsageError where waiting can never end."""
+        """Raise UsageError if waiting would never end."""
 
     def nudge(self) -> None:
-        """Make the I/O thread look for publishes: the notifying call may be interrupted."""
+        """Make the I/O thread look for publishes whose wake-up may have been interrupted."""
 
 
 class CallbackOwner:
-    """The part of a `ConfirmationOwner` that calls back, on a thread of its own."""
+    """The part of a `ConfirmationOwner` that runs callbacks on a separate thread."""
 
     _callbacks: CallbackThread
 
     def expect_callbacks(self) -> None:
-        """Start the thread: ``call_back`` may come where none can be started."""
+        """Start the thread. ``call_back`` may run where no thread can be started."""
         self._callbacks.start()
 
     def call_back(self, call: Callable[[], object]) -> None:
-        """Run a user's callback."""
+        """Run a user callback on the thread."""
         self._callbacks.put(call)
 
     def check_closable(self) -> None:
-        """Raise UsageError if closing would wait for the caller itself."""
+        """Raise UsageError if closing would make the caller wait for itself."""
         if self._callbacks.is_current:
             raise UsageError("close() from a callback of the same publisher would wait for itself: close it elsewhere")
 
 
 class Confirmation(BaseConfirmation):
-    """The outcome of a publish, once it is known. Thread-safe.
+    """The outcome of a publish, returned by ``submit``. Thread-safe.
 
-    ``submit`` returns it.
-
-    It has the methods of :class:`concurrent.futures.Future` that make sense here; it cannot be cancelled.
+    It has the methods of :class:`concurrent.futures.Future` that make sense here. It cannot be cancelled.
     """
 
     __slots__ = ()
@@ -102,14 +100,14 @@ class Confirmation(BaseConfirmation):
         """Wait for the outcome, and return the receipt.
 
         Args:
-            timeout: seconds to wait, or a timedelta; None for as long as it takes, which the publish's own deadline
-                bounds.
+            timeout: The time to wait, in seconds or as a timedelta. None waits until the publish is settled, at the
+                latest at its own deadline.
 
         Raises:
-            PublishError: it was not confirmed.
-            TimeoutError: the outcome is not known yet. Nothing is given up.
-            ConfigurationError: ``timeout`` is no duration.
-            UsageError: in a forked child, where it will never be known.
+            PublishError: If the message was not confirmed.
+            TimeoutError: If the outcome is not known in time. The message is not given up.
+            ConfigurationError: If ``timeout`` is not a duration.
+            UsageError: If called in a forked child, where the outcome will never be known.
         """
         error = self.exception(timeout)
         if error is not None:
@@ -117,9 +115,9 @@ class Confirmation(BaseConfirmation):
         return self.receipt()
 
     def exception(self, timeout: Duration | None = None) -> PublishError | None:
-        """Wait for the outcome as :meth:`result` does; return the error.
+        """Wait for the outcome like :meth:`result`, and return the error.
 
-        None if the message was confirmed.
+        Returns None if the message was confirmed.
         """
         if self.outcome is None:
             self._wait(time_to_wait(timeout))
@@ -128,12 +126,12 @@ class Confirmation(BaseConfirmation):
     def add_done_callback(self, callback: Callable[[Self], object]) -> None:
         """Call ``callback(confirmation)`` when the outcome is known.
 
-        A thread that the publisher has for callbacks calls it; if the outcome is known already, the calling thread
-        does, at once. A callback may publish; an exception in it is logged. While callbacks are slower than publishing,
+        The publisher's callback thread calls it. If the outcome is already known, the calling thread calls it at once.
+        A callback may publish. An exception in a callback is logged. While callbacks are slower than publishing,
         ``submit`` waits for them as it does for the window.
 
         Raises:
-            ConfigurationError: ``callback`` cannot be called, or is a coroutine function.
+            ConfigurationError: If ``callback`` is not callable, or is a coroutine function.
         """
         self._check_callback(callback)
         call = partial(self._call, callback)

@@ -1,10 +1,10 @@
 """The idempotent consumer of the sync API.
 
-It starts and ends the parts (a subscription, worker threads, a publisher for dead letters). Its promises about
-deliveries are kept by :mod:`reliable_mq.core.consumer.session`.
+It starts and ends the parts: a subscription, worker threads, and a publisher for dead letters. The delivery guarantees
+are implemented in :mod:`reliable_mq.core.consumer.session`.
 
-Python runs a signal handler on the main thread, between two of its steps. A wait without end may keep it from running
-for ever, if the signal came just before the wait or went to another thread. So the waits of `run` end every half
+Python runs a signal handler on the main thread, between two of its steps. A wait without a timeout may prevent that
+forever, if the signal arrived just before the wait or went to another thread. So the waits of `run` end every half
 second.
 """
 
@@ -51,10 +51,10 @@ def wait_heeding_signals(over: InterruptibleEvent | threading.Event) -> None:
 
 
 def next_signal(received: SimpleQueue[int]) -> int:
-    """Block until a signal handler has put a signal in; return it.
+    """Block until a signal handler has put a signal into the queue, and return it.
 
-    A handler must not set an event that the main thread waits for: it may run while that thread has the event's lock.
-    To put into a simple queue needs none.
+    A handler must not set an event that the main thread waits for, because it may run while that thread holds the
+    event's lock. Putting into a simple queue needs no lock.
     """
     while True:
         try:
@@ -67,14 +67,15 @@ logger = logging.getLogger(__name__)
 
 
 class Consumer(BaseConsumer[Subscription, WorkerPool]):
-    """Calls a handler with the messages of a queue, and acks them. Thread-safe.
+    """A consumer that calls a handler with a queue's messages, and acks them.
 
-    A handler that returns has handled its delivery: it is acked. One that raises has failed: the delivery is retried
-    as ``retry`` says, then dead-lettered with the reason in its headers, and acked once that is confirmed. A handler
-    chooses by raising or returning ``RetryLater`` or ``DeadLetter``. Deliveries that are not acked when the connection
-    or the process dies come again, so a handler must bear duplicates; with ``idempotency`` it need not.
+    Thread-safe. If the handler returns, its delivery is handled and acked. If the handler raises, its delivery has
+    failed. It is retried according to ``retry``, then dead-lettered with the reason in its headers, and acked once the
+    dead letter is confirmed. A handler can choose between these by raising or returning ``RetryLater`` or
+    ``DeadLetter``. Deliveries that are not acked when the connection or the process dies are delivered again, so a
+    handler must tolerate duplicates unless ``idempotency`` is set.
 
-    Construction does not connect. ``run``, ``with``, ``get`` and ``connect`` do; from then on the consumer reconnects
+    Construction does not connect. ``run``, ``with``, ``get`` and ``connect`` do. From then on the consumer reconnects
     by itself, until it is stopped. It runs once.
     """
 
@@ -99,18 +100,18 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
     def run(self) -> None:
         """Consume until `stop`, or on the main thread SIGTERM or SIGINT. Blocks.
 
-        On stopping, no handler is called any more, deliveries that none has begun with are requeued, and the others
-        are finished and acked, for which ``stop_timeout`` is given. A second signal does not wait for that.
+        On stopping, no further handler is called and deliveries that no handler has started are requeued. Running
+        handlers get ``stop_timeout`` to finish, and their deliveries are acked. A second signal ends this wait.
 
         Raises:
-            TopologyMismatch: the queue differs from its declaration, or does not exist.
-            BrokerUnavailable: connecting cannot succeed, or ``reconnect_stop`` has ended it.
-            UsageError: it runs already, was stopped, or has no handler.
+            TopologyMismatch: If the queue differs from its declaration, or does not exist.
+            BrokerUnavailable: If connecting cannot succeed, or ``reconnect_stop`` has ended it.
+            UsageError: If the consumer is already running, was stopped, or has no handler.
         """
         self._run()
 
     def _run(self) -> int | None:
-        """Run; return the first signal that came."""
+        """Run the consumer, and return the first received signal."""
         self._check_runnable()
         try:
             with self._signals() as received:
@@ -120,11 +121,11 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
                 try:
                     wait_heeding_signals(subscription.ended)
                 finally:
-                    self.stop()  # it may have ended by itself
+                    self.stop()  # the subscription may have ended by itself
                     blocking(self._finish(subscription, self._pools))
         except ReliableMQError:
             raise
-        except BaseException:  # of a signal handler, say: nobody else ends it
+        except BaseException:  # for example from a signal handler; nothing else would end it
             self._close_at_once()
             raise
         self._raise_error()
@@ -133,35 +134,36 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
     def close(self) -> None:
         """Stop, and wait until running handlers have ended and the connection is closed.
 
-        Waits for ``stop_timeout`` and a few seconds at most. Does nothing when it is closed, or in a forked child.
+        Waits for ``stop_timeout`` and a few seconds at most. Does nothing if it is already closed, or in a forked
+        child.
 
         Raises:
-            UsageError: called by a handler, which would wait for itself; it can call `stop`.
+            UsageError: If called by a handler, which would wait for itself. A handler can call `stop`.
         """
         blocking(self._close())
 
     def connect(self) -> None:
-        """Begin as ``with`` does, but raise if the broker cannot be reached at once.
+        """Start like ``with``, but raise if the broker cannot be reached at once.
 
-        Does nothing while it is connected. After an error nothing is left running, and everything can be tried again.
+        Does nothing while it is connected. After an error nothing is left running, and the call can be repeated.
 
         Raises:
-            BrokerUnavailable: no host could be reached; with ``permanent`` if trying again cannot help.
-            TopologyMismatch: the queue differs from its declaration, or does not exist.
-            UsageError: it was stopped.
+            BrokerUnavailable: If no host can be reached. It has ``permanent`` set if trying again cannot help.
+            TopologyMismatch: If the queue differs from its declaration, or does not exist.
+            UsageError: If the consumer was stopped.
         """
         blocking(self._connect(required=True))
 
     def __enter__(self) -> Self:
-        """Consume in the background; errors as for `run`.
+        """Consume in the background. Raise the errors of `run`.
 
-        If the broker cannot be reached now, it goes on trying.
+        If the broker cannot be reached now, the consumer keeps trying.
         """
         try:
             blocking(self._enter())
         except ReliableMQError:
             raise
-        except BaseException:  # of a signal handler, say: nobody leaves a block that was not entered
+        except BaseException:  # for example from a signal handler; ``__exit__`` will not be called
             self.close()
             raise
         return self
@@ -169,22 +171,22 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Stop, and wait for the end; raise the error that ended the consumer.
+        """Stop, and wait for the end. Raise the error that ended the consumer.
 
-        It never takes the place of an exception of the body.
+        That error never replaces an exception of the body.
         """
         try:
             self.close()
         except ReliableMQError:
             raise
-        except BaseException:  # of a signal handler, say: nobody closes it again
+        except BaseException:  # for example from a signal handler; nothing else would close it
             self._close_at_once()
             raise
         if exc_type is None:
             self._raise_error()
 
     def _close_at_once(self) -> None:
-        """Close, and wait for no handler."""
+        """Close without waiting for handlers."""
         if self._subscription is not None:
             self._subscription.stop_now()
         self.close()
@@ -193,22 +195,24 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
     def get(self, max_messages: int = 1, timeout: Duration = 0.0) -> Iterator[list[PulledDelivery]]:
         """Take deliveries on request instead of having a handler called.
 
-        The block gets the messages that are in the queue, up to ``max_messages``; if there are none, the first to come
-        within ``timeout``, or nothing. Each delivery may be settled by itself (``ack()``, ``retry()``,
-        ``dead_letter(reason)``). When the block ends, the others are acked; when it raises, they are requeued.
+        The block gets the messages in the queue, up to ``max_messages``. If the queue is empty, the block gets the
+        first messages that arrive within ``timeout``, or an empty list. Each delivery may be settled separately
+        (``ack()``, ``retry()``, ``dead_letter(reason)``). When the block ends, the others are acked. When it raises,
+        they are requeued.
 
-        The first call connects, unless ``with`` has. Callers on several threads take turns.
+        The first call connects, unless ``with`` has connected. Callers on several threads take turns.
 
         Args:
-            max_messages: at most as many as the prefetch, those not settled yet included.
-            timeout: seconds; the answer of a broker that is connected is waited for in any case.
+            max_messages: The maximum number of deliveries. Together with those not settled yet it must not exceed the
+                prefetch.
+            timeout: The time to wait, in seconds. The answer of a connected broker is awaited in any case.
 
         Raises:
-            UsageError: the consumer has a handler, was stopped, or the prefetch is used up.
-            TopologyMismatch, BrokerUnavailable: as for `run`.
-            ConsumerCancelled: nothing came, since a queue that is not declared here was deleted.
-            StaleDelivery: at the end of the block: a channel was lost, and deliveries that could not be acked will come
-                again.
+            UsageError: If the consumer has a handler or was stopped, or the prefetch is used up.
+            TopologyMismatch, BrokerUnavailable: As for `run`.
+            ConsumerCancelled: If no message arrived because a queue that is not declared here was deleted.
+            StaleDelivery: At the end of the block, if a channel was lost. Deliveries that could not be acked will be
+                delivered again.
         """
         deliveries: list[PulledDelivery] = []
         try:
@@ -239,7 +243,7 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
 
     @contextmanager
     def _signals(self) -> Iterator[list[int]]:
-        """Stop the consumer on SIGTERM and SIGINT while `run` blocks; return the signals."""
+        """Stop on SIGTERM and SIGINT while `run` blocks. Return the received signals."""
         received: list[int] = []
         if threading.current_thread() is not threading.main_thread():
             yield received
@@ -248,7 +252,7 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
         def on_signal(number: int, _frame: FrameType | None) -> None:
             received.append(number)
             if self._subscription is None:
-                return  # it is being made, by `run`, which checks `received`
+                return  # `run` is creating it, and checks `received`
             if len(received) == 1:
                 self.stop()
             else:
@@ -263,12 +267,12 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
 
 
 def run_to_signal(consumer: Consumer) -> int | None:
-    """Run a consumer as `Consumer.run` does; return the first signal that came."""
+    """Run a consumer like `Consumer.run`, and return the first received signal."""
     return consumer._run()  # noqa: SLF001  # of this module
 
 
-# Consumers that run in the background are closed at the latest when the interpreter exits, so that handled deliveries
-# are acked and the rest is requeued. In a forked child they are the parent's.
+# Consumers that run in the background are closed at the latest when the interpreter exits. So handled deliveries
+# are acked and the others are requeued. In a forked child the consumers belong to the parent.
 _open_consumers: set[Consumer] = set()
 at_fork(ForkStage.FORGET, _open_consumers.clear)
 
@@ -279,7 +283,7 @@ def _close_at_exit() -> None:
         try:
             consumer.close()
         except Exception:
-            logger.exception("closing %r at exit", consumer)  # the others are to be closed, too
+            logger.exception("closing %r at exit", consumer)  # the others must be closed, too
 
 
 at_exit(ExitStage.CONSUMERS, _close_at_exit)

@@ -1,17 +1,17 @@
 """A thread with an event loop and a connection on it.
 
-The connection reconnects for as long as the thread lives. The calls that other threads may make are here; the
-connection itself is a `Connector`.
+The connection is a `Connector`, and reconnects for as long as the thread lives. This module has the calls that other
+threads may make.
 
 Invariants:
 
 - Only ``start``, ``call_soon``, ``stop``, ``close`` and ``join`` may be called from other threads.
-- A call that ``call_soon`` accepts runs exactly once, on the I/O thread, also when the connection dies and when the
-  thread ends.
+- A call that ``call_soon`` accepts runs exactly once, on the I/O thread, even if the connection dies or the thread
+  ends.
 - When the thread has ended, every descriptor that it opened is closed.
-- ``call_soon`` and the thread itself take no lock: a signal handler may call and wait, whatever it interrupts.
-- It is a daemon thread, and the object does nothing when it is collected: a forked child leaves the parent's
-  connection alone.
+- ``call_soon`` and the thread itself take no lock. So a signal handler may call and wait, whatever it interrupts.
+- The thread is a daemon thread, and the object does nothing when it is garbage-collected. So a forked child leaves the
+  parent's connection alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ABORT_GRACE = 3.0  # seconds that `close` waits beyond its timeout for the thre
 
 
 class IOThread(BaseConnection):
-    """A daemon thread with an event loop and a connection, which reconnects.
+    """A daemon thread with an event loop and a connection that reconnects.
 
     Construction starts and opens nothing.
     """
@@ -50,7 +50,7 @@ class IOThread(BaseConnection):
     def __init__(self, **connection: Unpack[ConnectionArguments]) -> None:
         super().__init__(**connection)
         self._name = connection["name"]
-        self._lock = threading.RLock()  # to start once; again by a signal handler
+        self._lock = threading.RLock()  # to start once; signal handlers may re-enter it
         self._ended = False
         self._thread: threading.Thread | None = None
         self._loop: EventLoop
@@ -66,7 +66,7 @@ class IOThread(BaseConnection):
         """Start the thread, which connects at once. Does not wait.
 
         Raises:
-            UsageError: it was started or stopped before.
+            UsageError: If the thread was started or stopped before.
         """
         with self._lock:
             if self._thread is not None or self._ended:
@@ -79,15 +79,15 @@ class IOThread(BaseConnection):
             self._thread.start()
 
     def call_soon(self, fn: Callable[[], None], /) -> bool:
-        """Run `fn` on the I/O thread. One wake-up write for each call: coalesce.
+        """Run `fn` on the I/O thread. Each call costs a wake-up write, so coalesce calls.
 
         Returns:
-            Whether `fn` will run, exactly once; False if the thread has ended or was never started.
+            Whether `fn` will run, exactly once. False if the thread has ended or was never started.
         """
         if self._thread is None:
             return False
         call = self._loop.queue(fn)
-        # The thread sets `_ended`, and then runs all queued calls: a call that it has missed is still queued.
+        # The thread sets `_ended` and then runs all queued calls, so a call that it missed is still queued.
         return not self._ended or not self._loop.withdraw(call)
 
     def stop(self, grace: float = 0.0, /) -> None:
@@ -98,18 +98,18 @@ class IOThread(BaseConnection):
         self.call_soon(lambda: self._connector.close(grace))
 
     def close(self, timeout: float) -> bool:
-        """Stop with that grace, and wait for the thread, which may not be this one.
+        """Stop with the grace ``timeout``, and wait for the thread to end.
 
         Returns:
-            Whether the thread has ended, with every descriptor closed; False if a callback hangs, or on the I/O thread.
+            Whether the thread has ended, with every descriptor closed. False if a callback hangs, or on the I/O thread.
         """
         self.stop(timeout)
         return self.join(timeout + _ABORT_GRACE)
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait up to `timeout` seconds for the end; return whether it has ended.
+        """Wait up to `timeout` seconds for the end, and return whether it has ended.
 
-        False on the thread itself.
+        Returns False on the I/O thread itself.
         """
         thread = self._thread
         if thread is None:
@@ -122,7 +122,7 @@ class IOThread(BaseConnection):
     # -- I/O thread only -------------------------------------------------------------------------------------------
 
     def call_later(self, delay: float, fn: Callable[[], None]) -> TimerHandle:
-        """Run `fn` in `delay` seconds, unless the thread ends before."""
+        """Run `fn` in `delay` seconds, unless the thread ends first."""
         return self._loop.call_later(delay, fn)
 
     # -- the thread ------------------------------------------------------------------------------------------------

@@ -1,9 +1,8 @@
 """A publisher's channel to its outbox, for callers that wait on their own threads.
 
-Everything here may be interrupted as a `reliable_mq.sync.publisher_channel.PublisherChannel` may be: by a signal
-handler that calls it, or by an exception that one raises.
-
-Invariants: those of `reliable_mq.engine.outbox_channel`.
+As in a `reliable_mq.sync.publisher_channel.PublisherChannel`, any call may be interrupted by a signal handler that
+calls the channel, or by an exception that a signal handler raises. The invariants are the same as in
+`reliable_mq.engine.outbox_channel`.
 
 `RelayPublisher` publishes the rows of the outbox on the connection of the `Publisher`.
 """
@@ -45,20 +44,20 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_LOOK_AGAIN: Final = 0.1  # seconds after which a caller that waits looks by itself
+_LOOK_AGAIN: Final = 0.1  # seconds after which a waiting caller checks itself
 
 
 class StoredConfirmation(StoredPublication, Confirmation):
-    """The outcome of storing a message; ``submit`` with an outbox returns it."""
+    """The outcome of storing a message. ``submit`` returns it with an outbox."""
 
     __slots__ = ("error", "row")
 
     owner: OutboxChannel
 
     def exception(self, timeout: Duration | None = None) -> PublishError | None:
-        """Wait as on every confirmation, up to the message's own deadline.
+        """Wait like any confirmation, up to the message's own deadline.
 
-        After that it may be stored yet.
+        After the deadline the message may still be stored.
         """
         if self.outcome is None:
             wait = time_to_wait(timeout)
@@ -73,12 +72,12 @@ class StoredConfirmation(StoredPublication, Confirmation):
 
 
 class _Opening:
-    """An attempt to open the outbox. All of it is under the lock of the channel.
+    """An attempt to open the outbox. The lock of the channel guards it.
 
     Attributes:
-        waiting: number of threads that wait for it.
-        over: whether it has ended.
-        error: its error, if it failed.
+        waiting: The number of threads that wait for it.
+        over: Whether the attempt has ended.
+        error: The error, if the attempt failed.
     """
 
     def __init__(self) -> None:
@@ -90,10 +89,10 @@ class _Opening:
 class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
     """The channel of a `Publisher` to its outbox. Thread-safe.
 
-    The arguments are those of the base.
+    The base class documents the arguments.
 
     Attributes:
-        lock: guards the window and the callbacks of all confirmations.
+        lock: The lock that guards the window and the callbacks of all confirmations.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
         super().__init__(outbox, relay_publisher, options, measured=measured, guard=self.lock)
         self._changed = Condition(self.lock)
         self._waiters = WindowWaiters(self.lock, self._window, self._ask_for_check)
-        self._asked = False  # the writer's thread will look for room
+        self._asked = False  # whether the writer's thread will check for room
         self._callbacks = CallbackThread(f"{options.name}-callbacks")
         self._opening: _Opening | None = None
         self._open_name = f"{options.name}-outbox-open"
@@ -112,7 +111,7 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
     # For callers
 
     def start(self, timeout: float) -> None:
-        """Wait for the opening, by several threads."""
+        """Wait for the opening. Several threads may wait."""
         deadline = time.monotonic() + timeout
         with self.lock:
             self.check_waitable()
@@ -138,11 +137,11 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
             raise opening.error
 
     def submit(self, confirmation: StoredConfirmation) -> None:
-        """Store a message; waits for room, up to the publish's own deadline.
+        """Store a message. Wait for the window up to the message's own deadline.
 
         Raises:
-            OutboxError: no room in time; it was not stored.
-            UsageError: closed, or in a forked child.
+            OutboxError: If the window had no room in time. The message was not stored.
+            UsageError: If the channel is closed, or in a forked child.
         """
         try:
             self.check_waitable()
@@ -157,17 +156,17 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
             raise
 
     def abort(self) -> None:
-        """End without waiting, however far it was opened."""
+        """End without waiting, however far the opening is."""
         self._refuse_waiting()
         self.relay.stop(0.0)
         self._writer.stop()
         self._questions.close()
         start_daemon(self._closing, self._close_outbox_later)
 
-    # On a thread of its own
+    # On a separate thread
 
     def _open(self, opening: _Opening) -> None:
-        """Open the outbox, and close it again if nobody waits for it any more."""
+        """Open the outbox, and close it again if no caller waits for it any more."""
         claims: RowLeases | None = None
         try:
             self.outbox.open()
@@ -198,10 +197,10 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
         self._check_not_forked()
 
     def nudge(self) -> None:
-        """Do nothing: the writer knows of every message."""
+        """Do nothing, because the writer knows of every message."""
 
     def forget(self) -> None:
-        """This is a copy in a forked child."""
+        """Disable this copy in a forked child."""
         super().forget()
         self._guard = self.lock = threading.RLock()
 
@@ -266,7 +265,7 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
             self._check_open()
             self._refuse_late(confirmation)
 
-    # Without it
+    # Without the lock
 
     def _ask(self, question: Callable[[], T], deadline: float) -> T:
         limit = min(max(deadline - time.monotonic(), ANSWER_AT_LEAST), threading.TIMEOUT_MAX)
@@ -306,20 +305,20 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
 
 
 def _until(deadline: float) -> float:
-    """Seconds for a thread to end, until a moment after the deadline."""
+    """Return the seconds for a thread to end, a moment beyond the deadline."""
     return max(deadline - time.monotonic(), 0.0) + CLOSE_GRACE
 
 
-_PART_WAITED_FOR: Final = 4  # of the outstanding rows: a quarter
-_SWEEP_EVERY: Final = 0.05  # seconds: a row in front may take long, those behind it need not
+_PART_WAITED_FOR: Final = 4  # wait for a quarter of the outstanding rows
+_SWEEP_EVERY: Final = 0.05  # seconds; a row in front may take longer than the rows behind it
 
 
 class RelayPublisher:
-    """Publishes rows, and collects their outcomes. For the relay's thread.
+    """A publisher of rows that collects their outcomes. For the relay's thread.
 
     Args:
-        connect: begins to connect; may wait until every host has had its first attempt.
-        send: submits a row to the channel to the broker.
+        connect: A callable that begins to connect. It may wait until every host has had its first attempt.
+        send: A callable that submits a row to the channel to the broker.
     """
 
     def __init__(self, connect: Callable[[], object], send: Callable[[OutboxRow], Confirmation]) -> None:
@@ -335,7 +334,7 @@ class RelayPublisher:
         self._connect()
 
     def send(self, rows: Sequence[OutboxRow]) -> None:
-        """Publish rows; where nothing can be published, none of the others is tried."""
+        """Publish rows. If nothing can be published, the remaining rows are not tried."""
         failure: ReliableMQError | None = None
         for row in rows:
             if failure is None:

@@ -1,11 +1,11 @@
 """The confirming publisher of the sync API.
 
 It checks arguments before anything is sent, passes each publish to its
-:class:`~reliable_mq.sync.publisher_channel.PublisherChannel`, and returns outcomes as receipts and errors. Its promises
-about delivery are kept by :mod:`reliable_mq.core.publisher.session`.
+:class:`~reliable_mq.sync.publisher_channel.PublisherChannel`, and returns outcomes as receipts and errors. The delivery
+guarantees are implemented in :mod:`reliable_mq.core.publisher.session`.
 
-A signal handler may interrupt any call here, and use or close the same publisher: so each channel is known before it
-runs, and a call that an exception ends leaves nothing behind that nobody would close.
+A signal handler may interrupt any call here, and use or close the same publisher. So each channel is stored before it
+runs, and a call that an exception ends leaves nothing behind that would stay open.
 """
 
 from __future__ import annotations
@@ -39,14 +39,13 @@ logger = logging.getLogger(__name__)
 
 
 class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel, OutboxChannel]):
-    """Publishes messages, and reports for each whether the broker has it.
+    """A publisher that reports for each message whether the broker has it.
 
-    Thread-safe; one connection, one I/O thread.
+    Thread-safe. It has one connection and one I/O thread.
 
-    Construction does not connect. ``with``, ``connect`` or the first publish does; from then on the publisher
-    reconnects by itself, declares ``topology`` again, and publishes again, with the same ``message_id``, every message
-    that the broker has not confirmed. An attempt that may be a duplicate carries the header
-    ``x-reliable-mq-possible-duplicate``.
+    Construction does not connect. ``with``, ``connect`` or the first publish connects. From then on the publisher
+    reconnects by itself, declares ``topology`` again, and republishes unconfirmed messages with the same
+    ``message_id``. An attempt that may be a duplicate carries the header ``x-reliable-mq-possible-duplicate``.
     """
 
     _confirmation = Confirmation
@@ -60,32 +59,33 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
     ) -> Receipt:
         """Publish a message and wait until the broker, or the outbox, has it.
 
-        Blocks for a round trip to the broker, and while the window is full or the broker away, up to ``timeout``. With
-        an outbox: until its transaction is on disk.
+        Blocks for a round trip to the broker. While the window is full or the broker is unreachable, blocks for up to
+        ``timeout``. With an outbox, blocks until its transaction is on disk.
 
         Args:
-            message: the message.
-            exchange: the default exchange routes to the queue named by the routing key.
-            routing_key: at most 255 bytes in UTF-8.
-            timeout: seconds after which it is given up; None for the publisher's ``delivery_timeout``.
+            message: The message.
+            exchange: The exchange. The default exchange routes to the queue named by the routing key.
+            routing_key: The routing key, at most 255 bytes in UTF-8.
+            timeout: Seconds after which the message is given up. None for the publisher's ``delivery_timeout``.
 
         Returns:
-            A receipt with the message's id and the number of attempts. Its ``status`` is ``"confirmed"``; with an
-            outbox it is ``"stored"``.
+            A receipt with the message's id and the number of attempts. Its ``status`` is ``"confirmed"``, or
+            ``"stored"`` with an outbox.
 
         Raises:
-            OutboxError: with an outbox alone: it could not be stored.
-            PublishError: it was not confirmed; the subclass says why. After ``PublishUnconfirmed`` it may have arrived
-                all the same.
-            BrokerUnavailable, TopologyMismatch: this was the first call, and connecting cannot succeed.
-            ConfigurationError, UsageError: a wrong argument; closed, or on the wrong side of a fork.
+            OutboxError: With an outbox only: if the message could not be stored.
+            PublishError: If the message was not confirmed. The subclass gives the reason. After ``PublishUnconfirmed``
+                the message may still have arrived.
+            BrokerUnavailable, TopologyMismatch: If this was the first call and connecting cannot succeed.
+            ConfigurationError, UsageError: If an argument is invalid, or the publisher is closed or on the wrong side
+                of a fork.
         """
         confirmation = self._submit(message, exchange, routing_key, timeout, reported=True)
         try:
             return confirmation.result()
         except ReliableMQError:
             raise
-        except BaseException:  # an exception of a signal handler: nobody has seen what became of it
+        except BaseException:  # an exception of a signal handler: no user has seen the outcome
             if self._channel is not None:
                 self._channel.not_reported((confirmation,))
             raise
@@ -95,9 +95,8 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
     ) -> Confirmation:
         """Publish a message without waiting for its confirm.
 
-        Blocks only while the window is full.
-
-        Args and errors are those of :meth:`publish`, except that the outcome comes through the confirmation.
+        Blocks only while the window is full. See :meth:`publish` for the arguments and errors. The confirmation reports
+        the outcome.
         """
         return self._submit(message, exchange, routing_key, timeout)
 
@@ -109,16 +108,17 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
         routing_key: str = "",
         timeout: Duration | None = None,
     ) -> PublishReport:
-        """Publish messages, pipelined, and wait until every one has settled.
+        """Publish messages, pipelined, and wait until every one is settled.
 
         Args:
-            messages: any iterable; it is consumed as the window has room.
-            exchange: for each, as in :meth:`publish`.
-            routing_key: for each.
-            timeout: for each, seconds.
+            messages: The messages. The iterable is consumed as the window has room.
+            exchange: The exchange for each message, as in :meth:`publish`.
+            routing_key: The routing key for each message.
+            timeout: The timeout for each message, in seconds.
 
         Returns:
-            How many were confirmed, and each of the others with its error. Nothing is raised for a message that failed.
+            The number of confirmed messages, and each of the others with its error. Nothing is raised for a failed
+            message.
         """
         with self._reporting() as report:
             for message in messages:
@@ -126,22 +126,22 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
                     report.submitted(self._submit(message, exchange, routing_key, timeout, reported=True))
                 except PublishError as error:
                     report.failed(message, error)
-            return report.report()  # which waits for each
+            return report.report()  # waits for each confirmation
 
     def flush(self, timeout: Duration | None = None) -> None:
         """Wait until every message submitted before is settled: confirmed or failed.
 
-        With an outbox: until everything that was in it at this moment is confirmed, also of earlier processes, or is
-        set aside, or waits behind a message that is.
+        With an outbox, wait until every message in it at this moment is confirmed or set aside, or waits behind a
+        message that is set aside. This includes messages of earlier processes.
 
         Args:
-            timeout: seconds; None for as long as it takes, which the messages' own deadlines bound, unless there is an
-                outbox.
+            timeout: The time to wait, in seconds. None waits as long as necessary. Without an outbox, the messages' own
+                deadlines limit the wait.
 
         Raises:
-            TimeoutError: some are still outstanding, and still being published; or the outbox does not say.
-            OutboxError: the outbox cannot be read.
-            UsageError: with an outbox alone: closed, and its rows wait for the next start.
+            TimeoutError: If messages are still outstanding, and still being published, or the outbox does not answer.
+            OutboxError: If the outbox cannot be read.
+            UsageError: With an outbox only: if the publisher is closed. The rows wait for the next start.
         """
         blocking(self._flush(timeout))
 
@@ -150,40 +150,40 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
     def connect(self) -> None:
         """Connect, and wait until the topology is declared and the broker takes messages.
 
-        Does nothing while it is connected. With an outbox, open that first, and start the relay, which goes on if
-        connecting fails.
+        Does nothing while it is connected. With an outbox, opens the outbox first and starts the relay, which continues
+        if connecting fails.
 
         Raises:
-            OutboxError: with an outbox alone: it cannot be opened.
-            BrokerUnavailable: no host could be reached; with ``permanent`` if trying again cannot help.
-            TopologyMismatch: a declaration differs from the broker's.
-            UsageError: it was closed.
+            OutboxError: With an outbox only: if it cannot be opened.
+            BrokerUnavailable: If no host can be reached. It has ``permanent`` set if trying again cannot help.
+            TopologyMismatch: If a declaration differs from the broker's.
+            UsageError: If the publisher was closed.
         """
         blocking(self._connect())
 
     def close(self, timeout: Duration = CLOSE_TIMEOUT) -> None:
-        """Wait until everything is settled, for up to ``timeout`` seconds; disconnect.
+        """Wait until everything is settled, for up to ``timeout`` seconds, and disconnect.
 
-        Messages that are not settled by then are given up. Does nothing when it is closed, or in a forked child. If
-        another caller is closing it, waits for that. A call after an interrupted one goes on with the closing.
+        Messages that are not settled by then are given up. Does nothing if it is already closed, or in a forked child.
+        If another caller is closing it, waits for that. A call after an interrupted one continues the closing.
 
         Raises:
-            PublishError: messages failed, or were given up, and nobody has looked at their confirmations.
-            UsageError: called from a callback of this publisher, which would wait for itself.
+            PublishError: If messages failed or were given up, and no user has seen their outcome.
+            UsageError: If called from a callback of this publisher, which would wait for itself.
         """
         blocking(self._close(timeout))
 
     def __enter__(self) -> Self:
         """Connect.
 
-        If no host can be reached now, the publisher goes on trying, and publishes wait; an error that time cannot heal
-        is raised. With an outbox that is opened, and connecting is left to the relay.
+        If no host can be reached now, the publisher keeps trying, and publishes wait. An error that further attempts
+        cannot fix is raised. With an outbox, opens the outbox, and the relay connects.
         """
         try:
             blocking(self._enter())
         except ReliableMQError:
             raise
-        except BaseException:  # of a signal handler, say: nobody leaves a block that was not entered
+        except BaseException:  # for example from a signal handler; ``__exit__`` will not be called
             self._give_up()
             raise
         return self
@@ -193,7 +193,7 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
     ) -> None:
         """Flush and close.
 
-        Raises failures that nobody has seen, but never in place of an exception of the body.
+        Raises unseen failures, but never in place of an exception of the body.
         """
         try:
             self.close()
@@ -206,18 +206,18 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
             raise
 
     def _give_up(self) -> None:
-        """Close at once: an exception from outside has ended an entering or a closing."""
+        """Close at once, after an exception has interrupted entering or closing."""
         try:
             self.close(0)
         except PublishError:
             logger.exception("a publisher was interrupted, with messages unconfirmed")
 
-    # Messages on their way
+    # Messages in flight
 
     def _submit(
         self, message: Message, exchange: str, routing_key: str, timeout: Duration | None, *, reported: bool = False
     ) -> Confirmation:
-        """Submit. ``reported``: its caller is told of a failure, the end raises none."""
+        """Submit a message. ``reported`` means that the caller receives the failure."""
         channel = self._channel if self._outbox is None else self._outbox_channel
         if channel is None:
             confirmation = blocking(self._first_confirmation(message, exchange, routing_key, timeout, reported))
@@ -232,12 +232,12 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
         return confirmation
 
     def _relay(self, row: OutboxRow) -> Confirmation:
-        """Publish a row of the outbox, on the relay's thread."""
+        """Publish a row of the outbox. Runs on the relay's thread."""
         channel = self._channel
         if channel is None or channel.fatal is not None:
             channel = blocking(self._open_for_relay())
         confirmation = self._new_relayed(channel, row)
-        confirmation.callbacks = confirmation.callbacks or []  # the relay looks at the outcome by itself
+        confirmation.callbacks = confirmation.callbacks or []  # the relay checks the outcome itself
         channel.submit(confirmation)
         return confirmation
 
@@ -256,8 +256,8 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
         _open_publishers.discard(self)
 
 
-# Open publishers are kept alive until they are closed: the outstanding messages of one that was forgotten are still
-# published, at the latest when the interpreter exits. In a forked child they are the parent's.
+# Open publishers are kept alive until they are closed. The outstanding messages of a forgotten publisher are still
+# published, at the latest when the interpreter exits. In a forked child they belong to the parent.
 _open_publishers: set[Publisher] = set()
 at_fork(ForkStage.FORGET, _open_publishers.clear)
 

@@ -1,29 +1,28 @@
 """The publisher channel of the sync API: its inbox, and callers that wait.
 
-Callers admit a publish to the window and put it into the inbox, under one lock; the I/O thread takes whole inboxes.
+Callers admit a publish to the window and put it into the inbox, under one lock. The I/O thread takes whole inboxes.
 
 Invariants:
 
-- the session is touched by the I/O thread alone; the inbox, the window and the callbacks of confirmations only under
-  the lock;
-- no user code runs, and nothing blocks, on the I/O thread;
-- every confirmation that ``submit`` returned is settled, whatever happens: by the broker, by its deadline, or at the
-  end of the channel;
-- every wait of a caller ends: with its condition, at its deadline, or at the end of the channel;
-- callers that wait for the window are admitted in the order in which they came, by the I/O thread (`WindowWaiters`); a
-  callback overtakes the callers that wait for callbacks;
-- a caller may be interrupted anywhere: by a signal handler that calls the channel itself (hence locks that their owner
-  may take again, and waits that release them altogether), or by an exception that a signal handler raises: it leaves
-  behind at most a place too many in the window, or its message, which is published all the same.
+- The session is used by the I/O thread only. The inbox, the window and the callbacks of confirmations are used only
+  under the lock.
+- No user code runs, and nothing blocks, on the I/O thread.
+- Every confirmation that ``submit`` returned is settled by the broker, by its deadline, or at the end of the channel.
+- Every wait of a caller ends: with its condition, at its deadline, or at the end of the channel.
+- Callers that wait for the window are admitted in the order of their arrival, by the I/O thread (`WindowWaiters`). A
+  callback overtakes the callers that wait for callbacks.
+- A caller may be interrupted anywhere by a signal handler that calls the channel itself. So locks are re-entrant, and
+  waits release them completely. A caller may also be interrupted by an exception of a signal handler. It then leaves
+  behind at most one place too many taken in the window, or its message, which is still published.
 
 Invariants of `WindowWaiters`:
 
-- places are assigned in the order of the requests, by one thread, and are taken at that moment: a newcomer never comes
-  between, and a large message is not kept out by small ones;
-- a caller that is late, or leaves, has taken nothing and holds up no caller after it;
-- a caller may be interrupted anywhere by an exception that a signal handler raises, and by a handler that requests a
-  place itself: callers only ever enter and leave, each by one step that cannot be cut in two. The entry of an
-  interrupted one gets its place when its turn comes, or is dropped at its deadline.
+- Places are assigned in the order of the requests, by one thread, and are taken at that moment. A newcomer never
+  overtakes, and small messages do not keep out a large one.
+- A caller that is late, or leaves, has taken nothing and delays no caller after it.
+- A caller may be interrupted anywhere by an exception of a signal handler, or by a handler that requests a place
+  itself. Callers only enter and leave, each in one uninterruptible step. The entry of an interrupted caller gets its
+  place when its turn comes, or is dropped at its deadline.
 """
 
 from __future__ import annotations
@@ -51,19 +50,19 @@ if TYPE_CHECKING:
 
 __all__ = ["PublisherChannel", "WindowWaiters"]
 
-_LOOK_AGAIN = 0.1  # seconds after which a waiting caller asks by itself: few places wake no caller
+_LOOK_AGAIN = 0.1  # seconds after which a waiting caller checks itself, as a few free places wake no caller
 
 
 class WindowWaiters:
     """Callers on other threads that wait for a window. All methods need the lock.
 
     Args:
-        lock: guards the window.
-        window: the window.
-        ask: called, with the lock held, to make the I/O thread call `admit` soon.
+        lock: The lock that guards the window.
+        window: The window.
+        ask: A callable that makes the I/O thread call `admit` soon. It is called with the lock held.
 
     Attributes:
-        waiting: the waiting callers; true while there are some.
+        waiting: The waiting callers. Truthy while there are any.
     """
 
     def __init__(self, lock: threading.RLock, window: PublishWindow, ask: Callable[[], object]) -> None:
@@ -73,7 +72,7 @@ class WindowWaiters:
         self.waiting: OrderedDict[_Waiter, None] = OrderedDict()
 
     def is_free(self, size: int, *, crowded: bool, passes: bool) -> bool:
-        """Whether a newcomer fits, and no caller is before it."""
+        """Whether a newcomer fits, and no caller is waiting before it."""
         return (
             (passes or not crowded) and _first(list(self.waiting), crowded=crowded) is None and self._window.fits(size)
         )
@@ -81,19 +80,19 @@ class WindowWaiters:
     def wait(
         self, size: int, deadline: float, take: Callable[[], object], over: Callable[[], bool], *, passes: bool
     ) -> bool:
-        """Wait for a place in the window; it is taken when this returns True.
+        """Wait for a place in the window, and return whether it was taken.
 
         Args:
-            size: bytes.
-            deadline: on the monotonic clock, seconds.
-            take: takes the place; called on the I/O thread once there is one.
-            over: whether there will be none; `wake` makes the caller check it.
-            passes: whether it is admitted while the window is crowded.
+            size: The size of the message, in bytes.
+            deadline: The deadline in seconds, on the monotonic clock.
+            take: A callable that takes the place. The I/O thread calls it once there is a place.
+            over: A callable that returns whether there will be no place any more. `wake` makes the caller check it.
+            passes: Whether the caller is admitted while the window is crowded.
         """
         waiter = _Waiter(size, deadline, take, passes, Condition(self._lock))
         try:
             self.waiting[waiter] = None
-            first = _first(list(self.waiting), crowded=False)  # a copy is made in one step, an iteration is not
+            first = _first(list(self.waiting), crowded=False)  # copying is one step, iterating is not
             if first is not None and first is not waiter and self._window.fits(first.size):
                 self._ask()
             while not (waiter.admitted or over()):
@@ -114,7 +113,7 @@ class WindowWaiters:
         """Admit waiting callers that fit, on the I/O thread; return whether any did.
 
         Args:
-            crowded: whether to admit only those that pass.
+            crowded: Whether to admit only callers that pass.
         """
         now = time.monotonic()
         given = False
@@ -129,7 +128,7 @@ class WindowWaiters:
         return given
 
     def wake(self) -> None:
-        """Make every waiting caller check whether it is over."""
+        """Make every waiting caller check whether its wait is over."""
         for waiter in list(self.waiting):
             waiter.changed.notify()
 
@@ -158,10 +157,10 @@ _ABORT_GRACE = 1.0  # seconds for an abort after the closing handshake
 class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
     """The channel of one publisher of the sync API. Thread-safe.
 
-    Methods of the base that are on the loop are for the I/O thread.
+    The I/O thread calls the base's methods for the loop.
 
     Attributes:
-        lock: guards the inbox, the window and the callbacks of all confirmations.
+        lock: The lock that guards the inbox, the window and the callbacks of all confirmations.
     """
 
     write_bytes = 64 * 1024
@@ -174,11 +173,11 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
         self._changed = Condition(self.lock)
         self._waiters = WindowWaiters(self.lock, self.window, lambda: self._io.call_soon(self._check_waiters))
         self._waiting = self._waiters.waiting
-        self._flushing: list[float] = []  # one for each caller in a flush: the moment before which all must be settled
+        self._flushing: list[float] = []  # for each caller in a flush: the moment before which all must be settled
         self._inbox: deque[Confirmation] = deque()
-        self._accepting = 0  # publishes on their way from the inbox to the session
+        self._accepting = 0  # publishes moving from the inbox to the session
         self._callbacks = CallbackThread(f"{options.name}-callbacks")
-        self._crowded = False  # more callbacks are due than the window has places
+        self._crowded = False  # whether more callbacks are due than the window has places
 
     # For callers, on any thread
 
@@ -186,14 +185,14 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
         """Start connecting. Does not wait."""
         try:
             super().start()
-        except BaseException:  # interrupted; whether there is a thread now is not known
+        except BaseException:  # interrupted; the thread may have been started
             self._io.stop()
             raise
 
     def wait_connected(
         self, timeout: float, attempts: int = 1, *, at_most: float = float("inf")
     ) -> ReliableMQError | None:
-        """Wait for the attempts; by several threads."""
+        """Wait for the attempts. Several threads may wait."""
         self._check_not_forked()
         deadline = time.monotonic() + at_most
         with self.lock:
@@ -207,12 +206,13 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
             return self._why_not_connected(timeout)
 
     def submit(self, confirmation: Confirmation) -> None:
-        """Accept a publish; wait for the window up to its deadline.
+        """Accept a publish. Wait for the window up to the publish's deadline.
 
         Raises:
-            PublishBlocked, PublishDisconnected: the broker blocks publishing, or is away, and that is to be raised.
-            PublishUnconfirmed: the window was full for so long; it was not sent.
-            UsageError: closed.
+            PublishBlocked, PublishDisconnected: If the broker blocks publishing or is unreachable, and the options say
+                to raise.
+            PublishUnconfirmed: If the window was full until the deadline. The message was not sent.
+            UsageError: If the channel is closed.
         """
         if self.forked:
             self._check_not_forked()
@@ -232,20 +232,20 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
             if wake:
                 self._io.call_soon(self._advance)
         except BaseException as error:
-            self.nudge()  # its wake-up may have been interrupted, or that of others before
+            self.nudge()  # its wake-up, or an earlier one, may have been interrupted
             end_trace(confirmation, error)
             raise
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all that was submitted before is settled; return whether it is."""
+        """Wait until all earlier publishes are settled, and return whether they are."""
         self._check_not_forked()
         with self.lock:
             return self._wait_settled_before(time.monotonic(), timeout)
 
     def close(self, timeout: float) -> int:
-        """Settle everything within ``timeout`` seconds, give up the rest, disconnect.
+        """Settle everything within ``timeout`` seconds, give up the rest, and disconnect.
 
-        May be called again, and by several threads: each waits for the end.
+        May be called again, and by several threads. Each call waits for the end.
 
         Returns:
             The number of publishes given up.
@@ -264,24 +264,24 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
         return given_up
 
     def nudge(self) -> None:
-        """Make the I/O thread look into the inbox."""
+        """Make the I/O thread check the inbox."""
         self._io.call_soon(self._advance)
 
     def check_waitable(self) -> None:
-        """Raise UsageError in a forked child: nothing would ever be settled."""
+        """Raise UsageError in a forked child, where no publish would ever be settled."""
         self._check_not_forked()
 
     def forget(self) -> None:
         """Disable this copy in a forked child.
 
-        The connection, the thread and the holder of the lock are the parent's.
+        The connection, the thread and the holder of the lock belong to the parent.
         """
         super().forget()
         self.lock = self._guard = threading.RLock()
 
     @property
     def outstanding(self) -> int:
-        """Publishes submitted and not settled. One may count twice for a moment."""
+        """The number of unsettled publishes. One may be counted twice for a moment."""
         return len(self._inbox) + self._accepting + self.session.outstanding
 
     # On the I/O thread
@@ -322,7 +322,7 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
             if self._waiting:
                 self._crowded = self._callbacks.backlog > self.window.max_count
                 self._admit_waiters()
-        if self._inbox:  # the call that was to wake this thread may have been interrupted
+        if self._inbox:  # the call to wake this thread may have been interrupted
             self._advance()
 
     def _admit_waiters(self) -> None:
@@ -333,7 +333,7 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
     # For closing
 
     def _give_up(self, timeout: float) -> int:
-        """Settle everything as given up, from another thread; return the number."""
+        """Settle all publishes as given up, from another thread, and return their number."""
         done = threading.Event()
         before = self.session.statistics.unknown
 
@@ -362,11 +362,11 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
             self._oldest = confirmation.accepted_at
 
     def _wait_for_window(self, confirmation: Confirmation) -> bool:
-        """Wait until it fits; return whether the I/O thread has accepted it already."""
+        """Wait for a place, and return whether the I/O thread has already accepted it."""
         self._crowded = self._callbacks.backlog > self.window.max_count
-        size, passes = confirmation.size, self._callbacks.is_current  # a callback does not wait for those behind it
+        size, passes = confirmation.size, self._callbacks.is_current  # a callback does not wait for callbacks behind it
         if passes and confirmation.timeout is None:
-            confirmation.timeout = self._delivery_timeout  # it overtakes others, whose deadlines are before its own
+            confirmation.timeout = self._delivery_timeout  # it overtakes publishes with earlier deadlines
         if self._waiters.is_free(size, crowded=self._crowded, passes=passes):
             return False
         record((confirmation,), PublicationEvent.WINDOW_FULL)
@@ -402,7 +402,7 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
     def _wait_ended(self, join: Callable[[float], bool], timeout: float) -> None:
         """Wait for a thread that may need the lock.
 
-        The caller may be a signal handler that has interrupted its holder.
+        The caller may be a signal handler that has interrupted the lock's holder.
         """
         if not join(PATIENCE):
             with self.lock:

@@ -1,10 +1,10 @@
-"""The consumer's connection in the sync API: on an I/O thread, others wait for it.
+"""The consumer's connection in the sync API, on an I/O thread.
 
-Dead letters and retries are published on a connection of their own, since the broker blocks publishing connections
-under an alarm, and a consumer's must go on acking; and on a thread of their own, since opening that connection and a
-full window block.
+Callers on other threads wait for it. Dead letters and retries are published on a separate connection, because the
+broker blocks publishing connections under an alarm and the consumer's connection must keep acking. They are published
+on a separate thread, because opening that connection and a full window block.
 
-Invariants: the outcome of each publish is reported exactly once; nothing blocks the caller of `Republisher.put`; the
+Invariants: the outcome of each publish is reported exactly once. Nothing blocks the caller of `Republisher.put`. The
 connection is opened with the first publish.
 """
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 __all__ = ["PullSubscription", "PulledDelivery", "Republisher", "Subscription"]
 
-_LOOK_AGAIN = 0.1  # seconds after which a caller looks whose turn it is: the one before may have been interrupted
+_LOOK_AGAIN = 0.1  # seconds between checks whose turn it is, as the caller before may have been interrupted
 
 
 class Republisher(BaseRepublisher):
-    """Publishes on a thread of its own. Thread-safe."""
+    """A republisher that publishes on a separate thread. Thread-safe."""
 
     _publisher: Publisher
 
@@ -49,7 +49,7 @@ class Republisher(BaseRepublisher):
         self._thread.put(lambda: blocking(self._publish(republish)))
 
     def close(self, timeout: float) -> None:
-        """Abandon publishes without a confirm in time; their originals stay unacked."""
+        """Close the publisher. Originals of publishes not confirmed in time stay unacked."""
         blocking(self._close_publisher(timeout))
         self._thread.stop()
         self._thread.join(timeout)
@@ -89,7 +89,7 @@ class Subscription(BaseSubscription):
 
 
 class PullSubscription(Subscription, BasePullSubscription):
-    """A subscription that asks for each delivery."""
+    """A subscription that requests each delivery."""
 
     _changes_type = Condition
     _changed: Condition
@@ -97,10 +97,10 @@ class PullSubscription(Subscription, BasePullSubscription):
     def __init__(self, options: ConsumerOptions) -> None:
         super().__init__(options)
         self._turns = Condition(self._changed.lock)
-        self._taker: object = None  # the call whose turn it is; guarded by that lock
+        self._taker: object = None  # the call whose turn it is; guarded by the same lock
 
     def take(self, most: int, timeout: float, taken: list[PulledDelivery]) -> None:
-        """Wait for deliveries; callers on several threads take turns."""
+        """Wait for deliveries. Callers on several threads take turns."""
         now = time.monotonic()
         deadline, until = now + timeout, now + min(timeout, LONGEST_WAIT)
         call = object()
@@ -115,7 +115,7 @@ class PullSubscription(Subscription, BasePullSubscription):
                 self._taker = call
             blocking(self._take(most, max(deadline, time.monotonic()), taken))
         finally:
-            if self._taker is call:  # which another thread never sets, nor ends
+            if self._taker is call:  # no other thread sets or clears this turn
                 self._taker = None
                 with lock:
                     self._turns.notify_all()

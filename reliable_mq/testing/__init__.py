@@ -1,10 +1,12 @@
-"""Test services that use RabbitMQ, with brokers and networks that fail on demand.
+"""Brokers, networks and audits for tests of services that use RabbitMQ.
 
-- `RabbitMQ` and `RabbitMQCluster` are real brokers in containers, with the faults of processes, disks, networks and
+The brokers and networks fail on demand.
+
+- `RabbitMQ` and `RabbitMQCluster` run real brokers in containers, and inject faults of processes, disks, networks and
   resources. They need Linux with docker, and the extra ``testing``.
-- `FaultProxy` stands before any broker and injects faults between two frames.
-- `Audit` compares the messages that were published with those that were drained; `VirtualHost` drains them.
-- The pytest fixtures are in `reliable_mq.testing.fixtures`.
+- `FaultProxy` forwards connections to any broker and injects faults between frames.
+- `Audit` compares the published messages with the drained ones. `VirtualHost` drains them.
+- `reliable_mq.testing.fixtures` has the pytest fixtures.
 """
 
 from __future__ import annotations
@@ -64,14 +66,14 @@ __all__ = [
     "wait_until",
 ]
 
-_ON_DEMAND = {  # name: the module, which needs the extra
+_ON_DEMAND = {  # name: its module, which needs the extra
     "ClusterNode": "cluster",
     "RabbitMQ": "rabbitmq",
     "RabbitMQCluster": "cluster",
     "remove_leftovers": "containers",
 }
 
-if not TYPE_CHECKING:  # where any name would seem to exist
+if not TYPE_CHECKING:  # a type checker would accept any name
 
     def __getattr__(name: str) -> object:
         if name not in _ON_DEMAND:

@@ -1,7 +1,7 @@
-"""Check that no message was lost: compare those published with those drained.
+"""A check that no message was lost, by comparing published and drained messages.
 
-In the manner of the `total-queue` checker of RabbitMQ's Jepsen test. Publishers and handlers record each event by its
-message id, from any thread; at the end the audit drains the queues, by plain pika and not by the tested code::
+The audit follows the ``total-queue`` checker of RabbitMQ's Jepsen test. Publishers and handlers record each event by
+message id, from any thread. At the end, the audit drains the queues with plain pika instead of the tested code::
 
     audit.attempted("1")
     publish_with_any_library(message_id="1")
@@ -9,12 +9,12 @@ message id, from any thread; at the end the audit drains the queues, by plain pi
     audit.drain(virtual_host, ["orders"], dead_letters=["orders.dead"])
     audit.close()
 
-- *lost*: confirmed, yet never drained. Must be none.
-- *unexpected*: drained, yet never attempted. Must be none.
+- *lost*: confirmed, but never drained. There must be none.
+- *unexpected*: drained, but never attempted. There must be none.
 - *duplicated*: drained more than once. Allowed after an unknown outcome, and counted.
-- *recovered*: neither confirmed nor failed, yet drained. Allowed, and counted.
-- *refuted*: reported as failed, yet drained. Counted; allowed where an earlier send of it had an unknown outcome.
-- *effects*: the effects of handlers. With an idempotency store exactly one for every message that was handled.
+- *recovered*: neither confirmed nor failed, but drained. Allowed, and counted.
+- *refuted*: reported as failed, but drained. Allowed if an earlier send had an unknown outcome, and counted.
+- *effects*: the effects of handlers. With an idempotency store, each handled message has exactly one.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _SHOWN = 5
 
 
 class Audit:
-    """Collect message ids. Thread-safe; only `drain` blocks for long.
+    """A collector of message ids. Thread-safe. Only `drain` blocks for long.
 
     Args:
-        report: is called with the line of counts by `close`, whether or not they are correct.
+        report: A function that `close` calls with the line of counts, even if they are wrong.
     """
 
     def __init__(self, report: Callable[[str], object] | None = None) -> None:
@@ -54,25 +54,26 @@ class Audit:
         self._effects: Counter[str] = Counter()
 
     def attempted(self, message_id: str) -> None:
-        """Record a message that is about to be published: before the call, not after."""
+        """Record that a message will be published. Call this before publishing."""
         with self._lock:
             self._attempted.add(message_id)
 
     def confirmed(self, message_id: str) -> None:
-        """Record that the publisher reported it as confirmed."""
+        """Record that the publisher reported a message as confirmed."""
         with self._lock:
             self._confirmed.add(message_id)
 
     def failed(self, message_id: str) -> None:
-        """Record that the broker does not have it: nacked, returned, refused, blocked.
+        """Record that the broker does not have a message.
 
-        An unknown outcome (``PublishUnconfirmed``) is not one of these: record nothing.
+        The message was nacked, returned, refused or blocked. Record nothing after an unknown outcome
+        (``PublishUnconfirmed``).
         """
         with self._lock:
             self._failed.add(message_id)
 
     def handled(self, message_id: str) -> None:
-        """Record that a handler has finished with a delivery of it."""
+        """Record that a handler has finished with a delivery of a message."""
         with self._lock:
             self._handled[message_id] += 1
 
@@ -87,7 +88,7 @@ class Audit:
             self._left.update(message_ids)
 
     def effect(self, message_id: str) -> None:
-        """Record that a handler had its effect for it."""
+        """Record that a handler had its effect for a message."""
         with self._lock:
             self._effects[message_id] += 1
 
@@ -99,20 +100,20 @@ class Audit:
         dead_letters: Sequence[str] = (),
         timeout: float = 60.0,
     ) -> None:
-        """Take all messages out of queues and record them; block until all are empty.
+        """Take and record all messages of queues. Blocks until the queues are empty.
 
-        By the broker's word: nothing ready, nothing unacked, and nothing on its way to a dead-letter queue. A consumer
-        that still runs keeps it from ending. A queue that does not exist is empty. A message without an id is recorded
-        as ``"<no message id>"``.
+        A queue is empty when the broker reports no ready messages, no unacked messages, and none on their way to a
+        dead-letter queue. A consumer that holds unacked messages prevents this. A queue that does not exist is empty. A
+        message without an id is recorded as ``"<no message id>"``.
 
         Args:
-            virtual_host: where the queues are.
-            queues: work queues, whose messages are *left*.
-            dead_letters: dead-letter queues, whose messages are *dead-lettered*.
-            timeout: seconds.
+            virtual_host: The virtual host of the queues.
+            queues: The work queues, whose messages are *left*.
+            dead_letters: The dead-letter queues, whose messages are *dead-lettered*.
+            timeout: The maximum wait, in seconds.
 
         Raises:
-            TimeoutError: a queue was not empty after `timeout`; the text has the counts.
+            TimeoutError: If a queue is not empty after `timeout`. The message has the counts.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -128,13 +129,13 @@ class Audit:
                 raise TimeoutError(f"not drained within {timeout:g} s: {remaining}")
 
     def close(self, *, effects_once: bool = False) -> AuditResult:
-        """Report the counts, and raise unless they are correct; return the result.
+        """Report the counts, check them, and return the result.
 
         Args:
-            effects_once: as for `AuditResult.check`.
+            effects_once: As for `AuditResult.check`.
 
         Raises:
-            AssertionError: see `AuditResult.check`.
+            AssertionError: If the counts are wrong, as for `AuditResult.check`.
         """
         result = self.balance()
         if self._report is not None:
@@ -168,13 +169,13 @@ class Audit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditResult:
-    """The result: counts of distinct messages, and the ids that are wrong or repeated.
+    """The result of an audit: counts of distinct messages, and wrong or repeated ids.
 
     Attributes:
-        handled: by a handler, whatever else happened to them.
-        dead_lettered: in a dead-letter queue and never handled.
-        left: in a work queue only.
-        drained: any of these three, that is, their sum.
+        handled: The number of messages that a handler finished.
+        dead_lettered: The number of messages in a dead-letter queue that were never handled.
+        left: The number of messages that were found only in a work queue.
+        drained: The sum of these three.
     """
 
     attempted: int
@@ -194,7 +195,7 @@ class AuditResult:
     missing_effects: frozenset[str]
 
     def __str__(self) -> str:
-        """Return the counts in one line, whether or not they are correct."""
+        """Return the counts in one line, even if they are wrong."""
         return (
             f"attempted {self.attempted}, confirmed {self.confirmed}, failed {self.failed}, drained {self.drained} "
             f"(handled {self.handled}, dead-lettered {self.dead_lettered}, left {self.left}), lost {len(self.lost)}, "
@@ -203,13 +204,13 @@ class AuditResult:
         )
 
     def check(self, *, effects_once: bool = False) -> None:
-        """Raise unless every confirmed message was drained, and no other.
+        """Check that every confirmed message, and only attempted ones, were drained.
 
         Args:
-            effects_once: also require exactly one effect of every handled message.
+            effects_once: True to also require exactly one effect of every handled message.
 
         Raises:
-            AssertionError: with the counts, and the first few message ids of each fault.
+            AssertionError: If a check fails. The message has the counts and the first few message ids of each fault.
         """
         faults = {"lost": self.lost, "unexpected": self.unexpected}
         if effects_once:
@@ -220,6 +221,6 @@ class AuditResult:
 
 
 def first_few(found: Sequence[object]) -> str:
-    """Return the first few findings, and how many more there are."""
+    """Format the first few findings, and the number of the others."""
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return ", ".join(map(str, found[:_SHOWN])) + more

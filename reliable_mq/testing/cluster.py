@@ -1,4 +1,4 @@
-"""A cluster of RabbitMQ in containers, with faults of nodes, disks and links.
+"""A RabbitMQ cluster in containers, with faults of nodes, disks and links.
 
 Example::
 
@@ -8,10 +8,10 @@ Example::
         cluster.heal()
 
 Invariants:
-- every node keeps its name, address and host ports for the life of the cluster, with its disk or without;
-- a partition drops packets between nodes, on either end of a link, in the network namespaces of the containers alone;
-  clients on the host reach every node that runs;
-- a question to the cluster as a whole is put to a node that runs and is not cut off.
+- Every node keeps its name, address and host ports for the life of the cluster, even if it loses its disk.
+- A partition drops packets between nodes, at both ends of a link, and only in the network namespaces of the containers.
+  Clients on the host reach every running node.
+- A request to the cluster as a whole goes to a running node that is not cut off.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _TIMEOUT: Final = 180.0
 _COOKIE: Final = "/var/lib/rabbitmq/.erlang.cookie"
 _NETWORK_ATTEMPTS: Final = 10
 _EMPTY_DISK: Final = "find /var/lib/rabbitmq -mindepth 1 ! -name .erlang.cookie -delete"
-# A leader that is asked by way of the log proves that a majority still follows it.
+# A consistent query goes through the leader's log, which proves that a majority still follows the leader.
 _LEADER: Final = """
 {{ok, Q}} = rabbit_amqqueue:lookup(rabbit_misc:r(base64:decode("{vhost}"), queue, base64:decode("{queue}"))),
 Running = [{running}],
@@ -95,7 +95,7 @@ class ClusterNode(RabbitMQ):
     """One node of a `RabbitMQCluster`, with every fault of `RabbitMQ`.
 
     Attributes:
-        name: its Erlang name, such as ``"rabbit@rabbit-1"``.
+        name: The node's Erlang name, such as ``"rabbit@rabbit-1"``.
     """
 
     def __init__(self, image: str | None, hostname: str, **options: Any) -> None:
@@ -110,15 +110,15 @@ class ClusterNode(RabbitMQ):
         return f"<{type(self).__name__} {self.name} at {self.host}:{self.port}>"
 
     def launch(self) -> Self:
-        """Refuse: the cluster launches its nodes.
+        """Raise an error, because the cluster launches its nodes.
 
         Raises:
-            UsageError: always.
+            UsageError: Always.
         """
         raise UsageError("launch the cluster, which launches its nodes")
 
     def create_in(self, network: Network, addresses: Mapping[str, str], cookie: bytes) -> None:
-        """Create and start the container; do not wait for the broker."""
+        """Create and start the container, without waiting for the broker."""
         self.network_address = addresses[self.hostname]
         api = network.client.api
         self.create(
@@ -139,23 +139,23 @@ class ClusterNode(RabbitMQ):
 
 
 class RabbitMQCluster:
-    """Nodes that form a cluster; a context manager, which launches and removes them.
+    """A cluster of nodes. A context manager that launches and removes them.
 
-    Not thread-safe. Each method that injects a fault blocks until the fault is in effect. Each node takes some 150 MB
-    of memory: share one cluster among the tests of a session.
+    Not thread-safe. Each method that injects a fault blocks until the fault is in effect. Each node needs about 150 MB
+    of memory, so share one cluster among the tests of a session.
 
     Args:
-        nodes: how many, from 1 to 9; a majority needs at least 3 to survive one.
-        image: as for `RabbitMQ`.
-        conf: more lines for ``rabbitmq.conf`` of every node.
-        files: as for `RabbitMQ`, in every node.
-        environment: as for `RabbitMQ`, of every node.
+        nodes: The number of nodes, from 1 to 9. A majority survives the loss of one node only if there are at least 3.
+        image: The docker image, as for `RabbitMQ`.
+        conf: More lines for the ``rabbitmq.conf`` of every node.
+        files: More files in every node, as for `RabbitMQ`.
+        environment: More environment variables for every node, as for `RabbitMQ`.
 
     Attributes:
-        nodes: each a `RabbitMQ` that can be killed, stopped, started, paused and starved alone.
+        nodes: The nodes. Each is a `RabbitMQ` that can be killed, stopped, started, paused and starved alone.
 
     Raises:
-        ConfigurationError: `nodes` is out of range, or the system is not Linux.
+        ConfigurationError: If `nodes` is out of range, or the system is not Linux.
     """
 
     def __init__(
@@ -186,11 +186,11 @@ class RabbitMQCluster:
     # life
 
     def launch(self) -> Self:
-        """Create the network and the nodes; block until they form a cluster.
+        """Create the network and the nodes. Blocks until the nodes form a cluster.
 
         Raises:
-            LabError: docker or the image cannot be had.
-            TimeoutError: there was no cluster within 180 s.
+            LabError: If docker or the image is not available.
+            TimeoutError: If there is no cluster within 180 s.
         """
         self._network, addresses = _create_network([node.hostname for node in self.nodes])
         network, cookie = self._network, secrets.token_hex(16).encode()
@@ -203,7 +203,7 @@ class RabbitMQCluster:
         return self
 
     def remove(self) -> None:
-        """Kill the nodes and remove them with their data. May be called again."""
+        """Kill the nodes and remove them with their data. Repeated calls are safe."""
         self._each(self.nodes, lambda node: node.remove())
         if self._network is not None:
             with contextlib.suppress(DockerException):
@@ -221,16 +221,16 @@ class RabbitMQCluster:
 
     @property
     def url(self) -> str:
-        """The AMQP URL of the default virtual host, with all hosts, as guest."""
+        """The AMQP URL of the default virtual host with all hosts, for user guest."""
         return self.url_of("/")
 
     def url_of(self, virtual_host: str) -> str:
-        """Return the AMQP URL of a virtual host with all hosts, as guest."""
+        """Return the AMQP URL of a virtual host with all hosts, for user guest."""
         hosts = ",".join(f"{node.host}:{node.port}" for node in self.nodes)
         return f"amqp://guest:guest@{hosts}/{quote(virtual_host, safe='')}"
 
     def reachable_url_of(self, virtual_host: str) -> str:
-        """Return the AMQP URL of a virtual host at one node that runs and is not cut off."""
+        """Return the AMQP URL of a virtual host at one node of `running`."""
         return self.running[0].url_of(virtual_host)
 
     @property
@@ -238,7 +238,7 @@ class RabbitMQCluster:
         """The nodes that are neither dead, paused nor cut off by a partition.
 
         Raises:
-            UsageError: there is none.
+            UsageError: If there is no such node.
         """
         found = tuple(node for node in self.nodes if not node.cut_off and node.status() == "running")
         if not found:
@@ -247,36 +247,36 @@ class RabbitMQCluster:
 
     @property
     def management(self) -> Management:
-        """The management API of the first node that runs."""
+        """The management API of the first running node."""
         return self.running[0].management
 
     @property
     def version(self) -> str:
-        """The version of the first node that runs."""
+        """The RabbitMQ version of the first running node."""
         return self.running[0].version
 
     def evaluate(self, expression: str) -> str:
-        """Evaluate an expression on the first node that runs; see `RabbitMQ.evaluate`."""
+        """Evaluate an expression on the first running node, as `RabbitMQ.evaluate` does."""
         return self.running[0].evaluate(expression)
 
     def rabbitmqctl(self, *arguments: str) -> str:
-        """Run ``rabbitmqctl`` on the first node that runs; see `RabbitMQ.rabbitmqctl`."""
+        """Run ``rabbitmqctl`` on the first running node, as `RabbitMQ.rabbitmqctl` does."""
         return self.running[0].rabbitmqctl(*arguments)
 
     def leader_of(self, queue: str, virtual_host: str = "/", *, timeout: float = 60.0) -> ClusterNode:
         """Return the node that leads a queue or stream.
 
-        A classic queue is led by the node with its only copy; the leader of a quorum queue is one that a majority
-        follows. Blocks while there is none.
+        The leader of a classic queue is the node with its only copy. The leader of a quorum queue is the node that a
+        majority follows. Blocks until there is a leader.
 
         Args:
-            queue: its name.
-            virtual_host: where it is.
-            timeout: seconds.
+            queue: The name of the queue or stream.
+            virtual_host: The name of its virtual host.
+            timeout: The maximum wait, in seconds.
 
         Raises:
-            LabError: there is no such queue.
-            TimeoutError: no leader was elected within `timeout`.
+            LabError: If there is no such queue.
+            TimeoutError: If no leader is elected within `timeout`.
         """
         names = {node.name: node for node in self.nodes}
         asked = _base64(vhost=virtual_host, queue=queue)
@@ -290,17 +290,17 @@ class RabbitMQCluster:
     # faults
 
     def start(self, *nodes: ClusterNode) -> None:
-        """Start nodes that are dead, side by side; block until each answers.
+        """Start dead nodes in parallel. Blocks until each node answers.
 
-        A node that was the last of a majority to die may wait for another one: start those together. A node whose disk
-        was lost joins the cluster again, and gets a replica of every quorum queue and stream; the broker makes it a
-        member of the coordinator of streams within about a minute.
+        A node that was the last of a majority to die may wait for another node, so start these together. A node that
+        lost its disk joins the cluster again, and gets a replica of every quorum queue and stream. The broker adds it
+        to the stream coordinator within about a minute.
 
         Args:
-            nodes: all that are dead by default.
+            nodes: The nodes to start, by default all dead nodes.
 
         Raises:
-            TimeoutError: one did not answer within 180 s.
+            TimeoutError: If a node does not answer within 180 s.
         """
         dead = [node for node in nodes or self.nodes if node.status() == "exited"]
         for node in dead:
@@ -317,16 +317,16 @@ class RabbitMQCluster:
     def partition(self, *nodes: ClusterNode, one_way: bool = False) -> None:
         """Drop the packets between some nodes and the others, until `heal`.
 
-        Clients on the host reach both groups. Partitions add up: after ``partition(a)`` and ``partition(b)`` of three
-        nodes each is alone. A node that restarts meanwhile stays cut off.
+        Clients on the host reach both groups. Partitions add up: after ``partition(a)`` and ``partition(b)`` in a
+        cluster of three nodes, each node is alone. A node that restarts meanwhile stays cut off.
 
         Args:
-            nodes: the smaller group; what is asked of the cluster as a whole is asked of the others.
-            one_way: True to drop only packets to `nodes`: the others hear them, and they hear nobody.
+            nodes: The smaller group. Requests to the cluster as a whole go to the other group.
+            one_way: True to drop only packets to `nodes`, which then receive nothing but can still send to the others.
 
         Raises:
-            ConfigurationError: no node is named, or all are.
-            LabError: docker's host has no ``iptables``.
+            ConfigurationError: If `nodes` is empty or has all nodes.
+            LabError: If docker's host has no ``iptables``.
         """
         others = [node for node in self.nodes if node not in nodes]
         if not nodes or not others:
@@ -340,10 +340,10 @@ class RabbitMQCluster:
         self._filter_links()
 
     def lose_disk(self, node: ClusterNode) -> None:
-        """Kill a node and delete all its data; it stays down until `start` or `heal`.
+        """Kill a node and delete all its data. It stays down until `start` or `heal`.
 
         Raises:
-            UsageError: no other node runs.
+            UsageError: If no other node is running.
         """
         if not [other for other in self.running if other is not node]:
             raise UsageError("the last node that runs cannot lose its disk: there would be no cluster to join again")
@@ -366,18 +366,18 @@ class RabbitMQCluster:
         node.disk_lost = True
 
     def transfer_leader(self, queue: str, node: ClusterNode, virtual_host: str = "/", *, timeout: float = 60.0) -> None:
-        """Move the leader of a quorum queue or stream to a node; block until it leads.
+        """Move the leader of a quorum queue or stream to a node. Blocks until it leads.
 
         Args:
-            queue: its name.
-            node: where a replica is.
-            virtual_host: where it is.
-            timeout: seconds.
+            queue: The name of the queue or stream.
+            node: A node that has a replica.
+            virtual_host: The name of its virtual host.
+            timeout: The maximum wait, in seconds.
 
         Raises:
-            LabError: there is no such queue.
-            TimeoutError: another node still leads after `timeout`.
-            UsageError: it is a classic queue, which has one copy.
+            LabError: If there is no such queue.
+            TimeoutError: If another node still leads after `timeout`.
+            UsageError: If the queue is a classic queue, which has only one copy.
         """
 
         def moved() -> bool:
@@ -392,24 +392,24 @@ class RabbitMQCluster:
         wait_until(moved, timeout=timeout, what=f"{node.name} leads {queue!r}", interval=0.2)
 
     def drain(self, node: ClusterNode) -> None:
-        """Put a node into maintenance, as before an upgrade.
+        """Put a node into maintenance mode, as before an upgrade.
 
-        It closes its clients' connections, accepts none, and moves the leaders of its queues to other nodes.
+        The node closes its client connections, accepts no new ones, and moves the leaders of its queues to other nodes.
         """
         node.evaluate("rabbit_maintenance:drain()")
         self._drained.add(node)
 
     def revive(self, node: ClusterNode) -> None:
-        """End the maintenance of a node; block until it accepts connections."""
+        """End the maintenance mode of a node. Blocks until it accepts connections."""
         node.evaluate("rabbit_maintenance:revive()")
         self._drained.discard(node)
         node.wait_ready()
 
     def heal(self) -> None:
-        """Undo every fault; block until all nodes form one cluster again.
+        """Undo every fault. Blocks until all nodes form one cluster again.
 
         Raises:
-            TimeoutError: they did not within 180 s.
+            TimeoutError: If they do not within 180 s.
         """
         self._links.clear()
         for node in self.nodes:
@@ -427,14 +427,15 @@ class RabbitMQCluster:
     def wait_ready(self, timeout: float = _TIMEOUT) -> None:
         """Block until the cluster is whole.
 
-        Then every node answers and sees all others, and any one may stop without a quorum queue losing its majority:
-        call it between two steps of a rolling restart.
+        In a whole cluster, every node answers and sees all others. If it has at least 3 nodes, any one of them can stop
+        without a quorum queue losing its majority. Call this between two steps of a rolling restart.
 
         Args:
-            timeout: seconds.
+            timeout: The maximum duration of each wait, in seconds.
 
         Raises:
-            TimeoutError: the text names the nodes that each node sees.
+            TimeoutError: If a wait exceeds `timeout`. The message names the unmet condition, with the nodes that each
+                node sees if they form no cluster.
         """
         self._each(self.nodes, lambda node: node.wait_ready(timeout))
         self._wait_for_members(timeout)
@@ -457,7 +458,7 @@ class RabbitMQCluster:
         wait_until(complete, timeout=timeout, what=lambda: f"one cluster: {seen}", interval=0.2)
 
     def _filter_links(self) -> None:
-        """Drop packets at both ends of a link, so that a restart opens no gap."""
+        """Drop packets at both ends of each link, so that a restart opens no gap."""
 
         def filtered(node: ClusterNode) -> None:
             here = node.network_address
@@ -467,13 +468,13 @@ class RabbitMQCluster:
         self._each(self.nodes, filtered)
 
     def _each(self, nodes: Iterable[ClusterNode], call: Callable[[ClusterNode], T]) -> list[T]:
-        """Call a function with each node, side by side; return the results in order."""
+        """Call a function with each node in parallel. Return the results in order."""
         with ThreadPoolExecutor(_LARGEST, thread_name_prefix="reliable-mq-lab") as pool:
             return list(pool.map(call, nodes))
 
 
 def _evaluated(node: ClusterNode, expression: str) -> str:
-    """Return the value of an expression, or the error of a node that cannot yet."""
+    """Return the value of an expression, or the error of a node that is not ready."""
     try:
         return node.evaluate(expression)
     except LabError as error:
@@ -481,9 +482,9 @@ def _evaluated(node: ClusterNode, expression: str) -> str:
 
 
 def _create_network(hostnames: list[str]) -> tuple[Network, dict[str, str]]:
-    """Return a network of a cluster's own, and an address in it for each host name.
+    """Create a network for one cluster. Return it with an address for each host name.
 
-    Docker gives a chosen address only in a subnet that was chosen, so a first network finds one that is free.
+    Docker assigns a chosen address only in a chosen subnet, so a first network is created to find a free subnet.
     """
     client = connect_to_docker().client
     labels, error = {OWNER_LABEL: owner()}, None
@@ -497,7 +498,7 @@ def _create_network(hostnames: list[str]) -> tuple[Network, dict[str, str]]:
             subnet = IPv4Network(pool["Subnet"])
             ipam = IPAMConfig(pool_configs=[IPAMPool(subnet=str(subnet), gateway=str(subnet[1]))])
             network = client.networks.create(name, driver="bridge", labels=labels, ipam=ipam)
-        except DockerException as failure:  # another process was given the same subnet meanwhile
+        except DockerException as failure:  # another process got the same subnet meanwhile
             error = failure
         else:
             return network, {hostname: str(subnet[10 + number]) for number, hostname in enumerate(hostnames)}

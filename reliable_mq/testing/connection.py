@@ -1,16 +1,16 @@
-"""A connection through the proxy: two sockets, and a stream each way between them.
+"""A connection through the proxy: two sockets with a stream in each direction.
 
-One socket is the client's, the other one the broker's. A stream counts the frames of its source, applies the frame
-faults, and writes to its target as its conditions allow. Bytes that cannot leave yet wait in one queue, in order, and
-so does the end of the stream: a FIN or a reset behind a black hole arrives when the hole is gone, as with TCP, where
-the middle of a stream is never lost.
+One socket is connected to the client, the other to the broker. A stream counts the frames of its source, applies the
+frame faults, and writes to its target as its conditions allow. Bytes that cannot leave wait in one queue, in order, and
+so does the end of the stream. Therefore, a FIN or a reset behind a black hole arrives only after the black hole has
+ended. This is how TCP behaves, which never loses the middle of a stream.
 
 Invariants:
-- everything here runs on the proxy's thread;
-- without a fault, a chunk is written in the call that read it, whole;
-- the source is read only while the queue is short, so that the sender notices a slow or silent target;
-- the end of one socket reaches the other through the stream, behind the bytes that came before it;
-- after `ProxiedConnection.cut` nothing passes, and both sockets are closed within `_FIN_PATIENCE`.
+- All code in this module runs on the proxy's thread.
+- Without a fault, the call that reads a chunk also writes the whole chunk.
+- The source is read only while the queue is short, so the sender notices a slow or silent target.
+- The end of one socket reaches the other through the stream, after all earlier bytes.
+- After `ProxiedConnection.cut`, no bytes pass, and both sockets are closed within `_FIN_PATIENCE`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _LINGER_ZERO: Final = struct.pack("ii", 1, 0)
 
 
 class _QueuedEnd(enum.Enum):
-    """The end of a stream, which waits in the queue like bytes."""
+    """The end of a stream. It waits in the queue like bytes."""
 
     FIN = enum.auto()
     RESET = enum.auto()
@@ -105,14 +105,14 @@ class Stream:
         self.update()
 
     def target_lost(self) -> None:
-        """Discard all bytes, since the target is closed; read on until the source ends."""
+        """Discard all bytes, as the target is closed. Keep reading until the source ends."""
         self._discarding = True
         self._queue.clear()
         self._backlog = 0
         self.update()
 
     def set_conditions(self, conditions: LinkConditions) -> None:
-        """Change the conditions, for the bytes that wait, too."""
+        """Change the conditions, including for bytes that already wait in the queue."""
         if not conditions.delay and self.conditions.delay:
             self._queue = deque((0.0, item, keys) for _, item, keys in self._queue)
             self._late_until = 0.0
@@ -121,7 +121,7 @@ class Stream:
         self.update()
 
     def inject(self, data: bytes) -> None:
-        """Insert whole frames, as soon as no content is incomplete."""
+        """Insert whole frames as soon as no content is incomplete."""
         if self._splitter.between_contents or self._splitter.opaque:
             self._emit(data, _keys(data))
             self.update()
@@ -140,7 +140,7 @@ class Stream:
             self._timer = None
 
     def update(self) -> None:
-        """Send the bytes that may leave; read on or pause."""
+        """Send the bytes that may leave, then resume or pause reading."""
         self._flush()
         conditions = self.conditions
         if conditions.black_hole:
@@ -214,7 +214,7 @@ class Stream:
         if delay:
             due = asyncio.get_running_loop().time() + delay
             due += self._state.random.uniform(-jitter, jitter) if jitter else 0.0
-            # Bytes do not overtake one another, however the jitter falls.
+            # Bytes never overtake one another, whatever the jitter.
             due = self._late_until = max(due, self._late_until)
         if isinstance(item, bytes):
             self._backlog += len(item)
@@ -247,7 +247,7 @@ class Stream:
             self._write(item, keys)
 
     def _write(self, data: bytes, keys: list[int]) -> None:
-        # Counted first: the receiver of a frame may look at the counters at once.
+        # Count before writing: the receiver of a frame may read the counters at once.
         self._state.forwarded_bytes[self._direction] += len(data)
         self._state.forwarded[self._direction].update(keys)
         self._target.write(data)
@@ -288,14 +288,14 @@ class ProxiedConnection:
         return self.connected and not (self.closing or self.client.ended or self.broker.ended)
 
     def start(self) -> None:
-        """Forward bytes: the broker's socket is connected."""
+        """Begin to forward bytes. Called when the broker's socket is connected."""
         self.connected = True
         for stream in self.streams.values():
             stream.update()
         self.state.changed()
 
     def cut(self, *, reset: bool) -> None:
-        """End both sides now; bytes that have not left are lost."""
+        """End both sides now. Bytes that have not left are lost."""
         self.closing = True
         for stream in self.streams.values():
             stream.stop()
@@ -307,14 +307,14 @@ class ProxiedConnection:
         self.state.changed()
 
     def cut_side(self, side: ProxiedSocket, *, reset: bool) -> None:
-        """End one side; the other stays open and silent."""
+        """End one side. The other stays open and silent."""
         self.orphaned = True
         side.orphan()
         side.reset() if reset else side.finish()
         self.state.changed()
 
     def stream_finished(self) -> None:
-        """Close, once both directions have ended and their bytes have left."""
+        """Close the connection if both directions have ended and their bytes have left."""
         if all(stream.finished for stream in self.streams.values()):
             self.cut(reset=False)
 
@@ -344,18 +344,18 @@ class ProxiedSocket(asyncio.Protocol):
 
     @property
     def opened(self) -> bool:
-        """Whether it is, or was, connected."""
+        """Whether the socket is or was connected."""
         return self._transport is not None
 
     @property
     def _half_closes(self) -> bool:
-        """Whether one direction can end before the other: TLS knows no such connection."""
+        """Whether one direction can end before the other, which TLS does not allow."""
         return self._transport is not None and self._transport.can_write_eof()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        # The transport buffers nothing beyond one write: the stream's queue is the only one, and is bounded.
-        # One byte may wait: with 0, a TLS transport of asyncio pauses when it is empty, and never resumes.
+        # The transport buffers no more than one write, so the stream's bounded queue is the only queue.
+        # The limit is 1 byte: with 0, a TLS transport of asyncio pauses when its buffer is empty, and never resumes.
         self._transport.set_write_buffer_limits(high=1, low=0)
         self._transport.pause_reading()
         self.writable = True
@@ -383,7 +383,7 @@ class ProxiedSocket(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self.writable = True
-        # Not at once: asyncio (of 3.11) closes a transport twice if a write from here finds the peer gone.
+        # Update later: asyncio of Python 3.11 closes a transport twice if a write in this callback finds the peer gone.
         asyncio.get_running_loop().call_soon(self.inbound.update)
 
     def write(self, data: bytes) -> None:
@@ -391,7 +391,7 @@ class ProxiedSocket(asyncio.Protocol):
             self._transport.write(data)
 
     def end_writing(self) -> None:
-        """Send a FIN; read on, to notice a reset by the peer. With TLS, close."""
+        """Send a FIN, but keep reading to notice a reset by the peer. With TLS, close."""
         if self._transport is not None and not self._transport.is_closing():
             if not self._half_closes:
                 self._transport.close()
@@ -407,12 +407,15 @@ class ProxiedSocket(asyncio.Protocol):
                 self._transport.pause_reading()
 
     def orphan(self) -> None:
-        """Separate this socket from the other side."""
+        """Disconnect this socket from its streams."""
         self.mute = True
         self.inbound.target_lost()
 
     def finish(self) -> None:
-        """Send a FIN and close after the peer: a close with unread bytes would be a reset."""
+        """Send a FIN and close after the peer.
+
+        Closing while bytes are unread would send a reset.
+        """
         if self._transport is None or self._transport.is_closing():
             return
         if self.ended or not self._half_closes:
@@ -425,7 +428,7 @@ class ProxiedSocket(asyncio.Protocol):
         """Close at once with a TCP reset."""
         if self._transport is not None and not self.lost:
             own = self._transport.get_extra_info("socket")
-            if own is not None:  # TLS has none any more once its handshake has failed
+            if own is not None:  # a TLS transport has no socket after a failed handshake
                 own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_ZERO)
             self._transport.abort()
 

@@ -1,9 +1,11 @@
-"""Servers in docker containers, and the faults of any of them.
+"""Servers in docker containers, with the faults that all servers share.
 
-Invariants: a method that changes the state of a server returns when the change is in effect, or raises after its
-deadline. Host ports are chosen once and kept by `kill`, `stop` and `start`, so that a URL stays valid. Containers and
-networks carry a label that names the process that owns them; `remove_leftovers` removes those whose process is gone and
-no others. Docker clients keep no idle connections: tests may count the descriptors of their process.
+Invariants:
+- A method that changes the state of a server returns when the change is in effect, or raises after its deadline.
+- Host ports are chosen once and survive `kill`, `stop` and `start`, so a URL stays valid.
+- Containers and networks carry a label that names the process that owns them. `remove_leftovers` removes only those
+  whose process is gone.
+- Docker clients keep no idle connections, because tests may count the descriptors of their process.
 """
 
 from __future__ import annotations
@@ -37,16 +39,16 @@ OWNER_LABEL: Final = "reliable-mq.testing.owner"
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1"})
 _START_ATTEMPTS: Final = 10
 _STATUS_TIMEOUT: Final = 30.0
-_CALLS_PER_STATUS: Final = 10  # docker takes longer to answer than a server that starts
+_CALLS_PER_STATUS: Final = 10  # docker answers more slowly than a starting server
 
 
 class File(NamedTuple):
-    """A file of a container.
+    """A file in a container.
 
     Attributes:
-        content: in bytes.
-        user: its owner, a name that the image knows; root where it is empty.
-        mode: of its permissions.
+        content: The content of the file.
+        user: The name of the owner, which the image must know. Empty for root.
+        mode: The permission bits.
     """
 
     content: bytes
@@ -55,13 +57,13 @@ class File(NamedTuple):
 
 
 class ContainedServer(ABC):
-    """A server in a container, with the faults that are common to all servers.
+    """A server in a container, with the faults that all servers share.
 
     Args:
-        ports: in the container, each of which gets a port of the host.
+        ports: The ports in the container. Each gets a port of the host.
 
     Attributes:
-        host: the name or address at which the host's ports are reached.
+        host: The name or address of the host that has the ports.
     """
 
     def __init__(self, ports: Iterable[int]) -> None:
@@ -82,10 +84,11 @@ class ContainedServer(ABC):
         """Block until the server answers.
 
         Args:
-            timeout: seconds.
+            timeout: The maximum wait, in seconds.
 
         Raises:
-            TimeoutError: it did not within `timeout`, or its container ended; the text has the end of its log.
+            TimeoutError: If the server does not answer within `timeout`, or its container ends. The message has the end
+                of the log.
         """
         calls = count(1)
 
@@ -104,14 +107,14 @@ class ContainedServer(ABC):
         """Create and start the container, without waiting for the server.
 
         Args:
-            image: pulled where docker does not have it, which may take minutes.
-            command: the arguments of the image's entry point.
-            files: of the container: absolute path → content.
-            options: of docker's `create`: environment, network, hostname and so on.
+            image: The docker image. If docker does not have it, it is pulled, which may take minutes.
+            command: The arguments of the image's entry point.
+            files: The files to write into the container, by absolute path.
+            options: Options of docker's ``create``, such as environment, network and hostname.
 
         Raises:
-            LabError: docker does not answer, or cannot create or start the container.
-            UsageError: it was created already.
+            LabError: If docker does not answer, or cannot create or start the container.
+            UsageError: If the container was created already.
         """
         if self._container is not None:
             raise UsageError("the container was created already: remove() it first")
@@ -137,7 +140,7 @@ class ContainedServer(ABC):
                     self._container.start()
                     break
                 except APIError as error:
-                    # Another process may have taken one of the ports since it was found free.
+                    # Another process may have bound one of the ports after it was found free.
                     self._container.remove(force=True, v=True)
                     self._container = None
                     if attempt == _START_ATTEMPTS - 1 or "port" not in str(error):
@@ -148,7 +151,7 @@ class ContainedServer(ABC):
             self._docker.client.close()
 
     def remove(self) -> None:
-        """Kill the container and remove it with its data. May be called again."""
+        """Kill the container and remove it with its data. Repeated calls are safe."""
         if self._container is not None:
             with contextlib.suppress(NotFound):
                 self._container.remove(force=True, v=True)
@@ -157,10 +160,10 @@ class ContainedServer(ABC):
 
     @property
     def container(self) -> Container:
-        """The container, as docker's client sees it.
+        """The container object of docker's client.
 
         Raises:
-            UsageError: it was never created, or is removed.
+            UsageError: If the container was never created, or was removed.
         """
         if self._container is None:
             raise UsageError(f"this {type(self).__name__} was never launched, or is removed")
@@ -168,7 +171,7 @@ class ContainedServer(ABC):
 
     @property
     def address(self) -> str:
-        """The container's own address, which leads past docker's proxy for ports."""
+        """The container's own address, which bypasses docker's port proxy."""
         container = self.container
         container.reload()
         self.let_go()
@@ -184,7 +187,7 @@ class ContainedServer(ABC):
         return float(usage) / 1e9
 
     def status(self) -> str:
-        """Return docker's word for its state: ``"running"``, ``"paused"``, ``"exited"``."""
+        """Return docker's name of the state: ``"running"``, ``"paused"``, ``"exited"``."""
         container = self.container
         container.reload()
         self.let_go()
@@ -200,29 +203,29 @@ class ContainedServer(ABC):
     # faults
 
     def kill(self) -> None:
-        """Kill the server with SIGKILL; return when it is dead."""
+        """Kill the server with SIGKILL. Blocks until it is dead."""
         self.container.kill()
         self.wait_for_status("exited")
 
     def stop(self, timeout: float = 60.0) -> None:
-        """Stop the server with SIGTERM; return when it has ended.
+        """Stop the server with SIGTERM. Blocks until it has ended.
 
         Args:
-            timeout: seconds, after which it is killed.
+            timeout: The time after which the server is killed, in seconds.
         """
         self.container.stop(timeout=int(timeout))
         self.wait_for_status("exited")
 
     def start(self, *, timeout: float = 90.0) -> None:
-        """Start a server that was killed or stopped, on the same ports and data.
+        """Start a killed or stopped server with the same ports and data.
 
-        Blocks until it answers.
+        Blocks until the server answers.
 
         Args:
-            timeout: seconds.
+            timeout: The maximum wait, in seconds.
 
         Raises:
-            TimeoutError: see `wait_ready`.
+            TimeoutError: If the server does not answer, as for `wait_ready`.
         """
         self.container.start()
         self.let_go()
@@ -231,22 +234,22 @@ class ContainedServer(ABC):
         self.wait_ready(timeout)
 
     def restart(self) -> None:
-        """Stop the server in an orderly way, and start it again."""
+        """Stop the server with SIGTERM and start it again."""
         self.stop()
         self.start()
 
     def pause(self) -> None:
         """Freeze every process of the server.
 
-        Its sockets stay open, and the kernel goes on accepting connections for it.
+        The server's sockets stay open, and the kernel still accepts connections for it.
         """
 
         def frozen() -> bool:
             try:
                 self.container.pause()
             except APIError as error:
-                # The runtime gives up within a third of a second where a process waits for the disk, which cannot be
-                # frozen until it has its answer; all of them run on then.
+                # A process that waits for the disk cannot be frozen before the disk answers. The runtime gives up
+                # within a third of a second, and then all processes run again.
                 if "unable to freeze" in str(error):
                     return False
                 raise
@@ -256,21 +259,21 @@ class ContainedServer(ABC):
         self.wait_for_status("paused")
 
     def unpause(self) -> None:
-        """Let a paused server run on."""
+        """Resume a paused server."""
         self.container.unpause()
         self.wait_for_status("running")
 
     def lose_packets(self, share: float) -> None:
-        """Drop a share of all TCP packets of the server, in both directions.
+        """Drop a share of the server's TCP packets, in both directions.
 
-        Between docker's proxy and a client on its host no packet is lost: connect to `address`.
+        No packet is lost between docker's port proxy and a client on docker's host, so connect to `address` instead.
 
         Args:
-            share: from 0 (none, as before) to 1.
+            share: The share to drop, from 0 (no packets) to 1.
 
         Raises:
-            ConfigurationError: it is out of range.
-            LabError: docker's host has no ``iptables``.
+            ConfigurationError: If `share` is out of range.
+            LabError: If docker's host has no ``iptables``.
         """
         if not 0 <= share <= 1:
             raise ConfigurationError(f"share is from 0 to 1, not {share!r}")
@@ -278,12 +281,12 @@ class ContainedServer(ABC):
         self._set_packet_filter()
 
     def lost_packets(self) -> int:
-        """Return how many packets were dropped since the last change, in both directions."""
+        """Return the number of packets dropped in both directions since the last change."""
         listed = self._in_network_of_container("iptables -w -nvxL INPUT && iptables -w -nvxL OUTPUT")
         return sum(int(line.split()[0]) for line in listed.splitlines() if " DROP " in line)
 
     def heal(self) -> None:
-        """Undo every fault; block until the server answers."""
+        """Undo every fault. Blocks until the server answers."""
         status = self.status()
         if status == "paused":
             self.unpause()
@@ -295,7 +298,7 @@ class ContainedServer(ABC):
     # below
 
     def put_files(self, files: Mapping[str, File]) -> None:
-        """Write files into the container, which need not run."""
+        """Write files into the container, which does not need to run."""
         archive = io.BytesIO()
         with tarfile.open(fileobj=archive, mode="w") as tar:
             for path, file in files.items():
@@ -309,16 +312,17 @@ class ContainedServer(ABC):
             self.let_go()
 
     def execute(self, *command: str) -> str:
-        """Run a command in the container; return its output when it has ended.
+        """Run a command in the container. Wait for its end and return its output.
 
         Raises:
-            LabError: it failed, or the container does not run; the text has its output.
+            LabError: If the command fails, or the container is not running. The message has the output of a command
+                that failed.
         """
         api = self.container.client.api
         try:
             execution = api.exec_create(self.container.id, list(command))["Id"]
             text: str = api.exec_start(execution).decode(errors="replace")
-            # Its output may end before docker knows that it has.
+            # The output may end before docker notices that the command has ended.
             wait_until(
                 lambda: api.exec_inspect(execution)["ExitCode"] is not None,
                 timeout=_STATUS_TIMEOUT,
@@ -337,7 +341,7 @@ class ContainedServer(ABC):
         """Block until docker reports a state.
 
         Raises:
-            TimeoutError: it did not within 30 s.
+            TimeoutError: If docker does not report it within 30 s.
         """
         wait_until(lambda: self.status() == status, timeout=_STATUS_TIMEOUT, what=f"container {status}")
 
@@ -346,7 +350,7 @@ class ContainedServer(ABC):
         self.container.client.close()
 
     def _set_packet_filter(self) -> None:
-        """Replace the container's packet filter by the rules of the faults."""
+        """Replace the container's packet filter with the rules of the current faults."""
         rules = [f"-A {chain} {'-s' if chain == 'INPUT' else '-d'} {peer} -j DROP" for chain, peer in self._unreachable]
         if self._loss:
             drop = f"-p tcp -m statistic --mode random --probability {self._loss:.4f} -j DROP"
@@ -355,10 +359,10 @@ class ContainedServer(ABC):
         self._in_network_of_container("printf '%s\\n' " + " ".join(f"'{one}'" for one in lines) + " | iptables-restore")
 
     def _in_network_of_container(self, script: str) -> str:
-        """Run a script in the container's network namespace; return its output.
+        """Run a script in the container's network namespace. Return its output.
 
-        The tools are those of docker's host, in a container with its file system: the server's image need not have
-        them, nor must this process be root.
+        The script runs in another container with the file system of docker's host, and uses the tools of that host.
+        Therefore, the server's image does not need these tools, and this process does not need to be root.
         """
         container = self.container
         try:
@@ -396,8 +400,8 @@ def connect_to_docker() -> DockerClient:
     """Return a new client of the docker daemon.
 
     Raises:
-        ConfigurationError: this is not Linux.
-        LabError: no daemon answers.
+        ConfigurationError: If the system is not Linux.
+        LabError: If no docker daemon answers.
     """
     if sys.platform != "linux":
         raise ConfigurationError(f"the lab runs on Linux with docker, not on {sys.platform}")
@@ -408,11 +412,11 @@ def connect_to_docker() -> DockerClient:
 
 
 def has_image(image: str, client: DockerClient | None = None) -> bool:
-    """Return whether docker has an image, so that none need be pulled.
+    """Return whether docker has an image, so that it does not need to be pulled.
 
     Raises:
-        ConfigurationError: this is not Linux.
-        LabError: no docker daemon answers.
+        ConfigurationError: If the system is not Linux.
+        LabError: If no docker daemon answers.
     """
     with contextlib.closing((client or connect_to_docker()).client) as connected:
         try:
@@ -425,17 +429,18 @@ def has_image(image: str, client: DockerClient | None = None) -> bool:
 
 
 def remove_leftovers() -> None:
-    """Remove the containers and networks of processes that were killed.
+    """Remove the containers and networks of processes that no longer run.
 
-    Those of this host only, and of no process that is alive.
+    Only processes of this host are considered.
 
     Raises:
-        LabError: no docker daemon answers.
+        ConfigurationError: If the system is not Linux.
+        LabError: If no docker daemon answers.
     """
     client = connect_to_docker().client
     wanted = {"label": OWNER_LABEL}
     try:
-        # Sparse, for what is listed may be gone when it is looked at: other processes remove theirs meanwhile.
+        # A full listing inspects each container, which fails if another process removes its container meanwhile.
         for container in client.containers.list(all=True, sparse=True, filters=wanted):
             if is_orphan(container.attrs["Labels"][OWNER_LABEL]):
                 with contextlib.suppress(NotFound, APIError):
@@ -451,7 +456,7 @@ def remove_leftovers() -> None:
 
 
 def owner(process: int | str = "self") -> str:
-    """Return host, process id and start time, since a process id is used again."""
+    """Return host, process id and start time, since process ids are reused."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return f"{socket.gethostname()}:{os.getpid() if process == 'self' else process}:{fields[19]}"
 
@@ -468,10 +473,10 @@ def is_orphan(label: str) -> bool:
 
 
 def free_port() -> int:
-    """Return a port that nothing listens on, outside the kernel's local range.
+    """Return a free port outside the kernel's range of local ports.
 
-    A client that tries again and again to connect to a dead port inside that range ends up connected to itself, and the
-    server could not bind it again.
+    A client that repeatedly connects to a dead port inside that range would at some time connect to itself, and the
+    server could then not bind the port again.
     """
     low, high = (int(n) for n in Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     candidates = [port for port in range(10_000, 65_000) if not low <= port <= high]

@@ -1,13 +1,13 @@
-"""The faults of the proxy: on a direction's bytes, and on single frames.
+"""The faults of the proxy, on the bytes of a direction and on single frames.
 
-A fault on bytes is a value (`LinkConditions`), the same for every connection or for some. A fault on frames is an
-object whose `apply` returns the frames that leave in place of a frame: cutting, holding confirms and a user's own
-function are such faults (`FrameFault`).
+A fault on bytes is a value (`LinkConditions`) that applies to all or some connections. A fault on frames is a
+`FrameFault`, whose ``apply`` returns the frames that replace a frame. Cuts, held confirms and a user's own function are
+faults on frames.
 
 Invariants:
-- faults are changed and applied on the proxy's thread only;
-- they are applied in the order in which they were set, each to the output of the one before it;
-- held confirms leave in the order in which they came, and never after the close of their channel.
+- Faults are changed and applied only on the proxy's thread.
+- Faults on frames are applied in the order in which they were set, each to the output of the previous one.
+- Held confirms leave in the order in which they came, and never after the close of their channel.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ DIRECTIONS: Final[tuple[Direction, ...]] = ("to_broker", "to_client")
 
 
 def directions_of(direction: Direction | Literal["both"]) -> tuple[Direction, ...]:
-    """Return the direction that a user names, or both."""
+    """Return the directions that a user named."""
     return DIRECTIONS if direction == "both" else (checked_direction(direction),)
 
 
 def checked_direction(direction: Direction) -> Direction:
-    """Return a direction that a user names."""
+    """Return a direction that a user named, if it is valid."""
     if direction not in DIRECTIONS:
         raise ConfigurationError(f"a direction is 'to_broker' or 'to_client', not {direction!r}")
     return direction
@@ -56,11 +56,11 @@ def checked_direction(direction: Direction) -> Direction:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """In place of a frame: end the connection here.
+    """A step that replaces a frame and ends the connection.
 
     Attributes:
         reset: True for a TCP reset on both sides, False for an orderly end (FIN).
-        data: bytes to forward before, for instance a part of the frame.
+        data: The bytes to forward before the end, for example a part of the frame.
     """
 
     reset: bool = True
@@ -73,14 +73,14 @@ RewriteFunction = Callable[[Direction, Frame], Iterable[Step]]
 
 @dataclass(frozen=True, slots=True)
 class LinkConditions:
-    """How one direction of a connection passes bytes.
+    """The conditions under which one direction of a connection passes bytes.
 
     Attributes:
-        delay: seconds that every byte takes.
-        jitter: seconds by which the delay varies at most, either way.
-        rate: bytes per second; None for no limit.
-        black_hole: bytes are read and kept.
-        stop_reading: bytes are not read.
+        delay: The delay of every byte, in seconds.
+        jitter: The maximum deviation from the delay in either direction, in seconds.
+        rate: The maximum rate, in bytes per second, or None for no limit.
+        black_hole: True to read bytes and not forward them.
+        stop_reading: True to not read bytes.
     """
 
     delay: float = 0.0
@@ -96,21 +96,21 @@ class LinkConditions:
 
 
 class FrameFault(Protocol):
-    """A fault that sees each frame of a direction."""
+    """A fault that is applied to each frame of a direction."""
 
     @property
     def spent(self) -> bool:
-        """Whether it has no more effect, and can be removed."""
+        """Whether the fault has no more effect and can be removed."""
         ...
 
     def apply(self, connection: int, frame: Frame, /) -> Iterable[Step]:
-        """Return the frames that leave on connection number `connection` in place of one."""
+        """Return the frames that replace a frame of connection number `connection`."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Rewrite:
-    """A user's own function."""
+    """A fault that calls a user's own function."""
 
     function: RewriteFunction
     direction: Direction
@@ -122,11 +122,11 @@ class Rewrite:
 
 @dataclass(slots=True, eq=False)
 class CutAt:
-    """Cut a connection at the n-th frame that matches since the fault was set.
+    """A cut of a connection at the n-th matching frame since the fault was set.
 
     Attributes:
-        share: of the frame's payload, the part that leaves before the cut; None for the whole frame.
-        times: connections that are still to be cut; None for every one.
+        share: The share of the frame's payload that leaves before the cut, or None for the whole frame.
+        times: The number of connections that remain to be cut, or None for every connection.
     """
 
     matches: Callable[[Frame], bool]
@@ -154,7 +154,7 @@ class CutAt:
 
 
 class ConfirmMode(enum.Enum):
-    """How the broker's confirms and returns pass."""
+    """The treatment of the broker's confirms and returns."""
 
     PASS = enum.auto()
     HOLD = enum.auto()
@@ -163,7 +163,7 @@ class ConfirmMode(enum.Enum):
 
 @dataclass(slots=True)
 class _HeldFrame:
-    """One ack, nack or return; the mode of a return holds for its content, too."""
+    """One ack, nack or return. The mode of a return also applies to its content."""
 
     connection: int
     channel: int
@@ -174,10 +174,12 @@ class _HeldFrame:
 
 @dataclass(slots=True, eq=False)
 class ConfirmGate:
-    """Hold or drop ``basic.ack``, ``basic.nack`` and ``basic.return`` of the broker.
+    """A fault that holds or drops confirms and returns of the broker.
+
+    It applies to ``basic.ack``, ``basic.nack``, and ``basic.return`` with its content.
 
     Attributes:
-        mode: of those that come from now on.
+        mode: The treatment of frames that arrive from now on.
     """
 
     mode: ConfirmMode = ConfirmMode.PASS
@@ -190,7 +192,7 @@ class ConfirmGate:
 
     @property
     def held(self) -> int:
-        """The number that is held; a return counts as one, with its content."""
+        """The number of held confirms. A return with its content counts as one."""
         return len(self._held)
 
     def apply(self, connection: int, frame: Frame, /) -> Iterable[Step]:
@@ -203,7 +205,7 @@ class ConfirmGate:
             if self.mode is ConfirmMode.HOLD:
                 self._held.append(entry)
             return ()
-        # No broker sends a confirm after the close of its channel: those that are held are lost with it.
+        # No broker sends a confirm after the close of its channel, so held confirms are lost with the channel.
         if frame.name in ("channel.close", "channel.close-ok"):
             self._forget(lambda entry: entry.connection == connection and entry.channel == frame.channel)
         elif frame.name in ("connection.close", "connection.close-ok"):
@@ -211,11 +213,14 @@ class ConfirmGate:
         return (frame,)
 
     def release(self, count: int | None) -> list[tuple[int, list[Frame]]]:
-        """Remove the first `count` held ones (None: all); return connection and frames."""
+        """Remove the first `count` held confirms (None: all).
+
+        Return the connection number and the frames of each.
+        """
         return [(entry.connection, entry.frames) for entry in self._take(count, ConfirmMode.PASS)]
 
     def drop(self, count: int | None) -> int:
-        """Drop the first `count` (None: all) that are held; return their number."""
+        """Drop the first `count` held confirms (None: all). Return the number dropped."""
         return len(self._take(count, ConfirmMode.DROP))
 
     def forget(self, connection: int) -> None:
@@ -250,7 +255,7 @@ class ConfirmGate:
 
 
 def check_at_least_one(**values: int | None) -> None:
-    """Raise unless each number, where there is one, is at least 1."""
+    """Raise an error unless each number is None or at least 1."""
     for name, value in values.items():
         if value is not None and value < 1:
             raise ConfigurationError(f"{name} is at least 1, not {value!r}")

@@ -1,10 +1,10 @@
-"""Pytest fixtures for services that use RabbitMQ.
+"""Pytest fixtures for tests of services that use RabbitMQ.
 
 Put this into the top-level ``conftest.py``::
 
     pytest_plugins = ["reliable_mq.testing.fixtures"]
 
-and then, in a test::
+Tests can then use the fixtures::
 
     def test_reconnects(virtual_host: VirtualHost, fault_proxy: FaultProxyFactory):
         proxy = fault_proxy(virtual_host.url)
@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reliable_mq import testing  # whose brokers need docker, which a test with the proxy alone does not
+from reliable_mq import testing  # lazy names: its brokers need docker, but a test with only the proxy does not
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,15 +53,15 @@ __all__ = [
     "virtual_host",
 ]
 
-ACCOUNT = "account"  # a property of a test's report, which reaches pytest also from processes of pytest-xdist
+ACCOUNT = "account"  # a property of a test's report, which also arrives from the processes of pytest-xdist
 
-# So that pytest explains their failed assertions.
+# Pytest then explains the failed assertions of the contracts.
 pytest.register_assert_rewrite("reliable_mq.testing.store_contract", "reliable_mq.testing.outbox_contract")
 
 
 @pytest.fixture(scope="session")
 def rabbitmq_image() -> str | None:
-    """Return the image of the brokers: None for the default of `RabbitMQ`."""
+    """Return the docker image of the brokers, or None for the default of `RabbitMQ`."""
     return None
 
 
@@ -81,13 +81,14 @@ def _session_rabbitmq_cluster(rabbitmq_image: str | None) -> Iterator[RabbitMQCl
 
 @pytest.fixture
 def rabbitmq(_session_rabbitmq: RabbitMQ) -> Iterator[RabbitMQ]:
-    """Return the broker that all tests of the session share; inject any fault into it.
+    """Return the broker that all tests of the session share.
 
-    The first use launches it, which takes some 10 s, and after each test it is healed.
+    A test may inject any fault into the broker, which is healed after each test. The first use launches the broker,
+    which takes about 10 s.
 
     Raises:
-        ConfigurationError: this is not Linux, or the extra ``testing`` is missing.
-        LabError: docker or the image cannot be had.
+        ConfigurationError: If the system is not Linux, or the extra ``testing`` is missing.
+        LabError: If docker or the image is not available.
     """
     yield _session_rabbitmq
     _session_rabbitmq.heal()
@@ -97,11 +98,11 @@ def rabbitmq(_session_rabbitmq: RabbitMQ) -> Iterator[RabbitMQ]:
 def rabbitmq_cluster(_session_rabbitmq_cluster: RabbitMQCluster) -> Iterator[RabbitMQCluster]:
     """Return the cluster of three nodes that all tests of the session share.
 
-    The first use launches it, which takes some 20 s, and after each test it is healed.
+    The cluster is healed after each test. The first use launches the cluster, which takes about 20 s.
 
     Raises:
-        ConfigurationError: this is not Linux, or the extra ``testing`` is missing.
-        LabError: docker or the image cannot be had.
+        ConfigurationError: If the system is not Linux, or the extra ``testing`` is missing.
+        LabError: If docker or the image is not available.
     """
     yield _session_rabbitmq_cluster
     _session_rabbitmq_cluster.heal()
@@ -109,7 +110,7 @@ def rabbitmq_cluster(_session_rabbitmq_cluster: RabbitMQCluster) -> Iterator[Rab
 
 @pytest.fixture
 def new_vhost() -> Iterator[Callable[[RabbitMQ | RabbitMQCluster], VirtualHost]]:
-    """Make fresh virtual hosts on a broker or a cluster, deleted after the test."""
+    """Return a function that creates virtual hosts, which are deleted after the test."""
     made: list[VirtualHost] = []
 
     def make(broker: RabbitMQ | RabbitMQCluster) -> VirtualHost:
@@ -126,18 +127,18 @@ def new_vhost() -> Iterator[Callable[[RabbitMQ | RabbitMQCluster], VirtualHost]]
 
 @pytest.fixture
 def virtual_host(rabbitmq: RabbitMQ, new_vhost: Callable[[RabbitMQ | RabbitMQCluster], VirtualHost]) -> VirtualHost:
-    """Return a fresh virtual host on `rabbitmq`, deleted after the test."""
+    """Return a new virtual host on `rabbitmq`, which is deleted after the test."""
     return new_vhost(rabbitmq)
 
 
 @pytest.fixture
 def audit(request: pytest.FixtureRequest) -> Audit:
-    """Return an account for one test; its counts are printed at the end of the run."""
+    """Return an audit for one test. Its counts are printed at the end of the run."""
     return testing.Audit(lambda counts: request.node.user_properties.append((ACCOUNT, counts)))
 
 
 def recorded(terminalreporter: pytest.TerminalReporter, name: str) -> list[tuple[str, object]]:
-    """Return the values that tests have recorded under a name, each with its test."""
+    """Return the values that tests recorded under a name, each with the test's name."""
     return [
         (report.nodeid.partition("::")[2], value)
         for reports in terminalreporter.stats.values()
@@ -159,13 +160,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture
 def fault_proxy() -> Iterator[FaultProxyFactory]:
-    """Make started fault proxies, and close them all when the test has ended.
+    """Return a function that starts fault proxies, which are closed after the test.
 
     Yields:
-        A factory with the arguments of `FaultProxy`: the broker's URL, and options.
+        A factory that takes the arguments of `FaultProxy`: the broker's URL, and options.
 
     Raises:
-        UsageError: at the end of the test, where a function given to `FaultProxy.rewrite` had raised.
+        UsageError: At the end of the test, if a function given to `FaultProxy.rewrite` raised an error.
     """
     with ExitStack() as proxies:
 

@@ -1,11 +1,11 @@
-"""AMQP 0-9-1 frames for the fault proxy: cut out of a byte stream, named, built.
+"""AMQP 0-9-1 frames for the fault proxy: how to split, name and build them.
 
-Only a frame's head, its class and method, and the size of a content are decoded, so that the proxy can count and cut
-frames at line rate and never fails on arguments or headers that it does not know.
+Only a frame's head, its class and method, and the size of a content are decoded. Therefore, the proxy can count and cut
+frames at line rate, and never fails on arguments or headers that it does not know.
 
 Invariants:
-- every chunk of `Splitter.feed` ends at a frame boundary, and all bytes come out, once, in order;
-- a stream that is not AMQP 0-9-1 passes unchanged (`Splitter.opaque`) and is never refused.
+- Every chunk of `Splitter.feed` ends at a frame boundary. All bytes come out once and in order.
+- A stream that is not AMQP 0-9-1 passes unchanged (`Splitter.opaque`) and is never refused.
 """
 
 from __future__ import annotations
@@ -72,9 +72,10 @@ class Frame:
     """One whole frame.
 
     Attributes:
-        kind: 1 method, 2 content header, 3 content body, 8 heartbeat.
-        channel: the channel number, 0 for the connection itself.
-        payload: the bytes between the head and the end octet; a method's begins with its class and method ids.
+        kind: The type: 1 for a method, 2 for a content header, 3 for a content body, 8 for a heartbeat.
+        channel: The channel number, 0 for the connection itself.
+        payload: The bytes between the head and the end octet. The payload of a method begins with its class and method
+            ids.
     """
 
     kind: int
@@ -83,12 +84,12 @@ class Frame:
 
     @property
     def key(self) -> int:
-        """The frame's name as a number: class and method ids in one, or minus its kind."""
+        """The frame's name as a number: class and method id combined, or minus its kind."""
         return _KEY.unpack_from(self.payload)[0] if self.kind == METHOD else -self.kind
 
     @property
     def name(self) -> str:
-        """``"basic.publish"`` and the like, or ``"header"``, ``"body"``, ``"heartbeat"``."""
+        """A method like ``"basic.publish"``, or ``"header"``, ``"body"``, ``"heartbeat"``."""
         return name_of(self.key)
 
     @property
@@ -98,12 +99,12 @@ class Frame:
 
     @property
     def content_size(self) -> int | None:
-        """The size of the body that a content header announces; else None."""
+        """The body size that a content header announces, or None for other frames."""
         return _BODY_SIZE.unpack_from(self.payload, 4)[0] if self.kind == HEADER else None
 
 
 def name_of(key: int) -> str:
-    """Return the name of a frame's key; of an unknown method, its numbers."""
+    """Return the name of a frame's key. The name of an unknown method is its numbers."""
     return _NAMES.get(key) or f"{key >> 16}.{key & 0xFFFF}"
 
 
@@ -111,7 +112,7 @@ def key_of(name: str) -> int:
     """Return the key of a frame's name.
 
     Raises:
-        ConfigurationError: there is no frame of that name.
+        ConfigurationError: If no frame has this name.
     """
     try:
         return _KEYS[name]
@@ -123,7 +124,7 @@ def key_of(name: str) -> int:
 
 
 class Chunk(NamedTuple):
-    """Bytes that end at a frame boundary, and the keys of their frames."""
+    """A sequence of bytes that ends at a frame boundary, with the keys of its frames."""
 
     data: bytes
     keys: list[int]
@@ -134,11 +135,11 @@ class Chunk(NamedTuple):
 
 @dataclass(slots=True)
 class Splitter:
-    """Cuts one direction of a connection into chunks of whole frames.
+    """A splitter of one direction of a connection into chunks of whole frames.
 
     Attributes:
-        opaque: the stream is not AMQP 0-9-1 (TLS, another version, broken frames): bytes pass uncounted.
-        between_contents: no content is incomplete, so that a frame may be inserted here.
+        opaque: True if the stream is not AMQP 0-9-1 (TLS, another version, broken frames). Its bytes pass uncounted.
+        between_contents: True if no content is incomplete, so a frame may be inserted here.
     """
 
     opaque: bool = False
@@ -151,7 +152,7 @@ class Splitter:
         return not self._open
 
     def feed(self, data: bytes) -> Chunk:
-        """Return the complete frames read so far; keep the rest for the next call."""
+        """Return the complete frames read so far. Keep the rest for the next call."""
         if self.opaque:
             return Chunk(data, [], None)
         if self._rest:
@@ -168,7 +169,7 @@ class Splitter:
         return self._scan(data, position)
 
     def take_rest(self) -> bytes:
-        """Return the incomplete frame at the end of the stream, and forget it."""
+        """Remove and return the incomplete frame at the end of the stream."""
         rest, self._rest = self._rest, b""
         return rest
 
@@ -221,7 +222,7 @@ _SHORTEST: Final = {METHOD: 4, HEADER: 12, BODY: 0, HEARTBEAT: 0}
 
 
 def parse(data: bytes) -> Iterator[Frame | bytes]:
-    """Yield the frames of a chunk; bytes that are no frame, as bytes."""
+    """Yield the frames of a chunk. Bytes that are not a frame are yielded as bytes."""
     position = _PROTOCOL_HEADER_SIZE if data.startswith(_PROTOCOL_HEADER) else 0
     if position:
         yield data[:position]
@@ -240,7 +241,7 @@ def method(channel: int, name: str, arguments: bytes = b"") -> Frame:
     """Build a method frame from its name and its encoded arguments.
 
     Raises:
-        ConfigurationError: there is no method of that name.
+        ConfigurationError: If no method has this name.
     """
     key = key_of(name)
     if key < 0:
@@ -249,37 +250,37 @@ def method(channel: int, name: str, arguments: bytes = b"") -> Frame:
 
 
 def basic_ack(channel: int, delivery_tag: int, *, multiple: bool = False) -> Frame:
-    """Build a ``basic.ack``."""
+    """Build a ``basic.ack`` frame."""
     return method(channel, "basic.ack", struct.pack(">QB", delivery_tag, multiple))
 
 
 def basic_nack(channel: int, delivery_tag: int, *, multiple: bool = False, requeue: bool = True) -> Frame:
-    """Build a ``basic.nack``."""
+    """Build a ``basic.nack`` frame."""
     return method(channel, "basic.nack", struct.pack(">QB", delivery_tag, multiple | requeue << 1))
 
 
 def basic_cancel(channel: int, consumer_tag: str) -> Frame:
-    """Build a ``basic.cancel`` as a broker sends it (without an answer)."""
+    """Build a ``basic.cancel`` frame as a broker sends it, which expects no reply."""
     return method(channel, "basic.cancel", _short_string(consumer_tag) + b"\x01")
 
 
 def channel_close(channel: int, code: int, text: str) -> Frame:
-    """Build a ``channel.close`` that names no method as its cause."""
+    """Build a ``channel.close`` frame that names no method as its cause."""
     return method(channel, "channel.close", struct.pack(">H", code) + _short_string(text) + bytes(4))
 
 
 def connection_close(code: int, text: str) -> Frame:
-    """Build a ``connection.close`` that names no method as its cause."""
+    """Build a ``connection.close`` frame that names no method as its cause."""
     return method(0, "connection.close", struct.pack(">H", code) + _short_string(text) + bytes(4))
 
 
 def connection_blocked(reason: str) -> Frame:
-    """Build a ``connection.blocked``."""
+    """Build a ``connection.blocked`` frame."""
     return method(0, "connection.blocked", _short_string(reason))
 
 
 def connection_unblocked() -> Frame:
-    """Build a ``connection.unblocked``."""
+    """Build a ``connection.unblocked`` frame."""
     return method(0, "connection.unblocked")
 
 

@@ -1,16 +1,18 @@
-"""Record operations on messages with their times, and check the history.
+"""Histories of operations on messages with their times, and checks of them.
 
-In the manner of Jepsen: each operation (publish, handle, effect, ack) has a start, an end and an outcome, which is ok,
-failed or unknown. An `Audit` compares sums; a `History` books into one, and checks in addition what depends on times:
+As in Jepsen, each operation (publish, handle, effect, ack) has a start, an end and an outcome, which is ok, failed or
+unknown. An `Audit` compares sums. A `History` also records its operations in an audit, and checks conditions that
+depend on times:
 
-- *late*: ended after its deadline, or never ended. A call may fail at its deadline; it may not outlive it.
-- *without majority*: reported as confirmed within a window in which the broker had no majority to confirm with.
-- *out of order*: messages of one key that were handled for the first time in another order than they were published in.
-- *overlapping*: handled by two consumers at the same time where one at a time was promised.
-- *acked early*: acked before any handler of the message had ended.
+- *late*: an operation that went on after its deadline. A call may fail at its deadline, but may not outlive it.
+- *without majority*: a publish reported as confirmed in a window in which the broker had no majority to confirm with.
+- *out of order*: messages of one key that were first handled in a different order than they were published.
+- *overlapping*: handlers of two consumers that ran at the same time, where one at a time was promised.
+- *acked early*: an ack by a consumer before any of its own handlers of the message had ended.
 
-Invariants: an operation that never ended has an unknown outcome, and lasts for ever. A window is half-open, and where
-its begin is uncertain, no operation is judged that could have ended before it.
+Invariants:
+- An operation that never ended has an unknown outcome and lasts forever.
+- A window is half-open. If its begin is uncertain, operations that may have ended before the window are not judged.
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ if TYPE_CHECKING:
 
 __all__ = ["History", "HistoryResult", "Operation", "OperationKind", "OperationOutcome", "Window"]
 
-_UNCERTAINTY = 2.0  # seconds, within which a busy client reports a confirm that it has received
+_UNCERTAINTY = 2.0  # seconds within which a busy client reports a received confirm
 
 
 class OperationKind(enum.Enum):
-    """The operations of a history."""
+    """The kinds of operations in a history."""
 
     PUBLISH = "publish"
     HANDLE = "handle"
@@ -47,7 +49,7 @@ class OperationKind(enum.Enum):
 
 
 class OperationOutcome(enum.Enum):
-    """The outcome of an operation, as its caller knows it."""
+    """The outcome of an operation as its caller knows it."""
 
     OK = "ok"
     FAILED = "failed"
@@ -56,16 +58,16 @@ class OperationOutcome(enum.Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Operation:
-    """One operation. `end` is thread-safe; the first outcome counts.
+    """One operation. `end` is thread-safe, and only its first call counts.
 
     Attributes:
-        kind: of operation.
-        message_id: of its message.
-        by: who did it: the name of a publisher or consumer.
-        key: by which messages are ordered; None where no order was promised.
-        start, ended: seconds of the history's clock; `ended` is infinite until it has ended.
-        deadline: by which it had to end, in seconds of the same clock.
-        outcome: unknown until it has ended.
+        kind: The kind of operation.
+        message_id: The id of the message.
+        by: The name of the publisher or consumer.
+        key: The key by which messages are ordered, or None if no order was promised.
+        start, ended: The times of start and end, in seconds of the history's clock. `ended` is infinite until the end.
+        deadline: The latest time at which the operation must end, in seconds of the same clock.
+        outcome: The outcome, which is unknown until the end.
     """
 
     kind: OperationKind
@@ -79,11 +81,11 @@ class Operation:
     outcome: OperationOutcome = OperationOutcome.UNKNOWN
 
     def end(self, outcome: OperationOutcome = OperationOutcome.OK) -> None:
-        """Record the end, now.
+        """Record that the operation ends now.
 
         Args:
-            outcome: of a publish: ok if it was confirmed, failed if the broker certainly does not have it. An unknown
-                outcome is final, too: the operation may have taken effect.
+            outcome: The outcome. A publish is ok if it was confirmed, and failed if the broker certainly does not have
+                the message. An unknown outcome is also final: the operation may have taken effect.
         """
         self._on_end(self, outcome)
 
@@ -96,8 +98,8 @@ class Window:
     """A half-open interval ``[begin, end)`` of the history's clock.
 
     Attributes:
-        uncertainty: seconds after `begin` in which operations that started before it may still end.
-        by: whose operations it concerns; None for everybody's.
+        uncertainty: The time after `begin` in which operations that started before it may still end, in seconds.
+        by: The publishers or consumers that the window concerns, or None for all.
     """
 
     begin: float
@@ -106,13 +108,13 @@ class Window:
     by: frozenset[str] | None = None
 
     def concerns(self, operation: Operation) -> bool:
-        """Whether an operation ended in it for certain."""
+        """Return whether an operation certainly ended in the window."""
         begin = self.begin if operation.start >= self.begin else self.begin + self.uncertainty
         return begin <= operation.ended < self.end and (self.by is None or operation.by in self.by)
 
 
 class Swap(NamedTuple):
-    """Two messages of a key, handled in this order and published in the other."""
+    """A pair of messages of a key, handled in this order but published in the other."""
 
     key: str
     earlier: str
@@ -120,11 +122,11 @@ class Swap(NamedTuple):
 
 
 class History:
-    """Collect operations. Thread-safe; no method waits for more than a few updates.
+    """A collector of operations. Thread-safe. No method blocks for long.
 
     Args:
-        account: in which operations are booked as they end; a new one if None.
-        clock: returns seconds, never less than before.
+        account: The audit that records the operations, or None for a new audit.
+        clock: A function that returns the time in seconds and never goes backwards.
     """
 
     def __init__(self, account: Audit | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -137,7 +139,7 @@ class History:
 
     @property
     def operations(self) -> list[Operation]:
-        """All operations so far, in the order in which they began."""
+        """All operations so far, in the order of their starts."""
         with self._lock:
             return list(self._operations)
 
@@ -146,14 +148,14 @@ class History:
     def begin(
         self, kind: OperationKind, message_id: str, *, by: str = "", key: str | None = None, timeout: float = math.inf
     ) -> Operation:
-        """Record the start of an operation: before the call, not after.
+        """Record the start of an operation. Call this before the operation.
 
         Args:
-            kind: of operation.
-            message_id: of its message.
-            by: the name of the publisher or consumer.
-            key: of a publish: messages of one key are expected in the order in which they began to be published.
-            timeout: seconds within which the operation has to end.
+            kind: The kind of operation.
+            message_id: The id of the message.
+            by: The name of the publisher or consumer.
+            key: The ordering key of a publish. Messages of one key are expected in the order of the publishes' starts.
+            timeout: The maximum duration of the operation, in seconds.
         """
         if kind is OperationKind.PUBLISH:
             self.account.attempted(message_id)
@@ -167,7 +169,7 @@ class History:
     def during(
         self, kind: OperationKind, message_id: str, *, by: str = "", timeout: float = math.inf
     ) -> Iterator[Operation]:
-        """Record an operation as long as the block; an exception is its failure."""
+        """Record the block as an operation, which fails if the block raises an exception."""
         operation = self.begin(kind, message_id, by=by, timeout=timeout)
         try:
             yield operation
@@ -182,11 +184,11 @@ class History:
     ) -> Iterator[None]:
         """Record the block as a window in which nothing can be confirmed.
 
-        It begins after the fault, and ends before that is healed.
+        The block must begin after the fault, and end before the fault is healed.
 
         Args:
-            by: the publishers that cannot reach a majority; None for all.
-            uncertainty: seconds in which a confirm that was sent before the window may still be reported.
+            by: The publishers that cannot reach a majority, or None for all.
+            uncertainty: The time in which a confirm sent before the window may still be reported, in seconds.
         """
         begin = self.clock()
         yield
@@ -197,10 +199,10 @@ class History:
     def disturbed(self, *, after: float = 0.0) -> Iterator[None]:
         """Record the block as a window in which two consumers may be active.
 
-        A handler outlives the connection of its delivery.
+        Two consumers may overlap after a fault because a handler can outlive the connection of its delivery.
 
         Args:
-            after: seconds for which it goes on after the block.
+            after: The time by which the window extends beyond the block, in seconds.
         """
         begin = self.clock()
         yield
@@ -228,15 +230,16 @@ class History:
     def longest_silence(
         self, kind: OperationKind, since: float, until: float = math.inf, *, by: Collection[str] | None = None
     ) -> float:
-        """Return the seconds of the longest silence after a fault.
+        """Return the duration of the longest silence after a fault, in seconds.
 
-        A silence is a time in which no operation of this kind ends well. It is infinite if none ended well at all.
+        A silence is a time in which no operation of this kind ends with outcome ok. The result is infinite if none does
+        after the fault.
 
         Args:
-            kind: of operation.
-            since: the time of the fault.
-            until: the time up to which silences are looked at; by default the end of the last operation.
-            by: whose operations are looked at; None for everybody's.
+            kind: The kind of operation.
+            since: The time of the fault.
+            until: The end of the examined time, by default the end of the last operation with outcome ok.
+            by: The publishers or consumers whose operations are examined, or None for all.
         """
         ends = sorted(
             each.ended
@@ -252,10 +255,10 @@ class History:
         return max(after - before for before, after in pairwise(moments))
 
     def result(self, *, tolerance: float = 0.0) -> HistoryResult:
-        """Examine the history so far.
+        """Examine the history so far and return the result.
 
         Args:
-            tolerance: seconds by which an operation may end after its deadline, on a machine that is busy.
+            tolerance: The time by which an operation may exceed its deadline on a busy machine, in seconds.
         """
         operations = self.operations
         now = self.clock()
@@ -279,7 +282,7 @@ class History:
 
 
 def _out_of_order(publishes: Sequence[Operation], handles: Sequence[Operation]) -> Iterator[Swap]:
-    """Yield messages of a key whose first handling was not in their order."""
+    """Yield messages of a key that were first handled out of order."""
     positions: dict[str, tuple[str, int]] = {}
     for position, publish in enumerate(publishes):
         if publish.key is not None:
@@ -301,7 +304,7 @@ def _out_of_order(publishes: Sequence[Operation], handles: Sequence[Operation]) 
 def _overlapping(handles: Sequence[Operation], allowed: Sequence[Window]) -> Iterator[tuple[Operation, Operation]]:
     """Yield pairs of handlers of two consumers that ran at the same time.
 
-    Of the handlers that run when another one begins outside of the allowed windows, each is paired with it.
+    A handler that begins outside the allowed windows is paired with each running handler of another consumer.
     """
     running: list[Operation] = []
     for handle in handles:
@@ -324,16 +327,16 @@ def _acked_early(operations: Sequence[Operation]) -> Iterator[Operation]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryResult:
-    """The result: the balance of the account, and the operations that are wrong.
+    """The result of a history: the balance of its audit, and the wrong operations.
 
     Attributes:
-        balance: lost, unexpected and repeated messages, and effects.
-        operations: how many there were.
-        late: operations that outlived their deadline.
-        without_majority: publishes confirmed where there was no majority.
-        out_of_order: messages of a key, handled in another order than published.
-        overlapping: handlers of two consumers at the same time.
-        acked_early: acks of messages whose handler had not ended.
+        balance: The lost, unexpected and repeated messages, and the effects.
+        operations: The number of operations.
+        late: The operations that outlived their deadline.
+        without_majority: The publishes that were confirmed without a majority.
+        out_of_order: The messages of a key that were handled in a different order than published.
+        overlapping: The handlers of two consumers that ran at the same time.
+        acked_early: The acks of messages whose handler had not ended.
     """
 
     balance: AuditResult
@@ -345,22 +348,22 @@ class HistoryResult:
     acked_early: tuple[Operation, ...]
 
     def __str__(self) -> str:
-        """Return the counts in one line, whether or not they are correct."""
+        """Return the counts in one line, even if they are wrong."""
         return (
             f"{self.balance}, late {len(self.late)}, confirmed without majority {len(self.without_majority)}, "
             f"out of order {len(self.out_of_order)}, overlapping {len(self.overlapping)}"
         )
 
     def check(self, *, effects_once: bool = False, ordered: bool = False, exclusive: bool = False) -> None:
-        """Raise unless the history is one that the promise allows.
+        """Check that the promises of the library allow the history.
 
         Args:
-            effects_once: also require exactly one effect of every handled message.
-            ordered: also require the order of each key.
-            exclusive: also require that one consumer at a time handled messages.
+            effects_once: True to also require exactly one effect of every handled message.
+            ordered: True to also require the order of each key.
+            exclusive: True to also require that only one consumer at a time handled messages.
 
         Raises:
-            AssertionError: with the counts, and the first few of each fault.
+            AssertionError: If a check fails. The message has the counts and the first few cases of each fault.
         """
         self.balance.check(effects_once=effects_once)
         faults: dict[str, Sequence[object]] = {

@@ -1,6 +1,6 @@
-"""RabbitMQ's management API, as far as tests ask it.
+"""A client of RabbitMQ's management API, for tests.
 
-Its counts lag by the statistics interval (1 s in the lab); `VirtualHost.live_counts` does not.
+The counts of the API lag by the statistics interval (1 s in the lab). `VirtualHost.live_counts` does not lag.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["Management", "ManagementAPIError"]
 
 
 class ManagementAPIError(LabError):
-    """The management API answered with an error status.
+    """An error status from the management API.
 
     Attributes:
-        status: of HTTP, such as 404.
+        status: The HTTP status, such as 404.
     """
 
     def __init__(self, message: str, *, status: int) -> None:
@@ -30,13 +30,13 @@ class ManagementAPIError(LabError):
 
 
 class Management:
-    """The management API of one broker. Thread-safe; each call is one connection.
+    """The management API of one broker. Thread-safe. Each call opens one connection.
 
     Args:
-        url: of the API's host, without ``/api``.
-        user: who asks.
-        password: of the user.
-        timeout: of each call, in seconds.
+        url: The URL of the API, without ``/api``.
+        user: The name of the user.
+        password: The password of the user.
+        timeout: The timeout of each call, in seconds.
     """
 
     def __init__(self, url: str, *, user: str = "guest", password: str = "guest", timeout: float = 15.0) -> None:  # noqa: S107  # a fresh broker's own
@@ -45,17 +45,17 @@ class Management:
         self._authorization = "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
 
     def call(self, method: str, *segments: str, body: Any = None, query: str = "") -> Any:
-        """Call ``/api/<segments>``; return the decoded answer, None where it is empty.
+        """Call ``/api/<segments>``. Return the decoded response, or None if it is empty.
 
         Args:
-            method: of HTTP.
-            segments: of the path; each is percent-encoded.
-            body: is sent as JSON; None for none.
-            query: of the URL, with its question mark.
+            method: The HTTP method.
+            segments: The segments of the path. Each is percent-encoded.
+            body: A value to send as JSON, or None for no body.
+            query: The query of the URL, with its question mark.
 
         Raises:
-            ManagementAPIError: the status is 400 or above.
-            OSError: the broker does not answer.
+            ManagementAPIError: If the status is 400 or above.
+            OSError: If the broker does not answer.
         """
         path = "/api/" + "/".join(quote(segment, safe="") for segment in segments) + query
         request = urllib.request.Request(  # noqa: S310  # the URL is the lab's own
@@ -84,5 +84,5 @@ class Management:
         return False
 
     def connections(self, virtual_host: str) -> list[dict[str, Any]]:
-        """Return the connections to a virtual host, as the (lagging) statistics know them."""
+        """Return the connections to a virtual host, according to the lagging statistics."""
         return [each for each in self.call("GET", "connections") if each.get("vhost") == virtual_host]

@@ -1,6 +1,6 @@
-"""Tests for an outbox of your own, as a pytest class to derive from.
+"""Tests for your own outbox, as a pytest base class.
 
-`OutboxContract` holds for every `Outbox`. Derive a class from it in a test module, with a fixture that makes the
+Every `Outbox` must pass `OutboxContract`. Derive a class from it in a test module, with a fixture that creates the
 outbox::
 
     class TestMine(OutboxContract):
@@ -12,7 +12,7 @@ outbox::
             yield OutboxUnderTest(outbox, age=clock.advance, empty=outbox.clear)
             outbox.close()
 
-It needs the extra ``testing``. The outboxes of this package run it, too.
+The contract needs the extra ``testing``. The outboxes of this package also run it.
 """
 
 # ruff: noqa: S101 -- these are tests
@@ -41,12 +41,13 @@ __all__ = ["OutboxContract", "OutboxUnderTest"]
 
 @dataclass
 class OutboxUnderTest:
-    """An outbox that is empty, and the control of its time and its rows.
+    """An empty outbox, with functions that control its time and its rows.
 
     Attributes:
-        outbox: open, and with no ordering key of its own.
-        age: lets that many seconds pass: advances its clock, or moves the times of its rows into the past.
-        empty: deletes all rows.
+        outbox: The outbox. It must be open and derive no ordering keys from messages.
+        age: A function that makes a number of seconds pass. It advances the outbox's clock, or moves the times of its
+            rows into the past.
+        empty: A function that deletes all rows.
     """
 
     outbox: Outbox
@@ -55,19 +56,20 @@ class OutboxUnderTest:
 
 
 class OutboxContract:
-    """Tests of an outbox.
+    """The tests that every outbox must pass.
 
-    Derive a class from it with a fixture ``subject``, which makes an `OutboxUnderTest`. Whether several relays share
-    its rows is left to it. A relay that ends, by ``close`` of its `RowLeases`, leaves its rows to the next.
+    Derive a class with a fixture ``subject`` that creates an `OutboxUnderTest`. The contract does not require that
+    several relays can share the rows of an outbox. A relay that ends (``close`` of its `RowLeases`) must leave its rows
+    to the next relay.
     """
 
     @pytest.fixture
     def examples(self) -> int:
-        """The number of sequences of events that an outbox is put through."""
+        """Return the number of event sequences that an outbox is tested with."""
         return 10
 
     def test_a_row_is_relayed_as_it_was_stored(self, subject: OutboxUnderTest) -> None:
-        """With each property, byte for byte; and with its exchange and routing key."""
+        """A row keeps its message byte for byte, and its exchange and routing key."""
         message = Message(b"\0\xff", headers={"a": [1, None], "b": b"\0"}, message_id="an id", expiration=1.5)
         rows = [NewRow(message, "events", "a.b", False, "key"), NewRow(Message(b""), "", "q", True, None)]
         with contextlib.closing(subject.outbox.claims()) as leases:
@@ -91,7 +93,7 @@ class OutboxContract:
         assert (subject.outbox.backlog()[0], subject.outbox.status().rows) == (2, 2)
 
     def test_a_delayed_row_is_due_after_its_delay(self, subject: OutboxUnderTest) -> None:
-        """It counts the attempt, and may have been published."""
+        """The row counts the attempt, and is marked as a possible duplicate."""
         _store(subject.outbox, "a")
         with contextlib.closing(subject.outbox.claims()) as leases:
             [row] = _take(leases)
@@ -103,7 +105,7 @@ class OutboxContract:
             assert (row.attempts, row.possible_duplicate) == (1, True)
 
     def test_a_row_that_is_set_aside_waits_for_a_decision(self, subject: OutboxUnderTest) -> None:
-        """It holds later rows of its key, is listed with the reason, put back or purged."""
+        """It holds later rows of its key, is listed with its reason, and can be decided."""
         first, _, other = _store(subject.outbox, "0", "1", key="key") + _store(subject.outbox, "2", key="other")
         with contextlib.closing(subject.outbox.claims()) as leases:
             rows = _take(leases)
@@ -127,7 +129,7 @@ class OutboxContract:
             assert [row.message.body for row in _take(leases)] == [b"1"]
 
     def test_a_relay_that_ends_leaves_its_rows_to_the_next(self, subject: OutboxUnderTest) -> None:
-        """At once; they may have been published."""
+        """The next relay gets the rows at once, marked as possible duplicates."""
         _store(subject.outbox, "a", "b")
         ending, other = subject.outbox.claims(), subject.outbox.claims()
         assert len(_take(ending)) == 2
@@ -137,7 +139,7 @@ class OutboxContract:
         other.close()
 
     def test_ordering_keys_and_ids_are_equal_for_equal_text_alone(self, subject: OutboxUnderTest) -> None:
-        """Neither case nor accents nor spaces at the end make two keys one."""
+        """Keys that differ only in case, accents or trailing spaces are different keys."""
         keys = ("order-ab", "ORDER-AB", "Örder-ab", "order-ab ", "")
         for key in keys:
             _store(subject.outbox, key, key=key)
@@ -148,7 +150,7 @@ class OutboxContract:
         assert subject.outbox.status().set_aside == len(keys)
 
     def test_wrong_numbers_and_ids_are_refused(self, subject: OutboxUnderTest) -> None:
-        """A negative limit is none to some databases, and one text is a sequence of texts."""
+        """Some databases ignore a negative limit, and a text is also a sequence of texts."""
         subject.outbox.open()
         wrong: Any
         for wrong in (-1, 1.5, True, "1", 2**63, float("nan")):
@@ -164,7 +166,7 @@ class OutboxContract:
         assert subject.outbox.purge(("a", "b")) == 0
 
     def test_every_row_is_published_in_the_order_of_its_key(self, subject: OutboxUnderTest, examples: int) -> None:
-        """Whether relays die, or rows are delayed, set aside, put back or purged."""
+        """The order holds even if relays die, or rows are delayed, set aside or purged."""
 
         @settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
         @given(steps=_OUTBOX_STEPS)
@@ -205,7 +207,8 @@ _PUBLISH_RESULTS: list[Any] = [
 ]
 _TAKE = st.tuples(st.just("take"), st.integers(1, 10))
 _SETTLE = st.tuples(st.just("settle"), st.tuples(st.integers(0, 20), st.sampled_from(_PUBLISH_RESULTS)))
-# Order is lost if rows are taken between the outcome of a row and its writing, so that is the most frequent sequence.
+# Order could be lost if rows are taken after the outcome of a row and before its write, so this is the most frequent
+# sequence.
 _OUTBOX_STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("store"), st.lists(st.sampled_from(["a", "b", None]), min_size=2, max_size=8)),
@@ -223,14 +226,14 @@ _OUTBOX_STEPS = st.lists(
 
 
 class _OutboxModel:
-    """An outbox with one relay at a time, and a model that checks each published row."""
+    """A model of an outbox with one relay at a time, which checks each published row."""
 
     def __init__(self, subject: OutboxUnderTest) -> None:
         self.outbox = subject.outbox
         self.age = subject.age
         self.number = 0
         self.keys: dict[str, str | None] = {}
-        self.left: list[str] = []  # in order; neither confirmed nor purged
+        self.left: list[str] = []  # rows that are neither confirmed nor purged, in order
         self.begin()
 
     def begin(self) -> None:
@@ -267,7 +270,7 @@ class _OutboxModel:
             self.outstanding.append(row)
 
     def confirmed(self) -> set[str]:
-        """Return the messages that are confirmed, which is not written yet."""
+        """Return the messages whose confirmation is not written yet."""
         return {one.row.message.message_id for one in self.unwritten if one.outcome is RowOutcome.CONFIRMED}
 
     def settle(self, choice: tuple[int, Any]) -> None:
@@ -288,7 +291,7 @@ class _OutboxModel:
         self.leases.written(settlements)
 
     def die(self, _: None) -> None:
-        """Confirmed rows whose removal was not written come again."""
+        """End the relay. Confirmed rows whose removal was not written come again."""
         self.left = sorted({*self.left, *self.confirmed()}, key=lambda name: int(name[1:]))
         self.leases.close()
         self.begin()
@@ -307,7 +310,7 @@ class _OutboxModel:
         self.left = [name for name in self.left if name not in gone]
 
     def finish(self) -> None:
-        """With a broker that confirms every message, the outbox becomes empty."""
+        """Confirm every message until the outbox is empty."""
         self.write(None)
         self.retry(None)
         for _ in range(1000):

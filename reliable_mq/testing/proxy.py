@@ -1,6 +1,6 @@
-"""A proxy on loopback that fails as networks and brokers do, on demand.
+"""A proxy on loopback that fails on demand, as networks and brokers do.
 
-For the tests of this package, and for those of services that use RabbitMQ by any library::
+It serves the tests of this package, and of services that use RabbitMQ through any library::
 
     with FaultProxy("amqp://guest:guest@localhost:5672/") as proxy:
         publisher = Publisher(proxy.url)
@@ -10,10 +10,10 @@ For the tests of this package, and for those of services that use RabbitMQ by an
         proxy.cut()                                          # and now it never will, on this connection
 
 Invariants:
-- every control may be called from any thread, takes effect on the proxy's thread before the call returns (`_call`), and
-  adds to the faults that are set already; `heal` removes all of them;
-- frames are never torn or mixed up, unless a control says so; bytes of a connection are lost only with it;
-- every wait has a deadline; the only randomness is the jitter, drawn from the seed;
+- Any thread may call a control. The control takes effect on the proxy's thread before the call returns (`_call`), and
+  adds to the faults that are already set. `heal` removes all faults.
+- Frames are never torn or reordered unless a control does this. Bytes of a connection are lost only with it.
+- Every wait has a deadline. The only randomness is the jitter, which is drawn from the seed.
 - `close` leaves no thread and no file descriptor.
 """
 
@@ -57,26 +57,26 @@ Directions = Literal["to_broker", "to_client", "both"]
 
 
 class FaultProxy:
-    """A proxy with faults in front of one broker. Thread-safe; a context manager.
+    """A proxy with faults in front of one broker. Thread-safe. A context manager.
 
-    It listens on 127.0.0.1, on a port of its own choice that stays the same until `close`, and opens one connection to
-    the broker for each that it accepts. Directions are ``"to_broker"`` (sent by the client) and ``"to_client"``.
+    The proxy listens on 127.0.0.1, on a free port that stays the same until `close`. It opens one connection to the
+    broker for each accepted connection. Directions are ``"to_broker"`` (sent by the client) and ``"to_client"``.
 
-    A broker that cannot be reached shows as a connection that is reset right after it was accepted.
+    If the broker cannot be reached, each connection is reset right after it was accepted.
 
-    The proxy has to read the frames, so it ends TLS: with `cert_file` its clients speak ``amqps`` to it, and it speaks
-    TLS to the broker of an ``amqps`` URL. A TLS connection cannot be half-closed: it ends whole.
+    The proxy must read the frames, so it terminates TLS. With `cert_file`, clients connect to the proxy with ``amqps``.
+    The proxy connects with TLS to the broker of an ``amqps`` URL. A TLS connection cannot be half-closed.
 
     Args:
-        url: of the broker, ``amqp[s]://user:password@host:port/vhost``; all but scheme, host and port are those of the
-            attribute `url`, too.
-        seed: of the jitter of `delay`.
-        cert_file: PEM file with the certificate for clients, valid for 127.0.0.1; None for clients without TLS.
-        key_file: PEM file with its key, if `cert_file` has none.
-        tls: of connections to an ``amqps`` broker; by default the system's authorities are trusted.
+        url: The URL of the broker, ``amqp[s]://user:password@host:port/vhost``. The attribute `url` differs only in
+            scheme, host and port.
+        seed: The seed for the jitter of `delay`.
+        cert_file: A PEM file with the certificate for clients, valid for 127.0.0.1, or None for clients without TLS.
+        key_file: A PEM file with the certificate's key, if `cert_file` does not have it.
+        tls: The TLS options for an ``amqps`` broker. By default, the system's authorities are trusted.
 
     Raises:
-        ConfigurationError: `url` is not an AMQP URL of one host, or a file cannot be used.
+        ConfigurationError: If `url` is not an AMQP URL with one host, or a file cannot be used.
     """
 
     def __init__(
@@ -122,11 +122,11 @@ class FaultProxy:
     # life
 
     def start(self) -> None:
-        """Start listening; do nothing if it listens already.
+        """Start to listen, unless the proxy already listens.
 
         Raises:
-            UsageError: it was closed.
-            OSError: no socket can be had; the proxy is closed then.
+            UsageError: If the proxy was closed.
+            OSError: If a socket cannot be opened. If listening fails, the proxy is closed.
         """
         if self._closed:
             raise UsageError("the proxy was closed; make a new one")
@@ -142,10 +142,10 @@ class FaultProxy:
             raise
 
     def close(self) -> None:
-        """Reset every connection, stop listening, end the thread. May be called again.
+        """Reset every connection, stop listening, end the thread. Repeated calls are safe.
 
         Raises:
-            UsageError: a function given to `rewrite` had raised (its error is the cause), blocks, or calls this.
+            UsageError: If a function given to `rewrite` raised an error (which is the cause), blocks, or calls this.
         """
         if threading.current_thread() is self._thread:
             raise UsageError("a rewrite function cannot close its proxy")
@@ -164,7 +164,7 @@ class FaultProxy:
         """The URL to connect through the proxy.
 
         Raises:
-            UsageError: it is not started, or closed.
+            UsageError: If the proxy is not started or is closed.
         """
         parts = urlsplit(self._upstream_url)
         user_info, at, _ = parts.netloc.rpartition("@")
@@ -176,33 +176,33 @@ class FaultProxy:
         """The port on 127.0.0.1.
 
         Raises:
-            UsageError: it is not started, or closed.
+            UsageError: If the proxy is not started or is closed.
         """
         return self._open_server().port
 
     # observing
 
     def seen(self, name: str | None = None, direction: Direction | None = None) -> int:
-        """Count the frames that the proxy has read on all connections.
+        """Return the number of frames that the proxy has read on all connections.
 
         Args:
-            name: ``"basic.publish"`` and the like, ``"header"``, ``"body"``, ``"heartbeat"``; None for all.
-            direction: None for both.
+            name: A method like ``"basic.publish"``, or ``"header"``, ``"body"`` or ``"heartbeat"``. None for all.
+            direction: The direction, or None for both.
 
         Raises:
-            ConfigurationError: there is no frame of that name.
+            ConfigurationError: If no frame has this name.
         """
         return count_of(self._observed().seen, name, direction)
 
     def forwarded(self, name: str | None = None, direction: Direction | None = None) -> int:
-        """Count the frames that the proxy has written; arguments as for `seen`.
+        """Return the number of frames that the proxy has written.
 
-        Those of `inject` are included.
+        The arguments are those of `seen`. Frames of `inject` are included.
         """
         return count_of(self._observed().forwarded, name, direction)
 
     def forwarded_bytes(self, direction: Direction) -> int:
-        """Count the bytes that the proxy has written in a direction."""
+        """Return the number of bytes that the proxy has written in a direction."""
         return self._observed().forwarded_bytes[checked_direction(direction)]
 
     @property
@@ -217,22 +217,22 @@ class FaultProxy:
 
     @property
     def held_confirms(self) -> int:
-        """The number of confirms that are held; a return counts as one."""
+        """The number of held confirms. A return counts as one."""
         return self._observed().gate.held
 
     def wait_for(self, condition: Callable[[], object], timeout: float = 10.0, *, what: str = "the condition") -> None:
         """Block until a condition on the proxy's observations is true.
 
         Args:
-            condition: called at first and after each change, on the calling thread, e.g.
-                ``lambda: proxy.seen("basic.ack", "to_client") >= 3``. It should depend on the proxy alone, whose
-                changes wake this call.
-            timeout: seconds.
-            what: the condition's name in the error.
+            condition: A function that is called at once and after each change, on the calling thread, for example
+                ``lambda: proxy.seen("basic.ack", "to_client") >= 3``. It should depend only on the proxy, because only
+                changes of the proxy wake this call.
+            timeout: The maximum wait, in seconds.
+            what: The condition's name for the error message.
 
         Raises:
-            TimeoutError: it did not come true in time; the text lists the frames seen.
-            UsageError: called by a rewrite function; or one has raised (its error is the cause).
+            TimeoutError: If the condition is not true within `timeout`. The message lists the frames seen.
+            UsageError: If a rewrite function calls this, or raised an error (which is the cause).
         """
         if threading.current_thread() is self._thread:
             raise UsageError("a rewrite function cannot wait")
@@ -263,8 +263,8 @@ class FaultProxy:
 
         Args:
             reset: True for a TCP reset, False for an orderly end (FIN).
-            side: which end sees it. With ``"client"`` the broker's side stays open and silent until the broker gives it
-                up or `heal` resets it, as when a client's host dies; with ``"broker"`` the other way round.
+            side: The side that is cut. With ``"client"``, the broker's side stays open and silent until the broker
+                gives up or `heal` resets it, as when a client's host dies. ``"broker"`` is the reverse.
 
         Returns:
             The number of connections.
@@ -276,21 +276,21 @@ class FaultProxy:
     def cut_after(
         self, frames: int, direction: Direction, *, of: str | None = None, reset: bool = True, times: int | None = 1
     ) -> None:
-        """Cut a connection right behind a frame.
+        """Cut a connection right after a frame.
 
-        Frames are counted for each connection by itself, from now on, or from its first one if it is made later. The
-        bytes before the frame are handed to the operating system before the cut; a peer may or may not read the last
-        bytes before a reset, as in life.
+        Frames are counted separately for each connection, from now on, or from the first frame of a later connection.
+        All bytes up to the cut are passed to the operating system first. As in real networks, the peer may or may not
+        read the last bytes before a reset.
 
         Args:
-            frames: behind which one, from 1.
-            direction: in which direction they are counted.
-            of: count frames of this name only, e.g. ``"basic.publish"``.
+            frames: The number of the frame after which the connection is cut, from 1.
+            direction: The direction in which frames are counted.
+            of: The name of the frames to count, for example ``"basic.publish"``, or None for all frames.
             reset: True for a TCP reset on both sides, False for an orderly end (FIN).
-            times: how many connections are cut like this; None for every one until `heal`.
+            times: The number of connections to cut, or None for every connection until `heal`.
 
         Raises:
-            ConfigurationError: a value is out of range, or there is no frame of that name.
+            ConfigurationError: If a value is out of range, or no frame has this name.
         """
         check_at_least_one(frames=frames, times=times)
         key = None if of is None else key_of(of)
@@ -308,14 +308,15 @@ class FaultProxy:
         """Cut a connection in the middle of a body frame, after a share of its bytes.
 
         Args:
-            share: how much of the frame's payload leaves, at least 0 and less than 1; the frame's head always does.
-            direction: in which direction.
-            nth: in which body frame, from 1, counted as by `cut_after`.
-            reset: as for `cut_after`.
-            times: as for `cut_after`.
+            share: The share of the frame's payload that leaves, at least 0 and less than 1. The frame's head always
+                leaves.
+            direction: The direction of the body frame.
+            nth: The number of the body frame, from 1, counted as by `cut_after`.
+            reset: As for `cut_after`.
+            times: As for `cut_after`.
 
         Raises:
-            ConfigurationError: a value is out of range.
+            ConfigurationError: If a value is out of range.
         """
         if not 0 <= share < 1:
             raise ConfigurationError(f"share is at least 0 and less than 1, not {share!r}")
@@ -327,15 +328,15 @@ class FaultProxy:
     def hold_confirms(self) -> None:
         """Hold ``basic.ack``, ``basic.nack`` and ``basic.return`` of the broker.
 
-        All other frames pass. Those that are held when their channel or connection closes are dropped: no broker sends
-        them behind the close.
+        All other frames pass. Held frames are dropped when their channel or connection closes, because no broker sends
+        them after the close.
         """
         self._call(lambda server: server.set_confirms(ConfirmMode.HOLD))
 
     def drop_confirms(self) -> None:
         """Drop ``basic.ack``, ``basic.nack`` and ``basic.return`` of the broker.
 
-        Confirms that are held already stay held, until `drop_held_confirms`.
+        Confirms that are already held stay held until `release_confirms` or `drop_held_confirms`.
         """
         self._call(lambda server: server.set_confirms(ConfirmMode.DROP))
 
@@ -343,11 +344,11 @@ class FaultProxy:
         """Send held confirms to the client, in the order in which they came.
 
         Args:
-            count: how many; the rest, and those to come, stay held. None sends all, and ends `hold_confirms` and
-                `drop_confirms`.
+            count: The maximum number to send. The rest stays held, and later confirms are treated as before. None sends
+                all and ends `hold_confirms` and `drop_confirms`.
 
         Returns:
-            The number sent; a return counts as one, with its content.
+            The number of confirms sent. A return with its content counts as one.
         """
 
         def release(server: Server) -> int:
@@ -358,35 +359,35 @@ class FaultProxy:
         return self._call(release)
 
     def drop_held_confirms(self, count: int | None = None) -> int:
-        """Drop the first `count` held confirms (None: all); return how many were dropped.
+        """Drop the first `count` held confirms (None: all). Return the number dropped.
 
-        Those to come are held as before.
+        Later confirms are treated as before.
         """
         return self._call(lambda server: server.drop_held(count))
 
     # bytes
 
     def black_hole(self, direction: Directions = "both", *, new_connections: bool = True) -> None:
-        """Read bytes, and do not forward them, until `resume` or `heal`.
+        """Read bytes without forwarding them, until `resume` or `heal`.
 
-        Up to 64 MiB are read for each connection and direction. The end of a connection does not pass either: the other
-        side goes on in the belief that it lives. Afterwards all of it arrives, in order, as after a network partition.
+        The proxy reads up to 64 MiB for each connection and direction. The end of a connection does not pass either, so
+        the other side does not notice it. Afterwards, everything arrives in order, as after a network partition.
 
         Args:
-            direction: which way, or both.
-            new_connections: False to do this to the connections that are live now, and spare those to come.
+            direction: The direction, or ``"both"``.
+            new_connections: False to affect only the current connections, and no later ones.
         """
         self._set_conditions(direction, new_connections, black_hole=True)
 
     def stop_reading(self, direction: Directions = "both", *, new_connections: bool = True) -> None:
-        """Read no more from the sender of a direction, until `resume` or `heal`.
+        """Stop reading from the sender of a direction, until `resume` or `heal`.
 
-        Its operating system goes on taking bytes until its send buffer and the proxy's receive buffer are full (some
-        MiB on Linux); from then on its writes block.
+        The sender's operating system accepts bytes until its send buffer and the proxy's receive buffer are full (some
+        MiB on Linux). Then the sender's writes block.
 
         Args:
-            direction: which way, or both.
-            new_connections: False to do this to the connections that are live now, and spare those to come.
+            direction: The direction, or ``"both"``.
+            new_connections: False to affect only the current connections, and no later ones.
         """
         self._set_conditions(direction, new_connections, stop_reading=True)
 
@@ -395,15 +396,15 @@ class FaultProxy:
         self._set_conditions(direction, black_hole=False, stop_reading=False)
 
     def delay(self, seconds: float, *, jitter: float = 0.0, direction: Directions = "both") -> None:
-        """Let every byte arrive later. Order is kept, and the rate is not limited.
+        """Delay every byte. The order is kept, and the rate is not limited.
 
         Args:
-            seconds: how much later, one way; 0 for no delay.
-            jitter: by how many seconds that varies, at most, either way; at most `seconds`.
-            direction: which way, or both (an answer is delayed twice).
+            seconds: The delay in one direction, in seconds. 0 for no delay.
+            jitter: The maximum deviation from the delay in either direction, in seconds. At most `seconds`.
+            direction: The direction, or ``"both"``, which delays a request and its reply.
 
         Raises:
-            ConfigurationError: a value is out of range.
+            ConfigurationError: If a value is out of range.
         """
         if not 0 <= jitter <= seconds:
             raise ConfigurationError(f"0 <= jitter <= seconds must hold, not {jitter!r} and {seconds!r}")
@@ -412,14 +413,14 @@ class FaultProxy:
     def throttle(self, bytes_per_second: float | None, *, direction: Directions = "both") -> None:
         """Limit the rate of each connection.
 
-        The proxy buffers little, so that the sender notices.
+        The proxy buffers little, so the sender notices the limit.
 
         Args:
-            bytes_per_second: at most so many, in each direction for itself; None for no limit.
-            direction: which way, or both.
+            bytes_per_second: The maximum rate, in bytes per second for each direction, or None for no limit.
+            direction: The direction, or ``"both"``.
 
         Raises:
-            ConfigurationError: the rate is not above 0.
+            ConfigurationError: If the rate is not above 0.
         """
         if bytes_per_second is not None and not bytes_per_second > 0:
             raise ConfigurationError(f"bytes_per_second is above 0 or None, not {bytes_per_second!r}")
@@ -432,7 +433,7 @@ class FaultProxy:
         self._call(lambda server: server.refuse())
 
     def hang_connections(self) -> None:
-        """Accept new connections and do not answer.
+        """Accept new connections but do not answer.
 
         `accept_connections` and `heal` connect them to the broker.
         """
@@ -446,10 +447,10 @@ class FaultProxy:
         """Connect new connections to another broker. The attribute `url` does not change.
 
         Args:
-            url: only its scheme, host and port are used.
+            url: The URL of the broker, of which only scheme, host and port are used.
 
         Raises:
-            ConfigurationError: it is not an AMQP URL of one host.
+            ConfigurationError: If `url` is not an AMQP URL with one host.
         """
         upstream = Upstream.of(url)
 
@@ -461,38 +462,39 @@ class FaultProxy:
     # single frames
 
     def inject(self, direction: Direction, frame: Frame | bytes) -> None:
-        """Put frames of your own into the most recent live connection.
+        """Insert your own frames into the most recent live connection.
 
-        They leave at once, or right behind a content (method, header, bodies) that is incomplete in that direction. No
-        frame fault is applied to them; delay, throttle and black hole are. The other end does not know of them: a
-        double ``basic.ack`` to the broker makes it close the channel for real; but the client's answer to an injected
-        ``channel.close`` is a breach of the protocol to the broker, which closes the connection with 503, unless
-        `rewrite` makes a ``channel.close`` of that answer.
+        The frames leave at once, or after a content (method, header, bodies) that is incomplete in that direction. No
+        frame fault applies to them, but delay, throttle and black hole do. The other end does not know of them. For
+        example, the broker really closes the channel after a double ``basic.ack``. But the client's reply to an
+        injected ``channel.close`` violates the protocol for the broker, which closes the connection with 503, unless
+        `rewrite` turns that reply into a ``channel.close``.
 
         Args:
-            direction: which way.
-            frame: whole frames.
+            direction: The direction.
+            frame: One frame, or the bytes of whole frames.
 
         Raises:
-            UsageError: no connection is live.
+            UsageError: If no connection is live.
         """
         data = frame.raw if isinstance(frame, Frame) else frame
         checked_direction(direction)
         self._call(lambda server: server.newest().streams[direction].inject(data))
 
     def rewrite(self, function: RewriteFunction, direction: Directions = "both") -> Callable[[], None]:
-        """Replace frames by the result of a function.
+        """Replace frames with the result of a function.
 
-        It is called with whole frames, of every connection, on the proxy's thread: it must be quick, and may call the
-        other controls, but not wait. If it raises, the connection is reset, and `wait_for` and `close` raise.
+        The function is called on the proxy's thread with each whole frame of every connection. It must be quick, and
+        may call other controls, but must not wait. If it raises, the connection is reset, and `wait_for` and `close`
+        raise.
 
         Args:
-            function: called with the direction and the frame; returns the frames that leave, none to drop it, the same
-                one twice to double it; a `Cut` among them ends the connection there.
-            direction: of the frames that it is called with.
+            function: A function that takes the direction and the frame, and returns the frames that leave: none to drop
+                the frame, the same frame twice to duplicate it. A `Cut` ends the connection at that place.
+            direction: The direction of the frames, or ``"both"``.
 
         Returns:
-            A call that removes the function.
+            A function that removes `function`.
         """
         faults = [Rewrite(function, one) for one in directions_of(direction)]
 
@@ -504,10 +506,10 @@ class FaultProxy:
         return lambda: self._call(lambda server: server.remove(faults))
 
     def heal(self) -> None:
-        """Remove every fault, also those that have had no effect yet.
+        """Remove every fault, including faults that have had no effect.
 
-        Held confirms and the bytes in a black hole arrive; connections that hang are connected; a side that `cut` left
-        open is reset.
+        Held confirms and the bytes in a black hole arrive. Hanging connections are connected to the broker. A side that
+        `cut` left open is reset.
         """
         self._call(lambda server: server.heal())
 
@@ -553,7 +555,7 @@ class FaultProxy:
             return action(server)
 
         async def run() -> T:
-            result = action(self._open_server())  # it may have been closed in between
+            result = action(self._open_server())  # the proxy may have been closed in between
             await asyncio.sleep(0)  # the sockets that the action closes are closed one turn later
             return result
 
@@ -588,5 +590,5 @@ class FaultProxyFactory(Protocol):
     """The type of the fixture ``fault_proxy``, which returns a started `FaultProxy`."""
 
     def __call__(self, url: str, **options: Any) -> FaultProxy:
-        """Make a proxy in front of the broker at `url`, with the options of `FaultProxy`."""
+        """Start a proxy for the broker at `url`, with the options of `FaultProxy`."""
         ...

@@ -33,13 +33,13 @@ _OWN_IMAGE: Final = "reliable-mq/rabbitmq:newest"
 _OFFICIAL_IMAGE: Final = "rabbitmq:4-management"
 _START_TIMEOUT: Final = 90.0
 _ALARM_TIMEOUT: Final = 30.0
-# Clients connect from outside the container, as guest. Counts of the management API lag by 5 s by default.
+# Clients connect as guest from outside the container. By default, the counts of the management API lag by 5 s.
 _CONF: Final = """
 loopback_users.guest = false
 log.console = true
 collect_statistics_interval = 1000
 """
-_ALARMS: Final = {  # set, clear
+_ALARMS: Final = {  # expressions to set and to clear
     "memory": (
         "vm_memory_monitor:set_vm_memory_high_watermark(0.0)",
         "vm_memory_monitor:set_vm_memory_high_watermark(0.6)",
@@ -49,10 +49,9 @@ _ALARMS: Final = {  # set, clear
         'rabbit_disk_monitor:set_disk_free_limit("50MB")',
     ),
 }
-# Both print the value, in quotes; base64 has nothing that either would write
-# differently, nor is it empty. Where erl_call is missing, or
-# prints nothing, as it does now and then, rabbitmqctl is asked.
-_EVALUATE_ATTEMPTS: Final = 5  # where nothing at all is printed
+# erl_call and rabbitmqctl print the value in quotes. They print base64 in the same form, and it is never empty here.
+# rabbitmqctl is used if erl_call is missing, or prints nothing, which sometimes happens.
+_EVALUATE_ATTEMPTS: Final = 5  # if nothing at all is printed
 _EVALUATE: Final = """
 if command -v erl_call >/dev/null; then
     cookie=$(cat /var/lib/rabbitmq/.erlang.cookie)
@@ -74,20 +73,21 @@ _QUOTED: Final = re.compile(r'"([A-Za-z0-9+/=]*)"')
 
 
 class RabbitMQ(ContainedServer):
-    """One broker in a container; a context manager, which launches and removes it.
+    """One broker in a container. A context manager that launches and removes it.
 
     Not thread-safe. Each method that injects a fault blocks until the fault is in effect.
 
     Args:
-        image: of docker's; by default ``reliable-mq/rabbitmq:newest`` where this project's tests have built it, else
-            the official ``rabbitmq:4-management``, which is pulled at the first launch. The lab needs the management
-            plugin, which an image without ``-management`` lacks.
-        conf: more lines for ``rabbitmq.conf``.
-        files: more files in the container: absolute path → content (certificates, say), readable by everyone.
-        environment: more environment variables for the broker.
+        image: The docker image. The default is ``reliable-mq/rabbitmq:newest`` if this project's tests have built it,
+            else the official ``rabbitmq:4-management``, which is pulled at the first launch. The lab needs the
+            management plugin, which an image without ``-management`` lacks.
+        conf: More lines for ``rabbitmq.conf``.
+        files: More files in the container, for example certificates, by absolute path. Every user can read them.
+        environment: More environment variables for the broker.
 
     Raises:
-        ConfigurationError: the system is not Linux.
+        ConfigurationError: If the system is not Linux.
+        LabError: If `image` is None and no docker daemon answers.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class RabbitMQ(ContainedServer):
         self.image = image or default_image()
         self._files = {path: File(content) for path, content in (files or {}).items()}
         self._files["/etc/rabbitmq/conf.d/95-testing.conf"] = File((_CONF + conf).encode())
-        # Erlang sizes its port table by the descriptor limit, which in a container can be a thousand million.
+        # Erlang sizes its port table by the descriptor limit, which can be a thousand million in a container.
         self._environment = {"ERL_MAX_PORTS": "65536", **(environment or {})}
         self._to_undo: dict[str, Callable[[], object]] = {}
         self._version = ""
@@ -113,13 +113,13 @@ class RabbitMQ(ContainedServer):
     # life
 
     def launch(self) -> Self:
-        """Create and start the container; block until the broker accepts connections.
+        """Create and start the container. Blocks until the broker accepts connections.
 
-        That takes some 8 s on two idle cores.
+        A launch takes about 8 s on two idle cores.
 
         Raises:
-            LabError: docker or the image cannot be had.
-            TimeoutError: the broker did not answer within 90 s; the end of its log is in the text.
+            LabError: If docker or the image is not available.
+            TimeoutError: If the broker does not answer within 90 s. The message has the end of the log.
         """
         self.create(self.image, files=self._files, environment=self._environment)
         try:
@@ -139,117 +139,117 @@ class RabbitMQ(ContainedServer):
 
     @property
     def port(self) -> int:
-        """The host's port of plain AMQP; 0 before `launch`."""
+        """The host's port for plain AMQP, 0 before `launch`."""
         return self._ports[AMQP]
 
     @property
     def tls_port(self) -> int:
-        """The host's port of 5671, where the broker listens only if `conf` configures it."""
+        """The host's port for AMQP over TLS (5671), if `conf` enables that listener."""
         return self._ports[AMQPS]
 
     @property
     def stream_port(self) -> int:
-        """The host's port of the stream protocol, where the image has its plugin."""
+        """The host's port for the stream protocol, if the image has its plugin."""
         return self._ports[STREAM]
 
     @property
     def url(self) -> str:
-        """The AMQP URL of the default virtual host, as guest."""
+        """The AMQP URL of the default virtual host, for user guest."""
         return self.url_of("/")
 
     def url_of(self, virtual_host: str) -> str:
-        """Return the AMQP URL of a virtual host, as guest."""
+        """Return the AMQP URL of a virtual host, for user guest."""
         return f"amqp://guest:guest@{self.host}:{self.port}/{quote(virtual_host, safe='')}"
 
     reachable_url_of = url_of
 
     def direct_url_of(self, virtual_host: str) -> str:
-        """Return the AMQP URL past docker's proxy for ports, for `lose_packets`."""
+        """Return an AMQP URL that bypasses docker's port proxy, for `lose_packets`."""
         return f"amqp://guest:guest@{self.address}:{AMQP}/{quote(virtual_host, safe='')}"
 
     @property
     def management(self) -> Management:
-        """The broker's management API, as guest."""
+        """The broker's management API, for user guest."""
         return Management(f"http://{self.host}:{self._ports[MANAGEMENT]}")
 
     @property
     def metrics_url(self) -> str:
-        """The URL of the broker's own Prometheus metrics, where the image has the plugin."""
+        """The URL of the broker's Prometheus metrics, if the image has the plugin."""
         return f"http://{self.host}:{self._ports[PROMETHEUS]}/metrics"
 
     @property
     def version(self) -> str:
-        """The broker's version, such as ``"4.3.6"``; empty before `launch`."""
+        """The broker's version, such as ``"4.3.6"``. Empty before `launch`."""
         return self._version
 
     # faults
 
     def start(self, *, timeout: float = _START_TIMEOUT) -> None:
-        """Start a broker that was killed or stopped, on the same ports and data.
+        """Start a killed or stopped broker with the same ports and data.
 
-        Blocks until it answers.
+        Blocks until the broker answers.
 
         Args:
-            timeout: seconds.
+            timeout: The maximum wait, in seconds.
 
         Raises:
-            TimeoutError: it did not answer; the end of its log is in the text.
+            TimeoutError: If the broker does not answer within `timeout`. The message has the end of the log.
         """
         self._to_undo.clear()  # alarms end with the process
         super().start(timeout=timeout)
 
     def alarm(self, kind: Alarm) -> None:
-        """Raise a resource alarm: the broker blocks every connection that publishes.
+        """Raise a resource alarm, so that the broker blocks every publishing connection.
 
-        In a cluster all nodes do. Blocks until the alarm is in effect.
+        In a cluster, all nodes block them. Blocks until the alarm is in effect.
 
         Args:
-            kind: ``"memory"`` sets the watermark to 0, ``"disk"`` demands more free space than there is.
+            kind: ``"memory"`` sets the watermark to 0. ``"disk"`` demands more free space than the disk has.
 
         Raises:
-            ConfigurationError: `kind` is neither.
-            TimeoutError: the broker did not raise it within 30 s.
+            ConfigurationError: If `kind` is neither ``"memory"`` nor ``"disk"``.
+            TimeoutError: If the broker does not raise the alarm within 30 s.
         """
         self._set_alarm(kind, on=True)
         self._to_undo[kind] = lambda: self.clear_alarm(kind)
 
     def clear_alarm(self, kind: Alarm) -> None:
-        """Clear an alarm; block until it has ended, unless the other one is raised.
+        """Clear an alarm. Blocks until it has ended, unless the other alarm is raised.
 
         Raises:
-            ConfigurationError: `kind` is neither ``"memory"`` nor ``"disk"``.
-            TimeoutError: the broker did not clear it within 30 s.
+            ConfigurationError: If `kind` is neither ``"memory"`` nor ``"disk"``.
+            TimeoutError: If the broker does not clear the alarm within 30 s.
         """
         self._set_alarm(kind, on=False)
 
     def change_certificate(self, files: Mapping[str, bytes]) -> None:
-        """Replace certificates and keys of `files`, for connections to come."""
+        """Replace certificates and keys of `files`, for future connections."""
         self.put_files({path: File(content) for path, content in files.items()})
         self.evaluate("ssl:clear_pem_cache()")
 
     def heal(self) -> None:
-        """Undo every fault; block until the broker answers."""
+        """Undo every fault. Blocks until the broker answers."""
         super().heal()
         for undo in list(self._to_undo.values()):
             undo()
 
     def rabbitmqctl(self, *arguments: str) -> str:
-        """Run ``rabbitmqctl --quiet``, a second of CPU; return its output.
+        """Run ``rabbitmqctl --quiet`` and return its output. Takes about 1 s of CPU time.
 
         Raises:
-            LabError: it failed; its output is in the text.
+            LabError: If the command fails. The message has its output.
         """
         return self.execute("rabbitmqctl", "--quiet", *arguments)
 
     def evaluate(self, expression: str) -> str:
-        """Evaluate an Erlang expression in the broker; return the value as text.
+        """Evaluate an Erlang expression in the broker and return the value as text.
 
-        A binary or a string is returned as its text. ``erl_call`` takes a tenth of the time of ``rabbitmqctl eval``,
-        most of a second of CPU, which is for images without it. The expression must bear to be evaluated again: docker
-        loses the output of a short command now and then.
+        A binary is returned as its text, and any other value as an Erlang term. ``rabbitmqctl eval`` takes most of a
+        second of CPU time. ``erl_call`` takes a tenth of that, and is used if the image has it. The expression may be
+        evaluated several times, because docker sometimes loses the output of a short command.
 
         Raises:
-            LabError: it failed; its output is in the text.
+            LabError: If the evaluation fails. The message has its output.
         """
         output = ""
         for _ in range(_EVALUATE_ATTEMPTS):
@@ -295,10 +295,10 @@ class RabbitMQ(ContainedServer):
 
 
 def default_image() -> str:
-    """Return this project's own image where docker has it, else the official one.
+    """Return this project's own image if docker has it, else the official image.
 
     Raises:
-        ConfigurationError: this is not Linux.
-        LabError: no docker daemon answers.
+        ConfigurationError: If the system is not Linux.
+        LabError: If no docker daemon answers.
     """
     return _OWN_IMAGE if has_image(_OWN_IMAGE) else _OFFICIAL_IMAGE

@@ -1,9 +1,9 @@
-"""The proxy's listening socket, its connections, and the faults that are set.
+"""The proxy's listening socket, its connections, and the current faults.
 
 Invariants:
-- everything here runs on the proxy's thread; only the counters, `live` and `held` may be read from others;
-- the listening address never changes, also while connections are refused: a bound socket that does not listen keeps it;
-- after `close` no socket and no task is left.
+- All code in this module runs on the proxy's thread. Other threads may only read the counters, `live` and `held`.
+- The listening address never changes. While connections are refused, a bound socket that does not listen keeps it.
+- After `close`, no socket and no task is left.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """Where the broker is, and whether it speaks TLS."""
+    """The address of the broker, and whether it uses TLS."""
 
     host: str
     port: int
@@ -58,10 +58,10 @@ class Upstream:
 
     @classmethod
     def of(cls, url: str) -> Upstream:
-        """Return the place that a URL names.
+        """Return the address in a URL.
 
         Raises:
-            ConfigurationError: it is not an AMQP URL of one host.
+            ConfigurationError: If `url` is not an AMQP URL with one host.
         """
         parts = urlsplit(url)
         try:
@@ -76,7 +76,7 @@ class Upstream:
 
 
 class Server:
-    """Listen, and hold the state of all connections."""
+    """The listening socket and the state of all connections."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Server:
         return sum(connection.live for connection in list(self._connections.values()))
 
     def summary(self) -> str:
-        """Return the counts of connections, held confirms and frames, for an error."""
+        """Return the counts of connections, held confirms and frames, for error messages."""
         frames = {
             direction: {name_of(key): count for key, count in dict(self.seen[direction]).items()}
             for direction in DIRECTIONS
@@ -138,7 +138,7 @@ class Server:
         return f"{self.accepted} connections, {self.live} live, {self.gate.held} confirms held, frames seen: {frames}"
 
     def admit(self) -> None:
-        """Accept connections and connect them, and those that hang."""
+        """Accept connections and connect them to the broker, also those that hang."""
         self._listen()
         self._admitting.set()
 
@@ -148,7 +148,7 @@ class Server:
         self._admitting.clear()
 
     def refuse(self) -> None:
-        """Stop listening: the system refuses connections."""
+        """Stop listening, so that the operating system refuses connections."""
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
@@ -158,7 +158,7 @@ class Server:
         """Return the most recent live connection.
 
         Raises:
-            UsageError: there is none.
+            UsageError: If no connection is live.
         """
         for connection in reversed(self._connections.values()):
             if connection.live:
@@ -166,7 +166,7 @@ class Server:
         raise UsageError("no connection through the proxy is live")
 
     def cut(self, *, reset: bool, side: str) -> int:
-        """End every connection, or one side of it; return their number."""
+        """End every connection, or one side of each. Return the number of connections."""
         connections = [connection for connection in self._connections.values() if not connection.closing]
         for connection in connections:
             if side == "both" or not connection.connected:
@@ -176,7 +176,7 @@ class Server:
         return len(connections)
 
     def failed(self, error: Exception) -> None:
-        """Keep the first error of a user's function, for the user's next wait or close."""
+        """Store the first error of a user's function for the next wait or close."""
         if self.error is None:
             self.error = error
         self.changed()
@@ -195,7 +195,7 @@ class Server:
     def set_conditions(
         self, directions: Iterable[Direction], new_connections: bool, changes: Mapping[str, Any]
     ) -> None:
-        """Change every connection, and with `new_connections` those to come."""
+        """Change all connections, and with `new_connections` also later ones."""
         for direction in directions:
             if new_connections:
                 self._conditions[direction] = replace(self._conditions[direction], **changes)
@@ -211,7 +211,7 @@ class Server:
             self.faults[direction][:] = [fault for fault in self.faults[direction] if fault not in unwanted]
 
     def set_confirms(self, mode: ConfirmMode) -> None:
-        """Set how the broker's confirms pass from now on."""
+        """Set the treatment of the broker's confirms from now on."""
         self.gate.mode = mode
         if self.gate not in self.faults["to_client"]:
             self.add("to_client", self.gate)
@@ -259,7 +259,7 @@ class Server:
         self._connections[connection.number] = connection
         task = asyncio.get_running_loop().create_task(self._open(connection, client))
         self._opening[connection.number] = task
-        # A task that is cancelled before its first step runs none of its own clean-up.
+        # The clean-up is a callback, because a task that is cancelled before its first step runs no code.
         task.add_done_callback(lambda _: self._opened(connection, client))
         self.changed()
 
@@ -268,14 +268,14 @@ class Server:
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT):
                 await loop.connect_accepted_socket(lambda: connection.client, client, ssl=self._context)
-        except OSError as error:  # a TLS handshake that fails, or takes too long
+        except OSError as error:  # the TLS handshake failed or took too long
             logger.info("the client of connection %d is refused: %s", connection.number, error)
             return
         await self._admitting.wait()
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT):
                 await loop.create_connection(lambda: connection.broker, upstream.host, upstream.port, **self._secured())
-        # TimeoutError is an OSError; a host name may not be one; the files of the TLS options may not be there
+        # OSError: also a timeout. UnicodeError: an invalid host name. ConfigurationError: a missing file for TLS.
         except (OSError, UnicodeError, ConfigurationError) as error:
             logger.info("the broker at %s cannot be reached: %s", upstream, error)
             connection.cut(reset=True)
@@ -283,7 +283,7 @@ class Server:
             connection.start()
 
     def _secured(self) -> dict[str, Any]:
-        """Return the options of asyncio for a connection to the broker."""
+        """Return asyncio's TLS options for a connection to the broker."""
         if not self.upstream.secure:
             return {}
         return {"ssl": self._tls.build_context(), "server_hostname": self._tls.server_name or self.upstream.host}
@@ -296,7 +296,7 @@ class Server:
 
 
 def count_of(counters: dict[Direction, Counter[int]], name: str | None, direction: Direction | None) -> int:
-    """Return the number of frames of a name, or of all, in a direction, or both."""
+    """Return the number of frames with a name (None: all) in a direction (None: both)."""
     wanted = DIRECTIONS if direction is None else (checked_direction(direction),)
     if name is None:
         return sum(sum(counters[each].values()) for each in wanted)
@@ -307,7 +307,7 @@ def count_of(counters: dict[Direction, Counter[int]], name: str | None, directio
 def server_context(
     cert_file: str | PathLike[str] | None, key_file: str | PathLike[str] | None
 ) -> ssl.SSLContext | None:
-    """Return the context that ends the clients' TLS; None without a certificate."""
+    """Return the TLS context for clients, or None without a certificate."""
     if cert_file is None:
         if key_file is not None:
             raise ConfigurationError("key_file is given without cert_file: a key is of no use alone")

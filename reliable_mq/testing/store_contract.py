@@ -1,6 +1,6 @@
-"""Tests for an idempotency store of your own, as a pytest class to derive from.
+"""Tests for your own idempotency store, as a pytest base class.
 
-`StoreContract` holds for every `IdempotencyStore`. Derive a class from it in a test module, with a fixture that makes
+Every `IdempotencyStore` must pass `StoreContract`. Derive a class from it in a test module, with a fixture that creates
 the store::
 
     class TestMine(StoreContract):
@@ -10,7 +10,7 @@ the store::
             with MyStore(tmp_path / "store", retention=RETENTION, clock=clock) as store:
                 yield StoreUnderTest(store, age=clock.advance, empty=store.clear)
 
-It needs the extra ``testing``. The stores of this package run it, too. For outboxes there is
+The contract needs the extra ``testing``. The stores of this package also run it. The contract for outboxes is in
 :mod:`reliable_mq.testing.outbox_contract`.
 """
 
@@ -60,14 +60,16 @@ NEW, IN_PROGRESS, DONE, UNREADABLE = (
 
 @dataclass
 class StoreUnderTest:
-    """A store, and the control of its time and its records.
+    """A store, with functions that control its time and its records.
 
     Attributes:
-        store: its methods block; wrap an asyncio store in a `StoreOnThread`. It keeps records for `RETENTION` seconds.
-        age: lets that many seconds pass: advances its clock, or moves the times of its records into the past.
-        empty: lets it forget everything.
-        rewrite: gives the record of a key a format of a newer version; None for a store that does not outlive its
-            process.
+        store: The store. Its methods must block, so wrap an asyncio store in a `StoreOnThread`. It must keep records
+            for `RETENTION` seconds.
+        age: A function that makes a number of seconds pass. It advances the store's clock, or moves the times of its
+            records into the past.
+        empty: A function that deletes all records.
+        rewrite: A function that gives the record of a key the format of a newer version, or None for a store that does
+            not outlive its process.
     """
 
     store: Any
@@ -77,13 +79,15 @@ class StoreUnderTest:
 
 
 class StoreOnThread:
-    """An asyncio store whose methods block, on an event loop in another thread.
+    """A wrapper that gives an asyncio store methods that block.
+
+    The store runs on an event loop in another thread.
 
     Args:
-        make: makes the store; called on that event loop.
+        make: A function that creates the store. It is called on that event loop.
 
     Attributes:
-        store: the store.
+        store: The store.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -105,7 +109,7 @@ class StoreOnThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
 
     def end(self, closing: Coroutine[Any, Any, Any]) -> None:
-        """Run a coroutine that closes the store, then end the event loop."""
+        """Run a coroutine that closes the store, then stop the event loop."""
         self.run(closing)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(10)
@@ -122,15 +126,15 @@ def _claim(subject: StoreUnderTest, key: str = "a", lease: float = LEASE) -> Cla
 
 
 class StoreContract:
-    """Tests of an idempotency store.
+    """The tests that every idempotency store must pass.
 
-    Derive a class from it with a fixture ``subject``, which makes a `StoreUnderTest`. Those of ``reset_many`` run if
-    the store has that method, as the replay of dead letters needs it.
+    Derive a class with a fixture ``subject`` that creates a `StoreUnderTest`. The tests of ``reset_many`` run if the
+    store has that method, which the replay of dead letters needs.
     """
 
     @pytest.fixture
     def examples(self) -> int:
-        """The number of examples that the store and a model of it are compared by."""
+        """Return the number of examples that compare the store with its model."""
         return 10
 
     def test_a_key_is_claimed_once_and_done_once(self, subject: StoreUnderTest) -> None:
@@ -204,7 +208,7 @@ class StoreContract:
         assert subject.store.complete_many([done]) == [False]
 
     def test_keys_of_any_text_are_told_apart(self, subject: StoreUnderTest) -> None:
-        """Also keys that a database would trim, fold, cut or refuse."""
+        """This includes keys that a database might trim, fold, truncate or refuse."""
         keys = ["a", "A", "a ", " a", "", "ä", "a\u0308", "a\0", "\ud800", "%", "_", "'", "\\", "x" * 200, "x" * 201]
         keys += ["x" * 5000, "sha256:" + "0" * 64, "|", "a|b", "{a}", "\uff21", "ß", "ss", ":k0"]
         made = subject.store.claim_many(keys, LEASE)
@@ -219,9 +223,9 @@ class StoreContract:
         assert subject.store.complete_many(made) == [True] * 2500
 
     def test_a_record_of_a_newer_format_is_neither_read_nor_changed(self, subject: StoreUnderTest) -> None:
-        """Row 58 of the fault matrix: it is `UNREADABLE`, and other keys are claimed."""
+        """Row 58 of the fault matrix: the key is `UNREADABLE`, and other keys are claimed."""
         if subject.rewrite is None:
-            return  # its records do not outlive the process
+            return  # the records do not outlive the process
         held = _claim(subject, "newer")
         subject.rewrite("newer")
         made = subject.store.claim_many(["newer", "other"], LEASE)
@@ -281,7 +285,7 @@ class StoreContract:
 
 
 def _run_threads(functions: Sequence[Callable[[], object]]) -> None:
-    """Run functions in threads, all at once; raise the first error."""
+    """Run functions in parallel threads. Raise the first error."""
     errors: list[BaseException] = []
 
     def guarded(function: Callable[[], object]) -> None:
@@ -305,10 +309,10 @@ class StoreCall(NamedTuple):
 
     Attributes:
         what: ``claim``, ``brief`` (a claim whose lease ends at once), ``complete``, ``release`` or ``fail``.
-        token: of the claim that is settled.
-        answer: the claim that was made, or whether it was settled; None if the call raised an error: it took effect
-            before ``ended``, or not at all.
-        begun, ended: the time.
+        token: The token of the claim to settle.
+        answer: The claim that was made, or whether the claim was settled. None if the call raised an error, and took
+            effect before ``ended`` or not at all.
+        begun, ended: The times of begin and end.
     """
 
     key: str
@@ -322,23 +326,23 @@ class StoreCall(NamedTuple):
 class _State(NamedTuple):
     """The state of a key in a store.
 
-    After a claim that raised an error the key is in ``doubt``: the next claim in the same process may be its holder.
+    After a claim that raised an error, the key is in ``doubt``: the next claim in the same process may get the key.
     """
 
     kind: str = "free"  # or held, brief, doubt, done
-    token: int = 0  # the newest that is known
+    token: int = 0  # the newest known token
     attempts: int = 0
 
 
 def explain(events: Sequence[StoreCall], *, asked_again: bool = False) -> bool:
     """Return whether some order of the calls explains their results.
 
-    A history is linearizable if there is an order of its calls in which each took effect at one moment between its
-    begin and its end, and which explains every result.
+    A history is linearizable if some order of its calls explains every result, and in this order each call takes effect
+    at one moment between its begin and its end.
 
     Args:
-        events: of one key.
-        asked_again: whether the store repeats a query whose reply was lost: then, a release may have taken effect and
+        events: The calls for one key.
+        asked_again: True if the store repeats a query whose reply was lost. A release may then take effect and still
             return False.
     """
     events = sorted(events, key=lambda event: event.begun)
@@ -362,7 +366,7 @@ def explain(events: Sequence[StoreCall], *, asked_again: bool = False) -> bool:
 
 
 def _after(state: _State, event: StoreCall) -> list[_State]:
-    """Return the states that may follow a call with this result; none if it is wrong."""
+    """Return the possible states after a call, or no states if its result is wrong."""
     if event.answer is None:
         return [state, *_after_lost(state, event)]
     if event.what in {"claim", "brief"}:
@@ -385,16 +389,16 @@ def _after(state: _State, event: StoreCall) -> list[_State]:
 
 
 def _after_lost(state: _State, event: StoreCall) -> list[_State]:
-    """Return the states after a call that took effect and raised an error."""
+    """Return the possible states after a call that took effect but raised an error."""
     if event.what in {"claim", "brief"}:
         return [state._replace(kind="doubt")] if state.kind in {"free", "brief"} else []
     return _after(state, event._replace(answer=True))
 
 
 def contended(store: Any, seed: int) -> list[StoreCall]:
-    """Let five threads make calls for three keys at random; return their history.
+    """Make random calls for three keys in five threads. Return their history.
 
-    Some leases end as soon as they begin.
+    Some leases end at once.
     """
     history: list[StoreCall] = []
 
@@ -439,12 +443,12 @@ def contended(store: Any, seed: int) -> list[StoreCall]:
 class StoreModel(RuleBasedStateMachine):
     """A store and a model of it, which remembers everything.
 
-    A holder that crashes is a claim that nobody settles. Invariants:
+    A crashed holder is a claim that is never settled. Invariants:
 
-    - of all claims on a key, at most one can still be completed or released: the newest, until it is settled;
-    - a key is done from its completion until its retention is over at least, and a lease longer at most;
-    - failed attempts add up over releases and are remembered as long;
-    - the tokens of a key only grow.
+    - At most one claim on a key can be completed or released: the newest one, until it is settled.
+    - A key is done from its completion until at least the end of its retention, and at most one lease longer.
+    - Failed attempts add up over releases and are remembered for the same time.
+    - The tokens of a key only grow.
     """
 
     claims = Bundle("claims")
@@ -454,10 +458,10 @@ class StoreModel(RuleBasedStateMachine):
         self.subject = subject
         subject.empty()
         self.now = 0.0
-        self.done: dict[str, tuple[int, float, float]] = {}  # by which token; until when at least, and at most
-        self.attempts: dict[str, tuple[int, float, float]] = {}  # how many; until when
-        self.holder: dict[str, tuple[int, float]] = {}  # newest token, end of its lease
-        self.longest: dict[str, float] = {}  # until when a store may keep the record of a key
+        self.done: dict[str, tuple[int, float, float]] = {}  # token, earliest end, latest end
+        self.attempts: dict[str, tuple[int, float, float]] = {}  # count, earliest end, latest end
+        self.holder: dict[str, tuple[int, float]] = {}  # newest token, end of the lease
+        self.longest: dict[str, float] = {}  # latest time at which a store may still have the key's record
         self.last: dict[str, int] = {}
 
     @rule(target=claims, keys=st.lists(st.sampled_from("abc"), min_size=1, max_size=4))
@@ -536,6 +540,6 @@ class StoreModel(RuleBasedStateMachine):
         return max(self.longest[key], self.now + RETENTION)
 
     def counts(self, key: str) -> set[int]:
-        """Return the counts of failed attempts that the store may have."""
+        """Return the possible counts of failed attempts in the store."""
         count, least, most = self.attempts.get(key, (0, 0.0, 0.0))
         return {count} if least > self.now else {count, 0} if most > self.now else {0}

@@ -1,7 +1,7 @@
-"""A virtual host of a test's own, seen without the tested code.
+"""A virtual host for one test, observed without the tested code.
 
-It is seen through plain pika, the management API and the queues' own processes, never through publishers and consumers
-of this package.
+All observations use plain pika, the management API and the processes of the queues. They never use publishers or
+consumers of this package.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["VirtualHost"]
 
-# The numbers of rabbitmqctl and the management API on quorum queues are seconds old; this asks the queues themselves. A
-# query is answered without changes that are not on the disk yet, such as the acks of a client that has just left. A
-# command is answered when all before it is there; this one changes nothing.
+# For quorum queues, the counts of rabbitmqctl and the management API are seconds old, so this expression queries the
+# queues. A query may miss changes that are not on the disk, such as the acks of a client that has just disconnected.
+# Therefore, a command that changes nothing goes first: it completes only after all earlier changes.
 _LIVE_COUNTS: Final = """
 [begin
     {{resource, _, queue, Name}} = amqqueue:get_name(Q),
@@ -46,7 +46,7 @@ _LIVE_COUNTS: Final = """
     {{base64:encode(Name), Count}}
 end || Q <- rabbit_amqqueue:list(<<"{vhost}">>)]
 """
-# What `rabbitmqctl close_all_connections` has the broker do.
+# This does the same as `rabbitmqctl close_all_connections`.
 _CLOSE_CONNECTIONS: Final = """
 begin
     Open = rabbit_connection_tracking:list(<<"{vhost}">>),
@@ -58,16 +58,17 @@ _COUNTED: Final = re.compile(r'\{<<"([^"]*)">>,(\d+)\}')
 
 
 class VirtualHost:
-    """A virtual host on a broker or a cluster. Not created before `create`.
+    """A virtual host on a broker or a cluster. It does not exist before `create`.
 
     Args:
-        broker: a `RabbitMQ` or a `RabbitMQCluster`.
-        name: of the virtual host.
+        broker: A `RabbitMQ` or a `RabbitMQCluster`.
+        name: The name of the virtual host.
 
     Attributes:
-        broker: as given.
-        name: as given.
-        url: the AMQP URL to it, as guest, who may do everything in it; of a cluster, with all hosts.
+        broker: The broker or cluster.
+        name: The name of the virtual host.
+        url: The AMQP URL of the virtual host for user guest, who has all permissions. The URL of a cluster has all
+            hosts.
     """
 
     def __init__(self, broker: BrokerOrCluster, name: str) -> None:
@@ -79,29 +80,29 @@ class VirtualHost:
         return f"<{type(self).__name__} {self.name} on {self.broker}>"
 
     def create(self) -> None:
-        """Create it, for guest."""
+        """Create the virtual host, with all permissions for user guest."""
         api = self.broker.management
         api.call("PUT", "vhosts", self.name, body={})
         api.call("PUT", "permissions", self.name, "guest", body={"configure": ".*", "write": ".*", "read": ".*"})
 
     def add_user(self, name: str) -> None:
-        """Add a user who may do everything in it, with the name as password.
+        """Add a user with all permissions in the virtual host, and the name as password.
 
-        Users are the broker's, and stay.
+        The user belongs to the broker and is not deleted with the virtual host.
         """
         api = self.broker.management
         api.call("PUT", "users", name, body={"password": name, "tags": ""})
         api.call("PUT", "permissions", self.name, name, body={"configure": ".*", "write": ".*", "read": ".*"})
 
     def delete(self) -> None:
-        """Delete it, with everything in it and every connection to it."""
+        """Delete the virtual host with its content, and close every connection to it."""
         self.broker.management.call("DELETE", "vhosts", self.name)
 
     def connect(self, **parameters: Any) -> Any:
-        """Return a ``pika.BlockingConnection``; of a cluster, to a node that runs.
+        """Return a ``pika.BlockingConnection``, in a cluster to a running node.
 
-        It has no heartbeat (a test that sits in another call would lose the connection) and 30 s for every blocking
-        step, unless `parameters` override these attributes of pika's ``URLParameters``.
+        The connection has no heartbeat, because a test that blocks in another call would lose it. Every blocking step
+        has a timeout of 30 s. `parameters` override these attributes of pika's ``URLParameters``.
         """
         settings = pika.URLParameters(self.broker.reachable_url_of(self.name))
         settings.heartbeat = 0
@@ -111,7 +112,7 @@ class VirtualHost:
         return pika.BlockingConnection(settings)
 
     def queue(self, name: str) -> dict[str, Any] | None:
-        """Return the management API's view of a queue, None where there is none."""
+        """Return a queue as the management API shows it, or None if it does not exist."""
         try:
             answer: dict[str, Any] = self.broker.management.call("GET", "queues", self.name, name)
         except ManagementAPIError as error:
@@ -121,20 +122,22 @@ class VirtualHost:
         return answer
 
     def delete_queue(self, name: str) -> None:
-        """Delete a queue from outside, whatever is in it and whoever consumes from it."""
+        """Delete a queue, even if it has messages or consumers."""
         self.broker.management.call("DELETE", "queues", self.name, name)
 
     def close_connections(self, reason: str = "closed by the test") -> int:
-        """Close every connection to it from the broker's side; return how many were known."""
+        """Close every connection to the virtual host from the broker's side.
+
+        Return the number of connections that the broker knew.
+        """
         encoded = base64.b64encode(reason.encode()).decode()
         return int(self.broker.evaluate(_CLOSE_CONNECTIONS.format(vhost=self.name, reason=encoded)))
 
     def peek(self, queue: str, count: int = 1000) -> list[dict[str, Any]]:
         """Return messages at the head of a queue, as the broker's JSON.
 
-        For messages that pika cannot decode. They are put back, which marks them
-        redelivered. Each has ``payload``, ``properties``, ``routing_key``
-        and ``redelivered``.
+        Use this for messages that pika cannot decode. The messages are requeued, which marks them as redelivered. Each
+        has ``payload``, ``properties``, ``routing_key`` and ``redelivered``.
         """
         wanted = {"count": count, "ackmode": "ack_requeue_true", "encoding": "auto"}
         messages: list[dict[str, Any]] = self.broker.management.call(
@@ -143,10 +146,10 @@ class VirtualHost:
         return messages
 
     def take_all(self, queue: str, *, timeout: float = 60.0) -> list[str]:
-        """Consume and ack all that is ready in a queue; return the message ids, in order.
+        """Consume and ack all ready messages of a queue. Return their ids in order.
 
-        A queue that does not exist is empty. A message without an id is ``"<no message id>"``. Blocks until the broker
-        has no more, at most `timeout` seconds.
+        A queue that does not exist is empty. The id of a message without one is ``"<no message id>"``. Blocks until no
+        message is ready, but at most about `timeout` seconds.
         """
         taken: list[str] = []
         if self.queue(queue) is None:
@@ -176,7 +179,7 @@ class VirtualHost:
         return taken
 
     def bodies(self, queue: str) -> list[tuple[str, bytes]]:
-        """Take all that is ready in a queue; return message id and body of each, in order."""
+        """Take all ready messages of a queue. Return their ids and bodies in order."""
         found: list[tuple[str, bytes]] = []
         with self.connect() as connection:
             channel = connection.channel()
@@ -187,14 +190,13 @@ class VirtualHost:
                 found.append((properties.message_id, body))
 
     def live_counts(self, queues: Iterable[str] = ()) -> dict[str, int]:
-        """Return the number of messages of each queue, as of now.
+        """Return the current number of messages of each queue.
 
-        Ready, unacked, and on their way to a dead-letter queue.
-
-        For knowing whether there are any: a message that is on its way may count twice.
+        The number includes ready and unacked messages, and those on their way to a dead-letter queue. Use it only to
+        check for 0, because a message on its way may count twice.
 
         Args:
-            queues: names that must be in the answer, with 0 where there is no such queue.
+            queues: The names that must be in the result, with 0 for a queue that does not exist.
         """
         answer = self.broker.evaluate(_LIVE_COUNTS.format(vhost=self.name))
         found = {base64.b64decode(name).decode(): int(count) for name, count in _COUNTED.findall(answer)}
@@ -204,15 +206,15 @@ class VirtualHost:
         """Block until a queue has exactly `count` consumers.
 
         Raises:
-            TimeoutError: it did not come to that within `timeout` seconds.
+            TimeoutError: If it does not within `timeout` seconds.
         """
         self._wait_for("consumer_count", queue, count, timeout)
 
     def wait_for_messages(self, queue: str, count: int, *, timeout: float = 30.0) -> None:
-        """Block until exactly `count` messages of a queue are ready, not unacked.
+        """Block until a queue has exactly `count` ready messages, without unacked ones.
 
         Raises:
-            TimeoutError: it did not come to that within `timeout` seconds.
+            TimeoutError: If it does not within `timeout` seconds.
         """
         self._wait_for("message_count", queue, count, timeout)
 

@@ -1,4 +1,4 @@
-"""Wait for a condition with a deadline, in place of a sleep."""
+"""Functions that wait for a condition with a deadline, instead of a sleep."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ T = TypeVar("T")
 def wait_until(
     condition: Callable[[], T], *, timeout: float, what: str | Callable[[], str], interval: float = 0.05
 ) -> T:
-    """Return the first true value of a condition. Blocks.
+    """Block until a condition is true, and return its first true value.
 
-    An exception out of `condition` ends the wait: a condition that may fail for a while catches that itself.
+    An exception from `condition` ends the wait. A condition that may fail for a while must catch the exception itself.
 
     Args:
-        condition: called at first and then every `interval` seconds, on this thread.
-        timeout: seconds.
-        what: the condition's name in the error, or a function that returns it.
-        interval: seconds.
+        condition: A function that is called at once and then every `interval` seconds, on this thread.
+        timeout: The maximum wait, in seconds.
+        what: The condition's name for the error message, or a function that returns it.
+        interval: The time between two calls, in seconds.
 
     Raises:
-        TimeoutError: nothing true came within `timeout`.
+        TimeoutError: If the condition is not true within `timeout`.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -42,14 +42,14 @@ def wait_until(
 
 
 async def until(condition: Callable[[], object], timeout: float = 20) -> None:
-    """Wait on an event loop for a condition that others bring about.
+    """Wait on an event loop until a condition is true.
 
     Args:
-        condition: called every 5 ms; it must not block.
-        timeout: seconds.
+        condition: A function that is called every 5 ms and must not block.
+        timeout: The maximum wait, in seconds.
 
     Raises:
-        TimeoutError: it was not true within `timeout`.
+        TimeoutError: If the condition is not true within `timeout`.
     """
     async with asyncio.timeout(timeout):
         while not condition():  # noqa: ASYNC110  # a change in another thread has no event

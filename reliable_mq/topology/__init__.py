@@ -1,13 +1,13 @@
 """Queues, exchanges and bindings as data, declared at every connect.
 
-In place of a queue or an exchange, a plain name means one that exists: it is not declared.
+A plain name in place of a queue or an exchange means an existing one, which is not declared.
 
 Invariants:
 
-- Every constructed object can be declared: a combination that RabbitMQ refuses is refused here, by its field's name.
-- The defaults lose nothing: a quorum queue, dead-lettered at least once, without the broker's delivery limit, which
-  counts reconnects too; a full queue refuses publishes, it does not drop messages that were confirmed.
-- A user's ``arguments`` win over our defaults, and never contradict a field without an error.
+- Every constructed object can be declared. A combination that RabbitMQ refuses raises an error that names the field.
+- The defaults lose no messages. A queue is a quorum queue, is dead-lettered at least once and has no delivery limit of
+  the broker, which also counts reconnects. A full queue refuses publishes instead of dropping confirmed messages.
+- A user's ``arguments`` take precedence over our defaults. If they contradict a field, an error is raised.
 """
 
 from reliable_mq.topology.arguments import TopologyWarning

@@ -1,12 +1,13 @@
-"""The table of queue arguments that RabbitMQ knows, and the checks that read it.
+"""The table of queue arguments that RabbitMQ knows, and the checks that use it.
 
 RabbitMQ accepts most arguments that it does not know: a queue with ``x-mesage-ttl`` never expires a message.
-`ARGUMENTS` holds one row for each argument; `Queue`, the linter, ``reliable-mq doctor`` and the Spark source read it. A
+`ARGUMENTS` has one row for each argument. `Queue`, the linter, ``reliable-mq doctor`` and the Spark source use it. A
 rule over several arguments is a function below (`_RULES`).
 
-`Arguments`, `check_name` and the like check the parts of any declaration.
+`Arguments`, `check_name` and similar functions check the parts of any declaration.
 
-Invariant: no I/O. Arguments in, problems out; `Queue` raises for the certain ones and warns of the others.
+Invariant: the checks do no I/O. They take arguments and return problems. `Queue` raises an error for certain problems
+and warns about the others.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ _EVERY: Final = _NO_STREAM | _STREAM
 
 
 class TopologyWarning(UserWarning):
-    """An argument of a `Queue` does nothing, or loses messages, and may yet be meant."""
+    """A warning about an argument of a `Queue` that has no effect or loses messages.
+
+    The argument may be intended; otherwise, an error is raised.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +59,10 @@ class ArgumentProblem:
     """A problem with one argument of a queue.
 
     Attributes:
-        argument: its name.
-        text: the problem; follows the name of the argument.
-        fix: the remedy.
-        certain: whether it cannot be meant: RabbitMQ refuses it, or it has no effect at all.
+        argument: The name of the argument.
+        text: The problem, worded to follow the argument's name.
+        fix: The remedy.
+        certain: Whether the argument cannot be intended, because RabbitMQ refuses it or it has no effect at all.
     """
 
     argument: str
@@ -72,19 +76,20 @@ class Argument:
     """A row of the table: an argument of a queue that RabbitMQ knows.
 
     Attributes:
-        name: e.g. ``x-max-length``.
-        kinds: the types of queue that RabbitMQ accepts it on.
-        since: the first version that knows it; earlier ones accept it and do nothing.
-        until: the first version that ignores or refuses it.
-        instead: the replacement, if it has an `until`.
-        values: the texts that it can be, if only some.
-        least: the lowest whole number that it can be, if it is one.
-        default: the value that a broker assumes for a queue without it; None if there is none.
-        default_since: the first version with that default.
-        with_policies: whether the doctor judges it together with policies and other queues, and not by the linter.
-        field: the field of `Queue` that stands for it; empty if there is none.
-        field_range: the whole numbers that the field accepts, if it is a whole number.
-        encode: converts the value of the field, given its name, to that of the argument.
+        name: The name, for example ``x-max-length``.
+        kinds: The types of queues for which RabbitMQ accepts the argument.
+        since: The first version that knows the argument. Earlier versions accept it without effect.
+        until: The first version that ignores or refuses the argument.
+        instead: The replacement, if the argument has an `until`.
+        values: The allowed texts, if only some are allowed.
+        least: The lowest allowed value, if the argument is a whole number with a lower bound.
+        default: The value that a broker assumes for a queue without the argument; None if there is none.
+        default_since: The first version with that default.
+        with_policies: Whether the doctor checks the argument together with policies and other queues, instead of with
+            the linter.
+        field: The field of `Queue` for the argument; empty if there is none.
+        field_range: The range that the field accepts, if it is a whole number.
+        encode: A function of the field's name and value that returns the argument's value.
     """
 
     name: str
@@ -103,11 +108,11 @@ class Argument:
     encode: Callable[[str, Any], object] | None = None
 
     def default_on(self, version: tuple[int, ...]) -> Any:
-        """Return the value that a broker of `version` assumes without this argument."""
+        """Return the value that a broker of `version` assumes without the argument."""
         return self.default if version >= self.default_since else None
 
     def is_sent_to(self, version: tuple[int, ...]) -> bool:
-        """Whether a default of ours for it means something to a broker of `version`."""
+        """Return whether our default for the argument is sent to a broker of `version`."""
         return version >= max(self.since, self.default_since)
 
 
@@ -152,7 +157,7 @@ ARGUMENTS: Final[Mapping[str, Argument]] = {
             with_policies=True,
         ),
         Argument("x-single-active-consumer", kinds=_NO_STREAM, field="single_active_consumer"),
-        # Up to 3.13 a quorum queue has no delivery limit unless told. -1 is none, and known from 4.0 on.
+        # Up to 3.13, a quorum queue has no delivery limit by default. -1 means no limit, and is known from 4.0 on.
         Argument("x-delivery-limit", kinds=_QUORUM, least=-1, default=20, default_since=(4,), with_policies=True),
         Argument(
             "x-delayed-retry-type",
@@ -179,7 +184,7 @@ ARGUMENTS: Final[Mapping[str, Argument]] = {
         Argument("x-initial-cluster-size", kinds=_STREAM),
         Argument("x-queue-leader-locator"),
         Argument("x-queue-master-locator", until=(4, 3), instead="use x-queue-leader-locator"),
-        # Durations of a stream are whole seconds.
+        # The durations of a stream are whole seconds.
         Argument("x-max-age", kinds=_STREAM, field="max_age", encode=lambda name, age: f"{int(seconds(name, age))}s"),
         Argument("x-stream-max-segment-size-bytes", kinds=_STREAM),
         Argument("x-stream-filter-size-bytes"),
@@ -190,11 +195,11 @@ ARGUMENTS: Final[Mapping[str, Argument]] = {
 `Argument.kinds` is from RabbitMQ 4.0 and 4.3, which refuse the others with "invalid arg ... of queue type".
 """
 
-#: Of plugins that are widely used: known, and no problem.
+#: Arguments of widely used plugins. They are not reported.
 _PLUGINS: Final = frozenset({"x-message-deduplication", "x-cache-size", "x-cache-ttl", "x-cache-persistence"})
 
-_OLDEST: Final = (4, 0)  # the version assumed for a broker whose version is not known
-_LIKE: Final = 0.8  # how alike two names are of which one is taken for a misspelling of the other
+_OLDEST: Final = (4, 0)  # the version assumed for a broker whose version is unknown
+_LIKE: Final = 0.8  # the similarity from which one name is taken for a misspelling of another
 
 
 def lint_arguments(
@@ -203,9 +208,9 @@ def lint_arguments(
     """Return the problems with the arguments of a queue, sorted by argument.
 
     Args:
-        arguments: all that it is declared with.
-        queue_type: ``"quorum"``, ``"classic"`` or ``"stream"``.
-        version: of the broker, e.g. ``(4, 0, 5)``; None if it is not known.
+        arguments: All arguments of the queue's declaration.
+        queue_type: The type of the queue: ``"quorum"``, ``"classic"`` or ``"stream"``.
+        version: The version of the broker, for example ``(4, 0, 5)``; None if unknown.
     """
     given = {name: value for name, value in arguments.items() if value is not None} | {"x-queue-type": queue_type}
     problems: list[ArgumentProblem] = []
@@ -352,10 +357,10 @@ _DEEPEST: Final = 32
 
 
 class Arguments(Mapping[str, object]):
-    """A read-only copy of the arguments of a declaration, of types that AMQP has.
+    """A read-only copy of the arguments of a declaration, limited to AMQP's types.
 
-    These are ``None``, ``bool``, ``int`` (64 bits), ``str``, ``bytes``, lists and mappings of these. Raises
-    `ConfigurationError`, which names the argument and its owner.
+    These are ``None``, ``bool``, ``int`` (64 bits), ``str``, ``bytes``, and lists and mappings of these. For another
+    type, the constructor raises a `ConfigurationError` that names the argument and its owner.
     """
 
     __slots__ = ("_items",)
@@ -377,7 +382,7 @@ class Arguments(Mapping[str, object]):
 
 
 def check_short_string(label: str, value: object) -> str:
-    """Return `value`, a text that fits a short string; `label` names it in errors."""
+    """Return `value` if it is text that fits a short string. Errors contain `label`."""
     if not isinstance(value, str):
         raise ConfigurationError(f"{label} must be text, not {type(value).__name__}")
     if not is_text(value):
@@ -391,18 +396,18 @@ def check_short_string(label: str, value: object) -> str:
 
 
 def check_name(label: str, value: object) -> str:
-    """Return `value`, the name of a queue or an exchange; `label` names it in errors."""
+    """Return `value` if it is a queue's or exchange's name. Errors contain `label`."""
     name = check_short_string(label, value)
     if not name:
         raise ConfigurationError(f"{label} must not be empty")
     if "\r" in name or "\n" in name:
-        # RabbitMQ strips them and answers with another name; pika then waits for ever for the one it asked for.
+        # RabbitMQ strips line ends and replies with another name; pika would wait forever for the requested name.
         raise ConfigurationError(f"{label} must not hold a line end, which RabbitMQ would strip: {name!r}")
     return name
 
 
 def check_new_name(label: str, value: object) -> str:
-    """Return `value`, a name that can be declared; `label` names it in errors."""
+    """Return `value` if it is a name that can be declared. Errors contain `label`."""
     name = check_name(label, value)
     if name.startswith("amq."):
         raise ConfigurationError(
@@ -413,7 +418,7 @@ def check_new_name(label: str, value: object) -> str:
 
 
 def check_flag(label: str, value: object) -> None:
-    """Check that `value` is True or False; `label` names it in errors."""
+    """Check that `value` is True or False. Errors contain `label`."""
     if not isinstance(value, bool):
         raise ConfigurationError(f"{label} must be True or False, not {value!r}")
 

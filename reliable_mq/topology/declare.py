@@ -1,9 +1,10 @@
-"""Exchanges and bindings; the order of declarations, and their refusals.
+"""Exchanges and bindings, the order of declarations, and their refusals.
 
-A topology is declared in an order in which each item follows those that it refers to, and none comes twice.
+A topology is declared in an order in which each item follows the items that it refers to, without repetition.
 
-AMQP gives a refusal no form but its text. The texts are those of RabbitMQ 4.0 and 4.3; an unknown one is passed on as
-it is. RabbitMQ cuts a text at 255 bytes, so that with a long name the values, or all of it, may be missing.
+A refusal in AMQP has no structure except its text. This module parses the texts of RabbitMQ 4.0 and 4.3, and passes on
+unknown texts unchanged. RabbitMQ cuts a text at 255 bytes, so with a long name, the values or the whole text may be
+missing.
 """
 
 from __future__ import annotations
@@ -54,17 +55,20 @@ class Exchange:
     """An exchange to declare.
 
     Args:
-        name: up to 255 bytes; not empty and not ``amq.``: those exist, and are used by their names.
-        type: ``"direct"``, ``"topic"``, ``"fanout"``, ``"headers"``, or a plugin's, which begins with ``x-``.
-        durable: whether it survives a restart of the broker.
-        auto_delete: deleted with its last binding.
-        internal: not to be published to, only bound to.
-        alternate_exchange: an `Exchange` to declare, or the name of one that exists, for messages that match no
-            binding.
-        arguments: further ones by RabbitMQ's names.
+        name: The name, up to 255 bytes. It must not be empty or begin with ``amq.``: such exchanges exist, and are used
+            by their names.
+        type: The type: ``"direct"``, ``"topic"``, ``"fanout"``, ``"headers"``, or a plugin's type, which begins with
+            ``x-``.
+        durable: Whether the exchange survives a restart of the broker.
+        auto_delete: Whether the exchange is deleted with its last binding.
+        internal: Whether the exchange refuses publishes, and can only be bound to.
+        alternate_exchange: The exchange for messages that match no binding: an `Exchange` to declare, or the name of an
+            existing one.
+        arguments: Further arguments by RabbitMQ's names.
 
     Raises:
-        ConfigurationError: something that RabbitMQ refuses, or that contradicts itself; names the field.
+        ConfigurationError: If RabbitMQ would refuse the exchange, or its options are contradictory. The message names
+            the field.
     """
 
     name: str
@@ -92,7 +96,7 @@ class Exchange:
             raise ConfigurationError(f"argument {_ALTERNATE} of {what} is given twice: also as alternate_exchange")
 
     def arguments_for(self, _version: tuple[int, ...]) -> dict[str, object]:
-        """Return the arguments of the declaration; the same on every version."""
+        """Return the arguments of the declaration, which are the same for every version."""
         alternate = self.alternate_exchange
         name = alternate.name if isinstance(alternate, Exchange) else alternate
         every = {_ALTERNATE: name, **self.arguments}
@@ -104,13 +108,14 @@ class Binding:
     """A binding from an exchange to a queue or to another exchange.
 
     Args:
-        source: an `Exchange` to declare, or the name of one that exists, e.g. ``"amq.topic"``.
-        destination: a `Queue` or an `Exchange` to declare, or the name of a queue that exists.
-        routing_key: up to 255 bytes; its meaning depends on the type of the exchange.
-        arguments: of the binding, e.g. ``x-match`` for a headers exchange; None means "present" there.
+        source: An `Exchange` to declare, or the name of an existing exchange, for example ``"amq.topic"``.
+        destination: A `Queue` or an `Exchange` to declare, or the name of an existing queue.
+        routing_key: The routing key, up to 255 bytes. Its meaning depends on the type of the exchange.
+        arguments: The arguments of the binding, for example ``x-match`` for a headers exchange, where None means
+            "present".
 
     Raises:
-        ConfigurationError: names the field.
+        ConfigurationError: If a value is invalid. The message names the field.
     """
 
     source: Exchange | str
@@ -134,14 +139,14 @@ Declaration = Queue | Exchange | Binding
 def declarations(topology: Iterable[Declaration]) -> list[Declaration]:
     """Return the declarations in order: exchanges, queues, bindings.
 
-    A queue follows its dead-letter queue. Queues and exchanges that another item refers to are declared too, unless by
-    a plain name.
+    A queue follows its dead-letter queue. Queues and exchanges that other items refer to are also declared, unless the
+    reference is a plain name.
 
     Args:
-        topology: in any order; equal items may be in it repeatedly.
+        topology: The items in any order. Equal items may be repeated.
 
     Raises:
-        ConfigurationError: something else is in it, or two that have one name and differ.
+        ConfigurationError: If the topology contains another type, or different items with the same name.
     """
     collected = _Collected()
     for item in _listed(topology):
@@ -200,10 +205,10 @@ def mismatch_from_reply(kind: str, name: str, code: int, text: str) -> TopologyM
     """Return the error for a declaration that the broker refused.
 
     Args:
-        kind: ``"queue"``, ``"exchange"`` or ``"binding"``.
-        name: of the queue or exchange, or of the destination of the binding.
-        code: the reply code, e.g. 406.
-        text: the reply text.
+        kind: The kind of the item: ``"queue"``, ``"exchange"`` or ``"binding"``.
+        name: The name of the queue or exchange, or of the binding's destination.
+        code: The reply code, for example 406.
+        text: The reply text.
     """
     what = f"{kind} {name!r}"
     inequivalence = inequivalence_from_reply(kind, name, text)
@@ -224,7 +229,7 @@ def mismatch_from_reply(kind: str, name: str, code: int, text: str) -> TopologyM
 
 
 class Inequivalence(NamedTuple):
-    """The argument that differs, with its values as the broker wrote them.
+    """An argument that differs, with its values as the broker wrote them.
 
     A value is None if the text was cut.
     """
@@ -235,19 +240,19 @@ class Inequivalence(NamedTuple):
 
     @property
     def difference(self) -> Difference:
-        """The difference for a user: without types and quotes."""
+        """The difference without types and quotes, to show to a user."""
         return Difference(self.argument, _value(self.declared), _value(self.existing))
 
     @property
     def is_known(self) -> bool:
-        """Whether the text says which value exists, or that none does."""
+        """Whether the text contains the existing value, or states that there is none."""
         return self.existing is not None
 
     def existing_value(self, declared: object) -> object:
-        """Return the existing value, in its type; None if the argument does not exist.
+        """Return the existing value in its type; None if there is none or it is unknown.
 
         Args:
-            declared: the declared value: an existing value that is written without a type has its type.
+            declared: The declared value. An existing value that is written without a type has the type of this value.
         """
         if self.existing is None or self.existing == "none":
             return None
@@ -260,17 +265,17 @@ class Inequivalence(NamedTuple):
 
 
 def inequivalence_from_reply(kind: str, name: str, text: str) -> Inequivalence | None:
-    """Return the argument that a refusal names; None if it has another reason.
+    """Return the argument that a refusal names, or None if it has another reason.
 
     Args:
-        kind: ``"queue"`` or ``"exchange"``.
-        name: the name in the declaration.
-        text: the reply text.
+        kind: The kind of the item: ``"queue"`` or ``"exchange"``.
+        name: The name in the declaration.
+        text: The reply text.
     """
     argument = _ARGUMENT.search(text)
     if argument is None:
         return None
-    # Names may hold quotes or text like the rest of the reply, so ours is skipped as a whole.
+    # A name may contain quotes or text like the rest of the reply, so the declared name is skipped as a whole.
     values = _VALUES.match(text.partition(f" for {kind} '{name}'")[2])
     if values is None:
         return Inequivalence(argument["argument"], None, None)
@@ -283,10 +288,10 @@ def mismatch_from_differences(
     """Return the error for a declaration that differs from the existing one.
 
     Args:
-        kind: ``"queue"`` or ``"exchange"``.
-        name: the name in the declaration.
-        differences: at least one.
-        more: the reply of the broker that ended the search; empty if there are no more differences.
+        kind: The kind of the item: ``"queue"`` or ``"exchange"``.
+        name: The name in the declaration.
+        differences: The differences, at least one.
+        more: The broker's reply that ended the search; empty if there are no more differences.
     """
     shown = "; ".join(map(_described, differences))
     if more:
@@ -303,7 +308,7 @@ def _described(difference: Difference) -> str:
 
 
 def _value(text: str | None) -> str | None:
-    """Return the value alone.
+    """Return a value without its type and quotes.
 
     RabbitMQ writes ``'20'``, ``the value '20' of type 'signedint'`` or ``none``.
     """

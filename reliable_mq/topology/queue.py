@@ -1,4 +1,4 @@
-"""A queue to declare, with its arguments on each version of the broker."""
+"""A queue to declare, with its arguments for each version of the broker."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _STRATEGY: Final = "x-dead-letter-strategy"
 
 _NEWEST: Final = (99,)
 _OF_FIELDS: Final = tuple(argument for argument in ARGUMENTS.values() if argument.field)
-_LONGEST_TTL: Final = 315_360_000  # seconds, ten years: RabbitMQ refuses more
+_LONGEST_TTL: Final = 315_360_000  # seconds (ten years), the most that RabbitMQ accepts
 _LONGEST_AGE: Final = 2**53
 
 
@@ -57,31 +57,35 @@ class Queue:
     """A queue to declare.
 
     Args:
-        name: up to 255 bytes (250 with a dead-letter queue of its own); not ``amq.``, which is reserved.
-        type: ``"quorum"`` (replicated, the default), ``"classic"`` or ``"stream"``.
-        durable: whether it survives a restart of the broker; False for a classic queue only.
-        exclusive: for this connection only, deleted with it; a classic queue only.
-        auto_delete: deleted with its last consumer; a classic queue only.
-        dead_letter: the queue for messages that are rejected or expire: by default one of its own (`DEFAULT`), a
-            `Queue` to declare, the name of one that exists, or None to drop them. A `Queue` given here is declared as
-            it is, with a dead-letter queue of its own unless it says ``dead_letter=None``.
-        max_length: messages; a full queue refuses publishes (they are nacked), it does not drop the oldest.
-        max_length_bytes: bytes of bodies, in the same way; on a stream, above which the oldest segments go.
-        message_ttl: seconds or a timedelta, up to ten years, after which a message is dead-lettered, or dropped if
-            there is no dead-letter queue. Rounded to milliseconds.
-        max_age: whole seconds or a timedelta, after which a stream drops messages, by segments.
-        max_priority: the highest priority, 1 to 255; a classic queue only (a quorum queue has two levels by itself).
-        single_active_consumer: whether one consumer at a time gets messages.
-        delayed_retry: the shortest and the longest delay of the broker's own delayed retry, in seconds or timedeltas; a
-            quorum queue on RabbitMQ 4.3 and newer only. A message that a handler failed on waits in the queue itself
-            then, for the shortest delay times its failures so far, up to the longest; the policy's delays, and
-            those of ``RetryLater``, do not matter. The policy's cap counts failures and lost connections together.
-        arguments: further ones by RabbitMQ's names. They win over our defaults; None leaves a default of ours out.
+        name: The name, up to 255 bytes (250 with a default dead-letter queue). It must not begin with ``amq.``, which
+            is reserved.
+        type: The type: ``"quorum"`` (replicated, the default), ``"classic"`` or ``"stream"``.
+        durable: Whether the queue survives a restart of the broker. False is only for classic queues.
+        exclusive: Whether only this connection can use the queue, which is deleted with it. Only for classic queues.
+        auto_delete: Whether the queue is deleted with its last consumer. Only for classic queues.
+        dead_letter: The queue for messages that are rejected or expire: `DEFAULT` for a queue named ``<name>.dead``, a
+            `Queue` to declare, the name of an existing queue, or None to drop the messages. A `Queue` given here is
+            declared unchanged, with a default dead-letter queue unless it has ``dead_letter=None``.
+        max_length: The maximum number of messages. A full queue refuses publishes (they are nacked) instead of dropping
+            the oldest messages.
+        max_length_bytes: The maximum total size of the bodies in bytes, with the same effect. On a stream, the oldest
+            segments are dropped above this size.
+        message_ttl: The time after which a message is dead-lettered, or dropped if there is no dead-letter queue, in
+            seconds or as a timedelta, up to ten years. Rounded to milliseconds.
+        max_age: The time after which a stream drops messages, by segments, in whole seconds or as a timedelta.
+        max_priority: The highest priority, 1 to 255. Only for classic queues (a quorum queue always has two levels).
+        single_active_consumer: Whether only one consumer at a time gets messages.
+        delayed_retry: The shortest and the longest delay of the broker's delayed retry, in seconds or as timedeltas.
+            Only for quorum queues on RabbitMQ 4.3 and newer. A message whose handler failed then waits in the queue
+            itself, for the shortest delay times the number of its failures so far, up to the longest delay. The delays
+            of the policy and of ``RetryLater`` have no effect. The policy's cap counts failures and lost connections
+            together.
+        arguments: Further arguments by RabbitMQ's names. They take precedence over our defaults; None omits a default.
 
     Raises:
-        ConfigurationError: something that RabbitMQ refuses, that does nothing (a misspelt argument, say), or that
-            contradicts itself; names the field. An argument that loses messages, and may yet be meant, is a
-            `TopologyWarning`.
+        ConfigurationError: If RabbitMQ would refuse the queue, an argument has no effect (for example because it is
+            misspelt), or the options are contradictory. The message names the field. An argument that loses messages
+            but may be intended causes a `TopologyWarning`.
     """
 
     name: str
@@ -121,9 +125,9 @@ class Queue:
 
     @property
     def dead_letter_name(self) -> str | None:
-        """The name of the queue that dead letters go to, declared here or not.
+        """The name of the queue that dead letters go to, whether declared here or not.
 
-        None if there is none, and if the `arguments` of the user route dead letters.
+        None if there is no such queue, or if the user's `arguments` route dead letters.
         """
         if isinstance(self.dead_letter, str):
             return self.dead_letter
@@ -131,9 +135,9 @@ class Queue:
         return None if queue is None else queue.name
 
     def arguments_for(self, version: tuple[int, ...]) -> dict[str, object]:
-        """Return the arguments of the declaration on a broker of `version`.
+        """Return the arguments of the declaration for a broker of `version`.
 
-        A default of ours that the version does not know is left out; an argument of the user is always sent.
+        A default that the version does not know is omitted. A user's argument is always sent.
         """
         ours = {name: value for name, value in self._defaults().items() if ARGUMENTS[name].is_sent_to(version)}
         every = {**ours, **self._fields(), **self.arguments}
@@ -142,7 +146,7 @@ class Queue:
     def _defaults(self) -> dict[str, object]:
         defaults: dict[str, object] = {"x-queue-type": self.type}
         if self.type == "quorum":
-            # Its default of 20 counts reconnects too; how often to try is the retry policy's to say.
+            # The broker's default of 20 also counts reconnects. The retry policy limits the attempts instead.
             defaults["x-delivery-limit"] = -1
         name = self.dead_letter_name
         if name is not None:
@@ -152,12 +156,12 @@ class Queue:
             defaults[_STRATEGY] = "at-least-once"
         limited = self.type != "stream" and (self.max_length, self.max_length_bytes) != (None, None)
         if at_least_once or limited:
-            # Dead-lettering at least once needs it; and by default a full queue drops confirmed messages.
+            # Dead-lettering at least once needs this. By default, a full queue would also drop confirmed messages.
             defaults["x-overflow"] = "reject-publish"
         return defaults
 
     def _fields(self) -> dict[str, object]:
-        """The arguments of the fields that were given."""
+        """Return the arguments of the fields that were given."""
         given: dict[str, object] = {}
         for argument in _OF_FIELDS:
             value = getattr(self, argument.field)
@@ -233,7 +237,7 @@ class Queue:
         if _DLX_KEY in declared and _DLX not in declared:
             raise self._error(f"argument {_DLX_KEY}", f"needs {_DLX} beside it")
         if declared.get(_STRATEGY) == "at-least-once" and declared.get("x-overflow") != "reject-publish":
-            # RabbitMQ only writes to its own log that it dead-letters at most once then.
+            # In this case, RabbitMQ dead-letters at most once, and only its log reports that.
             raise self._error(
                 "argument x-overflow",
                 f"must be reject-publish, or dead-lettering is not at least once; if that is meant, also give "

@@ -1,6 +1,6 @@
-"""Traces: OpenTelemetry spans of publishing and consuming; extra ``otel``.
+"""Traces: OpenTelemetry spans of publishing and consuming (extra ``otel``).
 
-`Tracing` is what users give a publisher or a consumer. OpenTelemetry is imported when one is made, not before.
+Users pass a `Tracing` to a publisher or a consumer. OpenTelemetry is imported when a `Tracing` is created, not before.
 """
 
 from reliable_mq.tracing.tracing import Tracing

@@ -1,14 +1,14 @@
 """Spans of consuming: *process* around a handler, *receive* for ``get``, *settle*.
 
-A handler runs in the context of its message, and the context of its thread or task is as before when it ends. The span
-of a single delivery is in the trace of its message and links to it, and to the attempt before; that of a batch has a
-trace of its own, and links to each message that is sampled. A message whose trace is not sampled costs no span: its
-handler runs in a context that says so, which is decoded if somebody looks at it.
+A handler runs in the context of its message. When it ends, the context of its thread or task is restored. The span of a
+single delivery is in the trace of its message and links to it, and to the previous attempt. The span of a batch has a
+separate trace, and links to each sampled message. A message whose trace is not sampled has no span: its handler runs in
+an unsampled context, which is decoded only if it is read.
 
 Invariants:
 
-- no exception of a tracer, or of a processor of spans, becomes the failure of a delivery;
-- a context is detached where it was attached, unless its task is thrown away.
+- No exception of a tracer or of a span processor becomes the failure of a delivery.
+- A context is detached where it was attached, unless its task is discarded.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _EMPTY: Final = Context()
 
 
 class _Handling(NamedTuple):
-    """A span around a handler, and the context with it."""
+    """A span around a handler, and the context that contains it."""
 
     context: Context
     span: Span
@@ -61,16 +61,16 @@ class _Handling(NamedTuple):
 
 
 class ConsumerTracer:
-    """Makes the spans of one consumer. Thread-safe.
+    """A factory of the spans of one consumer. Thread-safe.
 
     Args:
-        tracing: the settings.
-        name: of the consumer.
-        queue: its name.
-        endpoints: of the broker.
+        tracing: The settings.
+        name: The name of the consumer.
+        queue: The name of the queue.
+        endpoints: The endpoints of the broker.
 
     Attributes:
-        exemplars: traced times of handlers; nothing is counted here.
+        exemplars: Traced handler times, without counts.
     """
 
     def __init__(self, tracing: Tracing, *, name: str, queue: str, endpoints: Sequence[Endpoint]) -> None:
@@ -108,7 +108,7 @@ class ConsumerTracer:
         return handle
 
     def traced_coroutine(self, handler: Callable[[Any], Any], *, batch: bool) -> Callable[[Any], Any]:
-        """Return a coroutine function that runs one in the context of its message."""
+        """Return a coroutine function that runs a handler in its message's context."""
         begin = self._begin_batch if batch else self._begin
 
         async def handle(argument: Any) -> object:
@@ -131,7 +131,7 @@ class ConsumerTracer:
 
     @contextmanager
     def attempt(self, delivery: Delivery) -> Iterator[None]:
-        """Be in the context of the last attempt at a delivery, or in none."""
+        """Enter the context of the last attempt at a delivery, or an empty one."""
         before = context_of_attempt(delivery.attempt_context or "")
         token = attach(context_of(before) if before.is_valid else _EMPTY)
         try:
@@ -171,7 +171,7 @@ class ConsumerTracer:
         return answer
 
     def _begin(self, delivery: Delivery) -> Context | _Handling:
-        """Begin the span of a delivery; return a context alone if it has none."""
+        """Begin the span of a delivery. Return only a context if it needs none."""
         try:
             if delivery.attempt_context is not None:
                 return self._process(delivery, *self._carried(delivery))
@@ -256,12 +256,12 @@ class ConsumerTracer:
     # Deliveries of `get`
 
     def received(self, deliveries: Sequence[Delivery], began: int, peer: Endpoint | None) -> None:
-        """Record that a caller has got deliveries.
+        """Record that a caller has received deliveries.
 
         Args:
-            deliveries: any number.
-            began: when it asked for them, in nanoseconds since 1970.
-            peer: the host that it is connected to, if known.
+            deliveries: The deliveries. They may be empty.
+            began: The time when the caller requested them, in nanoseconds since 1970.
+            peer: The host that the caller is connected to, if known.
         """
         if not deliveries:
             return
@@ -292,14 +292,14 @@ class ConsumerTracer:
     # Settlements
 
     def settled(self, settlements: Iterable[SettledDeliveries], at: int, peer: Endpoint | None = None) -> None:
-        """Record settlements of sampled messages; call it where a processor may block.
+        """Record settlements of sampled messages. Call it where a processor may block.
 
-        Each is a child of the span of its first message, so that it is sampled, too.
+        Each settlement span is a child of the span of its first message, so that it is sampled too.
 
         Args:
-            settlements: written to the connection.
-            at: when, in nanoseconds since 1970.
-            peer: the host that they were written to, if known.
+            settlements: The settlements that were written to the connection.
+            at: The time of the write, in nanoseconds since 1970.
+            peer: The host that they were written to, if known.
         """
         for settlement in settlements:
             try:
@@ -365,13 +365,13 @@ class ConsumerTracer:
         return found
 
     def _common_destination(self, deliveries: Sequence[Delivery]) -> dict[str, Any]:
-        """Return the destination of all; the queue if they were published to several."""
+        """Return the common destination, or the queue if there are several."""
         if len({(delivery.exchange, delivery.routing_key) for delivery in deliveries}) == 1:
             return self._destination(deliveries[0])
         return {conventions.DESTINATION: self._queue}
 
     def _links(self, deliveries: Iterable[Delivery]) -> tuple[list[Link], bool]:
-        """Return links to messages that are sampled, and whether all carry a context."""
+        """Return links to sampled messages, and whether all messages carry a context."""
         propagation = self._propagation
         links: list[Link] = []
         decided = True
@@ -393,7 +393,7 @@ class ConsumerTracer:
         return links, decided
 
     def _carried(self, delivery: Delivery) -> tuple[Context, SpanContext | None]:
-        """Return the context that a delivery carries, and its span's, if valid."""
+        """Return the context that a delivery carries, and its span context if valid."""
         propagation, properties = self._propagation, delivery.properties
         found = None if propagation.has_baggage(properties) else propagation.span_context(properties)
         if found is not None and found.is_valid:
@@ -403,21 +403,21 @@ class ConsumerTracer:
         return context, span if span.is_valid else None
 
     def _context_of(self, propagation: Propagation, delivery: Delivery) -> Context:
-        """Return the context that a delivery carries; an empty one if none can be read."""
+        """Return the context that a delivery carries, empty if none can be read."""
         if not propagation.carries(delivery.properties):
             return _EMPTY
         flaw = delivery.flaw
         try:
             return propagation.extract(delivery.headers)
         except ConsumeError:
-            delivery.flaw = flaw  # the handler has not read the broken part
+            delivery.flaw = flaw  # the handler has not read the invalid part
             return _EMPTY
 
 
 def _is_thrown_away(error: BaseException, context: Context) -> bool:
-    """Whether a handler ends since its task is thrown away.
+    """Return whether a handler ends because its task is discarded.
 
-    It is in no context of its own then, so there is none to detach.
+    The handler is no longer in its context then, so nothing can be detached.
     """
     return isinstance(error, GeneratorExit) and get_current() is not context
 

@@ -1,7 +1,7 @@
-"""Names of spans and attributes: of OpenTelemetry's conventions, and ours.
+"""Names of spans and attributes: those of OpenTelemetry and of this package.
 
-The former are those of version 1.44.0, of which messaging is in development. Tests compare them, and every span that
-they see, with the files of OpenTelemetry's model.
+OpenTelemetry's names are from version 1.44.0 of its conventions, in which messaging is in development. Tests compare
+them, and every span that the tests see, with the files of OpenTelemetry's model.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ _DEFAULT_EXCHANGE: Final = "amq.default"
 
 
 def published_to(exchange: str, routing_key: str) -> str:
-    """Return the name of a destination, for a producer."""
+    """Return the name of a destination for a producer."""
     return ":".join(part for part in (exchange, routing_key) if part) or _DEFAULT_EXCHANGE
 
 
 def consumed_from(exchange: str, routing_key: str, queue: str) -> str:
-    """Return the name of a destination, for a consumer."""
+    """Return the name of a destination for a consumer."""
     parts = [exchange, routing_key] if routing_key == queue else [exchange, routing_key, queue]
     return ":".join(part for part in parts if part)
 
 
 def server(endpoints: Sequence[Endpoint]) -> Mapping[str, str | int]:
-    """Return the attributes of the broker; empty if it may be one of several."""
+    """Return the attributes of the broker, empty unless it has a single endpoint."""
     if len(endpoints) != 1:
         return {}
     return {SERVER_ADDRESS: endpoints[0].host, SERVER_PORT: endpoints[0].port}
 
 
 def peer(endpoint: Endpoint | None) -> Mapping[str, str | int]:
-    """Return the attributes of the host that was contacted; empty if it is not known."""
+    """Return the attributes of the contacted host, empty if it is unknown."""
     return {} if endpoint is None else {PEER_ADDRESS: endpoint.host, PEER_PORT: endpoint.port}

@@ -1,12 +1,12 @@
 """Contexts in the headers of messages.
 
-Headers are decoded for a message that carries a context alone: whether one does is a search in the encoded properties.
-The usual context, a ``traceparent`` without ``tracestate`` and ``baggage``, is read there without decoding anything.
+Headers are decoded only for a message that carries a context, which a search in the encoded properties detects. The
+usual context, a ``traceparent`` without ``tracestate`` and ``baggage``, is read without decoding.
 
-Nor is a propagator asked to write that: its call takes as long as publishing a message. One that writes it as W3C has
-it is recognised by what it writes, not by its class.
+Writing that context does not call a propagator either, because the call takes as long as publishing a message. A
+propagator that writes W3C's format is recognised by its output, not by its class.
 
-Invariant: a context that a message carries is never replaced, nor a single header of it.
+Invariant: a context that a message carries is never replaced, nor is any single header of it.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ if TYPE_CHECKING:
 __all__ = ["AttemptContext", "Propagation", "context_of", "context_of_attempt", "ids_of"]
 
 TRACEPARENT: Final = "traceparent"
-_BAGGAGE: Final = "baggage"  # no context of a trace
+_BAGGAGE: Final = "baggage"  # not part of a trace context
 _W3C: Final = frozenset({TRACEPARENT, "tracestate"})
 _BAGGAGE_MARK: Final = b"\x07baggage"
 _TRACESTATE_MARK: Final = b"\x0atracestate"
 _TRACEPARENT_MARK: Final = b"\x0btraceparent"
-_TRACEPARENT: Final = _TRACEPARENT_MARK + b"S\x00\x00\x00\x37"  # the name of the header, the type and size of its value
-_ONLY_TRACEPARENT: Final = b"\x00\x00\x00\x48" + _TRACEPARENT  # with the size of the table that has no other header
-_LAST_FLAG: Final = len(_TRACEPARENT) + 54  # behind the beginning of the header
+_TRACEPARENT: Final = _TRACEPARENT_MARK + b"S\x00\x00\x00\x37"  # the header's name, and the type and size of its value
+_ONLY_TRACEPARENT: Final = b"\x00\x00\x00\x48" + _TRACEPARENT  # after the size of a table with no other header
+_LAST_FLAG: Final = len(_TRACEPARENT) + 54  # from the beginning of the header
 _SAMPLED: Final = frozenset((b"1", b"3", b"5", b"7", b"9", b"b", b"d", b"f"))  # the last digit of the flags
 _PARTS: Final = re.compile(re.escape(_TRACEPARENT) + rb"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
-_PLACE: Final = "-" * 55  # of a value
+_PLACE: Final = "-" * 55  # a placeholder for the value
 _HEAD_BEGIN, _HEAD_END = plain_properties_head({TRACEPARENT: _PLACE}).split(_PLACE.encode())
 _HEAD_AND_VERSION: Final = _HEAD_BEGIN + b"00-"
 _FLAGS_AND_END: Final = tuple(b"-%02x%b" % (flags, _HEAD_END) for flags in range(256))
 _NO_TRACE, _NO_SPAN = b"0" * 32, b"0" * 16
 _EMPTY: Final = Context()
-(_SPAN_KEY,) = set_span_in_context(INVALID_SPAN, _EMPTY)  # under which a context has its span
+(_SPAN_KEY,) = set_span_in_context(INVALID_SPAN, _EMPTY)  # the key of the span in a context
 _SPAN_ALONE: Final = frozenset((_SPAN_KEY,))
 
 
 class Propagation:
-    """Reads and writes contexts with one propagator. Thread-safe.
+    """A reader and writer of contexts with one propagator. Thread-safe.
 
     Args:
-        propagator: of OpenTelemetry.
+        propagator: A propagator of OpenTelemetry.
     """
 
     def __init__(self, propagator: TextMapPropagator) -> None:
@@ -73,25 +73,25 @@ class Propagation:
         self._fields = frozenset(propagator.fields) - {_BAGGAGE}
         self._marks = tuple(bytes((len(name),)) + name.encode() for name in self._fields)
         self._is_w3c = TRACEPARENT in self._fields and self._fields <= _W3C
-        self._writes_w3c: bool | None = None  # not known
+        self._writes_w3c: bool | None = None  # None: unknown
 
     def carries(self, properties: bytes | None) -> bool:
-        """Whether encoded properties carry the context of a trace."""
+        """Return whether encoded properties carry a trace context."""
         if properties is None or not any(mark in properties for mark in self._marks):
             return False
         try:
             return not self._fields.isdisjoint(Properties(properties).header_names())
         except CodecError:
-            return True  # a context that cannot be read is not replaced
+            return True  # an unreadable context is not replaced
 
     def passed_on(self, properties: bytes) -> Context | None:
         """Return the context of a message that needs no span.
 
-        It is decoded if somebody reads it: most handlers look at none.
+        The context is decoded only when it is read, which most handlers never do.
 
         Returns:
-            An empty context if the message carries none, that of the message if it is not sampled; None if it is
-            sampled, or takes decoding.
+            An empty context if the message carries none. The message's context if it is not sampled. None if it is
+            sampled or needs decoding.
         """
         if not self._is_w3c:
             return None
@@ -114,7 +114,7 @@ class Propagation:
         return Context({_SPAN_KEY: span})
 
     def span_context(self, properties: bytes) -> SpanContext | None:
-        """Return the span context of a message; None if that takes decoding."""
+        """Return the span context of a message, or None if it needs decoding."""
         if not self._is_w3c or _TRACESTATE_MARK in properties:
             return None
         found = _PARTS.search(properties)
@@ -124,14 +124,14 @@ class Propagation:
         return SpanContext(int(trace_id, 16), int(span_id, 16), True, TraceFlags(int(flags, 16)))
 
     def has_baggage(self, properties: bytes) -> bool:
-        """Whether a message may carry more than the context of a span."""
+        """Return whether a message may carry more than the context of a span."""
         return not self._is_w3c or _BAGGAGE_MARK in properties
 
     def unsampled_head(self, context: Context) -> bytes | None:
-        """Return the `plain_properties_head` that passes on a context that is not sampled.
+        """Return the `plain_properties_head` that passes on an unsampled context.
 
         Returns:
-            None if it is sampled, has no valid span, or the propagator is to write it.
+            None if the context is sampled or has no valid span, or if the propagator must write it.
         """
         span: Any = context.get(_SPAN_KEY)
         if span is None or len(context) != 1 or not (self._writes_w3c or self._does_write_w3c()):
@@ -139,7 +139,7 @@ class Propagation:
         if type(span) is _PassedOnSpan and (header := span.undecoded()) is not None:
             return _HEAD_BEGIN + header + _HEAD_END
         found: SpanContext = span.get_span_context()
-        if found[3] & 1:  # in its place, as one is asked for each message: the properties of OpenTelemetry take longer
+        if found[3] & 1:  # inlined, because it runs for each message: the properties of OpenTelemetry take longer
             return None
         return _plain_head(found)
 
@@ -147,7 +147,7 @@ class Propagation:
         """Return the `plain_properties_head` that carries a span in a context.
 
         Returns:
-            None if the propagator is to write it.
+            None if the propagator must write it.
         """
         if context.keys() <= _SPAN_ALONE and (self._writes_w3c or self._does_write_w3c()):
             return _plain_head(span.get_span_context())
@@ -160,7 +160,7 @@ class Propagation:
         return headers
 
     def added(self, headers: Mapping[str, str], properties: bytes) -> Mapping[str, str]:
-        """Return those of the headers that the encoded properties do not have."""
+        """Return the headers that are missing in the encoded properties."""
         try:
             theirs = Properties(properties).header_names()
         except CodecError:
@@ -168,11 +168,11 @@ class Propagation:
         return {name: value for name, value in headers.items() if name not in theirs}
 
     def extract(self, headers: Mapping[str, object]) -> Context:
-        """Return the context that headers carry, without any of this thread or task."""
+        """Return the context in the headers, independent of the current context."""
         return self._propagator.extract(headers, Context(), _GETTER)
 
     def _does_write_w3c(self) -> bool:
-        """Whether the propagator writes a span alone as `_plain_head` does."""
+        """Return whether the propagator writes a lone span as `_plain_head` does."""
         if self._writes_w3c is None:
             spans = [SpanContext(1 << 100, 1 << 50, False, TraceFlags(flags)) for flags in (0, 1)]
             self._writes_w3c = self._is_w3c and all(
@@ -182,33 +182,33 @@ class Propagation:
 
 
 def _plain_head(span: SpanContext) -> bytes | None:
-    """Return the head with W3C's header for a span; None if that is not all."""
+    """Return the head with W3C's header for a span, or None if it needs more headers."""
     trace_id, span_id, _, flags, state, is_valid = span
     if not is_valid or (state is not DEFAULT_TRACE_STATE and state):
         return None
     ids = (trace_id << 64 | span_id).to_bytes(24, "big")
-    return _HEAD_AND_VERSION + hexlify(ids, "-", -16) + _FLAGS_AND_END[flags]  # a dash behind the first 16 bytes
+    return _HEAD_AND_VERSION + hexlify(ids, "-", -16) + _FLAGS_AND_END[flags]  # a dash after the first 16 bytes
 
 
 def traceparent_in(head: bytes) -> str:
-    """Return the header in a `plain_properties_head` that has no other."""
+    """Return the only header in a `plain_properties_head`."""
     return head[len(_HEAD_BEGIN) : -len(_HEAD_END)].decode()
 
 
 class _PassedOnSpan(NonRecordingSpan):
-    """The span of a message that is not sampled; its context is decoded when needed.
+    """The span of an unsampled message. Its context is decoded when it is needed.
 
-    Made without its ``__init__``, as one is made for each message.
+    It is created without calling ``__init__``, because every message needs one.
 
     Attributes:
-        properties: encoded, with a context as W3C's.
+        properties: The encoded properties, with a context in W3C's format.
     """
 
     properties: bytes
     _decoded: SpanContext | None = None
 
     def undecoded(self) -> bytes | None:
-        """Return the header as it came; None if it takes decoding."""
+        """Return the received header, or None if it needs decoding."""
         found = _PARTS.search(self.properties)
         if found is None or _TRACESTATE_MARK in self.properties:
             return None
@@ -239,8 +239,8 @@ class AttemptContext(str):
     """The text by which the next attempt finds the span of this one.
 
     Attributes:
-        span: the context of that span.
-        message: the sampled context that the message carries; None if there is none.
+        span: The context of that span.
+        message: The sampled context that the message carries, or None.
     """
 
     __slots__ = ("message", "span")
@@ -249,7 +249,7 @@ class AttemptContext(str):
     span: SpanContext
 
     def __new__(cls, span: SpanContext, message: SpanContext | None) -> Self:
-        """Make the text."""
+        """Create the text."""
         flags = int(span.trace_flags)
         text = f"00-{format_trace_id(span.trace_id)}-{format_span_id(span.span_id)}-{flags:02x}"
         self = super().__new__(cls, text)
@@ -258,12 +258,12 @@ class AttemptContext(str):
 
 
 def context_of(span: SpanContext) -> Context:
-    """Return a context with the span of this context and nothing else."""
+    """Return a context that contains only a span with this span context."""
     return Context({_SPAN_KEY: NonRecordingSpan(span)})
 
 
 def context_of_attempt(text: str) -> SpanContext:
-    """Return the context of an earlier attempt; an invalid one if it cannot be read."""
+    """Return the span context of an earlier attempt, invalid if it is unreadable."""
     if isinstance(text, AttemptContext):
         return text.span
     context = TraceContextTextMapPropagator().extract({TRACEPARENT: text}, _EMPTY)

@@ -1,16 +1,16 @@
 """Spans of publishing: a *send* span for each message, ended by its outcome.
 
-The context of the span goes into the headers of the message as it is encoded; the user's `Message` stays as it is.
-A message that carries a context of its own keeps that, and the span links to it.
+The span's context is added to the headers when the message is encoded. The user's `Message` stays unchanged. A message
+that already carries a context keeps it, and the span links to it.
 
-A span belongs to the trace of the current span, or of the message; else it begins one. Whether that is sampled is
-known from the flag of the context, or from the sampler, before anything else is done for it: unless it is, the message
-gets the context that its receiver is to go on with, and no span.
+A span belongs to the trace of the current span, or of the message, or else begins a trace. The flag of the context, or
+the sampler, decides first whether that trace is sampled. If it is not, the message only gets the context that its
+receiver continues with, and has no span.
 
 Invariants:
 
-- no span is ended on the loop of a connection: a processor of spans is code of the user's;
-- a span that was begun ends once: with the outcome of its message, or with the error that was raised to its caller.
+- No span is ended on the loop of a connection, because a span processor is user code.
+- A span that was begun ends once: with the outcome of its message, or with the error that was raised to its caller.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ _NOTHING: Final[Mapping[str, str]] = {}
 
 
 class PublisherTracer:
-    """Begins the spans of one publisher. Thread-safe.
+    """A factory of the spans of one publisher. Thread-safe.
 
     Args:
-        tracing: the settings.
-        name: of the publisher.
-        endpoints: of the broker.
+        tracing: The settings.
+        name: The name of the publisher.
+        endpoints: The endpoints of the broker.
     """
 
     def __init__(self, tracing: Tracing, *, name: str, endpoints: Sequence[Endpoint]) -> None:
@@ -70,7 +70,7 @@ class PublisherTracer:
         self._server = conventions.server(endpoints)
         self._propagation: Propagation | None = None
         self._destinations: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {}
-        self._unsampled = SendTrace(None)  # of the last context that was not sampled: callers publish many in one
+        self._unsampled = SendTrace(None)  # for the last unsampled context: callers publish many messages in one
 
     apart: Final = Context()
     """The context of a caller that has none."""
@@ -84,20 +84,21 @@ class PublisherTracer:
         operation: Literal["create", "send"] = "send",
         ambient: Context | None = None,
     ) -> SendTrace | None:
-        """Begin the span of a publish; None if there is nothing to record or to pass on.
+        """Begin the span of a publish, or return None if no trace is needed.
 
-        Arguments that are wrong are for the publisher to refuse.
+        Invalid arguments are left for the publisher to refuse.
 
         Args:
-            message: to publish.
-            exchange: its exchange.
-            routing_key: its routing key.
-            operation: ``"create"`` for a message that another span will send; one with a context of its own has none.
-            ambient: the context to be in; None for that of the caller.
+            message: The message to publish.
+            exchange: The exchange of the message.
+            routing_key: The routing key of the message.
+            operation: ``"create"`` for a message that another span will send. A message with a context gets no such
+                span.
+            ambient: The context to publish in. None is the context of the caller.
         """
         context = get_current() if ambient is None else ambient
         try:
-            if isinstance(message, Message) and message.encoded_properties is None:  # most are: decided in few steps
+            if isinstance(message, Message) and message.encoded_properties is None:  # most messages take this fast path
                 known = self._unsampled
                 if known.context is context:
                     return known
@@ -164,7 +165,7 @@ class PublisherTracer:
         theirs: SpanContext | None,
     ) -> Span:
         destination, common = self._destination(exchange, routing_key)
-        attributes = {  # all at once: a span takes long to set one
+        attributes = {  # set at once, because setting a single attribute is slow
             **common,
             conventions.MESSAGE_ID: message.message_id,
             conventions.BODY_SIZE: len(message.body),
@@ -194,7 +195,7 @@ class PublisherTracer:
         return trace
 
     def _destination(self, exchange: str, routing_key: str) -> tuple[str, dict[str, Any]]:
-        """Return the name of a destination, and the attributes of all spans to it."""
+        """Return the name of a destination, and the attributes common to its spans."""
         found = self._destinations.get((exchange, routing_key))
         if found is not None:
             return found
@@ -216,19 +217,19 @@ class PublisherTracer:
 
 
 class SendTrace:
-    """The trace of a publish that is not sampled: headers alone.
+    """The trace of an unsampled publish, which consists only of headers.
 
     One object may serve many publishes.
 
     Args:
-        plain_head: with ``traceparent`` and no other header; None for ``headers``.
-        headers: to set on the message, if there is no ``plain_head``.
+        plain_head: The head with ``traceparent`` and no other header. None if ``headers`` is given instead.
+        headers: The headers to set on the message if there is no ``plain_head``.
 
     Attributes:
-        recording: whether there is a span to end.
-        ids: of the span, for logs and exemplars; empty without one.
-        plain_head: the encoded properties of a message with these headers and an id, up to that.
-        context: in which messages get this trace; None if it is that of one message.
+        recording: Whether the trace has a span to end.
+        ids: The ids of the span, for logs and exemplars. Empty without a span.
+        plain_head: The start of the encoded properties of a message with these headers and an id, up to the id.
+        context: The context whose messages share this trace. None if the trace belongs to one message.
     """
 
     __slots__ = ("_headers", "context", "plain_head")
@@ -243,7 +244,7 @@ class SendTrace:
 
     @property
     def header_bytes(self) -> int:
-        """Bytes that the headers take, encoded, at most."""
+        """The maximum encoded size of the headers, in bytes."""
         return len(self.plain_head)
 
     @property
@@ -252,11 +253,11 @@ class SendTrace:
         return {TRACEPARENT: traceparent_in(self.plain_head)} if self._headers is None else self._headers
 
     def without_headers(self) -> SendTrace:
-        """Return the trace of a message whose headers leave no room for the context."""
+        """Return the trace for a message whose headers have no space for the context."""
         return SendTrace(None)
 
     def ended(self) -> None:
-        """End the span, of which nothing more is known."""
+        """End the span without an outcome."""
 
     def event(self, event: PublicationEvent, publication: Publication) -> None:
         """Record an event."""
@@ -265,25 +266,25 @@ class SendTrace:
         """End the span with the outcome.
 
         Args:
-            publication: settled.
-            at: when it was, in nanoseconds since 1970.
-            peer: the host that was contacted last, if any was.
+            publication: The settled publication.
+            at: The time of the settlement, in nanoseconds since 1970.
+            peer: The host that was contacted last, if any.
         """
 
     def failed(self, error: BaseException) -> None:
         """End the span of a publish that was not accepted."""
 
 
-_new_trace: Final = SendTrace.__new__  # one for each message: its ``__init__`` takes as long as making it
+_new_trace: Final = SendTrace.__new__  # created for each message: calling ``__init__`` takes as long as creating it
 
 
 class RecordedTrace(SendTrace):
-    """The trace of one publish that is sampled. No method raises.
+    """The trace of one sampled publish. No method raises.
 
     Args:
-        plain_head, headers: as for `SendTrace`.
-        errors: logs the exceptions of the span.
-        span: of the publish.
+        plain_head, headers: The same as for `SendTrace`.
+        errors: The log of the span's exceptions.
+        span: The span of the publish.
     """
 
     __slots__ = ("_errors", "_span", "ids", "recording")
@@ -335,7 +336,7 @@ class RecordedTrace(SendTrace):
         self._end({} if outcome is None else {conventions.OUTCOME: outcome.value}, error)
 
     def _end(self, attributes: dict[str, str | int], error: BaseException | None = None, at: int | None = None) -> None:
-        """End the span, unless it has ended. Never raises, whatever a tracer does."""
+        """End the span unless it has ended. Never raises, whatever a tracer does."""
         span, self._span, self.recording = self._span, None, False
         if span is None:
             return
@@ -351,13 +352,13 @@ class RecordedTrace(SendTrace):
 
 
 def with_headers(message: Message, headers: Mapping[str, str]) -> Message:
-    """Return a copy of a message with further headers."""
+    """Return a copy of a message with additional headers."""
     return Message.from_wire(message.body, encode_properties(message, headers)) if headers else message
 
 
 _OUTCOMES: Final[Mapping[type[BaseException], Outcome]] = {
     PublishRefused: Outcome.REFUSED,
     PublishBlocked: Outcome.REFUSED,  # nothing was sent
-    PublishDisconnected: Outcome.REFUSED,  # nor here
+    PublishDisconnected: Outcome.REFUSED,  # nothing was sent either
     PublishUnconfirmed: Outcome.UNKNOWN,
 }

@@ -1,7 +1,7 @@
 """The settings of traces.
 
-OpenTelemetry is imported here when a `Tracing` is made: a program without traces does not load it, and does not need
-it. All other modules of this package are imported by publishers and consumers that have a `Tracing`.
+This module imports OpenTelemetry when a `Tracing` is created. A program without traces does not load OpenTelemetry and
+does not need it. Only publishers and consumers with a `Tracing` import the other modules of this package.
 """
 
 from __future__ import annotations
@@ -28,46 +28,46 @@ __all__ = ["CopyTracing", "TracerErrors", "Tracing"]
 
 logger = logging.getLogger(__name__)
 
-#: The version of the semantic conventions that names, kinds and attributes follow.
+#: The version of the semantic conventions for names, kinds and attributes.
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
 
-_LOG_ERRORS_EVERY: Final = 60.0  # seconds: a tracer that is broken raises for every message
+_LOG_ERRORS_EVERY: Final = 60.0  # seconds: a broken tracer raises for every message
 
 
 class TracerErrors:
-    """Logs the exceptions of a tracer, at most once a minute. Thread-safe.
+    """A log of a tracer's exceptions, limited to one line a minute. Thread-safe.
 
     Args:
-        clock: returns seconds, as ``time.monotonic``.
+        clock: A callable that returns seconds, like ``time.monotonic``.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = LogLimit(_LOG_ERRORS_EVERY, clock)
 
     def log(self, error: Exception, consequence: str) -> None:
-        """Count an exception; log it, unless another was logged in the last minute."""
+        """Count an exception. Log it unless another was logged in the last minute."""
         if count := self._limit.count():
             text = "OpenTelemetry raised, %d times since it was last logged; %s"
             logger.error(text, count, consequence, exc_info=error)
 
 
 class Tracing:
-    """OpenTelemetry spans for a publisher or a consumer; needs the extra ``otel``.
+    """OpenTelemetry spans for a publisher or a consumer. Needs the extra ``otel``.
 
-    One object may serve any number of publishers and consumers. Thread-safe.
+    Any number of publishers and consumers may share one object. It is thread-safe.
 
-    A message whose trace is not sampled costs no span: its context is passed on as it is.
+    A message whose trace is not sampled has no span: its context is passed on unchanged.
 
     Args:
-        tracer_provider: makes the tracer; None for the global one, which may be set later.
-        propagator: writes the context into headers and reads it there; None for the global one, by default that of W3C
-            Trace Context and Baggage.
-        root_ratio: the share, 0 to 1, of publishes without a current span, and of handler calls for messages without a
-            context, for which the sampler of the tracer is asked whether to begin a trace. The others have no span and
-            no context. A sampler costs several microseconds a message, also where it declines.
+        tracer_provider: The provider that makes the tracer. None is the global one, which may be set later.
+        propagator: The propagator that writes the context into headers and reads it from them. None is the global one,
+            which defaults to W3C Trace Context and Baggage.
+        root_ratio: The share, from 0 to 1, of publishes without a current span and of handler calls for messages
+            without a context, for which the tracer's sampler decides whether to begin a trace. The others have no span
+            and no context. A sampler takes several microseconds per message, even if it declines.
 
     Raises:
-        ConfigurationError: the extra ``otel`` is not installed, or an argument is wrong.
+        ConfigurationError: If the extra ``otel`` is not installed, or an argument is invalid.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Tracing:
 
     @property
     def propagator(self) -> TextMapPropagator:
-        """The propagator: as given, or the global one of this moment."""
+        """The configured propagator, or the current global one."""
         if self._propagator is not None:
             return self._propagator
         from opentelemetry.propagate import get_global_textmap  # noqa: PLC0415
@@ -114,13 +114,13 @@ class Tracing:
 
     @property
     def root_ratio(self) -> float:
-        """As given."""
+        """The configured ratio."""
         return self._root_ratio
 
     def context_of(self, message: Delivery | Message) -> Context:
-        """Return the context that a message carries; an empty one if it carries none.
+        """Return the context that a message carries, or an empty one.
 
-        For code that handles the items of a batch, or deliveries of ``get``, each in a context of its own.
+        Use it to handle the items of a batch, or deliveries of ``get``, each in a separate context.
         """
         from reliable_mq.tracing.propagation import Propagation  # noqa: PLC0415
 
@@ -129,8 +129,8 @@ class Tracing:
     def create(self, message: Message, *, exchange: str = "", routing_key: str = "") -> Message:
         """Return a message that carries the current context, by a *create* span.
 
-        For messages that are stored now and sent by somebody else, in a table of yours; ``SQLAlchemyOutbox(tracing=)``
-        calls it. A message that carries a context already is returned as it is.
+        Use it for messages that are stored now and sent by another process, for example from your own table.
+        ``SQLAlchemyOutbox(tracing=)`` calls it. A message that already carries a context is returned unchanged.
         """
         from reliable_mq.tracing.publishing import PublisherTracer, with_headers  # noqa: PLC0415
 
@@ -146,9 +146,10 @@ class Tracing:
 
 
 class CopyTracing(Tracing):
-    """For messages that are published again: retries and dead letters.
+    """Tracing for messages that are published again: retries and dead letters.
 
-    They are sent as they are: none gets a context that it did not have. Their spans are in the trace of the attempt.
+    The messages are sent unchanged: none gets a context that it did not have. Their spans are in the trace of the
+    attempt.
     """
 
     def __init__(self, tracing: Tracing) -> None:

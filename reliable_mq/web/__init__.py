@@ -1,13 +1,11 @@
 """A web page for dead letters: an ASGI application.
 
-A service mounts it, or ``reliable-mq web`` serves it.
-
-::
+A service can mount the page, or ``reliable-mq web`` serves it::
 
     app.mount("/dead-letters", DeadLetterApp("amqp://...", [orders], token=os.environ["DEAD_LETTERS_TOKEN"]))
 
-It needs the extra ``web``. Whatever it does to a queue, it does by `reliable_mq.deadletters`, whose promises hold: a
-dead letter leaves its queue after its copy was confirmed, or because it was to be purged.
+The page needs the extra ``web``. It changes queues only through `reliable_mq.deadletters`, whose promises hold: a dead
+letter leaves its queue only after its copy was confirmed, or because a user purged it.
 """
 
 from __future__ import annotations
@@ -38,31 +36,35 @@ __all__ = ["DeadLetterApp"]
 
 
 class DeadLetterApp:
-    """A page for dead letters: an ASGI application, to serve or to mount.
+    """An ASGI application with a page for dead letters, to serve or to mount.
 
-    It shows queues and letters; with ``allow_changes``, users replay and purge them. It connects to the broker when a
-    page needs that, once for each operation. The requests of several users at a time, and threads, are fine.
+    The page shows queues and their dead letters. With ``allow_changes``, users can replay and purge them. The
+    application connects to the broker when a page needs it, once for each operation. It is thread-safe and serves
+    several users at a time.
 
-    With ``token``, users sign in with it. With ``user``, the function decides who may use the page. With neither, the
-    page serves requests from this machine that come through no proxy.
+    With ``token``, users sign in with that token. With ``user``, the function decides who may use the page. With
+    neither, the page serves only requests that come from this machine and through no proxy.
 
     Args:
-        url: as for ``Publisher``.
-        queues: the dead-letter queues: names, or queues whose dead letters are meant (``Queue("orders")`` means
-            ``orders.dead``); or a function that returns names, called every few seconds. Others cannot be opened.
-        any_queue: let users open a queue by its name as well, whether it holds dead letters or not.
-        allow_changes: let users replay and purge.
-        allow_editing: let users change the body of a letter that they replay; needs ``allow_changes``.
-        token: a secret of 16 characters at least.
-        user: takes a Starlette ``Request``, and returns a name for the audit log; None refuses the request.
-        allowed_hosts: names under which the page is reached, beside ``localhost``; others are refused.
-        audit_log: path of a file to which each change and each export is appended.
-        idempotency: the store of the consumers that letters are replayed to, whose counts of attempts are reset.
-        idempotency_namespace: that of the consumers, if they were given one.
-        credentials, tls: as for ``Publisher``.
+        url: The URL or URLs of the broker, as for ``Publisher``.
+        queues: The dead-letter queues: their names, queues whose dead letters are shown (``Queue("orders")`` means
+            ``orders.dead``), or a function that returns names and is called every few seconds. Users can open no other
+            queue.
+        any_queue: True to let users open any queue by its name, whether it holds dead letters or not.
+        allow_changes: True to let users replay and purge dead letters.
+        allow_editing: True to let users change the body of a letter that they replay. Requires ``allow_changes``.
+        token: A secret of at least 16 characters.
+        user: A function that takes a Starlette ``Request`` and returns a name for the audit log, or None to refuse the
+            request.
+        allowed_hosts: The host names of the page, besides ``localhost`` and the loopback addresses. Requests for any
+            other host are refused.
+        audit_log: The path of a file to which each change and each export is appended.
+        idempotency: The store of the consumers that handle replayed letters. A replay resets its attempt counts.
+        idempotency_namespace: The namespace of these consumers, if they have one.
+        credentials, tls: The credentials and TLS options, as for ``Publisher``.
 
     Raises:
-        ConfigurationError: an argument is wrong; the message names it.
+        ConfigurationError: If an argument is invalid. The message names the argument.
     """
 
     def __init__(
@@ -121,15 +123,15 @@ class DeadLetterApp:
         await self._guard(scope, receive, send)
 
     def close(self, timeout: float = 10.0) -> bool:
-        """Stop the operations that are going on, and wait for them. Blocks.
+        """Stop the running operations and block until they end.
 
-        A replay or purge ends after its current batch; the other messages stay in their queue. If the process ends
-        without this call, nothing is lost either.
+        A replay or purge ends after its current batch. The remaining messages stay in their queue. Nothing is lost if
+        the process ends without this call.
 
         Args:
-            timeout: seconds.
+            timeout: The maximum wait, in seconds.
 
         Returns:
-            Whether all have ended.
+            True if all operations have ended.
         """
         return self._operations.jobs.close(timeout)

@@ -1,17 +1,17 @@
-"""Who may use the page, and from where.
+"""Access control for the page: who may use it, and from where.
 
-It is checked before any other code sees a request, in this order:
+Each request is checked before any other code sees it, in this order:
 
-1. **Host.** A name that is not allowed is refused, or a site could reach a page on this machine by a name of its own
-   that resolves to it (DNS rebinding).
-2. **Origin.** A request that another site caused is refused, by ``Sec-Fetch-Site``, or by ``Origin`` where a browser
-   does not send that. One exception: a link may lead here. A change needs a POST, and a POST has to prove where it
-   comes from: without both headers it is refused.
-3. **Person.** The function of the embedding service decides, or a token: as ``Authorization: Bearer``, or given once in
-   a form, for a session whose cookie holds a random number. Without both, requests must come from this machine and by
-   no proxy.
+1. **Host.** A host name that is not allowed is refused. Otherwise, a site could reach a page on this machine through a
+   name that resolves to this machine (DNS rebinding).
+2. **Origin.** A request that another site caused is refused, by ``Sec-Fetch-Site``, or by ``Origin`` if the browser
+   does not send that header. The only exception is a link to the page. A change needs a POST, and a POST must prove
+   its origin: it is refused if both headers are missing.
+3. **Person.** The function of the embedding service or a token decides. The token is sent as ``Authorization: Bearer``,
+   or once in a form, which begins a session whose cookie holds a random number. If neither is configured, requests
+   must come from this machine and through no proxy.
 
-Every response forbids scripts, styles, images and frames but its own files.
+Every response forbids all scripts, styles, images and frames except the page's own files.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from reliable_mq.errors import ConfigurationError
 
 __all__ = ["SHORTEST_TOKEN", "Guard", "UserOf"]
 
-#: Returns the name of the user of a request for the audit log; None to refuse it.
+#: A function that returns the user's name for the audit log, or None to refuse the request.
 UserOf: TypeAlias = Callable[[Request], str | None]
 
-#: Characters of a token, at least.
+#: The minimum length of a token, in characters.
 SHORTEST_TOKEN: Final = 16
 _COOKIE: Final = "reliable_mq_dead_letters"
 _SESSION: Final = 12 * 3600.0  # seconds
 _SESSIONS: Final = 1000
 _LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 _PROXIED: Final = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
-_OPEN: Final = ("/sign-in", "/static/")  # the paths for which nobody needs to be known
+_OPEN: Final = ("/sign-in", "/static/")  # paths that need no user
 _SECURITY: Final = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -61,10 +61,10 @@ _SECURITY: Final = {
 
 
 class Guard:
-    """ASGI middleware with the checks. Sets ``user`` in the scope's state.
+    """An ASGI middleware that checks requests, and sets ``user`` in the scope's state.
 
     Raises:
-        ConfigurationError: an argument is wrong; the message names it.
+        ConfigurationError: If an argument is invalid. The message names the argument.
     """
 
     def __init__(self, app: ASGIApp, *, hosts: Iterable[str], token: str | None, user: UserOf | None) -> None:
@@ -112,7 +112,7 @@ class Guard:
         await (self._app if refusal is None else refusal)(scope, receive, guarded)
 
     def sign_in(self, request: Request, token: str, name: str) -> Response | None:
-        """Return a response that begins a session; None if the token is wrong."""
+        """Return a response that begins a session, or None if the token is wrong."""
         if self._token is None or not hmac.compare_digest(_digest(token), self._token):
             return None
         session = secrets.token_urlsafe(32)
@@ -143,7 +143,7 @@ class Guard:
         return response
 
     def _refusal(self, request: Request) -> Response | None:
-        """Return a refusal by method, host and origin; None for a good request."""
+        """Check method, host and origin. Return a refusal, or None for a good request."""
         headers = request.headers
         if request.method not in ("GET", "HEAD", "POST"):
             return PlainTextResponse("method not allowed\n", 405, {"Allow": "GET, HEAD, POST"})
@@ -162,7 +162,7 @@ class Guard:
         return None
 
     def _unknown(self, request: Request, path: str) -> Response | None:
-        """Find out who makes the request; return a refusal if it is nobody."""
+        """Set the request's user. Return a refusal if the user is not known, else None."""
         user = self._name(request)
         request.state.user = user or ""
         if user is not None or (self.has_token and path.startswith(_OPEN)):
@@ -209,7 +209,7 @@ def _host(text: str) -> str:
 
 
 def _host_and_port(origin: str) -> str:
-    """Return those of an origin in lower case; empty if it is none."""
+    """Return the host and port of an origin in lower case, or "" if it is invalid."""
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:
@@ -221,13 +221,13 @@ def _address(request: Request) -> str:
 
 
 def _named(name: str, request: Request) -> str:
-    """Return a name for the audit log: as given, with the address."""
+    """Return a name for the audit log: the given name, with the client's address."""
     name = " ".join(name.split())[:60]
     return f"{name} ({_address(request)})" if name else _address(request) or "unknown"
 
 
 def _is_local(request: Request) -> bool:
-    """Whether the request comes from this machine, and through no proxy that says so."""
+    """Return whether the request comes from this machine and has no proxy header."""
     headers: Headers = request.headers
     if any(name in headers for name in _PROXIED):
         return False

@@ -1,7 +1,7 @@
-"""The filter of a page: in its address, in a form, in words, and as a `Filter`.
+"""The filter of a page, as an address, a form, words, and a `Filter`.
 
-Names are those of the options of ``reliable-mq dlq``. Whatever a header or a reason holds, also bytes that are no
-UTF-8, comes through an address unchanged.
+The fields are named like the options of ``reliable-mq dlq``. The text of a header or a reason passes through an address
+unchanged, even if it holds bytes that are not UTF-8.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _UNITS: Final = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 class Fields:
-    """The decoded pairs of an address or a form.
+    """The decoded fields of an address or a form.
 
     Raises:
-        ConfigurationError: it has too many pairs.
+        ConfigurationError: If there are too many fields.
     """
 
     def __init__(self, query: bytes | str) -> None:
@@ -51,7 +51,7 @@ class Fields:
             raise ConfigurationError(f"a form has {_MOST_FIELDS} fields at most") from error
 
     def get(self, name: str, default: str = "") -> str:
-        """Return the last value of a field, without spaces around it."""
+        """Return the last value of a field, without surrounding spaces."""
         return self.typed(name, default).strip()
 
     def typed(self, name: str, default: str = "") -> str:
@@ -64,10 +64,10 @@ class Fields:
         return [value for key, value in self.pairs if key == name]
 
     def number(self, name: str, *, least: int = 1, most: int = 10**9) -> int | None:
-        """Return a whole number; None if the field is empty.
+        """Return the whole number in a field, or None if the field is empty.
 
         Raises:
-            ConfigurationError: it is none, or out of range.
+            ConfigurationError: If the value is not a whole number or is out of range.
         """
         text = self.get(name)
         if not text:
@@ -79,23 +79,23 @@ class Fields:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The dead letters that a page shows or an operation is about."""
+    """A selection of dead letters, for a page to show or an operation to process."""
 
     pairs: tuple[tuple[str, str], ...]
     filter: Filter
 
     @classmethod
     def of(cls, fields: Fields) -> Self:
-        """Read the fields of a filter; others are ignored, and so are empty ones.
+        """Read the fields of a filter. Empty fields and all other fields are ignored.
 
         Raises:
-            ConfigurationError: one of them is wrong; the text names it.
+            ConfigurationError: If a field is invalid. The message names the field.
         """
         return cls.of_pairs(fields.pairs)
 
     @classmethod
     def of_pairs(cls, given: Iterable[tuple[str, str]]) -> Self:
-        """Read pairs. Errors as for `of`."""
+        """Read pairs of field and value. Raises the same errors as `of`."""
         pairs = tuple((name, value) for name, value in given if name in FIELDS and value.strip())
         single = {name: value.strip() for name, value in pairs if name in _SINGLE}
         headers: dict[str, str] = {}
@@ -121,7 +121,7 @@ class Choice:
 
     @property
     def selected(self) -> int:
-        """The number of single dead letters that are named."""
+        """The number of dead letters that are selected one by one."""
         return sum(name == "letter" for name, _ in self.pairs)
 
     @property
@@ -130,7 +130,7 @@ class Choice:
 
     @property
     def values(self) -> Mapping[str, str]:
-        """The values for a form: the last one of each field."""
+        """The values for a form: the last value of each field."""
         return dict(self.pairs)
 
     @property
@@ -146,17 +146,17 @@ def encoded(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def exception_pattern(name: str) -> str:
-    """Return the pattern for this class alone, also without the spaces around it."""
+    """Return a pattern that matches only this class name, even if it has outer spaces."""
     return "".join(f"[{char}]" if char in "[*?" or char.isspace() else char for char in name)
 
 
 def exactly(when: datetime) -> str:
-    """Return a time for people: ``2026-11-23 06:41:07 UTC``."""
+    """Format a time for people, like ``2026-11-23 06:41:07 UTC``."""
     return f"{when:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def ago(when: datetime, now: datetime) -> str:
-    """Return how long ago something was, in its two largest units: ``3 h 12 min ago``."""
+    """Format an age in its two largest units, like ``3 h 12 min ago``."""
     seconds = (now - when) // timedelta(seconds=1)
     if seconds < 0:
         return "in the future"

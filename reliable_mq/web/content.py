@@ -1,10 +1,10 @@
-"""Foreign text for a page: visible, bounded, and in three forms of a body.
+"""Conversion of message content to visible text of bounded size for a page.
 
 Invariants:
 
-- No character of a message controls how the page looks: one that does not print (a control character, half of a pair of
-  surrogates, a mark that turns the direction of text) is shown as an escape. The templates put every text through
-  `visible`, and escape it for HTML after that.
+- No character of a message controls how the page looks. A character that does not print (a control character, half of
+  a surrogate pair, a mark that changes the text direction) is shown as an escape. The templates pass every text through
+  `visible` before they escape it for HTML.
 - The size of the text is bounded, whatever the size and the nesting of the message.
 """
 
@@ -33,7 +33,7 @@ _HEADERS: Final = 200
 _VALUE: Final = 2000  # characters of a header's value
 _EDITABLE: Final = 128 * 1024  # bytes
 _DEEPEST: Final = 20  # levels of a header's value
-# A string, a bracket, or something between: JSON's text in pieces, all of it.
+# A string, a bracket or separator, or another token. The matches cover all JSON text except spaces between tokens.
 _PIECE: Final = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{},:]|[^\s"\[\]{},:]+', re.DOTALL)
 
 
@@ -47,14 +47,14 @@ class Body(NamedTuple):
 
 
 def visible(text: str) -> str:
-    """Return a text whose unprintable characters are escaped; line ends and tabs stay."""
+    """Escape the unprintable characters of a text, except line ends and tabs."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() or char in "\n\t" else printable(char) for char in text)
 
 
 def body_as(body: bytes, form: str, content_type: str | None) -> Body:
-    """Return a body in a form; in the best one if it does not have that."""
+    """Return a body in a form, or in its best form if that one is not available."""
     text = _text(body)
     indented = None if text is None or len(body) > _SHOWN else _indented(text)
     forms = tuple(name for name, there in (("json", indented), ("text", text), ("hex", "")) if there is not None)
@@ -70,7 +70,10 @@ def body_as(body: bytes, form: str, content_type: str | None) -> Body:
 
 
 def is_editable(body: bytes) -> bool:
-    """Whether a browser returns the body as it was: printable text of moderate size."""
+    """Return whether a browser can send the body back unchanged.
+
+    It can if the body is printable text of moderate size.
+    """
     if len(body) > _EDITABLE:
         return False
     try:
@@ -81,7 +84,7 @@ def is_editable(body: bytes) -> bool:
 
 
 def rows_of_headers(message: DeadMessage) -> list[tuple[str, str]]:
-    """Return names and values of headers, bounded in number and size."""
+    """Return the names and values of the headers, bounded in number and size."""
     rows = [(printable(name, 200), _value(message.headers[name])) for name in sorted(message.headers)]
     if len(rows) > _HEADERS:
         return [*rows[:_HEADERS], ("…", f"and {len(rows) - _HEADERS} more")]
@@ -89,9 +92,9 @@ def rows_of_headers(message: DeadMessage) -> list[tuple[str, str]]:
 
 
 def rows_of_properties(message: DeadMessage) -> list[tuple[str, str]]:
-    """Return names and values of the properties that are set.
+    """Return the names and values of the properties that are set.
 
-    If they cannot be read, one row says so.
+    If the properties cannot be read, the result is one row with the error.
     """
     view = Properties(message.properties)
     names = (
@@ -110,21 +113,21 @@ def rows_of_properties(message: DeadMessage) -> list[tuple[str, str]]:
 
 
 def _text(body: bytes) -> str | None:
-    """Return the beginning of a body as text; None if it is no UTF-8."""
+    """Return the beginning of a body as text, or None if the body is not UTF-8."""
     cut = body[:_SHOWN]
     try:
         return cut.decode()
     except UnicodeDecodeError as error:
-        if len(cut) < len(body) and error.start >= len(cut) - 3:  # cut inside of a character
+        if len(cut) < len(body) and error.start >= len(cut) - 3:  # cut inside a character
             return cut[: error.start].decode()
         return None
 
 
 def _indented(text: str) -> str | None:
-    """Return JSON with line ends and indentation; None if it is none.
+    """Return JSON with line ends and indentation, or None if the text is not JSON.
 
-    No other character is changed. It is not decoded and encoded again: numbers, escapes and names that occur twice are
-    shown as they are.
+    No other character changes. The JSON is not decoded and encoded again, so numbers, escapes and repeated names are
+    shown as they were sent.
     """
     try:
         json.loads(text, parse_int=len, parse_float=len, parse_constant=_refuse)
@@ -174,7 +177,7 @@ def _value(value: object) -> str:
 
 
 def _plain(value: object, depth: int) -> object:
-    """Return the nearest that JSON has."""
+    """Return the nearest value that JSON can represent."""
     if depth > _DEEPEST:
         return "…"
     match value:

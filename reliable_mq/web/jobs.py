@@ -1,12 +1,12 @@
-"""Operations on queues in the background, begun, seen and stopped by requests.
+"""Background operations on queues, which requests begin, observe and stop.
 
 Invariants:
 
-- Operations on one queue run one after another, in the order in which they were begun. (Those of other processes run at
-  the same time: RabbitMQ delivers each message to one of them.)
-- An operation outlives the request that began it, and the browser. It ends with its process: its thread is a daemon,
-  and killing a replay in the middle loses nothing.
-- The number of operations that are kept, and that wait for one queue, is bounded.
+- Operations on one queue run one after another, in the order in which they were begun. Operations of other processes
+  may run at the same time, since RabbitMQ delivers each message to only one of them.
+- An operation outlives the request that began it. It ends with the process, because its thread is a daemon. A replay
+  that is killed in the middle loses nothing.
+- The number of stored operations is bounded, and so is the number that wait for one queue.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Job", "JobState", "Jobs"]
 
 logger = logging.getLogger(__name__)
 
-_KEPT: Final = 100  # operations, those that have ended included
+_KEPT: Final = 100  # operations, including those that have ended
 _FILES_KEPT: Final = 10  # exports that can be downloaded
 _WAITING: Final = 20  # operations on one queue
 
@@ -46,18 +46,18 @@ class JobState(enum.Enum):
 
 
 class Job:
-    """One operation on a queue. Its thread writes it, others read it.
+    """One operation on a queue. Written by its own thread, read by others.
 
     Attributes:
-        id: its random name.
+        id: A random identifier.
         kind: ``"read"``, ``"dry run"``, ``"replay"``, ``"purge"`` or ``"export"``.
-        choice: which dead letters it is about.
-        details: its options, for a person and for the audit log.
-        options: the same for a form that repeats it.
-        done, total: messages that were read, and in all.
-        count: that were deleted or written.
-        file: of an export, once it is done.
-        error: why it failed.
+        choice: The dead letters that the operation processes.
+        details: The operation's options, for display and for the audit log.
+        options: The same options as form fields, to repeat the operation.
+        done, total: The number of messages read so far, and in total.
+        count: The number of messages deleted or written.
+        file: The file of a finished export.
+        error: The reason for a failure.
     """
 
     def __init__(self, kind: str, queue: str, choice: Choice, user: str) -> None:
@@ -93,7 +93,7 @@ class Job:
         return self._over.wait(timeout)
 
     def run(self, work: Callable[[Job], object]) -> None:
-        """Run it to its end. Raises nothing: an error is kept."""
+        """Run the operation to its end. Store an error instead of raising it."""
         self.state, self.begun = JobState.RUNNING, datetime.now(UTC)
         state = JobState.FAILED
         try:
@@ -125,10 +125,10 @@ class Jobs:
         self._closed = False
 
     def begin(self, job: Job, work: Callable[[Job], Any]) -> Job:
-        """Run an operation when those before it on its queue have ended; return it.
+        """Schedule an operation after the earlier ones on its queue, and return it.
 
         Raises:
-            UsageError: too many wait, or the page is closed.
+            UsageError: If too many operations wait for the queue, or the page is closed.
         """
         with self._lock:
             if self._closed:
@@ -146,7 +146,7 @@ class Jobs:
         return job
 
     def get(self, name: str) -> Job | None:
-        """Return an operation by its id; None if it is not kept any more."""
+        """Return the operation with an id, or None if it is no longer stored."""
         with self._lock:
             return self._all.get(name)
 
@@ -158,7 +158,7 @@ class Jobs:
             return [*([] if current is None else [current]), *waiting]
 
     def close(self, timeout: float) -> bool:
-        """Stop all operations; wait for them. Return whether all have ended."""
+        """Stop all operations and wait for them. Return whether all have ended."""
         with self._lock:
             self._closed = True
             left = [job for job in self._all.values() if not job.is_over]
@@ -172,7 +172,7 @@ class Jobs:
         return all(ended)
 
     def _run(self, queue: str) -> None:
-        """Run the operations on one queue, until there are no more."""
+        """Run the operations on one queue until none is left."""
         while True:
             with self._lock:
                 self._current.pop(queue, None)

@@ -1,14 +1,14 @@
-"""The queues of a page, and their dead letters, to filter, group and show.
+"""The queues of a page and their dead letters, to filter, group and show.
 
-RabbitMQ has no query for messages: to see them is to take and to requeue them, which marks them as redelivered, hides
-them from others meanwhile, and on some queues counts against a delivery limit. So a queue is read once, like
-``dlq list`` does, and all pages about it are made of that, until somebody reads it again.
+RabbitMQ cannot query messages. A client must take and requeue them to read them. That marks them as redelivered, hides
+them from other consumers meanwhile, and on some queues counts against a delivery limit. Therefore, a queue is read
+once, as ``dlq list`` does. All pages about the queue use this reading until a user reads the queue again.
 
 Invariants:
 
-- A reading holds `MOST` letters at most, and of their contents `KEPT_BYTES` at most. Beyond that, the content of a
-  letter is read from the queue when somebody looks at it.
-- Once it is complete, any thread may read it. Nothing changes but the content of one letter that is kept, too.
+- A reading holds at most `MOST` letters, and at most `KEPT_BYTES` of their content. Content beyond this limit is read
+  from the queue again when a user opens the letter.
+- Any thread may use a complete reading. The only later change is the content of one letter that was read again.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ if TYPE_CHECKING:
 
 __all__ = ["KEPT_BYTES", "MOST", "Letter", "LetterGroup", "QueueReading", "Source"]
 
-#: Letters that a reading holds.
+#: The maximum number of letters in a reading.
 MOST: Final = 200_000
-#: Bytes of properties and bodies that a reading holds.
+#: The maximum total size of properties and bodies in a reading, in bytes.
 KEPT_BYTES: Final = 64 * 1024 * 1024
-_KEPT_EACH: Final = 1024 * 1024  # bytes: the content of a larger one is not kept
+_KEPT_EACH: Final = 1024 * 1024  # bytes: larger content is not kept
 _DEPTHS_KEPT: Final = 2.0  # seconds
 _NAMES_KEPT: Final = 15.0  # seconds
-_REMEMBERED: Final = 50  # queues that were opened by their names
+_REMEMBERED: Final = 50  # queues that were opened by name
 _NOTE: Final = 300  # characters of the exception's message
 
 
 class Source:
-    """The queues of a page: names, depths, and a `DeadLetterQueue` for each.
+    """The queues of a page: their names, depths, and a `DeadLetterQueue` for each.
 
-    Thread-safe. Names and depths are kept for a few seconds, since every page that is open asks for them. Arguments are
-    those of `DeadLetterApp`; a function that returns names may raise `ReliableMQError`.
+    Thread-safe. Names and depths are cached for a few seconds, since every open page requests them. The arguments are
+    those of `DeadLetterApp`. A function that returns names may raise `ReliableMQError`.
 
     Raises:
-        ConfigurationError: an argument is wrong; the message names it.
+        ConfigurationError: If an argument is invalid. The message names the argument.
     """
 
     def __init__(
@@ -80,34 +80,34 @@ class Source:
         self._depths: dict[str, int | None] = {}
         self._depths_until = 0.0
         self.any_queue = any_queue
-        self.problem = ""  # with finding queues; shown above the list
+        self.problem = ""  # the error of the last search for queues, shown above the list
         if not any_queue and not callable(queues) and not self._names:
             raise ConfigurationError("queues must name at least one, or any_queue=True let users name them")
 
     def open(self, queue: str) -> DeadLetterQueue:
-        """Return a queue, not connected yet."""
+        """Return a dead-letter queue that is not connected."""
         return DeadLetterQueue(self._url, queue, credentials=self._credentials, tls=self._tls)
 
     def named(self, given: str) -> str:
-        """Return a name as it was given, if a queue has it; else without spaces around.
+        """Return a name unchanged if a queue has it, else without surrounding spaces.
 
-        May block for a search of queues.
+        May block to search for queues.
         """
         return given if given in self.names() else given.strip()
 
     def allows(self, queue: str) -> bool:
-        """Whether this page may open the queue. May block for a search of queues."""
+        """Return whether the page may open a queue. May block to search for queues."""
         return bool(queue) and (self.any_queue or queue in self.names())
 
     def remember(self, queue: str) -> None:
-        """List a queue that was opened by its name."""
+        """Add a queue that was opened by name to the list."""
         with self._lock:
             self._opened[queue] = None
             while len(self._opened) > _REMEMBERED:
                 del self._opened[next(iter(self._opened))]
 
     def names(self) -> list[str]:
-        """Return the names of the queues, each once. May block for a search."""
+        """Return the names of the queues, each once. May block to search for queues."""
         with self._lock:
             due = self._find is not None and time.monotonic() >= self._names_until
             if due:
@@ -123,12 +123,12 @@ class Source:
             return [*dict.fromkeys([*self._names, *self._opened])]
 
     def depths(self) -> dict[str, int | None]:
-        """Return the number of ready messages of each queue. Blocks for a connection.
+        """Return the number of ready messages of each queue, None for a missing queue.
 
-        It is None if there is no such queue.
+        Blocks to connect to the broker, unless the depths are cached.
 
         Raises:
-            BrokerUnavailable: no host could be reached, or none accepted the login.
+            BrokerUnavailable: If no host can be reached or no host accepts the login.
         """
         names = self.names()
         with self._lock:
@@ -140,7 +140,7 @@ class Source:
         return found
 
     def changed(self) -> None:
-        """Forget the depths: a queue was changed."""
+        """Discard the cached depths, because a queue has changed."""
         with self._lock:
             self._depths_until = 0.0
 
@@ -155,11 +155,11 @@ def _name(queue: Queue | str) -> str:
 class Letter:
     """A dead letter in a list.
 
-    Attributes that `DeadMessage` has, too, are the same there.
+    Attributes with the same name as in `DeadMessage` have the same value.
 
     Attributes:
-        size: bytes of its body.
-        note: the beginning of the exception's message.
+        size: The size of the body, in bytes.
+        note: The beginning of the exception's message.
     """
 
     __slots__ = (
@@ -193,17 +193,17 @@ class Letter:
 
     @property
     def origin(self) -> Origin | None:
-        """The queue that it was in before it died."""
+        """The queue that the letter was in before it died."""
         return None if self._origin is None else Origin(self._origin)
 
     @property
     def headers(self) -> Mapping[str, object]:
-        """Its headers; none if its content is not kept."""
+        """The letter's headers, empty if its content is not kept."""
         message = self.message()
         return {} if message is None else message.headers
 
     def message(self) -> DeadMessage | None:
-        """Return it in full; None if its content is not kept."""
+        """Return the complete message, or None if its content is not kept."""
         return None if self._delivery is None else DeadMessage(self._delivery, self.position)
 
     def keep(self, message: DeadMessage) -> None:
@@ -215,9 +215,10 @@ class Letter:
 
 @dataclass(frozen=True, slots=True)
 class LetterGroup:
-    """Letters with one exception (empty without one) and one reason.
+    """The letters that share one exception and one reason.
 
-    `oldest` and `newest` are when the first and the last of them died, as far as known.
+    `exception` is empty for letters without an exception. `oldest` and `newest` are the times at which the first and
+    the last letter died, or None if no such time is known.
     """
 
     exception: str
@@ -228,15 +229,15 @@ class LetterGroup:
 
     @property
     def query(self) -> str:
-        """The filter that selects them, as a part of an address."""
+        """The filter that selects the group, as the query of an address."""
         pairs = [("exception", exception_pattern(self.exception)), ("reason", self.reason)]
         return encoded((name, value) for name, value in pairs if value)
 
 
 class QueueReading:
-    """One reading of a queue, whose letters are in the order of the queue.
+    """One reading of a queue, with its letters in queue order.
 
-    `total` counts the messages in the queue when it was read, those beyond `MOST` included.
+    `total` is the number of messages in the queue when it was read, including those beyond `MOST`.
     """
 
     def __init__(self, queue: str) -> None:
@@ -250,7 +251,7 @@ class QueueReading:
         self._by_fingerprint: dict[str, Letter] = {}
 
     def add(self, message: DeadMessage) -> None:
-        """Add the next letter, while it is read."""
+        """Add the next letter. Called only during the reading."""
         size = len(message.properties) + len(message.body)
         keep = size <= _KEPT_EACH and self._kept + size <= KEPT_BYTES
         self._kept += size if keep else 0
@@ -261,11 +262,11 @@ class QueueReading:
         self.total = max(self.total, len(self.letters))
 
     def find(self, fingerprint: str) -> Letter | None:
-        """Return the letter with this fingerprint; None if there is none."""
+        """Return the letter with a fingerprint, or None if there is none."""
         return self._by_fingerprint.get(fingerprint)
 
     def keep(self, message: DeadMessage) -> None:
-        """Keep the content of one letter that was read again, in place of the one before."""
+        """Keep the content of a letter that was read again, in place of the previous one."""
         letter = self.find(message.fingerprint)
         if letter is not None:
             if self._extra is not None and self._extra is not letter:
@@ -274,7 +275,7 @@ class QueueReading:
             letter.keep(message)
 
     def matching(self, chosen: Filter, now: datetime) -> Sequence[Letter]:
-        """Return the letters that match; `now` is aware."""
+        """Return the letters that match a filter. `now` must be timezone-aware."""
         if chosen.everything:
             return self.letters
         if chosen.fingerprints and len(chosen.fingerprints) < len(self.letters):
@@ -284,7 +285,7 @@ class QueueReading:
         return [letter for letter in self.letters if chosen.matches(letter, now)]
 
     def groups(self, letters: Sequence[Letter]) -> list[LetterGroup]:
-        """Count letters by exception and reason, the largest group first."""
+        """Group letters by exception and reason, the largest group first."""
         counts: Counter[tuple[str, str]] = Counter()
         oldest: dict[tuple[str, str], datetime] = {}
         newest: dict[tuple[str, str], datetime] = {}
@@ -298,5 +299,5 @@ class QueueReading:
 
     @property
     def oldest(self) -> datetime | None:
-        """When the first of them died, as far as known."""
+        """The time at which the first letter died, or None if no such time is known."""
         return min((letter.died_at for letter in self.letters if letter.died_at is not None), default=None)

@@ -1,12 +1,12 @@
 """The operations of the page (read, replay, purge, export), and their audit log.
 
-Each uses a `DeadLetterQueue` of its own, on the thread of its job.
+Each operation uses its own `DeadLetterQueue`, on the thread of its job.
 
 Invariants:
 
-- A change of a queue is in the audit log before it begins, and its result after: an operation whose beginning cannot
-  be written does not begin.
-- After an operation that changed a queue, its reading is dropped.
+- A change to a queue is written to the audit log before it begins, and its result after it ends. If the first entry
+  cannot be written, the operation does not begin.
+- An operation that may have changed a queue drops the queue's reading.
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ __all__ = ["FAILURES_KEPT", "AuditLog", "Operations", "ReplayOptions"]
 logger = logging.getLogger(__name__)
 _audit_logger = logging.getLogger("reliable_mq.web.audit")
 
-#: Failures of a replay that are kept when it has ended, with their letters.
+#: The maximum number of failures, with their letters, that a finished replay keeps.
 FAILURES_KEPT: Final = 50
 _ENTRIES_SHOWN: Final = 200
-_ENTRIES_TAIL: Final = 256 * 1024  # bytes of a file that are read for those
+_ENTRIES_TAIL: Final = 256 * 1024  # bytes at the end of a file that are read for these entries
 _READINGS: Final = 8
-_READ_ALONE: Final = 1000  # messages of a queue that is read without being asked for
+_READ_ALONE: Final = 1000  # messages in a queue that is read without a user's request
 _EVERYTHING: Final = Choice((), Filter())
 
 
 class AuditLog:
     """The audit log: who changed or exported which dead letters, and the result.
 
-    Thread-safe. One line of JSON when an operation begins and one when it ends, appended to a file and flushed to the
-    disk. Without a file, the latest entries are kept in memory only; all are logged by ``reliable_mq.web.audit`` at
-    INFO, too. An entry holds no body and no header.
+    Thread-safe. Each operation appends one line of JSON to a file when it begins and one when it ends, and flushes it
+    to the disk. Without a file, only the latest entries are kept, in memory. The logger ``reliable_mq.web.audit`` also
+    logs every entry at INFO. An entry holds no body and no header.
 
     Raises:
-        ConfigurationError: the file cannot be written to.
+        ConfigurationError: If the file cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         self._path = None if path is None else Path(path)
         self._lock = threading.Lock()
         self._latest: deque[Mapping[str, Any]] = deque(maxlen=_ENTRIES_SHOWN)
-        self._unfinished = False  # whether the file ends with a part of a line: the disk was full, or a process died
+        self._unfinished = False  # whether the last line is incomplete: the disk was full, or a process died
         if self._path is not None:
             try:
                 self._append(b"")
@@ -79,14 +79,14 @@ class AuditLog:
 
     @property
     def where(self) -> str:
-        """The file; empty without one."""
+        """The path of the file, empty without a file."""
         return "" if self._path is None else str(self._path)
 
     def write(self, event: str, operation: str, entry: Mapping[str, object]) -> None:
-        """Append an entry about the operation of this id. Blocks until it is on the disk.
+        """Append an entry about an operation. Blocks until the entry is on the disk.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: If the entry cannot be written.
         """
         full = {"at": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, "id": operation, **entry}
         line = json.dumps(full)
@@ -97,7 +97,7 @@ class AuditLog:
         _audit_logger.info("%s", line)
 
     def latest(self) -> list[Mapping[str, Any]]:
-        """Return the latest entries, the newest first."""
+        """Return the latest entries, newest first."""
         with self._lock:
             return [*reversed(self._latest)]
 
@@ -108,7 +108,7 @@ class AuditLog:
         try:
             if data:
                 line = b"\n" * self._unfinished + data
-                written = os.write(descriptor, line)  # one write: lines of several processes do not mix
+                written = os.write(descriptor, line)  # one write, so that lines of several processes do not mix
                 self._unfinished = written < len(line)
                 if self._unfinished:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
@@ -118,7 +118,7 @@ class AuditLog:
 
 
 def _is_unfinished(path: Path) -> bool:
-    """Whether a file ends in the middle of a line."""
+    """Return whether a file ends in the middle of a line."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(size - 1, 0))
@@ -126,7 +126,7 @@ def _is_unfinished(path: Path) -> bool:
 
 
 def _entries(path: Path) -> list[Mapping[str, Any]]:
-    """Read the last entries of a file; lines that are none are left out."""
+    """Read the last entries of a file. Lines that are not entries are skipped."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(size - _ENTRIES_TAIL, 0))
@@ -153,7 +153,7 @@ class ReplayOptions:
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
-        """It as the fields of a form, without the body."""
+        """The options as the fields of a form, without the body."""
         target = "queue" if self.to is not None else "published" if self.as_published else "origin"
         rate = None if self.rate is None else f"{self.rate:g}"
         given = {"target": target, "to": self.to, "rate": rate, "limit": self.limit}
@@ -161,7 +161,7 @@ class ReplayOptions:
 
     @property
     def details(self) -> dict[str, object]:
-        """It for the audit log and for a person."""
+        """The options for display and for the audit log."""
         target = self.to or ("where each was first published to" if self.as_published else "the queue each came from")
         found = {"target": target, "rate": self.rate, "limit": self.limit}
         if self.body is not None:
@@ -175,7 +175,7 @@ class ReplayOptions:
 class Operations:
     """The operations on queues. Thread-safe.
 
-    A replay resets the counts of attempts in `store`, whose keys are in `namespace`.
+    A replay resets the attempt counts in `store`, under keys in `namespace`.
     """
 
     def __init__(
@@ -191,28 +191,28 @@ class Operations:
         self._not_read_alone: set[str] = set()
 
     def reading(self, queue: str) -> QueueReading | None:
-        """Return the latest reading of a queue; None without one."""
+        """Return the latest reading of a queue, or None if there is none."""
         with self._lock:
             return self._readings.get(queue)
 
     def read(self, queue: str, user: str) -> Job:
-        """Read a queue, or return the reading that is going on."""
+        """Begin to read a queue, or return the job that already reads it."""
         return self._reading_job(queue) or self.jobs.begin(Job("read", queue, _EVERYTHING, user), self._read)
 
     def read_alone(self, queue: str, depth: int) -> None:
-        """Read a small queue for the list, if RabbitMQ does not count the read."""
+        """Begin to read a small queue for the list, unless RabbitMQ counts reads."""
         with self._lock:
             known = queue in self._readings or queue in self._not_read_alone
         if not known and 0 < depth <= _READ_ALONE and not self.jobs.of(queue):
             self.jobs.begin(Job("read", queue, _EVERYTHING, ""), self._read_if_not_counted)
 
     def read_letter(self, queue: str, fingerprint: str, user: str) -> Job:
-        """Read one letter whose content is not kept, and keep it."""
+        """Begin to read one letter whose content is not kept, and keep its content."""
         choice = Choice.of_pairs([("letter", fingerprint)])
         return self.jobs.begin(Job("read", queue, choice, user), self._read_one)
 
     def replay(self, queue: str, choice: Choice, user: str, options: ReplayOptions) -> Job:
-        """Replay letters, or count those that would be replayed."""
+        """Begin to replay letters, or with ``dry_run`` to count them."""
         job = Job("dry run" if options.dry_run else "replay", queue, choice, user)
         report = ReplayReport()
         job.details, job.options, job.report = options.details, options.pairs, report
@@ -250,10 +250,10 @@ class Operations:
         return self.jobs.begin(Job("purge", queue, choice, user), self._audited(work))
 
     def export(self, queue: str, choice: Choice, user: str) -> Job:
-        """Write letters into a file that can be downloaded. They stay in the queue."""
+        """Begin to write letters to a file for download. They stay in the queue."""
 
         def work(job: Job) -> None:
-            # It has no name: nothing is left of it, whatever ends the process.
+            # The file has no name, so nothing is left of it, however the process ends.
             file = cast("BinaryIO", tempfile.TemporaryFile())  # noqa: SIM115
             try:
                 with self._source.open(queue) as dead:

@@ -1,11 +1,11 @@
-"""The pages: each reads its address or form, and renders a template.
+"""The request handlers. Each reads an address or a form and renders a template.
 
 Invariants:
 
-- A GET changes nothing on the broker; at most it reads a queue that was not read yet.
-- A form may hold everything that an operation is about, so that it works without scripts, and on a machine whose pages
-  are minutes old: each letter that it names is looked up again.
-- Every text goes through `visible` and through the escaping for HTML; no template switches that off.
+- A GET changes nothing on the broker, except that it may read a queue that was not read before.
+- A form holds everything that its operation needs, so it works without scripts. It also works if the page is minutes
+  old, because each letter that it names is looked up again.
+- Every text passes through `visible` and then through HTML escaping. No template disables either.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _ON_A_PAGE: Final = 50  # letters
 _GROUPS: Final = 12
 _ALL_GROUPS: Final = 500
 _LARGEST_FORM: Final = 1024 * 1024  # bytes
-_READ_WITHIN: Final = 1.0  # seconds, for which a page waits for a reading before it shows the progress
+_READ_WITHIN: Final = 1.0  # seconds for which a page waits for a reading before it shows the progress
 _STATUS: Final = ((ConfigurationError, 400), (UsageError, 409), (BrokerUnavailable, 503))
 _HTMX: Final = "htmx-2.0.11.min.js"
-#: Of that file: its name in the npm registry is ``htmx.org``, and browsers refuse any other content.
+#: The hash of that file, which is ``htmx.org`` in the npm registry. Browsers refuse any other content.
 _HTMX_INTEGRITY: Final = "sha384-2OatzQy1H+Zd/IIrjr1TcuDGqLXeHhbooAyJY1KdQMKnr4LZ22k31GBLdYKHmVjg"
 
 
@@ -81,7 +81,7 @@ class Pages:
     # -- looking -------------------------------------------------------------------------------------------------------
 
     async def queues(self, request: Request) -> Response:
-        """The list of queues, or the part of it that is renewed."""
+        """Return the list of queues, or only the part that is refreshed."""
         rows, problem = await run_in_threadpool(self._queue_rows)
         if Fields(request.url.query).get("part") == "list":
             return self._page(request, "queue_rows.html", rows=rows, problem=problem)
@@ -90,7 +90,7 @@ class Pages:
         )
 
     async def letters(self, request: Request) -> Response:
-        """The letters of a queue that match the filter in the address."""
+        """Return the letters of a queue that match the filter in the address."""
         fields = Fields(request.url.query)
         queue = await self._queue(fields)
         reading = self._operations.reading(queue)
@@ -142,7 +142,7 @@ class Pages:
         )
 
     async def body(self, request: Request) -> Response:
-        """The body of a letter as a file."""
+        """Return the body of a letter as a file."""
         fields = Fields(request.url.query)
         queue = await self._queue(fields)
         _, letter = self._find(queue, fields.get("id"))
@@ -166,7 +166,7 @@ class Pages:
         return self._to_reading(request, job, fields.get("choice"))
 
     async def reading(self, request: Request) -> Response:
-        """The progress of a reading, then its letters or its error."""
+        """Return the progress of a reading, and after its end its letters or its error."""
         fields = Fields(request.url.query)
         queue = await self._queue(fields)
         job = self._operations.jobs.get(fields.get("id"))
@@ -178,7 +178,7 @@ class Pages:
         return self._page(request, "reading.html", title=queue, queue=queue, job=job)
 
     async def replay(self, request: Request) -> Response:
-        """Ask for the options of a replay; begin it."""
+        """Return the form for a replay, or begin a replay or dry run with its options."""
         fields = await _form(request)
         queue = await self._queue(fields)
         choice = _choice(fields)
@@ -196,7 +196,7 @@ class Pages:
         return await self._ask(request, "replay.html", queue, choice, title="Replay", wrong=wrong, given=given)
 
     async def purge(self, request: Request) -> Response:
-        """Ask for the name of the queue; delete letters."""
+        """Return the form for a purge, or begin it if the queue's name was typed."""
         self._need_changes()
         fields = await _form(request)
         queue = await self._queue(fields)
@@ -210,7 +210,7 @@ class Pages:
         return await self._ask(request, "purge.html", queue, choice, title="Delete for good", wrong=wrong)
 
     async def edit(self, request: Request) -> Response:
-        """Ask for another body of a letter; replay it with that."""
+        """Return the form to edit a letter's body, or replay the letter with a new body."""
         self._need_changes()
         if not self._allow_editing:
             raise HTTPException(403, "Letters are replayed as they are: editing is not allowed here.")
@@ -224,7 +224,7 @@ class Pages:
             given = fields.all("body")
             if not given:
                 raise ConfigurationError("body is missing: that of the copy, which may be empty")
-            # A form sends CR LF for every line end; a body with a CR cannot be edited.
+            # A form sends CR LF for every line end. This loses nothing, because a body with a CR cannot be edited.
             body = given[-1].replace("\r\n", "\n").encode("utf-8", "surrogateescape")
             choice = Choice.of_pairs([("letter", letter.fingerprint)])
             options = ReplayOptions(body=body, limit=1)
@@ -240,7 +240,7 @@ class Pages:
         return self._to_job(request, self._operations.export(queue, choice, request.state.user))
 
     async def job(self, request: Request) -> Response:
-        """An operation and its progress, or the part of that which is renewed."""
+        """Return an operation and its progress, or only the part that is refreshed."""
         fields = Fields(request.url.query)
         job = self._job(fields)
         part = fields.get("part")
@@ -271,7 +271,7 @@ class Pages:
     # -- signing in ----------------------------------------------------------------------------------------------------
 
     async def sign_in(self, request: Request) -> Response:
-        """Ask for the token; begin a session."""
+        """Return the form for the token, or begin a session if the token is right."""
         if not self.guard.has_token:
             raise HTTPException(404, "There is nothing to sign in to.")
         wrong = name = ""
@@ -312,7 +312,7 @@ class Pages:
     async def _ask(
         self, request: Request, template: str, queue: str, choice: Choice, *, wrong: str, **values: Any
     ) -> Response:
-        """Ask for the input of an operation; show how many letters it is about."""
+        """Return the form for an operation, with the number of letters it will process."""
         reading = self._operations.reading(queue)
         count = None if reading is None else len(await run_in_threadpool(_matching, reading, choice))
         status = 400 if wrong else 200
@@ -322,9 +322,9 @@ class Pages:
         return self._page(request, "gone.html", 404, title="Letter", queue=queue)
 
     async def _queue(self, fields: Fields) -> str:
-        """Return the name of a queue that may be opened."""
+        """Return the queue that the fields name, if the page may open it."""
         queue = await run_in_threadpool(self._source.named, fields.typed("queue"))
-        encode_short_string(queue, "queue")  # else one address would spoil the list for everybody
+        encode_short_string(queue, "queue")  # an invalid name in one address would break the list for all users
         if not is_text(queue) or not await run_in_threadpool(self._source.allows, queue):
             raise HTTPException(404, f"This page shows no queue “{queue}”.")
         return queue
@@ -417,12 +417,12 @@ class Pages:
 
 
 def _shown(value: object) -> object:
-    """Make text visible, before it is escaped for HTML; leave markup alone."""
+    """Make text visible before it is escaped for HTML. Return markup unchanged."""
     return visible(value) if type(value) is str else value
 
 
 async def _form(request: Request) -> Fields:
-    """Read a form of bounded size."""
+    """Read the form of a request. Its size is bounded."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/x-www-form-urlencoded":
         raise HTTPException(415, "A form of this page was expected.")
@@ -438,13 +438,13 @@ async def _form(request: Request) -> Fields:
 
 
 def _choice(fields: Fields) -> Choice:
-    """Return the letters that a form is about."""
+    """Return the letters that a form selects."""
     which = fields.get("which")
     if which in ("", "all"):
         return _filter_of(fields)
     if which != "selected":
         raise ConfigurationError(f"which must be selected or all, not {which!r}")
-    letters = [("letter", each) for each in fields.all("letter") if each.strip()]  # a filter of none selects all
+    letters = [("letter", each) for each in fields.all("letter") if each.strip()]  # an empty filter selects all
     if not letters:
         raise ConfigurationError("no letter is selected: go back, and tick some")
     return Choice.of_pairs(letters)
@@ -453,7 +453,7 @@ def _choice(fields: Fields) -> Choice:
 def _filter_of(form: Fields) -> Choice:
     """Return the filter in a form.
 
-    It must be there, without a misspelt field: all letters would be meant otherwise.
+    A missing filter or an unknown field is an error, because the form would otherwise select all letters.
     """
     if not form.all("choice"):
         raise ConfigurationError("choice is missing: the filter of the letters, empty for all")
@@ -465,7 +465,7 @@ def _filter_of(form: Fields) -> Choice:
 
 
 def _options(fields: Fields, *, dry_run: bool) -> ReplayOptions:
-    """Return the options of a replay."""
+    """Return the replay options in a form."""
     target = fields.get("target", "origin")
     to = fields.get("to") if target == "queue" else None
     if target not in ("origin", "queue", "published"):
@@ -490,7 +490,7 @@ def _matching(reading: QueueReading, choice: Choice) -> Sequence[Letter]:
 
 
 def _content(descriptor: int) -> Iterator[bytes]:
-    """Return the content of an open file, and close it."""
+    """Yield the content of an open file, then close it."""
     try:
         place = 0
         while data := os.pread(descriptor, 65536, place):

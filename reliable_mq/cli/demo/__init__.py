@@ -1,4 +1,4 @@
-"""``reliable-mq demo``: handlers fail and the broker dies, and no order is lost."""
+"""The command ``reliable-mq demo``: handlers and broker fail; no order is lost."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Run the demo: watch the shop, kill the broker, show events, counts and audit.
 
-A terminal gets bars that are redrawn in place; a pipe or a file gets a line now and then. Times are seconds since the
-demo began.
+A terminal shows bars that are redrawn in place. A pipe or a file receives a line at intervals. Times are seconds since
+the demo began.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from reliable_mq.testing.audit import AuditResult
 __all__ = ["BrokerStatus", "DemoResult", "LinesDisplay", "LiveDisplay", "Story", "display_for", "run"]
 
 _POLL: Final = 0.1  # seconds
-_STANDSTILL: Final = 120.0  # seconds without any progress, after which something is wrong
+_STANDSTILL: Final = 120.0  # seconds without any progress after which the demo ends with an error
 _EVENTS_SHOWN: Final = 8
 _LINE_EVERY: Final = 2.0  # seconds
 _RATE_OVER: Final = 2.0  # seconds over which the rate is measured
@@ -37,7 +37,7 @@ _BROKER: Final = {
 
 
 def run(shop: Shop, outages: Outages, hosts: str) -> int:
-    """Run the demo to its end; return the exit status."""
+    """Run the demo to its end and return the exit status."""
     interrupted = False
     error: str | None = None
     began = time.monotonic()
@@ -56,7 +56,7 @@ def run(shop: Shop, outages: Outages, hosts: str) -> int:
     if interrupted:
         say(f"interrupted: {result.so_far}")
         return INTERRUPTED
-    if outages.failure is not None:  # it ended in the middle of the job, which cannot balance
+    if outages.failure is not None:  # the demo ended in the middle of the job, so the audit cannot balance
         say(f"ended early: {result.so_far}")
         say(f"reliable-mq: {outages.failure}")
         return 1
@@ -67,7 +67,7 @@ def run(shop: Shop, outages: Outages, hosts: str) -> int:
 
 
 def _watch(shop: Shop, outages: Outages, display: LinesDisplay | LiveDisplay, began: float) -> str | None:
-    """Show the progress until the job is done; return the reason if it ended early."""
+    """Show the progress until the job is done. Return the reason if it ended early."""
     publisher, consumer, story = shop.publisher, shop.consumer, Story()
     latest, latest_at = shop.progress, 0.0
     pause = threading.Event()
@@ -93,9 +93,10 @@ def _watch(shop: Shop, outages: Outages, display: LinesDisplay | LiveDisplay, be
 
 @dataclass(frozen=True, slots=True)
 class BrokerStatus:
-    """The broker, by the commands that kill and restart it, and the connections to it.
+    """The state of the broker and of the connections to it.
 
-    `blocked` is the broker's reason for blocking publishes; None if it does not.
+    The broker's state follows from the commands that kill and restart it. `blocked` is the broker's reason for blocking
+    publishes, or None.
     """
 
     broker: BrokerState
@@ -109,11 +110,11 @@ class BrokerStatus:
 
 
 class Story:
-    """Compare the status with the one before, and describe the events in between."""
+    """A comparison of successive statuses that describes the events between them."""
 
     def __init__(self) -> None:
         self._before: BrokerStatus | None = None
-        self._lost: tuple[float, int] | None = None  # when the connection was lost; orders republished by then
+        self._lost: tuple[float, int] | None = None  # time of the loss, and orders republished by then
 
     def events(self, now: float, status: BrokerStatus, *, outstanding: int, republished: int) -> list[str]:
         """Return the events since the last call."""
@@ -139,7 +140,7 @@ class Story:
 
 
 class LinesDisplay:
-    """A line every two seconds, and one for each event. A context manager."""
+    """A display of a line every two seconds and one per event. A context manager."""
 
     def __init__(self, console: Console, title: str) -> None:
         self._console = console
@@ -170,7 +171,10 @@ class LinesDisplay:
 
 
 class LiveDisplay:
-    """Bars, counts, states and the latest events, redrawn in place. A context manager."""
+    """A display of bars, counts, states and events, redrawn in place.
+
+    A context manager.
+    """
 
     def __init__(self, console: Console, title: str, orders: int) -> None:
         self._title = title
@@ -193,7 +197,7 @@ class LiveDisplay:
         self._live.update(self._drawn(now, progress, status), refresh=True)
 
     def tell(self, now: float, event: str) -> None:
-        """Keep an event, to be drawn by the next update."""
+        """Keep an event for the next update to draw."""
         self._events.append(Text(escaped(f"{_clock(now)}  {event}")))
 
     def _drawn(self, now: float, progress: Progress, status: BrokerStatus) -> Group:
@@ -241,7 +245,7 @@ class DemoResult:
 
     @property
     def faults(self) -> list[str]:
-        """The reasons why it does not add up; empty if it does."""
+        """The reasons why the audit does not balance. Empty if it does."""
         balance = self.balance
         faults = []
         try:
@@ -275,7 +279,7 @@ class DemoResult:
 
     @property
     def _unconfirmed(self) -> int:
-        """Orders that were not confirmed, and arrived all the same."""
+        """The number of orders that arrived without being confirmed."""
         return len(self.balance.recovered | self.balance.refuted)
 
     def __rich__(self) -> Group:

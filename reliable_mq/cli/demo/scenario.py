@@ -1,13 +1,13 @@
-"""The shop of the demo, which publishes, handles and audits orders; the outages.
+"""The demo's shop, which publishes, handles and audits orders, and the outages.
 
-One order in fifty fails at its first attempt, as if a payment service had not answered; one in five hundred cannot be
-processed at all and ends in the dead-letter queue. Handlers are idempotent by the store, so that an order delivered
-again after an outage has its effect once.
+One order in fifty fails at its first attempt, as if a payment service had not responded. One in five hundred cannot be
+processed at all and ends in the dead-letter queue. The idempotency store makes handlers idempotent, so that an order
+that is delivered again after an outage has its effect once.
 
 The audit records each order before it is published, and again when it was handled or, at the end, found in the
-dead-letter queue, where it can be looked at until then. It is independent of publishers and consumers.
+dead-letter queue, which can be inspected until then. The audit is independent of publishers and consumers.
 
-Two commands of the user's kill and restart the broker, at moments that depend on the progress, not on a clock.
+Two commands of the user kill and restart the broker, at moments that depend on the progress, not on a clock.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ _GRACE: Final = 5.0  # seconds for outstanding confirms when the demo is interru
 
 
 def fails_once(number: int) -> bool:
-    """Whether the first attempt at this order fails."""
+    """Return whether the first attempt at this order fails."""
     return number % 50 == 0
 
 
 def is_poison(number: int) -> bool:
-    """Whether no handler can process this order."""
+    """Return whether no handler can process this order."""
     return number % 500 == 77
 
 
@@ -69,9 +69,9 @@ class Progress:
     """The counts of orders.
 
     Attributes:
-        retried: failed attempts that were tried again.
-        republished: orders published again, since their outcome was unknown.
-        duplicates: deliveries skipped, since their order was handled before.
+        retried: Failed attempts that were retried.
+        republished: Orders that were published again because their outcome was unknown.
+        duplicates: Deliveries that were skipped because their order was handled before.
     """
 
     published: int
@@ -84,16 +84,16 @@ class Progress:
 
 
 class Shop:
-    """A publisher and a consumer of orders. A context manager; it deletes its queues.
+    """A publisher and a consumer of orders. A context manager that deletes its queues.
 
     Args:
-        registry: for the metrics of the publisher and the consumer; None for none.
+        registry: The registry for the metrics of the publisher and the consumer. None registers none.
 
     Attributes:
-        broker: its product and version; once entered.
-        queue: of the orders.
-        queues: the names of the work queue and its dead-letter queue.
-        failure: why not all orders were published.
+        broker: The broker's product and version. Set when the context is entered.
+        queue: The queue of the orders.
+        queues: The names of the work queue and its dead-letter queue.
+        failure: The reason why not all orders were published.
     """
 
     broker: str
@@ -126,7 +126,7 @@ class Shop:
         retry = RetryPolicy(max_attempts=_ATTEMPTS, delays=(0.2, 0.5))
         delays = DelayQueues(self.queue.name, retry)
         self._beside = (Quarantine.of(self.queue).name, *(delays.queue(step).name for step in delays.own))
-        soon = wait_exponential(multiplier=0.1, max=1.0)  # for a user who watches
+        soon = wait_exponential(multiplier=0.1, max=1.0)  # short, because a user watches
         self.publisher = Publisher(
             url, topology=[self.queue], reconnect_wait=soon, name=f"{_NAME} publisher", registry=registry
         )
@@ -146,7 +146,7 @@ class Shop:
 
     def __enter__(self) -> Self:
         """Connect and begin."""
-        # It fails at once if the login or the queues are refused.
+        # Fails at once if the login or the queues are refused.
         with AdminChannel(self._settings, name=_NAME) as channel:
             self.broker = f"{channel.server.product} {channel.server.version}"
         with ExitStack() as opened:
@@ -177,11 +177,14 @@ class Shop:
         )
 
     def end(self) -> None:
-        """Publish no more orders; those that are published are settled and handled."""
+        """Stop publishing orders. Published orders are still settled and handled."""
         self._enough.set()
 
     def is_done(self) -> bool:
-        """Whether all orders are settled, and all confirmed ones handled or dead-lettered."""
+        """Return whether all orders are settled, and confirmed ones reached their end.
+
+        A confirmed order ends when it is handled or dead-lettered.
+        """
         if not self._all_settled.is_set():
             return False
         if self._handled + len(self._given_up) < self.publisher.statistics.confirmed:
@@ -189,13 +192,13 @@ class Shop:
         return self._is_idle() and self.audit.balance().lost <= self._given_up
 
     def _is_idle(self) -> bool:
-        """Whether nothing is unacked, and nothing was delivered since the last call."""
+        """Return whether all is settled and nothing was delivered since the last call."""
         received = self.consumer.statistics
         delivered, self._delivered = self._delivered, received.delivered
         settled = received.acked + received.rejected + received.requeued + received.lost
         return delivered == received.delivered == settled
 
-    # Publishing, on a thread of its own
+    # Publishing, on a separate thread
 
     def _publish_all(self) -> None:
         try:
@@ -251,7 +254,7 @@ class Shop:
     # Closing
 
     def _take_down(self) -> None:
-        """Record the orders that are left in the queues, and delete these."""
+        """Record the orders that are left in the queues, and delete the queues."""
         for name in (*self.queues, *self._beside):
             record = self.audit.dead_lettered if name == self.queues[1] else self.audit.left
             with Consumer(self._url, name, None, prefetch=_AT_A_TIME, name=_NAME) as consumer:
@@ -272,13 +275,13 @@ class BrokerState(enum.Enum):
 
 
 class Outages:
-    """Kill the broker ``times`` times, evenly spread over the job.
+    """A controller that kills the broker ``times`` times, evenly over the job.
 
-    For one thread; the commands run on another.
+    Only one thread may use it. The commands run on another thread.
 
     Attributes:
-        done: number of outages.
-        failure: of a command, which ends the demo.
+        done: The number of outages.
+        failure: The failure of a command, which ends the demo.
     """
 
     def __init__(self, kill: str | None, restart: str | None, *, times: int) -> None:
@@ -290,7 +293,7 @@ class Outages:
         self._thread: threading.Thread | None = None
 
     def advance(self, part: float, *, connected: bool) -> None:
-        """Kill the broker if it is due: connected, it may be killed again. Does not wait."""
+        """Kill the broker if that is due and the clients are connected. Does not wait."""
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
         if self._thread is None and connected:
@@ -303,11 +306,11 @@ class Outages:
 
     @property
     def pending(self) -> bool:
-        """Whether the broker is yet to be killed or restarted."""
+        """Whether the broker is still to be killed or restarted."""
         return self.failure is None and (self.done < self._times or self._thread is not None)
 
     def end(self) -> None:
-        """Kill no more; wait until a killed broker is restarted."""
+        """Stop killing, and wait until a killed broker is restarted."""
         self._times = self.done
         if self._thread is not None:
             self._thread.join()

@@ -1,6 +1,6 @@
-"""``reliable-mq dlq``: `reliable_mq.deadletters` for the shell.
+"""The command ``reliable-mq dlq``: `reliable_mq.deadletters` for the shell.
 
-``list``, ``show``, ``stats`` and ``export`` leave the queue as it was; ``replay``, ``purge`` and ``import`` change it.
+``list``, ``show``, ``stats`` and ``export`` leave the queue unchanged. ``replay``, ``purge`` and ``import`` change it.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ if TYPE_CHECKING:
 
 __all__ = ["chosen", "dlq", "imported_store"]
 
-_SHOWN: Final = 20  # failures that are listed
+_SHOWN: Final = 20  # maximum failures that are listed
 _KEPT: Final = "nothing was taken out of the queue"
 
 dlq = command_group("dlq", "Browse, count, replay, purge, export and import dead letters.")
 QueueName: TypeAlias = Annotated[
     str, typer.Argument(metavar="QUEUE", help="The dead-letter queue, such as orders.dead.")
 ]
-DeadLetterFilter: TypeAlias = "Filter"  # which is imported when a command runs
+DeadLetterFilter: TypeAlias = "Filter"  # imported when a command runs
 
 _option: Final = functools.partial(typer.Option, rich_help_panel="Which dead letters")
 Limit: TypeAlias = Annotated[int | None, _option(min=1, help="How many at most.")]
@@ -282,7 +282,7 @@ def purge(
 
 
 def _deleted(dead: DeadLetterQueue, which: DeadLetterFilter, limit: int | None) -> int:
-    """Purge; say how many are deleted also if it fails or is interrupted."""
+    """Purge, and report the number deleted even after a failure or an interrupt."""
     counts = [0]
     try:
         with progress_bar("deleting") as bar:
@@ -401,15 +401,15 @@ def _opened(url: str, queue: str) -> DeadLetterQueue:
 
 
 def _write_apart(parts: Iterable[RenderableType]) -> None:
-    """Print parts with an empty line between two."""
+    """Print parts, separated by an empty line."""
     for number, part in enumerate(parts):
         output.print(*([Text()] if number else []), part, sep="\n")
 
 
 def imported_store(place: str) -> ResettableStore:
-    """Import a store of the user's, from the working directory as well."""
+    """Import a store from the user's code, including the working directory."""
     module, colon, name = place.partition(":")
-    if "://" in place:  # such a URL may hold a password
+    if "://" in place:  # a URL may hold a password
         raise typer.BadParameter("--idempotency takes MODULE:NAME, a store that your code makes, not a URL")
     if not module or not colon or not name:
         raise typer.BadParameter(f"--idempotency takes MODULE:NAME, not {place!r}")

@@ -1,6 +1,6 @@
 """Dead letters as tables and JSON, progress bars, and the end by Ctrl-C.
 
-The content of a message is never taken for markup or control characters.
+The content of a message is never interpreted as markup or control characters.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _UNITS: Final = ((604800, "w"), (86400, "d"), (3600, "h"), (60, "m"))
 
 
 def age(died_at: datetime | None, now: datetime) -> str:
-    """Return how long ago, in its largest unit: ``"3h"``; a question mark if unknown."""
+    """Return the age in its largest unit, such as ``"3h"``, or ``"?"`` if unknown."""
     if died_at is None:
         return "?"
     seconds = max((now - died_at) // timedelta(seconds=1), 0)
@@ -88,7 +88,7 @@ def summary(message: DeadMessage, now: datetime) -> list[Text]:
 
 
 def details(message: DeadMessage, most: int) -> Table:
-    """Return everything about one message; of its body up to ``most`` bytes."""
+    """Return everything about one message, with up to ``most`` bytes of its body."""
     from reliable_mq.core.headers import PREFIX
     from reliable_mq.deadletters.jsonl import write_line
 
@@ -118,7 +118,7 @@ def details(message: DeadMessage, most: int) -> Table:
     for name in sorted(line.keys() - _ELSEWHERE):
         row(name.replace("_", " "), line[name])
     for name, value in sorted(message.headers.items()):
-        if not name.startswith(PREFIX):  # it is shown above
+        if not name.startswith(PREFIX):  # headers with the prefix are shown above
             row(f"header {name}", value)
     table.add_row(f"body, {len(message.body):,} bytes", _body(message.body, most))
     return table
@@ -132,7 +132,7 @@ def _body(body: bytes, most: int) -> Text:
         if error.start < len(cut) - 3 or len(cut) == len(body):
             text = " ".join(cut[start : start + 8].hex(" ") for start in range(0, len(cut), 8))
         else:
-            text = cut[: error.start].decode()  # cut inside of a character
+            text = cut[: error.start].decode()  # the cut splits a character
     return Text(escaped(text, keep="\n\t") + ("…" if len(body) > most else ""))
 
 
@@ -193,7 +193,7 @@ def _iso(when: datetime | None) -> str | None:
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on a terminal, on stderr, for the block, which sets its counts."""
+    """Show a progress bar on stderr if that is a terminal. The block sets its counts."""
     if not errors.is_terminal:
         yield lambda *_: None
         return
@@ -205,7 +205,7 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def interruptible(outcome: str) -> Iterator[None]:
-    """Report an end by Ctrl-C: everything was requeued by then."""
+    """Report an end by Ctrl-C. By then everything was requeued."""
     try:
         yield
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""``reliable-mq doctor``: find and remedy the causes of lost messages."""
+"""The command ``reliable-mq doctor``: find and fix the causes of lost messages."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Check hosts (TCP, TLS, login) and the broker (version, limits, alarms, nodes).
 
-The behaviour of versions is that of RabbitMQ 4.0.5 and 4.3.6 as observed; of the others, as RabbitMQ documents it.
+The behaviour of RabbitMQ 4.0.5 and 4.3.6 was observed; that of other versions is taken from RabbitMQ's documentation.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ __all__ = [
 _BROKER: Final = "broker"
 _PLAIN_PORT: Final = 5672
 _TLS_PORT: Final = 5671
-_SOON: Final = 30  # days until a certificate expires, below which it is time to renew it
-_LEADERS: Final = 3  # of as many, not all are on one node by chance of a young cluster
+_SOON: Final = 30  # minimum days until a certificate expires; below, it should be renewed
+_LEADERS: Final = 3  # minimum leaders for a warning: fewer may be on one node by chance in a young cluster
 # Ports that users mistake for AMQP's.
 _PORTS: Final = {
     port: f"{port} is {meaning}: AMQP's is 5672, and 5671 with TLS."
@@ -56,7 +56,7 @@ _BY_BROKER: Final = re.compile(r"by the broker: (?P<code>\d+) (?P<text>.*)", re.
 
 @dataclass(frozen=True, slots=True)
 class HostEntry:
-    """A host that accepts this user, with `settings` to connect to it alone."""
+    """A host that accepts this user. `settings` connects to this host only."""
 
     settings: ConnectionSettings
     server: ServerInfo
@@ -130,7 +130,7 @@ def _tls(options: TLSOptions, endpoint: Endpoint, connection: socket.socket) -> 
 def remaining_validity(host: str, version: str, not_after: object, now: datetime) -> Finding:
     """Check how long a verified certificate is valid.
 
-    `not_after` is as Python's ssl gives it, e.g. ``"Jun 26 21:41:46 2031 GMT"``; `version` is that of TLS.
+    `not_after` has the format of Python's ssl, e.g. ``"Jun 26 21:41:46 2031 GMT"``. `version` is the version of TLS.
     """
     if not isinstance(not_after, str):
         return Finding(Status.UNCHECKED, host, "TLS", f"{version}; the certificate is not verified, nor its expiry")
@@ -144,7 +144,7 @@ def remaining_validity(host: str, version: str, not_after: object, now: datetime
 
 
 def _refused(settings: ConnectionSettings, endpoint: Endpoint, error: Exception) -> Finding:
-    """Explain a failed handshake: credentials, virtual host, a limit, something else."""
+    """Explain a failed handshake: credentials, virtual host, limit or another cause."""
     match = _BY_BROKER.search(str(error))
     code, text = (int(match["code"]), match["text"]) if match else (0, str(error))
     host = str(endpoint)
@@ -170,8 +170,8 @@ def _user(settings: ConnectionSettings) -> str:
     return "nobody" if credentials is None else f"user {credentials.username!r}"
 
 
-_MOST_HEARTBEAT: Final = 60  # seconds, above which a dead connection is noticed late
-_LEAST_HEARTBEAT: Final = 5  # seconds, below which a busy peer is taken for a dead one
+_MOST_HEARTBEAT: Final = 60  # seconds; above, a dead connection is detected late
+_LEAST_HEARTBEAT: Final = 5  # seconds; below, a busy peer is mistaken for a dead one
 
 
 def examine_version(server: ServerInfo) -> Iterator[Finding]:
@@ -310,7 +310,7 @@ def examine_alarms(api: ManagementAPI) -> Finding:
 
 
 def examine_cluster(settings: ConnectionSettings, snapshot: Snapshot) -> Iterator[Finding]:
-    """Check nodes, hosts and leaders of a cluster; a single node has no findings."""
+    """Check nodes, hosts and leaders of a cluster. A single node has no findings."""
     if snapshot.nodes is None:
         text = "whether this is a cluster, and whether its nodes run, could not be looked at"
         yield Finding(Status.UNCHECKED, _BROKER, "nodes", text, "Give the user the tag 'monitoring'.")

@@ -1,4 +1,4 @@
-"""Run all checks of a broker, in order; those of permissions are here."""
+"""Run all checks of a broker in order. The checks of permissions are here."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _different_versions(entries: Sequence[HostEntry]) -> Iterator[Finding]:
 def _by_management(
     settings: ConnectionSettings, entry: HostEntry, queues: Sequence[str], management_url: str | None
 ) -> list[Finding]:
-    """Run the checks that need the management API; without it, name them as unchecked."""
+    """Run the checks that need the management API; without it, list them as unchecked."""
     why = fix = ""
     for api in ManagementAPI.candidates(management_url, settings, option="--management-url"):
         if not api.sends_password:
@@ -107,7 +107,7 @@ def _answering(api: ManagementAPI) -> Finding:
 
 
 def _not_asked(api: ManagementAPI) -> tuple[str, str]:
-    """Explain why no password was sent to a guessed address, and which option does."""
+    """Explain why no password was sent to a guessed address, and name the option."""
     if not api.is_there:
         return f"no management API was found at {api}", _NO_API
     fix = (
@@ -145,14 +145,14 @@ def _existence_of_each(entry: HostEntry, queues: Sequence[str]) -> Iterator[Find
 def examine_permissions(url: str, settings: ConnectionSettings, queues: Sequence[str]) -> list[Finding]:
     """Check the permissions to configure, write and read.
 
-    By operations that cannot succeed: RabbitMQ checks permissions first. A declaration with a type that no queue has is
-    refused with 403 if the user may not configure that name, and with 406 if it may; a consumer with a priority that is
-    no number with 403, or with 406 or 404; a mandatory message to a queue that does not exist is refused, or returned.
-    Nothing is declared, consumed or stored. This covers every authorisation backend, which the management API's list
-    does not.
+    The checks use operations that cannot succeed, because RabbitMQ checks permissions first. A declaration with a
+    non-existent queue type is refused with 403 if the user may not configure that name, else with 406. A consumer with
+    a priority that is not a number is refused with 403, else with 406 or 404. A mandatory message to a queue that does
+    not exist is refused, or returned. Nothing is declared, consumed or stored. This covers every authorisation backend,
+    unlike the permissions that the management API lists.
 
     Raises:
-        BrokerUnavailable: the connection was lost.
+        BrokerUnavailable: If the connection was lost.
     """
     made_up = f"reliable-mq-doctor-{secrets.token_hex(8)}"
     findings = []
@@ -231,7 +231,7 @@ def _blocked(reason: str) -> Finding:
 
 
 def _place(finding: Finding) -> tuple[int, str]:
-    """Sort hosts first, in their order; then the broker, permissions, queues."""
+    """Return the sort key: hosts in their order, the broker, permissions, queues."""
     order = ("broker", "permissions")
     if finding.subject in order:
         return order.index(finding.subject) + 1, ""

@@ -39,11 +39,11 @@ class Finding:
     """The result of a check.
 
     Attributes:
-        status: how bad it is.
-        subject: a host, ``"broker"``, ``"queue 'orders'"``.
-        check: the property that was checked, in a word or two.
-        text: its state, and the consequence.
-        fix: the remedy; empty if none is needed.
+        status: The severity of the finding.
+        subject: The checked object: a host, ``"broker"``, ``"queue 'orders'"``.
+        check: The property that was checked, in one or two words.
+        text: The state of the property and its consequence.
+        fix: The remedy. Empty if none is needed.
     """
 
     status: Status
@@ -54,7 +54,7 @@ class Finding:
 
 
 def worst(findings: Iterable[Finding]) -> Status:
-    """Return the worst status; OK without findings."""
+    """Return the worst status, or OK without findings."""
     order = list(Status)
     return max((finding.status for finding in findings), key=order.index, default=Status.OK)
 

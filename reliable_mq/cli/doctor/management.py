@@ -1,4 +1,4 @@
-"""A virtual host as the management API shows it."""
+"""A virtual host, as the management API describes it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _LOWER: Final = frozenset({"message-ttl", "expires", "max-length", "max-length-b
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """A queue with the arguments in effect: its own, and those of its policies."""
+    """A queue with the arguments in effect: its own and those of its policies."""
 
     raw: Mapping[str, Any]
 
@@ -59,7 +59,7 @@ class QueueView:
 
     @property
     def node(self) -> str:
-        """The node of the queue, or of its leader; empty if there is none."""
+        """The node of the queue, or of its leader. Empty if there is none."""
         return str(self.raw.get("leader") or self.raw.get("node") or "")
 
     @property
@@ -77,11 +77,11 @@ class QueueView:
 
     @property
     def growth(self) -> float:
-        """Messages per second by which it grows, by the broker's statistics."""
+        """The growth in messages per second, according to the broker's statistics."""
         return float((self.raw.get("messages_details") or {}).get("rate") or 0.0)
 
     def argument(self, name: str) -> Any:
-        """Return the value in effect of an argument, without its ``x-``; None if unset."""
+        """Return the effective value of an argument, or None. ``name`` lacks the ``x-``."""
         own, policy = (self.raw.get("arguments") or {}).get(f"x-{name}"), self._policy.get(name)
         if own is None or policy is None:
             return policy if own is None else own
@@ -90,18 +90,21 @@ class QueueView:
         return policy if name == "overflow" and self.type == "quorum" else own
 
     def is_overridden(self, name: str) -> bool:
-        """Whether the argument is set, and the value of a policy is in effect."""
+        """Return whether the argument is set, but a policy's value is in effect."""
         own = (self.raw.get("arguments") or {}).get(f"x-{name}")
         return own is not None and bool(self.argument(name) != own)
 
     def delivery_limit(self, version: tuple[int, ...]) -> int | None:
-        """The returns after which a message is dead-lettered or dropped; None for never."""
+        """Return the delivery limit in effect, or None for no limit.
+
+        A message that is returned more often is dead-lettered or dropped.
+        """
         own, policy = (self.raw.get("arguments") or {}).get("x-delivery-limit"), self._policy.get("delivery-limit")
         given = [limit for limit in (own, policy) if isinstance(limit, int)]
         if not given:
             default: int | None = ARGUMENTS["x-delivery-limit"].default_on(version)
             return default
-        # RabbitMQ takes the stricter of two limits, and any limit before none.
+        # RabbitMQ applies the stricter of two limits, and prefers any limit to none.
         limit = min(given) if min(given) >= 0 else max(given)
         return limit if limit >= 0 else None
 
@@ -115,9 +118,9 @@ class Route:
     """The route of dead letters.
 
     Attributes:
-        targets: the queues, as far as they are known.
-        flaw: why they may be dropped; empty if they are not.
-        certain: whether they are certainly dropped.
+        targets: The target queues, as far as they are known.
+        flaw: The reason why dead letters may be dropped. Empty if they are not.
+        certain: Whether they are certainly dropped.
     """
 
     targets: frozenset[str] = frozenset()
@@ -129,7 +132,7 @@ class Route:
 class Snapshot:
     """The content of a virtual host, for the checks.
 
-    `nodes` are those of the cluster; None if this user may not read them.
+    `nodes` are the nodes of the cluster, or None if this user may not read them.
     """
 
     queues: Mapping[str, QueueView]
@@ -143,7 +146,7 @@ class Snapshot:
         """Read a virtual host.
 
         Raises:
-            ManagementError: the API does not respond, or refuses this user.
+            ManagementError: If the API does not respond, or refuses this user.
         """
         return cls(
             queues={row["name"]: _view(api, row) for row in _rows(api, "queues", virtual_host, named=True)},
@@ -157,7 +160,7 @@ class Snapshot:
         return [each for each in self.consumers if (each.get("queue") or {}).get("name") == queue.name]
 
     def dead_letter_route(self, queue: QueueView) -> Route | None:
-        """Return the route of a queue's dead letters; None without a dead-letter exchange."""
+        """Return the route of a queue's dead letters, or None if it has no such exchange."""
         exchange, key = queue.argument("dead-letter-exchange"), queue.argument("dead-letter-routing-key")
         if exchange is None:
             return None
@@ -167,7 +170,7 @@ class Snapshot:
         if found is None:
             return Route(flaw=f"the dead-letter exchange {exchange!r} does not exist", certain=True)
         if (found.get("arguments") or {}).get("alternate-exchange") or found.get("policy"):
-            return Route()  # messages that match no binding are routed on from there
+            return Route()  # the alternate exchange or policy routes messages that match no binding
         bound = [each for each in self.bindings if each.get("source") == exchange]
         if not bound:
             return Route(flaw=f"nothing is bound to the dead-letter exchange {exchange!r}", certain=True)
@@ -192,7 +195,7 @@ class Snapshot:
 
 
 def _rows(api: ManagementAPI, what: str, *segments: str, named: bool = False) -> list[dict[str, Any]]:
-    """Return rows whose fields are of RabbitMQ's types, missing or empty."""
+    """Return rows whose fields have RabbitMQ's types, or are missing or empty."""
     found = rows(api, what, *segments, named=named)
     for row in found:
         for name, kind in _KINDS[what].items():
@@ -236,12 +239,12 @@ def _matches(exchange_type: str, binding: Mapping[str, Any], key: str) -> bool:
 
 
 def _words(key: str) -> list[str]:
-    """Split a key of a topic exchange; an empty one has no word, as for RabbitMQ."""
+    """Split a key of a topic exchange. As in RabbitMQ, an empty key has no word."""
     return key.split(".") if key else []
 
 
 def _topic_matches(pattern: list[str], words: list[str]) -> bool:
-    taken = {0}  # how many words the pattern may stand for, as far as it was read
+    taken = {0}  # the possible numbers of words that the pattern read so far matches
     for part in pattern:
         if part == "#":
             taken = set(range(min(taken), len(words) + 1))

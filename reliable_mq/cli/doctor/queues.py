@@ -1,14 +1,14 @@
 """Check queues and their delay, quarantine and dead-letter queues.
 
-A pure function: a snapshot in, findings out. A problem loses confirmed messages while everything works as configured; a
-warning does so when something fails, or may be intended.
+The checks are pure functions from a snapshot to findings. A problem loses confirmed messages while everything works as
+configured. A warning loses them when something fails, or may be intended.
 
-A delay queue of this package is called ``<queue>.retry.<milliseconds>``; its messages expire back into its queue at
+A delay queue of this package is named ``<queue>.retry.<milliseconds>``. Its messages expire back into its queue, at
 least once. ``<queue>.quarantine`` holds messages that may have killed their consumer, which handles them one at a time.
-A dead-letter queue is one that another queue dead-letters into and that is no work queue of a delay queue.
+A dead-letter queue is one that another queue dead-letters into and that is not the work queue of a delay queue.
 
 A quorum queue and a stream work while more than half of their members are online. A queue's members are chosen when it
-is declared: a node that joins the cluster later holds no copy until somebody adds one.
+is declared: a node that joins the cluster later holds no copy until a member is added on it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
     "waits_to_come_back",
 ]
 
-_COPIES: Final = 3  # with which one may be lost
+_COPIES: Final = 3  # enough copies to lose one
 _WAITING: Final = re.compile(r"delay|retry|wait|backoff", re.IGNORECASE)
 _AFRESH: Final = "Let it run empty and delete it: the next connect of a consumer declares it as it is to be."
 
@@ -48,19 +48,19 @@ def _problem(queue: QueueView, check: str, text: str, fix: str) -> Finding:
 
 
 def _of_policy(argument: str) -> str:
-    """Return the remedy for an argument that a policy overrides."""
+    """Return the fix for an argument that a policy overrides."""
     return f"Take {argument} out of the policy that matches this queue: it prevails over x-{argument}."
 
 
 def waits_to_come_back(snapshot: Snapshot, queue: QueueView) -> bool:
-    """Whether messages only wait in it: a delay queue, of this package or another."""
+    """Return whether the queue only delays messages, for this package or another."""
     if DelayQueue.of(queue.name) is not None:
         return True
     return queue.argument("message-ttl") is not None and not snapshot.consumers_of(queue)
 
 
 def dead_letter_queues(snapshot: Snapshot, routes: Mapping[str, Route | None]) -> frozenset[str]:
-    """Return the queues that dead letters end in."""
+    """Return the queues that receive the dead letters of others."""
     return frozenset(
         target
         for name, route in routes.items()
@@ -70,7 +70,7 @@ def dead_letter_queues(snapshot: Snapshot, routes: Mapping[str, Route | None]) -
 
 
 def examine_copies(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
-    """Check on how many nodes a queue is, and whether they are online."""
+    """Check the number of nodes with a copy of a queue, and whether they are online."""
     nodes = len(snapshot.nodes or ())
     if nodes < 2:
         return
@@ -105,7 +105,7 @@ def examine_copies(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
 
 
 def examine_delay_queue(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
-    """Check a delay queue of this package, or a queue that may be another's."""
+    """Check a delay queue of this package, or a possible one of another package."""
     name = DelayQueue.of(queue.name)
     if name is None:
         yield from _mixed_delays(snapshot, queue)
@@ -144,7 +144,7 @@ def _expected(name: DelayQueue) -> dict[str, tuple[object, str]]:
 
 
 def _mixed_delays(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
-    """Check for retries that wait by the expiration of each message, in one queue."""
+    """Check for retries in one queue that wait by each message's expiration."""
     waiting = queue.argument("dead-letter-exchange") is not None and queue.argument("message-ttl") is None
     if waiting and _WAITING.search(queue.name) and not snapshot.consumers_of(queue):
         text = (
@@ -168,7 +168,7 @@ def examine_quarantine(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding
 
 
 def examine_dead_letters(snapshot: Snapshot, queue: QueueView, version: tuple[int, ...]) -> Iterator[Finding]:
-    """Check a dead-letter queue: are letters kept, do they wait, can they be replayed?"""
+    """Check that letters are kept in a dead-letter queue, and report waiting ones."""
     ttl = queue.argument("message-ttl")
     if ttl is not None and queue.argument("dead-letter-exchange") is None:
         text = f"dead letters are gone after {int(ttl) / 1000:g} s (message TTL)"
@@ -196,7 +196,7 @@ def examine_dead_letters(snapshot: Snapshot, queue: QueueView, version: tuple[in
 
 
 def examine_queues(snapshot: Snapshot, names: Sequence[str], version: tuple[int, ...]) -> list[Finding]:
-    """Check queues: those of these names, or report those of all with findings."""
+    """Check the named queues, or all. Without names, report only queues with findings."""
     routes = {name: snapshot.dead_letter_route(queue) for name, queue in snapshot.queues.items()}
     dead = dead_letter_queues(snapshot, routes)
     findings: list[Finding] = []
@@ -212,7 +212,7 @@ def examine_queues(snapshot: Snapshot, names: Sequence[str], version: tuple[int,
         if not found and names:
             findings.append(_sound(queue, routes[name]))
         quiet += not found
-    # Queues around a named queue are checked, too.
+    # Queues around a named queue are checked too.
     for name in sorted(_around(snapshot, names, routes) - set(names)):
         if name in dead:
             findings += examine_dead_letters(snapshot, snapshot.queues[name], version)
@@ -229,7 +229,7 @@ def _examine(
 ) -> Iterator[Finding]:
     yield from _durability(queue)
     yield from examine_copies(snapshot, queue)
-    if queue.type != "stream":  # which drops by age and size, as configured, and keeps consumed messages
+    if queue.type != "stream":  # a stream drops by age and size, as configured, and keeps consumed messages
         yield from _delivery_limit(queue, route, version)
         yield from _dead_lettering(queue, route)
         yield from _length(queue, route)
@@ -253,9 +253,9 @@ def _around(snapshot: Snapshot, names: Sequence[str], routes: Mapping[str, Route
 
 
 def _arguments(queue: QueueView, version: tuple[int, ...]) -> Iterator[Finding]:
-    """Report problems of the linter, but for those that depend on policies."""
+    """Report the linter's problems, except those that depend on policies."""
     if queue.type not in ARGUMENTS["x-queue-type"].values:
-        return  # of a plugin, such as a subscription of MQTT
+        return  # a plugin's queue, such as an MQTT subscription
     for problem in lint_arguments(queue.raw.get("arguments") or {}, queue.type, version):
         argument = ARGUMENTS.get(problem.argument)
         if argument is None or not argument.with_policies:

@@ -26,7 +26,7 @@ _DRIVER: Final = f"aiormq {version('aiormq')}"
 
 
 class _Sasl:
-    """An authentication mechanism, as aiormq uses it."""
+    """An authentication mechanism with the interface that aiormq uses."""
 
     def __init__(self, name: str, response: str) -> None:
         self.name = name
@@ -40,21 +40,21 @@ class _Sasl:
 
 
 class Transports(TransportFactory):
-    """Make our transport for aiormq."""
+    """A factory that makes our transport for aiormq."""
 
     def __init__(self, connect: Callable[[], Any]) -> None:
         self._connect = connect
 
     async def create(self, url: Any, **kwargs: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect; the address is known already."""
+        """Connect. The URL is ignored, because the address is known already."""
         streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] = await self._connect()
         return streams
 
 
 class Connection(aiormq.Connection):
-    """aiormq's connection, with credentials of ours, and tasks that end with it."""
+    """aiormq's connection, with our credentials, and tasks that end with it."""
 
-    HEARTBEAT_GRACE_MULTIPLIER = 2  # as the protocol has it: two heartbeats missed
+    HEARTBEAT_GRACE_MULTIPLIER = 2  # as in the protocol: two missed heartbeats
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ __all__ = ["Aborted", "MechanismNotOffered", "link_error"]
 
 
 class Aborted(Exception):
-    """The socket was closed by us."""
+    """We closed the socket."""
 
 
 class MechanismNotOffered(Exception):
@@ -30,10 +30,10 @@ def link_error(
     """Return the error for the end of a link.
 
     Args:
-        cause: reported by aiormq or the transport.
-        endpoint: named in the message.
-        closed_with: code and text of the broker's ``connection.close``, if it sent one.
-        opened: whether the handshake had been completed.
+        cause: The exception that aiormq or the transport reported.
+        endpoint: The endpoint that the message names.
+        closed_with: The code and text of the broker's ``connection.close``, if the broker sent one.
+        opened: Whether the handshake was completed.
     """
     if isinstance(cause, aiormq.exceptions.AMQPConnectionError) and isinstance(cause.__cause__, OSError):
         cause = cause.__cause__

@@ -1,6 +1,6 @@
 """A link to a broker: a transport, and one task for aiormq's connection.
 
-The transport keeps the frames of channels from aiormq.
+The transport does not pass the frames of channels to aiormq.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ __all__ = ["Link"]
 
 logger = logging.getLogger(__name__)
 
-_ADDRESSES_TRIED = 2  # a black hole may take this part of the time to connect, then the host's next address is tried
-_PAUSE_BYTES, _RESUME_BYTES = 256 * 1024, 64 * 1024  # of the transport's buffer: below the latter, ``link_drained``
+_ADDRESSES_TRIED = 2  # an unresponsive address may take half of the time to connect, before the next one is tried
+_PAUSE_BYTES, _RESUME_BYTES = 256 * 1024, 64 * 1024  # limits of the write buffer; ``link_drained`` below the second
 _HEARTBEAT_FRAME = b"\x08\0\0\0\0\0\0\xce"
-_SHORTEST_GAP = 2e-4  # seconds between two reads that are worth a timer, which waits for a millisecond
+_SHORTEST_GAP = 2e-4  # the shortest gap between two reads that is worth a timer, which waits for a millisecond
 _HEARTBEAT_EVERY = 1.0  # seconds between two heartbeats in place of content
-_CHECKS = 20  # of the clock, in one heartbeat
+_CHECKS = 20  # checks of the clock per heartbeat
 _PROTOCOL_HEADER = b"AMQP"
 _NO_CHANNEL = b"\0\0"
 
@@ -57,15 +57,15 @@ class LinkState(enum.Enum):
 
 
 class Link:
-    """One attempt to connect to one endpoint, and the connection if it succeeds.
+    """An attempt to connect, and the connection if it succeeds. On its loop only.
 
     Args:
-        loop: to run on.
-        endpoint: host and port.
-        settings: virtual host, tuning and the like.
-        secrets: credentials and TLS context, read for this attempt.
-        name: of the connection, shown by the management UI.
-        events: receives the events of the link.
+        loop: The loop to run on.
+        endpoint: The host and port.
+        settings: The virtual host, tuning and other settings.
+        secrets: The credentials and the TLS context, read for this attempt.
+        name: The connection's name in the management UI, unless ``settings`` has one.
+        events: The receiver of the link's events.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class Link:
         self._state = LinkState.NEW
         self._aborted: Aborted | None = None
         self._closed_with: tuple[int, str] | None = None
-        self._heartbeat_at = 0.0  # when aiormq last got one in place of content
+        self._heartbeat_at = 0.0  # when aiormq last got a heartbeat in place of content
         self._tune = methods.Tune(settings.channel_max, settings.frame_max, settings.heartbeat)
         self._end: asyncio.Future[None] = loop.asyncio.create_future()
         self._watch: Timer | None = None
         self._server: ServerInfo | None = None
-        with demoted_driver_logs(aiormq.__name__):  # and so for every task that it starts
+        with demoted_driver_logs(aiormq.__name__):  # also for every task that the connection starts
             self._connection = Connection(endpoint, settings, secrets, name, Transports(self._connect))
             self._task = loop.asyncio.create_task(self._run(), name=f"{name} {endpoint}")
         loop.tasks.add(self._task)
@@ -103,7 +103,7 @@ class Link:
 
     @property
     def server(self) -> ServerInfo:
-        """The broker's server properties; once open."""
+        """The broker's server properties. Available once the link is open."""
         if self._server is None:
             self._server = ServerInfo.of(self._connection.server_properties or {})
             self._connection.server_properties = {}
@@ -111,21 +111,21 @@ class Link:
 
     @property
     def frame_max(self) -> int:
-        """The negotiated maximum size of a frame, bytes; once open."""
+        """The negotiated maximum size of a frame, in bytes, once the link is open."""
         return self._tune.frame_max
 
     @property
     def peer(self) -> Endpoint | None:
-        """The address at the other end; None if it is not known."""
+        """The address of the peer; None if it is unknown."""
         name = None if self._transport is None else self._transport.get_extra_info("peername")
         return None if name is None else Endpoint(name[0], name[1])
 
     def write_buffer_size(self) -> int:
-        """Return the bytes that the kernel has not taken yet."""
+        """Return the number of bytes that the kernel has not accepted yet."""
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def write(self, data: bytes) -> None:
-        """Send whole frames in one piece. Does nothing on a link that is over."""
+        """Send whole frames in one piece. Do nothing on a link that has ended."""
         if self._state is LinkState.OPEN and self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
@@ -134,32 +134,32 @@ class Link:
         self._on_read = fn
 
     def open_channel(self, generation: int, sink: ChannelSink, events: ChannelEvents) -> Channel:
-        """Open a channel; its content goes to `sink` once it is released."""
+        """Open a channel, whose content goes to `sink` once it is released."""
         return self._channels.open(generation, sink, events)
 
     def close(self) -> None:
-        """Begin the closing handshake, of the channels first; abort a link not yet open."""
+        """Close the channels, then the connection. Abort a link that is not open yet."""
         if self._state is LinkState.OPEN:
             self._channels.close(self._end_now)
         else:
             self.abort("closed while it was opening")
 
     def abort(self, reason: str) -> None:
-        """Close the socket without a handshake, in any state. Nothing more is read."""
+        """Close the socket without a handshake, in any state. No more data is read."""
         if self._state is LinkState.OVER or self._aborted is not None:
             return
         self._aborted = Aborted(reason)
         self._reader.reset()
         if self._transport is not None:
             self._transport.abort()
-        elif self._state is not LinkState.NEW:  # cancelled before its first step, a task never runs its own clean-up
+        elif self._state is not LinkState.NEW:  # a task that is cancelled before its first step runs no clean-up
             self._task.cancel()
         self._end_now()
 
-    # -- its one task ----------------------------------------------------------------------------------------------
+    # -- the link's task -------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        """Connect, wait for the end, clean up after aiormq."""
+        """Connect, wait for the end, and clean up after aiormq."""
         cause: BaseException | None = None
         self._state = LinkState.OPENING
         try:
@@ -181,7 +181,7 @@ class Link:
                 await self._connection.end()
             finally:
                 if self._transport is not None:
-                    self._transport.abort()  # does nothing if it is closed already
+                    self._transport.abort()  # does nothing if the transport is closed already
                 self._report_closed(cause)
 
     def _end_now(self, _closing: object = None) -> None:
@@ -204,9 +204,10 @@ class Link:
         self._loop.guard(self._events.link_closed, self, error, loss)
 
     def _check_for_stall(self, due: float) -> None:
-        """Log a long stall of the event loop: the broker may soon disconnect.
+        """Log a long stall of the event loop, after which the broker may disconnect.
 
-        A stall may be longer than it seems by one check of the clock: every one of half a heartbeat is logged.
+        A stall may be longer than measured, by up to the time between two checks of the clock. Every stall of half a
+        heartbeat or more is logged.
         """
         heartbeat = self._settings.heartbeat
         pause = heartbeat / _CHECKS
@@ -225,7 +226,7 @@ class Link:
     # -- the transport ---------------------------------------------------------------------------------------------
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect to one of the host's addresses, with TLS if the settings have it."""
+        """Connect to one of the host's addresses, with TLS if the settings enable it."""
         loop = self._loop.asyncio
         error: Exception = OSError("the host name has no address")
         server_name = None
@@ -250,7 +251,7 @@ class Link:
         raise error
 
     async def _addresses(self) -> list[Any]:
-        """Resolve the host on a daemon thread: asyncio's would delay the program's end."""
+        """Resolve the host on a daemon thread; asyncio's would delay the program's end."""
         found: asyncio.Future[list[Any]] = self._loop.asyncio.create_future()
 
         def resolved(answer: Any) -> None:
@@ -275,7 +276,7 @@ class Link:
             transport.abort()
 
     def _transport_lost(self, cause: BaseException | None) -> None:
-        """Report the loss, unless the handshake fails with a better error."""
+        """Report the loss, unless the handshake will fail with a more precise error."""
         if self._state is LinkState.OPEN:
             self._report_closed(cause)
         self._end_now()
@@ -351,7 +352,7 @@ class Link:
 
 
 class _Protocol(asyncio.StreamReaderProtocol):
-    """Pass input to the link, and events of the transport to it and to aiormq."""
+    """A protocol that passes input to the link, and its events to link and aiormq."""
 
     def __init__(self, link: Link, stream: asyncio.StreamReader, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(stream, loop=loop)
@@ -367,7 +368,7 @@ class _Protocol(asyncio.StreamReaderProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        # Not at once: asyncio (of 3.11) closes a transport twice if a write from here finds the peer gone.
+        # Not at once: asyncio of Python 3.11 closes a transport twice if a write from here finds that the peer is gone.
         asyncio.get_running_loop().call_soon(self._link._drained)  # noqa: SLF001
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -1,6 +1,6 @@
 """The asyncio loop of a connection.
 
-Exceptions of its calls and timers are reported, and its tasks can be waited for.
+The loop reports exceptions of its calls and timers, and can wait for its tasks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class EventLoop:
     """The running asyncio loop, for one connection after the other.
 
     Args:
-        on_error: called on the loop with every exception that a callback raises.
+        on_error: A callable that is called on the loop with every exception that a callback raises.
 
     Attributes:
-        stalled: seconds for which the loop was blocked, long enough to endanger heartbeats.
+        stalled: The total length of stalls of the loop that endangered heartbeats, in seconds.
     """
 
     def __init__(self, on_error: Callable[[Exception], None]) -> None:
@@ -32,7 +32,7 @@ class EventLoop:
         self.stalled = 0.0
 
     def call_soon(self, fn: Callable[[], None]) -> None:
-        """Run `fn` on the loop. Thread-safe; does nothing if the loop is closed."""
+        """Run `fn` on the loop. Do nothing if the loop is closed. Thread-safe."""
         with suppress(RuntimeError):
             self.asyncio.call_soon_threadsafe(self.guard, fn)
 
@@ -41,14 +41,14 @@ class EventLoop:
         return Timer(self.asyncio.call_later(max(0.0, delay), self.guard, fn))
 
     def guard(self, fn: Callable[..., None], *args: object) -> None:
-        """Call `fn`; report its exception."""
+        """Call `fn`, and report its exception."""
         try:
             fn(*args)
         except Exception as error:  # noqa: BLE001  # whatever it is, the loop goes on
             self.on_error(error)
 
     async def finish(self, grace: float) -> None:
-        """Wait until no task of a link is left; cancel them after `grace` seconds."""
+        """Wait until all tasks of links end; cancel them after `grace` seconds."""
         if self.tasks:
             _, late = await asyncio.wait(self.tasks, timeout=grace)
             for task in late:
@@ -56,7 +56,7 @@ class EventLoop:
 
 
 class Timer:
-    """A call at a time."""
+    """A call that is scheduled for a later time."""
 
     __slots__ = ("_handle",)
 
@@ -64,5 +64,5 @@ class Timer:
         self._handle = handle
 
     def cancel(self) -> None:
-        """Cancel the call; do nothing if it was made or cancelled."""
+        """Cancel the call. Do nothing if it was made or cancelled before."""
         self._handle.cancel()

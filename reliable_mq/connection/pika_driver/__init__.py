@@ -1,17 +1,18 @@
 """The only package that imports pika: an event loop and a link to a broker.
 
-pika does sockets, TLS, the AMQP handshake and heartbeats. Channels bypass it in both directions: inbound bytes go to
-our `InboundReader`, which passes on the frames of channel 0 to pika; outbound frames come encoded and leave in one
-piece. This uses private layers of pika, so its version is pinned, and ``tests/connection/test_pika_layers.py`` reports
-which of them have changed.
+pika handles sockets, TLS, the AMQP handshake and heartbeats. Channels bypass pika in both directions. Inbound bytes go
+to our `InboundReader`, which passes the frames of channel 0 on to pika. Outbound frames are already encoded, and are
+sent in one piece. This uses private layers of pika, so pika's version is pinned, and
+``tests/connection/test_pika_layers.py`` reports which layers have changed.
 
 Invariants:
 
-- No exception of a callback reaches pika's loop, where it would end the loop or skip other callbacks: all go to
-  ``on_error``.
-- A link reports ``on_closed`` exactly once, last, and its descriptors are closed when the loop has run once more.
+- No exception of a callback reaches pika's loop, where it would end the loop or skip other callbacks. All exceptions go
+  to ``on_error``.
+- A link reports ``link_closed`` exactly once, as its last event. Its descriptors are closed when the loop has run once
+  more.
 - No exception of pika leaves the package: `broker_error` maps every one. No text contains a credential.
-- The clock is monotonic (pika's timers are).
+- The clock is monotonic, as pika's timers are.
 - pika's log records on a loop's thread have level DEBUG (`reliable_mq._util.logs`).
 """
 

@@ -1,4 +1,4 @@
-"""pika's connection, with frames of channels that we read and encode."""
+"""pika's connection, with our own reader and encoder for the frames of channels."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ __all__ = ["Connection", "connection_parameters"]
 
 _RECEIVE_BYTES = 256 * 1024  # pika's default of 4 KiB costs a system call and a pass through four layers per delivery
 _NO_CHANNEL = b"\0\0"
-_ADDRESSES_TRIED = 2  # a black hole may take this part of the time to connect, then the host's next address is tried
+_ADDRESSES_TRIED = 2  # an unresponsive address may take half of the time to connect, before the next one is tried
 
 
 class Connection(SelectConnection):  # type: ignore[misc]
-    """pika's connection: its own is channel 0 alone."""
+    """pika's connection, in which pika handles only channel 0."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Connection(SelectConnection):  # type: ignore[misc]
         self.broken_by: BaseException | None = None
         self._report_error = loop.on_error
         self._read_from = 0.0  # when to read again
-        self._never = threading.Event()  # to wait: a sleep has an absolute end, which a faked clock may move
+        self._never = threading.Event()  # used to wait: a sleep has an absolute end, which a faked clock may move
         self._aborted = False
         self._plaintext = parameters.ssl_options is None
         self._on_open = on_open
@@ -71,16 +71,16 @@ class Connection(SelectConnection):  # type: ignore[misc]
         )
 
     def send(self, data: bytes) -> None:
-        """Send one piece: at once if the socket takes it, else when it takes more."""
+        """Send one piece, at once if the socket accepts it, else when it accepts more."""
         transport = self._transport
         if transport is None or transport._state != transport._STATE_ACTIVE:  # noqa: SLF001
             return
         rest: bytes | memoryview = data
         if self._plaintext and not transport.get_write_buffer_size():
-            # Three system calls and a turn of the loop less than waiting for the socket to be writable.
+            # This saves three system calls and a turn of the loop, compared to waiting until the socket is writable.
             try:
                 taken = transport._sock.send(data)  # noqa: SLF001
-            except OSError:  # it would block, or is broken: the transport will notice
+            except OSError:  # the socket would block, or is broken, which the transport will notice
                 taken = 0
             self.bytes_sent += taken
             rest = memoryview(data)[taken:]
@@ -95,7 +95,7 @@ class Connection(SelectConnection):  # type: ignore[misc]
             return None
         try:
             host, port = self._transport._sock.getpeername()[:2]  # noqa: SLF001
-        except OSError:  # it has gone
+        except OSError:  # the peer has gone
             return None
         return Endpoint(host, port)
 
@@ -113,14 +113,14 @@ class Connection(SelectConnection):  # type: ignore[misc]
 
     def _proto_connection_made(self, transport: Any) -> None:
         transport._MAX_RECV_BYTES = _RECEIVE_BYTES  # noqa: SLF001
-        if self._plaintext:  # TLS returns a record at a time, and needs several reads
+        if self._plaintext:  # TLS returns one record at a time, and needs several reads
             transport._MAX_CONSUME_BYTES = 1  # noqa: SLF001  # one read per turn, not a second one that would block
         transport._consume = partial(self._consume, transport._consume)  # noqa: SLF001
         transport._produce = partial(self._produce, transport, transport._produce)  # noqa: SLF001
         super()._proto_connection_made(transport)
 
     def _proto_connection_lost(self, error: BaseException | None) -> None:
-        self.broken_by = error  # pika makes a text of it
+        self.broken_by = error  # pika itself only keeps the error's text
         super()._proto_connection_lost(error)
 
     def _consume(self, consume: Callable[[], None]) -> None:
@@ -132,12 +132,12 @@ class Connection(SelectConnection):  # type: ignore[misc]
         before = self.bytes_received
         consume()
         size = self.bytes_received - before
-        if size:  # TLS looks twice
+        if size:  # TLS may read twice, the second time without data
             gap = self.channels.read_throttle.gap_after(size)
             self._read_from = time.monotonic() + gap if gap else 0.0
 
     def _produce(self, transport: Any, produce: Callable[[], None]) -> None:
-        """Let the transport send its buffer; it raises if the socket does not take all."""
+        """Let the transport send its buffer; it raises if some data is not accepted."""
         produce()
         if not transport.get_write_buffer_size():
             self._on_drained()
@@ -145,7 +145,7 @@ class Connection(SelectConnection):  # type: ignore[misc]
     def _on_data_available(self, data_in: bytes) -> None:
         if self._aborted:
             return
-        self.bytes_received += len(data_in)  # heartbeats look at it
+        self.bytes_received += len(data_in)  # pika's heartbeat checker reads this
         try:
             self.reader.feed(data_in)
             if self.on_read is not None:
@@ -172,7 +172,7 @@ class Connection(SelectConnection):  # type: ignore[misc]
             self._process_frame(value)
 
     def _on_connection_close_from_broker(self, method_frame: Any) -> None:
-        # pika forgets code and text if the handshake was not completed.
+        # pika drops the code and the text if the handshake was not completed.
         method: spec.Connection.Close = method_frame.method
         self.closed_with = (method.reply_code, method.reply_text)
         super()._on_connection_close_from_broker(method_frame)
@@ -200,7 +200,7 @@ def connection_parameters(
         ssl_options=tls,
         connection_attempts=1,
         socket_timeout=settings.connect_timeout / _ADDRESSES_TRIED,
-        stack_timeout=None,  # pika counts it anew for each address; the caller bounds the whole attempt
-        blocked_connection_timeout=None,  # being blocked is a state that is shown, not an error
+        stack_timeout=None,  # pika restarts it for each address; the caller limits the time of the whole attempt
+        blocked_connection_timeout=None,  # a block is a state that is reported, not an error
         client_properties=client_properties(settings.connection_name or name, f"pika {pika.__version__}"),
     )

@@ -17,7 +17,7 @@ __all__ = ["Aborted", "broker_error"]
 
 
 class Aborted(Exception):
-    """The socket was closed by us."""
+    """We closed the socket."""
 
 
 def broker_error(
@@ -26,10 +26,10 @@ def broker_error(
     """Return the error for the end of a connection.
 
     Args:
-        cause: reported by pika.
-        endpoint: named in the message.
-        closed_with: code and text of the broker's ``connection.close``, if it sent one.
-        opened: whether the handshake had been completed.
+        cause: The exception that pika reported.
+        endpoint: The endpoint that the message names.
+        closed_with: The code and text of the broker's ``connection.close``, if the broker sent one.
+        opened: Whether the handshake was completed.
     """
     root = _root(cause)
     return broker_unavailable(
@@ -59,7 +59,7 @@ def _what_happened(root: BaseException | None) -> str:
 
 
 def _root(error: BaseException | None) -> BaseException | None:
-    """Return the cause of a failed attempt, which pika wraps."""
+    """Return the root cause of a failed attempt, which pika wraps in other exceptions."""
     while True:
         match error:
             case connection_workflow.AMQPConnectionWorkflowFailed(exceptions=(*_, last)):

@@ -1,4 +1,4 @@
-"""A link to a broker, on a connection of pika."""
+"""A link to a broker, on pika's connection."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["Link"]
 
 
 class Link:
-    """One attempt to connect, and the connection if it succeeds. Lives on its loop.
+    """An attempt to connect, and the connection if it succeeds. On its loop only.
 
     Args:
-        loop: to run on.
-        endpoint: host and port.
-        settings: virtual host, tuning and the like.
-        secrets: credentials and TLS context, read for this attempt.
-        name: of the connection, shown by the management UI.
-        events: receives the events of the link.
+        loop: The loop to run on.
+        endpoint: The host and port.
+        settings: The virtual host, tuning and other settings.
+        secrets: The credentials and the TLS context, read for this attempt.
+        name: The connection's name in the management UI, unless ``settings`` has one.
+        events: The receiver of the link's events.
     """
 
     def __init__(
@@ -63,19 +63,19 @@ class Link:
 
     @property
     def server(self) -> ServerInfo:
-        """The broker's server properties; once open."""
+        """The broker's server properties. Available once the link is open."""
         if self._server is None:
             self._server = ServerInfo.of(self._connection.server_properties or {})
         return self._server
 
     @property
     def frame_max(self) -> int:
-        """The negotiated maximum size of a frame, bytes; once open."""
+        """The negotiated maximum size of a frame, in bytes, once the link is open."""
         return int(self._connection.params.frame_max)
 
     @property
     def peer(self) -> Endpoint | None:
-        """The address at the other end; None if it is not known."""
+        """The address of the peer; None if it is unknown."""
         return self._connection.peer()
 
     def report_reads(self, fn: Callable[[], None]) -> None:
@@ -83,11 +83,11 @@ class Link:
         self._connection.on_read = fn
 
     def open_channel(self, generation: int, sink: ChannelSink, events: ChannelEvents) -> Channel:
-        """Open a channel; its content goes to `sink` once it is released."""
+        """Open a channel, whose content goes to `sink` once it is released."""
         return self._connection.channels.open(generation, sink, events)
 
     def close(self) -> None:
-        """Begin the closing handshake, of the channels first; abort a link not yet open."""
+        """Close the channels, then the connection. Abort a link that is not open yet."""
         if self._over:
             return
         if self._connection.is_open:
@@ -96,7 +96,7 @@ class Link:
             self.abort("closed while it was opening")
 
     def abort(self, reason: str) -> None:
-        """Close the socket without a handshake, in any state. Nothing more is read."""
+        """Close the socket without a handshake, in any state. No more data is read."""
         if not self._over:
             self._connection.abort(Aborted(reason))
 

@@ -1,11 +1,11 @@
 """pika's I/O loop, which callbacks do not end and signal handlers do not block.
 
-An exception of a callback does not end it, and other threads wake it without a lock. A signal handler may interrupt a
-wake-up anywhere, call the loop itself and wait for its thread. A lock that the interrupted code holds would block that
-thread forever.
+An exception of a callback does not end the loop, and other threads wake the loop without a lock. A signal handler may
+interrupt a wake-up anywhere, call the loop itself and wait for its thread. A lock held by the interrupted code would
+block that thread forever.
 
-Invariant: the descriptors of a `SelfPipe` are closed with the last reference to it. So no wake-up writes to a
-descriptor that was closed and opened again for something else.
+Invariant: The descriptors of a `SelfPipe` are closed with the last reference to it. So no wake-up writes to a
+descriptor that was closed and opened again for another purpose.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["EventLoop", "SelfPipe", "Timer"]
 
 
 class SelfPipe:
-    """A pair of sockets; the loop watches one."""
+    """A pair of sockets, one of which the loop watches."""
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()
@@ -41,17 +41,17 @@ class SelfPipe:
         return self._reader.fileno()
 
     def wake(self) -> None:
-        """Make it readable. Thread-safe, and safe in signal handlers."""
-        with suppress(BlockingIOError):  # it is readable many times over
+        """Make the descriptor readable. Thread-safe, and safe in signal handlers."""
+        with suppress(BlockingIOError):  # the buffer is full, so the descriptor is readable anyway
             self._writer.send(b"\0")
 
     def clear(self) -> None:
-        """Make it unreadable again. On the loop only."""
+        """Make the descriptor unreadable again. On the loop only."""
         with suppress(BlockingIOError):
             self._reader.recv(4096)
 
     def __del__(self) -> None:
-        with suppress(AttributeError):  # its making was interrupted
+        with suppress(AttributeError):  # the constructor was interrupted
             self._reader.close()
             self._writer.close()
 
@@ -59,10 +59,10 @@ class SelfPipe:
 class EventLoop:
     """pika's I/O loop.
 
-    It outlives the links that run on it: no queued call is lost with a connection.
+    The loop outlives its links, so that no queued call is lost with a connection.
 
     Args:
-        on_error: called on the loop with every exception that a callback raises.
+        on_error: A callable that is called on the loop with every exception that a callback raises.
     """
 
     def __init__(self, on_error: Callable[[Exception], None]) -> None:
@@ -71,11 +71,11 @@ class EventLoop:
         self.on_error = on_error
 
     def call_soon(self, fn: Callable[[], None]) -> None:
-        """Run `fn` on the loop. Thread-safe, without a lock; one wake-up write."""
+        """Run `fn` on the loop. Thread-safe without a lock; costs one wake-up write."""
         self._loop.queue(fn)
 
     def queue(self, fn: Callable[[], None]) -> object:
-        """Run `fn` as `call_soon` does; return a handle for `withdraw`."""
+        """Run `fn` as `call_soon` does, and return a handle for `withdraw`."""
         return self._loop.queue(fn)
 
     def withdraw(self, call: object) -> bool:
@@ -87,7 +87,7 @@ class EventLoop:
         return Timer(self._loop, self._loop.call_later(max(0.0, delay), fn))
 
     def run(self) -> None:
-        """Run until `stop`. An exception is one of the poller itself."""
+        """Run until `stop`. Only the poller itself can raise an exception."""
         with demoted_driver_logs(pika.__name__):
             self._loop.start()
 
@@ -96,7 +96,7 @@ class EventLoop:
         self._loop.stop()
 
     def drain(self) -> None:
-        """Run the queued calls, and those that they queue."""
+        """Run the queued calls, and the calls that these queue."""
         with demoted_driver_logs(pika.__name__):
             self._loop.drain()
 
@@ -106,7 +106,7 @@ class EventLoop:
 
 
 class Timer:
-    """A call at a time."""
+    """A call that is scheduled for a later time."""
 
     __slots__ = ("_handle", "_loop")
 
@@ -115,7 +115,7 @@ class Timer:
         self._handle = handle
 
     def cancel(self) -> None:
-        """Cancel the call; do nothing if it was made or cancelled."""
+        """Cancel the call. Do nothing if it was made or cancelled before."""
         self._loop.remove_timeout(self._handle)
 
 
@@ -130,7 +130,7 @@ class _GuardedLoop(IOLoop):  # type: ignore[misc]  # pika has no types
         super().add_handler(waker.fileno(), lambda _fd, _events: waker.clear(), self.READ)
 
     def queue(self, callback: Callable[[], None]) -> object:
-        """Queue a call and wake the loop. pika's own method takes a lock."""
+        """Queue a call and wake the loop, without the lock that pika's method acquires."""
         call = partial(self._guard, callback)
         self._callbacks.append(call)
         waker = self._waker
@@ -174,7 +174,10 @@ class _GuardedLoop(IOLoop):  # type: ignore[misc]  # pika has no types
 
 
 class _IOServices(SelectorIOServicesAdapter):  # type: ignore[misc]
-    """Resolve host names on daemon threads: pika's would delay the program's end."""
+    """pika's I/O services, with host names resolved on daemon threads.
+
+    pika's own threads would delay the program's end.
+    """
 
     def __init__(self, loop: _GuardedLoop) -> None:
         super().__init__(loop)
@@ -198,7 +201,7 @@ class _IOServices(SelectorIOServicesAdapter):  # type: ignore[misc]
 
         try:
             found(resolve(flags | socket.AI_NUMERICHOST))
-        except (OSError, UnicodeError):  # not an address, but a name, or no name at all
+        except (OSError, UnicodeError):  # ``host`` is a name, or invalid
             call_in_background("reliable_mq host name", partial(resolve, flags), found)
         return lookup
 
@@ -210,12 +213,12 @@ class _Lookup:
         self._on_done: Callable[[Any], None] | None = on_done
 
     def cancel(self) -> bool:
-        """Cancel the callback; return whether it was still to come."""
+        """Cancel the callback; return whether it was still pending."""
         was_to_come, self._on_done = self._on_done is not None, None
         return was_to_come
 
     def done(self, result: Any) -> None:
-        """Call back, unless that was done or cancelled before."""
+        """Call the callback, unless it was called or cancelled before."""
         on_done, self._on_done = self._on_done, None
         if on_done is not None:
             on_done(result)

@@ -1,9 +1,9 @@
-"""When to acknowledge which deliveries, and with how few frames; stream offsets.
+"""The batching of acks into few frames, and the offsets of streams.
 
-The broker numbers the deliveries of a channel 1, 2, 3, ...; handlers finish them in any order. ``basic.ack`` with
-``multiple`` settles every outstanding delivery up to its tag, so it may only reach as far as everything below is
-finished; a delivery finished beyond such a gap gets a frame of its own, but later, so that a gap that closes soon costs
-nothing and a slow handler cannot starve the prefetch. The state of a channel, where tags 1 to 3 are acked::
+The broker numbers the deliveries of a channel 1, 2, 3, ..., and handlers finish them in any order. ``basic.ack`` with
+``multiple`` settles every outstanding delivery up to its tag, so its tag must not pass an unfinished delivery. A
+delivery finished beyond such a gap is acked by a separate frame, but later, so that a gap that closes soon costs
+nothing and a slow handler cannot starve the prefetch. The state of a channel whose tags 1 to 3 are acked::
 
     tag     1 2 3 | 4 5 6 | 7 8 9 10
             acked | done  | * + *  +      done, +: finished and not acked yet; *: unfinished
@@ -13,16 +13,17 @@ nothing and a slow handler cannot starve the prefetch. The state of a channel, w
 
 Invariants:
 
-- a tag is acked only after it was finished, and never under a ``multiple`` that reaches an unfinished one;
-- a tag is settled by at most one frame: acked, rejected or requeued, never twice;
-- a tag that is unknown, finished before, or of another channel is refused, counted and changes nothing: `finished` and
-  `requeue` are called with tags of the open channel only, `take_out` compares the generation;
-- a finished delivery is acked at the latest ``ack_interval`` after it was finished, or when finished and unacked
-  deliveries fill half of the prefetch, whichever is first; contiguous ones also when there are ``ack_every`` of them;
-- while no handler runs, there is nothing to wait for: finished deliveries are acked as soon as none was for ``rest``
-  seconds. So a consumer that keeps up with its queue leaves next to nothing behind that was handled, if it dies;
-- ``acked == acks_sent + acks_saved``;
-- every operation is O(1) amortised per delivery, and memory is bounded by the outstanding deliveries.
+- A tag is acked only after it was finished, and never under a ``multiple`` that reaches an unfinished one.
+- A tag is settled by at most one frame: acked, rejected or requeued, never twice.
+- A tag that is unknown, finished before, or of another channel is refused and counted, and changes nothing. `finished`
+  and `requeue` are called only with tags of the open channel, and `take_out` compares the generation.
+- A finished delivery is acked at the latest ``ack_interval`` after it was finished, or when finished and unacked
+  deliveries fill half of the prefetch, whichever is first. Contiguous ones are also acked when there are ``ack_every``
+  of them.
+- While no handler runs, finished deliveries are acked as soon as ``rest`` seconds have passed without an ack. So a
+  consumer that keeps up with its queue leaves almost no handled delivery unacked if it dies.
+- ``acked == acks_sent + acks_saved``.
+- Every operation is O(1) amortised per delivery, and memory is bounded by the outstanding deliveries.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AckBatcher", "Frames", "StreamOffset"]
 
-_LARGEST_BATCH = 100  # acks that one frame stands for, unless more are asked for
-_STEPS = 64  # of tags that are worth walking over, at any size
+_LARGEST_BATCH = 100  # the maximum number of acks that one frame replaces, unless ``ack_every`` is larger
+_STEPS = 64  # tags that are always worth stepping through
 
 #: Frames to send, in this order: (delivery tag, multiple).
 Frames: TypeAlias = list[tuple[int, bool]]
@@ -52,14 +53,14 @@ class AckBatcher:
     """The acks of one channel at a time. Not thread-safe.
 
     Args:
-        ack_every: finished contiguous deliveries that are acked together; None for half of the prefetch, whatever that
-            is, and a hundred at most.
-        ack_interval: seconds that a finished delivery waits for its ack at most.
-        prefetch: the consumer's; 0 for none.
-        rest: seconds from one ack to the next, at least, that is sent since no handler runs; None for no such acks.
+        ack_every: The number of finished contiguous deliveries that are acked together. None for half of the current
+            prefetch, and at most a hundred.
+        ack_interval: The maximum seconds that a finished delivery waits for its ack.
+        prefetch: The prefetch of the consumer, 0 for none.
+        rest: The minimum seconds without an ack before an ack is sent because no handler runs. None for no such acks.
 
     Raises:
-        ConfigurationError: ``ack_every`` is below 1 or does not fit the prefetch, or ``ack_interval`` is negative.
+        ConfigurationError: If ``ack_every`` is below 1 or does not fit the prefetch, or ``ack_interval`` is negative.
     """
 
     def __init__(
@@ -90,40 +91,40 @@ class AckBatcher:
         self._last_tag = 0  # the newest tag delivered
         self.first_unfinished = 1  # no tag below is unfinished, and none below is in _ahead
         self._run = 0  # deliveries finished and not acked, below first_unfinished
-        self._run_end = 0  # the highest tag of those
-        self._finished_at: float | None = None  # not later than when the oldest unacked one was finished
-        self._sent_at = 0.0  # when there was a frame last
+        self._run_end = 0  # the highest tag of the run
+        self._finished_at: float | None = None  # not later than the oldest unacked delivery was finished
+        self._sent_at = 0.0  # when the last frame was sent
 
     @property
     def outstanding(self) -> int:
-        """The number of deliveries that are not settled yet, finished ones included."""
+        """The number of unsettled deliveries, including finished ones."""
         return len(self._unfinished) + len(self._ahead) + self._run
 
     @property
     def deadline(self) -> float | None:
-        """When to call `due` again if nothing happens until then; None for never."""
+        """The time to call `due` again if no event comes first, None for never."""
         return None if self._finished_at is None else self._finished_at + self.interval
 
     @property
     def rested_at(self) -> float:
-        """From when on deliveries are acked once no handler runs; infinite for never."""
+        """The time after which acks are sent when no handler runs, infinity for never."""
         return self._sent_at + self._rest
 
     def deadline_if(self, *, idle: bool) -> float | None:
-        """Return `deadline`, or if no handler runs (``idle``) the earlier `rested_at`."""
+        """Return `deadline`, or if no handler runs (``idle``) an earlier `rested_at`."""
         deadline = self.deadline
         return min(deadline, self.rested_at) if idle and deadline is not None else deadline
 
     @property
     def due_after(self) -> int:
-        """How many more deliveries must finish before a frame is due; at least 1."""
+        """The number of deliveries that must finish before a frame is due, at least 1."""
         left = self._ack_every - self._run
         if self._half:
             left = min(left, self._half - self._run - len(self._ahead))
         return max(left, 1)
 
     def unfinished_of(self, deliveries: Iterable[Delivery]) -> list[Delivery]:
-        """Return the deliveries, of these of the open channel, that are not finished."""
+        """Return the unfinished ones among these deliveries of the open channel."""
         unfinished = self._unfinished
         return [delivery for delivery in deliveries if delivery.delivery_tag in unfinished]
 
@@ -131,7 +132,7 @@ class AckBatcher:
         """Fit the acks to this prefetch from now on.
 
         Raises:
-            ConfigurationError: the ``ack_every`` that was given does not fit it.
+            ConfigurationError: If the given ``ack_every`` does not fit the prefetch.
         """
         half = max(1, prefetch // 2) if prefetch else 0
         if self._fits:
@@ -141,7 +142,7 @@ class AckBatcher:
         self._half = half
 
     def opened(self, generation: int) -> None:
-        """Begin with the tags of a new channel, at 1."""
+        """Begin a new channel, whose tags start at 1."""
         self._clear()
         self.generation = generation
 
@@ -156,8 +157,8 @@ class AckBatcher:
         """Add the tags ``first`` to ``last``.
 
         Raises:
-            ValueError: ``first`` does not follow the last one before: a delivery was missed, and the channel cannot be
-            trusted.
+            ValueError: If ``first`` does not follow the previous tag. A delivery was missed, and the channel cannot be
+                trusted.
         """
         if first != self._last_tag + 1:
             raise ValueError(f"delivery tag {first} follows {self._last_tag}")
@@ -165,7 +166,7 @@ class AckBatcher:
         self._last_tag = last
 
     def finished(self, tags: Collection[int], now: float) -> int:
-        """Mark tags of the open channel as finished. Return how many were unfinished."""
+        """Mark tags of the open channel as finished. Return the number of new ones."""
         unfinished = self._unfinished
         accepted = set(tags)
         if not accepted <= unfinished:
@@ -188,7 +189,10 @@ class AckBatcher:
         return count
 
     def take_out(self, generation: int, tag: int) -> bool:
-        """Take out a tag to settle by another frame; False: that must not be sent."""
+        """Remove a tag that another frame will settle.
+
+        Return False if that frame must not be sent.
+        """
         if generation != self.generation or tag not in self._unfinished:
             self.statistics.stale += 1
             return False
@@ -197,7 +201,7 @@ class AckBatcher:
         return True
 
     def due(self, now: float, *, idle: bool = False) -> Frames:
-        """Return the acks to send now; ``idle``: no handler runs."""
+        """Return the acks to send now. ``idle`` means that no handler runs."""
         frames: Frames = []
         if self._finished_at is None:
             return frames
@@ -213,7 +217,7 @@ class AckBatcher:
         return frames
 
     def flush(self) -> Frames:
-        """Return the acks of everything finished, to send now."""
+        """Return the acks of all finished deliveries, to send now."""
         frames: Frames = []
         self._ack_run(frames)
         self._ack_ahead(frames)
@@ -240,9 +244,8 @@ class AckBatcher:
     def _advance(self) -> None:
         """Move `first_unfinished` up to the next unfinished tag.
 
-        Step by step, which costs one step per delivery in all; but where a straggler has held it back for so long that
-        a search through all outstanding tags is cheaper, by that: as many steps as the gap is long would stall the
-        thread.
+        It moves step by step, which costs one step per delivery in total. After a long gap behind a straggler, so many
+        steps would stall the thread. If a search through all outstanding tags is cheaper, it is used instead.
         """
         low, unfinished, ahead = self.first_unfinished, self._unfinished, self._ahead
         end = self._last_tag + 1
@@ -289,22 +292,22 @@ class AckBatcher:
 class StreamOffset:
     """The offset at which to resume a stream after a loss. Not thread-safe.
 
-    A stream keeps consumed messages, and no count of acks.
+    A stream keeps consumed messages and does not track acks.
 
-    Invariants: the position is never beyond a delivery that is not settled, so nothing is left out; a settled delivery
-    behind an unsettled one is delivered again, and is marked as redelivered, which RabbitMQ does not do for streams.
-    Memory is bounded by the deliveries between the oldest unsettled one and the newest.
+    Invariants: The offset is never beyond an unsettled delivery, so no message is skipped. A settled delivery behind an
+    unsettled one is delivered again and marked as redelivered, which RabbitMQ does not do for streams. Memory is
+    bounded by the deliveries between the oldest unsettled one and the newest.
     """
 
     def __init__(self) -> None:
-        self.following: int | None = None  # where the next channel is to begin, once something came in
-        self.upcoming: int | None = None  # the least offset of the next delivery on this channel, likewise
-        self._offsets: deque[int | None] = deque()  # of deliveries, from the delivery tag _first on
+        self.following: int | None = None  # where the next channel begins; None before the first delivery
+        self.upcoming: int | None = None  # the lowest offset of the next delivery here; None before the first
+        self._offsets: deque[int | None] = deque()  # the offsets of deliveries, from delivery tag _first on
         self._first = 1
         self._unseen = 0  # offsets below were delivered on this channel or an earlier one
 
     def delivered(self, deliveries: Iterable[Delivery], lowest: int) -> None:
-        """Add deliveries, in order; all with a tag below ``lowest`` are settled."""
+        """Add deliveries, in order. All with a tag below ``lowest`` are settled."""
         self._forget(lowest)
         for delivery in deliveries:
             offset = _offset(delivery)
@@ -319,7 +322,7 @@ class StreamOffset:
                     self._unseen = self.upcoming
 
     def lost(self, lowest: int) -> None:
-        """Go on at the first delivery that is not below ``lowest``: the channel is lost."""
+        """Resume at the first delivery from tag ``lowest`` on after a lost channel."""
         self._forget(lowest)
         self.following = self.upcoming = self._offsets[0] if self._offsets else self.upcoming
         self._offsets.clear()

@@ -1,8 +1,11 @@
-"""Decide whether a delivery may be dispatched to a handler.
+"""The decision whether a delivery may be dispatched to a handler.
 
-Invariants: a delivery above a limit is refused without an attempt; so is one in a newer format, or with headers of ours
-that cannot be decoded, unless that would lose it; one that has failed as often as it may is refused, whoever counted;
-a refusal concerns this delivery alone.
+Invariants:
+
+- A delivery above a limit is refused without an attempt. So is a delivery in a newer format, or with headers of ours
+  that cannot be decoded, unless the refusal would lose it.
+- A delivery that has failed as often as allowed is refused, by any count.
+- A refusal only concerns the refused delivery.
 """
 
 from __future__ import annotations
@@ -24,27 +27,27 @@ __all__ = ["Admission", "AdmissionResult", "used_up"]
 
 _OURS: Final = headers.PREFIX.encode()
 _UNLIMITED: Final = 1 << 62
-_MOST_OF_OURS: Final = 4096  # bytes of headers of ours on a message that has waited
+_MOST_OF_OURS: Final = 4096  # the maximum bytes of headers of ours on a message that has waited
 
 
 class AdmissionResult(NamedTuple):
     """The result of the checks of a delivery."""
 
-    refusal: str | None  # why it is dead-lettered unseen
-    path: tuple[int, ...] = ()  # the delay queues that are left before its next attempt
+    refusal: str | None  # why the delivery is dead-lettered without a handler
+    path: tuple[int, ...] = ()  # the remaining delay queues before its next attempt
     suspect: bool = False  # whether it was in quarantine before
-    lost: int = 0  # the attempts that failed since it was published last, with the loss of their consumer
+    lost: int = 0  # attempts since its last publish that failed with the loss of their consumer
 
 
 class Admission:
-    """Checks deliveries. Not thread-safe.
+    """The checks of deliveries. Not thread-safe.
 
     Args:
-        max_attempts: the failed attempts after which a message is refused.
-        max_body_bytes, max_header_bytes: above which a message is refused; None for no limit.
-        keeps: whether a refused message is kept somewhere. Else one that cannot be decoded is passed as a first
+        max_attempts: The number of failed attempts after which a message is refused.
+        max_body_bytes, max_header_bytes: The sizes above which a message is refused, in bytes. None for no limit.
+        keeps: Whether a refused message is kept elsewhere. If not, a message that cannot be decoded passes as a first
             attempt.
-        broker_counts: whether the broker's count of failures is that of attempts.
+        broker_counts: Whether the broker's count of failures counts as attempts.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class Admission:
         self._statistics = statistics
 
     def plain(self, deliveries: list[Delivery]) -> bool:
-        """Whether all are first deliveries without headers of ours, within the limits."""
+        """Return whether all are first deliveries within limits, without our headers."""
         max_body, max_header = self._max_body, self._max_header
         for delivery in deliveries:
             properties = delivery.properties
@@ -81,10 +84,10 @@ class Admission:
         return True
 
     def check(self, delivery: Delivery, *, forgiven: int | None = None) -> AdmissionResult:
-        """Check a delivery.
+        """Check a delivery, and set its failed attempts.
 
-        One that has waited in a delay queue is restored, and gets its failed attempts. For one from quarantine,
-        ``forgiven`` are the returns that are no failed attempts.
+        A delivery that has waited in a delay queue is restored. For a delivery from quarantine, ``forgiven`` is the
+        number of returns that do not count as failed attempts.
         """
         if delivery.redelivered:
             self._statistics.redelivered += 1
@@ -110,7 +113,7 @@ class Admission:
         return AdmissionResult(self._given_up(delivery), *transit)._replace(lost=lost)
 
     def without_body(self, delivery: Delivery, size: int) -> str:
-        """Return why a delivery without its body of `size` bytes is refused."""
+        """Return why a delivery is refused whose body of `size` bytes was not read."""
         self._statistics.redelivered += delivery.redelivered
         self._statistics.rejected_unseen += 1
         return (
@@ -141,7 +144,7 @@ class Admission:
         return None
 
     def _unpacked(self, delivery: Delivery) -> RetryState | str:
-        """Read earlier attempts from our headers. Return a text if that fails."""
+        """Restore a delivery from our headers. Return its state, or an error's text."""
         try:
             return decode_retry_headers(delivery)
         except (NewerFormat, ConsumeError) as error:

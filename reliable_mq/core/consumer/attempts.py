@@ -1,22 +1,23 @@
-"""Failed attempts: their description, their number, and who counts them.
+"""Failed attempts: their description, and their counts from several sources.
 
-An attempt is described where it fails, on the thread or task that ran the handler: ``str(exception)`` is the user's
-code, which an I/O thread must not run, and an exception that is kept keeps every frame of its traceback alive.
+An attempt is described where it fails, on the thread or task that ran the handler. ``str(exception)`` runs the user's
+code, which an I/O thread must not run, and a stored exception keeps every frame of its traceback alive.
 
-Of an exception group, each exception in it counts, however deep. The strictest wins: the first `DeadLetter` is the
-verdict; else the policy gives up if it would on one of the others; else the longest delay of a `RetryLater` is waited
-for; else that of the policy.
+Each exception in an exception group counts, at any depth, and the strictest wins. The first `DeadLetter` is the
+verdict. Without one, the policy gives up if it would for any of the others. Otherwise the longest delay of a
+`RetryLater` applies, or without one the delay of the policy.
 
-RabbitMQ's own counts mean something else on every version (``x-delivery-count`` counts lost connections on 4.0 to 4.2
-and skips ``basic.nack`` on 4.3), and a client can send them, and ``x-death``, itself: they are not read. Attempts are
+RabbitMQ's own counts differ in meaning between versions (``x-delivery-count`` counts lost connections on 4.0 to 4.2 and
+skips ``basic.nack`` on 4.3), and a client can send them and ``x-death`` itself, so they are not read. Attempts are
 counted by a header of ours, within bounds and in a known format, by the idempotency store, and by this process.
 
 Invariants:
 
-- a description is bounded, printable, and encodable as UTF-8; making one never raises, whatever the exception's class,
-  text or attributes do;
-- a count never goes down while it is remembered; a header that is out of range, of the wrong type or without a known
-  format counts as none; at most ``capacity`` messages are remembered, the ones that failed last.
+- A description is bounded, printable, and encodable as UTF-8. Making one never raises, whatever the exception's class,
+  text or attributes do.
+- A count never decreases while it is remembered.
+- A header that is out of range, of the wrong type or without a known format is ignored.
+- At most ``capacity`` messages are remembered, the ones that failed last.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ __all__ = [
     "whole",
 ]
 
-#: RabbitMQ's counts of the deliveries from one queue; they are no part of the message, and would mislead in another.
+#: RabbitMQ's counts of the deliveries from one queue. They are not part of the message, and would mislead in another
+#: queue.
 BROKER_COUNTS: Final = ("x-delivery-count", "x-acquired-count")
 MESSAGE_LIMIT: Final = 512  # characters
 _TYPE_LIMIT: Final = 128
@@ -59,9 +61,9 @@ _SHOWN: Final = 5  # exceptions of a group that its description shows
 _NO_TEXT: Final = "(its text cannot be shown)"
 _NO_NAME: Final = "(a class that cannot be named)"
 _WRONG_DELAY: Final = " (its delay is no number of seconds: that of the policy counts)"
-_INSIDE: Final = BaseExceptionGroup.__dict__["exceptions"]  # that a subclass may hide
+_INSIDE: Final = BaseExceptionGroup.__dict__["exceptions"]  # a subclass may hide the attribute
 
-#: The class of an exception, and those of the groups that it was in, from the inside out.
+#: The class of an exception and the classes of its groups, from the inside out.
 Kinds = tuple[type[BaseException], ...]
 
 
@@ -71,10 +73,10 @@ class Failure:
 
     exception_type: str  # the class, with its module
     exception_message: str  # its text, printable and cut
-    at: float  # seconds since 1970
-    delay: float | None = None  # seconds to the next attempt, if the handler chose them
-    verdict: str | None = None  # why it is dead-lettered now, if the handler chose that
-    #: The exceptions for which the policy is to decide: another attempt follows if it does after each of them.
+    at: float  # when it failed, in seconds since 1970
+    delay: float | None = None  # seconds to the next attempt, if the handler chose a delay
+    verdict: str | None = None  # why the message is dead-lettered at once, if the handler decided that
+    #: The exceptions on which the policy decides. Another attempt follows only if the policy retries all of them.
     kinds: tuple[Kinds, ...] = field(default=(), compare=False, repr=False)
 
 
@@ -108,14 +110,14 @@ def describe(error: BaseException, at: float) -> Failure:
 
 
 def shown(error: BaseException) -> str:
-    """Return the name and the text of an exception, whatever is wrong with it."""
+    """Return the name and the text of an exception, even of a broken one."""
     name = _guarded(lambda: printable(type(error).__name__, _TYPE_LIMIT), _NO_NAME)
     text = _text(error)
     return printable(f"{name}: {text}") if text else name
 
 
 def _leaves(error: BaseException) -> list[_Leaf]:
-    """Return the exceptions of a group, in their order; of any other, itself."""
+    """Return the exceptions of a group in order, or any other exception itself."""
     found: list[_Leaf] = []
     waiting: list[_Leaf] = [_Leaf(error, (type(error),))]
     while waiting:
@@ -160,7 +162,7 @@ def _text(error: BaseException) -> str:
 
 
 def _guarded(make: Callable[[], str], instead: str) -> str:
-    """Call the user's code that returns a text."""
+    """Call user code that returns a text. Return ``instead`` if it raises."""
     try:
         return make()
     except BaseException:  # noqa: BLE001 -- whatever it raises: SystemExit would end the worker
@@ -168,7 +170,7 @@ def _guarded(make: Callable[[], str], instead: str) -> str:
 
 
 def printable(text: str, limit: int = MESSAGE_LIMIT) -> str:
-    """Escape control characters and surrogates; cut at ``limit`` characters."""
+    """Escape control characters and surrogates, and cut at ``limit`` characters."""
     text = str.__str__(text)[: limit + 1]  # a subclass may override the methods below
     if not text.isprintable():
         text = "".join(
@@ -193,12 +195,12 @@ class AttemptHistory:
 
     def __init__(self, count: int = 0, first_at: float | None = None) -> None:
         self.count = count
-        self.first_at = first_at  # when the first of them failed, in seconds since 1970; None where nobody said
-        self.last: Failure | None = None  # as far as it is known
-        self.lost = 0  # how many of them ended with the loss of their consumer
-        self.due = 0.0  # before when, on the monotonic clock, the next attempt must not be made
-        self.verdict: str | None = None  # why the message is to be dead-lettered, once that is decided
-        self.alone = False  # whether it is to be handled by itself, since the batch that it was in did not end
+        self.first_at = first_at  # when the first attempt failed, in seconds since 1970; None if unknown
+        self.last: Failure | None = None  # the last failure, if known
+        self.lost = 0  # the number of attempts that ended with the loss of their consumer
+        self.due = 0.0  # the earliest time of the next attempt, on the monotonic clock
+        self.verdict: str | None = None  # why the message is dead-lettered, once that is decided
+        self.alone = False  # whether to handle the message alone, because its batch did not end
 
     def add(self, failure: Failure) -> None:
         self.count += 1
@@ -208,10 +210,10 @@ class AttemptHistory:
 
 
 def failures_from_headers(table: Mapping[str, object]) -> AttemptHistory | None:
-    """Read earlier attempts from our headers; None without any, or without valid ones.
+    """Read earlier attempts from our headers. Return None without valid ones.
 
     Raises:
-        NewerFormat: they are from a newer version of this package, and cannot be understood.
+        NewerFormat: If the headers are from a newer version of this package and cannot be understood.
     """
     version = whole(table.get(headers.FORMAT))
     if version > headers.FORMAT_VERSION:
@@ -234,7 +236,7 @@ def _time(value: object) -> float | None:
 
 
 def whole(value: object) -> int:
-    """Read a count from a table of headers; 0 where it is none."""
+    """Return a count from a table of headers, 0 for any other value."""
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
@@ -252,7 +254,7 @@ class AttemptTracker:
         return len(self._failures)
 
     def find(self, delivery: Delivery) -> AttemptHistory | None:
-        """Return the attempts of a message: remembered, or else those of its delivery."""
+        """Return the remembered attempts of a message, or those of its delivery."""
         claimed = delivery.failures
         known = self._failures.get(_identity(delivery)) if self._failures else None
         if known is None:
@@ -263,7 +265,7 @@ class AttemptTracker:
         return known
 
     def remember(self, delivery: Delivery, failures: AttemptHistory) -> None:
-        """A message failed; the one that failed longest ago may be forgotten for it."""
+        """Remember a failed message. The one that failed longest ago may be forgotten."""
         message_id = _identity(delivery)
         if not message_id:
             return
@@ -273,7 +275,7 @@ class AttemptTracker:
             self._failures.popitem(last=False)
 
     def forget(self, delivery: Delivery) -> None:
-        """A message was handled or dead-lettered."""
+        """Forget a message that was handled or dead-lettered."""
         if self._failures:
             self._failures.pop(_identity(delivery), None)
 

@@ -1,8 +1,11 @@
 """A message delivered to a handler: its properties, channel, state and attempts.
 
-Invariants: properties and headers are decoded on first use, and an error in them concerns this delivery alone; the
-generation of its channel is stamped on a delivery before anybody sees it, so that a result for a lost channel is known
-as such; a delivery is in one `DeliveryState` at a time, and changes it as `TRANSITIONS` says.
+Invariants:
+
+- Properties and headers are decoded on first use, and an error in them only concerns this delivery.
+- A delivery gets its channel generation before any other code sees it, so that a result for a lost channel is
+  recognised.
+- A delivery is in one `DeliveryState` at a time, and changes it according to `TRANSITIONS`.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ _NAMED: Final = 5  # messages that a log line names
 
 
 class DeliveryState(enum.Enum):
-    """The place of a delivery in its consumer."""
+    """The state of a delivery in its consumer."""
 
     QUEUED = "waits for a handler, alone or in a batch"
     RUNNING = "dispatched to a handler"
@@ -41,7 +44,7 @@ class DeliveryState(enum.Enum):
 
 
 _S = DeliveryState
-#: Event -> state before (None: not delivered yet) -> states after. For tests and documentation, not read at run time.
+#: Event -> state before (None before the delivery) -> states after. For tests and documentation, not read at run time.
 TRANSITIONS: Final[Mapping[str, Mapping[DeliveryState | None, set[DeliveryState]]]] = {
     "delivered": {None: {_S.QUEUED}},
     "refused (too large, undecodable, newer format, attempts used up)": {_S.QUEUED: {_S.REPUBLISHING, _S.SETTLED}},
@@ -65,9 +68,9 @@ del _S
 
 
 class ChannelGeneration:
-    """The channel of deliveries; one object per generation, compared by identity.
+    """The channel of deliveries, one object per generation, compared by identity.
 
-    Its ``namespace`` is that of the queue's virtual host, see `reliable_mq.core.idempotency.namespace_of`.
+    ``namespace`` names the queue's virtual host, see `reliable_mq.core.idempotency.namespace_of`.
     """
 
     __slots__ = ("channel", "generation", "namespace", "queue")
@@ -85,17 +88,18 @@ _QUEUED: Final = DeliveryState.QUEUED  # a global is looked up faster than a mem
 class Delivery(RawDelivery):
     """A message delivered to a handler.
 
-    A property that the message does not have is None. Reading a property or the headers of a message whose properties
-    are broken raises `ConsumeError`; let it pass, and the message is dead-lettered at once.
+    A property that the message does not have is None. Reading a property or the headers of a message with broken
+    properties raises `ConsumeError`. If the handler does not catch it, the message is dead-lettered at once.
 
     Attributes:
-        body: the bytes of the message.
-        exchange: the exchange that it was published to; empty for the default exchange.
-        routing_key: the routing key that it was published with.
-        redelivered: whether it may have been delivered before: the broker says so, or this is not the first attempt.
-        consumer_tag: the tag of the consumer that received it.
-        delivery_tag: its number on its channel.
-        properties: its encoded properties, byte for byte.
+        body: The bytes of the message.
+        exchange: The exchange to which the message was published, empty for the default exchange.
+        routing_key: The routing key with which the message was published.
+        redelivered: Whether the message may have been delivered before. The broker flags it, or this is not the first
+            attempt.
+        consumer_tag: The tag of the consumer that received the delivery.
+        delivery_tag: The number of the delivery on its channel.
+        properties: The encoded properties of the message, byte for byte.
     """
 
     __slots__ = (
@@ -122,7 +126,7 @@ class Delivery(RawDelivery):
         properties: bytes,
         body: bytes,
     ) -> None:
-        # Spelt out instead of super().__init__(): there is one of these calls per message.
+        # Spelt out instead of super().__init__(), which would cost a call per message.
         self.consumer_tag = consumer_tag
         self._delivery_tag = delivery_tag
         self.redelivered = redelivered
@@ -130,55 +134,55 @@ class Delivery(RawDelivery):
         self._routing_key = routing_key
         self._properties = properties
         self._body = body
-        self.state = _QUEUED  # in the consumer
+        self.state = _QUEUED
         self._failures: AttemptHistory | None = None
-        self.claim: Claim | None = None  # of its finished handler, until the idempotency store has the result
+        self.claim: Claim | None = None  # the claim of a finished handler, until the idempotency store has the result
         self.flaw: str | None = None  # the error in its properties, once they were found broken
-        self.inbox_claim: InboxClaim | None = None  # while its handler runs, in a store that has transactions
-        self.store_failures = 0  # of the idempotency store, for this delivery
-        self.attempt_context: str | None = None  # the trace context of the last attempt, if that is sampled
+        self.inbox_claim: InboxClaim | None = None  # the claim while its handler runs, if the store has transactions
+        self.store_failures = 0  # failures of the idempotency store for this delivery
+        self.attempt_context: str | None = None  # the trace context of the last attempt, if it is sampled
         self._decoded: Properties | None = None
 
     @property
     def source(self) -> ChannelGeneration:
-        """The channel it came from."""
+        """The channel of the delivery."""
         return self._source
 
     def came_from(self, source: ChannelGeneration) -> None:
-        """Set the channel it came from, before anybody sees it."""
+        """Set the channel of the delivery, before any other code sees it."""
         self._source = source
 
     @property
     def failures(self) -> AttemptHistory | None:
-        """Its attempts that failed so far, if any did."""
+        """The failed attempts so far, None without any."""
         return self._failures
 
     def set_failures(self, failures: AttemptHistory | None) -> None:
-        """Set the attempts that failed so far."""
+        """Set the failed attempts so far."""
         self._failures = failures
 
     def begin_failures(self) -> AttemptHistory:
-        """Return the attempts that failed so far, to add one."""
+        """Return the failed attempts so far, to add one."""
         if self._failures is None:
             self._failures = AttemptHistory()
         return self._failures
 
     @property
     def queue(self) -> str:
-        """The queue that it was consumed from."""
+        """The queue from which the message was consumed."""
         return self._source.queue
 
     @property
     def attempt(self) -> int:
-        """Which attempt at this message this is: 1 on the first."""
+        """The number of this attempt at the message, 1 for the first."""
         return 1 if self._failures is None else self._failures.count + 1
 
     def transaction(self) -> Any:
         """Begin a transaction of the idempotency store that marks the message done.
 
-        The handler's writes in it and the record that the message is done are committed together, when its block ends,
-        or not at all. If another holder has taken over meanwhile, nothing is committed. In a function, with a
-        ``SQLAlchemyStore``::
+        The handler's writes in the transaction and the record that the message is done are committed together when its
+        block ends, or not at all. If another holder has taken over meanwhile, nothing is committed. In a function, with
+        a ``SQLAlchemyStore``::
 
             with delivery.transaction() as session:
                 session.execute(insert(Order), delivery.json())
@@ -189,11 +193,11 @@ class Delivery(RawDelivery):
                 await session.execute(insert(Order), delivery.json())
 
         Returns:
-            The context manager of the store's ``transaction`` for this delivery; for several at once, in a batch
-            handler, call that.
+            The context manager of the store's ``transaction`` for this delivery. A batch handler can call that method
+            for several deliveries at once.
 
         Raises:
-            UsageError: the consumer has no idempotency store, or one without transactions.
+            UsageError: If the consumer has no idempotency store, or one without transactions.
         """
         if self.inbox_claim is None:
             raise UsageError(
@@ -206,13 +210,13 @@ class Delivery(RawDelivery):
         """Parse the body as JSON.
 
         Raises:
-            ValueError: it is not JSON.
+            ValueError: If the body is not JSON.
         """
         return json.loads(self.body)
 
     @property
     def headers(self) -> Mapping[str, object]:
-        """The headers; empty where there are none. Read-only."""
+        """The headers, empty if there are none. Read-only."""
         headers: Mapping[str, object] = self._read("headers")
         return headers
 
@@ -228,13 +232,13 @@ class Delivery(RawDelivery):
 
     @property
     def message_id(self) -> str | None:
-        """The id that its publisher gave it."""
+        """The id that the publisher set."""
         found = plain_message_id(self._properties) if self._decoded is None else None
         return self._text("message_id") if found is None else found
 
     @property
     def correlation_id(self) -> str | None:
-        """The id of the request that it answers, or of the group that it belongs to."""
+        """The id of the request that the message answers, or of its group."""
         return self._text("correlation_id")
 
     @property
@@ -244,58 +248,61 @@ class Delivery(RawDelivery):
 
     @property
     def type(self) -> str | None:
-        """The type that its publisher gave it."""
+        """The type that the publisher set."""
         return self._text("type")
 
     @property
     def user_id(self) -> str | None:
-        """The user that published it.
+        """The user that published the message.
 
-        RabbitMQ checks the property of a message as it is published. A message that has waited for a retry has it in a
-        header meanwhile, which RabbitMQ does not check, and which any client that may publish to the queue can make up.
-        So it is no proof of who sent a message.
+        RabbitMQ checks this property when a message is published. While a message waits for a retry, the value is in a
+        header, which RabbitMQ does not check and which any client that may publish to the queue can forge. So the value
+        does not prove the sender of a message.
         """
         return self._text("user_id")
 
     @property
     def app_id(self) -> str | None:
-        """The application that published it."""
+        """The application that published the message."""
         return self._text("app_id")
 
     @property
     def expiration(self) -> float | None:
-        """Its time to live in a queue, in seconds."""
+        """The time to live of the message in a queue, in seconds."""
         text = self._text("expiration")
         return int(text) / 1000 if text is not None and text.isdecimal() else None
 
     @property
     def priority(self) -> int | None:
-        """Its priority."""
+        """The priority of the message."""
         priority: int | None = self._read("priority")
         return priority
 
     @property
     def timestamp(self) -> datetime | int | None:
-        """The time set by its publisher; a number if that is no date (milliseconds, say)."""
+        """The time that the publisher set.
+
+        It is a number if it is not a valid date, for example because the publisher sent milliseconds.
+        """
         timestamp: datetime | int | None = self._read("timestamp")
         return timestamp
 
     @property
     def persistent(self) -> bool:
-        """Whether a durable queue keeps it over a restart of the broker."""
+        """Whether a durable queue keeps the message over a restart of the broker."""
         return bool(self._read("delivery_mode") == 2)
 
     @property
     def offset(self) -> int | None:
-        """Its offset in a stream; None where the queue is no stream."""
+        """The offset of the message in a stream, None if the queue is not a stream."""
         offset = self.headers.get(STREAM_OFFSET)
         return offset if isinstance(offset, int) else None
 
     def headers_beginning(self, prefix: str) -> Mapping[str, object]:
-        """Return the headers whose names begin with ``prefix``, however broken others are.
+        """Return the headers whose names begin with ``prefix``, even if others are broken.
 
         Raises:
-            ConsumeError: the header table itself is broken.
+            ConsumeError: If the header table itself is broken.
         """
         try:
             return Properties(self.properties).headers_beginning(prefix)
@@ -303,7 +310,7 @@ class Delivery(RawDelivery):
             raise self._broken(error) from error
 
     def restore(self, exchange: str, routing_key: str, properties: bytes) -> None:
-        """Undo the changes for a delay queue; to be called before anybody sees it."""
+        """Undo the changes for a delay queue, before any other code sees the delivery."""
         self._exchange = exchange
         self._routing_key = routing_key
         self._properties = properties
@@ -313,11 +320,11 @@ class Delivery(RawDelivery):
         """Return pika's ``(method, properties, body)``.
 
         They are a ``Basic.Deliver``, a ``BasicProperties`` and bytes, for code that was written for pika's callbacks:
-        ``callback(None, *delivery.to_pika())``. It cannot settle the delivery; the outcome of the handler does. Values
-        that pika decodes are as it decodes them, others as here.
+        ``callback(None, *delivery.to_pika())``. Such code cannot settle the delivery, which is settled by the outcome
+        of the handler. If pika cannot decode the properties, they are decoded as in this class.
 
         Raises:
-            ConsumeError: the properties are broken.
+            ConsumeError: If the properties are broken.
         """
         try:
             method, properties = drivers.pika_objects(self._method, self._properties)
@@ -328,11 +335,11 @@ class Delivery(RawDelivery):
     def to_aio_pika(self) -> Any:
         """Return an ``aio_pika.IncomingMessage``, for code written for aio-pika.
 
-        It counts as settled, as with ``no_ack=True``: the outcome of the handler settles the delivery. So
-        ``async with message.process(ignore_processed=True)`` does nothing, and ``message.ack()`` raises.
+        The message counts as settled, as with ``no_ack=True``, because the outcome of the handler settles the delivery.
+        So ``async with message.process(ignore_processed=True)`` does nothing, and ``message.ack()`` raises.
 
         Raises:
-            ConsumeError: the properties are broken.
+            ConsumeError: If the properties are broken.
         """
         try:
             return drivers.aio_pika_message(self._method, self._properties, self._body)
@@ -365,7 +372,7 @@ class Delivery(RawDelivery):
 
 
 def message_name(delivery: Delivery) -> str:
-    """Return a name of a message for a log, whatever is wrong with it."""
+    """Return the name of a message for a log, even of a broken message."""
     try:
         message_id = Properties(delivery.properties).message_id
     except CodecError:
@@ -374,6 +381,6 @@ def message_name(delivery: Delivery) -> str:
 
 
 def message_names(deliveries: Sequence[Delivery]) -> str:
-    """Return names of messages for a log, of the first few."""
+    """Return the names of the first few messages for a log."""
     others = f", and {len(deliveries) - _NAMED} more" if len(deliveries) > _NAMED else ""
     return f"{', '.join(map(message_name, deliveries[:_NAMED]))}{others} of queue {deliveries[0].queue!r}"

@@ -1,13 +1,13 @@
-"""Choose the deliveries to dispatch: one by one, in batches, or from quarantine.
+"""The choice of deliveries to dispatch: single, in batches, or from quarantine.
 
 Invariants:
 
-- a delivery waits in one place at a time, in the order in which it came;
-- while the kill switch pauses the consumer, one at a time is dispatched, as a probe: from quarantine only if no other
-  waits, since that one may hang;
-- a batch has at most ``batch_size`` deliveries, in the order in which they came, and waits for more at most
-  ``batch_wait`` seconds from its first one on; a delivery that is tried again is alone in its batch, since an exception
-  names no culprit.
+- A delivery waits in one place at a time, in the order of arrival.
+- While the kill switch pauses the consumer, one delivery at a time is dispatched, as a probe. A delivery from
+  quarantine, which may hang, is a probe only if no other delivery waits.
+- A batch has at most ``batch_size`` deliveries, in the order of arrival. It waits for more deliveries for at most
+  ``batch_wait`` seconds after its first one.
+- A delivery that is tried again is alone in its batch, because an exception names no culprit.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Dispatcher:
         self._batcher = batcher
         self._quarantine = quarantine
         self._kill_switch = kill_switch
-        self._ready: list[Any] = []  # deliveries, or with a batcher batches of them
-        self._quarantined: list[Delivery] = []  # from quarantine; one at a time
+        self._ready: list[Any] = []  # deliveries, or batches if there is a batcher
+        self._quarantined: list[Delivery] = []  # deliveries from quarantine, one at a time
 
     def add(self, deliveries: list[Delivery], now: float) -> None:
-        """Add deliveries of the queue itself."""
+        """Add deliveries of the queue."""
         self._ready += deliveries if self._batcher is None else self._batcher.add(deliveries, now)
 
     def add_any(self, deliveries: list[Delivery], now: float) -> None:
@@ -58,7 +58,7 @@ class Dispatcher:
             self._ready.append(delivery if self._batcher is None else alone)
 
     def put_back(self, deliveries: list[Delivery], now: float) -> None:
-        """Put dispatched deliveries back that no handler began with."""
+        """Queue dispatched deliveries again that no handler has begun with."""
         for delivery in deliveries:
             delivery.state = DeliveryState.QUEUED
         deliveries = self._without_quarantined(deliveries)
@@ -76,7 +76,7 @@ class Dispatcher:
             self._kill_switch.due(now)
 
     def take(self) -> tuple[Sequence[Work], int]:
-        """Take the deliveries, or batches, to dispatch now; and the number of deliveries."""
+        """Take the deliveries or batches to dispatch now, and the number of deliveries."""
         if not self._ready:
             return (), 0
         work, self._ready = self._ready, []
@@ -93,7 +93,7 @@ class Dispatcher:
 
     @property
     def has_quarantined(self) -> bool:
-        """Whether there is something for `take_quarantined`."""
+        """Whether deliveries wait for `take_quarantined`."""
         return bool(self._quarantined)
 
     def take_quarantined(self) -> list[Work]:
@@ -109,7 +109,7 @@ class Dispatcher:
         return list(taken) if self._batcher is None else [[delivery] for delivery in taken]
 
     def clear(self) -> list[Delivery]:
-        """Take everything, to be requeued."""
+        """Take all deliveries, to be requeued."""
         waiting = [] if self._batcher is None else self._batcher.clear()
         deliveries = [*self._deliveries(self._ready), *waiting, *self._quarantined]
         self._ready, self._quarantined = [], []
@@ -117,12 +117,12 @@ class Dispatcher:
 
     @property
     def empty(self) -> bool:
-        """Whether no delivery waits, but for those of a batch that is not full."""
+        """Whether no delivery waits, except those of a batch that is not full."""
         return not (self._ready or self._quarantined)
 
     @property
     def deadline(self) -> float | None:
-        """When to look again, though nothing happens until then."""
+        """The time of the next timer, None without one."""
         times = (
             None if self._batcher is None else self._batcher.deadline,
             None if self._quarantine is None else self._quarantine.deadline,
@@ -142,14 +142,14 @@ class Dispatcher:
 
 
 class Batcher:
-    """Groups deliveries for a batch handler. Not thread-safe.
+    """A grouping of deliveries for a batch handler. Not thread-safe.
 
     Args:
-        batch_size: deliveries in a full batch.
-        batch_wait: seconds that a batch waits to become full.
+        batch_size: The number of deliveries in a full batch.
+        batch_wait: The maximum seconds that a batch waits to become full.
 
     Raises:
-        ConfigurationError: a value is out of its range.
+        ConfigurationError: If a value is out of range. The message names it.
     """
 
     def __init__(self, batch_size: int, batch_wait: float) -> None:
@@ -164,11 +164,11 @@ class Batcher:
 
     @property
     def deadline(self) -> float | None:
-        """When an incomplete batch is dispatched; None if none waits."""
+        """The time when an incomplete batch is dispatched, None if none waits."""
         return self._since + self.batch_wait if self._waiting else None
 
     def add(self, deliveries: list[Delivery], now: float) -> list[list[Delivery]]:
-        """Add deliveries, in this order. Return the batches that are full."""
+        """Add deliveries, in order. Return the batches that are full."""
         waiting, size = [*self._waiting, *deliveries], self.batch_size
         full = len(waiting) - len(waiting) % size
         if full or not self._waiting:
@@ -177,7 +177,7 @@ class Batcher:
         return [waiting[start : start + size] for start in range(0, full, size)]
 
     def due(self, now: float) -> list[list[Delivery]]:
-        """Return the batch that has waited long enough, if there is one."""
+        """Return the batch that has waited long enough, if any."""
         if self.deadline is None or now < self.deadline:
             return []
         batch, self._waiting = self._waiting, []
@@ -191,18 +191,20 @@ class Batcher:
 def verdicts(
     answer: object, deliveries: Sequence[Delivery], given: Sequence[object]
 ) -> list[tuple[Delivery, Exception | None]]:
-    """Read the verdicts of a batch handler: for each, None for an ack or an exception.
+    """Return a batch handler's verdicts by delivery: None for an ack, or an exception.
 
-    The verdicts are in the order of the list that the handler was given, as it has left it: it may have sorted that, or
-    put something into it. Where it has taken deliveries out, only acks of all of them are clear.
+    The verdicts follow the order of the list that was passed to the handler, in its final state: the handler may have
+    sorted it or added to it. If the handler has removed deliveries, only verdicts that are all acks are unambiguous.
 
     Args:
-        answer: its return value.
-        deliveries: the batch.
-        given: the list that it was called with, which is its own: a copy of ``deliveries`` then.
+        answer: The return value of the handler.
+        deliveries: The deliveries of the batch.
+        given: The list with which the handler was called. It was a copy of ``deliveries``, and the handler may have
+            changed it.
 
     Raises:
-        UsageError: it is neither None nor a sequence of one verdict per delivery, or whose they are cannot be known.
+        UsageError: If the answer is neither None nor a sequence of one verdict per delivery, or if the verdicts cannot
+            be matched to the deliveries.
     """
     if answer is None:
         return [(delivery, None) for delivery in deliveries]

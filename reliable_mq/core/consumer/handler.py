@@ -1,8 +1,8 @@
-"""Handle deliveries, on the thread or task that runs the handler, step by step.
+"""The handling of deliveries, step by step, on the handler's thread or task.
 
-`handling` is a generator: it yields the step to carry out (call the handler, claim keys, ...), is sent the answer, or
-gets the exception thrown in, and returns the result of each delivery. So the order of claim, effect and completion is
-decided here, once, for the sync and the asyncio API; a step may block there, or be awaited.
+`handling` is a generator. It yields the step to carry out (call the handler, claim keys, ...), receives the answer or
+an exception, and returns the result of each delivery. So the order of claim, effect and completion is defined here, in
+one place, for both APIs. The sync API blocks in a step, and the asyncio API awaits it.
 
 Without a store: call the handler. With one::
 
@@ -16,20 +16,22 @@ Without a store: call the handler. With one::
                                                            --token stale--> claim again later
                                                            --store failed--> complete again later, without the handler
 
-If the store did not answer when a claim was released or completed, that is done again before the key is claimed, and at
+If the store did not answer when a claim was released or completed, that is repeated before the key is claimed, and at
 the end (`settling`).
 
 Invariants:
 
-- every delivery has exactly one result;
-- with a store, no handler is called without a new claim, and no delivery is reported as handled before the store has it
-  as done;
-- a handler that has returned is not called again for want of the store's answer;
-- a failed attempt is released before it is reported, or before its key is claimed again, so that the next one may;
-- if the handler's own transaction is committed though it raised, or may be, no attempt is counted unless the store
-  still has the claim: else its last attempt would be dead-lettered with its effect done. A `DeadLetter` it may raise;
-- a delivery is never reported as handled because its handler is a generator or coroutine function, of which a call runs
-  nothing, or because a verdict was returned instead of raised: acking it would lose it.
+- Every delivery has exactly one result.
+- With a store, no handler is called without a new claim, and no delivery is reported as handled before the store has it
+  as done.
+- A handler that has returned is not called again because the store did not answer.
+- A failed attempt is released before it is reported, or before its key is claimed again, so that the next attempt can
+  claim it.
+- If the handler raised although its own transaction is or may be committed, an attempt is counted only if the store
+  still has the claim. Otherwise a message whose effect is done would be dead-lettered after its last attempt. The
+  handler may still raise `DeadLetter`.
+- A delivery is never reported as handled because its handler is a generator or coroutine function, of which a call runs
+  nothing, or because a verdict was returned instead of raised. Acking it would lose the message.
 """
 
 from __future__ import annotations
@@ -77,25 +79,25 @@ _UNREADABLE: Final = "its record was written by a newer version of this package:
 
 
 class SkipReason(enum.Enum):
-    """Why the handler of a delivery was not called, or will be called again."""
+    """The reason why a handler was not called, or will be called again."""
 
-    DUPLICATE = "duplicate"  # the store has it as done
-    IN_PROGRESS = "in progress"  # another holder has claimed it
-    EXHAUSTED = "exhausted"  # the store has counted as many failed attempts as there may be
+    DUPLICATE = "duplicate"  # the store has the key as done
+    IN_PROGRESS = "in progress"  # another holder has claimed the key
+    EXHAUSTED = "exhausted"  # the store has counted the maximum of failed attempts
     UNIDENTIFIED = "unidentified"  # there is no key to claim
     STORE_FAILED = "store failed"  # the store did not answer, or refused the token
-    NOT_BEGUN = "not begun"  # the handler was not called; the claim was given up
-    CANCELLED = "cancelled"  # the handler's task was cancelled; the claim was given up
+    NOT_BEGUN = "not begun"  # the handler was not called; the claim was released
+    CANCELLED = "cancelled"  # the handler's task was cancelled; the claim was released
 
 
 class NotStarted(Exception):
-    """Raised into the generator when the handler is not to be called now."""
+    """The handler must not be called now. It is thrown into the generator."""
 
 
 class _HandlerExit(Exception):
-    """Stands for a ``GeneratorExit`` of the handler.
+    """A replacement for a ``GeneratorExit`` of the handler.
 
-    That would close the generator before it releases the claim.
+    A ``GeneratorExit`` would close the generator before it releases the claim.
     """
 
     def __init__(self, error: GeneratorExit) -> None:
@@ -118,11 +120,12 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A delivery whose handler raised, or returned a verdict that is no ack.
+    """A delivery whose handler raised, or returned a verdict other than an ack.
 
     Attributes:
-        alone: whether the failure is this delivery's own; else it is that of a batch, which names no culprit.
-        detail: the error of the store, if it failed to release the claim.
+        alone: Whether the failure concerns this delivery only. Otherwise it is the failure of a batch, which names no
+            culprit.
+        detail: The error of the store, if it failed to release the claim.
     """
 
     delivery: Delivery
@@ -131,20 +134,20 @@ class Failed:
     detail: str = ""
 
 
-#: The result of a delivery; the delivery itself if it was handled.
+#: The result of a delivery: the delivery itself if it was handled.
 Result: TypeAlias = Delivery | Skipped | Failed
 
 
-@dataclass(slots=True)  # not frozen: there is one for each delivery, and that would double its cost
+@dataclass(slots=True)  # not frozen, which would double the cost of the one made for each delivery
 class RunHandler:
-    """Call the handler with ``argument``; send its return value, or throw its error."""
+    """A call of the handler with ``argument``. The answer is its value or its error."""
 
     argument: Delivery | list[Delivery]
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimKeys:
-    """Claim keys; send one `Claim` per key."""
+    """A claim of keys. The answer is one `Claim` per key."""
 
     keys: list[str]
     lease: float
@@ -152,14 +155,14 @@ class ClaimKeys:
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """Complete claims; send one truth value per claim."""
+    """The completion of claims. The answer is one truth value per claim."""
 
     claims: list[Claim]
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Release claims, as failed or as not tried; send one truth value per claim."""
+    """The release of claims, as failed or untried. The answer is a bool per claim."""
 
     claims: list[Claim]
     failed: bool
@@ -172,11 +175,11 @@ class ClaimPolicy:
     """The keys and the lease by which deliveries are claimed.
 
     Args:
-        namespace: of the queue; None for that of the virtual host that a delivery comes from.
-        key: returns the key of a delivery, or None; by default its ``message_id``.
-        lease: seconds after which a claim that nobody settled may be taken over.
-        max_attempts: the failed attempts after which the handler is not called any more.
-        transaction: the store's method of that name, for the handler; None where it has none.
+        namespace: The namespace of the queue. None for that of a delivery's virtual host.
+        key: A callable that returns the key of a delivery, or None. None for the ``message_id``.
+        lease: The seconds after which an unsettled claim may be taken over.
+        max_attempts: The number of failed attempts after which the handler is no longer called.
+        transaction: The store's method of that name, for the handler. None if it has none.
     """
 
     def __init__(
@@ -191,7 +194,7 @@ class ClaimPolicy:
     ) -> None:
         self._queue = queue
         self._namespace = namespace
-        self._prefix: tuple[str, str] | None = None  # the namespace of the last delivery, and the prefix of its key
+        self._prefix: tuple[str, str] | None = None  # the namespace of the last delivery and the prefix of its key
         self.key = key
         self.lease = lease
         self.max_attempts = max_attempts
@@ -199,14 +202,14 @@ class ClaimPolicy:
         self.retries = SettlementRetries()
 
     def key_of(self, delivery: Delivery) -> str | None:
-        """Return the key to claim for a delivery; None if it has none."""
+        """Return the key to claim for a delivery, or None without a key."""
         key = delivery.message_id if self.key is None else self.key(delivery)
         if not key:
             return None
         namespace = delivery.source.namespace if self._namespace is None else self._namespace
         prefix = self._prefix
         if prefix is None or prefix[0] != namespace:
-            # Escaped, so that no key of one namespace or queue can be read as one of another.
+            # Escaped, so that the keys of two namespaces or queues are never equal.
             parts = [part.replace("%", "%25").replace("|", "%7C") for part in (namespace, self._queue)]
             self._prefix = prefix = namespace, "|".join((*parts, ""))
         return prefix[1] + key
@@ -221,10 +224,10 @@ def handling(
     """Handle deliveries, step by step.
 
     Args:
-        deliveries: at least one. The handler is called for one after the other, or once if ``batch``.
-        batch: whether the handler takes a list.
-        claiming: how to claim; None without a store.
-        wall_clock: returns the time of a failure, in seconds since 1970.
+        deliveries: The deliveries, at least one. The handler is called for one after the other, or once if ``batch``.
+        batch: Whether the handler takes a list.
+        claiming: The policy for claims. None without a store.
+        wall_clock: A callable that returns the time of a failure, in seconds since 1970.
 
     Returns:
         The result of each delivery, in any order.
@@ -252,18 +255,21 @@ def handling(
 
 
 def settling(claiming: ClaimPolicy) -> Generator[Step, Any, None]:
-    """Retry the settlements that the store did not answer to."""
+    """Retry the settlements that the store did not answer."""
     for claims, failed in claiming.retries.settlements():
         yield from _settle(claiming, claims, failed)
 
 
 def _is_completed(delivery: Delivery) -> bool:
-    """Whether the handler has completed the claim, in a transaction of the store."""
+    """Return whether the handler completed the claim in a transaction of the store."""
     return delivery.inbox_claim is not None and delivery.inbox_claim.commit is CommitStatus.DONE
 
 
 def _failed_or_unknown(result: Failed, released: object) -> Result:
-    """Return the result after a failure. ``released``: True, False or an error's text."""
+    """Return the result after a failure.
+
+    ``released`` is whether the claim was released, or the text of the store's error.
+    """
     detail = released if isinstance(released, str) else ""
     inbox_claim = result.delivery.inbox_claim
     commit = CommitStatus.NONE if inbox_claim is None else inbox_claim.commit
@@ -295,7 +301,7 @@ def _call_handler(
                 handled.append(delivery)
     elif deliveries:
         try:
-            given = list(deliveries)  # the handler's own, to do with as it likes
+            given = list(deliveries)  # a copy that the handler may change
             found = verdicts((yield RunHandler(given)), deliveries, given)
         except NotStarted:
             left = deliveries
@@ -320,13 +326,13 @@ def _describe(error: BaseException, at: float) -> Failure:
 def _claim(
     deliveries: list[Delivery], claiming: ClaimPolicy, results: list[Result], wall_clock: Callable[[], float]
 ) -> Generator[Step, Any, dict[Delivery, Claim]]:
-    """Claim keys. Return the deliveries to handle; put the others among the results."""
+    """Claim keys. Return the deliveries to handle, and add the others to the results."""
     keys: dict[Delivery, str] = {}
     for delivery in deliveries:
         try:
             key = claiming.key_of(delivery)
         except KeyboardInterrupt:
-            raise  # on an event loop it is the program's
+            raise  # on an event loop, it belongs to the program
         except BaseException as error:  # noqa: BLE001 -- the key function's, whatever it is
             results.append(Failed(delivery, describe(error, wall_clock())))
         else:
@@ -359,7 +365,7 @@ def _claim(
         else:
             reason = SkipReason.DUPLICATE if claim.status is ClaimStatus.DONE else SkipReason.IN_PROGRESS
             results.append(Skipped(delivery, reason))
-    if keys and claiming.retries:  # the store answers: a good time for those of other keys
+    if keys and claiming.retries:  # the store answers, so retry the settlements of other keys
         for claims, failed in claiming.retries.settlements():
             yield from _settle(claiming, claims, failed)
     results += yield from _release_untried(claiming, exhausted, SkipReason.EXHAUSTED)
@@ -369,7 +375,7 @@ def _claim(
 def _release_untried(
     claiming: ClaimPolicy, claims: dict[Delivery, Claim], reason: SkipReason
 ) -> Generator[Step, Any, list[Result]]:
-    """Release the claims of deliveries that are not tried, and return their results."""
+    """Release the claims of untried deliveries, and return their results."""
     answer = yield from _settle(claiming, list(claims.values()), failed=False)
     detail = answer if isinstance(answer, str) else ""
     return [Skipped(delivery, reason, detail) for delivery in claims]
@@ -392,7 +398,7 @@ def _complete(
 def _settle_before(
     claiming: ClaimPolicy, keys: dict[Delivery, str], results: list[Result]
 ) -> Generator[Step, Any, None]:
-    """Retry the settlements of these keys; leave out those that the store still fails."""
+    """Retry the settlements of ``keys``. Drop the keys that still fail."""
     for claims, failed in claiming.retries.settlements(set(keys.values())):
         answer = yield from _settle(claiming, claims, failed)
         if isinstance(answer, str):
@@ -403,7 +409,7 @@ def _settle_before(
 
 
 def _settle(claiming: ClaimPolicy, claims: list[Claim], failed: bool | None) -> Generator[Step, Any, list[Any] | str]:
-    """Complete claims, or release them, as ``failed`` or not. Returns as `_ask`."""
+    """Complete claims, or release them as ``failed`` or not. Return like `_ask`."""
     answer = yield from _ask(Complete(claims) if failed is None else Release(claims, failed), len(claims))
     if isinstance(answer, str):
         claiming.retries.add(claims, failed)
@@ -413,7 +419,7 @@ def _settle(claiming: ClaimPolicy, claims: list[Claim], failed: bool | None) -> 
 
 
 def _ask(step: ClaimKeys | Complete | Release, count: int) -> Generator[Step, Any, list[Any] | str]:
-    """Return ``count`` answers of the store, or the text of its error."""
+    """Return the ``count`` answers of the store, or the text of its error."""
     if not count:
         return []
     try:
@@ -426,15 +432,15 @@ def _ask(step: ClaimKeys | Complete | Release, count: int) -> Generator[Step, An
 
 
 def is_coroutine_function(handler: object) -> bool:
-    """Whether this is a coroutine function, or an object that is called as one."""
+    """Return whether ``handler`` is a coroutine function, or is called as one."""
     return _is(inspect.iscoroutinefunction, handler)
 
 
 def check_handler(handler: object) -> None:
-    """Refuse a handler that cannot handle anything.
+    """Refuse a handler that cannot handle deliveries.
 
     Raises:
-        ConfigurationError: it cannot be called, or is a generator function.
+        ConfigurationError: If the handler is not callable, or is a generator function.
     """
     if not callable(handler):
         raise ConfigurationError(f"handler must be callable, not {handler!r}")
@@ -443,13 +449,13 @@ def check_handler(handler: object) -> None:
 
 
 def check_answer(answer: object, *, batch: bool) -> None:
-    """Raise a verdict that a handler returned; refuse a value of one that did nothing.
+    """Raise a returned verdict, and refuse the value of a handler that did not run.
 
     The verdicts of a batch handler are read elsewhere.
 
     Raises:
-        RetryLater, DeadLetter: the value is that, or that class.
-        UsageError: the value is a coroutine or a generator.
+        RetryLater, DeadLetter: If the value is such a verdict or its class.
+        UsageError: If the value is a coroutine or a generator.
     """
     if not batch:
         if isinstance(answer, (RetryLater, DeadLetter)):
@@ -457,7 +463,7 @@ def check_answer(answer: object, *, batch: bool) -> None:
         if isinstance(answer, type) and issubclass(answer, (RetryLater, DeadLetter)):
             raise answer
     if isinstance(answer, CoroutineType):
-        answer.close()  # or Python says that it was never awaited
+        answer.close()  # otherwise Python warns that it was never awaited
         raise UsageError(
             "the handler returned a coroutine, of which nothing has run; define it with async def, await what it "
             "calls, and give it to an AsyncConsumer"

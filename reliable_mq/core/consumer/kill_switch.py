@@ -1,12 +1,16 @@
 """The kill switch of a consumer: a circuit breaker around its handlers.
 
-It stops dispatching when too large a share of the handlers fails, probes after a pause, and resumes. After a probe that
-fails the next pause is twice as long.
+It stops dispatching when too large a share of the handlers fails, probes after a pause, and resumes if the probe
+succeeds. After a failed probe the next pause is twice as long.
 
-Invariants: while it is PAUSED nothing is dispatched, while PROBING one delivery at a time, and one beside it that may
-hang; results of deliveries dispatched before the pause change nothing; a pause is at least ``pause`` and at most
-``longest_pause`` of the switch, and ends whether or not there is a delivery to probe with; memory is a fixed number of
-counts, however many results there are.
+Invariants:
+
+- While PAUSED, nothing is dispatched. While PROBING, one delivery at a time is dispatched, and one beside it that may
+  hang.
+- Results of deliveries dispatched before the pause change nothing.
+- A pause lasts at least ``pause`` and at most ``longest_pause`` of the switch. It ends even without a delivery for a
+  probe.
+- Memory is a fixed number of counts, however many results there are.
 """
 
 from __future__ import annotations
@@ -24,11 +28,11 @@ if TYPE_CHECKING:
 
 __all__ = ["TRANSITIONS", "KillSwitchMonitor", "KillSwitchState", "Transition"]
 
-_PARTS: Final = 10  # of the window, that leave it one by one
+_PARTS: Final = 10  # the parts of the window, which expire one by one
 
 
 class KillSwitchState(enum.Enum):
-    """Whether deliveries are dispatched."""
+    """The dispatch of deliveries under a kill switch."""
 
     RUNNING = "any number is dispatched"
     PAUSED = "none is dispatched"
@@ -54,16 +58,16 @@ class Transition(enum.Enum):
 
 
 class KillSwitchMonitor:
-    """The state of a kill switch. Not thread-safe; ``now`` is a monotonic clock."""
+    """The state of a kill switch. Not thread-safe. ``now`` is a monotonic clock."""
 
     def __init__(self, switch: KillSwitch) -> None:
         self._switch = switch
         self._state = KillSwitchState.RUNNING
-        self._parts: deque[tuple[float, int, int]] = deque()  # since when, handlings, failures
-        self.pause = switch.pause  # seconds of the pause that has begun, or comes next
+        self._parts: deque[tuple[float, int, int]] = deque()  # since when, results, failures
+        self.pause = switch.pause  # the seconds of the current or next pause
         self._until = 0.0
-        self._probe: Sequence[Delivery] = ()  # that is dispatched
-        self._beside: Sequence[Delivery] = ()  # dispatched, too; no probe waits for these
+        self._probe: Sequence[Delivery] = ()  # the dispatched probe
+        self._beside: Sequence[Delivery] = ()  # a probe dispatched beside it, for which no other waits
 
     @property
     def paused(self) -> bool:
@@ -71,7 +75,7 @@ class KillSwitchMonitor:
 
     @property
     def deadline(self) -> float | None:
-        """When a pause ends; None where nothing but a result changes the state."""
+        """The time when a pause ends, None if only a result can change the state."""
         return self._until if self._state is KillSwitchState.PAUSED else None
 
     def due(self, now: float) -> None:
@@ -80,33 +84,36 @@ class KillSwitchMonitor:
 
     @property
     def allows(self) -> int | None:
-        """How many deliveries may be dispatched; None for any number."""
+        """The number of deliveries that may be dispatched, None for any number."""
         if self._state is KillSwitchState.RUNNING:
             return None
         return int(self._state is KillSwitchState.PROBING and not self._probe)
 
     def dispatched(self, probe: Sequence[Delivery], *, beside: bool = False) -> None:
-        """Note a dispatched probe; ``beside``: it may hang, so no other waits for it."""
+        """Record a dispatched probe.
+
+        A probe ``beside`` another one may hang, so no other probe waits for it.
+        """
         if beside:
             self._beside = probe
         else:
             self._probe = probe
 
     def is_probe(self, delivery: Delivery) -> bool:
-        """Whether this delivery was dispatched as a probe.
+        """Return whether this delivery was dispatched as a probe.
 
         Until the consumer resumes, no other result counts.
         """
         return any(probe is delivery for probe in chain(self._probe, self._beside))
 
     def recalled(self) -> None:
-        """Forget the probe: it was recalled, or its channel is lost."""
+        """Forget a probe that was recalled, or whose channel is lost."""
         self._probe = self._beside = ()
 
     def settled(self, handled: int, failed: int, now: float) -> Transition | None:
-        """Count results, and return the transition that they lead to, if any.
+        """Count results, and return the transition that they cause, if any.
 
-        Until the consumer resumes, they are those of probes alone.
+        Until the consumer resumes, the caller only passes the results of probes.
         """
         if self._state is KillSwitchState.PAUSED:
             return None

@@ -1,18 +1,18 @@
 """The life of a consumer, from its subscription to the end of its connection.
 
-`TRANSITIONS` is the whole of it. A consumer that stops first cancels its subscription; it requeues deliveries after
-that, or the broker would deliver them here again. Then it waits for a moment before it sends anything: if quick
-handlers end meanwhile, one frame settles everything, instead of one frame each.
+`TRANSITIONS` lists all changes of state. A consumer that stops first cancels its subscription. It requeues deliveries
+only after that, or the broker would deliver them here again. Before it sends anything, it waits for a moment: if quick
+handlers end meanwhile, one frame settles all deliveries, instead of one frame each.
 
 Invariants:
 
-- the role of a single active consumer is not given up while a delivery is unacked, unless its channel is lost: a stop
-  does not cancel then, and requeues nothing. When its handlers have ended, closing the connection returns the rest and
-  passes the role on in one step, so that the next consumer begins with the oldest. For the same reason another prefetch
-  waits until nothing is unacked;
-- nothing is sent from the stop until the subscription has ended;
-- every state in which a consumer waits for its handlers, or for the broker, ends by a timer at the latest;
-- a consumer ends once; then it wants no timer.
+- A single active consumer keeps its role while a delivery is unacked, unless its channel is lost. Its stop does not
+  cancel the subscription and requeues nothing. When its handlers have ended, closing the connection returns the
+  remaining deliveries and passes the role on in one step, so that the next consumer begins with the oldest delivery.
+  For the same reason, a new prefetch waits until nothing is unacked.
+- Nothing is sent from the stop until the subscription has ended.
+- Every state in which a consumer waits for its handlers or for the broker ends by a timer at the latest.
+- A consumer ends once, and needs no timer after that.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 PAUSE: Final = 0.1  # seconds that a stop waits for quick handlers before it requeues the rest
 LINGER: Final = 0.3  # seconds before the channel is closed after many acks, or for another prefetch
-#: Many acks: RabbitMQ's channel passes on 32 of them to a quorum queue before it waits, and drops the rest when closed.
+#: Many acks. RabbitMQ's channel passes 32 of them on to a quorum queue before it waits, and drops the rest when closed.
 _BURST_BYTES, _BURST_SECONDS = 16 * 21, 1.0
 
 
@@ -84,7 +84,7 @@ class ChannelStep(enum.Enum):
 
 
 class Resubscribe(NamedTuple):
-    """Subscribe anew on the open channel, with another prefetch."""
+    """A new subscription on the open channel, with another prefetch."""
 
     before: str  # the consumer tag to cancel
     consumer_tag: str
@@ -96,12 +96,12 @@ SubscriptionChange: TypeAlias = ChannelStep | Resubscribe
 
 
 class ConsumerLifecycle:
-    """The state of one consumer. Not thread-safe; ``now`` is a monotonic clock.
+    """The state of one consumer. Not thread-safe. ``now`` is a monotonic clock.
 
     Args:
-        stop_timeout: seconds that running handlers are waited for.
-        single_active: whether the queue has one active consumer at a time.
-        subscribes: False for a consumer that asks for each delivery (``basic.get``).
+        stop_timeout: The maximum seconds that a stop waits for running handlers.
+        single_active: Whether the queue has one active consumer at a time.
+        subscribes: False for a consumer that pulls each delivery (``basic.get``).
     """
 
     def __init__(
@@ -114,26 +114,26 @@ class ConsumerLifecycle:
         subscribes: bool = True,
     ) -> None:
         self.state = ConsumerState.SUBSCRIBED
-        self.connected = False  # a channel is set up, and the consumer neither stops nor was cancelled
-        self._open = False  # there is a channel, and it is not asked to be reopened
-        self.consumer_tag = consumer_tag  # of the newest subscription
-        self.gave_up = False  # it ended because `stop_timeout` was over
-        self.keeps = False  # unacked deliveries stay so until the channel is closed, which requeues them in one step
+        self.connected = False  # whether a channel is set up, and the consumer neither stops nor was cancelled
+        self._open = False  # whether a channel is set up, and no reopening was requested
+        self.consumer_tag = consumer_tag  # the tag of the newest subscription
+        self.gave_up = False  # whether it ended because `stop_timeout` was over
+        self.keeps = False  # whether deliveries stay unacked until the channel's close requeues them in one step
         self._stop_timeout = stop_timeout
         self._single_active = single_active
         self._subscribes = subscribes
-        self.prefetch = self._wanted = prefetch  # of the newest subscription, and of the next; 0 for none
-        self._patience: float | None = None  # until when running handlers are waited for
-        self._pause: float | None = None  # until when SETTLING, or LINGERING, lasts
-        self._renewal: float | None = None  # when the channel is opened anew for another prefetch, if still idle
+        self.prefetch = self._wanted = prefetch  # of the newest and of the next subscription; 0 for none
+        self._patience: float | None = None  # when the wait for running handlers ends
+        self._pause: float | None = None  # when SETTLING or LINGERING ends
+        self._renewal: float | None = None  # when the channel is reopened for a new prefetch, if it is still idle
         self._burst_at = 0.0
-        self._burst = 0  # bytes sent since then
+        self._burst = 0  # bytes sent since _burst_at
         self._changes: list[SubscriptionChange] = []
 
     # Events
 
     def opened(self) -> None:
-        """Note that a channel is set up, and subscribed unless the consumer stops."""
+        """Record that a channel is set up, and subscribed unless the consumer stops."""
         self._open = True
         if self.state is ConsumerState.RESUBSCRIBING:
             self.state = ConsumerState.SUBSCRIBED
@@ -150,7 +150,7 @@ class ConsumerLifecycle:
             self.unsubscribed(-inf)  # there is nothing to wait for
 
     def cancelled(self, now: float) -> bool:
-        """Note that the broker cancelled the subscription; False if that is no news."""
+        """Record that the broker cancelled the subscription. Return False if not news."""
         if self.state is not ConsumerState.SUBSCRIBED:
             return False
         self.state = ConsumerState.RESUBSCRIBING
@@ -160,7 +160,7 @@ class ConsumerLifecycle:
         return True
 
     def stop(self, now: float) -> bool:
-        """Begin to stop; False where it has begun before."""
+        """Begin to stop. Return False if the stop has begun before."""
         if self.state in _STOPPING:
             return False
         self._changes.clear()
@@ -175,7 +175,7 @@ class ConsumerLifecycle:
         return True
 
     def unsubscribed(self, now: float) -> None:
-        """Note that the subscription has ended, as asked for."""
+        """Record that the subscription has ended, as requested."""
         if self.state is ConsumerState.CANCELLING:
             self.state = ConsumerState.SETTLING
             self._pause = now + PAUSE
@@ -194,15 +194,18 @@ class ConsumerLifecycle:
     # The prefetch
 
     def subscribing(self, prefetch: int) -> None:
-        """Note that a new channel is being subscribed with this prefetch."""
+        """Record that a new channel is being subscribed with this prefetch."""
         self.prefetch = self._wanted = prefetch
 
     def change_prefetch(self, prefetch: int) -> bool:
-        """Subscribe anew with this prefetch; False: as soon as nothing is unacked."""
+        """Renew the subscription with this prefetch.
+
+        Return False if that waits until nothing is unacked.
+        """
         self._wanted = prefetch
         if self.is_single_active:
             return False
-        if self.subscribed:  # else `opened` compares it with the one that the broker was told
+        if self.subscribed:  # otherwise `opened` compares it with the prefetch that was sent to the broker
             self.prefetch = prefetch
             before, self.consumer_tag = self.consumer_tag, _next_tag(self.consumer_tag)
             self._changes.append(Resubscribe(before, self.consumer_tag, prefetch))
@@ -224,7 +227,10 @@ class ConsumerLifecycle:
     # Progress
 
     def tick(self, now: float, *, drained: bool) -> None:
-        """Advance the timers to ``now``, before data is sent; ``drained``: nothing runs."""
+        """Advance the timers to ``now``, before data is sent.
+
+        ``drained`` means that nothing is dispatched, waits for dispatch, or is being published.
+        """
         if self._patience is not None and now >= self._patience:
             self._patience = None
             if self.state is ConsumerState.RESUBSCRIBING:
@@ -239,7 +245,7 @@ class ConsumerLifecycle:
             self.end()
 
     def advance(self, now: float, *, drained: bool, unacked: bool) -> Sequence[SubscriptionChange]:
-        """Take the next steps, after data was sent. Return changes of the subscription."""
+        """Take the next steps after data was sent. Return changes of the subscription."""
         if drained and self.state is ConsumerState.RESUBSCRIBING:
             self._reopen()
         elif drained and self.state is ConsumerState.STOPPING:
@@ -254,7 +260,7 @@ class ConsumerLifecycle:
 
     @property
     def steady(self) -> bool:
-        """Whether there is nothing to do but to dispatch and to send."""
+        """Whether the consumer only needs to dispatch and to send."""
         return (
             self.state is ConsumerState.SUBSCRIBED
             and self.prefetch == self._wanted
@@ -264,7 +270,7 @@ class ConsumerLifecycle:
 
     @property
     def consuming(self) -> bool:
-        """Whether deliveries are dispatched; else they are requeued."""
+        """Whether deliveries are dispatched. Otherwise they are requeued."""
         return self.state is ConsumerState.SUBSCRIBED
 
     @property
@@ -277,12 +283,12 @@ class ConsumerLifecycle:
 
     @property
     def deadline(self) -> float | None:
-        """When to call `tick` if nothing happens until then; None for never."""
+        """The time to call `tick` if no event comes first, None for never."""
         times = (self._patience, self._pause, self._renewal)
         return min((time for time in times if time is not None), default=None)
 
     def _renew_when_idle(self, now: float, *, unacked: bool) -> None:
-        """Reopen the channel after an idle moment: acks on their way are lost with it."""
+        """Reopen the channel after an idle moment, since it loses acks on their way."""
         idle = self.state is ConsumerState.SUBSCRIBED and self.subscribed and not unacked
         if not idle or self.prefetch == self._wanted:
             self._renewal = None

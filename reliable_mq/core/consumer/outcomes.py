@@ -1,8 +1,10 @@
-"""Apply outcomes of handlers and publishes: ack, retry, dead-letter or requeue.
+"""The outcomes of handlers and publishes: ack, retry, dead-letter or requeue.
 
-Invariants: a result of a lost channel changes nothing but the failed attempts that are remembered of its message; a
-result that comes after the consumer timeout of its delivery not even those, since that was counted as a failed
-attempt; a delivery that failed is held, republished, rejected or requeued, and nothing else.
+Invariants:
+
+- A result of a lost channel only changes the remembered failed attempts of its message. A result that comes after the
+  consumer timeout of its delivery does not even change those, because the timeout was counted as a failed attempt.
+- A failed delivery is either held, republished, rejected or requeued.
 """
 
 from __future__ import annotations
@@ -35,13 +37,13 @@ _UNIDENTIFIED: Final = (
     "not handed to a handler: it has no message_id, or idempotency_key gave none, by which the idempotency store would "
     "know it; give the consumer an idempotency_key, a function of a delivery, that gives one"
 )
-_LONGEST_WAIT: Final = 60.0  # seconds between two tries to dead-letter, or to reach the store
-_QUARANTINE_DELAY: Final = 1.0  # seconds, at most, from the queue to quarantine
-_BLOCKED_TRIES: Final = 3  # tries to publish a dead letter while an alarm blocks that, where the broker can dead-letter
+_LONGEST_WAIT: Final = 60.0  # the maximum seconds between attempts to dead-letter, or to reach the store
+_QUARANTINE_DELAY: Final = 1.0  # the maximum seconds from the queue to quarantine
+_BLOCKED_TRIES: Final = 3  # attempts to publish a dead letter during an alarm, if the broker can dead-letter
 
 
 class OutcomeHandler:
-    """Decides what follows the outcome of a handler, or of a publish. Not thread-safe."""
+    """The decision after the outcome of a handler or of a publish. Not thread-safe."""
 
     def __init__(
         self,
@@ -64,13 +66,13 @@ class OutcomeHandler:
         self._claim_wait = claim_wait
         self._quarantine = quarantine
         self._kill_switch = kill_switch
-        #: Whether to recall dispatched deliveries: the kill switch pauses the consumer; for the reader to reset.
+        #: Whether to recall dispatched deliveries, because the kill switch pauses the consumer. The reader resets it.
         self.recall = False
-        self.overrunning = 0  # handlers that run on with deliveries that timed out
-        self._logged: Failure | None = None  # of the last batch that failed
+        self.overrunning = 0  # handlers that still run with deliveries that timed out
+        self._logged: Failure | None = None  # the failure of the last batch that failed
 
     def finished(self, results: Sequence[Result], now: float, since: float) -> None:
-        """Apply the results of handlers, which had ended at ``since``."""
+        """Apply the results of handlers that ended at ``since``."""
         if self._settlement.automatic:
             self._finished_automatically(results)
             return
@@ -90,10 +92,11 @@ class OutcomeHandler:
                 self._skipped(result, now)
 
     def timed_out(self, delivery: Delivery, *, timeout: float, now: float, at: float, alone: bool) -> None:
-        """Count a failed attempt: the consumer timeout of the broker is over.
+        """Count a failed attempt after the consumer timeout of the broker.
 
-        The handler runs on. If it has other deliveries, too (not ``alone``), nobody knows which one it hangs on: this
-        is no attempt, and the next one is made with this delivery alone. ``at`` is ``now`` in seconds since 1970.
+        The handler still runs. If it also has other deliveries (not ``alone``), it is unknown on which one it hangs.
+        Then the timeout does not count as an attempt, and the next attempt is made with this delivery alone. ``at`` is
+        ``now`` in seconds since 1970.
         """
         self._statistics.timed_out += 1
         self.overrunning += 1
@@ -113,7 +116,7 @@ class OutcomeHandler:
         self._settlement.log(LogEventKind.TIMED_OUT, delivery, text)
 
     def published(self, republish: RepublishRequest, error: ReliableMQError | None, now: float) -> None:
-        """Apply the outcome of a publish; ``error`` None: it is confirmed."""
+        """Apply the outcome of a publish, which is confirmed if ``error`` is None."""
         self._settlement.republish.settled(republish)
         delivery = republish.delivery
         if delivery.source is not self._settlement.source:
@@ -121,7 +124,7 @@ class OutcomeHandler:
         elif error is not None:
             self._not_published(republish, error, now)
         else:
-            # Until it is acked there are two of it: a process that is killed now has had both dispatched.
+            # Until the original is acked, there are two messages: a process killed now would have had both dispatched.
             finished = self._settlement.finish((delivery,), now, at_once=True)
             if republish.purpose is RepublishReason.DEAD_LETTER:
                 self._statistics.dead_lettered += finished
@@ -132,7 +135,7 @@ class OutcomeHandler:
                 self._statistics.delayed += finished
 
     def declared(self, queue: Queue, error: BaseException | None, now: float) -> None:
-        """Apply the outcome of a declaration; ``error`` None: the queue is declared."""
+        """Apply the outcome of a declaration, which succeeded if ``error`` is None."""
         if error is not None:
             self._settlement.log(LogEventKind.NOT_DECLARED, None, f"{queue.name!r}: {error}")
         for republish in self._settlement.republish.declared(queue.name, ok=error is None):
@@ -142,10 +145,10 @@ class OutcomeHandler:
                 self._hold_instead(republish.delivery, now)
 
     def move_to_quarantine(self, delivery: Delivery, *, known: bool) -> bool:
-        """Move a delivery to quarantine; False where that cannot be.
+        """Move a delivery to quarantine. Return False if that is not possible.
 
-        One that is not ``known`` to have been there waits first. Its last consumer is being started again: without a
-        delay, it would kill a third one within moments, and leave few or none for its neighbours.
+        A delivery that is not ``known`` to have been there waits first. Its last consumer is being restarted. Without a
+        delay, it would soon kill a third consumer, and leave few or none for its neighbours.
         """
         quarantine = self._quarantine
         delay = 0.0 if known else min(self._retry.delay(1, self._random) or 0.0, _QUARANTINE_DELAY)
@@ -156,17 +159,17 @@ class OutcomeHandler:
         return True
 
     def returned(self, delivery: Delivery, now: float) -> None:
-        """Retry a delivery that came back to quarantine without a result.
+        """Retry a delivery that was returned to quarantine without a result.
 
-        That counts as a failed attempt. Without a delay, it would kill one consumer of its queue after the other, until
-        none is left for its neighbours.
+        The return counts as a failed attempt. Without a delay, the delivery would kill one consumer of its queue after
+        the other, until none is left for its neighbours.
         """
         failures = delivery.begin_failures()
         delay = self._retry.delay(failures.count, self._random) or 0.0
         self._retry_after(delivery, failures, delay, now, "the consumer that had it was lost")
 
     def due(self, item: Delivery | RepublishRequest) -> Delivery | None:
-        """Apply the end of a delay. Return the delivery if it is to be dispatched again."""
+        """Apply the end of a delay. Return the delivery if it must be dispatched again."""
         if isinstance(item, RepublishRequest):
             self._settlement.republish.again(item)
         elif item.failures is not None and item.failures.count >= self._retry.max_attempts:
@@ -197,7 +200,7 @@ class OutcomeHandler:
         return True
 
     def _stale(self, delivery: Delivery) -> None:
-        """Count a result that changes nothing: the broker has the delivery back."""
+        """Count a result that changes nothing, because the broker took the delivery back."""
         self._statistics.stale += 1
         delivery.state = DeliveryState.SETTLED
 
@@ -212,7 +215,7 @@ class OutcomeHandler:
         handled = sum(isinstance(result, Delivery) for result in results)
         failed = sum(isinstance(result, Failed) for result in results)
         if not handled and not failed:
-            kill_switch.recalled()  # the store had no result, or another one: that tells nothing about the handler
+            kill_switch.recalled()  # skipped results, such as those of the store, do not concern the handler
             return
         change = kill_switch.settled(handled, failed, now)
         if change is Transition.PAUSED:
@@ -264,7 +267,7 @@ class OutcomeHandler:
         if delivery.flaw is not None:
             self._settlement.dead_letter(delivery, f"its properties are broken: {delivery.flaw}")
         elif not result.alone:
-            if failure is not self._logged:  # once for a batch, whose deliveries share it
+            if failure is not self._logged:  # log it once per batch, whose deliveries share the failure
                 self._logged = failure
                 self._settlement.log(LogEventKind.BATCH_FAILED, delivery, _shown(failure))
             delivery.redelivered = True
@@ -291,7 +294,7 @@ class OutcomeHandler:
             self._retry_after(delivery, failures, delay, now, _shown(failure))
 
     def _retry_after(self, delivery: Delivery, failures: AttemptHistory, delay: float, now: float, reason: str) -> None:
-        """Delay the next attempt, in a delay queue or here."""
+        """Delay the next attempt, in a delay queue or in this process."""
         self._statistics.retried += 1
         failures.due = now + delay
         delivery.redelivered = True
@@ -308,7 +311,7 @@ class OutcomeHandler:
         delivery = republish.delivery
         self._statistics.republish_failed += 1
         self._settlement.log(LogEventKind.REPUBLISH_FAILED, delivery, str(error))
-        refused = isinstance(error, (PublishRefused, ConfigurationError))  # too large with our headers, say
+        refused = isinstance(error, (PublishRefused, ConfigurationError))  # for example, too large with our headers
         blocked = isinstance(error, PublishBlocked)
         if republish.purpose is RepublishReason.DEAD_LETTER:
             # The broker's own dead-lettering needs no publish of ours, which may be refused or blocked.
@@ -353,7 +356,7 @@ class OutcomeHandler:
             self._cancelled(delivery, result.detail, now)
 
     def _cancelled(self, delivery: Delivery, detail: str, now: float) -> None:
-        """Requeue a delivery; hold a redelivered one first, or it might come back at once."""
+        """Requeue a delivery, or hold a redelivered one, which might return at once."""
         self._settlement.log(LogEventKind.CANCELLED, delivery, detail)
         if delivery.redelivered or self._settlement.stream_offset is not None:
             delivery.redelivered = True
@@ -365,7 +368,7 @@ class OutcomeHandler:
         self._statistics.failed += 1
         attempts = self._settlement.attempts
         if delivery.redelivered or delivery.source is not self._settlement.source:
-            delivery.set_failures(attempts.find(delivery))  # another handler of it may have failed in the meantime
+            delivery.set_failures(attempts.find(delivery))  # another handler of the message may have failed meanwhile
         failures = delivery.begin_failures()
         failures.add(failure)
         attempts.remember(delivery, failures)

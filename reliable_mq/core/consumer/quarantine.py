@@ -1,22 +1,25 @@
 """The quarantine of a queue, for messages that may kill or hang their consumer.
 
-It is a second queue, whose messages are handled one at a time. A message that kills its consumer comes again, and so do
-all that were prefetched beside it. The broker counts how often (``x-delivery-count``); a message that has come back
-twice without a result is suspect, or more often if this process has lost channels itself and lives, unless that was
-over the consumer timeout. A suspect is moved, confirmed, to a queue of its own beside the first, which is consumed with
-a prefetch of 1: there, a return is the message's own fault, and counts as a failed attempt. The next one follows after
-its delay, and so does the first one there: without a delay, a killer would kill one consumer after the other, and its
-neighbours would have none. So a killer is dispatched twice from its queue and ``max_attempts`` times from quarantine,
-and then dead-lettered; its neighbours are dispatched twice beside it, then without it.
+It is a second queue, whose messages are handled one at a time. A message that kills its consumer is delivered again,
+with all messages that were prefetched beside it. The broker counts these returns (``x-delivery-count``). A message that
+was returned twice without a result is suspect. The threshold is higher if this process has lost channels and survived,
+except over the consumer timeout. A suspect is moved, confirmed, to the quarantine queue, which is consumed with a
+prefetch of 1. There, a return is the fault of the message and counts as a failed attempt. Each attempt in quarantine,
+including the first, follows after a delay. Without a delay, a killer would kill one consumer after the other, and leave
+none for its neighbours. So a killer is dispatched twice from its queue and ``max_attempts`` times from quarantine, and
+is then dead-lettered. Its neighbours are dispatched twice beside it, and after that without it.
 
-From 4.3 on, deliveries that a consumer requeues as it stops are counted in ``x-acquired-count`` alone, with every
-return; so are those that the consumer timeout takes back. Only a process that has seen such a timeout suspects them as
-soon; for others it takes more than a few restarts. Up to 4.2 there is one count of all returns, and two restarts count
+From 4.3 on, deliveries that a stopping consumer requeues, or that the consumer timeout takes back, are only counted in
+``x-acquired-count``, which counts every return. A process that has seen such a timeout suspects them equally soon. For
+other processes it takes more than a few restarts. Up to 4.2 there is one count of all returns, so two restarts count
 as two crashes.
 
-Invariants: the broker's counts are believed of deliveries only that the broker says are redelivered (a client can send
-them itself; that costs a detour, no attempt); quarantine is subscribed to a moment after the queue is, so that a
-process which quarantine kills has had time for the others.
+Invariants:
+
+- The broker's counts are only used for deliveries that the broker flags as redelivered. A client can send the counts
+  itself, which costs a detour but no attempt.
+- Quarantine is subscribed a moment after the queue, so that a process that quarantine kills has had time for other
+  messages.
 """
 
 from __future__ import annotations
@@ -37,16 +40,16 @@ if TYPE_CHECKING:
 
 __all__ = ["QUARANTINE_SUFFIX", "TRANSITIONS", "Quarantine", "QuarantineState", "failures_by_broker", "returns"]
 
-#: Returns without a verdict from which on a message is suspect; the first may be a neighbour's doing.
+#: The number of returns without a verdict from which a message is suspect. A neighbour may have caused the first.
 SUSPECT_FROM: Final = 2
-#: The same, of returns that may have been in good order.
+#: The same, for returns that may have been regular.
 SUSPECT_FROM_ANY: Final = 10
-AFTER: Final = 1.0  # seconds from the subscription to the queue to that to its quarantine
+AFTER: Final = 1.0  # seconds between the subscriptions to the queue and to its quarantine
 QUARANTINE_SUFFIX: Final = ".quarantine"
 
 
 class QuarantineState(enum.Enum):
-    """Whether a consumer is subscribed to quarantine."""
+    """The subscription of a consumer to quarantine."""
 
     NO_CHANNEL = "there is no channel"
     WAITING = "subscribes in a moment"
@@ -71,21 +74,21 @@ class Quarantine:
     def __init__(self, queue: Queue, consumer_tag: str) -> None:
         self.queue = queue
         self.consumer_tag = consumer_tag
-        #: Channels that this process has lost, and lives, unless a delivery had been unacked for too long.
+        #: Channels that this process has lost and survived, except over the consumer timeout.
         self.losses = 0
-        #: Those that it has lost, and lives, after something came from quarantine, unless they were lost for that.
+        #: Channels that it has lost and survived after a delivery from quarantine, unless that delivery timed out.
         self.forgiven = 0
         self.state = QuarantineState.NO_CHANNEL
-        self.deadline: float | None = None  # when WAITING ends; None if that is not known yet
-        self._timed_out = False  # this process has seen the consumer timeout take a delivery back
-        self._received = False  # a delivery has come from quarantine on this channel
+        self.deadline: float | None = None  # when WAITING ends; None if unknown
+        self._timed_out = False  # whether this process has seen the consumer timeout take a delivery back
+        self._received = False  # whether a delivery has come from quarantine on this channel
 
     @staticmethod
     def of(queue: Queue) -> Queue:
-        """Return the queue to declare beside this one.
+        """Return the quarantine queue to declare beside ``queue``.
 
         Raises:
-            ConfigurationError: the name leaves no room for its own.
+            ConfigurationError: If the name of the queue is too long for the name of its quarantine.
         """
         if len(queue.name.encode()) + len(QUARANTINE_SUFFIX) > SHORT_STRING_BYTES:
             raise ConfigurationError(
@@ -102,23 +105,26 @@ class Quarantine:
         self.state, self.deadline = QuarantineState.WAITING, None
 
     def lost(self, timed_out: Collection[Delivery] | None = None) -> None:
-        """Forget the channel; ``timed_out``: the deliveries for which it was closed."""
+        """Forget the channel.
+
+        ``timed_out`` contains the deliveries over whose consumer timeout it was closed, if it was.
+        """
         self.losses += self.state is not QuarantineState.NO_CHANNEL and timed_out is None
         self.forgiven += self._received and not any(map(self.has, timed_out or ()))
         self.state, self.deadline, self._received = QuarantineState.NO_CHANNEL, None, False
 
     def timed_out(self) -> None:
-        """Note that the consumer timeout took a delivery back."""
+        """Record that the consumer timeout took a delivery back."""
         self._timed_out = True
 
     def ended(self) -> None:
-        """Subscribe to quarantine no more on this channel: the consumer is stopping."""
+        """Prevent a later subscription on this channel, because the consumer stops."""
         self.deadline = None
         if self.state is QuarantineState.WAITING:
             self.state = QuarantineState.LEFT_OUT
 
     def subscribe(self, now: float) -> bool:
-        """Whether to subscribe now; true once per channel."""
+        """Return whether to subscribe now, True once per channel."""
         if self.state is not QuarantineState.WAITING:
             return False
         if self.deadline is None:
@@ -129,16 +135,16 @@ class Quarantine:
         return True
 
     def has(self, delivery: Delivery) -> bool:
-        """Whether the delivery came from quarantine."""
+        """Return whether the delivery came from quarantine."""
         return delivery.consumer_tag == self.consumer_tag
 
     def received(self) -> int:
-        """Note a delivery from quarantine. Return how many of its returns count as none."""
+        """Record a delivery from quarantine. Return its number of forgiven returns."""
         self._received = True
         return self.forgiven
 
     def suspects(self, delivery: Delivery) -> bool:
-        """Whether to move a delivery of the queue to quarantine."""
+        """Return whether to move a delivery of the queue to quarantine."""
         if not delivery.redelivered:
             return False
         if _crashes(delivery) >= SUSPECT_FROM + self.losses:
@@ -147,27 +153,27 @@ class Quarantine:
 
 
 def returns(delivery: Delivery) -> int:
-    """Return how often a delivery came back, by the broker's count; 0 without one."""
+    """Return how often the broker counts a delivery as returned, 0 without a count."""
     return max(_counts(delivery))
 
 
 def failures_by_broker(delivery: Delivery) -> int:
     """Return the failed attempts by the count of a broker from 4.3 on.
 
-    Lost consumers are included. A client can send that count, until the broker has one; but not one of returns beside
-    it, which a delivery that came back always has from the broker, and which is never less.
+    Lost consumers are included. A client can send this count until the broker sets it. It cannot forge the count of all
+    returns, which the broker sets on every returned delivery and which is never lower, so the lower count is returned.
     """
     return min(_counts(delivery))
 
 
 def _crashes(delivery: Delivery) -> int:
-    """Return how often its consumer was lost or rejected it; up to 4.2, all returns."""
+    """Return how often the consumer was lost or rejected it, all returns up to 4.2."""
     failed, acquired = _counts(delivery)
     return min(failed, acquired) if acquired else failed
 
 
 def _counts(delivery: Delivery) -> tuple[int, int]:
-    """Read the counts of the broker."""
+    """Return the counts of the broker, 0 for a missing one."""
     view = Properties(delivery.properties)
     try:
         failed, acquired = (whole(view.headers_beginning(name).get(name)) for name in BROKER_COUNTS)

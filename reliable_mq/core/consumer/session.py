@@ -1,24 +1,24 @@
-"""The consumer session: everything that a consumer decides, without I/O.
+"""The consumer session: every decision of a consumer, without I/O.
 
-Events go in by methods: a channel opened or lost, deliveries read, results of handlers, publishes confirmed or not.
-One method, `ConsumerSession.poll`, returns the `Actions` to carry out: deliveries to dispatch, messages to publish,
-bytes to send, the time of the next call. The session knows no socket, clock or thread; ``now`` is a monotonic clock, in
-seconds. It is polled after every event, and at `Actions.wake_at`.
+Events are reported by method calls: a channel opened or lost, deliveries read, results of handlers, publishes confirmed
+or not. `ConsumerSession.poll` returns the `Actions` to carry out: deliveries to dispatch, messages to publish, bytes to
+send, the time of the next call. The session uses no socket, clock or thread. ``now`` is a monotonic clock, in seconds.
+The owner polls the session after every event, and at `Actions.wake_at`.
 
-The tables of `reliable_mq.core.consumer.delivery` and of `reliable_mq.core.consumer.lifecycle` say which states a
-delivery and the consumer pass through, and on which events.
+The tables of `reliable_mq.core.consumer.delivery` and `reliable_mq.core.consumer.lifecycle` list the states of a
+delivery and of the consumer, with their events.
 
 Invariants:
 
-- a delivery of a lost channel never reaches a handler, and nothing is sent for it on another channel;
-- an original is acked only after its handler finished, the store knew it as done, or the message that takes its place
-  (a dead letter, or the one that waits for the next attempt) was confirmed;
-- no message is dispatched as attempt ``max_attempts + 1``, unless an earlier handler outlived its channel and failed
-  after the message was dispatched again;
-- after `stop` nothing is dispatched, and once `drained` nothing is outstanding that is not requeued or acked;
-- a delivery that the broker has forgotten (automatic acks) is dispatched whatever happens to its channel;
-- nothing is requeued to a stream, which keeps its messages: the next channel begins at the oldest unsettled delivery;
-- the memory that deliveries take is bounded: a broker that ignores the prefetch altogether loses its connection.
+- A delivery of a lost channel never reaches a handler, and nothing is sent for it on another channel.
+- An original is acked only after its handler finished, the store had it as done, or the message that replaces it (a
+  dead letter, or the one that waits for the next attempt) was confirmed.
+- No message is dispatched as attempt ``max_attempts + 1``, unless an earlier handler outlived its channel and failed
+  after the message was dispatched again.
+- After `stop` nothing is dispatched. Once `drained`, every outstanding delivery is requeued or acked.
+- A delivery that the broker has forgotten (automatic acks) is dispatched even if its channel is lost.
+- Nothing is requeued to a stream, which keeps its messages. The next channel begins at the oldest unsettled delivery.
+- The memory for deliveries is bounded: a broker that ignores the prefetch altogether loses its connection.
 """
 
 from __future__ import annotations
@@ -54,47 +54,50 @@ if TYPE_CHECKING:
 
 __all__ = ["Actions", "ConsumerSession"]
 
-_SPARE: Final = 1000  # unacked deliveries that are never too many, whatever the prefetch is
-_SHORTEST_POLL: Final = 0.02  # seconds from one poll to the next while handlers run, at least
+_SPARE: Final = 1000  # unacked deliveries that are always accepted, whatever the prefetch is
+_SHORTEST_POLL: Final = 0.02  # the minimum seconds between polls while handlers run
 
 
 class Actions(NamedTuple):
     """The actions to carry out, in the order of the fields."""
 
-    state: ConsumerState  # once it has ENDED, the connection is to be closed after these actions
-    #: Whether dispatched deliveries that no handler began with are to be recalled and `postponed`; then the session is
-    #: to be polled again, and there are no other actions.
+    state: ConsumerState  # in ENDED, close the connection after these actions
+    #: Whether to recall dispatched deliveries that no handler has begun with, and to report them as `postponed`. There
+    #: are no other actions, and the session must be polled again.
     recall: bool = False
     dispatch: Sequence[Work] = ()  # deliveries for handlers, or batches for a batch handler
-    declare: Sequence[Queue] = ()  # on the open channel; each is to be `declared`
-    publish: Sequence[RepublishRequest] = ()  # mandatory and confirmed; each is to be `published`
-    data: bytes = b""  # to write on the open channel
-    settled: Sequence[SettledDeliveries] = ()  # settlements in these that a trace shows
-    #: As `dispatch`, for the handler of quarantine. It comes after `data`, and is empty while a delivery is moved to
-    #: quarantine: that may be the one that comes from there, which is to kill no process before its original is acked.
+    declare: Sequence[Queue] = ()  # queues to declare on the open channel; report each as `declared`
+    publish: Sequence[RepublishRequest] = ()  # mandatory and confirmed; report each as `published`
+    data: bytes = b""  # bytes to write on the open channel
+    settled: Sequence[SettledDeliveries] = ()  # the settlements in `data` that a trace shows
+    #: Like `dispatch`, for the handler of quarantine, but after `data`. It is empty while a delivery is moved to
+    #: quarantine: its copy may already come from there, and must kill no process before the original is acked.
     dispatch_quarantined: Sequence[Work] = ()
     subscribe: Sequence[SubscriptionChange] = ()  # changes of the subscription to make on the open channel
     log: Sequence[LogEvent] = ()
-    wake_at: float | None = None  # when to poll if nothing happens until then; None for never
-    report_after: int = 1  # how many results of handlers to wait for before they are passed on, until `wake_at`
+    wake_at: float | None = None  # when to poll if no event comes first; None for never
+    report_after: int = 1  # the number of results to collect before they are reported, at the latest at `wake_at`
 
 
 class ConsumerSession:
-    """Events in, actions out. Not thread-safe: one thread, or one event loop, owns it.
+    """The decisions of one consumer.
+
+    Not thread-safe: one thread or event loop owns the session.
 
     Args:
-        dead_letters: makes the dead letters; None where there is no queue for them: ``basic.reject`` ends a delivery
-            that is given up.
-        broker_dead_letters: whether the broker dead-letters rejected deliveries.
-        acks: batches the acks; None with automatic acks, where the broker forgets the deliveries that it sends and
+        dead_letters: The maker of dead letters. None if there is no queue for them, and ``basic.reject`` ends a
+            delivery that is given up.
+        broker_dead_letters: Whether the broker dead-letters rejected deliveries.
+        acks: The batcher of acks. None for automatic acks, where the broker forgets the deliveries that it sends and
             nothing is retried.
-        batcher: groups deliveries for a batch handler; None for a plain one.
-        max_body_bytes, max_header_bytes: larger deliveries are dead-lettered unseen; None for no limit.
-        claim_wait: seconds until a delivery that is claimed elsewhere is dispatched again.
-        delay_queues: for failed deliveries; None where these are held here.
-        broker_retries: whether the queue delays rejected deliveries, and counts them.
-        consumer_timeout: the broker's, in seconds; None where it has none.
-        grouped: whether several deliveries may be with one handler, or with the worker that calls it.
+        batcher: The grouping of deliveries for a batch handler. None for a plain handler.
+        max_body_bytes, max_header_bytes: The sizes above which deliveries are dead-lettered without a handler. None for
+            no limit.
+        claim_wait: The seconds until a delivery that another holder has claimed is dispatched again.
+        delay_queues: The delay queues for failed deliveries. None to hold them in this process.
+        broker_retries: Whether the queue delays rejected deliveries and counts them.
+        consumer_timeout: The consumer timeout of the broker, in seconds. None if it has none.
+        grouped: Whether several deliveries may be with one handler, or with the worker that calls it.
     """
 
     def __init__(
@@ -158,14 +161,14 @@ class ConsumerSession:
         self._longest_delay = max(retry.schedule, default=0.0)
         self._grouped = grouped or batcher is not None
         self._timeouts = ConsumerTimeoutMonitor(consumer_timeout, self._acks)
-        self._timed_out: list[Delivery] | None = None  # for which the channel is given up
-        self._most: int | None = None  # unacked deliveries; with more, the broker ignores the prefetch; None: no bound
+        self._timed_out: list[Delivery] | None = None  # deliveries whose timeout ends the channel
+        self._most: int | None = None  # above this many unacked deliveries, the prefetch was ignored; None: no bound
         self._running = 0
 
     # Events: the channel
 
     def opened(self, generation: int, channel: int, namespace: str = "") -> None:
-        """Begin with a subscribed channel, in the virtual host of this namespace."""
+        """Begin with a subscribed channel in the virtual host of ``namespace``."""
         self._settlement.opened(ChannelGeneration(generation, channel, self._queue, namespace))
         self._timeouts.clear()
         if self._quarantine is not None:
@@ -173,11 +176,11 @@ class ConsumerSession:
         self.lifecycle.opened()
 
     def delivered(self, deliveries: list[Delivery], now: float) -> None:
-        """Take in deliveries, in their order; at least one. The session keeps the list.
+        """Process at least one delivery, in order. The session keeps the list.
 
         Raises:
-            ValueError: they break the protocol: a delivery tag does not follow the one before, or far more deliveries
-                are unacked than the prefetch allows.
+            ValueError: If the deliveries break the protocol: a delivery tag does not follow the previous one, or far
+                more deliveries are unacked than the prefetch allows.
         """
         if not self._receive(deliveries, now):
             return
@@ -193,7 +196,7 @@ class ConsumerSession:
         self._dispatcher.add(deliveries, now)
 
     def oversized(self, delivery: Delivery, size: int, now: float) -> None:
-        """Take in a delivery without its body of `size` bytes, which only the broker has."""
+        """Reject or requeue a delivery whose body of `size` bytes was not read."""
         if not self._receive([delivery], now):
             return
         if self._quarantine is not None and self._quarantine.has(delivery):
@@ -204,9 +207,9 @@ class ConsumerSession:
             self._settlement.requeue([delivery])
 
     def cancelled(self, now: float) -> bool:
-        """End a subscription that the broker cancelled; False if there is none.
+        """End a subscription that the broker cancelled. Return False without one.
 
-        Dispatched deliveries that no handler began with are to be `recalled`.
+        The caller reports dispatched deliveries that no handler has begun with as `recalled`.
         """
         if not self.lifecycle.cancelled(now):
             return False
@@ -215,11 +218,11 @@ class ConsumerSession:
         return True
 
     def timed_out(self, timeout: ConsumerTimeout, now: float, at: float) -> None:
-        """Fail the deliveries that timed out: the broker has requeued them.
+        """Fail the deliveries that timed out, which the broker has requeued.
 
-        Either `lost` follows, or the broker has `cancelled` the subscription. Deliveries that no handler began with are
-        to be `recalled` before. Nothing is requeued to a stream, which is read again. ``at`` is ``now`` in seconds
-        since 1970.
+        The caller reports `lost` next, unless the broker has `cancelled` the subscription. It first reports deliveries
+        that no handler has begun with as `recalled`. Nothing is requeued to a stream, which is read again. ``at`` is
+        ``now`` in seconds since 1970.
         """
         if self._settlement.source is None or self.stream_offset is not None or self.automatic:
             return
@@ -228,7 +231,7 @@ class ConsumerSession:
         seconds = timeout.timeout or self._timeouts.timeout or 0.0
         found: list[Delivery] = []
         if quarantine is not None and tag == quarantine.consumer_tag:
-            found = [one for one in self._timeouts.unacked(0.0, now) if quarantine.has(one)]  # whatever the timeout is
+            found = [one for one in self._timeouts.unacked(0.0, now) if quarantine.has(one)]  # with any timeout
         elif seconds:
             found = [
                 one
@@ -251,7 +254,7 @@ class ConsumerSession:
     def lost(self, generation: int) -> None:
         """Forget a lost channel.
 
-        Dispatched deliveries that no handler began with are to be `recalled`.
+        The caller reports dispatched deliveries that no handler has begun with as `recalled`.
         """
         if self._settlement.source is None or generation != self._settlement.source.generation:
             return
@@ -267,17 +270,17 @@ class ConsumerSession:
     # Events: handlers and publishes
 
     def finished(self, results: Sequence[Result], now: float, *, since: float | None = None) -> None:
-        """Take in results of dispatched deliveries, whose handlers had ended at ``since``."""
+        """Apply results of dispatched deliveries, whose handlers ended at ``since``."""
         self._running -= len(results)
         self._outcomes.finished(results, now, now if since is None else since)
 
     def recalled(self, deliveries: Sequence[Delivery]) -> None:
-        """Requeue dispatched deliveries that no handler began with, nor will."""
+        """Requeue dispatched deliveries that no handler has begun with or will."""
         self._running -= len(deliveries)
         self._settlement.requeue(self._outcomes.still_running(deliveries))
 
     def postponed(self, deliveries: Sequence[Delivery], now: float) -> None:
-        """Queue dispatched deliveries again that no handler began with."""
+        """Queue dispatched deliveries again that no handler has begun with."""
         self._running -= len(deliveries)
         current = self._outcomes.still_running(deliveries)
         if self.lifecycle.consuming:
@@ -286,19 +289,19 @@ class ConsumerSession:
             self._settlement.requeue(current)
 
     def published(self, republish: RepublishRequest, error: ReliableMQError | None, now: float) -> None:
-        """Take in the outcome of a publish; ``error`` None: it is confirmed."""
+        """Apply the outcome of a publish, which is confirmed if ``error`` is None."""
         self._outcomes.published(republish, error, now)
 
     def declared(self, queue: Queue, error: BaseException | None, now: float) -> None:
-        """Take in the outcome of a declaration; ``error`` None: the queue is declared."""
+        """Apply the outcome of a declaration, which succeeded if ``error`` is None."""
         self._outcomes.declared(queue, error, now)
 
     # Events: the user
 
     def stop(self, now: float) -> bool:
-        """Begin to stop; False where it has begun before.
+        """Begin to stop. Return False if the stop has begun before.
 
-        Dispatched deliveries that no handler began with are to be `recalled`.
+        The caller reports dispatched deliveries that no handler has begun with as `recalled`.
         """
         if not self.lifecycle.stop(now):
             return False
@@ -308,22 +311,27 @@ class ConsumerSession:
     def end(self) -> None:
         """Stop at once.
 
-        Dispatched deliveries that no handler began with are to be `recalled`.
+        The caller reports dispatched deliveries that no handler has begun with as `recalled`.
         """
         self.lifecycle.end()
         self._end_subscription()
 
     def subscribing(self, prefetch: int) -> None:
-        """Fit the session to a channel that is being subscribed. Errors as `set_prefetch`."""
+        """Fit the session to a channel that is being subscribed.
+
+        It raises the same errors as `set_prefetch`.
+        """
         self.set_prefetch(prefetch)
         self.lifecycle.subscribing(prefetch)
         self._bound(prefetch)
 
     def change_prefetch(self, prefetch: int) -> bool:
-        """Subscribe anew with this prefetch. Errors as `set_prefetch`.
+        """Renew the subscription with this prefetch.
+
+        It raises the same errors as `set_prefetch`.
 
         Returns:
-            False where that waits until nothing is unacked, to keep the role of the single active consumer.
+            False if that waits until nothing is unacked, to keep the role of the single active consumer.
         """
         if not self.lifecycle.is_single_active:
             self.set_prefetch(prefetch)
@@ -334,7 +342,7 @@ class ConsumerSession:
         """Fit the acks to this prefetch.
 
         Raises:
-            ConfigurationError: ``ack_every`` or ``batch_size`` does not fit it; nothing has changed.
+            ConfigurationError: If ``ack_every`` or ``batch_size`` does not fit the prefetch. Nothing has changed.
         """
         if self._batcher is not None and 0 < prefetch < self._batcher.batch_size:
             size = self._batcher.batch_size
@@ -344,7 +352,7 @@ class ConsumerSession:
     # Actions
 
     def poll(self, now: float) -> Actions:
-        """Advance to ``now``, and return the actions to carry out."""
+        """Advance to ``now`` and return the actions to carry out."""
         settlement, dispatcher, lifecycle, outcomes = self._settlement, self._dispatcher, self.lifecycle, self._outcomes
         for item in settlement.due(now):
             delivery = outcomes.due(item)
@@ -379,7 +387,7 @@ class ConsumerSession:
             subscribe = lifecycle.advance(now, drained=self.drained, unacked=bool(self._acks.outstanding))
         report_after = self._acks.due_after if self._acks.interval >= _SHORTEST_POLL else 1
         log, wake_at = settlement.take_log(), self._wake_at(now, report_after)
-        return Actions(  # by position: that is twice as fast
+        return Actions(  # by position, which is twice as fast
             lifecycle.state,
             False,  # recall
             dispatch,
@@ -396,7 +404,7 @@ class ConsumerSession:
 
     @property
     def deadline(self) -> float | None:
-        """When `poll` is to be called if nothing happens until then; None for never."""
+        """The time to call `poll` if no event comes first, None for never."""
         at = self._acks.deadline_if(idle=not self._running)
         for other in (self._settlement.deadline, self._dispatcher.deadline, self._timeouts.deadline):
             if other is not None and (at is None or other < at):
@@ -411,14 +419,14 @@ class ConsumerSession:
 
     @property
     def source(self) -> ChannelGeneration | None:
-        """The open channel; None while there is none. A delivery of another one is stale."""
+        """The open channel, or None. A delivery of another channel is stale."""
         return self._settlement.source
 
     @property
     def drained(self) -> bool:
-        """Whether nothing is dispatched or waits for that, and nothing is being published.
+        """Whether nothing is dispatched, waits for dispatch, or is being published.
 
-        Where another channel is to follow, a handler that runs on with a timed-out delivery is not waited for.
+        If another channel is to follow, a handler that still runs with a timed-out delivery does not count.
         """
         running = self._running
         if self.lifecycle.state is ConsumerState.RESUBSCRIBING:
@@ -440,12 +448,12 @@ class ConsumerSession:
 
     @property
     def held(self) -> int:
-        """The number of deliveries held: for their next attempt, or to be published."""
+        """The number of deliveries held for their next attempt or publish."""
         return self._settlement.held
 
     @property
     def rested_at(self) -> float:
-        """From when on deliveries are acked once no handler runs; infinite for never."""
+        """The time after which acks are sent when no handler runs, infinity for never."""
         return self._acks.rested_at
 
     @property
@@ -454,14 +462,14 @@ class ConsumerSession:
         return self._acks.outstanding
 
     def _bound(self, prefetch: int, unacked: int = 0) -> None:
-        """Bound the unacked deliveries: the broker ignores the prefetch if there are more."""
+        """Bound the unacked deliveries of a broker that respects the prefetch."""
         bounded = prefetch and not self.automatic and self.stream_offset is None  # a stream may send whole chunks
         self._most = 4 * (prefetch + unacked) + _SPARE if bounded else None
 
     # Deliveries that came in
 
     def _receive(self, deliveries: list[Delivery], now: float) -> bool:
-        """Stamp and record deliveries; False if their channel is lost."""
+        """Stamp and record deliveries. Return False if their channel is lost."""
         source = self._settlement.source
         if source is None:
             self.statistics.stale += len(deliveries)
@@ -487,7 +495,7 @@ class ConsumerSession:
             self._settlement.dead_letter(delivery, result.refusal)
         elif result.path:
             if not self._settlement.republish.forward(delivery, result.path, suspect=result.suspect):
-                # No longer than the policy's: any client can send a path, and a held delivery takes another's place.
+                # At most the policy's longest delay: any client can send a path, and a held delivery uses prefetch.
                 self._settlement.hold(delivery, now + min(sum(result.path) / 1000, self._longest_delay))
         elif result.lost:
             self._outcomes.returned(delivery, now)
@@ -500,7 +508,7 @@ class ConsumerSession:
         return False
 
     def _move_to_quarantine(self, delivery: Delivery, result: AdmissionResult) -> bool:
-        """Move a suspect to quarantine; False if it is none, or cannot be moved."""
+        """Move a suspect to quarantine. Return False if it is none, or cannot be moved."""
         quarantine = self._quarantine
         if quarantine is None or quarantine.has(delivery):
             return False
@@ -523,7 +531,7 @@ class ConsumerSession:
         self._settlement.requeue(self._take_queued())
 
     def _take_queued(self) -> list[Delivery]:
-        """Take every delivery that waits to be dispatched, or to be published again."""
+        """Take all deliveries that wait to be dispatched or to be published again."""
         return [] if self.automatic else [*self._dispatcher.clear(), *self._settlement.release()]
 
     def _wake_at(self, now: float, report_after: int) -> float | None:
@@ -533,7 +541,7 @@ class ConsumerSession:
         at = self.deadline
         if report_after > 1 and self._running:
             look = now + self._acks.interval
-            rested = self._acks.rested_at  # results that come before are not reported one by one
+            rested = self._acks.rested_at  # earlier results are not reported one by one
             at = min(look, rested if rested > now else look, look if at is None else at)
         if lifecycle.steady:
             return at

@@ -1,18 +1,18 @@
-"""Settle deliveries: ack, reject, requeue, or republish and then ack.
+"""The settlement of deliveries: ack, reject, requeue, or republish and then ack.
 
-A delivery that must wait is held here until it is due. `ConsumerSession` and `OutcomeHandler` decide which of these
-happens.
+A delivery that must wait is held here until it is due. `ConsumerSession` and `OutcomeHandler` choose the settlement.
 
 Invariants:
 
-- nothing is sent for a delivery of a lost channel, and a delivery is settled once;
-- an original is acked only after the message that takes its place (a dead letter, or the one that waits for its next
-  attempt) was confirmed. That is published mandatory;
-- a `RepublishRequest` is in one place at a time: waiting for a declaration, ready, or being published. Nothing of a
-  lost channel is published. A queue that may not be declared is declared once per channel, and a delivery that would
-  have waited in it is held in the process;
-- nothing is held but while deliveries are dispatched; nothing is requeued to a stream, or to a broker that forgets the
-  deliveries it sends (automatic acks).
+- Nothing is sent for a delivery of a lost channel, and a delivery is settled once.
+- An original is acked only after the message that replaces it (a dead letter, or the one that waits for its next
+  attempt) was confirmed. That message is published as mandatory.
+- A `RepublishRequest` is in one place at a time: waiting for a declaration, ready, or being published. Nothing of a
+  lost channel is published.
+- A queue whose declaration is refused is declared once per channel. A delivery that would have waited in it is held in
+  the process.
+- Deliveries are only held while deliveries are dispatched. Nothing is requeued to a stream, or to a broker that forgets
+  the deliveries it sends (automatic acks).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RepublishQueue:
     """Messages to publish in place of deliveries: dead letters, retries, suspects.
 
     A retry goes to the first delay queue of its path. A queue that is not known to exist on this channel's broker is
-    declared first, and its messages wait for that; one that turns out to be missing is declared again. Not thread-safe.
+    declared first, while its messages wait. A queue that is found to be missing is declared again. Not thread-safe.
     """
 
     def __init__(self, dead_letters: DeadLetters | None, delay_queues: DelayQueues | None) -> None:
@@ -63,7 +63,7 @@ class RepublishQueue:
 
     @property
     def publishing(self) -> int:
-        """How many are being published: handed over, without an outcome."""
+        """The number of messages that are being published, without an outcome."""
         return len(self._publishing)
 
     def opened(self) -> None:
@@ -73,7 +73,7 @@ class RepublishQueue:
         self._refused.clear()
 
     def lost(self) -> None:
-        """Drop everything that is not being published: the channel is gone."""
+        """Drop all messages that are not being published, since the channel is lost."""
         for republish in chain(self._ready, *self._undeclared.values()):
             republish.delivery.state = DeliveryState.SETTLED
         self._ready.clear()
@@ -81,20 +81,23 @@ class RepublishQueue:
         self._declarations.clear()
 
     def dead_letter(self, delivery: Delivery, reason: str) -> bool:
-        """Dead-letter a delivery; False where there is no queue for that."""
+        """Dead-letter a delivery. Return False without a queue for dead letters."""
         if self._dead_letters is None:
             return False
         self.again(self._dead_letters.make(delivery, reason))
         return True
 
     def delay(self, delivery: Delivery, delay: float, *, suspect: bool = False) -> bool:
-        """Delay a delivery in delay queues, for seconds; False: it must be held instead."""
+        """Delay a delivery in delay queues. Return False if it must be held instead.
+
+        ``delay`` is in seconds.
+        """
         return self._delay_queues is not None and self.forward(
             delivery, self._delay_queues.path(delay), suspect=suspect
         )
 
     def forward(self, delivery: Delivery, path: Sequence[int], *, suspect: bool = False) -> bool:
-        """Send a delivery through these delay queues; False: it must be held instead."""
+        """Send a delivery through delay queues. Return False if it must be held instead."""
         if self._delay_queues is None or not path:
             return False
         path = self._delay_queues.through(path)
@@ -109,9 +112,9 @@ class RepublishQueue:
         return True
 
     def quarantine(self, delivery: Delivery, queue: Queue, delay: float = 0.0) -> bool:
-        """Move a delivery to quarantine, which is declared; False if that cannot be.
+        """Move a delivery to quarantine, which is declared. Return False if it cannot.
 
-        With a ``delay``, in seconds, it waits in delay queues first, and goes on to quarantine from its own queue.
+        With a ``delay``, in seconds, it first waits in delay queues, and goes to quarantine from its own queue.
         """
         delays = self._delay_queues
         path = () if delays is None else delays.path(delay)
@@ -127,7 +130,7 @@ class RepublishQueue:
         return True
 
     def again(self, republish: RepublishRequest) -> None:
-        """Publish a message, once its queue is declared."""
+        """Publish a message once its queue is declared."""
         republish.delivery.state = DeliveryState.REPUBLISHING
         queue = republish.queue
         if queue is None or queue.name in self._known:
@@ -144,7 +147,7 @@ class RepublishQueue:
         self.again(republish)
 
     def declared(self, name: str, *, ok: bool) -> list[RepublishRequest]:
-        """End a declaration. Return the messages that have no queue to go to."""
+        """End a declaration. Return the messages whose queue could not be declared."""
         waiting = self._undeclared.pop(name, [])
         if not ok:
             self._refused.add(name)
@@ -163,18 +166,21 @@ class RepublishQueue:
         return (), ()
 
     def take(self) -> list[RepublishRequest]:
-        """Take the messages to publish now; each is to be `settled`."""
+        """Take the messages to publish now. The caller reports each as `settled`."""
         ready, self._ready = self._ready, []
         self._publishing.update(ready)
         return ready
 
     def take_declarations(self) -> list[Queue]:
-        """Take the queues to declare; each is `declared`, unless the channel is lost."""
+        """Take the queues to declare.
+
+        The caller reports each as `declared`, unless the channel is lost.
+        """
         declarations, self._declarations = self._declarations, []
         return declarations
 
     def quarantining(self, source: ChannelGeneration | None) -> bool:
-        """Whether a delivery of this channel is being moved to quarantine."""
+        """Return whether a delivery of this channel is being moved to quarantine."""
         return any(
             one.purpose is RepublishReason.QUARANTINE and one.delivery.source is source for one in self._publishing
         )
@@ -204,12 +210,12 @@ class LogEventKind(enum.Enum):
 
 
 _FINISHED: Final = DeliveryState.FINISHED  # a global is looked up faster than a member of an enum
-#: After these no consumer has the message any more, and people look for the reason in the log.
+#: After these events no consumer has the message any more, and operators look for the reason in the log.
 _LAST: Final = frozenset({LogEventKind.DEAD_LETTERED, LogEventKind.REJECTED})
 
 
 class LogEvent(NamedTuple):
-    """A line to log, most often about a delivery."""
+    """A line to log, usually about a delivery."""
 
     kind: LogEventKind
     delivery: Delivery | None
@@ -217,12 +223,12 @@ class LogEvent(NamedTuple):
 
     @property
     def ids(self) -> dict[str, str] | None:
-        """The ids of the span of the last attempt, if that is sampled."""
+        """The ids of the span of the last attempt, None if it is not sampled."""
         context = None if self.delivery is None else self.delivery.attempt_context
         return trace_ids(context or "")
 
     def line(self, consumer: str) -> str:
-        """Return the line for the log: the message, its failed attempts, the reason."""
+        """Return the log line: the message, its failed attempts and the reason."""
         if self.delivery is None:
             return f"consumer {consumer!r}: {self.kind.value}: {self.text}"
         line = f"{message_name(self.delivery)} of queue {self.delivery.queue!r} {self.kind.value}: {self.text}"
@@ -240,8 +246,8 @@ class SettledDeliveries(NamedTuple):
     """A settlement that a trace shows."""
 
     method: str  # "ack", "nack" or "reject"
-    deliveries: list[Delivery]  # those with an `attempt_context`, at least one
-    total: int  # of all deliveries that were settled with them
+    deliveries: list[Delivery]  # the deliveries with an `attempt_context`, at least one
+    total: int  # the number of all deliveries that were settled with them
 
 
 class Settlement:
@@ -269,9 +275,9 @@ class Settlement:
         self._order = itertools.count()  # breaks ties in _held
         self._output: list[bytes] = []
         self._requeued: list[int] = []  # delivery tags to requeue with the next output
-        self._finished: dict[int, Delivery] = {}  # by delivery tag: those with an `attempt_context`, not acked yet
+        self._finished: dict[int, Delivery] = {}  # unacked deliveries with an `attempt_context`, by delivery tag
         self._settled: list[SettledDeliveries] = []
-        self._flush = False  # everything that is finished is acked with the next output
+        self._flush = False  # whether all finished deliveries are acked with the next output
 
     def opened(self, source: ChannelGeneration) -> None:
         self.source = source
@@ -279,7 +285,7 @@ class Settlement:
         self.republish.opened()
 
     def lost(self, queued: Sequence[Delivery]) -> None:
-        """Forget the channel, and these deliveries of it, which no handler has."""
+        """Forget the channel and its ``queued`` deliveries, which no handler has."""
         for delivery in queued:
             delivery.state = DeliveryState.SETTLED
         self.source = None
@@ -292,7 +298,7 @@ class Settlement:
         self._finished.clear()
 
     def finish(self, deliveries: Sequence[Delivery], now: float, *, at_once: bool = False) -> int:
-        """Ack deliveries, in time or ``at_once``. Return how many were unfinished."""
+        """Ack deliveries, in time or ``at_once``. Return the number of unfinished ones."""
         self._flush |= at_once
         for delivery in deliveries:
             delivery.state = _FINISHED
@@ -301,7 +307,7 @@ class Settlement:
         return self.acks.finished([delivery.delivery_tag for delivery in deliveries], now)
 
     def hold(self, item: Delivery | RepublishRequest, due: float) -> None:
-        """Hold a delivery, or a publish of it, until then; requeue it in a stop."""
+        """Hold a delivery, or a publish of it, until ``due``, or requeue it in a stop."""
         delivery = item.delivery if isinstance(item, RepublishRequest) else item
         if self._lifecycle.consuming:
             delivery.state = DeliveryState.HELD
@@ -310,7 +316,7 @@ class Settlement:
             self.requeue([delivery])
 
     def due(self, now: float) -> Iterable[Delivery | RepublishRequest]:
-        """Take everything that was held until now."""
+        """Take the held deliveries and publishes that are due."""
         if not self._held or self._held[0][0] > now:
             return ()
         items = []
@@ -319,13 +325,13 @@ class Settlement:
         return items
 
     def release(self) -> list[Delivery]:
-        """Return the deliveries that are held, and hold them no longer."""
+        """Release all held deliveries, and return them."""
         released = [item.delivery if isinstance(item, RepublishRequest) else item for _, _, item in self._held]
         self._held.clear()
         return released
 
     def dead_letter(self, delivery: Delivery, reason: str) -> None:
-        """Publish the dead letter of a delivery; without a queue for that, reject it."""
+        """Publish the dead letter of a delivery, or reject it without a queue for that."""
         if delivery.failures is not None:
             delivery.failures.verdict = reason
         if self.republish.dead_letter(delivery, reason):
@@ -334,14 +340,14 @@ class Settlement:
             self.reject(delivery, reason)
 
     def reject(self, delivery: Delivery, reason: str) -> None:
-        """Send ``basic.reject``: the broker dead-letters the delivery, or drops it."""
+        """Send ``basic.reject``, so that the broker dead-letters or drops the delivery."""
         if self.send_reject(delivery, requeue=False):
             self.statistics.rejected += 1
             self.log(LogEventKind.REJECTED, delivery, reason)
             self.attempts.forget(delivery)
 
     def requeue(self, deliveries: Iterable[Delivery]) -> None:
-        """Requeue deliveries with the next output: a late one takes fewer frames."""
+        """Requeue deliveries with the next output, since a late one takes fewer frames."""
         deliveries = list(deliveries)
         for delivery in deliveries:
             delivery.state = DeliveryState.SETTLED
@@ -359,14 +365,17 @@ class Settlement:
         return events
 
     def take_settled(self) -> Sequence[SettledDeliveries]:
-        """Take the settlements that a trace shows; they go with the output."""
+        """Take the settlements that a trace shows, which belong to the output."""
         if not self._settled:
             return ()
         settled, self._settled = self._settled, []
         return settled
 
     def take_output(self, now: float, *, idle: bool) -> bytes:
-        """Take the bytes to write on the open channel; ``idle``: no handler runs."""
+        """Take the bytes to write on the open channel.
+
+        ``idle`` means that no handler runs.
+        """
         flush, self._flush = self._flush or not self._lifecycle.consuming, False
         acked = self.statistics.acked
         frames = self.acks.flush() if flush else self.acks.due(now, idle=idle)
@@ -384,7 +393,7 @@ class Settlement:
 
     @property
     def deadline(self) -> float | None:
-        """When the first held delivery is due; None if none is held."""
+        """The time when the first held delivery is due, None if none is held."""
         return self._held[0][0] if self._held else None
 
     @property
@@ -392,7 +401,7 @@ class Settlement:
         return len(self._held)
 
     def send_reject(self, delivery: Delivery, *, requeue: bool) -> bool:
-        """Send ``basic.reject``; False where the delivery is settled."""
+        """Send ``basic.reject``. Return False if the delivery is already settled."""
         source = delivery.source
         delivery.state = DeliveryState.SETTLED
         if not self.acks.take_out(source.generation, delivery.delivery_tag):
@@ -411,7 +420,7 @@ class Settlement:
         self._output.extend(encode_ack(source.channel, tag, multiple) for tag, multiple in frames)
 
     def _record_acks(self, frames: Frames, total: int) -> None:
-        """Record the acks of finished deliveries that these frames settle."""
+        """Record the finished deliveries that these ack frames settle."""
         tags = {tag for tag, _ in frames}
         highest = max((tag for tag, multiple in frames if multiple), default=0)
         acked = [tag for tag in self._finished if tag <= highest or tag in tags]

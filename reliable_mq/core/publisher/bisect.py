@@ -1,20 +1,20 @@
-"""Find the publish that the broker closed a channel over.
+"""The search for the publish that caused the broker to close a channel.
 
-A channel exception (404 no such exchange, 406 message too large, 403 not permitted, ...) names no publish.
-Publishing everything outstanding again closes the next channel too, for ever; failing everything would fail the
-innocent. Known is:
+A channel exception (404 no such exchange, 406 message too large, 403 not permitted, ...) names no publish. Publishing
+everything outstanding again would close every following channel too. Failing everything would fail innocent publishes.
+The search uses three facts:
 
-- the broker processes a channel in order. Everything before the culprit was processed, and its confirm may be lost;
-  nothing after the culprit was;
-- if the text of the error names an exchange, or a value, only publishes with it can be the culprit;
-- an INTERNAL_ERROR (541) is a crash in the broker, which a publish may provoke, or may have nothing to do with, and
-  before which it may have been processed. So one that was alone is published once more: it is the culprit if the broker
-  crashes again.
+- The broker processes a channel in order. Everything before the culprit was processed, and its confirms may be lost.
+  Nothing after the culprit was processed.
+- If the text of the error names an exchange or a value, only publishes with it can be the culprit.
+- An INTERNAL_ERROR (541) is a crash in the broker. A publish may have provoked it or be unrelated to it, and may have
+  been processed before it. So a publish that was alone is sent once more, and is the culprit if the broker crashes
+  again.
 
-So the publishes that the text names (`named_by`) are separated from the others. A single one is the culprit. Several
-are published once more, as a group of their own, behind the others: if the channel closes again with an error that
+The publishes that the text names (`named_by`) are separated from the others. A single named publish is the culprit.
+Several are published once more, as a separate group, behind the others. If the channel closes again with an error that
 names all of them, they have the same flaw, and all are culprits. If the text names none, all are suspects, and are
-narrowed down twice: in groups of the square root of their number, then one by one.
+narrowed down twice: first in groups of the square root of their number, then one by one.
 
 States, and the calls that move between them::
 
@@ -31,20 +31,18 @@ States, and the calls that move between them::
 
 Invariants:
 
-- every suspect is either returned as a culprit, settled by the broker, or still in a group: none is forgotten, none is
-  in two;
-- groups keep the order of publishing, except that the named ones come last;
-- any number of culprits that one error names are found by one further channel close, one alone by none; a culprit that
-  no text names, by two;
-- an innocent publish is processed by the broker at most once more than without the error if the text names the
-  culprit, and at most twice more if it does not; a publish behind the culprit is not processed twice at all.
+- Every suspect is either returned as a culprit, settled by the broker, or in exactly one group. None is forgotten.
+- Groups keep the order of publishing, except that the named publishes come last.
+- Several culprits that one error names are found by one further channel close, and a single one without any. A culprit
+  that no text names is found by two.
+- The broker processes an innocent publish at most once more than without the error if the text names the culprit, and
+  at most twice more if it does not. A publish behind the culprit is never processed twice.
 
-RabbitMQ's text names the exchange, the routing key or the value that it objects to. The texts are those of RabbitMQ 4.0
-to 4.3; a reply text is cut at 255 bytes, and ends with three dots then. Invariants of `named_by`:
+RabbitMQ's text names the exchange, the routing key or the value that it objects to. The texts here are those of
+RabbitMQ 4.0 to 4.3. A long reply text is cut at 255 bytes and ends with three dots. Invariants of `named_by`:
 
-- a publish is named if its own exchange, routing key, property or size is in the text; a text that is not known names
-  none;
-- properties that cannot be decoded are no error here.
+- A publish is named if its own exchange, routing key, property or size is in the text. An unknown text names none.
+- Properties that cannot be decoded are no error here.
 """
 
 from __future__ import annotations
@@ -62,8 +60,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BLAMES_A_PUBLISH", "INTERNAL_ERROR", "ChannelErrorBisector", "named_by", "processed"]
 
-# Connection-level reply codes that a publish can provoke (frame, syntax, command and internal errors); the others
-# (320 connection-forced, 530 not-allowed on a deleted virtual host, ...) blame the broker's state.
+# Connection-level reply codes that a publish can provoke (frame, syntax, command and internal errors). The others
+# (320 connection-forced, 530 not-allowed on a deleted virtual host, ...) result from the broker's state.
 INTERNAL_ERROR = 541
 BLAMES_A_PUBLISH = frozenset({501, 502, 503, 504, 505, INTERNAL_ERROR})
 
@@ -81,20 +79,21 @@ class ChannelErrorBisector(Generic[T]):
     """Groups of suspects that remain to be probed. Not thread-safe."""
 
     def __init__(self) -> None:
-        self.active = False  # suspects are being probed; nothing else may be published meanwhile
+        self.active = False  # True while suspects are probed and nothing else may be published
         self._groups: list[_Group[T]] = []  # a stack: the next group to probe is last
-        self._kind: _Kind = "any"  # of the group that is probed
+        self._kind: _Kind = "any"  # the kind of the probed group
 
     def closed(
         self, unsettled: Sequence[T], unwritten: Sequence[T] = (), named: Sequence[T] = (), *, crashed: bool = False
     ) -> list[T]:
-        """Return the culprits, if they are known, of an error that closed the channel.
+        """Return the known culprits of an error that closed the channel.
 
         Args:
-            unsettled: the publishes on the channel, in order: the culprit is among them.
-            unwritten: the publishes of the probed group that had not been written yet.
-            named: those of both that the text of the error can be about, in this order; empty if it names none.
-            crashed: whether it is an INTERNAL_ERROR, which a single publish must provoke twice.
+            unsettled: The publishes on the channel, in order. The culprit is among them.
+            unwritten: The publishes of the probed group that were not written.
+            named: The publishes of both groups that the text of the error may name, in this order. Empty if there are
+                none.
+            crashed: Whether the error is an INTERNAL_ERROR, which a single publish must provoke twice.
         """
         kind, self._kind = self._kind, "any"
         if not unsettled:
@@ -121,17 +120,17 @@ class ChannelErrorBisector(Generic[T]):
         return culprits
 
     def interrupted(self, unsettled: Sequence[T]) -> None:
-        """Probe the group again: the channel was lost for a reason that blames none."""
+        """Probe the group again after a loss that blames no publish."""
         self._push(unsettled, self._kind)
 
     def innocent(self, publications: Sequence[T]) -> None:
-        """Publish confirmed publishes again, before the next group."""
+        """Publish provisional publishes again, before the next group."""
         self._push(publications)
 
     def next_group(self) -> list[T]:
         """Return the group to publish alone, until it is settled or the channel is lost.
 
-        Empty when all are probed: idle.
+        The group is empty if no suspects remain, and the bisector is idle.
         """
         if self._groups:
             members, self._kind = self._groups.pop()
@@ -158,19 +157,19 @@ class ChannelErrorBisector(Generic[T]):
 P = TypeVar("P", bound=Publication)
 
 _CUT = "..."
-_CUT_FROM = 240  # bytes of a text that may have been cut; a character that was cut through is missing, too
+_CUT_FROM = 240  # the bytes above which a text may have been cut; a character that was cut through is also missing
 
 
 def named_by(reply: BrokerReply, publications: Iterable[P]) -> list[P]:
-    """Return the publishes that the text of the broker can be about, in order."""
+    """Return the publishes that the text of the broker may name, in order."""
     return [one for one in publications if _is_named(reply, one)]
 
 
 def processed(lost: Sequence[P], named: Sequence[P]) -> int:
-    """Return how many publishes of a closed channel the broker may have processed.
+    """Return the number of publishes on a closed channel that may be processed.
 
-    It processes a channel in order, so the culprit and the ones after it were not; and the last one that is named is
-    the culprit, or came after it.
+    The broker processes a channel in order, so neither the culprit nor the publishes after it were processed. The last
+    named publish is the culprit or came after it.
     """
     if len(lost) == 1:
         return 0
@@ -191,7 +190,7 @@ def _is_named(reply: BrokerReply, publication: Publication) -> bool:
 
 
 def _phrases(code: int, publication: Publication) -> Iterator[str]:
-    """Yield the beginnings of the texts that the broker can have for a publish."""
+    """Yield the beginnings of the broker's possible error texts for a publish."""
     exchange = publication.exchange
     match code:
         case 404:

@@ -1,29 +1,30 @@
 """Publisher confirms: the publishes that an ack or a nack of the broker settles.
 
 In confirm mode both sides count the publishes on a channel, from 1. The broker confirms every publish exactly once, in
-any order and at any time, singly or with ``multiple``: everything outstanding up to and including the tag. The count
-starts again on every new channel, so a tag means nothing without the generation of its channel.
+any order and at any time. It confirms a single publish or, with ``multiple``, all outstanding publishes up to and
+including the tag. The count starts again on every new channel, so a tag means nothing without its channel generation.
 
 Invariants of `ConfirmTracker`:
 
-- every item passed to `ConfirmTracker.published` comes back exactly once: from `ConfirmTracker.settle` or, in the order
-  of publishing, from `ConfirmTracker.channel_lost`;
-- a confirm that is unknown (beyond the last publish, with ``multiple`` too), repeated, or of another generation settles
-  nothing, changes nothing, and is counted in ``stale``;
-- nothing is outstanding between `ConfirmTracker.channel_lost` and the next `ConfirmTracker.channel_opened`.
+- Every item passed to `ConfirmTracker.published` is returned exactly once: by `ConfirmTracker.settle` or, in the order
+  of publishing, by `ConfirmTracker.channel_lost`.
+- A confirm that is unknown (beyond the last publish, with ``multiple`` too), repeated, or of another generation settles
+  nothing, changes nothing, and is counted in ``stale``.
+- Nothing is outstanding between `ConfirmTracker.channel_lost` and the next `ConfirmTracker.channel_opened`.
 
-`SequencedItems` holds items under contiguous numbers, which are settled in any order: sequence numbers of publishes, or
-delivery tags of deliveries. Its invariants:
+`SequencedItems` holds items under contiguous numbers (sequence numbers of publishes, or delivery tags of deliveries),
+which are settled in any order. Its invariants:
 
-- numbers are given out contiguously, from 1 on, and never twice;
-- an item leaves once: a second removal of its number finds nothing;
-- ``pop_through`` and ``clear`` go in order of the numbers;
-- every operation is O(1) amortised per item, however many are held;
-- memory is in proportion to the items held at once, however far apart the numbers of the oldest and the newest are.
+- Numbers are assigned contiguously, from 1 on, and never twice.
+- An item is removed once. A second removal of its number finds nothing.
+- ``pop_through`` and ``clear`` follow the order of the numbers.
+- Every operation is O(1) amortised per item, however many are held.
+- Memory is proportional to the number of items held, however far apart the oldest and the newest number are.
 
-The items are in a list by number, 8 bytes each. Its settled front is cut off once it is half of the list. If the list
-is mostly settled but its front is not (one publish whose queue has lost its majority, while a million others are
-confirmed), the rest moves to a dictionary: each item is written once, cleared once and moved at most twice on average.
+The items are in a list indexed by number, 8 bytes each. Its settled front is cut off once it is half of the list. If
+the list is mostly settled but its front is not (one publish whose queue has lost its majority, while a million others
+are confirmed), the remaining items move to a dictionary. Each item is written once, cleared once and moved at most
+twice on average.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ __all__ = ["ConfirmTracker", "SequencedItems"]
 T = TypeVar("T")
 
 _TIDY_EVERY = 1024  # slots
-_SPARSE = 4  # slots per item held from which on a dictionary is smaller
+_SPARSE = 4  # slots per held item from which a dictionary is smaller
 
 
 class SequencedItems(Generic[T]):
@@ -70,7 +71,7 @@ class SequencedItems(Generic[T]):
             self._tidy()
 
     def pop(self, number: int) -> T | None:
-        """Remove and return the item with this number; None if there is none."""
+        """Remove and return the item with this number, or None without one."""
         index = number - self._base
         slots = self._slots
         if index < 0:
@@ -104,14 +105,14 @@ class SequencedItems(Generic[T]):
         return items
 
     def holds(self, number: int) -> bool:
-        """Whether the item with this number is held."""
+        """Return whether an item is held under this number."""
         index = number - self._base
         if index < 0:
             return number in self._stragglers
         return index < len(self._slots) and self._slots[index] is not None
 
     def numbers_through(self, number: int) -> list[int]:
-        """The numbers of the items that `pop_through` would remove, in order."""
+        """Return the numbers of the items that `pop_through` would remove, in order."""
         head = self._base + self._head
         slots = enumerate(self._slots[self._head : max(number - self._base + 1, 0)], head)
         return [
@@ -120,17 +121,17 @@ class SequencedItems(Generic[T]):
         ]
 
     def clear(self) -> list[T]:
-        """Remove and return all items, in order. Numbering goes on."""
+        """Remove and return all items, in order. The numbering continues."""
         return self.pop_through(self.next_number - 1)
 
     def _restart(self) -> None:
-        """Drop all slots: none holds an item."""
+        """Drop all slots, none of which holds an item."""
         self._base += len(self._slots)
         self._head = 0
         self._slots.clear()
 
     def _tidy(self) -> None:
-        """Shrink the list in proportion to its items, of which there is at least one."""
+        """Shrink the list in proportion to its items, at least one."""
         slots = self._slots
         head = self._head
         while slots[head] is None:
@@ -152,12 +153,12 @@ class ConfirmTracker(Generic[T]):
     """The outstanding publishes of one confirming channel at a time. Not thread-safe."""
 
     def __init__(self) -> None:
-        self.generation: int | None = None  # of the channel that is open
+        self.generation: int | None = None  # the generation of the open channel
         self.stale = 0  # confirms that settled nothing, counted over all generations
         self._items: SequencedItems[T] = SequencedItems()
 
     def __len__(self) -> int:
-        """The number of outstanding publishes."""
+        """Return the number of outstanding publishes."""
         return len(self._items)
 
     @property
@@ -170,10 +171,10 @@ class ConfirmTracker(Generic[T]):
         return len(self._items) == self._items.next_number - 1
 
     def channel_opened(self, generation: int) -> None:
-        """Begin a new channel in confirm mode; its sequence numbers start at 1.
+        """Begin a new channel in confirm mode, whose sequence numbers start at 1.
 
         Raises:
-            UsageError: the previous channel was not reported lost.
+            UsageError: If the previous channel was not reported lost.
         """
         if self.open:
             raise UsageError(f"channel {self.generation} is still open: report it lost before opening {generation}")
@@ -181,10 +182,10 @@ class ConfirmTracker(Generic[T]):
         self._items = SequencedItems()
 
     def published(self, items: Sequence[T]) -> int:
-        """Record publishes, in this order; return the sequence number of the next one.
+        """Record publishes, in order. Return the sequence number of the next publish.
 
         Raises:
-            UsageError: no channel is open.
+            UsageError: If no channel is open.
         """
         if not self.open:
             raise UsageError("no channel is open: nothing can be published")
@@ -194,7 +195,7 @@ class ConfirmTracker(Generic[T]):
     def settle(self, generation: int, tag: int, multiple: bool) -> list[T]:
         """Return the publishes settled by a confirm of ``tag``, in publish order.
 
-        ``multiple`` with tag 0 means everything outstanding, as the protocol has it.
+        As the protocol defines, ``multiple`` with tag 0 means all outstanding publishes.
         """
         settled: list[T] = []
         if generation == self.generation:

@@ -1,18 +1,18 @@
 """Outstanding publishes, ordered by deadline.
 
-Most publishes have the publisher's own delivery timeout, so their deadlines come in the order of acceptance, and the
-next deadline is that of the oldest: the order is all there is to keep. Those with a timeout of their own are in a heap
-as well.
+Most publishes use the delivery timeout of the publisher. Their deadlines follow the order of acceptance, and the next
+deadline is that of the oldest publish, so only the order is stored. Publishes with an individual timeout are also in a
+heap.
 
-A settled publish is known by its ``outcome``. It is dropped when it comes to the front, or when there are more settled
-ones than others: so settling many costs one subtraction, and a straggler keeps no others alive.
+A settled publish is recognised by its ``outcome``. It is dropped when it reaches the front, or when there are more
+settled publishes than unsettled ones. So settling many costs one subtraction, and a straggler keeps no others alive.
 
 Invariants:
 
-- a publish enters once, and counts until it is settled;
-- ``expire(now)`` returns exactly those unsettled whose deadline is at or before ``now``;
-- entering, settling and expiring cost O(1) amortised with the common timeout and O(log n) with one of their own;
-- settled publishes held are never more than unsettled ones, but for a few.
+- A publish enters once, and counts until it is settled.
+- ``expire(now)`` returns exactly the unsettled publishes whose deadline is at or before ``now``.
+- Entering, settling and expiring cost O(1) amortised with the common timeout, and O(log n) with an individual timeout.
+- The settled publishes held never outnumber the unsettled ones, but for a few.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["PublishDeadlines"]
 
 P = TypeVar("P", bound=Publication)
 
-_SETTLED_KEPT = 64  # settled publishes that are left to be skipped, however few unsettled ones there are
+_SETTLED_KEPT = 64  # settled publishes that may always be held
 
 
 class PublishDeadlines(Generic[P]):
@@ -41,8 +41,8 @@ class PublishDeadlines(Generic[P]):
         self._delivery_timeout = delivery_timeout
         self._unsettled = 0
         self._common: deque[P] = deque()
-        self._timed: deque[P] = deque()  # those with a timeout of their own, as they came
-        self._heap: list[tuple[float, int, P]] = []  # the same, by deadline
+        self._timed: deque[P] = deque()  # publishes with an individual timeout, in the order of acceptance
+        self._heap: list[tuple[float, int, P]] = []  # the same publishes, by deadline
         self._order = itertools.count()  # breaks ties in _heap
 
     def __len__(self) -> int:
@@ -63,7 +63,7 @@ class PublishDeadlines(Generic[P]):
         self._unsettled += len(common) - before
 
     def settled(self, count: int) -> None:
-        """Subtract publishes that have an outcome now."""
+        """Subtract publishes that have received their outcome."""
         self._unsettled -= count
         kept = 2 * self._unsettled + _SETTLED_KEPT
         if len(self._common) > kept:
@@ -76,13 +76,13 @@ class PublishDeadlines(Generic[P]):
 
     @property
     def oldest_accepted_at(self) -> float | None:
-        """When the oldest publish was accepted; None if there is none."""
+        """The time when the oldest publish was accepted, None without one."""
         oldest = (_first(self._common), _first(self._timed))
         return min((one.accepted_at for one in oldest if one is not None), default=None)
 
     @property
     def next_deadline(self) -> float | None:
-        """When `expire` will find the next one; None if there is none."""
+        """The time when the next publish expires, None without one."""
         oldest = _first(self._common)
         common = None if oldest is None else oldest.accepted_at + self._delivery_timeout
         while self._heap and self._heap[0][2].outcome is not None:
@@ -91,7 +91,7 @@ class PublishDeadlines(Generic[P]):
         return min((at for at in (common, timed) if at is not None), default=None)
 
     def expire(self, now: float) -> list[P]:
-        """Return those whose deadline has come, those with the common timeout first.
+        """Remove and return expired publishes, those with the common timeout first.
 
         The caller sets their outcome and calls `settled` before any other method.
         """
@@ -104,7 +104,7 @@ class PublishDeadlines(Generic[P]):
 
 
 def _first(publications: deque[P]) -> P | None:
-    """Return the first that is unsettled; drop the settled ones before it."""
+    """Return the first unsettled publish, and drop the settled ones before it."""
     while publications and publications[0].outcome is not None:
         publications.popleft()
     return publications[0] if publications else None

@@ -1,15 +1,15 @@
 """Provisional confirms: acked publishes that the broker may still lose.
 
-They may be in a queue that is new (`core.new_queues`). Round trips with pauses prove that the broker has run since the
-queue was made; then its confirms are final. Until then the publishes keep their places in the window, and are published
-again, in their old order, if the connection is lost. The close of a channel costs them nothing; the round trips go on
-on the next channel.
+A provisional publish may be in a new queue (`core.new_queues`). Round trips with pauses prove that the broker has run
+since the queue was made. Its confirms are final after that. Until then the publishes keep their places in the window,
+and are published again, in their old order, if the connection is lost. The loss of a channel alone does not affect
+them: the round trips continue on the next channel.
 
 Invariants:
 
-- a publish is here from its ack until it is final, given up, or published again;
-- queues that are known to be old stay old, unless the next connection is to another broker;
-- one round trip is under way at a time, and an answer counts on the channel on which it was asked for.
+- A publish is held here from its ack until it is final, given up, or published again.
+- Queues that are known to be old stay old, unless the next connection is to another broker.
+- One round trip is in progress at a time. An answer only counts on the channel on which the round trip began.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ __all__ = ["ProvisionalConfirms"]
 
 P = TypeVar("P", bound=Publication)
 
-_ROUND_TRIPS: Final = 7  # so many prove that the broker has run,
-_WATCHED: Final = 0.75  # spread over this share of the grace
+_ROUND_TRIPS: Final = 7  # the number of round trips that prove that the broker has run
+_WATCHED: Final = 0.75  # the part of the grace over which they are spread
 
 
 class ProvisionalConfirms(Generic[P]):
     """The provisional publishes of one publisher. Not thread-safe.
 
     Args:
-        grace: seconds after a queue was made within which its confirms are provisional; 0 for never.
+        grace: The seconds after a queue was made during which its confirms are provisional. 0 means never.
     """
 
     def __init__(self, grace: float) -> None:
         self.grace = grace
         self.new_queues = NewQueues()
-        #: Queues that were made a grace before are old: the broker has run since.
+        #: Queues that were made a grace before this time are old, because the broker has run since.
         self.proven = -inf
         self._broker = ""
-        self._places: dict[P, tuple[int, int]] = {}  # generation and number: the order of publishing
-        self._final: list[tuple[float, int, list[P]]] = []  # times that the broker must outlive to confirm those
+        self._places: dict[P, tuple[int, int]] = {}  # generation and number, which give the order of publishing
+        self._final: list[tuple[float, int, list[P]]] = []  # publishes, by the time that makes them final once proven
         self._order = itertools.count()  # breaks ties in _final
-        self._begun_at: float | None = None  # the round trip that is not over on this channel
-        self._next_at = -inf  # a pause after the last one
-        self._answered: deque[float] = deque(maxlen=_ROUND_TRIPS)  # when these began, on this connection
+        self._begun_at: float | None = None  # when the round trip in progress on this channel began
+        self._next_at = -inf  # when the pause after the last round trip ends
+        self._answered: deque[float] = deque(maxlen=_ROUND_TRIPS)  # when answered round trips of this connection began
 
     def __len__(self) -> int:
         return len(self._places)
@@ -61,11 +61,11 @@ class ProvisionalConfirms(Generic[P]):
     def channel_opened(self, new_queues: NewQueues, broker: str = "") -> None:
         """Begin with a channel, perhaps to another broker.
 
-        A proof of other publishers holds here, too.
+        A proof of another publisher also counts here.
 
         Args:
-            new_queues: of the broker.
-            broker: the name that it reports; empty if it reports none.
+            new_queues: The new queues of the broker.
+            broker: The name that the broker reports, empty if it reports none.
         """
         if not self.grace:
             return
@@ -76,7 +76,7 @@ class ProvisionalConfirms(Generic[P]):
         self.proven = max(self.proven, new_queues.proven(broker, self.grace))
 
     def acked(self, generation: int, numbers: list[int], publications: list[P], now: float) -> list[P]:
-        """Keep those that may be in a new queue; return the others, which are final."""
+        """Keep publishes that may be in a new queue. Return the others, which are final."""
         final: list[P] = []
         kept: dict[float, list[P]] = {}
         for number, publication in zip(numbers, publications, strict=True):
@@ -106,17 +106,17 @@ class ProvisionalConfirms(Generic[P]):
         del self._places[publication]
 
     def channel_lost(self) -> None:
-        """End the round trip that is under way."""
+        """Forget the round trip that is in progress."""
         self._begun_at = None
 
     def connection_lost(self, on_wire: Mapping[P, tuple[int, int]]) -> list[P]:
         """Return the publishes to send again, in their old order.
 
-        The broker may have died, and its new queues with it. Those that were not known to be old are recorded anew by
-        whoever opens a connection.
+        The broker may have died, and its new queues with it. The code that opens the next connection records the queues
+        again that were not known to be old.
 
         Args:
-            on_wire: publishes without a confirm, by generation and number.
+            on_wire: The publishes without a confirm, by generation and number.
         """
         self._next_at = -inf
         self._answered.clear()
@@ -129,11 +129,11 @@ class ProvisionalConfirms(Generic[P]):
         return sorted(places, key=places.__getitem__)
 
     def round_trip_begun(self, now: float) -> None:
-        """Note that the round trip of `round_trip_at` has begun."""
+        """Record that the round trip of `round_trip_at` has begun."""
         self._begun_at = now
 
     def round_trip_ended(self, now: float) -> list[P]:
-        """Note the answer of the broker. Return the publishes that are final by now."""
+        """Record the answer of the broker. Return the publishes that are now final."""
         begun_at, self._begun_at = self._begun_at, None
         if begun_at is None:
             return []
@@ -151,9 +151,10 @@ class ProvisionalConfirms(Generic[P]):
 
     @property
     def round_trip_at(self) -> float | None:
-        """When the next round trip is due; None for none.
+        """The time when the next round trip is due, None if none is due.
 
-        There is one with nothing provisional, too: queues that are known to be old stay old after a loss.
+        Round trips continue without provisional publishes, because queues that are known to be old stay old after a
+        loss.
         """
         if self._begun_at is not None:
             return None

@@ -1,16 +1,16 @@
 """A publish: the request, its state, and its outcome.
 
-A publication has one of five outcomes; one that goes into an outbox has a sixth, *stored*. An attempt can end as
-unknown long before its publication does: a publish whose channel was lost is sent again, with the same ``message_id``,
-and ends as unknown only when its deadline passes.
+A publication has one of five outcomes, or *stored* as a sixth if it goes into an outbox. An attempt can end as unknown
+long before its publication does. A publish whose channel was lost is sent again, with the same ``message_id``, and ends
+as unknown only when its deadline passes.
 
-`TRANSITIONS` is the life of a publication: the events, and the states that each moves it between. The session
-(`reliable_mq.core.publisher.session`) carries it out, and the tests check every change of a state against it.
+`TRANSITIONS` lists the events in the life of a publication, and the states between which each event moves it. The
+session (`reliable_mq.core.publisher.session`) carries them out, and the tests check every change of state against it.
 
 Invariants:
 
-- ``outcome`` is set once, with the change to `ABANDONED` or `SETTLED`;
-- a publication holds its place in the window until it is `SETTLED`.
+- ``outcome`` is set once, with the change to `ABANDONED` or `SETTLED`.
+- A publication holds its place in the window until it is `SETTLED`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
 
 
 class PublicationState(enum.Enum):
-    """The state of an accepted publish; it begins as `READY`."""
+    """The state of an accepted publish, which begins as `READY`."""
 
     WAITING = "another publish with the same message_id is outstanding"
     READY = "to be written as soon as a channel is open and not blocked"
@@ -63,7 +63,7 @@ class PublicationState(enum.Enum):
 
 _S = PublicationState
 #: Event -> state before -> states after. For tests and documentation, not read at run time. The culprit of a channel
-#: error is settled as a suspect, a return by its confirm.
+#: error is settled as a suspect. A returned publish is settled by its confirm.
 TRANSITIONS: Final[Mapping[str, Mapping[PublicationState, set[PublicationState]]]] = {
     "message_id taken": {_S.READY: {_S.WAITING}},
     "message_id free": {_S.WAITING: {_S.READY}},
@@ -101,7 +101,7 @@ class Outcome(enum.Enum):
 
 
 class BrokerReply(NamedTuple):
-    """A reply code and text of the broker; code 0 is ours."""
+    """A reply code and text of the broker. Code 0 marks a reason of this package."""
 
     code: int
     text: str
@@ -112,11 +112,11 @@ class Receipt:
     """The receipt of a published message.
 
     Attributes:
-        message_id: the id it was published with.
-        status: ``"confirmed"``: the broker has it; ``"stored"``: it is durable in the outbox, and the relay will
-            publish it.
-        attempts: times that it was sent.
-        possible_duplicate: whether an earlier attempt of unknown outcome may have arrived too.
+        message_id: The id with which the message was published.
+        status: ``"confirmed"`` if the broker has the message, ``"stored"`` if it is durable in the outbox and the relay
+            will publish it.
+        attempts: The number of times that the message was sent.
+        possible_duplicate: Whether an earlier attempt of unknown outcome may have arrived too.
     """
 
     message_id: str
@@ -126,7 +126,7 @@ class Receipt:
 
 
 class Publication:
-    """A publish and its state, written by the publishing session alone."""
+    """A publish and its state, which only the publishing session writes."""
 
     __slots__ = (
         "accepted_at",
@@ -164,26 +164,26 @@ class Publication:
         self.routing_key = routing_key
         self.mandatory = mandatory
         self.size = size  # bytes counted against the window
-        self.accepted_at = accepted_at  # on the monotonic clock, seconds
-        self.timeout = timeout  # seconds from then after which it is given up; None for the session's delivery timeout
-        self.state = PublicationState.READY  # moved by the events of `TRANSITIONS` alone
+        self.accepted_at = accepted_at  # in seconds of the monotonic clock
+        self.timeout = timeout  # seconds from acceptance to the deadline; None for the session's delivery timeout
+        self.state = PublicationState.READY  # changed only by the events of `TRANSITIONS`
         self.sends = 0  # times that it was written to a channel
         self.nacks = 0
-        self.in_doubt = False  # an attempt ended without a confirm, so that a further one may be a duplicate
+        self.in_doubt = False  # an attempt ended without a confirm, so a further attempt may be a duplicate
         #: The return or the channel error that concerns it, or the reason why it was blocked or stayed provisional.
         self.reply: BrokerReply | None = None
-        self.outcome: Outcome | None = None  # once it is settled
+        self.outcome: Outcome | None = None  # None until it is settled
         self.owner = owner  # its publisher, for the calls of its user
         self.callbacks: list[Callable[[], object]] | None = None  # called when it is settled
         self.trace: PublicationTrace | None = None
-        self.result_observed = False  # whether its user has asked for the outcome, or will be told
+        self.result_observed = False  # whether its user has read the outcome, or will be notified
 
     def receipt(self) -> Receipt:
-        """The receipt of a confirmed publication."""
+        """Return the receipt of a confirmed publication."""
         return Receipt(self.message.message_id, attempts=self.sends, possible_duplicate=self.in_doubt)
 
     def failure(self) -> PublishError | None:
-        """The error that a settled publication ended with; None if it was confirmed."""
+        """Return the error of a settled publication, or None if it was confirmed."""
         if self.outcome is Outcome.UNKNOWN:
             return self._unconfirmed()
         error = self._refused()
@@ -192,7 +192,7 @@ class Publication:
         return error
 
     def _refused(self) -> PublishError | None:
-        """The error of a publish that the broker did not take."""
+        """Return the error of a publish that the broker did not accept."""
         message_id = self.message.message_id
         doubt = " (an earlier attempt was never answered and may have arrived)" if self.in_doubt else ""
         code, text = self.reply or BrokerReply(0, "")
@@ -253,9 +253,9 @@ class PublishReport:
     """The outcome of one ``publish_many``.
 
     Attributes:
-        confirmed: how many messages the broker has.
-        failures: every other message with its error, in the order in which they settled.
-        stored: how many messages are durable in the outbox, if there is one; none counts as confirmed then.
+        confirmed: The number of messages that the broker has.
+        failures: Every other message with its error, in the order in which they settled.
+        stored: The number of messages that are durable in the outbox. With an outbox, no message counts as confirmed.
     """
 
     confirmed: int
@@ -264,17 +264,17 @@ class PublishReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every message was confirmed, or stored."""
+        """Whether every message was confirmed or stored."""
         return not self.failures
 
     def raise_for_failures(self) -> None:
-        """Raise one PublishError for all failures, if there are any."""
+        """Raise one PublishError for all failures, if any."""
         if self.failures:
             raise summary([error for _, error in self.failures], len(self.failures))
 
 
 def summary(errors: Sequence[PublishError], count: int) -> PublishError:
-    """Return one error for ``count`` failures, of which these are known."""
+    """Return one error for ``count`` failures, of which ``errors`` are known."""
     if count == len(errors) == 1:
         return errors[0]
     what = f"{count} messages were not confirmed"
@@ -286,19 +286,19 @@ def summary(errors: Sequence[PublishError], count: int) -> PublishError:
 
 
 class StoredPublication(Publication):
-    """A publication whose outcome is that of storing it in an outbox.
+    """A publication whose outcome is the result of storing it in an outbox.
 
-    Its ``outcome`` is written by the `OutboxChannel`; its ``state`` stays `READY`, as no session has it. The relay
+    The `OutboxChannel` writes its ``outcome``. Its ``state`` stays `READY`, because no session holds it. The relay
     publishes the same message as another publication.
     """
 
     __slots__ = ()
 
-    if TYPE_CHECKING:  # of the classes of both APIs, which derive from two classes
+    if TYPE_CHECKING:  # provided by the classes of both APIs, which derive from two classes
 
         @property
         def error(self) -> PublishError | None:
-            """Why it is not stored, or not known to be."""
+            """The reason why it is not stored, or not known to be stored."""
 
         @error.setter
         def error(self, error: PublishError | None) -> None: ...
@@ -318,9 +318,9 @@ class StoredPublication(Publication):
             self.outcome = Outcome.UNKNOWN if error.may_have_arrived else Outcome.REFUSED
 
     def receipt(self) -> Receipt:
-        """The receipt of a message that is stored."""
+        """Return the receipt of a stored message."""
         return Receipt(self.message.message_id, status="stored", attempts=0)
 
     def failure(self) -> PublishError | None:
-        """The error that it ended with; None if it is stored, or still on its way."""
+        """Return the error, or None if the message is stored or not settled."""
         return None if self.outcome is None else self.error

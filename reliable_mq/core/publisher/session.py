@@ -1,30 +1,30 @@
 """The publishing session: every decision of a publisher, without I/O.
 
-The channel reports events to the session (publishes accepted, a channel opened, confirms and returns read, a channel or
-a connection lost, time passed) and asks for its work: the bytes to send, the publishes that are settled, whether to
-discard the channel, the time of the next call. The session knows no socket, clock or thread; ``now`` is the monotonic
-clock of its caller, in seconds.
+The channel reports events to the session: publishes accepted, a channel opened, confirms and returns read, a channel or
+a connection lost, time passed. It asks the session for the bytes to send, the settled publishes, whether to discard the
+channel, and the time of the next call. The session uses no socket, clock or thread. ``now`` is the monotonic clock of
+the caller, in seconds.
 
-The states of a publish are `PublicationState`; `TRANSITIONS` lists the events that move it between them. Everything
-that changes a state is here, but for `MessageIdQueue`, which holds back a second publish of a ``message_id``.
+The states of a publish are `PublicationState`, and `TRANSITIONS` lists the events that move it between them. Only the
+session changes states, except for `MessageIdQueue`, which delays a second publish of a ``message_id``.
 
 Invariants:
 
-- every accepted publish is settled exactly once, and ``outcome`` never changes afterwards;
-- a return beats its ack: a returned publish is never reported as confirmed;
-- exactly the publishes that were on the wire when the channel was lost are published again, before anything newer, and
-  in order, except that those named by the error of the broker come last;
-- a publish behind the one that the broker closed the channel over was not processed, and is in no doubt;
-- nothing is published while a channel error is being bisected, except the group that is probed;
-- a publish is refused only if it was alone on the channel that closed, or the only one that the error can mean, or one
-  of a group that the error means as a whole, twice: one that was given up while on the wire is a suspect too;
-- a crash of the broker refuses no publish that it has met but once, and leaves it in doubt;
-- no two publishes with the same ``message_id`` are on the wire at once;
-- nothing is published without a channel, while the broker blocks, or once it is settled;
-- a message that cannot be encoded fails alone: nothing is marked as sent before the whole write is encoded;
-- a place in the window is released once per accepted publish, when it is settled *and* off the wire: a late confirm
-  still finds it;
-- nothing is reported as confirmed while a queue that it may have gone to is new (`ProvisionalConfirms`).
+- Every accepted publish is settled exactly once, and ``outcome`` never changes afterwards.
+- A return takes precedence over its ack: a returned publish is never reported as confirmed.
+- Exactly the publishes that were on the wire when the channel was lost are published again, before anything newer and
+  in order, except that those named by the error of the broker come last.
+- A publish behind the one over which the broker closed the channel was not processed, and is not in doubt.
+- While a channel error is bisected, nothing is published except the probed group.
+- A publish is refused only if it was alone on the closed channel, if it is the only one that the error can mean, or if
+  it is in a group that the error means as a whole, twice. A publish given up while on the wire is a suspect too.
+- A crash of the broker leaves its publishes in doubt, and refuses no publish that has met only one crash.
+- No two publishes with the same ``message_id`` are on the wire at once.
+- Nothing is published without a channel, while the broker blocks, or after it is settled.
+- A message that cannot be encoded fails alone: nothing is marked as sent before the whole write is encoded.
+- A place in the window is released once per accepted publish, when it is settled *and* off the wire, so that a late
+  confirm still finds it.
+- Nothing is reported as confirmed while a queue that may have received it is new (`ProvisionalConfirms`).
 """
 
 from __future__ import annotations
@@ -62,31 +62,31 @@ __all__ = ["PublisherSession"]
 
 P = TypeVar("P", bound=Publication)
 
-# Bound once: an attribute of an enum costs as much as the rest of a change of state.
+# Bound once, because an enum attribute lookup costs as much as the rest of a change of state.
 _WAITING, _READY, _SUSPECT = PublicationState.WAITING, PublicationState.READY, PublicationState.SUSPECT
 _ON_WIRE, _PROVISIONAL = PublicationState.ON_WIRE, PublicationState.PROVISIONAL
 _DELAYED, _ABANDONED, _SETTLED = PublicationState.DELAYED, PublicationState.ABANDONED, PublicationState.SETTLED
-_HEADS_KEPT = 1024  # encoded basic.publish frames, by exchange, routing key and mandatory
+_HEADS_KEPT = 1024  # maximum of cached basic.publish frames, by exchange, routing key and mandatory
 _NEW = (
     "the broker has confirmed it, but made the queue so short a time ago that it loses what is in there if it dies now "
     "(new_queue_grace)"
 )
 _FOR_EVER = float("inf")
 _NO_LEADER = " (does a quorum queue have no leader? `rabbitmq-queues quorum_status` tells)"
-_DEAD_KEPT = 64  # given-up publishes that may stand in the queue before it is swept
+_DEAD_KEPT = 64  # given-up publishes that may be in the queue before they are removed
 
 
 class PublisherSession(Generic[P]):
-    """The publishes of one publisher. Not thread-safe.
+    """The publishes of one publisher.
 
-    One thread, or one event loop, owns it.
+    Not thread-safe: one thread or event loop owns the session.
 
     Args:
-        retry: the policy for nacked publishes.
-        confirm_timeout: seconds without any settlement after which the channel is in doubt.
-        delivery_timeout: seconds from acceptance after which a publish without a timeout of its own is given up.
-        random: the source of the jitter.
-        new_queue_grace: seconds after a queue was made within which its confirms are provisional; 0 for never.
+        retry: The policy for nacked publishes.
+        confirm_timeout: The seconds without any settlement after which the channel is in doubt.
+        delivery_timeout: The seconds from acceptance after which a publish without an individual timeout is given up.
+        random: The source of the jitter.
+        new_queue_grace: The seconds after a queue was made during which its confirms are provisional. 0 means never.
     """
 
     def __init__(
@@ -106,20 +106,20 @@ class PublisherSession(Generic[P]):
         self._ids: MessageIdQueue[P] = MessageIdQueue()
         self._bisector: ChannelErrorBisector[P] = ChannelErrorBisector()
         self._ready: deque[P] = deque()
-        self._probe: deque[P] = deque()  # the part of the probed group that is not written yet
+        self._probe: deque[P] = deque()  # the part of the probed group that is not written
         self._delayed: list[tuple[float, int, P]] = []
         self._order = itertools.count()  # breaks ties in _delayed
         self._heads: dict[tuple[str, str, bool], bytes] = {}
         self._provisional: ProvisionalConfirms[P] = ProvisionalConfirms(new_queue_grace)
         self._channel = 0
-        self.frame_max = 131072  # of the latest channel, bytes
-        self._progress_at = 0.0  # when the broker last settled anything, or last owed nothing
+        self.frame_max = 131072  # the maximum frame size of the latest channel, in bytes
+        self._progress_at = 0.0  # when the broker last settled anything, or last had no outstanding confirms
         self.statistics = PublisherStatistics()
-        self.blocked_reason: str | None = None  # while the broker blocks publishing
-        #: None from an open channel on until the connection is lost, or another channel cannot be opened.
+        self.blocked_reason: str | None = None  # the reason while the broker blocks publishing
+        #: None from when a channel is open until the connection is lost or another channel cannot be opened.
         self.disconnected_reason: str | None = "no attempt to connect has ended yet"
-        self.settled: list[P] = []  # since the caller last took and cleared the list
-        self.freed_count = self.freed_bytes = 0  # places of the window released since the caller last zeroed them
+        self.settled: list[P] = []  # publishes settled since the caller last cleared the list
+        self.freed_count = self.freed_bytes = 0  # places of the window released since the caller last reset them
 
     # Events
 
@@ -141,9 +141,8 @@ class PublisherSession(Generic[P]):
     ) -> None:
         """Publish on a channel that is open and in confirm mode.
 
-        ``broker`` is the name that the broker reports; empty if it reports none.
-
-        If its connection is not that of the last channel, `connection_replaced` comes before.
+        ``broker`` is the name that the broker reports, empty if it reports none. If the channel is on another
+        connection than the last one, `connection_replaced` is called first.
         """
         self._tracker.channel_opened(generation)
         if new_queues is not None:
@@ -155,20 +154,20 @@ class PublisherSession(Generic[P]):
         self._progress_at = now
 
     def connection_replaced(self) -> None:
-        """Publish provisional publishes again: the connection of the last channel is lost."""
+        """Publish provisional publishes again, since their connection is lost."""
         self._send_first({})
 
     def round_trip_begun(self, now: float) -> None:
         self._provisional.round_trip_begun(now)
 
     def round_trip_ended(self, now: float) -> None:
-        """Note the broker's answer, on the channel on which the round trip has begun."""
+        """Record the broker's answer, on the channel on which the round trip began."""
         final = self._provisional.round_trip_ended(now)
         if final:
             self._confirm(final, now)
 
     def acked(self, generation: int, tag: int, multiple: bool, now: float) -> None:
-        """Settle the publishes of a ``basic.ack``, but those that are provisional."""
+        """Settle the publishes of a ``basic.ack``, except provisional ones."""
         provisional = self._provisional
         numbers: list[int] | None = None
         if provisional.proven < provisional.new_queues.latest + provisional.grace:
@@ -181,7 +180,7 @@ class PublisherSession(Generic[P]):
             self._confirm(settled, now)
 
     def nacked(self, generation: int, tag: int, multiple: bool, now: float) -> None:
-        """Retry, or settle, the publishes of a ``basic.nack``."""
+        """Retry or settle the publishes of a ``basic.nack``."""
         settled = self._tracker.settle(generation, tag, multiple)
         if not settled:
             return
@@ -203,10 +202,10 @@ class PublisherSession(Generic[P]):
                     heapq.heappush(self._delayed, (now + delay, next(self._order), publication))
 
     def returned(self, generation: int, code: int, text: str, message_id: str | None) -> None:
-        """Note a ``basic.return``, which comes before the confirm of the same publish.
+        """Record a ``basic.return``, which precedes the confirm of the same publish.
 
-        ``message_id`` is that of the returned properties. None finds the publish whose ``message.message_id`` is empty:
-        that is how one that goes out without an id is tracked, one at a time.
+        ``message_id`` comes from the returned properties. None matches the publish whose ``message.message_id`` is
+        empty: publishes without an id are tracked under the empty id, one at a time.
         """
         publication = self._ids.holder(message_id or "")
         state = None if publication is None or generation != self._tracker.generation else publication.state
@@ -220,9 +219,10 @@ class PublisherSession(Generic[P]):
         self.disconnected_reason = reason
 
     def channel_lost(self, generation: int, reply: BrokerReply | None, *, connection: bool, text: str = "lost") -> None:
-        """Take back the publishes of a lost channel.
+        """Schedule or settle the publishes of a lost channel.
 
-        The broker's ``reply`` is the reason, if it gave one; ``text`` is that of a connection lost with the channel.
+        ``reply`` is the reason that the broker gave, if any. ``text`` is the reason of a connection that was lost with
+        the channel.
         """
         if generation != self._tracker.generation:
             if connection and not self._tracker.open:
@@ -269,34 +269,34 @@ class PublisherSession(Generic[P]):
             self.connection_replaced()
 
     def blocked(self, reason: str) -> None:
-        """Write nothing until `unblocked`: ``connection.blocked``."""
+        """Stop writing until `unblocked`, after ``connection.blocked``."""
         self.blocked_reason = reason
         record(self._ready, PublicationEvent.BLOCKED)
 
     def unblocked(self, now: float) -> None:
-        """Write again: ``connection.unblocked``."""
+        """Resume writing after ``connection.unblocked``."""
         self.blocked_reason = None
         self._progress_at = now
         record(self._ready, PublicationEvent.UNBLOCKED)
 
     def abandon(self, publication: P) -> None:
-        """Settle an accepted publish whose caller waits no longer, as at its deadline.
+        """Settle a publish whose caller no longer waits, as at its deadline.
 
-        Does nothing if it is settled.
+        A settled publish is not changed.
         """
         if publication.outcome is None:
             self._give_up(publication)
 
     def abandon_all(self) -> None:
-        """Settle all publishes as at their deadline: the publisher closes for good."""
+        """Settle all publishes as at their deadline, when the publisher closes for good."""
         for publication in self._deadlines.expire(_FOR_EVER):
             self._give_up(publication)
-        self._delayed.clear()  # or the next wake-up would be theirs
+        self._delayed.clear()  # otherwise they would determine the next wake-up
 
     def tick(self, now: float) -> None:
-        """Advance the timers to ``now``. Comes before `data_to_send`.
+        """Settle expired publishes, and make delayed retries ready.
 
-        Publishes past their deadline are settled, delayed retries are ready.
+        The caller advances the timers to ``now`` before `data_to_send`.
         """
         for publication in self._deadlines.expire(now):
             self._give_up(publication)
@@ -309,9 +309,9 @@ class PublisherSession(Generic[P]):
     # Work
 
     def data_to_send(self, now: float, limit: int) -> bytes:
-        """Return the frames to write now, about ``limit`` bytes; empty if there are none.
+        """Return the frames to write now, about ``limit`` bytes, empty if none.
 
-        They are of whole messages, at least one.
+        They contain whole messages, at least one.
         """
         if not self._tracker.open or self.blocked_reason is not None:
             return b""
@@ -322,7 +322,7 @@ class PublisherSession(Generic[P]):
         while not sent and (queue := self._may_be_sent()):
             try:
                 data = self._encode(queue, sent, limit)
-            except BaseException:  # nothing of it is written
+            except BaseException:  # nothing was written
                 queue.extendleft(reversed(sent))
                 raise
         self._tracker.published(sent)
@@ -334,9 +334,9 @@ class PublisherSession(Generic[P]):
         return data
 
     def channel_in_doubt(self, now: float) -> bool:
-        """Whether to discard the channel: its confirms are overdue.
+        """Return whether to discard the channel, because its confirms are overdue.
 
-        The broker owes confirms, and has settled nothing for the confirm timeout.
+        Confirms are outstanding, and the broker has settled nothing for the confirm timeout.
         """
         at = self._doubt_at()
         return at is not None and now >= at
@@ -348,15 +348,15 @@ class PublisherSession(Generic[P]):
         return f"{text}, nor for any other on this channel{_NO_LEADER}" if self._tracker.none_settled else text
 
     def round_trip_due(self, now: float) -> bool:
-        """Whether to send any method now that the broker answers if it lives.
+        """Return whether to begin a round trip now and report `round_trip_begun`.
 
-        The caller reports `round_trip_begun`.
+        A round trip is any method that a live broker answers.
         """
         at = self._round_trip_at()
         return at is not None and now >= at
 
     def next_wakeup(self) -> float | None:
-        """Return the time of the next `tick`, whatever else happens; None for never."""
+        """Return the time of the next `tick` if no event comes first, None for never."""
         delayed = self._delayed[0][0] if self._delayed else None
         times = (self._deadlines.next_deadline, self._doubt_at(), delayed, self._round_trip_at())
         return min((at for at in times if at is not None), default=None)
@@ -369,27 +369,27 @@ class PublisherSession(Generic[P]):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no publish has a place in the window: abandoned ones keep theirs."""
+        """Whether no publish has a place in the window. Abandoned ones keep theirs."""
         return not self._ids
 
     @property
     def on_wire(self) -> int:
-        """Publishes for which the open channel owes a confirm."""
+        """The number of publishes on the open channel without a confirm."""
         return len(self._tracker)
 
     @property
     def proven(self) -> float:
-        """Queues that were made a grace before are old, as far as is known."""
+        """The latest time such that queues made a grace before it are known to be old."""
         return self._provisional.proven
 
     @property
     def stale_confirms(self) -> int:
-        """Confirms that were unknown, repeated or of an older channel."""
+        """The number of confirms that were unknown, repeated or of an older channel."""
         return self._tracker.stale
 
     @property
     def oldest_accepted_at(self) -> float | None:
-        """When the oldest unsettled publish was accepted; None if all are settled."""
+        """The time when the oldest unsettled publish was accepted, None without one."""
         return self._deadlines.oldest_accepted_at
 
     def _doubt_at(self) -> float | None:
@@ -405,7 +405,7 @@ class PublisherSession(Generic[P]):
     def _encode(self, queue: deque[P], sent: list[P], limit: int) -> bytes:
         """Move publishes from ``queue`` to ``sent``, and return their frames.
 
-        One that cannot be encoded is refused: it would fail the same way at every attempt.
+        A publish that cannot be encoded is refused, since it would fail in the same way at every attempt.
         """
         out: list[bytes] = []
         size = 0
@@ -445,7 +445,7 @@ class PublisherSession(Generic[P]):
     def _may_be_sent(self) -> deque[P]:
         """Return the publishes to write next: ready ones, or those of the probed group.
 
-        While there are suspects, the next group begins once all of the last one is settled.
+        While there are suspects, the next group begins when the whole last group is settled.
         """
         bisector = self._bisector
         while bisector.active and not len(self._tracker) and all(one.outcome is not None for one in self._probe):
@@ -455,7 +455,7 @@ class PublisherSession(Generic[P]):
     def _confirm(self, acked: Sequence[P], now: float) -> None:
         """Settle publishes that the broker has for good.
 
-        It does as `_finish`, for many at once: acks come by the ten thousand a second.
+        This is `_finish` for many publishes at once, because tens of thousands of acks arrive per second.
         """
         before = len(self.settled)
         freed = 0
@@ -480,9 +480,9 @@ class PublisherSession(Generic[P]):
             self.statistics.confirm_seconds.observe_all(waited)
 
     def _send_first(self, on_wire: Mapping[P, tuple[int, int]]) -> None:
-        """Publish again, before all others, those that the broker has had, in their order.
+        """Publish provisional publishes and ``on_wire`` again first, in their order.
 
-        These are the provisional publishes and those on the wire, by generation and number.
+        ``on_wire`` has the generation and number of each publish on the wire.
         """
         self.statistics.in_doubt += len(self._provisional)
         publications = self._provisional.connection_lost(on_wire)
@@ -495,7 +495,7 @@ class PublisherSession(Generic[P]):
             self._ready.extendleft(reversed(publications))
 
     def _give_up(self, publication: P) -> None:
-        """Settle a publish in any state: as unknown, or by the broker's last answer to it."""
+        """Settle a publish in any state, by the broker's last answer or as unknown."""
         if publication.reply is not None:
             outcome = Outcome.RETURNED
         elif publication.sends and publication.nacks == publication.sends:
@@ -514,7 +514,7 @@ class PublisherSession(Generic[P]):
     def _finish(self, publication: P, outcome: Outcome, *, confirm_owed: bool = False) -> None:
         """Settle a publish: set its outcome, count it, and free its place and its id.
 
-        While its confirm is owed it keeps both, until the channel settles it or is lost.
+        While its confirm is outstanding, the publish keeps both until the channel settles it or is lost.
         """
         publication.outcome = outcome
         self.statistics.settled(outcome.value)

@@ -1,9 +1,9 @@
 """The events in the life of a publish that a trace shows.
 
-The session tells the trace of a publication, if it has one, of each event as it happens. It knows nothing of spans: a
-trace is whatever records events, and brings the headers by which the receiver of the message continues it.
+The session reports each event to the trace of a publication, if it has one. The session knows nothing of spans. A trace
+is any object that records events and provides the headers by which the receiver of the message continues the trace.
 
-Invariant: most publishes have no trace, and cost no more than finding that out.
+Invariant: a publish without a trace, as most are, costs no more than the check for one.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ class PublicationEvent(enum.Enum):
 
     WINDOW_FULL = "window_full"  # its caller waits for the window
     ADMITTED = "admitted"  # the window has room for it again
-    BLOCKED = "blocked"  # the broker blocks publishing, and it is not written yet
-    UNBLOCKED = "unblocked"  # the broker takes publishes again
+    BLOCKED = "blocked"  # it is not written, because the broker blocks publishing
+    UNBLOCKED = "unblocked"  # the broker accepts publishes again
     SENT = "sent"  # it was written to a channel
     RETURNED = "returned"  # no queue is bound for it
     NACKED = "nacked"  # the broker nacked it
-    PROVISIONAL = "provisional"  # the broker acked it, and may still lose it: a queue is new
-    IN_DOUBT = "in_doubt"  # the channel was lost before its confirm: it may have arrived
+    PROVISIONAL = "provisional"  # the broker acked it, but may still lose it because a queue is new
+    IN_DOUBT = "in_doubt"  # the channel was lost before its confirm, so it may have arrived
 
 
 class PublicationTrace(Protocol):
-    """Records the life of one publish. Called by the session: it must not block."""
+    """A recorder of the life of one publish, which must not block the session."""
 
     @property
     def recording(self) -> bool:
-        """Whether events are recorded; otherwise there are headers alone."""
+        """Whether events are recorded. Otherwise the trace only has headers."""
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """Headers to set on the message, beside its own."""
+        """The headers to set on the message in addition to its own."""
 
     @property
     def plain_head(self) -> bytes:
-        """`plain_properties_head` of the headers."""
+        """The `plain_properties_head` of the headers."""
 
     @property
     def ids(self) -> Mapping[str, str]:
-        """The ids of its span, for logs and exemplars; empty if it is not sampled."""
+        """The ids of the span for logs and exemplars, empty if it is not sampled."""
 
     def event(self, event: PublicationEvent, publication: Publication) -> None:
         """Record an event."""
 
     def failed(self, error: BaseException) -> None:
-        """End: the publish was not accepted."""
+        """End the trace of a publish that was not accepted."""
 
 
 _IN_DOUBT: Final[Mapping[str, FieldValue]] = {headers.POSSIBLE_DUPLICATE: True}
@@ -69,7 +69,7 @@ _IN_DOUBT: Final[Mapping[str, FieldValue]] = {headers.POSSIBLE_DUPLICATE: True}
 def encode_traced(publication: Publication) -> bytes:
     """Return the encoded properties of an attempt that is traced or in doubt.
 
-    One that is not in doubt, of a message with an id alone, has `plain_properties`, which takes less.
+    A traced attempt that is not in doubt uses the cheaper `plain_properties` if the message only has an id.
     """
     message, trace = publication.message, publication.trace
     if trace is None:
@@ -80,7 +80,7 @@ def encode_traced(publication: Publication) -> bytes:
 
 
 def record(publications: Iterable[Publication], event: PublicationEvent) -> None:
-    """Record an event in the traces of publishes that have one."""
+    """Record an event in the traces of those publishes that have one."""
     for publication in publications:
         trace = publication.trace
         if trace is not None and trace.recording:

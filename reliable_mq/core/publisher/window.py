@@ -1,16 +1,16 @@
 """The admission to a publisher: limits of a message, a window, one publish per id.
 
-A full window makes ``submit`` wait, so that neither the process nor the broker is flooded. A returned message names its
-``message_id`` and nothing else, so two outstanding publishes with the same id could not be told apart: the second one
-waits until the first is settled.
+A full window makes ``submit`` wait, so that neither the process nor the broker is flooded. A returned message is only
+identified by its ``message_id``, so two outstanding publishes with the same id could not be distinguished. The second
+one waits until the first is settled.
 
 Invariants:
 
-- a message that cannot be sent is refused by `MessageLimits` before anything of it is sent;
-- `PublishWindow` never holds more than ``max_count`` messages, nor more than ``max_bytes``, except for a single message
-  larger than ``max_bytes``, which is admitted alone (else it could never be sent);
-- an admitted message is released once; with none left the window is empty, whatever has interrupted its callers;
-- `MessageIdQueue` admits one publication per id at a time; the others follow in the order in which they came.
+- A message that cannot be sent is refused by `MessageLimits` before any part of it is sent.
+- `PublishWindow` never holds more than ``max_count`` messages, nor more than ``max_bytes``. The exception is a single
+  message larger than ``max_bytes``, which is admitted alone, because it could never be sent otherwise.
+- An admitted message is released once. Without admitted messages the window is empty, even if callers were interrupted.
+- `MessageIdQueue` admits one publication per id at a time. The others follow in the order in which they came.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["MessageIdQueue", "MessageLimits", "PublishWindow"]
 
 _CONTENT_TOO_LARGE: Final = 311  # the AMQP reply code for a body that is too large
 _TARGETS_KEPT: Final = 4096  # pairs of exchange and routing key known to be valid
-_DUPLICATE_HEADER_BYTES: Final = 64  # of the header that marks a possible duplicate, at most
+_DUPLICATE_HEADER_BYTES: Final = 64  # the maximum size of the header that marks a possible duplicate
 
 P = TypeVar("P", bound=Publication)
 
@@ -40,11 +40,11 @@ class MessageLimits:
     """The limits of a message, wherever it is published. Thread-safe.
 
     Args:
-        max_message_bytes: of a body.
-        mandatory: of every publish.
+        max_message_bytes: The maximum size of a body, in bytes.
+        mandatory: Whether every publish is mandatory.
 
     Raises:
-        ConfigurationError: ``max_message_bytes`` is no whole number.
+        ConfigurationError: If ``max_message_bytes`` is not a whole number.
     """
 
     def __init__(self, max_message_bytes: int, *, mandatory: bool) -> None:
@@ -55,23 +55,23 @@ class MessageLimits:
         self._targets: set[tuple[str, str]] = set()
 
     def check(self, message: Message, exchange: str, routing_key: str, frame_max: int) -> int:
-        """Refuse a message that cannot be sent; return the size of its body in bytes.
+        """Refuse a message that cannot be sent. Return the size of its body in bytes.
 
         Args:
-            message: to publish.
-            exchange: its exchange.
-            routing_key: its routing key.
-            frame_max: of the latest connection, bytes.
+            message: The message to publish.
+            exchange: The name of its exchange.
+            routing_key: Its routing key.
+            frame_max: The maximum frame size of the latest connection, in bytes.
 
         Raises:
-            ConfigurationError: an argument is wrong.
-            PublishRefused: the message is too large.
+            ConfigurationError: If an argument is invalid.
+            PublishRefused: If the message is too large.
         """
         if not isinstance(message, Message):
             raise ConfigurationError(f"message must be a Message, not {type(message).__name__}: wrap it, Message(body)")
         try:
             known = (exchange, routing_key) in self._targets
-        except TypeError:  # one is no text, but a list, say
+        except TypeError:  # one of them is not a string but, for example, a list
             known = False
         if not known:
             publish_head(1, exchange, routing_key, self._mandatory)  # refuses a name that cannot be encoded
@@ -85,7 +85,7 @@ class MessageLimits:
 
     @staticmethod
     def fits_frame(message: Message, header_bytes: int, frame_max: int) -> bool:
-        """Whether a frame holds the headers of a message and so many bytes more."""
+        """Return whether a frame can hold a message's headers and ``header_bytes``."""
         header = header_frame_size(encode_properties(message))
         return header + header_bytes + _DUPLICATE_HEADER_BYTES <= frame_max
 
@@ -110,7 +110,7 @@ class MessageLimits:
 
 
 class PublishWindow:
-    """Admission by count and by bytes. Not thread-safe: the caller holds a lock."""
+    """Admission by count and bytes. Not thread-safe, the caller holds a lock."""
 
     def __init__(self, max_count: int, max_bytes: int) -> None:
         self.max_count = whole_number("max_outstanding", max_count, 1)
@@ -130,23 +130,26 @@ class PublishWindow:
         self.bytes -= size
 
     def clear(self) -> None:
-        """Free every place. No message has one: interrupted callers may have miscounted."""
+        """Free every place when no message holds one.
+
+        Callers that were interrupted may have miscounted.
+        """
         self.count = self.bytes = 0
 
     def worth_waking(self, on_wire: int) -> bool:
-        """Whether to wake the callers that wait for a place.
+        """Return whether to wake the callers that wait for a place.
 
-        Waking a thread for every single place would cost more than the publish itself, so it is done when the channel
-        owes half a window of confirms at most. Publishes that wait for another attempt do not count: they would keep
-        the callers waiting, too.
+        Waking a thread for every single place would cost more than the publish itself. So callers are woken when at
+        most half a window of publishes is on the wire. Publishes that wait for another attempt do not count, because
+        they would keep the callers waiting as well.
         """
         return on_wire * 2 <= self.max_count
 
 
 class MessageIdQueue(Generic[P]):
-    """One publication per ``message_id`` at a time; the others wait. Not thread-safe.
+    """The admission of one publication per ``message_id`` at a time.
 
-    A publication that waits is `PublicationState.WAITING`.
+    The other publications wait in the state `PublicationState.WAITING`. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -157,7 +160,7 @@ class MessageIdQueue(Generic[P]):
         return len(self._admitted)
 
     def enter(self, publications: Iterable[P]) -> list[P]:
-        """Admit publications whose id is free, and return them in order; the others wait."""
+        """Admit and return publications whose id is free, in order. The others wait."""
         admitted: list[P] = []
         enter = self._admitted.setdefault
         for publication in publications:
@@ -173,7 +176,7 @@ class MessageIdQueue(Generic[P]):
         return self._admitted.get(message_id)
 
     def leave(self, publications: Iterable[P]) -> list[P]:
-        """Free the ids of publications off the channel; admit and return the next of each."""
+        """Free the ids of publications off the wire. Admit and return the next of each."""
         holders, waiting = self._admitted, self._waiting
         admitted: list[P] = []
         for publication in publications:
@@ -189,7 +192,7 @@ class MessageIdQueue(Generic[P]):
         return admitted
 
     def withdraw(self, publication: P) -> bool:
-        """Remove a publication that waits; return whether it did."""
+        """Remove a waiting publication. Return whether it was waiting."""
         key = publication.message.message_id
         queue = self._waiting.get(key)
         if queue is None or publication not in queue:

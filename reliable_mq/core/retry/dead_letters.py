@@ -1,11 +1,14 @@
 """Dead letters: the message of a delivery, with its history in headers of ours.
 
-Invariants: the body and every property and header that is not ours are copied byte for byte. Some would do harm in a
-message that is published again, and travel in headers of ours instead: ``CC`` and ``BCC`` (it would be routed there
-again), ``user_id`` (another user's closes the channel with 406) and ``expiration`` (the dead letter would expire).
-RabbitMQ's counts of deliveries are left out: they belong to the queue that the message leaves. The ``message_id`` stays
-as it was, none included. Headers of the original queue, exchange and properties stay when a dead letter is
-dead-lettered again.
+Invariants:
+
+- The body and every property and header that is not ours are copied byte for byte. Some would do harm in a message that
+  is published again, and travel in headers of ours instead: ``CC`` and ``BCC`` (the message would be routed there
+  again), ``user_id`` (that of another user closes the channel with 406) and ``expiration`` (the dead letter would
+  expire).
+- RabbitMQ's delivery counts are left out, because they belong to the queue that the message leaves.
+- The ``message_id`` is unchanged, even if there is none.
+- When a dead letter is dead-lettered again, the headers of its original queue, exchange and properties are kept.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ _PERSISTENT: Final = b"\x02"
 
 
 class Target(NamedTuple):
-    """Where dead letters are published to."""
+    """The address to which dead letters are published."""
 
     exchange: str  # empty for the default exchange
     routing_key: str  # the queue's name with the default exchange
@@ -54,9 +57,9 @@ class Target(NamedTuple):
 class RepublishReason(enum.Enum):
     """The purpose of a message that is published again."""
 
-    DEAD_LETTER = "dead letter"  # it is given up
-    RETRY = "retry"  # it waits in a delay queue for its next attempt
-    QUARANTINE = "quarantine"  # it is suspected of killing its consumer, and is handled by itself from now on
+    DEAD_LETTER = "dead letter"  # the message is given up
+    RETRY = "retry"  # the message waits in a delay queue for its next attempt
+    QUARANTINE = "quarantine"  # the message may have killed its consumer, and is handled alone from now on
 
 
 class RepublishRequest:
@@ -75,12 +78,12 @@ class RepublishRequest:
         queue: Queue | None = None,
     ) -> None:
         self.purpose = purpose
-        self.queue = queue  # that it goes to, if that may have to be declared
-        self.delivery = delivery  # the original, unsettled until this is confirmed
+        self.queue = queue  # the target queue, if it may have to be declared
+        self.delivery = delivery  # the original, unsettled until this request is confirmed
         self.exchange, self.routing_key = target
         self.properties = properties  # encoded
-        self.reason = reason  # why it is a dead letter; else empty
-        self.tries = 0  # publishes that were not confirmed
+        self.reason = reason  # why the message is a dead letter; empty for any other purpose
+        self.tries = 0  # unconfirmed publishes of this request
 
     @property
     def body(self) -> bytes:
@@ -88,7 +91,7 @@ class RepublishRequest:
 
 
 class DeadLetters:
-    """Makes the dead letters of one consumer, with the version of this package."""
+    """A maker of one consumer's dead letters, with the version of this package."""
 
     def __init__(self, target: Target, *, consumer: str, version: str) -> None:
         self._target = target
@@ -116,7 +119,7 @@ class DeadLetters:
                     raw, set_headers=ours | _moved(view, theirs), drop_headers=_DROPPED, clear=_CLEARED
                 )
             except (CodecError, ConfigurationError):
-                pass  # broken altogether, or a CC that is no list of names
+                pass  # the properties are broken, or their CC is no list of names
         ours[headers.ORIGINAL_PROPERTIES] = raw
         return join_properties({"headers": encode_table(ours), "delivery_mode": _PERSISTENT})
 
@@ -162,7 +165,7 @@ def _is_ours(theirs: Mapping[str, object]) -> bool:
 
 
 def _readable(view: Properties) -> Mapping[str, object]:
-    """Read our headers, though others cannot be read."""
+    """Return our headers although others cannot be read."""
     try:
         return view.headers_beginning(headers.PREFIX)
     except CodecError:

@@ -1,18 +1,19 @@
 """Delay queues: the queues in which the messages of a queue wait for their retry.
 
-A message expires at the head of its queue only, so each delay queue has one delay, and dead-letters expired messages to
-the queue, at least once. The delays of the policy have queues of their own, declared with the queue. Any other delay
-(of ``RetryLater``, or with jitter) goes through a few queues of a fixed series, one after the other, declared when one
-is first needed: 1, 2, 5, 10, 20, 50, ... times a tenth of a second.
+A message expires only at the head of its queue. So each delay queue has a single delay, and dead-letters expired
+messages to their own queue, at least once. Each delay of the policy has a dedicated queue, which is declared with the
+queue. For any other delay (of ``RetryLater``, or with jitter) a message passes through a few queues of a fixed series,
+one after the other: 1, 2, 5, 10, 20, 50, ... times a tenth of a second. Each is declared when it is first needed.
 
-A series that is fixed needs no cleaning up. Nor could it be done: ``x-expires`` deletes a quorum queue with the
-messages that wait in it, publishing and declaring again do not renew it, there is no "delete if empty" for quorum
-queues, and messages that have expired and wait to be dead-lettered to their queue are in no count that AMQP shows (all
-of it on 4.0 and 4.3).
+A fixed series needs no cleanup. Cleanup would not even be possible (on 4.0 and 4.3): ``x-expires`` deletes a quorum
+queue with its waiting messages, and neither publishing nor declaring again renews it. Quorum queues have no "delete if
+empty". Expired messages that wait to be dead-lettered to their queue are in no count that AMQP shows.
 
-Invariants: a path takes at least the delay that was asked for, and more than that by a second or a tenth of it at most;
-it has no more than a handful of steps; whatever a message says, there are no queues but those of the policy and of the
-series.
+Invariants:
+
+- A path takes at least the requested delay, and exceeds it by at most a second or a tenth of the delay.
+- A path has no more than a handful of steps.
+- No message can cause other queues than those of the policy and of the series.
 """
 
 from __future__ import annotations
@@ -33,25 +34,25 @@ if TYPE_CHECKING:
 
 __all__ = ["LONGEST_PATH", "DelayQueue", "DelayQueues"]
 
-#: Milliseconds, up to RabbitMQ's longest time to live: ten years.
+#: RabbitMQ's longest time to live, ten years, in milliseconds.
 LONGEST: Final = 315_360_000_000
 SERIES: Final = tuple(step * 10**power for power in range(2, 12) for step in (1, 2, 5) if step * 10**power <= LONGEST)
-#: No path of ours is longer; one that is was made by somebody else.
+#: The maximum number of steps of our paths. A longer path was made by another program.
 LONGEST_PATH: Final = 16
-_MOST_OWN: Final = 16  # delays of a policy that have queues of their own
-_TOLERANCE: Final = 1000  # milliseconds, or a tenth
+_MOST_OWN: Final = 16  # the maximum number of policy delays with dedicated queues
+_TOLERANCE: Final = 1000  # milliseconds; longer delays tolerate a tenth
 _NAMED: Final = re.compile(r"(?P<queue>.+)\.retry\.(?P<milliseconds>[1-9]\d*)", re.DOTALL)
 
 
 class DelayQueue(NamedTuple):
     """The name of a delay queue, decoded."""
 
-    queue: str  # that its messages return to
+    queue: str  # the queue to which its messages return
     milliseconds: int
 
     @classmethod
     def of(cls, name: str) -> DelayQueue | None:
-        """Decode a name; None if it is not the name of a delay queue."""
+        """Decode a name. Return None if it is not the name of a delay queue."""
         match = _NAMED.fullmatch(name)
         return None if match is None else cls(match["queue"], int(match["milliseconds"]))
 
@@ -63,10 +64,10 @@ class DelayQueue(NamedTuple):
 class DelayQueues:
     """The delay queues of one queue, in milliseconds.
 
-    The delays of the policy have queues of their own, unless they are many, or a matter of chance.
+    The delays of the policy have dedicated queues, unless there are too many or the policy has jitter.
 
     Raises:
-        ConfigurationError: the queue's name leaves no room for theirs.
+        ConfigurationError: If the name of the queue is too long for the names of its delay queues.
     """
 
     def __init__(self, queue: str, policy: RetryPolicy) -> None:
@@ -100,15 +101,15 @@ class DelayQueues:
     def through(self, path: Sequence[int]) -> tuple[int, ...]:
         """Return a path through our delay queues that takes as long as ``path``.
 
-        A path travels in a header, which any client can send: it must not make queues, which stay.
+        A path travels in a header, which any client can send. It must not cause new queues, since these are permanent.
         """
         return tuple(path) if self._known.issuperset(path) else self.path(sum(path) / 1000)
 
     def queue(self, step: int) -> Queue:
-        """Return the delay queue of so many milliseconds."""
+        """Return the delay queue for ``step`` milliseconds."""
         return Queue(DelayQueue(self._queue, step).name, message_ttl=step / 1000, dead_letter=self._queue)
 
 
 def milliseconds(delay: float) -> int:
-    """Return a delay in milliseconds, rounded up: it is never cut short."""
+    """Return a delay in milliseconds, rounded up so that it is never too short."""
     return ceil(round(delay * 1000, 6))

@@ -1,12 +1,17 @@
 """Encode a delivery as the message that waits for its next attempt, and decode it.
 
-Invariants: body, exchange, routing key, every property and every header are the same afterwards, byte for byte
-(RabbitMQ sorts headers by name when it dead-letters, which is how a message leaves a delay queue). Some may not stay in
-place meanwhile: ``CC`` and ``BCC`` (the message would be routed there again) and the headers of earlier dead-lettering
-(the broker writes them anew) change their names; ``user_id`` (another user's closes the channel) and ``expiration`` (it
-would cut the delay short) move into the header `headers.RETRY`, with the exchange and routing key, which a delay queue
-does not keep. A message that would not be the same afterwards is not encoded. The attempt is in `headers.ATTEMPT`; a
-value of ours that is out of its range is ignored.
+Invariants:
+
+- After decoding, the body, exchange, routing key, every property and every header are the same, byte for byte. Only the
+  order of headers may change, because RabbitMQ sorts them by name when it dead-letters a message out of a delay queue.
+- A message that would change is not encoded.
+- A value of ours that is out of range is ignored.
+
+Some properties and headers may not stay in place while the message waits. ``CC`` and ``BCC`` (the message would be
+routed there again) and the headers of earlier dead-lettering (the broker overwrites them) are renamed. ``user_id``
+(that of another user closes the channel) and ``expiration`` (it would shorten the delay) move into the header
+`headers.RETRY`, with the exchange and routing key, which a delay queue does not keep. The attempt is in
+`headers.ATTEMPT`.
 """
 
 from __future__ import annotations
@@ -42,23 +47,23 @@ _MOVED: Final = {name: headers.ORIGINAL + name.lower() for name in ("CC", "BCC",
 _CLEARED: Final = ("user_id", "expiration")
 
 
-LONGEST_CONTEXT: Final = 64  # characters; that of W3C's first version has 55
+LONGEST_CONTEXT: Final = 64  # characters; a context of W3C's first version has 55
 
 
 class RetryState(NamedTuple):
     """The state of a message that came from a delay queue, or from quarantine."""
 
-    path: tuple[int, ...] = ()  # the delays of the delay queues that are left, in milliseconds
-    suspect: bool = False  # whether it is suspected of killing its consumer
+    path: tuple[int, ...] = ()  # the delays of the remaining delay queues, in milliseconds
+    suspect: bool = False  # whether the message is suspected of killing its consumer
 
 
 PLAIN: Final = RetryState()
 
 
 def encode_retry_headers(delivery: Delivery, path: Sequence[int] = (), *, suspect: bool = False) -> bytes | None:
-    """Return the properties of the waiting message; None if they would be changed.
+    """Return the properties of the waiting message, None if decoding would alter them.
 
-    The ``path`` has the delay queues after the first one.
+    ``path`` contains the delay queues after the first one.
     """
     raw = delivery.properties
     view = Properties(raw)
@@ -104,8 +109,8 @@ def decode_retry_headers(delivery: Delivery) -> RetryState:
     """Restore a delivery that has waited, with its failed attempts.
 
     Raises:
-        NewerFormat: its headers are from a newer version of this package.
-        ConsumeError: they cannot be read.
+        NewerFormat: If its headers are from a newer version of this package.
+        ConsumeError: If its headers cannot be read.
     """
     ours = delivery.headers_beginning(headers.PREFIX)
     delivery.set_failures(failures_from_headers(ours))
@@ -118,7 +123,7 @@ def decode_retry_headers(delivery: Delivery) -> RetryState:
     said = [name for name in moved if isinstance(name, str)] if isinstance(moved, list) else []
     back = {_MOVED[name]: name for name in said if name in _MOVED}
     dropped = [headers.ATTEMPT, headers.RETRY, headers.TRACE_CONTEXT, *DEATHS]
-    if headers.DEAD_LETTER_REASON not in ours:  # else the format is the dead letter's
+    if headers.DEAD_LETTER_REASON not in ours:  # otherwise the format belongs to the dead letter
         dropped.append(headers.FORMAT)
     try:
         # In two steps: the broker's headers must be gone before the original ones take their names again.
@@ -147,6 +152,6 @@ def _path(value: object) -> tuple[int, ...]:
 
 
 def _bytes(value: object) -> bytes | None:
-    """Encode a result of `wire_text` as a short string; None if it is too long."""
+    """Encode a result of `wire_text` as a short string, None if it is too long."""
     encoded = value.encode("utf-8", "surrogateescape") if isinstance(value, str) else value
     return encoded if isinstance(encoded, bytes) and len(encoded) <= 255 else None

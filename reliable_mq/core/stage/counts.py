@@ -1,12 +1,15 @@
-"""Counts of a queue: whether it is empty, and who else consumes it. No I/O.
+"""Counts of a queue, to find whether it is empty or has other consumers. No I/O.
 
-AMQP shows how many messages of a queue are ready, and how many consumers it has; not which messages are unacked, nor
-whether one consumer at a time is active. That one is another than the relay, or becomes so when the relay changes its
-subscription, so a warning of other consumers holds there, too. A quorum queue counts a cancelled consumer until its
-deliveries are acked, and of those of which one at a time is active that one alone.
+AMQP shows the number of ready messages and the number of consumers of a queue. It shows neither the unacked messages
+nor whether the queue has a single active consumer. Another consumer may be the active one, or become it when the relay
+changes its subscription, so a warning about other consumers is valid for such queues too. A quorum queue counts a
+cancelled consumer until its deliveries are acked. With a single active consumer, it only counts that one.
 
-Invariants: a queue is empty only by two counts in a row, between which nothing was delivered; other consumers are
-warned of once, until they are gone, and by two counts in a row: one that has just gone may be counted once.
+Invariants:
+
+- A queue is empty only after two counts in a row, with no delivery between them.
+- A warning about other consumers is given once until they are gone, and only after two counts in a row, since a
+  consumer that has just ended may be counted once.
 """
 
 from __future__ import annotations
@@ -21,29 +24,29 @@ _IN_A_ROW: Final = 2
 class QueueCounts:
     """The counts of one queue. Not thread-safe.
 
-    ``moved`` is a number of messages since the relay began.
+    ``moved`` is the number of messages moved since the relay began.
 
     Attributes:
-        ready: messages, by the last count; None before.
+        ready: The number of ready messages by the last count, None before the first.
     """
 
     def __init__(self) -> None:
         self.ready: int | None = None
-        self._ready_before = 0  # when the channel was set up
-        self._moved_before = 0  # when the relay became active
-        self._empty = 0  # in a row
+        self._ready_before = 0  # ready messages when the channel was set up
+        self._moved_before = 0  # moved messages when the relay became active
+        self._empty = 0  # empty counts in a row
         self._delivered = 0
-        self._delivered_before = 0  # at the last count
-        self._own_until = 0  # moved messages before which cancelled consumers of the relay may be counted
-        self._crowded = 0  # in a row
+        self._delivered_before = 0  # deliveries at the last count
+        self._own_until = 0  # moved messages until which cancelled consumers of the relay may be counted
+        self._crowded = 0  # counts in a row with other consumers
         self._warned = False
 
     def set_up(self, ready: int) -> None:
-        """Note the count when a channel is set up."""
+        """Record the count when a channel is set up."""
         self.ready = self._ready_before = ready
 
     def activated(self, moved: int) -> None:
-        """Note that the relay became active."""
+        """Record that the relay became active."""
         self._moved_before = moved
         self._empty = 0
 
@@ -51,20 +54,20 @@ class QueueCounts:
         self._delivered += number
 
     def subscribed(self, moved: int, outstanding: int) -> None:
-        """Note another subscription; the earlier ones end with what is outstanding."""
+        """Record a new subscription. Earlier ones end with the outstanding deliveries."""
         self._own_until = moved + outstanding
 
     def counted(self, ready: int, outstanding: int) -> None:
-        """Take in the messages of a count."""
+        """Record the messages of a count."""
         empty = not ready and not outstanding and self._delivered == self._delivered_before
         self._delivered_before = self._delivered
         self._empty = self._empty + 1 if empty else 0
         self.ready = ready
 
     def others(self, consumers: int, moved: int, *, subscribed: bool) -> int:
-        """Take in the consumers of a count; return how many others to warn of.
+        """Record the consumers of a count. Return the number of others to warn about.
 
-        ``subscribed`` says that the relay is one of them, and changes nothing.
+        ``subscribed`` means that the relay is one of them and is not changing its subscription.
         """
         if not subscribed or moved < self._own_until:
             self._crowded = 0
@@ -84,8 +87,8 @@ class QueueCounts:
         return self._empty >= _IN_A_ROW
 
     def has_moved(self, moved: int) -> bool:
-        """Whether messages that were ready when the relay became active are moved.
+        """Return whether the messages that were ready at activation are moved.
 
-        Others may have taken some: so the queue may be empty, too.
+        Other consumers may have received some of them, so an empty queue counts too.
         """
         return self.drained or moved - self._moved_before >= self._ready_before

@@ -1,17 +1,20 @@
-"""The form of a staged message: the original, whole, in one header of its copy.
+"""The form of a staged message: the whole original in one header of its copy.
 
-A stream keeps messages as AMQP 1.0, and RabbitMQ converts them both ways: it drops headers that are tables or lists
-unless their name begins with ``x-``, rounds times, and closes the connection over a decimal (541). So the copy has one
-header only, `HEADER`, whose name begins with ``x-`` and whose value is a byte string, which comes back as it was: it
-holds the properties of the original as they were on the wire, its queue, exchange and routing key. Properties of text
-that is ASCII are repeated on the copy, for other readers of the stream; ``user_id``, ``expiration`` and all headers are
-not: the broker would refuse, drop or route by them.
+A stream stores messages as AMQP 1.0, and RabbitMQ converts them in both directions. It drops headers that are tables or
+lists unless their name begins with ``x-``, rounds times, and closes the connection over a decimal (541). So the copy
+has a single header, `HEADER`, whose name begins with ``x-`` and whose value is a byte string, which RabbitMQ preserves.
+It holds the queue, exchange and routing key of the original, and its properties as they were on the wire. If they are
+ASCII, the properties are repeated on the copy for other readers of the stream, except for ``user_id``, ``expiration``
+and all headers, because the broker would refuse, drop or route by these.
 
-The header also holds a mark of the relay, see `reliable_mq.core.stage.tail`. A message without an original, which has
-the mark alone, is a *marker*: no reader sees it.
+The header also holds a mark of the relay, see `reliable_mq.core.stage.tail`. A message that has a mark but no original
+is a *marker*, which no reader sees.
 
-Invariants: `unstaged` of what `staged` has made is the delivery, byte for byte; whatever the properties of a delivery
-are, its copy fits into the frames that the delivery came in: a header that does not fit travels before the body.
+Invariants:
+
+- `unstaged` restores a delivery from the result of `staged`, byte for byte.
+- Whatever the properties of a delivery are, its copy fits into the frames in which the delivery came. A header that is
+  too large travels before the body.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ _ENTRY: Final = _NAME + b"x"
 _HEADERS, _DELIVERY_MODE, _USER_ID, _EXPIRATION = 0x2000, 0x1000, 0x0010, 0x0100
 _TIMESTAMP: Final = 0x0040
 _OTHERS: Final = 0x0001 | 0x0002 | 0x0004  # a continuation, and flags that no AMQP 0-9-1 client sends
-_LATEST: Final = b"\0\0\0"  # the first bytes of a time before the year 36000, which can be converted
+_LATEST: Final = b"\0\0\0"  # the first bytes of a convertible time, before the year 36000
 _PERSISTENT: Final = b"\2"
 
 
@@ -61,14 +64,14 @@ class Mark(NamedTuple):
     """The relay's mark in a staged message."""
 
     low: int  # an offset of this partition below which everything is settled; `UNKNOWN` in a marker
-    epoch: bytes  # eight bytes that no other epoch of a relay has
+    epoch: bytes  # eight bytes that are unique to one epoch of a relay
     is_marker: bool
 
 
 class Original(NamedTuple):
     """A delivery, as the relay received it.
 
-    Exchange and routing key have bytes that are not UTF-8 as surrogate escapes.
+    In the exchange and routing key, bytes that are not UTF-8 are surrogate escapes.
     """
 
     queue: str
@@ -82,17 +85,17 @@ class Original(NamedTuple):
 class Parts(NamedTuple):
     """The parts of encoded properties that concern the relay."""
 
-    flags: int  # of the properties that the copy has, too
-    before: bytes  # these, up to the headers
-    after: bytes  # these, behind the delivery mode
-    message_id: bytes | None  # None where there is none, or the properties are broken
+    flags: int  # the flags of the properties that are repeated on the copy
+    before: bytes  # the repeated properties before the headers
+    after: bytes  # the repeated properties after the delivery mode
+    message_id: bytes | None  # None if there is none, or the properties are broken
 
 
 _NOTHING: Final = Parts(0, b"", b"", None)
 
 
 def parts_of(properties: bytes) -> Parts:
-    """Cut encoded properties; those that are broken have no parts."""
+    """Split encoded properties into parts. Broken properties have no parts."""
     try:
         return _cut(properties)
     except IndexError:
@@ -144,9 +147,9 @@ def _cut(raw: bytes) -> Parts:
 
 
 def identity(message_id: bytes, exchange: str, routing_key: str, body: bytes) -> bytes:
-    """Return 16 bytes that two messages share only if they are the same one.
+    """Return 16 bytes that two messages share only if they are the same message.
 
-    That is: the same id, routed the same way, with the same body. Headers do not count: a broker adds to them with each
+    The same message has the same id, routing and body. Headers do not count, because a broker adds to them with each
     delivery.
     """
     digest = blake2b(digest_size=16)
@@ -158,19 +161,22 @@ def identity(message_id: bytes, exchange: str, routing_key: str, body: bytes) ->
 
 
 def marker(epoch: bytes) -> bytes:
-    """Return the encoded properties of a marker; its body is empty."""
+    """Return the encoded properties of a marker, whose body is empty."""
     return _properties(_HEAD.pack(_VERSION, _MARKER, UNKNOWN, epoch), _NOTHING)
 
 
 def names_of(queue: str, exchange: str, routing_key: str) -> bytes:
-    """Encode where a message comes from, for `staged`."""
+    """Encode the origin of a message for `staged`."""
     return b"".join(bytes((len(name),)) + name for name in (queue.encode(), _bytes(exchange), _bytes(routing_key)))
 
 
 def staged(
     names: bytes, delivery: RawDelivery, parts: Parts, low: int, epoch: bytes, frame_max: int
 ) -> tuple[bytes, bytes]:
-    """Return encoded properties and body of the copy; ``names`` is from `names_of`."""
+    """Return the encoded properties and body of the copy.
+
+    ``names`` is the result of `names_of`.
+    """
     flags = _REDELIVERED if delivery.redelivered else 0
     original, body = delivery.properties, delivery.body
     properties = _properties(_HEAD.pack(_VERSION, flags, low, epoch) + names + original, parts)
@@ -181,12 +187,12 @@ def staged(
 
 
 def unstaged(properties: bytes, body: bytes) -> tuple[Mark, Original | None] | None:
-    """Return mark and original of a staged message; None if it is no staged one.
+    """Return the mark and original of a staged message, or None for any other message.
 
-    It is none, either, if its header is broken, as in a message that others have put there.
+    A message with a broken header, which another program may have published, is not a staged message.
 
     Raises:
-        ConfigurationError: it was written by a newer version of this package.
+        ConfigurationError: If a newer version of this package wrote the message.
     """
     value = _value(properties)
     if value is None or len(value) < _HEAD.size:
@@ -233,7 +239,7 @@ def _properties(value: bytes, parts: Parts) -> bytes:
 def _value(properties: bytes) -> bytes | None:
     """Return the value of our header.
 
-    To search for it costs a tenth of decoding the headers, which is done where its name occurs twice.
+    Searching for it costs a tenth of decoding the headers. They are decoded if its name does not occur exactly once.
     """
     at = properties.find(_NAME)
     if at < 0:

@@ -1,9 +1,9 @@
 """The options of a relay into a stage, and the stage's topology.
 
-A stage is a stream of its name; with `partitions`, a super stream: streams called ``STAGE-0`` and so on, bound to a
-direct exchange of the stage's name, which clients of the stream protocol look for. The lock of a stage is a classic
-queue, ``STAGE.relay``, which never has a message: the active relay is its exclusive consumer. (RabbitMQ does not
-enforce an exclusive consumer of a quorum queue.)
+A stage is a stream with the name of the stage. With `partitions`, it is a super stream: streams called ``STAGE-0`` and
+so on, bound to a direct exchange with the name of the stage, which clients of the stream protocol expect. The lock of a
+stage is a classic queue, ``STAGE.relay``, which never has a message. The active relay is its exclusive consumer.
+(RabbitMQ does not enforce an exclusive consumer of a quorum queue.)
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ __all__ = ["MissingId", "StageOptions", "shard"]
 
 _AGE: Final = re.compile(r"([1-9][0-9]{0,8})([YMDhms])")
 _SECONDS: Final = {"Y": 365 * 86_400, "M": 30 * 86_400, "D": 86_400, "h": 3600, "m": 60, "s": 1}
-_LONGEST: Final = 240  # bytes of a name, so that those made of it fit
+_LONGEST: Final = 240  # the maximum bytes of a name, so that names derived from it fit
 _MOST_PARTITIONS: Final = 1000
-_SEGMENTS: Final = 8  # of a stage with a limit of bytes: whole segments are dropped
+_SEGMENTS: Final = 8  # segments of a stage with a limit of bytes, which are only dropped whole
 _LARGEST_SEGMENT: Final = 500_000_000  # RabbitMQ's default
 _SMALLEST_SEGMENT: Final = 1_000_000
 _HEADER_KEY: Final = "header:"
-_OPTIONS: Final = {  # by the argument that the stage has of them
+_OPTIONS: Final = {  # the options, by the argument of the stage that results from them
     "x-max-age": "retention",
     "x-max-length-bytes": "max_bytes",
     "x-stream-max-segment-size-bytes": "max_bytes",
@@ -40,7 +40,7 @@ _OPTIONS: Final = {  # by the argument that the stage has of them
 
 
 class MissingId(enum.Enum):
-    """What is done with a message that has no message id."""
+    """The treatment of a message that has no message id."""
 
     REFUSE = "refuse"
     REPEAT = "repeat"
@@ -48,30 +48,31 @@ class MissingId(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOptions:
-    """What to move where.
+    """The options of a relay that moves a queue into a stage.
 
     Args:
-        url: of the broker, as for a `Publisher`.
-        queue: to move messages from, classic or quorum; it exists.
-        stage: the stream to move them into; declared.
-        partitions: of a super stream; None for a plain stream.
-        key: decides on the partition of a message: ``"message_id"``, ``"routing_key"``, or ``"header:NAME"``. A message
-            without it goes by its body.
-        retention: how long the stage keeps a message, at least: a number with a unit of Y, M, D, h, m or s. None for
-            any time.
-        max_bytes: above which each partition drops its oldest messages; None for no limit.
-        missing_id: what to do with a message without ``message_id``: refuse it, which ends the relay with an error, or
+        url: The URL of the broker, as for a `Publisher`.
+        queue: The queue to move messages from, classic or quorum. It must exist.
+        stage: The stream to move messages into. The relay declares it.
+        partitions: The number of partitions of a super stream. None for a plain stream.
+        key: The value that selects the partition of a message: ``"message_id"``, ``"routing_key"``, or
+            ``"header:NAME"``. The partition of a message without it depends on its body.
+        retention: The minimum time for which the stage keeps a message: a number with a unit of Y, M, D, h, m or s.
+            None for no limit.
+        max_bytes: The size above which each partition drops its oldest messages, in bytes. None for no limit.
+        missing_id: The treatment of a message without ``message_id``: refuse it, which ends the relay with an error, or
             move it, perhaps twice if a relay dies.
-        max_outstanding: messages that may be unacked.
-        max_outstanding_bytes: bytes that they may fill, about.
-        confirm_timeout: seconds without a confirm after which the connection is replaced.
-        missing_queue_timeout: seconds for which the queue, or the stage, may be missing before the relay ends.
-        new_stage_grace: seconds for which a stage that was just made is left alone: a broker that is killed in its
-            first second has forgotten the stream, with everything that it had confirmed.
-        names: how errors call an option, by its name here; an option that is missing keeps its name.
+        max_outstanding: The maximum number of unacked messages.
+        max_outstanding_bytes: The approximate maximum total size of the unacked messages, in bytes.
+        confirm_timeout: The seconds without a confirm after which the connection is replaced.
+        missing_queue_timeout: The seconds for which the queue or the stage may be missing before the relay ends.
+        new_stage_grace: The seconds for which a newly made stage is not used. A broker that is killed in the first
+            second of a stream forgets it, with everything that it had confirmed.
+        names: The names that errors use for options, by their names here. An option that is not included keeps its
+            name.
 
     Raises:
-        ConfigurationError: an option is wrong; the text names it.
+        ConfigurationError: If an option is invalid. The message names the option.
     """
 
     url: str = field(repr=False)
@@ -125,7 +126,7 @@ class StageOptions:
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """The streams that messages go to."""
+        """The streams to which messages are moved."""
         if self.partitions is None:
             return (self.stage,)
         return tuple(f"{self.stage}-{number}" for number in range(self.partitions))
@@ -137,12 +138,12 @@ class StageOptions:
 
     @property
     def max_age(self) -> int | None:
-        """The retention in seconds; None for any time."""
+        """The retention in seconds, None for no limit."""
         return None if self.retention is None else _seconds_of(self.retention)
 
     @property
     def kept_bytes(self) -> int | None:
-        """Bytes of its newest messages that a partition keeps; None for all.
+        """The bytes of its newest messages that a partition keeps, None for all.
 
         RabbitMQ drops a whole segment at a time.
         """
@@ -168,7 +169,7 @@ class StageOptions:
         return [exchange, *streams, *bindings, lock]
 
     def explained(self, mismatch: TopologyMismatch) -> TopologyMismatch:
-        """Return the error for a stage that exists otherwise, with the options behind it."""
+        """Return the error for a stage that exists but differs, naming the options."""
         differing = [_OPTIONS.get(difference.argument) for difference in mismatch.differences]
         named = dict.fromkeys(self._called(option) for option in differing if option is not None)
         if not named:
@@ -182,7 +183,7 @@ class StageOptions:
         )
 
     def key_reader(self) -> Callable[[RawDelivery, bytes | None], bytes]:
-        """Return a function of a delivery and its message id, for what `shard` takes."""
+        """Return a function that makes `shard` keys from deliveries and message ids."""
         if self.key == "message_id":
             return lambda delivery, message_id: message_id or delivery.body
         if self.key == "routing_key":
@@ -203,7 +204,7 @@ class StageOptions:
 
 
 def shard(key: bytes, partitions: int) -> int:
-    """Return the index of the partition for a key: its CRC-32, modulo their number."""
+    """Return the partition index for a key: its CRC-32 modulo ``partitions``."""
     return crc32(key) % partitions
 
 

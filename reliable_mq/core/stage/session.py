@@ -1,29 +1,30 @@
 """The relay's decision on each delivery: publish a copy, ack, or stop. No I/O.
 
-A session lives as long as the relay; an epoch as long as one channel, on which the relay both consumes the queue and
-publishes into the stage: when the broker gives the lock of the stage to another channel, this one is gone, and so is
-everything that it could still have published. The steps of an epoch::
+A session lives as long as the relay. An epoch lives as long as one channel, on which the relay both consumes the queue
+and publishes into the stage. When the broker gives the lock of the stage to another channel, this channel is gone and
+can publish nothing more. The steps of an epoch::
 
     opened        FENCING   publishes a marker into each partition
     confirmed     READING   reads the tail of each partition (`reliable_mq.core.stage.tail`)
     tail_read     MOVING    publishes a copy of each delivery; acks the delivery once the copy is confirmed
     lost          CLOSED    forgets everything: the broker requeues unacked deliveries
 
-While MOVING, a redelivered message that is in the tail is acked and not published: an earlier epoch has moved it. To be
-the same, a message must have the same id, routing and body. Without an id, two messages cannot be told apart: so the
-relay stops at one, or, with `MissingId.REPEAT`, publishes it again where it is redelivered.
+While MOVING, a redelivered message that is in the tail is acked but not published, because an earlier epoch has moved
+it. The same message has the same id, routing and body. Messages without an id cannot be distinguished. So the relay
+stops at such a message or, with `MissingId.REPEAT`, publishes it again when it is redelivered.
 
-Nothing else may bring a message into the stage twice. So a publish is never repeated within an epoch: whatever is
-nacked, returned, or not confirmed in time ends the epoch, and the next one reads the tail.
+Nothing else may bring a message into the stage twice. So a publish is never repeated within an epoch. A publish that is
+nacked, returned, or not confirmed in time ends the epoch, and the next epoch reads the tail.
 
 Invariants:
 
-- a delivery is acked only after its copy was confirmed, in this epoch or in an earlier one;
-- a copy in the tail accounts for one redelivered message at most;
-- the tail is given up only when nothing of it can come any more: all of it came; or, after a while, the queue was empty
-  with nothing unacked, or so many messages came that were never delivered before (`PASSED`) that those requeued, which
-  a queue delivers first, must have come, too;
-- no more is read ahead than `prefetch` says, which is bounded in bytes, and lower the more often a delivery came back.
+- A delivery is acked only after its copy was confirmed, in this epoch or in an earlier one.
+- A copy in the tail accounts for at most one redelivered message.
+- The tail is given up only when none of its messages can be delivered any more. Either all were delivered or, after a
+  while, the queue was empty with nothing unacked, or so many messages were delivered for the first time (`PASSED`) that
+  the requeued ones, which a queue delivers first, must have been delivered before.
+- At most `prefetch` deliveries are read ahead. It is bounded in bytes, and decreases the more often a delivery was
+  returned.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ __all__ = ["PASSED", "TRANSITIONS", "EpochState", "StageSession"]
 PASSED: Final = 20_000
 """Messages never delivered before, after which those that were requeued at the head of the queue have come."""
 
-_FIRST: Final = 8  # deliveries whose size is not known: 128 MiB at the very most
-_MORE: Final = 8  # times the prefetch of before, at most, as sizes become known
-_WEIGHT: Final = 0.2  # of the sizes of one read in the average
-_NAMES_KEPT: Final = 4096  # pairs of exchange and routing key
-_SLACK: Final = 1.1  # times the limit of bytes
+_FIRST: Final = 8  # the prefetch while sizes are unknown: 128 MiB at the very most
+_MORE: Final = 8  # the maximum factor by which the prefetch grows as sizes become known
+_WEIGHT: Final = 0.2  # the weight of the sizes of one read in the average
+_NAMES_KEPT: Final = 4096  # the maximum number of cached pairs of exchange and routing key
+_SLACK: Final = 1.1  # the multiple of the limit of bytes above which reading pauses
 _COUNT: Final = b"\x10x-delivery-count"
 
 
@@ -81,7 +82,7 @@ del _S
 @dataclass(slots=True)
 class _Copy:
     partition: int
-    number: int  # in `Settled`; 0 for a marker
+    number: int  # the number in `Settled`; 0 for a marker
     delivery_tag: int
     size: int
 
@@ -95,7 +96,7 @@ class _PartitionEpoch:
 
 @dataclass(slots=True)
 class _Epoch:
-    """The state that a lost channel takes with it."""
+    """The state that is dropped with a lost channel."""
 
     number: int
     channel: int
@@ -104,22 +105,22 @@ class _Epoch:
     partitions: list[_PartitionEpoch]
     tail: Counter[bytes] = field(default_factory=Counter)
     passed: int = 0
-    returned: dict[int, int] = field(default_factory=dict)  # how often a delivery came back, by its tag
-    held: int = 0  # bytes of unacked deliveries
+    returned: dict[int, int] = field(default_factory=dict)  # how often a delivery was returned, by its tag
+    held: int = 0  # bytes of deliveries whose copies are not confirmed
     unmarked: int = 0  # markers that are not confirmed
-    confirmed: list[_Copy] = field(default_factory=list)  # whose originals are not acked
+    confirmed: list[_Copy] = field(default_factory=list)  # confirmed copies whose originals are not acked
     moving_since: float = 0.0
-    accounted_at: float = float("-inf")  # when a message of the tail was acked last
+    accounted_at: float = float("-inf")  # when a message of the tail was last acked
 
 
 class StageSession:
-    """Decide for one relay. Not thread-safe."""
+    """The decisions of one relay. Not thread-safe."""
 
     def __init__(self, options: StageOptions) -> None:
         self.state = EpochState.CLOSED
         self.statistics = StageStatistics()
-        self.prefetch_granted = 0  # of the present subscription; set by the owner
-        self.error: ReliableMQError | None = None  # why nothing can be moved any more
+        self.prefetch_granted = 0  # the prefetch of the present subscription, set by the owner
+        self.error: ReliableMQError | None = None  # why nothing more can be moved
         self._options = options
         self._key_of = options.key_reader()
         self._confirms: ConfirmTracker[_Copy] = ConfirmTracker()
@@ -132,9 +133,9 @@ class StageSession:
     # -- the epoch
 
     def opened(self, number: int, channel: int, frame_max: int, name: bytes, now: float) -> bytes:
-        """Begin an epoch on a channel that has the lock; return the markers to write.
+        """Begin an epoch on a channel that has the lock. Return the markers to write.
 
-        ``number`` is that of the generation of the channel; ``name`` is eight bytes that no other epoch has.
+        ``number`` is the channel generation. ``name`` is eight bytes that are unique to this epoch.
         """
         heads = [publish_head(channel, "", partition, mandatory=True) for partition in self._options.streams]
         epoch = _Epoch(number, channel, frame_max, name, [_PartitionEpoch(head, Tail(name)) for head in heads])
@@ -152,7 +153,7 @@ class StageSession:
         return b"".join(frames)
 
     def lost(self) -> None:
-        """Forget the channel: the broker requeues unacked deliveries."""
+        """Forget the channel, whose unacked deliveries the broker requeues."""
         self.state = EpochState.CLOSED
         self._confirms.channel_lost()
         self._acks.lost()
@@ -160,7 +161,7 @@ class StageSession:
         self.prefetch_granted = 0
 
     def failed(self) -> None:
-        """End the epoch: something was nacked, returned or cancelled."""
+        """End the epoch after a nack, a return or a cancelled subscription."""
         if self.state in _OPEN:
             self.state = EpochState.ENDING
 
@@ -168,7 +169,7 @@ class StageSession:
 
     @property
     def next_read(self) -> tuple[str, int | str] | None:
-        """The partition to read next, and from where; None while there is none to read."""
+        """The next partition to read and where to begin, None without one to read."""
         if self.state is not EpochState.READING:
             return None
         epoch = self._opened
@@ -182,10 +183,10 @@ class StageSession:
         )
 
     def tail_read(self, partition: str, messages: Sequence[tuple[int, RawDelivery]], now: float) -> tuple[bool, bytes]:
-        """Take in messages of a tail; one that a newer version has written sets `error`.
+        """Process messages of a tail. A message of a newer version sets `error`.
 
         Returns:
-            Whether the read is over, so that its subscription can be cancelled; and the acks to write.
+            Whether the read is over, so that its subscription can be cancelled, and the acks to write.
         """
         epoch = self._opened
         each = epoch.partitions[self._options.streams.index(partition)]
@@ -209,7 +210,7 @@ class StageSession:
         return over, self._ack_frames()
 
     def passed_over(self, deliveries: Sequence[RawDelivery], now: float) -> bytes:
-        """Take in messages that came after the end of a read; return acks to write."""
+        """Process messages received after the end of a read. Return the acks to write."""
         self._acks.delivered(deliveries[0].delivery_tag, deliveries[-1].delivery_tag)
         self._acks.finished([delivery.delivery_tag for delivery in deliveries], now)
         return self._ack_frames()
@@ -217,9 +218,9 @@ class StageSession:
     # -- moving
 
     def delivered(self, deliveries: Sequence[RawDelivery], now: float) -> bytes:
-        """Take in deliveries of the queue; return the copies, and acks, to write.
+        """Process deliveries of the queue. Return the copies and acks to write.
 
-        Where a message cannot be moved, `error` is set, and nothing behind it is moved.
+        A message that cannot be moved sets `error`, and nothing behind it is moved.
         """
         epoch = self._opened
         self._acks.delivered(deliveries[0].delivery_tag, deliveries[-1].delivery_tag)
@@ -274,7 +275,7 @@ class StageSession:
         return b"".join(frames)
 
     def confirmed(self, number: int, tag: int, multiple: bool) -> None:
-        """Take in a confirm of the broker; `acks` follows, once for all of one read."""
+        """Process a confirm of the broker. `acks` is called once after all of one read."""
         settled = self._confirms.settle(number, tag, multiple)
         if self.state in _OPEN:
             self._opened.confirmed += settled
@@ -301,17 +302,17 @@ class StageSession:
         return self._ack_frames()
 
     def drained(self, now: float) -> None:
-        """Note that the queue had no message, ready or unacked."""
+        """Record that the queue had no message, ready or unacked."""
         if self.state is EpochState.MOVING and now - self._opened.moving_since >= SETTLED_AFTER:
             self._opened.tail.clear()
 
     def overdue(self, now: float) -> bool:
-        """Whether nothing was confirmed, or came of a tail, for too long."""
+        """Return whether no confirm or message of a tail has arrived for too long."""
         waits = self.state is EpochState.READING or bool(len(self._confirms))
         return waits and now - self._progress_at >= self._options.confirm_timeout
 
     def waited(self, now: float) -> None:
-        """Begin the time for confirms anew: the broker did not read until now."""
+        """Restart the time for confirms, because the broker did not read until now."""
         self._progress_at = now
 
     # -- reading ahead
@@ -327,7 +328,7 @@ class StageSession:
 
     @property
     def unconfirmed(self) -> int:
-        """The number of copies whose originals wait for their confirm, or their ack."""
+        """The number of copies that are not confirmed, or whose originals are not acked."""
         return len(self._confirms) + (0 if self._epoch is None else len(self._epoch.confirmed))
 
     @property
@@ -342,7 +343,7 @@ class StageSession:
 
     @property
     def prefetch(self) -> int:
-        """The prefetch that a subscription should have now."""
+        """The prefetch that the subscription should have."""
         most = self._options.max_outstanding
         if self._epoch is not None and self._epoch.returned:
             most >>= 2 * max(self._epoch.returned.values())  # 2000, 500, 125, 31, 7, 1
@@ -354,7 +355,7 @@ class StageSession:
 
     @property
     def wants_subscription(self) -> bool:
-        """Whether the subscription should be made anew, with the present `prefetch`."""
+        """Whether the subscription should be renewed with the present `prefetch`."""
         if self.state is not EpochState.MOVING:
             return False
         wanted, granted = self.prefetch, self.prefetch_granted
@@ -362,7 +363,7 @@ class StageSession:
 
     @property
     def wants_pause(self) -> bool:
-        """Whether too many bytes are held to read on."""
+        """Whether reading should pause because too many bytes are held."""
         return self.held > _SLACK * self._options.max_outstanding_bytes
 
     def _names_of(self, exchange: str, routing_key: str) -> bytes:
@@ -423,7 +424,7 @@ def _recognised(delivery: RawDelivery) -> tuple[Mark | None, bytes | None]:
 
 
 def _times_returned(properties: bytes) -> int:
-    """Return ``x-delivery-count``, where it is a number of the usual type; else 0."""
+    """Return ``x-delivery-count`` if it is an integer of a usual type, otherwise 0."""
     at = properties.find(_COUNT)
     if at < 0:
         return 0

@@ -1,21 +1,25 @@
 """The tail of a stage: copies whose originals may not be acked.
 
-A relay that dies between the confirm of a copy and the ack of its original leaves the message in both. So each epoch of
-a relay (the time from one channel to its loss) begins by reading the end of each partition of the stage. Where to
-begin is in the mark of every copy: ``low``, an offset below which everything was settled when the copy was made.
+A relay that dies between the confirm of a copy and the ack of its original leaves the message in stage and queue. So
+each epoch of a relay (the time from one channel to its loss) begins by reading the end of each partition of the stage.
+The mark of every copy says where to begin: its ``low`` is an offset below which everything was settled when the copy
+was made.
 
-An epoch publishes a marker first. Once it is confirmed, everything that an earlier epoch had published is before it,
-and nothing of that comes later: the channel of that epoch is gone, or the relay could not have become the active one.
-The marker's own ``low`` is unknown; so the mark before it counts, and where that is a marker, too, the one before.
+An epoch first publishes a marker. Once the marker is confirmed, all copies of an earlier epoch are before it, and none
+can follow: the channel of that epoch is gone, or this relay could not have become the active one. The ``low`` of the
+marker itself is unknown. So the mark before the marker counts, and if that is also a marker, the one before it.
 
-`Settled` computes ``low``: until the copies of earlier epochs are all accounted for, by acks that are old enough, that
-of the tail; then one more than the offset of the marker, and one more for each copy whose original was acked long
-enough ago. Others may publish into a partition, which makes offsets greater, so that ``low`` is never too high. An ack
-has no answer: a queue may lose one with its channel, and a classic queue forgets acks of its last second or more when
-its broker is killed.
+`Settled` computes ``low``. It is the ``low`` of the tail until all copies of earlier epochs are accounted for, by acks
+that are old enough. After that, it is one more than the offset of the marker, plus one for each copy whose original was
+acked long enough ago. Other programs may publish into a partition, which only increases offsets, so ``low`` is never
+too high. An ack has no answer. A queue may lose an ack with its channel, and a classic queue forgets acks of its last
+second or more when its broker is killed.
 
-Invariants: every copy of an earlier epoch that is not settled lies between ``low`` and the marker; ``low`` never falls
-within an epoch; memory is bounded by the copies that are not settled.
+Invariants:
+
+- Every unsettled copy of an earlier epoch lies between ``low`` and the marker.
+- ``low`` never decreases within an epoch.
+- Memory is bounded by the number of unsettled copies.
 """
 
 from __future__ import annotations
@@ -30,22 +34,23 @@ __all__ = ["SETTLED_AFTER", "Settled", "Tail"]
 SETTLED_AFTER: Final = 10.0
 """Seconds after which an ack counts as certain: twice what a classic queue was seen to forget."""
 
-_BACK: Final = 64  # offsets before the marker that are looked at first, where no mark is in its chunk
-_FURTHER: Final = 16
-_HISTORY: Final = 0.25  # seconds between two entries, at least
+_BACK: Final = 64  # how many offsets before the marker to begin if the last chunk has no mark
+_FURTHER: Final = 16  # the factor by which that grows with each further read
+_HISTORY: Final = 0.25  # the minimum seconds between two entries
 
 
 class Tail:
-    """Read the tail of one partition, in one or several reads.
+    """The tail of one partition, which takes one or several reads.
 
     Args:
-        epoch: of the present relay, whose marker ends a read.
+        epoch: The epoch of the present relay, whose marker ends a read.
 
     Attributes:
-        start: where the next read begins: an offset, or ``"last"`` for the last chunk; None once all is read.
-        low: the lowest offset that may not be settled; once all is read.
-        marker: the offset of the marker; likewise.
-        identities: of the copies between them, in order; likewise. None for one that cannot be recognised.
+        start: Where the next read begins: an offset, or ``"last"`` for the last chunk. None once the tail is read.
+        low: The lowest offset that may be unsettled, once the tail is read.
+        marker: The offset of the marker, once the tail is read.
+        identities: The identities of the copies between ``low`` and the marker, in order, once the tail is read. None
+            for a copy that cannot be recognised.
     """
 
     def __init__(self, epoch: bytes) -> None:
@@ -56,18 +61,18 @@ class Tail:
         self._epoch = epoch
         self._back = _BACK
         self._last = False  # whether this read is the last one
-        self._before: int | None = None  # first offset of the read before, if that began at an offset
+        self._before: int | None = None  # the first offset of the previous read, if that began at an offset
         self._begin_read()
 
     def _begin_read(self) -> None:
-        self._first: int | None = None  # offset of this read
-        self._known: int | None = None  # the latest low
+        self._first: int | None = None  # the first offset of this read
+        self._known: int | None = None  # the latest known low
         self._copies: list[tuple[int, bytes | None]] = []
 
     def read(self, offset: int, mark: Mark | None, identity: bytes | None) -> bool:
-        """Take in the next message of a read; return whether the read is over.
+        """Process the next message of a read. Return whether the read is over.
 
-        There is no mark if it is not ours, and no identity, either, of a message without an id.
+        ``mark`` is None for a message that is not ours. ``identity`` is None for that, and for a message without an id.
         """
         if self._first is None:
             self._first = offset
@@ -84,8 +89,8 @@ class Tail:
 
     def _next(self, first: int) -> None:
         start, known = self.start, self._known
-        # A read may begin later than asked for: at a gap, or where retention has cut. It is a cut if the next read,
-        # which looks further back, begins there, too.
+        # A read may begin later than requested: at a gap, or where retention has cut the stream. It is a cut if the
+        # next read, which goes further back, begins at the same offset.
         cut = isinstance(start, int) and start < first == self._before
         complete = start == 0 or first == 0 or self._last or cut
         self._before = first if isinstance(start, int) else None
@@ -102,7 +107,7 @@ class Tail:
 
 
 class Settled:
-    """Compute ``low`` for one partition in one epoch."""
+    """The computation of ``low`` for one partition in one epoch."""
 
     def __init__(self, low: int, marker: int) -> None:
         self._low = low
@@ -111,10 +116,10 @@ class Settled:
         self._prefix = 0  # copies at the beginning whose originals are acked
         self._ahead: set[int] = set()
         self._certain = 0
-        self._history: deque[tuple[float, float, int]] = deque()  # from when, until when, and the prefix by then
+        self._history: deque[tuple[float, float, int]] = deque()  # first time, last time, and the prefix at the last
 
     def published(self) -> int:
-        """Count a copy; return its number, from 1."""
+        """Count a copy. Return its number, from 1."""
         self._published += 1
         return self._published
 
@@ -135,7 +140,7 @@ class Settled:
     def low(self, now: float, *, resolved: bool) -> int:
         """Return the offset below which everything is settled.
 
-        ``resolved`` says that nothing of the tail can come any more.
+        ``resolved`` means that no message of the tail can be delivered any more.
         """
         history = self._history
         while history and now - history[0][1] >= SETTLED_AFTER:

@@ -1,5 +1,5 @@
-// What a page does beyond HTML: select all letters that it lists, count the selected ones, send a form once, and say so
-// when nothing answers. It works without this, too.
+// Optional additions to the HTML of a page: select all listed letters, count the selected ones, send each form only
+// once, and show when the server does not answer. The page also works without this script.
 "use strict";
 
 const form = document.getElementById("chosen");
@@ -24,13 +24,13 @@ if (form) {
   count();
 }
 
-// The name of another queue chooses that target.
+// Typing the name of another queue selects that target.
 const to = document.querySelector("input[name=to]");
 if (to) to.addEventListener("input", () => {
   document.querySelector(`input[name=target][value=${to.value ? "queue" : "origin"}]`).checked = true;
 });
 
-// A second press on a button that was just pressed is none: it would replay as many letters again.
+// Ignore a second press on a button within 5 seconds: it would replay as many letters again.
 document.addEventListener("submit", (event) => {
   const sent = event.target;
   if (sent.method !== "post") return;
@@ -39,7 +39,7 @@ document.addEventListener("submit", (event) => {
   setTimeout(() => delete sent.dataset.sent, 5000);
 });
 
-// A part that is renewed goes on asking while nobody answers; an answer that is an error has a page of its own.
+// A part that refreshes itself retries while the server does not answer. A client error reloads the page to show it.
 const silent = document.getElementById("silent");
 const again = (event) => {
   silent.hidden = false;
