@@ -69,13 +69,18 @@ def refuse_autocommit(engine: Engine | AsyncEngine, so_that: str) -> None:
         )
 
 
-def refuse_connection_in_autocommit(connection: Connection) -> None:
-    """Raise ConfigurationError if the connection of a session is in autocommit."""
+def refuse_connection_in_autocommit(connection: Connection, *, begun: bool) -> None:
+    """Raise ConfigurationError if the connection of a session is in autocommit.
+
+    Args:
+        connection: The connection.
+        begun: Whether its transaction has begun. If it has, SQLite can report that there is none.
+    """
     level = connection.get_execution_options().get("isolation_level") or _level_of(connection.engine)
     dbapi: Any = connection.connection.dbapi_connection
     said = getattr(dbapi, "get_autocommit", None) or getattr(dbapi, "autocommit", False)
-    begun = getattr(connection.connection.driver_connection, "in_transaction", True)  # sqlite3 has this attribute
-    if _is_autocommit(level) or (said() if callable(said) else said) is True or not begun:
+    in_transaction = getattr(connection.connection.driver_connection, "in_transaction", True)  # sqlite3 has this
+    if _is_autocommit(level) or (said() if callable(said) else said) is True or (begun and not in_transaction):
         raise ConfigurationError(
             f"the session's connection commits every statement by itself ({AUTOCOMMIT}), so this would be no "
             "transaction: give its engine another isolation_level, or none"

@@ -28,6 +28,7 @@ from reliable_mq._util.sqlalchemy import (
     SyncTransactionRunner,
     error_code,
     refuse_autocommit,
+    refuse_connection_in_autocommit,
 )
 from reliable_mq._util.validation import Duration, is_text, seconds
 from reliable_mq.codec import publish_head
@@ -161,7 +162,7 @@ class SQLAlchemyOutbox:
             mandatory: Whether the message is set aside if no queue is bound for it. If False, the broker drops it.
 
         Raises:
-            ConfigurationError: If an argument is invalid.
+            ConfigurationError: If an argument is invalid, or the connection commits each statement by itself.
         """
         if not isinstance(message, Message):
             raise ConfigurationError(f"message must be a Message, not {type(message).__name__}: wrap it, Message(body)")
@@ -173,6 +174,8 @@ class SQLAlchemyOutbox:
             raise ConfigurationError(
                 f"session must be a Session, an AsyncSession or a Connection, not {type(session).__name__}"
             )
+        if isinstance(session, Connection):
+            refuse_connection_in_autocommit(session, begun=False)
         if self._tracing is not None:
             message = self._tracing.create(message, exchange=exchange, routing_key=routing_key)
         values = self._values(NewRow(message, exchange, routing_key, mandatory, ordering_key), time.time())

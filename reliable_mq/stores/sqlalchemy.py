@@ -193,7 +193,7 @@ class _SQLAlchemyBase(SQLStoreBase):
         """
         if isinstance(self._sql, SQLite):
             _execute_steps(self._sql.lock(), connection)
-        refuse_connection_in_autocommit(connection)
+        refuse_connection_in_autocommit(connection, begun=True)
 
     def _complete_in(self, connection: Connection, inbox_claims: Iterable[InboxClaim]) -> None:
         """Complete the claims of deliveries in a transaction.

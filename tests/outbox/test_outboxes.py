@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, func, select
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from reliable_mq import ConfigurationError, Message, OutboxError, Publisher, UsageError
@@ -61,6 +61,18 @@ def test_a_message_is_added_to_a_session_or_a_connection_alone() -> None:
         outbox.add(session, Message(b""), routing_key="q")
         assert len(session.new) == 1
         session.close()
+    engine.dispose()
+
+
+def test_a_connection_that_commits_each_statement_is_refused() -> None:
+    """Its rollback would leave the message in the outbox."""
+    engine = create_engine("sqlite://")
+    outbox = SQLAlchemyOutbox(engine, create=True)
+    outbox.open()
+    with engine.connect() as connection, pytest.raises(ConfigurationError, match="commits every statement"):
+        outbox.add(connection.execution_options(isolation_level="AUTOCOMMIT"), Message(b""), routing_key="q")
+    with engine.connect() as connection:
+        assert connection.scalar(select(func.count()).select_from(outbox.table)) == 0
     engine.dispose()
 
 
