@@ -357,7 +357,7 @@ class StepQueue:
             generator: The generator that yields the steps.
             done: A callable for the generator's result, or the exception that ended it. It is called exactly once.
         """
-        self._runners.append(SetupRunner(generator, partial(self._ended, done)))
+        self._runners.append(SetupRunner(generator, partial(self._ended, done), self._answered))
         if len(self._runners) == 1:
             self._loop.call_soon(self._start)
 
@@ -384,6 +384,12 @@ class StepQueue:
         if self._runners:
             self._loop.call_soon(self._start)
         done(outcome)
+
+    def _answered(self) -> None:
+        """Start the time limit of the next step."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._set_timer(self._usual)
 
     def _set_timer(self, seconds: float, waited: float = 0.0) -> None:
         self._timer = self._loop.call_later(seconds, partial(self._on_timeout, waited + seconds))

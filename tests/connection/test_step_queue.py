@@ -1,0 +1,83 @@
+"""Steps on a ready channel: each has its own time for a reply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any, cast
+
+from reliable_mq.codec.methods import CheckQueue, MethodReply, QueueState, Step
+from reliable_mq.connection.channel import Channel, StepQueue
+from reliable_mq.connection.interfaces import EventLoop
+
+LIMIT = 10.0  # seconds
+
+
+class Timer:
+    def __init__(self, at: float, callback: Callable[[], None]) -> None:
+        self.at = at
+        self.callback = callback
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Broker:
+    """A loop with a clock that stands still, and a channel that replies when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.timers: list[Timer] = []
+        self.discarded: list[str] = []
+        self.reply: Callable[[MethodReply], None]
+        self.steps = StepQueue(
+            cast("EventLoop", self),
+            LIMIT,
+            channel=lambda: cast("Channel", self),
+            is_blocked=lambda: False,
+            discard=self.discarded.append,
+        )
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        callback()
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
+        self.timers.append(Timer(self.now + seconds, callback))
+        return self.timers[-1]
+
+    def perform(self, steps: tuple[Step, ...], on_reply: Callable[[MethodReply], None]) -> None:
+        self.reply = on_reply
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        for timer in [timer for timer in self.timers if timer.at <= self.now and not timer.cancelled]:
+            timer.cancel()
+            timer.callback()
+
+
+def counts(number: int) -> Generator[Step, Any, int]:
+    for _ in range(number):
+        yield CheckQueue("orders")
+    return number
+
+
+def test_every_step_has_the_whole_time_for_its_reply() -> None:
+    broker, outcomes = Broker(), list[object]()
+    broker.steps.add(counts(3), outcomes.append)
+    for _ in range(3):
+        broker.wait(0.9 * LIMIT)
+        broker.reply(QueueState("orders", 0, 0))
+    assert outcomes == [3]
+    broker.wait(LIMIT)
+    assert broker.discarded == []
+
+
+def test_a_step_without_a_reply_discards_the_connection() -> None:
+    broker, outcomes = Broker(), list[object]()
+    broker.steps.add(counts(2), outcomes.append)
+    broker.wait(0.9 * LIMIT)
+    broker.reply(QueueState("orders", 0, 0))
+    broker.wait(0.9 * LIMIT)
+    assert broker.discarded == []
+    broker.wait(0.2 * LIMIT)
+    assert broker.discarded == ["the broker did not answer within 10 s"]
