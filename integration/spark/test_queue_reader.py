@@ -25,6 +25,7 @@ import pytest
 from pyspark.sql.streaming.datasource import ReadMaxRows
 
 from integration.programs.spark_reader import PHASES
+from integration.support.leaders import suspend_leader
 from integration.support.programs import ROOT, environment
 from integration.support.seeds import seeds
 from integration.support.spark import requeued_counts
@@ -148,7 +149,7 @@ def book_sink(directory: Path, checker: Audit) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_f60_a_reader_killed_between_any_two_of_its_calls_loses_nothing(
+def test_f60_a_reader_killed_between_any_calls_loses_nothing(
     vhost: VirtualHost, tmp_path: Path, checker: Audit, rng: random.Random
 ) -> None:
     """Every phase of a batch, on one checkpoint; each death costs a batch at most, which comes again."""
@@ -285,6 +286,17 @@ def test_available_now_leaves_a_queue_once_it_has_what_was_ready(
     vhost.wait_for_messages("other", 0)
 
 
+def test_available_now_waits_for_a_leader_that_responds(vhost: VirtualHost, query: Callable[..., Query]) -> None:
+    """RabbitMQ reports no messages for a quorum queue without one."""
+    publish(vhost, 100)
+    suspend_leader(vhost, "orders", 2)
+    reading = query(vhost.url, prefetch=40)
+    reading.source.prepareForTriggerAvailableNow()
+    while reading.batch():
+        continue
+    assert reading.position["queues"] == {"orders": 100}
+
+
 def test_available_now_ends_over_a_lost_connection_too(
     vhost: VirtualHost, query: Callable[..., Query], fault_proxy: Callable[..., FaultProxy]
 ) -> None:
@@ -303,7 +315,7 @@ def test_available_now_ends_over_a_lost_connection_too(
     vhost.wait_for_messages("orders", 250 - len(reading.rows), timeout=10)
 
 
-def test_what_had_better_be_known_of_a_queue_is_said_when_it_is_read(
+def test_risks_of_a_queue_are_logged_when_it_is_read(
     vhost: VirtualHost, query: Callable[..., Query], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Deliveries that count, batches that must not take long; and that nothing can be known without permission."""
@@ -327,7 +339,7 @@ def test_what_had_better_be_known_of_a_queue_is_said_when_it_is_read(
         assert said in caplog.text
 
 
-def test_a_prefetch_below_the_size_of_a_batch_does_not_stop_the_query(
+def test_a_prefetch_below_the_batch_size_does_not_stop_the_query(
     vhost: VirtualHost, query: Callable[..., Query]
 ) -> None:
     """What is committed is acked before the next batch is planned, not after."""
@@ -352,9 +364,7 @@ def test_f51_heartbeats_go_on_however_long_a_batch_takes(
     vhost.wait_for_messages("orders", 0)
 
 
-def test_f24_a_queue_that_is_deleted_is_read_again_when_it_is_back(
-    vhost: VirtualHost, query: Callable[..., Query]
-) -> None:
+def test_f24_a_deleted_queue_is_read_again_when_it_is_back(vhost: VirtualHost, query: Callable[..., Query]) -> None:
     """The broker cancels; the query waits."""
     publish(vhost, 5)
     reading = query(vhost.url)
@@ -365,9 +375,7 @@ def test_f24_a_queue_that_is_deleted_is_read_again_when_it_is_back(
     reading.until(10)
 
 
-def test_f24_a_queue_that_was_cancelled_is_read_again_though_another_is_never_empty(
-    vhost: VirtualHost, query: Callable[..., Query]
-) -> None:
+def test_f24_a_cancelled_queue_is_read_again_beside_a_busy_one(vhost: VirtualHost, query: Callable[..., Query]) -> None:
     """It waits for batches that have something of it, not for a moment without any batch."""
     publish(vhost, 5000)
     other = Queue("other")
@@ -393,7 +401,7 @@ def test_f24_a_queue_that_was_cancelled_is_read_again_though_another_is_never_em
     assert reading.position["queues"]["orders"] < 2000
 
 
-def test_f26_a_batch_longer_than_the_consumer_timeout_comes_again_and_nothing_else(
+def test_f26_only_a_batch_over_the_consumer_timeout_comes_again(
     vhost: VirtualHost, query: Callable[..., Query]
 ) -> None:
     """The broker requeues it and cancels; what waited is requeued, and is read once, after the batch."""
@@ -412,7 +420,7 @@ def test_f26_a_batch_longer_than_the_consumer_timeout_comes_again_and_nothing_el
     vhost.wait_for_messages("orders", 0)
 
 
-def test_the_first_batch_waits_for_what_is_asked_for_once_sizes_are_known(
+def test_the_first_batch_fills_up_once_message_sizes_are_known(
     vhost: VirtualHost, fault_proxy: Callable[..., FaultProxy], query: Callable[..., Query]
 ) -> None:
     """Also where the broker is far away: it is asked for one, then for more, which takes it four answers."""
@@ -445,7 +453,7 @@ def test_bytes_that_are_held_are_bounded_whatever_the_prefetch(vhost: VirtualHos
     assert sorted(held)[len(held) // 2] <= 8 * 2**20 + 64 * 2**10
 
 
-def test_the_defaults_read_ahead_of_a_queue_without_a_delivery_limit(
+def test_the_defaults_read_ahead_without_a_delivery_limit(
     vhost: VirtualHost, query: Callable[..., Query], caplog: pytest.LogCaptureFixture
 ) -> None:
     """As far as the limit of bytes goes, whatever is in the batch; the log says why."""

@@ -164,6 +164,15 @@ class QueueState:
     messages: int
     consumers: int
 
+    @property
+    def in_doubt(self) -> bool:
+        """Whether the counts may be unknown to the broker.
+
+        RabbitMQ reports 0 messages and 0 consumers for a quorum queue whose leader does not respond within 250 ms,
+        during an election for example (``stat`` in ``rabbit_quorum_queue.erl``).
+        """
+        return not self.messages and not self.consumers
+
 
 Step = (
     DeclareQueue

@@ -78,6 +78,7 @@ class QueueReader(NullListener):
         self._remaining: dict[str, int] | None = None  # by queue, if there is a limit
         self._ready: dict[str, int] = {}  # ready messages by queue, from the last count
         self._found: dict[str, int] = {}  # the same, before the subscription
+        self._in_doubt: dict[str, int] = {}  # earlier deliveries of each queue whose count there is in doubt
         self._counts = 0
         self._connected = False
         self._attempts_left = len(settings.endpoints)
@@ -302,6 +303,12 @@ class QueueReader(NullListener):
         self._sources = {queue: ChannelGeneration(generation, channel, queue) for queue in self._options.queues}
         self._changing = False
         logger.info("reading %s on %s %s", ", ".join(self._options.queues), server.product, server.version)
+        if self._in_doubt:
+            self._count_anew()
+        else:
+            self._subscribed()
+
+    def _subscribed(self) -> None:
         with self._changed:
             self._connected = True
             self._missing_since = None
@@ -387,18 +394,47 @@ class QueueReader(NullListener):
 
     def _set_up(self, server: ServerInfo) -> SetupGenerator:
         counted: dict[str, int] = {}
+        in_doubt: dict[str, int] = {}
         step: Step
         try:
             for queue in self._options.queues:
                 step = CheckQueue(queue)
                 state: QueueState = yield step
                 counted[queue] = state.messages
+                if state.in_doubt and self._wants(queue):
+                    in_doubt[queue] = self.statistics.delivered[queue]
             for step in self._subscriptions.begin():
                 yield step
         except StepRefused as refused:
             raise refusal(step, refused) from refused
         with self._changed:
-            self._ready, self._found = dict(counted), counted
+            self._ready, self._found, self._in_doubt = dict(counted), counted, in_doubt
+
+    def _count_anew(self) -> None:
+        if self._in_doubt:
+            self._io.run(self._check_in_doubt(), self._checked)
+
+    def _check_in_doubt(self) -> StepGenerator:
+        counted: dict[str, int] = {}
+        for queue in self._in_doubt:
+            state: QueueState = yield CheckQueue(queue)
+            if state.in_doubt:
+                return None
+            yield CheckQueue(queue)  # messages that were sent before the first reply are delivered before this one
+            counted[queue] = state.messages
+        return counted
+
+    def _checked(self, counted: object) -> None:
+        if isinstance(counted, dict) and counted.keys() == self._in_doubt.keys():
+            with self._changed:
+                for queue, ready in counted.items():
+                    read = sum(delivery.queue == queue for delivery in self._read)
+                    self._found[queue] = ready + self.statistics.delivered[queue] + read - self._in_doubt[queue]
+                    self._ready[queue] = ready
+                self._in_doubt = {}
+            self._subscribed()
+        elif counted is None:
+            self._io.call_later(_SUBSCRIBE_AGAIN, self._count_anew)
 
     def _stop_reading(self, queue: str) -> None:
         if self._connected and not self._closing:
@@ -521,7 +557,8 @@ class QueueReader(NullListener):
         counted: dict[str, int] = {}
         for queue in self._options.queues:
             state: QueueState = yield CheckQueue(queue)
-            counted[queue] = state.messages
+            unknown = state.in_doubt and self._wants(queue)  # else this reader would be a consumer
+            counted[queue] = self._ready.get(queue, 0) if unknown else state.messages
         return counted
 
     def _counted(self, outcome: object) -> None:

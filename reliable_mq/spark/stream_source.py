@@ -315,7 +315,7 @@ class _Planner:
         except (BrokerUnavailable, TopologyMismatch) as error:
             logger.info("the depth of queue %r is not known for now: %s", queue, error)
             return None
-        return state.messages if isinstance(state, QueueState) else None
+        return state.messages if isinstance(state, QueueState) and not state.in_doubt else None
 
     def is_older(self, name: str, position: int, age: float) -> bool:
         """Return whether the message arrived over ``age`` seconds ago, by its chunk."""

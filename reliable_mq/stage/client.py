@@ -199,7 +199,7 @@ class RelayClient(NullListener):
                 yield from _carried_out(CheckQueue(stream))
         state: QueueState = yield from _carried_out(CheckQueue(options.queue))
         with self.changed:
-            self.counts.set_up(state.messages)
+            self.counts.set_up(state)
         yield from _carried_out(SetPrefetch(1))
         yield from _carried_out(Consume(options.lock, self._new_tag("lock"), exclusive=True))
 
@@ -387,6 +387,8 @@ class RelayClient(NullListener):
         if isinstance(outcome, StepRefused):
             logger.warning("%s: %s; trying again", self, outcome)  # the channel is lost
         elif not isinstance(outcome, Exception):
+            if self._subscription is _ChannelReads.QUEUE and self.counts.unknown:
+                self._count()
             self._advance()
 
     def _fail(self, why: str) -> None:
@@ -412,18 +414,23 @@ class RelayClient(NullListener):
             self._io.discard("the stage does not confirm")
         elif session.state is EpochState.MOVING and self.state in _RUNNING and now >= self._count_at:
             self._count_at = now + _COUNT_EVERY
-            self._io.run(_all((CheckQueue(self._options.queue),)), self._counted)
+            self._count()
         if self.state is not RelayState.ENDED:
             self._io.call_later(_TICK, self._tick)
+
+    def _count(self) -> None:
+        self._io.run(_all((CheckQueue(self._options.queue),)), self._counted)
 
     def _counted(self, count: object) -> None:
         if not isinstance(count, QueueState):
             return
         subscribed = self._subscription is _ChannelReads.QUEUE and not self._changing
         with self.changed:
-            self.counts.counted(count.messages, self._session.outstanding)
+            self.counts.counted(count, self._session.outstanding)
             others = self.counts.others(count.consumers, self.moved, subscribed=subscribed)
             self.changed.notify_all()
+        if self.counts.unknown and not count.in_doubt:
+            self._count()
         if self.counts.drained:
             self._session.drained(time.monotonic())
         if others:

@@ -171,7 +171,9 @@ class VirtualHost:
                 if last_tag > acked:
                     channel.basic_ack(last_tag, multiple=True)
                     acked = last_tag
-                elif channel.queue_declare(queue, passive=True).method.message_count == 0:
+                    continue
+                count = channel.queue_declare(queue, passive=True).method
+                if count.consumer_count and not count.message_count:  # without this consumer, nothing is known
                     # The reply came after every delivery that the broker had sent before it.
                     connection.process_data_events(time_limit=0)
                     if last_tag == acked:

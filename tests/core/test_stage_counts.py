@@ -2,52 +2,98 @@
 
 from __future__ import annotations
 
+from reliable_mq.codec.methods import QueueState
 from reliable_mq.core.stage.counts import QueueCounts
+
+
+def of(ready: int, consumers: int = 1) -> QueueState:
+    return QueueState("orders", ready, consumers)
 
 
 def test_a_queue_is_drained_by_two_empty_counts_in_a_row() -> None:
     counts = QueueCounts()
     for ready in (0, 3, 0):
-        counts.counted(ready, 0)
+        counts.counted(of(ready), 0)
         assert not counts.drained
         assert counts.ready == ready
-    counts.counted(0, 0)
+    counts.counted(of(0), 0)
     assert counts.drained
-    counts.counted(0, 1)
+    counts.counted(of(0), 1)
     assert not counts.drained
 
 
-def test_a_delivery_between_two_counts_shows_that_it_was_not_empty() -> None:
+def test_a_delivery_between_counts_shows_a_queue_was_not_empty() -> None:
     counts = QueueCounts()
-    counts.counted(0, 0)
+    counts.counted(of(0), 0)
     counts.delivered(1)
-    counts.counted(0, 0)
-    counts.counted(0, 0)
+    counts.counted(of(0), 0)
+    counts.counted(of(0), 0)
     assert not counts.drained
-    counts.counted(0, 0)
+    counts.counted(of(0), 0)
     assert counts.drained
 
 
 def test_counts_of_an_earlier_activity_do_not_drain_the_queue() -> None:
     counts = QueueCounts()
-    counts.set_up(1)
-    counts.counted(0, 0)
+    counts.set_up(of(1))
+    counts.counted(of(0), 0)
     counts.activated(0)
-    counts.counted(0, 0)
+    counts.counted(of(0), 0)
     assert not counts.drained
     assert not counts.has_moved(0)
 
 
 def test_everything_is_moved_that_was_ready_or_once_it_is_empty() -> None:
     counts = QueueCounts()
-    counts.set_up(3)
+    counts.set_up(of(3))
     counts.activated(10)
     assert counts.ready == 3
     assert not counts.has_moved(12)
     assert counts.has_moved(13)
-    counts.counted(0, 0)
-    counts.counted(0, 0)
+    counts.counted(of(0), 0)
+    counts.counted(of(0), 0)
     assert counts.has_moved(10)
+
+
+def test_a_count_without_the_relay_says_nothing() -> None:
+    """RabbitMQ reports no messages and no consumers while a quorum queue has no leader."""
+    counts = QueueCounts()
+    counts.set_up(of(3))
+    counts.activated(0)
+    for _ in range(3):
+        counts.counted(of(0, consumers=0), 0)
+        assert not counts.drained
+        assert not counts.has_moved(0)
+        assert counts.ready == 3
+
+
+def test_what_was_ready_is_counted_again_after_a_count_in_doubt() -> None:
+    """Deliveries that were on their way at the first count have come by the second."""
+    counts = QueueCounts()
+    counts.set_up(of(0, consumers=0))
+    counts.activated(10)
+    assert counts.unknown
+    assert not counts.has_moved(10)
+    counts.counted(of(0, consumers=0), 0)
+    counts.counted(of(5), 0)
+    counts.delivered(2)
+    assert counts.unknown
+    counts.counted(of(5), 2)
+    assert not counts.unknown
+    assert not counts.has_moved(16)
+    assert counts.has_moved(17)
+    counts.set_up(of(0, consumers=2))
+    assert not counts.unknown
+
+
+def test_an_empty_queue_is_known_to_be_so_after_two_counts() -> None:
+    counts = QueueCounts()
+    counts.set_up(of(0, consumers=0))
+    counts.activated(0)
+    counts.counted(of(0), 0)
+    assert not counts.has_moved(0)
+    counts.counted(of(0), 0)
+    assert counts.has_moved(0)
 
 
 def test_other_consumers_are_warned_of_once_until_they_are_gone() -> None:

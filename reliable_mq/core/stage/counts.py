@@ -5,6 +5,10 @@ nor whether the queue has a single active consumer. Another consumer may be the 
 changes its subscription, so a warning about other consumers is valid for such queues too. A quorum queue counts a
 cancelled consumer until its deliveries are acked. With a single active consumer, it only counts that one.
 
+RabbitMQ reports 0 messages and 0 consumers for a quorum queue whose leader does not respond. The relay is a consumer of
+the queue, so such a count is ignored. When the channel is set up, the relay is not a consumer yet. If that count is in
+doubt, the first two counts after the subscription decide: messages sent before the first arrive before the second.
+
 Invariants:
 
 - A queue is empty only after two counts in a row, with no delivery between them.
@@ -14,7 +18,10 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from reliable_mq.codec.methods import QueueState
 
 __all__ = ["QueueCounts"]
 
@@ -32,7 +39,8 @@ class QueueCounts:
 
     def __init__(self) -> None:
         self.ready: int | None = None
-        self._ready_before = 0  # ready messages when the channel was set up
+        self._ready_before: int | None = 0  # ready messages when the channel was set up; None if in doubt
+        self._ready_first: int | None = None  # ready messages by the first certain count after that
         self._moved_before = 0  # moved messages when the relay became active
         self._empty = 0  # empty counts in a row
         self._delivered = 0
@@ -41,9 +49,12 @@ class QueueCounts:
         self._crowded = 0  # counts in a row with other consumers
         self._warned = False
 
-    def set_up(self, ready: int) -> None:
+    def set_up(self, count: QueueState) -> None:
         """Record the count when a channel is set up."""
-        self.ready = self._ready_before = ready
+        self.ready = count.messages
+        self._ready_before = None if count.in_doubt else count.messages
+        self._ready_first = None
+        self._delivered = self._delivered_before = 0
 
     def activated(self, moved: int) -> None:
         """Record that the relay became active."""
@@ -57,8 +68,15 @@ class QueueCounts:
         """Record a new subscription. Earlier ones end with the outstanding deliveries."""
         self._own_until = moved + outstanding
 
-    def counted(self, ready: int, outstanding: int) -> None:
-        """Record the messages of a count."""
+    def counted(self, count: QueueState, outstanding: int) -> None:
+        """Record the messages of a count after the subscription."""
+        if count.in_doubt:
+            return
+        ready = count.messages
+        if self._ready_first is None:
+            self._ready_first = ready
+        elif self._ready_before is None:
+            self._ready_before = self._ready_first + self._delivered
         empty = not ready and not outstanding and self._delivered == self._delivered_before
         self._delivered_before = self._delivered
         self._empty = self._empty + 1 if empty else 0
@@ -82,6 +100,11 @@ class QueueCounts:
         return consumers - 1
 
     @property
+    def unknown(self) -> bool:
+        """Whether the number of messages that were ready at the set-up is not known yet."""
+        return self._ready_before is None
+
+    @property
     def drained(self) -> bool:
         """Whether the queue had no message, ready or unacked."""
         return self._empty >= _IN_A_ROW
@@ -91,4 +114,5 @@ class QueueCounts:
 
         Other consumers may have received some of them, so an empty queue counts too.
         """
-        return self.drained or moved - self._moved_before >= self._ready_before
+        known = self._ready_before is not None and moved - self._moved_before >= self._ready_before
+        return self.drained or known
