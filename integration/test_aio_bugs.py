@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("baseline")
 ORDERS = Queue("orders", dead_letter=None)
 
 
-def test_aio_01_nothing_hangs_when_a_connection_with_a_full_socket_is_reset(
+def test_aio_01_nothing_hangs_when_a_full_socket_is_reset(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, run_async: Any
 ) -> None:
     """aio-pika: 18 of 18 publishes without a timeout hung for ever."""
@@ -76,7 +76,7 @@ def test_aio_12_messages_are_persistent(vhost: VirtualHost, run_async: Any) -> N
     assert [message["properties"]["delivery_mode"] for message in vhost.peek("orders")] == [2]
 
 
-def test_aio_13_a_channel_that_is_closed_under_load_costs_no_connection(
+def test_aio_13_a_channel_closed_under_load_costs_no_connection(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, run_async: Any
 ) -> None:
     """aio-pika: a close-ok that finds the write queue full is dropped; using its number again ends the connection."""
@@ -96,9 +96,7 @@ def test_aio_13_a_channel_that_is_closed_under_load_costs_no_connection(
     assert proxy.connections == 1
 
 
-def test_aio_02_of_two_outstanding_messages_with_one_id_the_unroutable_one_fails(
-    vhost: VirtualHost, run_async: Any
-) -> None:
+def test_aio_02_of_two_messages_with_one_id_the_unroutable_fails(vhost: VirtualHost, run_async: Any) -> None:
     """aio-pika finds a returned message by its id alone: the unroutable one was acked, the other got its error."""
 
     async def with_aio_pika(keys: list[str]) -> list[object]:
@@ -123,7 +121,7 @@ def test_aio_02_of_two_outstanding_messages_with_one_id_the_unroutable_one_fails
     run_async(main())
 
 
-def test_aio_03_an_unroutable_publish_raises_unasked_and_after_a_reconnect_too(
+def test_aio_03_unroutable_publishes_raise_after_reconnects_too(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, run_async: Any
 ) -> None:
     """aio-pika raises nothing by default, and its return callbacks are dead after a reconnect."""

@@ -42,7 +42,7 @@ async def declare(vhost: VirtualHost) -> None:
         await publisher.connect()
 
 
-def test_aio_01_no_ack_hangs_when_a_connection_with_a_full_socket_is_reset(
+def test_aio_01_no_ack_hangs_when_a_full_socket_is_reset(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, run_async: Any
 ) -> None:
     """aiormq: 50 of 60 acks that waited behind a full socket hung for ever."""
@@ -85,7 +85,7 @@ NOT_UTF_8 = table(b"\x01nS" + struct.pack(">I", 2) + b"\xff\xfe")
     ],
     ids=["timestamp in microseconds", "header not UTF-8", "correlation id not UTF-8", "delivery mode 3"],
 )
-def test_aio_04_a_poison_message_costs_no_connection_and_holds_up_nothing(
+def test_aio_04_poison_costs_no_connection_and_holds_up_nothing(
     vhost: VirtualHost, run_async: Any, properties: dict[str, bytes]
 ) -> None:
     """aio-pika reconnects over it for ever, and what is behind it is never delivered; mode 3 costs a prefetch slot."""
@@ -103,7 +103,7 @@ def test_aio_04_a_poison_message_costs_no_connection_and_holds_up_nothing(
     assert handler.handled == [b"poison", *numbered(20)]
 
 
-def test_aio_05_what_a_lost_connection_had_buffered_is_handled_once(
+def test_aio_05_buffered_deliveries_of_a_loss_are_handled_once(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, run_async: Any
 ) -> None:
     """aio-pika's RobustQueue kept it across the reconnect: it was handled twice, and the acks were refused."""
@@ -177,7 +177,7 @@ def test_aio_06_a_cancelled_handler_costs_no_message(vhost: VirtualHost, run_asy
     assert vhost.live_counts()["orders.dead"] == 0
 
 
-def test_aio_08_what_is_finished_beyond_a_gap_leaves_nothing_unacked(vhost: VirtualHost, run_async: Any) -> None:
+def test_aio_08_work_finished_beyond_a_gap_is_acked_completely(vhost: VirtualHost, run_async: Any) -> None:
     """aiormq drops an ack(multiple=True) whose tag was acked singly before, and the lower ones stay unacked."""
     slow = asyncio.Event()
 

@@ -89,7 +89,7 @@ def test_a_plain_function_that_returns_a_coroutine_has_failed(vhost: VirtualHost
     assert errors == []
 
 
-def test_f47_a_signal_stops_every_run_of_the_loop_and_is_given_back(vhost: VirtualHost, run_async: Any) -> None:
+def test_f47_a_signal_stops_every_run_and_handlers_are_restored(vhost: VirtualHost, run_async: Any) -> None:
     """What is being handled is finished; then the handlers of before are there again."""
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     done: list[bytes] = []
@@ -172,7 +172,7 @@ def test_a_run_that_is_cancelled_takes_its_handlers_along(vhost: VirtualHost, ru
     run_async(main())
 
 
-def test_a_handler_that_does_not_end_is_cancelled_after_the_stop_timeout(
+def test_a_hanging_handler_is_cancelled_after_the_stop_timeout(
     vhost: VirtualHost, run_async: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Leaving the block takes that long and little more; its delivery is there for the next one."""

@@ -99,7 +99,7 @@ def test_f49_a_cancelled_publish_credits_nothing_to_the_next(
     vhost.wait_for_messages("orders", 2)
 
 
-def test_f49_tasks_cancelled_at_any_point_leave_the_sequence_intact(
+def test_f49_tasks_cancelled_at_any_point_leave_sequence_intact(
     vhost: VirtualHost, checker: Audit, rng: Random, run_async: Any
 ) -> None:
     """Of 3000 tasks in a small window a third is cancelled at random; the others get what is theirs."""
@@ -142,7 +142,7 @@ def test_f49_tasks_cancelled_at_any_point_leave_the_sequence_intact(
     checker.close()
 
 
-def test_f49_tasks_cancelled_while_connections_are_cut_leave_the_sequence_intact(
+def test_f49_cancels_amid_cut_connections_leave_sequence_intact(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random, run_async: Any
 ) -> None:
     """In every call that waits, entering included; each of the others gets what is its own, then and afterwards."""
@@ -227,7 +227,7 @@ def test_f49_tasks_cancelled_while_connections_are_cut_leave_the_sequence_intact
     checker.close()
 
 
-def test_f49_who_is_cancelled_while_it_waits_for_room_has_sent_nothing(
+def test_f49_a_task_cancelled_as_it_waits_for_room_sends_nothing(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, run_async: Any
 ) -> None:
     proxy = fault_proxy(vhost.url)
@@ -256,9 +256,7 @@ def test_f49_who_is_cancelled_while_it_waits_for_room_has_sent_nothing(
 
 
 @pytest.mark.parametrize("loop", ["asyncio", pytest.param("uvloop", marks=pytest.mark.soak)])
-def test_f48_a_keyboard_interrupt_ends_the_program_and_what_was_submitted_arrives(
-    vhost: VirtualHost, tmp_path: Path, loop: str
-) -> None:
+def test_f48_a_keyboard_interrupt_ends_the_program_after_a_flush(vhost: VirtualHost, tmp_path: Path, loop: str) -> None:
     """SIGINT cancels the main task: the publisher flushes and closes, and asyncio has nothing to say."""
     program = tmp_path / "interrupted.py"
     program.write_text(
@@ -297,7 +295,7 @@ def test_f48_a_keyboard_interrupt_ends_the_program_and_what_was_submitted_arrive
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork()")
-def test_f46_a_publisher_in_a_forked_child_refuses_and_the_parents_works_on(vhost: VirtualHost) -> None:
+def test_f46_a_forked_publisher_refuses_and_the_parents_works(vhost: VirtualHost) -> None:
     """After a fork the child's copy raises at once, the parent's connection is untouched, a new one works there."""
 
     async def in_child() -> None:
@@ -334,7 +332,7 @@ def test_f46_a_publisher_in_a_forked_child_refuses_and_the_parents_works_on(vhos
     vhost.wait_for_messages("orders", 4)
 
 
-def test_a_loop_that_stands_still_is_reported_and_keeps_its_connection(
+def test_a_blocked_loop_is_reported_and_keeps_its_connection(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture, run_async: Any
 ) -> None:
     """Code that blocks the loop for longer than half a heartbeat is told so; here the connection outlives it."""
@@ -352,7 +350,7 @@ def test_a_loop_that_stands_still_is_reported_and_keeps_its_connection(
     assert proxy.connections == 1
 
 
-def test_a_confirmation_is_light_awaitable_and_says_what_it_knows(
+def test_a_confirmation_can_be_awaited_again_and_never_blocks(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, run_async: Any
 ) -> None:
     """It can be awaited by several tasks and again; result and exception never wait; callbacks run on the loop."""
@@ -433,7 +431,7 @@ def test_publish_many_takes_plain_and_asynchronous_iterables(vhost: VirtualHost,
 
 
 @pytest.mark.soak
-def test_closing_while_the_broker_is_away_ends_in_time_and_can_be_cancelled(
+def test_closing_without_a_broker_ends_in_time_or_when_cancelled(
     private_broker: RabbitMQ, private_vhost: VirtualHost, run_async: Any
 ) -> None:
     """What is outstanding is reported as unconfirmed; a close that is cancelled is taken up again."""
@@ -462,7 +460,7 @@ def test_closing_while_the_broker_is_away_ends_in_time_and_can_be_cancelled(
         private_broker.start()
 
 
-def test_many_first_calls_at_once_share_one_connection_or_one_error(
+def test_first_calls_at_once_share_one_connection_or_one_error(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, run_async: Any
 ) -> None:
     proxy = fault_proxy(vhost.url)

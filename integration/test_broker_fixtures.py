@@ -77,7 +77,7 @@ def test_a_deleted_virtual_host_is_gone(broker: RabbitMQ, new_vhost: Callable[[R
     vhost.create()  # for the fixture to delete
 
 
-def test_a_killed_broker_comes_back_at_the_same_place_with_its_messages(private_vhost: VirtualHost) -> None:
+def test_a_killed_broker_returns_at_its_address_with_messages(private_vhost: VirtualHost) -> None:
     broker, url = private_vhost.broker, private_vhost.url
     publish(private_vhost, "orders", ["1", "2"], kind="classic")  # a quorum queue that is new may not survive it
     connection = private_vhost.connect()
@@ -115,7 +115,7 @@ def test_a_paused_broker_accepts_connections_and_says_nothing(private_broker: Ra
     private_broker.wait_ready(timeout=10)
 
 
-def test_a_broker_that_waits_for_the_disk_is_frozen_when_it_has_its_answer(private_broker: RabbitMQ) -> None:
+def test_a_broker_that_waits_for_the_disk_can_be_frozen(private_broker: RabbitMQ) -> None:
     writing = "while [ -e /tmp/on ]; do dd if=/dev/zero of=/tmp/$1 bs=16M count=4 conv=fsync; done"
     private_broker.execute("touch", "/tmp/on")
     for writer in range(4):
@@ -202,9 +202,7 @@ def test_only_containers_whose_owner_is_gone_are_leftovers(broker: RabbitMQ) -> 
     assert is_orphan(f"{host}:4194305:{started}")  # above the largest process id there can be
 
 
-def test_a_leftover_may_be_removed_by_another_test_process_meanwhile(
-    broker: RabbitMQ, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_leftover_may_vanish_while_leftovers_are_removed(broker: RabbitMQ, monkeypatch: pytest.MonkeyPatch) -> None:
     client = broker.container.client
     leftovers = [
         client.containers.create(broker.container.image, labels={OWNER_LABEL: f"this-test:4194305:{n}"})

@@ -74,7 +74,7 @@ FOREIGN = [
 ]
 
 
-def test_json_lines_carry_messages_to_another_queue_byte_for_byte(any_vhost: VirtualHost) -> None:
+def test_json_lines_copy_messages_to_a_queue_byte_for_byte(any_vhost: VirtualHost) -> None:
     """Bodies that are no text, and properties that JSON does not have or that other clients have written."""
     bodies = [b"text \xc3\xa9 \n", b"\xff\x00\n\x80", b""]
     sent = [(body, raw) for raw in FOREIGN for body in bodies]
@@ -248,9 +248,7 @@ def test_head_ends_it_and_what_was_not_written_comes_back(vhost: VirtualHost) ->
 
 
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_a_consumer_with_everything_acked_that_was_written(
-    vhost: VirtualHost, sent: int, status: int
-) -> None:
+def test_a_signal_ends_a_consumer_with_all_it_wrote_acked(vhost: VirtualHost, sent: int, status: int) -> None:
     declare(vhost)
     run_cli("publish", vhost.url, "--queue", "orders", stdin=b"x\n" * 100)
     with start_cli("consume", vhost.url, "orders", "--ack") as process:

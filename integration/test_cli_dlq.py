@@ -152,7 +152,7 @@ def test_an_export_that_fails_leaves_the_file_of_an_earlier_one(vhost: VirtualHo
     assert "is a directory" in dlq("export", vhost, DEAD, str(tmp_path), status=2)[1]
 
 
-def test_an_export_whose_reader_leaves_ends_quietly_and_leaves_the_queue_as_it_was(vhost: VirtualHost) -> None:
+def test_a_cut_off_dlq_export_is_quiet_and_keeps_every_message(vhost: VirtualHost) -> None:
     """`dlq export | head -1`: the status is that of a tool which SIGPIPE ended."""
     publish(vhost, 2000)
     with start_cli("dlq", "export", vhost.url, DEAD) as process:

@@ -173,7 +173,7 @@ def test_consumers_and_dead_letters_are_looked_at(vhost: VirtualHost) -> None:
     ]
 
 
-def test_a_queue_that_does_not_exist_is_a_problem_with_and_without_the_management_api(vhost: VirtualHost) -> None:
+def test_a_missing_queue_is_found_without_the_management_api_too(vhost: VirtualHost) -> None:
     expected = ("problem", "queue 'missing'", "exists")
     assert expected in not_well(doctor(vhost, "--queue", "missing")[1])
     status, findings = doctor(vhost, "--queue", "missing", "--management-url", "http://127.0.0.1:1")
@@ -314,7 +314,7 @@ def test_the_queues_around_a_queue_are_looked_at(any_vhost: VirtualHost) -> None
     assert not any(subject == "queue 'orders.retry.1000'" for subject, _ in told)
 
 
-def test_a_topic_exchange_takes_dead_letters_where_the_report_says_so(any_vhost: VirtualHost) -> None:
+def test_topic_exchanges_take_dead_letters_as_doctor_predicts(any_vhost: VirtualHost) -> None:
     """Also with empty words, and with an empty key, which has no word."""
     patterns = ("", "#", "*", ".", "*.#", "#.*", "#.", ".#", "a", "a.", "a..b", "a.*.b", "a.#.b", "#.#", "#.b.#")
     keys = ("", ".", "a", "a.", "..", "a.b", "a..b", "a.c.b")

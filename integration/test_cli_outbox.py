@@ -103,9 +103,7 @@ def store(outbox: Outbox, queue: str, *message_ids: str) -> None:
     outbox.write([NewRow(Message(b"", message_id=name), "", queue, True, None) for name in message_ids], [])
 
 
-def test_an_outbox_is_relayed_and_what_was_set_aside_is_decided_about(
-    vhost: VirtualHost, outbox: Outbox, where: str
-) -> None:
+def test_commands_relay_an_outbox_and_settle_what_was_set_aside(vhost: VirtualHost, outbox: Outbox, where: str) -> None:
     """Relay until it is empty, see what was set aside and why, put one back, remove the other."""
     declare(vhost, "orders")
     store(outbox, "orders", "a", "b")
@@ -173,9 +171,7 @@ def test_a_relay_whose_broker_is_away_at_its_start_waits_for_it(
 
 
 @pytest.mark.parametrize("kind", ["postgresql", pytest.param("mariadb", marks=pytest.mark.soak)])
-def test_a_database_that_hangs_is_told_in_time_and_a_relay_can_be_stopped(
-    database: Callable[[str], Database], kind: str
-) -> None:
+def test_a_hanging_database_is_reported_and_a_relay_can_stop(database: Callable[[str], Database], kind: str) -> None:
     """It accepts connections and answers nothing: no command waits for ever, and signals are heeded meanwhile."""
     server = database(kind)
     where = server.fresh()
@@ -217,7 +213,7 @@ def test_a_relay_that_is_told_to_stop_while_it_connects_does_so(
 
 
 @pytest.mark.parametrize("where", ["file"], indirect=True)
-def test_a_relay_that_does_not_get_done_gives_up_in_time_or_when_it_is_told_to(
+def test_an_unconfirmed_relay_gives_up_in_time_or_on_a_signal(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, outbox: Outbox, where: str
 ) -> None:
     """No confirm comes: the exit status says so, and the message stays."""
@@ -257,7 +253,7 @@ def test_a_relay_that_is_told_to_stop_does_so_soon(
 
 
 @pytest.mark.parametrize("where", ["file"], indirect=True)
-def test_what_only_a_newer_version_can_relay_is_something_to_look_at(outbox: Outbox, where: str) -> None:
+def test_status_reports_what_only_a_newer_version_can_relay(outbox: Outbox, where: str) -> None:
     """The exit status of ``status`` is 1, as for what was set aside."""
     store(outbox, "orders", "a")
     assert run_cli("outbox", "status", where).returncode == 0
@@ -268,9 +264,7 @@ def test_what_only_a_newer_version_can_relay_is_something_to_look_at(outbox: Out
 
 
 @pytest.mark.parametrize("where", ["postgresql"], indirect=True)
-def test_f33_of_two_relays_one_is_killed_and_the_other_publishes_everything(
-    vhost: VirtualHost, outbox: Outbox, where: str
-) -> None:
+def test_f33_after_one_of_two_relays_is_killed_all_is_published(vhost: VirtualHost, outbox: Outbox, where: str) -> None:
     """What the dead one had comes again when its lease is over; in a key nothing overtakes what was there first."""
     declare(vhost, "orders")
     names: list[str] = []

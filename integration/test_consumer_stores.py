@@ -119,7 +119,7 @@ def test_f36_copies_that_arrive_together_take_effect_once(
 
 
 @servers
-def test_f41_while_the_server_is_dead_nothing_is_handled_or_acked(
+def test_f41_with_the_store_dead_nothing_is_handled_or_acked(
     vhost: VirtualHost, checker: Audit, database: Callable[[str], Database], new_store: Callable[..., Any], kind: str
 ) -> None:
     """When it is back, the consumer goes on by itself: every message takes effect once.
@@ -159,7 +159,7 @@ def test_f41_while_the_server_is_dead_nothing_is_handled_or_acked(
 
 
 @pytest.mark.parametrize(("consumer_api", "kind"), APIS_AND_SERVERS, indirect=["consumer_api"])
-def test_f42_while_the_server_hangs_heartbeats_go_on_and_nothing_is_acked(
+def test_f42_with_a_hanging_store_heartbeats_go_on_without_acks(
     vhost: VirtualHost,
     checker: Audit,
     database: Callable[[str], Database],
@@ -189,7 +189,7 @@ def test_f42_while_the_server_hangs_heartbeats_go_on_and_nothing_is_acked(
 
 
 @pytest.mark.parametrize(("consumer_api", "kind"), APIS_AND_SERVERS, indirect=["consumer_api"])
-def test_f42_a_consumer_cut_off_from_store_and_broker_after_an_effect_does_not_repeat_it(
+def test_f42_a_cut_off_consumer_does_not_repeat_its_effect(
     vhost: VirtualHost,
     checker: Audit,
     database: Callable[[str], Database],
@@ -284,7 +284,7 @@ def test_f44_a_duplicate_after_the_retention_takes_effect_again(
     assert handler.attempts == [1, 1]
 
 
-def test_f45_leases_and_retention_do_not_look_at_the_wall_clock_of_a_consumer(
+def test_f45_store_leases_and_retention_ignore_the_wall_clock(
     database: Callable[[str], Database], tmp_path: Path, one_api: str
 ) -> None:
     """Those of servers are by their clock; those of a file by the time since the boot of the machine."""
@@ -376,7 +376,7 @@ def all_acked(vhost: VirtualHost, file: Path, ids: list[str]) -> bool:
 
 
 @pytest.mark.parametrize(("kind", "api", "driver"), [*APIS, ("sqlite", "sync", "")])
-def test_f35_with_an_inbox_a_process_killed_at_any_step_leaves_one_effect(
+def test_f35_with_an_inbox_a_kill_at_any_step_leaves_one_effect(
     vhost: VirtualHost, database: Callable[[str], Database], tmp_path: Path, kind: str, api: str, driver: str
 ) -> None:
     """Row 34 as well. One process after another dies, each at another step; the last finds what is left to do."""
@@ -390,7 +390,7 @@ def test_f35_with_an_inbox_a_process_killed_at_any_step_leaves_one_effect(
 
 
 @pytest.mark.parametrize(("kind", "api"), [("redis", "sync"), ("redis", "aio"), ("sqlite", "sync")])
-def test_f35_a_process_killed_between_completion_and_ack_leaves_one_effect(
+def test_f35_a_kill_between_completion_and_ack_leaves_one_effect(
     vhost: VirtualHost, database: Callable[[str], Database], tmp_path: Path, kind: str, api: str
 ) -> None:
     """Row 34 as well. Where the effect is elsewhere, the kill must not fall between it and its completion."""
@@ -410,7 +410,7 @@ def test_f35_a_process_killed_between_completion_and_ack_leaves_one_effect(
     if soaking()
     else [("postgresql", "sync"), ("redis", "aio")],
 )
-def test_f34_f35_a_process_killed_in_the_middle_of_a_batch_leaves_one_effect_of_what_is_done(
+def test_f34_f35_a_kill_in_a_batch_repeats_no_completed_effect(
     vhost: VirtualHost, database: Callable[[str], Database], tmp_path: Path, kind: str, api: str
 ) -> None:
     """With an inbox, of everything. Without one, what was effected of the batch comes back, and nothing else."""
@@ -438,7 +438,7 @@ def publish_orders(vhost: VirtualHost, count: int) -> list[str]:
     return [message.message_id for message in messages]
 
 
-def test_f36_eight_processes_of_eight_threads_or_tasks_effect_each_id_once(
+def test_f36_eight_contending_processes_effect_each_id_once(
     database: Callable[[str], Database], tmp_path: Path, one_api: str
 ) -> None:
     """Each id is delivered ten times, to any of them; one attempt in ten fails and is made again."""

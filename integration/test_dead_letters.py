@@ -113,7 +113,7 @@ def test_looking_leaves_the_queue_as_it_was(any_vhost: VirtualHost) -> None:
     assert bodies(any_vhost, "orders.dead", 230) == [str(number).encode() for number in range(230)]
 
 
-def test_a_look_at_some_keeps_every_message_though_a_quorum_queue_gives_them_other_places(
+def test_browsing_some_keeps_all_though_requeues_move_them(
     any_vhost: VirtualHost,
 ) -> None:
     """What is requeued goes behind what was never taken (4.0) or was requeued before (4.3)."""
@@ -202,7 +202,7 @@ def test_a_batch_of_large_letters_is_small(any_vhost: VirtualHost) -> None:
     assert read == [(8, 20), (16, 20), (20, 20)]
 
 
-def test_a_look_does_not_delete_a_queue_that_goes_with_its_last_consumer(any_vhost: VirtualHost) -> None:
+def test_browsing_does_not_delete_an_auto_delete_queue(any_vhost: VirtualHost) -> None:
     """It takes no consumer there, and leaves everything in its place."""
     with any_vhost.connect() as connection:
         connection.channel().queue_declare("letters", durable=True, auto_delete=True)
@@ -334,7 +334,7 @@ def test_what_is_replayed_is_handled_with_all_its_attempts(any_vhost: VirtualHos
     assert any_vhost.live_counts()["orders.dead"] == 0
 
 
-def test_without_its_store_a_replayed_message_keeps_the_attempts_that_the_store_knows(vhost: VirtualHost) -> None:
+def test_a_replay_without_the_store_keeps_the_stored_attempts(vhost: VirtualHost) -> None:
     """What the option is for: a store that has counted all attempts dead-letters the copy at once."""
     store = MemoryStore()
     calls: list[bytes] = []
@@ -435,9 +435,7 @@ def test_what_cannot_go_back_stays(any_vhost: VirtualHost) -> None:
         assert dead.replay(Filter(message_ids=[letters[1].message_id]), to="orders").replayed == 1
 
 
-def test_a_connection_that_is_lost_over_an_ack_is_one_that_was_lost_and_the_replay_goes_on(
-    vhost: VirtualHost, fault_proxy: FaultProxyFactory
-) -> None:
+def test_a_replay_goes_on_after_an_ack_costs_its_connection(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
     """Acked once more, each of them, when they come again."""
     dead_letters(vhost, numbered(10))
     proxy = fault_proxy(vhost.url)
@@ -559,7 +557,7 @@ def test_a_wrong_argument_is_refused_by_its_name(vhost: VirtualHost) -> None:
             dead.replay(to="orders", as_published=True)
 
 
-def test_on_40_looking_stops_before_the_delivery_limit_takes_messages(vhost_40: VirtualHost) -> None:
+def test_on_40_browsing_stops_before_the_delivery_limit_drops(vhost_40: VirtualHost) -> None:
     """RabbitMQ 4.0 counts what is requeued, and drops at 20; 4.3 does not, nor a queue without a limit."""
     with vhost_40.connect() as connection:
         connection.channel().queue_declare("limited", durable=True, arguments={"x-queue-type": "quorum"})

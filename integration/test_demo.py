@@ -42,7 +42,7 @@ def gather(stream: IO[bytes], lines: list[str]) -> threading.Thread:
 
 @pytest.mark.soak
 @pytest.mark.timeout(400)
-def test_the_observed_demo_says_where_to_look_and_everything_is_there() -> None:
+def test_the_observed_demo_says_where_to_look_and_serves_it() -> None:
     told: list[str] = []
     shown: list[str] = []
     with Process("integration.demo", "--observe", "--messages", "5000", "--rate", "1000", "--kills", "1") as demo:
@@ -63,7 +63,7 @@ def test_the_observed_demo_says_where_to_look_and_everything_is_there() -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(400)
-def test_the_observed_demo_leaves_nothing_behind_when_it_is_terminated() -> None:
+def test_the_observed_demo_leaves_nothing_when_terminated() -> None:
     told: list[str] = []
     with Process("integration.demo", "--observe", "--messages", "100000", "--rate", "100", "--kills", "0") as demo:
         assert demo.stdout is not None

@@ -195,9 +195,7 @@ def test_the_programs_of_the_tutorial_run(vhost: VirtualHost, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("library", ["pika", "aio-pika", "faststream", "celery"])
-def test_the_programs_of_a_guide_for_users_of_another_library_run(
-    vhost: VirtualHost, tmp_path: Path, library: str
-) -> None:
+def test_the_programs_of_each_migration_guide_run(vhost: VirtualHost, tmp_path: Path, library: str) -> None:
     """Each program that uses this library, in the order of the page: one that consumes runs until it has shipped."""
     blocks = re.findall(r"^```python\n(.*?)^```", (GUIDES / f"from-{library}.md").read_text(), re.MULTILINE | re.DOTALL)
     programs = [block for block in blocks if "from reliable_mq import" in block and "amqp://" in block]

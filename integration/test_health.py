@@ -91,9 +91,7 @@ def fill(vhost: VirtualHost) -> None:
     publish(vhost, "orders", numbered(10))
 
 
-def test_a_pod_that_is_told_to_end_is_not_ready_finishes_and_requeues_the_rest(
-    vhost: VirtualHost, one_api: str
-) -> None:
+def test_a_terminated_pod_turns_unready_finishes_and_requeues(vhost: VirtualHost, one_api: str) -> None:
     """Readiness is off while it drains, liveness is not; nothing is lost, and it ends in its grace."""
     fill(vhost)
     with Pod(vhost.url, one_api) as pod:
@@ -114,7 +112,7 @@ def test_a_pod_that_is_told_to_end_is_not_ready_finishes_and_requeues_the_rest(
     assert (counts["orders"], counts["shipped"]) == (9, 1)
 
 
-def test_a_pod_whose_handler_hangs_ends_in_its_grace_all_the_same(vhost: VirtualHost, one_api: str) -> None:
+def test_a_pod_whose_handler_hangs_ends_within_its_grace(vhost: VirtualHost, one_api: str) -> None:
     """After stop_timeout its delivery goes back to the queue."""
     fill(vhost)
     with Pod(vhost.url, one_api, stop_timeout=1.0) as pod:

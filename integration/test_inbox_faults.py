@@ -88,7 +88,7 @@ def writing(api: str, then: Callable[[Delivery], object]) -> Callable[[Delivery]
     return handle if api == "sync" else handle_async
 
 
-def test_f42_a_server_that_hangs_in_the_transaction_of_a_handler_does_not_block_it(
+def test_f42_a_server_hanging_in_a_transaction_blocks_no_handler(
     vhost: VirtualHost,
     database: Callable[[str], Database],
     new_store: Callable[..., Any],
@@ -181,9 +181,7 @@ def in_time(begun: float) -> None:
 
 
 @pytest.mark.parametrize("kind", ["postgresql", "mariadb", "mysql"])
-def test_f42_a_transaction_begins_ends_and_is_rolled_back_in_time(
-    database: Callable[[str], Database], kind: str
-) -> None:
+def test_f42_a_transaction_begins_ends_and_rolls_back_in_time(database: Callable[[str], Database], kind: str) -> None:
     """So is a transaction of the user's own that takes the record in."""
     server = database(kind)
     engine = create_engine(prepared(server.fresh()))
@@ -252,7 +250,7 @@ def all_new(store: SQLAlchemyStore, keys: list[str]) -> bool:
         ),
     ],
 )
-def test_f42_a_transaction_on_a_loop_begins_ends_and_is_rolled_back_in_time(
+def test_f42_a_loops_transaction_begins_ends_rolls_back_in_time(
     database: Callable[[str], Database], run_async: Any, kind: str, driver: str
 ) -> None:
     server = database(kind)
@@ -341,7 +339,7 @@ def test_a_fleet_that_starts_creates_its_table_at_once(database: Callable[[str],
     ("kind", "driver"),
     [("postgresql", "psycopg_async"), ("postgresql", "asyncpg"), ("mariadb", "asyncmy"), ("mysql", "asyncmy")],
 )
-def test_a_fleet_on_asyncio_that_starts_creates_its_table_at_once(
+def test_a_fleet_on_asyncio_may_create_its_table_all_at_once(
     database: Callable[[str], Database], kind: str, driver: str
 ) -> None:
     async def start() -> None:

@@ -36,7 +36,7 @@ def rss() -> int:
 @pytest.mark.soak
 @pytest.mark.parametrize(("publisher_api", "consumer_api"), [("sync", "sync"), ("aio", "aio")], indirect=True)
 @pytest.mark.timeout(SECONDS * 1.5 + 120)
-def test_f55_memory_is_flat_while_messages_flow_fail_and_connections_are_cut(
+def test_f55_memory_is_flat_amid_failures_and_lost_connections(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Thousands of messages a second, one in a hundred failing once, and a reconnect every round leave no trace."""

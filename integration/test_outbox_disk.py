@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from reliable_mq.testing import Audit, VirtualHost
 
 
-def test_f39_a_full_disk_refuses_new_messages_and_earlier_ones_are_published(
+def test_f39_a_full_disk_refuses_new_messages_publishes_old_ones(
     one_api: str, vhost: VirtualHost, tmp_path: Path, checker: Audit
 ) -> None:
     """Refused in time, with the reason; what was accepted arrives, rows are removed, and then there is room again."""
@@ -116,7 +116,7 @@ def stored(path: Path) -> list[bytes]:
         outbox.close()
 
 
-def test_f40_an_outbox_torn_at_any_byte_recovers_what_was_accepted(tmp_path: Path, rng: random.Random) -> None:
+def test_f40_an_outbox_torn_at_any_byte_recovers_the_accepted(tmp_path: Path, rng: random.Random) -> None:
     """Cut off in the log: all earlier commits are there, the last one wholly or not at all.
 
     Cut off in the database, while the log is copied into it: everything is there.
@@ -163,7 +163,7 @@ def test_f40_an_outbox_torn_at_any_byte_recovers_what_was_accepted(tmp_path: Pat
     outbox.close()
 
 
-def test_a_file_that_is_damaged_or_of_something_else_is_refused_with_a_clear_error(tmp_path: Path) -> None:
+def test_a_damaged_or_foreign_outbox_file_is_refused_clearly(tmp_path: Path) -> None:
     """Nothing is overwritten."""
     path = tmp_path / "text"
     path.write_bytes(b"this is no database, and long enough to see that" * 100)

@@ -51,7 +51,7 @@ def new_publisher(
         plain.dispose()
 
 
-def test_f42_while_the_database_of_an_outbox_hangs_every_call_ends_in_time(
+def test_f42_calls_on_an_outbox_whose_database_hangs_end_in_time(
     vhost: VirtualHost, database: Callable[[str], Database], new_publisher: Callable[[str], Any]
 ) -> None:
     """Publishing, flushing, closing and opening; what was accepted is published when it answers again."""

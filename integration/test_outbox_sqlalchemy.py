@@ -85,7 +85,7 @@ def store(outbox: SQLAlchemyOutbox, count: int, *, key: str | None = None, first
     return [row.message.message_id for row in rows]
 
 
-def test_a_message_is_published_with_the_transaction_that_it_was_added_to_or_never(
+def test_a_message_is_published_only_if_its_transaction_commits(
     vhost: VirtualHost, engine: Engine, outbox: SQLAlchemyOutbox
 ) -> None:
     """Commit and rollback decide about the message as about everything else in the transaction."""
@@ -125,7 +125,7 @@ def test_a_message_is_published_with_the_transaction_that_it_was_added_to_or_nev
     ],
     indirect=["database_url"],
 )
-def test_a_message_may_be_added_to_an_asyncio_session_and_relayed_with_its_engine(
+def test_an_asyncio_session_adds_messages_its_engine_relays(
     vhost: VirtualHost, database_url: str, driver: str, outbox: SQLAlchemyOutbox
 ) -> None:
     """``add`` is the same; what relays uses connections of its own, and none is left."""
@@ -274,7 +274,7 @@ def test_f33_a_relay_killed_at_any_line_loses_no_row(
 
 
 @pytest.mark.parametrize(("database_url", "api", "driver"), APIS, indirect=["database_url"])
-def test_f33_a_publisher_killed_at_any_line_publishes_all_that_it_accepted(
+def test_f33_kills_at_any_line_lose_no_accepted_message(
     vhost: VirtualHost,
     database_url: str,
     api: str,
@@ -294,7 +294,7 @@ def test_f33_a_publisher_killed_at_any_line_publishes_all_that_it_accepted(
     assert balance.confirmed == killed.accepted
 
 
-def test_what_cannot_be_published_is_set_aside_and_held_until_somebody_decides(
+def test_an_unpublishable_row_is_set_aside_for_a_decision(
     vhost: VirtualHost, outbox: SQLAlchemyOutbox, engine: Engine
 ) -> None:
     """An unroutable row holds its key; retry puts it back, purge lets the others pass."""
@@ -360,7 +360,7 @@ def test_without_its_table_an_outbox_says_what_to_do(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("database_url", ["mariadb", "mysql"], indirect=True)
-def test_a_table_that_takes_keys_for_the_same_works_and_is_warned_of(
+def test_a_table_that_confuses_similar_keys_works_with_a_warning(
     engine: Engine, outbox: SQLAlchemyOutbox, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As earlier versions made it; the statement in the log alters it, and the keys of its rows are apart then."""
@@ -463,7 +463,7 @@ def test_a_message_that_no_row_can_hold_is_refused_alone(engine: Engine, outbox:
     assert outbox.status().rows == 9
 
 
-def test_while_the_database_is_away_publishing_fails_in_time_and_the_relay_recovers(
+def test_a_lost_database_fails_publishes_and_the_relay_recovers(
     vhost: VirtualHost, database: Callable[[str], Database]
 ) -> None:
     """Nothing that was stored is lost, and nothing hangs."""

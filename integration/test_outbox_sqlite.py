@@ -90,7 +90,7 @@ class Killed:
         assert died > 0
 
 
-def test_f33_a_publisher_killed_at_any_line_publishes_all_that_it_accepted_at_its_next_start(
+def test_f33_a_publisher_killed_at_any_line_publishes_on_restart(
     one_api: str, vhost: VirtualHost, tmp_path: Path, checker: Audit, rng: random.Random
 ) -> None:
     """A SIGKILL at seeded lines of the outbox's code, one start after the other on one file; the same ids arrive."""
@@ -105,7 +105,7 @@ def test_f33_a_publisher_killed_at_any_line_publishes_all_that_it_accepted_at_it
     assert balance.drained >= balance.confirmed
 
 
-def test_f33_what_a_killed_process_has_left_keeps_the_order_of_its_keys(
+def test_f33_what_a_killed_process_leaves_keeps_its_key_order(
     one_api: str, vhost: VirtualHost, tmp_path: Path, checker: Audit, rng: random.Random
 ) -> None:
     """First occurrences of the messages of a key come in the order in which they were accepted."""
@@ -128,7 +128,7 @@ def test_f33_what_a_killed_process_has_left_keeps_the_order_of_its_keys(
 
 
 @pytest.mark.usefixtures("publisher_api")
-def test_a_message_is_stored_while_the_broker_is_away_and_published_when_it_is_there(
+def test_messages_stored_without_a_broker_are_published_later(
     vhost: VirtualHost, tmp_path: Path, fault_proxy: FaultProxyFactory
 ) -> None:
     """Publishing does not wait for a broker; a receipt says that the message is stored, and the same id arrives."""
@@ -155,7 +155,7 @@ def test_a_message_is_stored_while_the_broker_is_away_and_published_when_it_is_t
 
 
 @pytest.mark.usefixtures("publisher_api")
-def test_leaving_a_publisher_whose_broker_is_away_keeps_what_is_stored_for_the_next(
+def test_leaving_without_a_broker_keeps_stored_messages(
     vhost: VirtualHost, tmp_path: Path, fault_proxy: FaultProxyFactory
 ) -> None:
     """It does not wait for a broker that was seen to be away, and raises nothing: the message is safe."""
@@ -189,7 +189,7 @@ def test_a_publisher_that_was_closed_is_left_at_once(
 
 
 @pytest.mark.usefixtures("publisher_api")
-def test_what_is_outstanding_when_the_time_to_close_is_over_is_confirmed_and_removed(
+def test_a_timed_out_close_removes_the_rows_it_has_published(
     vhost: VirtualHost, tmp_path: Path, fault_proxy: FaultProxyFactory
 ) -> None:
     """More waits than can be relayed in that time; nothing that stays in the outbox has been published."""
@@ -211,9 +211,7 @@ def test_what_is_outstanding_when_the_time_to_close_is_over_is_confirmed_and_rem
 
 
 @pytest.mark.usefixtures("publisher_api")
-def test_what_cannot_be_published_is_set_aside_with_the_reason_and_can_be_put_back(
-    vhost: VirtualHost, tmp_path: Path
-) -> None:
+def test_what_is_unpublishable_is_set_aside_and_can_be_put_back(vhost: VirtualHost, tmp_path: Path) -> None:
     """Unroutable and refused messages do not stop the others, nor flush; retry publishes them once that is mended."""
     outbox = SQLiteOutbox(tmp_path / "outbox")
     with Publisher(vhost.url, topology=[ORDERS], outbox=outbox) as publisher:
@@ -253,9 +251,7 @@ def test_a_damaged_row_is_set_aside_and_the_others_are_published(vhost: VirtualH
 
 
 @pytest.mark.usefixtures("publisher_api")
-def test_messages_of_a_key_are_published_in_order_and_wait_behind_one_that_is_set_aside(
-    vhost: VirtualHost, tmp_path: Path
-) -> None:
+def test_a_key_keeps_its_order_behind_a_message_set_aside(vhost: VirtualHost, tmp_path: Path) -> None:
     """One that is set aside holds its own key, no other; what waits goes on, in order, when it is put back."""
     outbox = SQLiteOutbox(tmp_path / "outbox", ordering_key=lambda message, _exchange, _key: message.correlation_id)
     with Publisher(vhost.url, topology=[ORDERS], outbox=outbox) as publisher:
@@ -301,9 +297,7 @@ def test_a_nacked_message_is_tried_again_until_there_is_room(vhost: VirtualHost,
     assert taken == [b"0", b"1", b"2"]
 
 
-def test_f46_in_a_forked_child_a_publisher_with_an_outbox_refuses_and_the_parents_works_on(
-    vhost: VirtualHost, tmp_path: Path
-) -> None:
+def test_f46_a_forked_outbox_publisher_refuses_the_parents_works(vhost: VirtualHost, tmp_path: Path) -> None:
     """The child's copies raise, its end costs the parent neither the outbox nor the relay."""
     outbox = SQLiteOutbox(tmp_path / "outbox")
     with Publisher(vhost.url, topology=[ORDERS], outbox=outbox) as publisher:

@@ -49,7 +49,7 @@ ORDERS = Queue("orders", dead_letter=None)
 QUICK = tenacity.wait_fixed(0.1)
 
 
-def test_pika_01_an_interrupted_wait_credits_its_confirm_to_no_other_publish(
+def test_pika_01_an_interrupted_wait_credits_no_other_publish(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
     """pika's BlockingChannel returned success for a nacked publish: it took the confirm of the interrupted one."""
@@ -92,7 +92,7 @@ def test_pika_04_a_memory_alarm_hangs_neither_publish_nor_close(
     assert time.monotonic() - began < 25
 
 
-def test_pika_05_a_publish_after_the_connection_broke_succeeds_only_with_a_confirm(
+def test_pika_05_after_a_loss_a_publish_succeeds_by_confirm_only(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
 ) -> None:
     """pika's basic_publish returns as if all were well after its transport was aborted, and the message is nowhere."""
@@ -135,7 +135,7 @@ def test_pika_06_two_threads_corrupt_nothing(vhost: VirtualHost, checker: Audit)
     assert not balance.duplicated
 
 
-def test_pika_08_a_half_open_connection_is_noticed_within_the_confirm_timeout(
+def test_pika_08_a_confirm_timeout_shows_a_half_open_connection(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
 ) -> None:
     """pika notices it by heartbeats, after two minutes at its default; without heartbeats, never."""
@@ -152,7 +152,7 @@ def test_pika_08_a_half_open_connection_is_noticed_within_the_confirm_timeout(
     checker.close()
 
 
-def test_pika_09_what_is_submitted_while_connections_die_is_settled(
+def test_pika_09_submits_while_connections_die_are_settled(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
     """Callbacks queued with add_callback_threadsafe vanish with pika's connection, and their waiters wait for ever."""
@@ -183,9 +183,7 @@ def test_pika_09_what_is_submitted_while_connections_die_is_settled(
     assert checker.close().confirmed == 1200
 
 
-def test_pika_10_children_forked_while_publishing_neither_hang_nor_corrupt_the_stream(
-    vhost: VirtualHost, checker: Audit
-) -> None:
+def test_pika_10_forks_neither_hang_nor_corrupt_the_stream(vhost: VirtualHost, checker: Audit) -> None:
     """A forked child that used its copy of a pika connection hung, or wrote into its parent's stream."""
     with Publisher(vhost.url, topology=[ORDERS]) as publisher:
         done = threading.Event()
@@ -271,7 +269,7 @@ def test_pika_11_no_option_of_a_url_turns_verification_off(impostor: int, option
         Publisher(url).connect()
 
 
-def test_pika_12_a_user_without_a_password_is_an_error_that_says_so() -> None:
+def test_pika_12_a_user_without_a_password_is_a_clear_error() -> None:
     """pika raises a bare TypeError for such a URL."""
     with pytest.raises(ConfigurationError, match="password"):
         Publisher("amqp://user@localhost/")

@@ -52,9 +52,7 @@ MILLISECONDS = table(b"\x02atT" + struct.pack(">Q", 1_700_000_000_000))
     [(MILLISECONDS, "ValueError"), (nested(2000), "RecursionError")],
     ids=["ms timestamp", "nested 2000 deep"],
 )
-def test_pika_02_headers_that_pika_cannot_decode_do_not_cost_the_connection(
-    vhost: VirtualHost, headers: bytes, error: str
-) -> None:
+def test_pika_02_undecodable_headers_do_not_cost_the_connection(vhost: VirtualHost, headers: bytes, error: str) -> None:
     """In pika they raise before any callback, at every redelivery, and what is behind them is never delivered."""
     declare(vhost)
     send(vhost, "orders", [poison(headers), *map(Message, numbered(5))])

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from reliable_mq.testing import VirtualHost
 
 
-def test_f48_exceptions_of_signal_handlers_cost_nothing_but_the_call(vhost: VirtualHost, seed: int) -> None:
+def test_f48_exceptions_of_signal_handlers_cost_only_the_call(vhost: VirtualHost, seed: int) -> None:
     """Thousands of interruptions at random moments lose no wake-up, no place in the window and no outcome."""
     command = [sys.executable, "-m", "integration.programs.interrupted", vhost.url, str(seed), "5"]
     done = subprocess.run(command, check=True, timeout=60, env=environment(), stdout=subprocess.PIPE, text=True)
@@ -24,7 +24,7 @@ def test_f48_exceptions_of_signal_handlers_cost_nothing_but_the_call(vhost: Virt
     assert confirmed > 100
 
 
-def test_f48_signal_handlers_may_use_and_close_the_publisher_that_they_interrupt(vhost: VirtualHost, seed: int) -> None:
+def test_f48_signal_handlers_may_use_and_close_their_publisher(vhost: VirtualHost, seed: int) -> None:
     """A handler that publishes, flushes or closes never waits for what it has interrupted itself."""
     command = [
         sys.executable,

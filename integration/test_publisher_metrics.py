@@ -136,7 +136,7 @@ def test_two_publishers_share_a_registry(vhost: VirtualHost, registry: Collector
     assert orders.settled()["confirmed"] == 8
 
 
-def test_a_publisher_that_was_never_opened_leaves_a_registry_as_it_was(
+def test_a_publisher_never_opened_leaves_its_registry_unchanged(
     vhost: VirtualHost, registry: CollectorRegistry
 ) -> None:
     """Closing it takes it out again; a registry that is none is refused."""
@@ -146,7 +146,7 @@ def test_a_publisher_that_was_never_opened_leaves_a_registry_as_it_was(
         Publisher(vhost.url, registry="default")
 
 
-def test_an_outage_is_logged_once_for_each_attempt_and_in_our_words(
+def test_an_outage_is_logged_once_per_attempt_in_our_words(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One line for the loss, one for each attempt that fails, without tracebacks; the driver says nothing."""

@@ -60,7 +60,7 @@ def test_many_threads_that_publish_first_make_one_connection(
     publisher.close()
 
 
-def test_the_first_publish_keeps_its_deadline_while_nothing_answers(
+def test_the_first_publish_keeps_its_deadline_with_no_answer(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
     """Opening counts: a publish with a second to live ends after a second, whatever the time to connect."""
@@ -158,7 +158,7 @@ def test_a_mistake_in_a_wait_of_the_users_costs_no_reconnect(
     assert "a mistake of the user's" in caplog.text
 
 
-def test_connect_may_fail_while_a_publish_waits_for_the_same_connection(
+def test_connect_may_fail_while_a_publish_waits_for_a_connection(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
     """connect() says that there is no connection now; a publish in another thread waits on, and is confirmed."""
@@ -239,7 +239,7 @@ def test_unknown_arguments_are_refused() -> None:
         Publisher("amqp://guest:guest@localhost/", confirm_time=3)
 
 
-def test_a_signal_handler_may_not_use_a_publisher_that_it_interrupts_while_that_starts(vhost: VirtualHost) -> None:
+def test_a_signal_handler_may_not_use_a_starting_publisher(vhost: VirtualHost) -> None:
     """There is nothing yet that it could use, and waiting would be for ever: it is told so."""
     publisher = Publisher(vhost.url, topology=[ORDERS])
     with publisher._lock:  # as in a handler, which runs on the thread that holds it

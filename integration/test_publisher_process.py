@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("baseline")
 ORDERS = Queue("orders", dead_letter=None)
 
 
-def test_f46_a_publisher_in_a_forked_child_refuses_and_the_parents_works_on(vhost: VirtualHost) -> None:
+def test_f46_a_forked_publisher_refuses_and_the_parents_works(vhost: VirtualHost) -> None:
     """After a fork the child's copy raises at once, the parent's works on, and a new one in the child works."""
     with Publisher(vhost.url, topology=[ORDERS]) as publisher:
         publisher.publish(Message(b"parent"), routing_key="orders")
@@ -57,9 +57,7 @@ def test_f46_a_publisher_in_a_forked_child_refuses_and_the_parents_works_on(vhos
     vhost.wait_for_messages("orders", 4)
 
 
-def test_f48_an_interrupted_wait_credits_nothing_to_the_next_publish(
-    vhost: VirtualHost, fault_proxy: FaultProxyFactory
-) -> None:
+def test_f48_an_interrupted_wait_credits_no_later_publish(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
     """A KeyboardInterrupt while waiting for one confirm leaves the next publish with its own outcome."""
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=[ORDERS]) as publisher:

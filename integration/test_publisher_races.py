@@ -144,7 +144,7 @@ def test_a_deadline_of_nothing_is_over_at_once(vhost: VirtualHost) -> None:
 # -- closing -----------------------------------------------------------------------------------------------------------
 
 
-def test_every_submit_that_races_with_a_close_is_settled_or_refused(
+def test_a_submit_that_races_with_a_close_is_settled_or_refused(
     vhost: VirtualHost, checker: Audit, rng: Random
 ) -> None:
     """Whatever moment close() comes at: a submit returns a confirmation that is settled, or raises."""
@@ -203,7 +203,7 @@ def test_close_gives_up_what_it_must_and_says_so_once(vhost: VirtualHost, fault_
     publisher.close()
 
 
-def test_closing_an_idle_publisher_whose_broker_is_silent_takes_moments(
+def test_closing_an_idle_publisher_is_quick_on_a_silent_broker(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
     """A closing handshake that is not answered is not waited for as long as messages would be."""
@@ -243,9 +243,7 @@ def test_an_interrupted_close_can_be_taken_up_again(vhost: VirtualHost, fault_pr
 # -- who has seen a failure --------------------------------------------------------------------------------------------
 
 
-def test_a_confirmed_message_that_is_looked_at_twice_is_no_failure(
-    vhost: VirtualHost, fault_proxy: FaultProxyFactory
-) -> None:
+def test_looking_twice_at_a_confirmed_message_is_no_failure(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
     """Waiting for a confirm and asking for a callback afterwards changes no count of failures."""
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=[ORDERS]) as publisher:
@@ -304,9 +302,7 @@ def test_callbacks_may_raise_and_exit_and_harm_no_other(
     assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ValueError, SystemExit, ValueError]
 
 
-def test_callbacks_may_use_the_publisher_in_every_way_but_to_close_it(
-    vhost: VirtualHost, fault_proxy: FaultProxyFactory
-) -> None:
+def test_callbacks_may_do_all_but_close_their_publisher(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
     """A callback may publish, fill the window, wait, flush and add callbacks."""
     outcomes: list[object] = []
     done = threading.Event()
@@ -331,7 +327,7 @@ def test_callbacks_may_use_the_publisher_in_every_way_but_to_close_it(
         assert outcomes == [1, True, UsageError]
 
 
-def test_callbacks_that_are_slow_hold_up_the_next_publishes_and_not_the_memory(vhost: VirtualHost) -> None:
+def test_slow_callbacks_hold_up_publishes_and_bound_memory(vhost: VirtualHost) -> None:
     """As many callbacks may wait as the window has places; then submit waits, too, and says what for."""
     release = threading.Event()
     called = at_once = 0
@@ -362,7 +358,7 @@ def test_callbacks_that_are_slow_hold_up_the_next_publishes_and_not_the_memory(v
     assert called == len(submitted) == 100
 
 
-def test_a_callback_that_never_ends_holds_up_a_close_no_longer_than_it_says(
+def test_an_endless_callback_delays_close_only_to_its_timeout(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
     """close() waits for callbacks as for messages: up to its timeout."""
@@ -451,7 +447,7 @@ def test_an_exit_during_an_outage_reconnects_calls_back_and_ends(
     assert process.returncode == 0
 
 
-def test_a_forked_child_that_exits_says_nothing_of_its_parents_publisher(vhost: VirtualHost) -> None:
+def test_a_forked_childs_exit_is_silent_on_the_parents_publisher(vhost: VirtualHost) -> None:
     """The child's exit neither closes nor complains about what is not its own."""
     program = (
         "import os, sys\n"

@@ -121,7 +121,7 @@ def test_f53_good_certificate_is_accepted(
     checker.close()
 
 
-def test_the_fault_proxy_holds_confirms_and_cuts_between_two_that_speak_tls(
+def test_the_fault_proxy_holds_confirms_and_cuts_over_tls(
     tls_vhost: VirtualHost, checker: Audit, authority: Authority, fault_proxy: FaultProxyFactory
 ) -> None:
     """What was published, and not known to be, is published again through it."""
@@ -241,7 +241,7 @@ def test_f53_no_authority_given_means_the_systems(tls_vhost: VirtualHost) -> Non
     assert caught.value.permanent
 
 
-def test_f53_verification_can_be_switched_off_in_code_alone_and_loudly(
+def test_f53_verification_can_be_off_only_in_code_and_loudly(
     tls_vhost: VirtualHost, caplog: pytest.LogCaptureFixture
 ) -> None:
     """verify=False connects to anybody, and says so at every connect."""

@@ -36,7 +36,7 @@ class TestRowLeases(RowLeasesContract):
     pass
 
 
-def test_a_relay_passes_over_rows_that_another_is_taking_and_does_not_wait(table: TableOutbox) -> None:
+def test_a_relay_passes_over_rows_that_another_has_locked(table: TableOutbox) -> None:
     """A transaction that hangs in the middle of taking rows holds up its own rows, and no relay."""
     store(table.outbox, *"abcde")
     store(table.outbox, "0", "1", key="key")
@@ -53,7 +53,7 @@ def test_a_relay_passes_over_rows_that_another_is_taking_and_does_not_wait(table
     assert [row.message.body for row in take(claims)] == [b"a", b"c", b"0", b"1"]
 
 
-def test_f45_leases_and_delays_of_an_outbox_do_not_look_at_the_wall_clock_of_a_relay(
+def test_f45_outbox_leases_and_delays_ignore_the_wall_clock(
     database: Callable[[str], Database], tmp_path: Path
 ) -> None:
     """A row is another relay's when the lease of a dead one is over, neither earlier nor later; likewise a delay."""
@@ -70,7 +70,7 @@ def test_f45_leases_and_delays_of_an_outbox_do_not_look_at_the_wall_clock_of_a_r
     assert said == "end\n"
 
 
-def test_the_clock_of_leases_does_not_go_back_when_summer_time_ends(database: Callable[[str], Database]) -> None:
+def test_the_lease_clock_does_not_go_back_as_summer_time_ends(database: Callable[[str], Database]) -> None:
     """In a session whose local time has just begun an hour anew. MySQL takes it for the one before."""
     engine = create_engine(database("mysql").fresh())
     with engine.begin() as connection:

@@ -218,7 +218,7 @@ def test_no_password_in_the_error_of_a_malformed_url(malformed: str) -> None:
     assert word not in "\n".join(seen)
 
 
-def test_no_body_and_no_header_shows_whatever_becomes_of_the_message(
+def test_no_body_or_header_shows_for_any_outcome_of_a_message(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, collector: Collector
 ) -> None:
     """Confirmed, returned, nacked, refused, given up, republished, unwatched: messages are known by their ids."""
@@ -273,7 +273,7 @@ def test_no_body_and_no_header_shows_whatever_becomes_of_the_message(
     collector.check(body, value, correlation)
 
 
-def test_no_body_and_no_header_in_what_the_driver_says_of_frames_it_cannot_decode(
+def test_an_undecodable_frame_shows_no_body_and_no_header(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, collector: Collector
 ) -> None:
     """A broken frame costs the connection; what is said of it shows nothing of what it carried."""

@@ -141,7 +141,7 @@ def test_the_bytes_that_a_relay_holds_are_bounded(vhost: VirtualHost, fault_prox
     check_each_once(vhost.url, "stage", count=small + large)
 
 
-def test_a_command_that_is_terminated_under_load_leaves_the_rest_in_the_queue(vhost: VirtualHost) -> None:
+def test_a_terminated_stage_command_leaves_the_rest_queued(vhost: VirtualHost) -> None:
     """Staged and ready are what was published, and none is in both. Its metrics are served until then."""
     published = 30_000
     publish(vhost.url, "orders", published, type="quorum")

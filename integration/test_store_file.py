@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_completions_are_on_the_disk_when_they_are_answered_and_many_cost_one_sync(tmp_path: Path) -> None:
+def test_completions_are_synced_before_the_answer_once_per_batch(tmp_path: Path) -> None:
     """A claim, or a release, waits for no disk: it need not survive the machine."""
     path = tmp_path / "store.db"
     events = traced("syncing_store", str(path), directory=tmp_path)
@@ -30,7 +30,7 @@ def test_completions_are_on_the_disk_when_they_are_answered_and_many_cost_one_sy
     ]
 
 
-def test_f39_a_store_on_a_full_disk_refuses_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
+def test_f39_a_store_on_a_full_disk_refuses_and_later_goes_on(tmp_path: Path) -> None:
     """No claim, so no effect; what was done before is known, what was held can be completed."""
     program = [sys.executable, "-m", "integration.programs.full_store", str(tmp_path)]
     assert output_of(["unshare", "--user", "--map-root-user", "--mount", *program]) == "end\n"

@@ -165,7 +165,7 @@ def test_a_purge_does_not_wait_for_rows_that_others_have(two_stores: tuple[SQLAl
     assert left == ["a", "over-7"]
 
 
-def test_of_keys_that_nobody_has_none_waits_for_one_that_somebody_has(
+def test_unheld_keys_do_not_wait_for_a_key_that_somebody_holds(
     two_stores: tuple[SQLAlchemyStore, Engine],
 ) -> None:
     """In a table so small that the server would rather read all of it, and lock what it reads."""
@@ -278,7 +278,7 @@ def breakable(request: pytest.FixtureRequest, database: Callable[[str], Database
     made.close()
 
 
-def test_f41_a_store_whose_server_was_killed_fails_and_answers_again_when_it_is_back(breakable: Breakable) -> None:
+def test_f41_a_store_fails_with_its_server_and_recovers_with_it(breakable: Breakable) -> None:
     """What was claimed and completed is known after the restart; nobody has to make a new store."""
     done, held = breakable.claim("done", "held")
     assert breakable.store.complete_many([done]) == [True]
@@ -293,7 +293,7 @@ def test_f41_a_store_whose_server_was_killed_fails_and_answers_again_when_it_is_
     assert breakable.store.complete_many([held]) == [True]
 
 
-def test_f42_a_store_whose_server_hangs_fails_in_time_and_finds_its_claim_again(breakable: Breakable) -> None:
+def test_f42_a_hanging_store_fails_in_time_and_finds_its_claim(breakable: Breakable) -> None:
     """The frozen server may still carry out what it was asked: nobody waits for the lease of that claim."""
     [done] = breakable.claim("done")
     breakable.server.pause()
@@ -322,7 +322,7 @@ def answered_again(call: Callable[[], list[Any]]) -> list[Any]:
 @pytest.mark.parametrize(
     "kind", KINDS + MORE_DRIVERS if soaking() else ("redis+asyncio", "postgresql")
 )  # MariaDB's and MySQL's locks outlive a connection for long
-def test_f43_histories_of_claimants_whose_answers_are_lost_are_linearizable(
+def test_f43_claims_whose_answers_are_lost_are_linearizable(
     database: Callable[[str], Database], rng: random.Random, kind: str
 ) -> None:
     """Each answer may be that of a store which has, or has not, done what it did not answer to."""
@@ -342,7 +342,7 @@ def test_f43_histories_of_claimants_whose_answers_are_lost_are_linearizable(
         assert explain(events, asked_again=True), key
 
 
-def test_f43_a_lost_answer_to_the_end_of_a_question_costs_its_connection_and_no_place_in_the_pool(
+def test_f43_a_lost_answer_to_the_last_query_costs_no_pool_place(
     database: Callable[[str], Database],
 ) -> None:
     """psycopg2 asks the server to put the level of isolation back; more often than the pool has places, in vain."""
@@ -434,7 +434,7 @@ def test_thousands_of_keys_are_sent_to_redis_at_once(database: Callable[[str], D
 @pytest.mark.parametrize(
     "breakable", ["redis", "postgresql", pytest.param("mariadb", marks=pytest.mark.soak)], indirect=True
 )
-def test_f42_a_server_that_hangs_for_long_costs_no_more_than_its_threads(breakable: Breakable) -> None:
+def test_f42_a_long_hang_of_the_server_uses_bounded_threads(breakable: Breakable) -> None:
     """Callers by the dozen: each fails within the deadline, and what they leave behind ends with the freeze."""
     before = threading.active_count()
     breakable.claim("x")

@@ -58,7 +58,7 @@ def renewals_of_consumer(registry: CollectorRegistry, outcome: str) -> float:
 
 
 @pytest.mark.timeout(300)
-def test_connections_are_kept_over_ten_rotations_and_no_token_is_logged(
+def test_connections_outlive_ten_rotations_and_log_no_token(
     url: str, issuer: Issuer, kinds: tuple[Any, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Publisher and consumer go on on the connections that they began with, each token longer dead than they."""
@@ -103,7 +103,7 @@ def test_connections_are_kept_over_ten_rotations_and_no_token_is_logged(
     assert [text[:200] for text in texts if any(secret in text for secret in secrets)] == []
 
 
-def test_a_refused_token_is_reported_and_the_next_connection_takes_another_one(
+def test_a_refused_token_is_reported_and_a_good_one_reconnects(
     url: str, issuer: Issuer, kinds: tuple[Any, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The broker closes the connection; until a good token comes, nothing is connected, and then everything is."""

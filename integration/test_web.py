@@ -573,9 +573,7 @@ def test_a_button_that_is_pressed_twice_acts_once(vhost: VirtualHost, browser: B
         assert stopped == [False, True]
 
 
-def test_a_page_whose_server_went_away_says_so_and_goes_on_when_it_is_back(
-    vhost: VirtualHost, browser: Browser
-) -> None:
+def test_a_page_says_its_server_is_gone_and_goes_on_afterwards(vhost: VirtualHost, browser: Browser) -> None:
     """A replay that seems to run for ever would keep an operator waiting."""
     publish(vhost, letters(5))
     form = {"queue": DEAD, "choice": "", "go": "replay", "rate": "0.001"}

@@ -35,7 +35,7 @@ def test_publishers_have_the_same_names() -> None:
 
 
 @pytest.mark.parametrize("name", ["__init__", *COROUTINES])
-def test_publishers_take_the_same_arguments_with_the_same_defaults(name: str) -> None:
+def test_both_publishers_take_the_same_arguments_and_defaults(name: str) -> None:
     ours = inspect.signature(getattr(AsyncPublisher, name)).parameters
     theirs = inspect.signature(getattr(Publisher, name)).parameters
     assert list(ours) == list(theirs)
@@ -54,7 +54,7 @@ def test_consumers_have_the_same_names() -> None:
 
 
 @pytest.mark.parametrize("name", ["__init__", "get", "run", "stop", "close", "connect"])
-def test_consumers_take_the_same_arguments_with_the_same_defaults(name: str) -> None:
+def test_both_consumers_take_the_same_arguments_and_defaults(name: str) -> None:
     ours = inspect.signature(getattr(AsyncConsumer, name)).parameters
     theirs = inspect.signature(getattr(Consumer, name)).parameters
     assert list(ours) == list(theirs)

@@ -188,7 +188,7 @@ def test_every_known_bug_of_the_drivers_has_its_tests_named(driver: str) -> None
 
 
 @pytest.mark.slow
-def test_every_block_of_python_compiles_and_imports_what_there_is() -> None:
+def test_python_blocks_in_the_docs_compile_and_import_real_names() -> None:
     """A reader copies Python, and it imports names that exist."""
     blocks = [(page, block) for page in PAGES for block in _BLOCK.findall(page.read_text())]
     assert len(blocks) >= 3

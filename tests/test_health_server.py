@@ -99,7 +99,7 @@ def test_draining_is_not_ready_and_lives() -> None:
         assert get(server, "/livez")[0] == 200
 
 
-def test_a_part_that_raises_is_not_live_and_its_text_is_not_shown(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_part_that_raises_is_not_live_and_hides_its_text(caplog: pytest.LogCaptureFixture) -> None:
     part = Part()
     part.answer = ValueError("a secret")
     with HealthServer(part, lambda: WELL, port=0) as server:
@@ -373,7 +373,7 @@ def test_no_answer_shows_a_password() -> None:
     publisher.close()
 
 
-def test_the_manifest_of_the_manual_is_one_and_asks_paths_that_exist() -> None:
+def test_the_manual_manifest_is_valid_and_uses_existing_paths() -> None:
     """Liveness never asks for readiness, and the grace is longer than all that ends in it."""
     page = (Path(__file__).parent.parent / "docs/guides/kubernetes.md").read_text()
     manifest = yaml.safe_load(re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0])

@@ -38,7 +38,7 @@ EVERYTHING: MessageProperties = {
 ATTRIBUTES = tuple(MessageProperties.__annotations__)
 
 
-def test_a_plain_message_has_an_id_is_persistent_and_nothing_else() -> None:
+def test_a_plain_message_has_only_an_id_and_persistence() -> None:
     message = Message(b"body")
     assert message.body == b"body"
     assert uuid.UUID(message.message_id).version == 7
@@ -75,7 +75,7 @@ def test_a_body_that_can_change_is_copied() -> None:
     assert Message(body).body is body
 
 
-def test_headers_that_are_changed_later_do_not_change_the_message() -> None:
+def test_later_changes_of_headers_do_not_change_the_message() -> None:
     headers: dict[str, Any] = {"list": [1]}
     message = Message(b"", headers=headers)
     headers["list"].append(2)

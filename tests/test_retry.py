@@ -121,7 +121,7 @@ def test_nonsense_is_refused_by_name(wrong: dict[str, Any], named: str) -> None:
         RetryPolicy(**wrong)
 
 
-def test_the_schedule_is_made_once_and_the_backoff_never_asked_again() -> None:
+def test_the_schedule_asks_the_backoff_once_for_each_attempt() -> None:
     """A backoff that breaks later, or answers something else, harms nothing."""
     asked: list[int] = []
 
@@ -204,7 +204,7 @@ class Derived(Registered):
     pass
 
 
-def test_exceptions_are_matched_by_inheritance_and_no_code_of_theirs_runs() -> None:
+def test_exceptions_match_by_inheritance_and_run_no_user_code() -> None:
     policy = RetryPolicy(retry_on=Registered)
     assert policy.retries(Derived)
     assert not policy.retries(ValueError)

@@ -67,7 +67,7 @@ def test_threads_start_where_they_are_known_to() -> None:
     assert found == MODULES.keys()
 
 
-def test_the_page_of_the_architecture_names_every_module_that_starts_threads() -> None:
+def test_the_architecture_page_names_all_modules_with_threads() -> None:
     row = re.search(r"^\| Where do threads start\? \| (.*) \|$", ARCHITECTURE.read_text(), re.MULTILINE)
     assert row is not None
     assert set(re.findall(r"`([\w/]+\.py)`", row[1])) == MODULES.keys()

@@ -180,7 +180,7 @@ def test_a_certificate_of_an_unknown_authority_is_refused(good: Issued, stranger
         greeting(port, TLSOptions(ca_file=stranger.file))
 
 
-def test_without_an_authority_the_systems_are_trusted_and_ours_is_none_of_them(good: Issued) -> None:
+def test_without_an_authority_only_the_system_ones_are_trusted(good: Issued) -> None:
     with broker(good) as port, pytest.raises(ssl.SSLCertVerificationError, match="verify failed"):
         greeting(port, TLSOptions())
 
@@ -276,7 +276,7 @@ def test_files_are_read_at_every_connect(authority: Authority, good: Issued, tmp
 # -- verification off, and contexts of the user's ----------------------------------------------------------------------
 
 
-def test_verification_is_off_only_on_request_and_every_connect_says_so(
+def test_each_connect_without_verification_logs_a_warning(
     stranger: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     expired = stranger.issue("expired", "other.example", ends_in=-DAY)
@@ -309,7 +309,7 @@ def test_a_context_that_does_not_verify_needs_the_words_as_well(caplog: pytest.L
     assert "verify=False" in caplog.text
 
 
-def test_a_context_that_stops_verifying_later_is_refused_at_the_next_connect() -> None:
+def test_a_context_that_stops_verifying_is_refused_at_connect() -> None:
     context = ssl.create_default_context()
     options = TLSOptions(context=context)
     context.check_hostname = False
@@ -340,9 +340,7 @@ def test_a_context_that_stops_verifying_later_is_refused_at_the_next_connect() -
         ({"context": ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)}, "context is a server's"),
     ],
 )
-def test_options_that_are_wrong_or_contradict_each_other_are_refused_by_name(
-    options: dict[str, Any], message: str
-) -> None:
+def test_wrong_or_contradictory_tls_options_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         TLSOptions(**options)
 
@@ -363,7 +361,7 @@ def test_a_file_that_cannot_be_read_is_named_with_its_field(authority: Authority
 
 
 @pytest.mark.slow
-def test_a_file_that_holds_something_else_is_named_with_its_field(authority: Authority, tmp_path: Path) -> None:
+def test_a_file_with_the_wrong_content_is_named_with_its_field(authority: Authority, tmp_path: Path) -> None:
     client, other = authority.issue("client-g"), authority.issue("client-h")
     encrypted = authority.issue("client-i", password=PASSWORD)
     junk = tmp_path / "junk.pem"

@@ -29,7 +29,7 @@ def names(topology: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("version", [V4_0, V4_3, (4,)])
-def test_a_quorum_queue_declares_what_the_design_says_and_a_dead_letter_queue(version: tuple[int, ...]) -> None:
+def test_a_quorum_queue_declares_the_design_arguments_and_a_dlq(version: tuple[int, ...]) -> None:
     queue = Queue("q")
     assert queue.arguments_for(version) == QUORUM | DEAD_LETTERS | AT_LEAST_ONCE
     dead = Queue("q.dead", dead_letter=None)
@@ -61,7 +61,7 @@ def test_a_stream_never_has_a_dead_letter_queue() -> None:
 
 
 @pytest.mark.parametrize("options", [{"exclusive": True}, {"auto_delete": True}])
-def test_a_queue_that_goes_away_by_itself_leaves_no_dead_letter_queue_behind(options: dict[str, Any]) -> None:
+def test_a_temporary_queue_declares_no_dead_letter_queue(options: dict[str, Any]) -> None:
     queue = Queue("q", type="classic", **options)
     assert queue.arguments_for(V4_3) == {"x-queue-type": "classic"}
     assert queue.dead_letter_queue is None
@@ -76,7 +76,7 @@ def test_an_older_broker_is_not_sent_what_it_does_not_know() -> None:
     assert Queue("q", arguments={"x-delivery-limit": -1}).arguments_for(V3_9) == old | {"x-delivery-limit": -1}
 
 
-def test_dead_letters_can_go_to_another_queue_declared_or_existing() -> None:
+def test_dead_letters_may_go_to_a_declared_or_existing_queue() -> None:
     failed = Queue("failed", type="stream")
     queue = Queue("q", dead_letter=failed)
     assert queue.arguments_for(V4_3)["x-dead-letter-routing-key"] == "failed"
@@ -114,7 +114,7 @@ def test_limits_are_sent_under_their_names_and_in_their_units() -> None:
 
 @pytest.mark.parametrize("kind", ["quorum", "classic"])
 @pytest.mark.parametrize("limit", ["max_length", "max_length_bytes"])
-def test_a_full_queue_refuses_publishes_instead_of_dropping_what_was_confirmed(kind: Any, limit: str) -> None:
+def test_a_queue_with_a_length_limit_rejects_publishes_when_full(kind: Any, limit: str) -> None:
     queue = Queue("q", type=kind, dead_letter=None, **{limit: 1})
     assert queue.arguments_for(V4_3)["x-overflow"] == "reject-publish"
     dropping = Queue("q", type=kind, dead_letter=None, arguments={"x-overflow": "drop-head"}, **{limit: 1})
@@ -164,7 +164,7 @@ def test_arguments_are_a_copy_that_cannot_be_changed() -> None:
         Binding("e", Queue("q"), "k", arguments={"a": None}),
     ],
 )
-def test_declarations_are_values_that_can_be_hashed_copied_and_pickled(item: Any) -> None:
+def test_declarations_can_be_hashed_copied_and_pickled(item: Any) -> None:
     for same in (copy.copy(item), copy.deepcopy(item), pickle.loads(pickle.dumps(item))):
         assert same == item
         assert hash(same) == hash(item)
@@ -303,7 +303,7 @@ def test_names_up_to_the_limit_are_accepted() -> None:
         ({"arguments": {"a": 1.5}}, "'a' in arguments of exchange 'e' is a float"),
     ],
 )
-def test_an_exchange_that_rabbitmq_would_refuse_is_refused_by_field(options: dict[str, Any], message: str) -> None:
+def test_an_exchange_rabbitmq_would_refuse_is_refused_by_field(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Exchange(**{"name": "e", **options})
 
@@ -429,7 +429,7 @@ def test_a_mismatch_reads_well() -> None:
     assert str(error).startswith("queue 'q': x-delivery-limit is declared as none, but exists as '20'. RabbitMQ cannot")
 
 
-def test_a_text_that_the_broker_cut_short_still_names_the_argument() -> None:
+def test_a_truncated_mismatch_reply_still_names_the_argument() -> None:
     name = "n" * 255
     text = f"PRECONDITION_FAILED - inequivalent arg 'x-queue-type' for queue '{name}"[:252] + "..."
     error = mismatch_from_reply("queue", name, 406, text)

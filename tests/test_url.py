@@ -404,7 +404,7 @@ ALPHABET: Final = "aA01:/?#@,[]%&=+-. \t\n\u00e9\u2100"
 
 
 @pytest.mark.timeout(60 + INPUTS // 500)
-def test_of_many_broken_urls_none_is_shown_with_a_part_of_its_password(report: Callable[[str], None]) -> None:
+def test_no_broken_url_is_shown_with_part_of_its_password(report: Callable[[str], None]) -> None:
     """A million in a soak, from a seed of its own."""
     seed = seeds()[0]
     rng = random.Random(seed)

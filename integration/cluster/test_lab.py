@@ -93,7 +93,7 @@ def test_an_alarm_of_one_node_blocks_publishing_on_all(rabbitmq_cluster: RabbitM
 
 
 @pytest.mark.parametrize("one_way", [pytest.param(False, marks=pytest.mark.soak), True])
-def test_a_leader_that_is_cut_off_keeps_its_clients_and_confirms_nothing(
+def test_an_isolated_leader_keeps_clients_and_confirms_nothing(
     rabbitmq_cluster: RabbitMQCluster, orders: VirtualHost, one_way: bool
 ) -> None:
     alone = rabbitmq_cluster.leader_of("orders", orders.name)
@@ -112,7 +112,7 @@ def test_a_leader_that_is_cut_off_keeps_its_clients_and_confirms_nothing(
 
 
 @pytest.mark.soak
-def test_a_node_that_lost_its_disk_has_copies_of_every_queue_again(
+def test_a_node_that_lost_its_disk_gets_copies_of_every_queue(
     rabbitmq_cluster: RabbitMQCluster, orders: VirtualHost
 ) -> None:
     leader = rabbitmq_cluster.leader_of("orders", orders.name)

@@ -160,9 +160,7 @@ def test_f20_to_f23_f62_to_f64_and_f67_one_after_the_other(traffic: Callable[...
 
 
 @pytest.mark.soak
-def test_f20_leaders_of_work_delay_and_dead_letter_queues_are_killed(
-    traffic: Callable[..., Traffic], rng: Random
-) -> None:
+def test_f20_traffic_outlives_the_kills_of_its_queues_leaders(traffic: Callable[..., Traffic], rng: Random) -> None:
     with traffic() as flow:
         leaders_are_killed(flow, rng)
         settle(flow)
@@ -246,7 +244,7 @@ def test_f64_the_leader_is_transferred_ten_times(traffic: Callable[..., Traffic]
 
 
 @pytest.mark.soak
-def test_f67_the_node_of_the_connections_dies_and_the_leader_lives_elsewhere(
+def test_f67_traffic_outlives_the_node_of_its_connections(
     rabbitmq_cluster: RabbitMQCluster, traffic: Callable[..., Traffic], rng: Random
 ) -> None:
     nodes = list(rabbitmq_cluster.nodes)

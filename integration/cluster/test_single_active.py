@@ -31,7 +31,7 @@ ORDERS = Queue("orders", single_active_consumer=True)
 MORE = 50 if soaking() else 20  # messages between two steps
 
 
-def test_f66_one_consumer_is_active_at_a_time_and_the_order_is_kept(
+def test_f66_one_consumer_is_active_at_a_time_and_order_is_kept(
     rabbitmq_cluster: RabbitMQCluster,
     cluster_vhost: VirtualHost,
     fault_proxy: FaultProxyFactory,

@@ -21,7 +21,7 @@ KILLS = 6
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_f20_leaders_are_killed_under_a_staged_query_and_files_have_all_once(
+def test_f20_kills_of_leaders_leave_all_once_in_staged_files(
     rabbitmq_cluster: RabbitMQCluster,
     cluster_vhost: VirtualHost,
     tmp_path: Path,

@@ -76,7 +76,7 @@ def read(url: str, end: int, **options: str) -> list[tuple[int, bytes]]:
     indirect=True,
 )
 @pytest.mark.usefixtures("publisher_api", "consumer_api")
-def test_f65_what_is_read_from_a_stream_whose_leader_died_is_what_is_there(
+def test_f65_reads_after_a_leaders_death_give_what_is_there(
     rabbitmq_cluster: RabbitMQCluster,
     cluster_vhost: VirtualHost,
     rng: Random,
@@ -149,7 +149,7 @@ def test_f65_what_is_read_from_a_stream_whose_leader_died_is_what_is_there(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("fault", ["cut off", "paused"])
-def test_f65_what_is_read_with_a_filter_from_a_replica_that_lags_is_what_is_there(
+def test_f65_filtered_reads_from_a_lagging_replica_miss_nothing(
     rabbitmq_cluster: RabbitMQCluster, cluster_vhost: VirtualHost, rng: Random, fault: str
 ) -> None:
     """A filter leaves offsets out, so only the replica's own end shows that it has the range; the task waits for it."""

@@ -112,7 +112,7 @@ def acked_to(recorded: Recorded) -> int:
 # -- losing the channel ------------------------------------------------------------------------------------------------
 
 
-def test_a_channel_that_the_broker_closes_is_reopened_on_the_same_connection(
+def test_a_channel_the_broker_closes_reopens_on_its_connection(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
     """Thirty closes in a row cost no wait, as finding the one bad publish among many needs."""
@@ -131,9 +131,7 @@ def test_a_channel_that_the_broker_closes_is_reopened_on_the_same_connection(
         assert proxy.connections == 1
 
 
-def test_reopening_on_demand_gives_a_new_generation_on_the_same_connection(
-    vhost: VirtualHost, fault_proxy: FaultProxyFactory
-) -> None:
+def test_reopening_gives_a_new_generation_on_the_connection(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
     proxy = fault_proxy(vhost.url)
     with Recorded(proxy.url, consuming(Queue("q", dead_letter=None))) as recorded:
         recorded.client.wait_for("ready")
@@ -185,9 +183,7 @@ def test_a_connection_that_breaks_is_replaced(vhost: VirtualHost, fault_proxy: F
         recorded.client.wait_for("ready", 6)
 
 
-def test_a_reset_anywhere_in_the_handshake_is_a_failed_attempt_and_no_wrong_password(
-    vhost: VirtualHost, fault_proxy: FaultProxyFactory
-) -> None:
+def test_a_reset_in_the_handshake_is_no_wrong_password(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
     """pika guesses at wrong credentials where a connection breaks while authenticating; only the broker can say so."""
     proxy = fault_proxy(vhost.url)
     for frames in range(1, 8):  # start, tune, open-ok, channel.open-ok, declare-ok twice, select-ok
@@ -220,7 +216,7 @@ def test_discard_replaces_the_connection_at_once(vhost: VirtualHost, fault_proxy
         assert not any(name == "acked" for name in recorded.client.names())
 
 
-def test_nothing_is_heard_of_a_channel_that_was_discarded_while_it_was_read(
+def test_a_channel_discarded_while_read_reports_nothing_more(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
     """What the same read brought behind the event in which the client gave up belongs to nobody."""
@@ -234,9 +230,7 @@ def test_nothing_is_heard_of_a_channel_that_was_discarded_while_it_was_read(
         assert recorded.client.names("read_finished") == ["ready", "acked", "lost", "ready"]
 
 
-def test_frames_that_cannot_be_decoded_cost_the_connection_and_nothing_else(
-    vhost: VirtualHost, fault_proxy: FaultProxyFactory
-) -> None:
+def test_undecodable_frames_cost_only_the_connection(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
     proxy = fault_proxy(vhost.url)
     broken = [
         bytes([1, 0, 0, 0, 0, 0, 4, 0, 99, 0, 99, 0xCE]),  # a method that pika does not know, on channel 0
@@ -285,7 +279,7 @@ def test_heartbeats_count_what_goes_past_the_driver(vhost: VirtualHost, connecti
         assert connection.bytes_sent - before[1] >= 1000
 
 
-def test_whatever_happens_ready_and_lost_alternate_and_it_comes_back(
+def test_ready_and_lost_alternate_under_any_faults(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
     """Faults at random moments, from all sides: no generation is used twice, no event comes outside of one."""
@@ -346,7 +340,7 @@ def is_live(recorded: Recorded) -> bool:
     ("user", "path", "text"),
     [("guest:canary-7f3", None, "403"), ("guest:guest", "no-such-vhost", "530")],
 )
-def test_what_the_broker_refuses_for_good_ends_it_before_the_first_success(
+def test_a_permanent_refusal_at_the_start_ends_all_attempts(
     vhost: VirtualHost, user: str, path: str | None, text: str
 ) -> None:
     broker = vhost.broker
@@ -502,7 +496,7 @@ def test_every_argument_in_which_a_queue_differs_is_named(any_vhost: VirtualHost
     assert (after["arguments"], after["type"], after["durable"]) == (arguments, kind, before["durable"])
 
 
-def test_every_property_in_which_a_queue_or_an_exchange_differs_is_named(any_vhost: VirtualHost) -> None:
+def test_every_differing_property_of_a_declaration_is_named(any_vhost: VirtualHost) -> None:
     with any_vhost.connect() as connection:
         channel = connection.channel()
         channel.queue_declare("q", auto_delete=True, durable=True)
@@ -520,7 +514,7 @@ def test_every_property_in_which_a_queue_or_an_exchange_differs_is_named(any_vho
     assert exchange.kind == "exchange"
 
 
-def test_a_queue_that_differs_later_is_tried_again_on_the_same_connection(
+def test_a_queue_that_differs_later_is_retried_on_its_connection(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
     proxy = fault_proxy(vhost.url)
@@ -618,7 +612,7 @@ def test_steps_run_one_after_the_other_and_give_their_results(vhost: VirtualHost
         assert results == [None, None, "other", QueueState("q", 0, 1)]
 
 
-def test_a_consumer_tag_can_be_used_again_right_after_it_was_cancelled(vhost: VirtualHost) -> None:
+def test_a_cancelled_consumer_tag_can_be_used_again_at_once(vhost: VirtualHost) -> None:
     def again() -> Generator[Step, Any, Any]:
         for _ in range(3):
             yield Cancel("tag")
@@ -668,7 +662,7 @@ def test_steps_that_are_not_answered_cost_the_connection(vhost: VirtualHost, fau
         recorded.client.wait_for("ready", 2)
 
 
-def test_a_step_that_cannot_be_encoded_is_an_error_and_costs_nothing(vhost: VirtualHost) -> None:
+def test_an_unencodable_step_is_an_error_and_costs_nothing(vhost: VirtualHost) -> None:
     with Recorded(vhost.url) as recorded:
         recorded.client.wait_for("ready")
         outcome = recorded.run_steps(one(DeclareQueue("q", arguments={"x": object()})))
@@ -680,7 +674,7 @@ def test_a_step_that_cannot_be_encoded_is_an_error_and_costs_nothing(vhost: Virt
 # -- being blocked -----------------------------------------------------------------------------------------------------
 
 
-def test_a_memory_alarm_is_a_state_that_is_shown_and_close_works_in_it(
+def test_a_memory_alarm_is_reported_and_close_works_under_it(
     private_broker: RabbitMQ, private_vhost: VirtualHost
 ) -> None:
     """pika's own close waits for ever here."""
@@ -710,7 +704,7 @@ def test_a_connection_that_is_lost_is_not_blocked_any_more(vhost: VirtualHost, f
         assert recorded.client.names("read_finished") == ["ready", "blocked", "lost", "unblocked", "ready"]
 
 
-def test_a_broker_that_has_blocked_the_connection_is_not_held_to_the_time_to_connect(
+def test_a_blocked_connection_is_exempt_from_connect_timeout(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
     """It answers nothing then; a new connection would only be blocked in its turn."""
@@ -751,7 +745,7 @@ def test_blocked_before_ready_is_reported_after_it(vhost: VirtualHost, fault_pro
 
 
 @pytest.mark.parametrize("name", ["ready", "acked", "read_finished", "lost"])
-def test_an_exception_of_the_client_costs_a_connection_and_never_the_thread(
+def test_a_client_exception_costs_a_connection_not_the_thread(
     vhost: VirtualHost, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     setup = lambda server: publisher_setup([Queue("q")], server.version_tuple)  # noqa: E731
@@ -879,7 +873,7 @@ def test_it_closes_a_half_open_connection_within_its_grace(vhost: VirtualHost, f
     assert recorded.client.names("read_finished") == ["ready", "lost"]
 
 
-def test_it_is_closed_from_its_own_thread_without_waiting_for_itself(vhost: VirtualHost) -> None:
+def test_closing_from_its_own_thread_does_not_wait_for_itself(vhost: VirtualHost) -> None:
     recorded = Recorded(vhost.url)
     recorded.io.start()
     recorded.client.wait_for("ready")

@@ -99,7 +99,7 @@ def test_f03_connection_is_reset_after_frame_n(
     assert checker.close().left == 0
 
 
-def test_f03_buffered_deliveries_of_a_lost_channel_never_reach_a_handler(
+def test_f03_deliveries_of_a_lost_channel_never_reach_a_handler(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
     """While a handler runs the connection is lost: what waited behind it is not handled before it comes again."""
@@ -415,7 +415,7 @@ def test_f11_broker_is_frozen(
     checker.close()
 
 
-def test_f13_a_double_ack_from_outside_closes_the_channel_and_the_consumer_resumes(
+def test_f13_after_a_double_ack_from_outside_consuming_resumes(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
 ) -> None:
     """406 PRECONDITION_FAILED costs the channel, not the connection, and no message."""
@@ -435,7 +435,7 @@ def test_f13_a_double_ack_from_outside_closes_the_channel_and_the_consumer_resum
     checker.close()
 
 
-def test_f14_an_exclusive_queue_is_backed_off_from_until_its_dead_connection_is_gone(
+def test_f14_a_locked_exclusive_queue_is_retried_until_free(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
     """405 on a quick reconnect: the broker still has the old connection. The consumer waits, and gets in."""
@@ -477,7 +477,7 @@ def test_f14_an_exclusive_consumer_waits_for_the_one_before(
 
 
 @pytest.mark.parametrize("graceful", [False, True], ids=["reset", "closed_by_the_broker"])
-def test_f37_f38_exactly_the_unfinished_come_back_and_late_results_are_dropped(
+def test_f37_f38_unfinished_work_returns_late_results_are_stale(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, graceful: bool
 ) -> None:
     """Completions with gaps: what is unfinished is never acked; its late result from the old channel is not either."""
@@ -534,7 +534,7 @@ def test_f38_a_late_result_acks_nothing_on_the_new_channel(vhost: VirtualHost, f
 
 
 @pytest.mark.parametrize("batch", [False, True])
-def test_f51_a_handler_that_blocks_for_three_heartbeats_keeps_the_connection(
+def test_f51_a_handler_that_blocks_for_long_keeps_the_connection(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, batch: bool
 ) -> None:
     """Heartbeats are the I/O thread's, and user code never runs on it."""
@@ -557,7 +557,7 @@ def test_f51_a_handler_that_blocks_for_three_heartbeats_keeps_the_connection(
             assert (consumer.reconnects, proxy.connections) == (0, 1)
 
 
-def test_a_retry_that_waits_is_handed_out_again_after_a_loss_and_keeps_its_count(
+def test_a_waiting_retry_keeps_its_time_and_count_over_a_loss(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
     """What waits for its next attempt comes at its time, on the next channel."""

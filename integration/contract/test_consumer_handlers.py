@@ -73,7 +73,7 @@ def test_a_delivery_shows_what_was_published(any_vhost: VirtualHost) -> None:
 
 
 @pytest.mark.parametrize("answer", [None, False, 0, Ack, [Ack], ValueError("no")])
-def test_what_a_plain_handler_returns_is_ignored_unless_it_is_a_verdict(vhost: VirtualHost, answer: object) -> None:
+def test_a_handlers_result_is_ignored_unless_it_is_a_verdict(vhost: VirtualHost, answer: object) -> None:
     """Returning is success, whatever else is returned."""
     with Consumer(vhost.url, ORDERS, lambda _: answer) as consumer:
         publish(vhost, "orders", numbered(2))
@@ -109,7 +109,7 @@ def test_one_handler_at_a_time_keeps_the_order(vhost: VirtualHost) -> None:
 # Trying again
 
 
-def test_a_handler_that_raises_is_tried_again_after_each_delay_then_dead_lettered(any_vhost: VirtualHost) -> None:
+def test_a_failing_handler_is_retried_then_dead_lettered(any_vhost: VirtualHost) -> None:
     """Attempts are counted and shown, on every broker; the original is acked when its dead letter is confirmed."""
     times: list[float] = []
 
@@ -207,9 +207,7 @@ def changed() -> RetryLater:
 
 
 @pytest.mark.parametrize("store", [False, True])
-def test_an_exception_whose_description_fails_costs_its_delivery_an_attempt_and_nothing_else(
-    vhost: VirtualHost, store: bool
-) -> None:
+def test_an_undescribable_exception_costs_only_one_attempt(vhost: VirtualHost, store: bool) -> None:
     """No worker, no task, and no connection."""
     raised = {
         b"0": NotYet,
@@ -288,7 +286,7 @@ def check_that_only_the_attempt_ends(vhost: VirtualHost, error: BaseException, s
     assert sorted(handler.bodies) == numbered(3)
 
 
-def test_messages_that_wait_for_their_next_attempt_are_not_in_the_way(vhost: VirtualHost) -> None:
+def test_messages_waiting_for_a_retry_hold_up_no_others(vhost: VirtualHost) -> None:
     """A long delay of one does not hold up the short one of another (row 56, in the process)."""
 
     def fail_first(delivery: Delivery) -> None:
@@ -336,7 +334,7 @@ def test_f27_a_requeue_loop_ends_at_our_cap_on_every_broker(any_vhost: VirtualHo
 # Dead letters
 
 
-def test_a_handler_cannot_change_what_is_tried_again_and_dead_lettered(vhost: VirtualHost) -> None:
+def test_a_handler_cannot_change_what_is_published_again(vhost: VirtualHost) -> None:
     """A handler that unpacks the body in place, and then fails: the message stays as it came."""
     bodies: list[bytes] = []
 
@@ -402,7 +400,7 @@ def test_dead_letters_go_where_they_are_told(vhost: VirtualHost, kind: str) -> N
     vhost.wait_for_messages("bin", 2)
 
 
-def test_without_a_dead_letter_queue_the_broker_is_told_to_reject(
+def test_without_a_dead_letter_queue_a_message_is_rejected(
     vhost: VirtualHost, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Said loudly at each, and not at the start, where it was asked for; the broker's own dead-lettering keeps it."""
@@ -420,9 +418,7 @@ def test_without_a_dead_letter_queue_the_broker_is_told_to_reject(
     ]
 
 
-def test_dead_letters_are_published_while_handlers_go_on_under_an_alarm(
-    private_broker: Any, private_vhost: VirtualHost
-) -> None:
+def test_an_alarm_holds_up_dead_letters_but_not_handlers(private_broker: Any, private_vhost: VirtualHost) -> None:
     """An alarm blocks the connection of dead letters, not that of deliveries and acks."""
 
     def fail_odd(delivery: Delivery) -> None:

@@ -130,7 +130,7 @@ def test_a_namespace_of_ones_own_is_one_for_several_places(
             assert (consumer.statistics.handled, consumer.statistics.duplicates) == (handled, 1 - handled)
 
 
-def test_a_claim_whose_holder_died_is_taken_over_when_its_lease_ends(vhost: VirtualHost) -> None:
+def test_a_dead_holders_claim_is_taken_over_at_the_lease_end(vhost: VirtualHost) -> None:
     """The store is asked again until then."""
     now = 0.0
     store = MemoryStore(clock=lambda: now)
@@ -185,7 +185,7 @@ def test_a_store_that_fails_closes_the_way_until_it_is_back(vhost: VirtualHost, 
     checker.close(effects_once=True)
 
 
-def test_f35_a_connection_lost_between_effect_and_completion_costs_no_second_effect(
+def test_f35_a_loss_before_completion_costs_no_second_effect(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
 ) -> None:
     """The handler that outlives its channel completes its claim: the redelivery is a duplicate."""

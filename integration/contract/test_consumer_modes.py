@@ -54,9 +54,7 @@ def test_the_prefetch_may_change_in_flight(any_vhost: VirtualHost, kind: str) ->
     assert handler.bodies == numbered(100)
 
 
-def test_the_prefetch_is_kept_over_a_reconnect_and_may_be_set_before(
-    vhost: VirtualHost, fault_proxy: FaultProxyFactory
-) -> None:
+def test_the_last_prefetch_set_holds_over_a_reconnect(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
     """Set before it starts, while it is away, and in quick succession: the last one counts."""
     proxy = fault_proxy(vhost.url)
     consumer = Consumer(proxy.url, ORDERS, Handler(), prefetch=5)
@@ -92,7 +90,7 @@ def test_a_prefetch_that_is_set_while_it_subscribes_takes_effect(
         wait_until(lambda: seen_by_the_broker(vhost) == [("orders", 9, True)], timeout=10, what="9")
 
 
-def test_a_prefetch_that_does_not_fit_is_refused_and_changes_nothing(vhost: VirtualHost) -> None:
+def test_a_prefetch_that_does_not_fit_is_refused_without_effect(vhost: VirtualHost) -> None:
     with Consumer(vhost.url, ORDERS, Handler(), prefetch=50, ack_every=20, batch_size=10) as consumer:
         for wrong in (-1, 19, True, "9", 65536):
             with pytest.raises(ConfigurationError):
@@ -193,7 +191,7 @@ def test_automatic_acks_are_at_most_once(vhost: VirtualHost, fault_proxy: FaultP
 
 
 @pytest.mark.parametrize("end", ["stop", "loss"])
-def test_what_was_acked_automatically_is_handled_though_its_channel_ends(
+def test_automatically_acked_work_is_handled_after_channel_end(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, end: str
 ) -> None:
     """It would never come again: a stop and a loss leave it to the handlers."""

@@ -179,9 +179,7 @@ def refuse_odd_keys(delivery: Delivery) -> None:
         raise ValueError(f"odd key {delivery.routing_key!r}")
 
 
-def test_f30_a_body_that_cannot_be_parsed_is_dead_lettered_with_the_reason(
-    any_vhost: VirtualHost, checker: Audit
-) -> None:
+def test_f30_an_unparsable_body_is_dead_lettered_with_a_reason(any_vhost: VirtualHost, checker: Audit) -> None:
     """After as many attempts as there may be; the body is untouched, and the good ones are handled meanwhile."""
     handler = Handler(then=lambda delivery: delivery.json()["number"], account=checker)
     body = b"\x00not json\xff"
@@ -234,7 +232,7 @@ def test_f32_what_is_above_the_limits_is_quarantined_unseen(any_vhost: VirtualHo
     checker.close()
 
 
-def test_f32_a_body_far_above_the_limit_is_dead_lettered_by_the_broker(any_vhost: VirtualHost, checker: Audit) -> None:
+def test_f32_an_oversized_body_is_dead_lettered_by_the_broker(any_vhost: VirtualHost, checker: Audit) -> None:
     """Byte for byte, though the consumer has never had it in memory; its neighbours are handled."""
     handler = Handler(account=checker)
     body = bytes(range(256)) * 40_000
@@ -251,7 +249,7 @@ def test_f32_a_body_far_above_the_limit_is_dead_lettered_by_the_broker(any_vhost
     checker.close()
 
 
-def test_f32_headers_larger_than_a_frame_of_the_connection_cost_no_connection(any_vhost: VirtualHost) -> None:
+def test_f32_headers_larger_than_a_frame_cost_no_connection(any_vhost: VirtualHost) -> None:
     """RabbitMQ sends properties in one frame, however small the frames are that this connection has agreed on."""
     handler = Handler()
     large = Message(b"large", headers={"h": "x" * 100_000}, message_id="large")
@@ -263,7 +261,7 @@ def test_f32_headers_larger_than_a_frame_of_the_connection_cost_no_connection(an
     assert {len(str(one.headers.get("h", ""))) for one in handler.begun} == {0, 100_000}
 
 
-def test_f28_claims_of_earlier_attempts_that_are_not_ours_are_not_trusted(any_vhost: VirtualHost) -> None:
+def test_f28_foreign_claims_of_earlier_attempts_are_not_trusted(any_vhost: VirtualHost) -> None:
     """x-death, x-delivery-count and an attempt out of range, sent by a client: the first attempt is the first."""
     spoofs: list[dict[str, object]] = [
         {"x-delivery-count": 99},
@@ -282,7 +280,7 @@ def test_f28_claims_of_earlier_attempts_that_are_not_ours_are_not_trusted(any_vh
     assert handler.attempts == [1] * len(spoofs)
 
 
-def test_f58_a_header_format_of_a_newer_version_is_dead_lettered_not_misread(vhost: VirtualHost) -> None:
+def test_f58_a_newer_header_format_is_dead_lettered_not_misread(vhost: VirtualHost) -> None:
     """With a reason that says so; no handler sees it."""
     handler = Handler()
     newer = {"x-reliable-mq-format": 2, "x-reliable-mq-attempt": {"number": 2}}
@@ -295,7 +293,7 @@ def test_f58_a_header_format_of_a_newer_version_is_dead_lettered_not_misread(vho
     assert "format 2" in dead["properties"]["headers"]["x-reliable-mq-dead-letter-reason"]
 
 
-def test_a_message_without_an_id_cannot_be_deduplicated_and_is_quarantined(vhost: VirtualHost) -> None:
+def test_with_a_store_a_message_without_an_id_is_dead_lettered(vhost: VirtualHost) -> None:
     """With a store, unless a key function gives it one."""
     nameless = [Message.from_wire(b"%d" % number, join_properties({"delivery_mode": b"\x02"})) for number in range(2)]
     handler = Handler()

@@ -89,7 +89,7 @@ def left(vhost: VirtualHost) -> int:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_f47_a_signal_in_a_handler_lets_it_finish_and_requeues_the_rest(
+def test_f47_a_signal_finishes_the_handler_and_requeues_others(
     any_vhost: VirtualHost, number: signal.Signals, consumer_api: str
 ) -> None:
     """Finished or requeued, never dropped: the process ends by itself, with what it has done acked."""
@@ -125,7 +125,7 @@ def test_f47_a_second_signal_does_not_wait_for_the_handler(vhost: VirtualHost, c
     assert left(vhost) == 10
 
 
-def test_f47_a_handler_that_does_not_end_is_given_the_stop_timeout(vhost: VirtualHost, consumer_api: str) -> None:
+def test_f47_a_hanging_handler_is_given_the_stop_timeout(vhost: VirtualHost, consumer_api: str) -> None:
     """Then the process ends without it, and its delivery comes again."""
     declare(vhost)
     publish(vhost, "orders", numbered(10))
@@ -166,9 +166,7 @@ def test_f34_after_a_sigkill_only_what_was_not_acked_comes_back(any_vhost: Virtu
     assert handler.attempts == [1] * 7
 
 
-def test_f34_after_a_sigkill_of_the_single_active_consumer_the_next_goes_on_in_order(
-    any_vhost: VirtualHost, consumer_api: str
-) -> None:
+def test_f34_after_a_sigkill_the_next_active_one_keeps_order(any_vhost: VirtualHost, consumer_api: str) -> None:
     """Nothing is skipped, and nothing but what was not acked is handled twice."""
     orders = Queue("orders", single_active_consumer=True)
     with Program(any_vhost.url, consumer_api, passes=3, queue="single") as program:
@@ -186,7 +184,7 @@ def test_f34_after_a_sigkill_of_the_single_active_consumer_the_next_goes_on_in_o
 
 
 @pytest.mark.parametrize("acks", ["batched", "each"])
-def test_a_stop_in_the_middle_of_the_work_loses_and_repeats_nothing(any_vhost: VirtualHost, acks: str) -> None:
+def test_a_stop_amid_the_work_loses_and_repeats_nothing(any_vhost: VirtualHost, acks: str) -> None:
     """Whatever is handled is acked before the connection is closed; what is not is there for the next consumer."""
     declare(any_vhost)
     publish(any_vhost, "orders", numbered(3000))
@@ -264,9 +262,7 @@ def test_a_handler_may_stop_its_consumer(vhost: VirtualHost) -> None:
 
 
 @pytest.mark.parametrize("consumer_api", ["sync"], indirect=True)
-def test_a_handler_that_never_returns_does_not_keep_run_from_returning(
-    vhost: VirtualHost, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_run_returns_though_a_handler_never_does(vhost: VirtualHost, caplog: pytest.LogCaptureFixture) -> None:
     """After stop_timeout its delivery is left to the broker, and that is said."""
     with Gate() as gate:
         handler = Handler(then=gate)
@@ -284,7 +280,7 @@ def test_a_handler_that_never_returns_does_not_keep_run_from_returning(
     assert left(vhost) == 3
 
 
-def test_a_stop_during_a_loss_waits_for_the_handler_and_subscribes_no_more(
+def test_a_stop_during_a_loss_lets_work_end_without_subscribing(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
     """The connection is lost while it stops: it may come back, but nothing is delivered to it."""
@@ -353,7 +349,7 @@ def test_a_consumer_that_was_forgotten_is_closed_at_exit(vhost: VirtualHost, tmp
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork()")
 @pytest.mark.parametrize("consumer_api", ["sync"], indirect=True)
-def test_a_consumer_in_a_forked_child_refuses_and_the_parents_works_on(vhost: VirtualHost) -> None:
+def test_a_forked_consumer_refuses_and_the_parents_works_on(vhost: VirtualHost) -> None:
     """The child's copy raises at once, closing it does nothing, and a new one in the child works."""
     publish_to: list[bytes] = []
     handler = Handler(then=lambda delivery: publish_to.append(delivery.body))

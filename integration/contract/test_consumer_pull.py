@@ -206,7 +206,7 @@ def test_a_lost_channel_makes_deliveries_stale(vhost: VirtualHost, fault_proxy: 
 
 
 @pytest.mark.parametrize("consumer_api", ["sync"], indirect=True)
-def test_a_consumer_that_is_closed_inside_the_block_takes_its_deliveries_along(vhost: VirtualHost) -> None:
+def test_a_close_inside_get_requeues_and_the_block_says_so(vhost: VirtualHost) -> None:
     """They are waited for as a handler would be; then they go back, and the end of the block says so."""
     consumer = Consumer(vhost.url, ORDERS, stop_timeout=0.3)
     consumer.connect()
@@ -241,9 +241,7 @@ def test_a_request_survives_the_loss_of_its_channel(vhost: VirtualHost, fault_pr
         assert got == numbered(1)
 
 
-def test_answers_that_were_lost_with_their_channel_are_asked_for_again(
-    vhost: VirtualHost, fault_proxy: FaultProxyFactory
-) -> None:
+def test_get_asks_again_for_answers_lost_with_their_channel(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
     """The connection is cut behind the first of ten answers."""
     proxy = fault_proxy(vhost.url)
     with Consumer(proxy.url, ORDERS, reconnect_wait=SOON) as consumer:
@@ -284,9 +282,7 @@ def test_an_unreachable_broker_is_waited_for_within_the_timeout(
             assert bodies(deliveries) == numbered(1)
 
 
-def test_a_broker_that_does_not_answer_costs_seconds_not_for_ever(
-    vhost: VirtualHost, fault_proxy: FaultProxyFactory
-) -> None:
+def test_a_get_without_an_answer_ends_in_seconds(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
     proxy = fault_proxy(vhost.url)
     with Consumer(proxy.url, ORDERS, reconnect_wait=SOON) as consumer:
         publish(vhost, "orders", numbered(1))
@@ -335,7 +331,7 @@ def test_a_deleted_queue_is_declared_again(vhost: VirtualHost) -> None:
             assert bodies(deliveries) == numbered(1)
 
 
-def test_f24_a_foreign_queue_that_was_deleted_is_reported_until_it_is_back(vhost: VirtualHost) -> None:
+def test_f24_a_deleted_foreign_queue_is_reported_until_remade(vhost: VirtualHost) -> None:
     """At once where there is no time to wait, else when the time is over: the queue may come back meanwhile."""
 
     def publish_first(body: bytes) -> None:

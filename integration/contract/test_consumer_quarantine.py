@@ -32,7 +32,7 @@ def declare(vhost: VirtualHost) -> None:
         publisher.connect()
 
 
-def test_f27_messages_that_kill_their_consumer_are_dead_lettered_and_their_neighbours_handled(
+def test_f27_killers_are_dead_lettered_and_neighbours_handled(
     any_vhost: VirtualHost, tmp_path: Path, checker: Audit, consumer_api: str
 ) -> None:
     """Each killer is handed out twice, and ``max_attempts`` times from quarantine; no neighbour is given up."""
@@ -189,7 +189,7 @@ def check(program: Killed, bodies: list[str], load: Load, dead: list[dict[str, A
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("store", ["", "done"], ids=["plain", "idempotent"])
 @pytest.mark.parametrize("load", [SMALL, pytest.param(WHOLE, marks=pytest.mark.soak)], ids=["small", "whole"])
-def test_f27_f30_poison_killers_and_transient_failures_leave_their_neighbours_alone(
+def test_f27_f30_poison_killers_and_failures_spare_neighbours(
     vhost: VirtualHost, tmp_path: Path, checker: Audit, consumer_api: str, load: Load, store: str
 ) -> None:
     """At a steady rate, all at once: nothing is lost, what must is dead-lettered, within bounds, and good ones flow.

@@ -174,7 +174,7 @@ def test_a_retried_message_is_the_same_message_and_never_early(any_vhost: Virtua
 
 
 @BACKENDS
-def test_a_message_of_another_user_is_tried_again_and_dead_lettered(any_vhost: VirtualHost, backend: str) -> None:
+def test_a_message_of_another_user_is_retried_and_dead_lettered(any_vhost: VirtualHost, backend: str) -> None:
     """Published again with its user_id, it would close the channel: 406, it is not the connection's user."""
     any_vhost.add_user("worker")
     handler = Attempts(failures=1)
@@ -314,7 +314,7 @@ def test_a_delay_queue_that_differs_is_said_at_the_start(vhost: VirtualHost) -> 
         consumer.connect()
 
 
-def test_a_delay_queue_that_differs_and_is_needed_later_is_left_alone(
+def test_a_differing_delay_queue_needed_later_is_left_alone(
     vhost: VirtualHost, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The delay of a RetryLater: the log names every difference, the message is held, one channel is lost over it."""
@@ -364,7 +364,7 @@ def test_a_plain_name_gets_no_queues_beside_it(vhost: VirtualHost) -> None:
     assert set(vhost.live_counts()) == {"named"}
 
 
-def test_f28_a_way_through_delay_queues_that_a_client_made_up_makes_none(vhost: VirtualHost) -> None:
+def test_f28_a_forged_path_of_delays_declares_no_delay_queues(vhost: VirtualHost) -> None:
     """And without delay queues, such messages take nobody's place for longer than a retry would."""
     ways = [Message(b"x", headers={headers.FORMAT: 1, headers.RETRY: {"path": [301 + way]}}) for way in range(5)]
     retry = RetryPolicy(3, delays=(0.2,))
@@ -465,13 +465,13 @@ def test_f27_the_brokers_own_delayed_retry(vhost: VirtualHost) -> None:
     assert dead["properties"]["headers"]["x-reliable-mq-dead-letter-reason"] == "4 of 4 attempts failed"
 
 
-def test_f27_an_older_broker_is_no_place_for_its_own_delayed_retry(vhost_40: VirtualHost) -> None:
+def test_f27_delayed_retry_by_an_older_broker_is_refused(vhost_40: VirtualHost) -> None:
     """It would take the arguments and requeue at once: said at the start."""
     with pytest.raises(TopologyMismatch, match=r"knows from 4\.3 on"):
         Consumer(vhost_40.url, DELAYED, Attempts()).connect()
 
 
-def test_a_consumer_pauses_when_all_its_handlings_fail_and_resumes(vhost: VirtualHost) -> None:
+def test_a_consumer_pauses_when_all_handlers_fail_and_resumes(vhost: VirtualHost) -> None:
     """Nothing is lost, and most messages keep their attempts: what has not begun waits for a probe that succeeds."""
     down = threading.Event()
     down.set()

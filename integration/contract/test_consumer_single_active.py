@@ -34,7 +34,7 @@ def subscribed(vhost: VirtualHost, which: Callable[[dict[str, Any]], bool] = lam
     return [(one["consumer_tag"], one["prefetch_count"]) for one in found]
 
 
-def test_one_gets_everything_in_order_and_the_next_goes_on_where_it_ends(any_vhost: VirtualHost, orders: Queue) -> None:
+def test_one_consumer_gets_all_in_order_then_the_next_goes_on(any_vhost: VirtualHost, orders: Queue) -> None:
     one, other = Handler(), Handler()
     with (
         Consumer(any_vhost.url, orders, one, name="one") as first,
@@ -51,7 +51,7 @@ def test_one_gets_everything_in_order_and_the_next_goes_on_where_it_ends(any_vho
     assert other.bodies == numbered(200, first=200)
 
 
-def test_when_the_active_one_loses_its_connection_the_next_goes_on_in_order(
+def test_after_a_lost_connection_the_next_active_keeps_order(
     any_vhost: VirtualHost, orders: Queue, fault_proxy: FaultProxyFactory
 ) -> None:
     """From the oldest message that was not acked; the first one waits for the role when it is back."""
@@ -100,7 +100,7 @@ def test_when_the_active_one_stops_the_next_goes_on_in_order(any_vhost: VirtualH
     assert other.bodies == numbered(44, first=6)
 
 
-def test_another_prefetch_does_not_give_the_role_away_while_a_handler_runs(
+def test_a_new_prefetch_keeps_the_role_while_a_handler_runs(
     any_vhost: VirtualHost, orders: Queue, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It takes effect once nothing is unacked; until then nobody else is given a message, and the order holds."""

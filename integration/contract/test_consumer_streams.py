@@ -115,9 +115,7 @@ def test_after_a_loss_it_goes_on_where_it_was(
     assert len(handler.begun) <= 3000 + cuts * (prefetch + concurrency)
 
 
-def test_what_is_unfinished_or_waits_for_its_next_attempt_is_where_it_goes_on(
-    vhost: VirtualHost, fault_proxy: FaultProxyFactory
-) -> None:
+def test_a_stream_resumes_at_the_first_message_not_yet_done(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
     """One handler is held up and one has failed while those behind them are done: after a loss both come again."""
     proxy = fault_proxy(vhost.url)
     declare(vhost)
@@ -204,7 +202,7 @@ def test_the_prefetch_may_change_in_flight(any_vhost: VirtualHost, fault_proxy: 
     assert handler.bodies == numbered(1000)
 
 
-def test_a_stopped_stream_consumer_leaves_nothing_behind_and_loses_nothing(vhost: VirtualHost) -> None:
+def test_after_a_stop_a_stream_goes_on_without_loss_or_repeat(vhost: VirtualHost) -> None:
     """A consumer that is told where the last one was goes on there."""
     declare(vhost)
     publish(vhost, "events", numbered(500))

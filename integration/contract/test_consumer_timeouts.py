@@ -39,7 +39,7 @@ def impatient(any_vhost: VirtualHost) -> Iterator[VirtualHost]:
     broker.evaluate(f"application:set_env(rabbit, channel_tick_interval, {usual})")
 
 
-def test_f26_a_message_that_hangs_its_handler_is_warned_of_and_bounded_and_its_neighbours_flow(
+def test_f26_a_message_that_hangs_is_bounded_and_neighbours_flow(
     impatient: VirtualHost, checker: Audit, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each timeout is a failed attempt: after ``max_attempts`` it is dead-lettered as one that timed out."""
@@ -73,7 +73,7 @@ def test_f26_a_message_that_hangs_its_handler_is_warned_of_and_bounded_and_its_n
 
 @pytest.mark.soak
 @pytest.mark.timeout(120)
-def test_f26_without_an_id_the_brokers_count_of_returns_bounds_a_message_that_hangs(impatient: VirtualHost) -> None:
+def test_f26_returns_bound_a_hanging_message_without_an_id(impatient: VirtualHost) -> None:
     """Nothing is remembered of it: after two timeouts it is moved to quarantine, where each is a failed attempt."""
     handler = Handler(then=lambda _: time.sleep(2 * TIMEOUT))
     retry = RetryPolicy(2, delays=(0.1,))

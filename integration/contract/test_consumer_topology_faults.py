@@ -82,7 +82,7 @@ def test_f24_a_named_queue_that_is_deleted_is_waited_for(vhost: VirtualHost, cap
         handler.wait_done(10)
 
 
-def test_f24_what_runs_while_the_queue_is_deleted_is_finished_first(vhost: VirtualHost) -> None:
+def test_f24_a_queue_deletion_lets_the_running_handler_finish(vhost: VirtualHost) -> None:
     """Deliveries that wait are dropped (they went with the queue); the handler that runs is not interrupted."""
     with Gate() as gate:
         handler = Handler(then=gate)
@@ -99,7 +99,7 @@ def test_f24_what_runs_while_the_queue_is_deleted_is_finished_first(vhost: Virtu
     assert handler.bodies == [b"0", b"10"]
 
 
-def test_f24_a_handler_that_does_not_end_does_not_keep_the_consumer_from_subscribing_again(vhost: VirtualHost) -> None:
+def test_f24_a_hanging_handler_does_not_block_resubscribing(vhost: VirtualHost) -> None:
     """It is waited for as long as for a stop; then its channel is given up."""
     with Gate(lambda delivery: delivery.body == b"0") as gate:
         handler = Handler(then=gate)
@@ -127,7 +127,7 @@ def test_f24_a_queue_that_is_deleted_again_and_again(vhost: VirtualHost) -> None
         wait_until(lambda: subscriptions(vhost) == [108], timeout=10, what="one, with the last prefetch")
 
 
-def test_f25_a_queue_that_was_made_again_with_other_arguments_ends_the_consumer_loudly(
+def test_f25_a_queue_remade_differently_raises_topology_mismatch(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
     """run() raises a TopologyMismatch that names the argument and both values."""
@@ -200,7 +200,7 @@ def test_a_broker_that_is_given_up_on_ends_run(vhost: VirtualHost, fault_proxy: 
     assert not error.permanent
 
 
-def test_an_unreachable_broker_is_said_by_connect_and_waited_for_by_with(
+def test_connect_reports_an_unreachable_broker_and_with_waits(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
     """connect() raises at once and leaves nothing running; a with block begins all the same and goes on trying."""
@@ -237,7 +237,7 @@ def test_connect_begins_what_run_goes_on_with(vhost: VirtualHost) -> None:
 # Row 57
 
 
-def test_f57_without_its_dead_letter_queue_an_original_is_never_acked(
+def test_f57_without_a_dead_letter_queue_no_original_is_acked(
     vhost: VirtualHost, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A named dead-letter queue that is missing: tried again and again, reported, and the message stays."""
@@ -260,7 +260,7 @@ def test_f57_without_its_dead_letter_queue_an_original_is_never_acked(
     assert vhost.live_counts(["orders"])["orders"] == 0
 
 
-def test_f57_a_dead_letter_queue_that_comes_back_gets_what_waited_for_it(vhost: VirtualHost, checker: Audit) -> None:
+def test_f57_a_restored_dead_letter_queue_gets_what_waited(vhost: VirtualHost, checker: Audit) -> None:
     """Deleted under the consumer: neighbours flow, and when it is back, what was given up arrives there."""
 
     def fail_even(delivery: Delivery) -> None:
@@ -281,7 +281,7 @@ def test_f57_a_dead_letter_queue_that_comes_back_gets_what_waited_for_it(vhost: 
     assert (balance.handled, balance.dead_lettered) == (10, 10)
 
 
-def test_f57_a_dead_letter_queue_that_is_full_keeps_the_originals(vhost: VirtualHost) -> None:
+def test_f57_a_full_dead_letter_queue_keeps_the_originals(vhost: VirtualHost) -> None:
     """Nacks for the dead letters: the originals stay until there is room."""
     bin_ = Queue("bin", type="classic", max_length=1, dead_letter=None)
     handler = Handler(then=fail)

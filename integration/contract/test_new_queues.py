@@ -68,7 +68,7 @@ def kill_and_start(broker: RabbitMQ) -> None:
 
 
 @pytest.mark.soak
-def test_the_broker_loses_what_it_confirmed_in_a_queue_that_it_made_just_before(private_vhost: VirtualHost) -> None:
+def test_a_broker_loses_confirmed_messages_in_a_brand_new_queue(private_vhost: VirtualHost) -> None:
     """What the grace is for. Where this fails, RabbitMQ is mended, and the grace is needed up to that version only."""
     broker = private_vhost.broker
     lost = 0
@@ -86,7 +86,7 @@ def test_the_broker_loses_what_it_confirmed_in_a_queue_that_it_made_just_before(
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("private_broker", ["4.0"], indirect=True)
-def test_rabbitmq_4_0_leaves_a_queue_that_it_has_lost_without_a_leader(
+def test_rabbitmq_4_0_leaves_a_queue_it_lost_without_a_leader(
     private_vhost: VirtualHost, publisher_api: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing is confirmed before an operator helps, and nothing confirmed is lost. Where this fails, 4.0 is mended."""
@@ -192,7 +192,7 @@ def returned_twice(vhost: VirtualHost, queue: str) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", ["delay queue", "dead-letter queue", "quarantine"])
-def test_f61_the_broker_is_killed_while_a_queue_that_the_consumer_made_is_new(
+def test_f61_a_kill_while_a_consumers_queue_is_new_loses_nothing(
     private_vhost: VirtualHost, consumer_api: str, kind: str, rng: Random, checker: Audit
 ) -> None:
     """The work queue is old. The consumer acks originals when their copies are safe, and not before.
@@ -245,7 +245,7 @@ def test_f61_the_broker_is_killed_while_a_queue_that_the_consumer_made_is_new(
     checker.close()
 
 
-def test_f61_an_original_is_acked_when_its_dead_letter_is_in_a_queue_that_is_old(
+def test_f61_an_original_is_acked_once_its_letters_queue_is_old(
     vhost: VirtualHost, consumer_api: str, fault_proxy: FaultProxyFactory
 ) -> None:
     """The confirm of the dead letter comes at once, and is not final before that."""
@@ -270,7 +270,7 @@ def test_f61_an_original_is_acked_when_its_dead_letter_is_in_a_queue_that_is_old
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-def test_1_200_quorum_queues_are_made_for_longer_than_a_connection_may_take(
+def test_making_1_200_queues_may_outlast_the_connect_timeout(
     publisher_api: str, fault_proxy: FaultProxyFactory, report: Callable[[str], None]
 ) -> None:
     """The broker answers all the time. It is one of its own: the queues go with it."""
@@ -312,7 +312,7 @@ def test_a_publish_into_a_queue_that_was_found_does_not_wait(vhost: VirtualHost,
         publisher.publish(Message(b"x"), routing_key="orders", timeout=30)
 
 
-def test_a_second_publisher_does_not_wait_for_what_the_first_has_proven(vhost: VirtualHost, publisher_api: str) -> None:
+def test_a_second_publisher_skips_the_grace_of_a_proven_queue(vhost: VirtualHost, publisher_api: str) -> None:
     """A queue is new once in its life, not once for each publisher of a process."""
     with Publisher(vhost.url, topology=[ORDERS], new_queue_grace=AMPLE) as publisher:
         publisher.publish(Message(b"x"), routing_key="orders")
@@ -334,7 +334,7 @@ def test_all_connections_of_a_process_know_of_its_new_queues(vhost: VirtualHost,
         assert time.monotonic() - began > 0.95 * GRACE
 
 
-def test_a_message_in_a_new_queue_is_published_again_where_the_connection_is_lost(
+def test_a_lost_connection_republishes_messages_of_a_new_queue(
     vhost: VirtualHost, publisher_api: str, fault_proxy: FaultProxyFactory
 ) -> None:
     """Nobody knows whether the broker lives."""
@@ -352,9 +352,7 @@ def test_a_message_in_a_new_queue_is_published_again_where_the_connection_is_los
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
-def test_f61_a_broker_that_froze_while_the_queue_was_new_is_killed(
-    private_vhost: VirtualHost, publisher_api: str
-) -> None:
+def test_f61_a_freeze_and_kill_with_a_new_queue_loses_nothing(private_vhost: VirtualHost, publisher_api: str) -> None:
     """Time passes for the publisher alone: a broker that does not answer has not saved its queue."""
     broker = private_vhost.broker
     for number in range(5):
@@ -381,9 +379,7 @@ def test_f61_a_broker_that_froze_while_the_queue_was_new_is_killed(
 
 
 @pytest.mark.timeout(300)
-def test_f61_a_broker_that_froze_while_the_queue_was_new_is_killed_once_it_answers(
-    private_vhost: VirtualHost, publisher_api: str
-) -> None:
+def test_f61_a_kill_at_the_thaw_with_a_new_queue_loses_nothing(private_vhost: VirtualHost, publisher_api: str) -> None:
     """It runs again after the grace, and dies with the first confirm: it has run for less time than a queue needs."""
     broker = private_vhost.broker
     for number in range(3 if soaking() else 1):  # it saves twice a second, so a queue may be saved as soon as it runs
@@ -407,7 +403,7 @@ def test_f61_a_broker_that_froze_while_the_queue_was_new_is_killed_once_it_answe
 
 
 @pytest.mark.timeout(300)
-def test_f61_a_broker_that_vanished_while_the_queue_was_new_is_missed_after_the_grace(
+def test_f61_a_broker_vanished_with_a_new_queue_is_noticed(
     private_vhost: VirtualHost, publisher_api: str, fault_proxy: FaultProxyFactory
 ) -> None:
     """Its host sends no reset, so the connection stands."""
@@ -429,7 +425,7 @@ def test_f61_a_broker_that_vanished_while_the_queue_was_new_is_missed_after_the_
     private_vhost.wait_for_messages("orders", 1)
 
 
-def test_a_queue_is_old_for_a_connection_whose_broker_has_answered_since(
+def test_a_queue_is_old_once_its_connections_broker_has_answered(
     vhost: VirtualHost, publisher_api: str, fault_proxy: FaultProxyFactory
 ) -> None:
     """Where nothing was published, too: it is not new again when the connection is lost later."""

@@ -64,7 +64,7 @@ def test_f50_32_threads_share_a_publisher(vhost: VirtualHost, checker: Audit) ->
 
 
 @pytest.mark.timeout(1200)
-def test_f55_many_reconnects_and_publishes_leave_memory_and_descriptors_flat(
+def test_f55_reconnects_leave_memory_and_descriptors_flat(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, publisher_api: str
 ) -> None:
     """Neither memory nor descriptors grow with the number of reconnects and publishes."""
@@ -189,7 +189,7 @@ def test_closing_during_an_outage_ends_in_time_and_reports(
     private_broker.start()
 
 
-def test_an_unreachable_broker_is_said_at_once_by_connect_and_waited_for_by_with(
+def test_connect_reports_an_unreachable_broker_and_with_waits(
     private_broker: RabbitMQ, private_vhost: VirtualHost
 ) -> None:
     """connect() raises at once; a with block starts all the same, and its publishes wait for the broker."""

@@ -93,7 +93,7 @@ def faults(proxy: FaultProxy, rng: Random) -> list[Callable[[], object]]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("publisher_api")
-def test_every_message_ends_as_it_must_and_in_time_whatever_the_network_does(
+def test_every_message_ends_right_and_in_time_on_any_network(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, seed: int
 ) -> None:
     """No outcome is wrong, none is late, none is lost; what was confirmed is in the queues, once or more."""

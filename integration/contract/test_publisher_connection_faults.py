@@ -135,7 +135,7 @@ def test_f04_connection_is_reset_between_publish_and_ack(
     assert len(checker.close().duplicated) == again
 
 
-def test_f04_while_there_is_no_connection_new_messages_may_fail_at_once(
+def test_f04_without_a_connection_new_messages_may_fail_at_once(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
 ) -> None:
     """With on_disconnected="raise" they are refused, and what was accepted before is confirmed in the end."""

@@ -65,7 +65,7 @@ def test_f12_channel_is_closed_over_some_of_100_messages(
     assert copies == balance.drained + len(balance.duplicated)
 
 
-def test_f12_many_messages_to_a_missing_exchange_hold_up_no_others(
+def test_f12_messages_to_a_missing_exchange_hold_up_no_others(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
 ) -> None:
     """An error that names the exchange costs a few channels, not one for each message to it."""
@@ -356,7 +356,7 @@ def test_f31_oversize_messages_are_refused_before_they_are_sent(
 
 
 @pytest.mark.parametrize("frame_max", [8192, 131072])
-def test_f31_the_largest_headers_that_are_taken_can_be_published_again(
+def test_f31_the_largest_accepted_headers_can_be_republished(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, frame_max: int
 ) -> None:
     """What is refused and what is taken meet at one byte, and what is taken has room for the header of a duplicate."""
@@ -405,7 +405,7 @@ def test_a_message_that_cannot_be_encoded_fails_alone(vhost: VirtualHost, fault_
         assert proxy.connections == 1
 
 
-def test_f31_headers_over_a_frame_are_refused_before_the_first_connection_too(
+def test_f31_too_large_headers_are_refused_before_connecting(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
     """The size of a frame that the settings allow is known before a broker is."""

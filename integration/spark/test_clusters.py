@@ -66,7 +66,7 @@ def two_hosts(directory: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("executors", [local_cluster, two_hosts])
-def test_executors_read_a_stage_in_parallel_and_rows_do_not_pass_the_driver(
+def test_executors_read_a_stage_in_parallel_bypassing_the_driver(
     vhost: VirtualHost,
     tmp_path: Path,
     report: Callable[[str], None],

@@ -72,7 +72,7 @@ def test_the_memory_of_the_reader_is_bounded_by_the_byte_limit(
     assert most - least < 8 * LIMIT
 
 
-def test_the_memory_of_the_reader_alone_is_bounded_by_the_byte_limit(vhost: VirtualHost, tmp_path: Path) -> None:
+def test_the_readers_memory_alone_is_bounded_by_the_byte_limit(vhost: VirtualHost, tmp_path: Path) -> None:
     """The same, by a process that is called as Spark calls it: eight times the byte limit at most."""
 
     def peak(name: str, count: int) -> int:

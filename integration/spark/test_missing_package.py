@@ -63,7 +63,7 @@ def query(spark: SparkSession, url: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("everywhere", "act"), [(True, write), (False, write), (False, read), (False, query)])
-def test_a_missing_package_is_an_error_that_says_where_and_what_to_install(
+def test_a_missing_package_error_says_where_and_what_to_install(
     spark: SparkSession,
     vhost: VirtualHost,
     missing: Callable[[bool], None],

@@ -109,7 +109,7 @@ def test_a_message_becomes_a_row_with_all_that_it_had(spark: SparkSession, vhost
     }  # fmt: skip
 
 
-def test_available_now_ends_at_what_was_ready_beside_another_consumer(
+def test_available_now_ends_at_what_was_ready_beside_a_consumer(
     spark: SparkSession, vhost: VirtualHost, checkpoint: str
 ) -> None:
     """It takes what is there and is not taken by others, in as many batches as the limit asks for, and ends."""
@@ -175,7 +175,7 @@ def test_several_queues_are_read_as_one(spark: SparkSession, vhost: VirtualHost,
         vhost.wait_for_messages(queue, 0)
 
 
-def test_nothing_is_acked_before_its_batch_is_committed_and_a_stop_hands_it_back(
+def test_nothing_is_acked_before_its_commit_and_a_stop_requeues(
     spark: SparkSession, vhost: VirtualHost, checkpoint: str
 ) -> None:
     """A query that is stopped in mid-batch gives everything back at once, and no delivery is counted."""
@@ -316,7 +316,7 @@ def test_what_spark_could_not_do_safely_is_refused(spark: SparkSession, vhost: V
     vhost.wait_for_messages("orders", 5)
 
 
-def test_a_queue_that_would_lose_messages_is_refused_with_the_fix(
+def test_a_queue_that_would_lose_messages_is_refused_with_a_fix(
     spark: SparkSession, vhost: VirtualHost, tmp_path: Path
 ) -> None:
     """A delivery limit without a dead-letter exchange; a queue that goes with its reader; a stream."""

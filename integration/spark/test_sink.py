@@ -102,7 +102,7 @@ def test_traces_pass_through_source_and_sink(spark: SparkSession, vhost: Virtual
         ("cast(id as string) as body", {}, "routingKey"),
     ],
 )
-def test_a_schema_that_cannot_be_written_is_refused_before_anything_is_sent(
+def test_an_unwritable_schema_is_refused_before_anything_is_sent(
     spark: SparkSession, vhost: VirtualHost, columns: str, options: dict[str, str], named: str
 ) -> None:
     """On the driver, with an error that names the column."""
@@ -113,7 +113,7 @@ def test_a_schema_that_cannot_be_written_is_refused_before_anything_is_sent(
     assert drain(vhost, "orders") == []
 
 
-def test_an_unroutable_row_fails_the_task_with_its_id_and_the_reason(spark: SparkSession, vhost: VirtualHost) -> None:
+def test_an_unroutable_row_fails_its_task_with_id_and_reason(spark: SparkSession, vhost: VirtualHost) -> None:
     """And the batch with it; no credentials are in the error."""
     rows = spark.createDataFrame([("a", "id-a")], "body string, message_id string").coalesce(1)
     with pytest.raises(PySparkException, match=r"row 0: message id-a .*312 NO_ROUTE") as failed:
@@ -175,7 +175,7 @@ def test_headers_of_any_type_go_out_and_come_back(spark: SparkSession, vhost: Vi
     assert found == {"n": 7, "tables": {"one": {"hops": [1, 2]}}, "CC": ["copies"]}
 
 
-def test_f59_a_task_that_fails_and_is_retried_publishes_the_same_ids(
+def test_f59_a_task_that_is_retried_publishes_the_same_ids(
     spark: SparkSession, vhost: VirtualHost, tmp_path: Path
 ) -> None:
     """At least once: nothing is missing, what is there twice has one id, and equal rows have two."""
@@ -190,9 +190,7 @@ def test_f59_a_task_that_fails_and_is_retried_publishes_the_same_ids(
     assert sorted(int(body) for body in by_id.values()) == sorted(number % 1500 for number in range(4000))
 
 
-def test_f59_a_worker_that_is_killed_in_the_middle_of_its_task_loses_nothing(
-    spark: SparkSession, vhost: VirtualHost, tmp_path: Path
-) -> None:
+def test_f59_a_worker_killed_in_mid_task_loses_nothing(spark: SparkSession, vhost: VirtualHost, tmp_path: Path) -> None:
     """SIGKILL: Spark runs the task again, in another worker, and the ids are the same."""
     with small_arrow_batches(spark):
         write(interrupted(numbers(spark, 2000), tmp_path, after=600, kill=True), vhost, routingKey="orders")
@@ -202,7 +200,7 @@ def test_f59_a_worker_that_is_killed_in_the_middle_of_its_task_loses_nothing(
     assert len(by_id) == 2000
 
 
-def test_f59_a_micro_batch_that_is_run_again_publishes_the_same_ids(
+def test_f59_a_repeated_micro_batch_publishes_the_same_ids(
     spark: SparkSession, vhost: VirtualHost, tmp_path: Path
 ) -> None:
     """After a query has failed between its sink and its commit log, and is started again on its checkpoint."""

@@ -81,7 +81,7 @@ def test_columns_become_the_properties_of_their_names(vhost: VirtualHost) -> Non
     assert (bare.headers, bare.content_type, bare.priority, bare.timestamp) == (None, None, None, None)
 
 
-def test_where_a_row_goes_is_in_its_columns_unless_an_option_says_otherwise(vhost: VirtualHost) -> None:
+def test_columns_direct_each_row_unless_an_option_overrides(vhost: VirtualHost) -> None:
     """As with the topic of Spark's Kafka sink."""
     other, events = Queue("other", dead_letter=None), Exchange("events", type="direct")
     declare(vhost, Binding(events, ORDERS, "o"), Binding(events, other, "x"))
@@ -95,7 +95,7 @@ def test_where_a_row_goes_is_in_its_columns_unless_an_option_says_otherwise(vhos
     assert bodies_of(drain(vhost, "other")) == [b"a", b"b", b"c"]
 
 
-def test_an_unroutable_row_is_an_error_with_its_id_and_the_reason(vhost: VirtualHost) -> None:
+def test_an_unroutable_row_is_an_error_with_its_id_and_reason(vhost: VirtualHost) -> None:
     """The rows beside it stay published, and are published again by the next attempt."""
     batch = pa.RecordBatch.from_pydict(
         {
@@ -208,9 +208,7 @@ def metrics(tmp_path: Path) -> Iterator[Exporter]:
     made.close()
 
 
-def test_rows_that_cannot_be_sent_are_dead_lettered_and_the_others_written(
-    vhost: VirtualHost, metrics: Exporter
-) -> None:
+def test_unsendable_rows_are_dead_lettered_the_others_written(vhost: VirtualHost, metrics: Exporter) -> None:
     """Of each kind: no message can be made of it, it has no queue, no exchange, or is too large for the broker."""
     raw = pa.array([b"x"] * 5 + [b"\xff"] + [b"x"] * 4, pa.binary())
     batch = pa.RecordBatch.from_pydict(
@@ -250,7 +248,7 @@ def test_rows_that_cannot_be_sent_are_dead_lettered_and_the_others_written(
     assert "18000000 bytes" in letters["large la"].unreadable
 
 
-def test_rows_that_a_letter_can_hold_only_in_part_are_dead_lettered(vhost: VirtualHost) -> None:
+def test_rows_that_fit_a_letter_only_in_part_are_dead_lettered(vhost: VirtualHost) -> None:
     """A header's name with a NUL; a direct reply, which RabbitMQ refuses where nobody consumes replies."""
     named = pa.map_(pa.string(), pa.string())
     batch = pa.RecordBatch.from_pydict(
@@ -269,7 +267,7 @@ def test_rows_that_a_letter_can_hold_only_in_part_are_dead_lettered(vhost: Virtu
     assert letters["b"].headers[headers.ORIGINAL_COLUMNS] == {"reply_to": "amq.rabbitmq.reply-to"}
 
 
-def test_a_routing_key_for_all_rows_that_is_wrong_dead_letters_none(vhost: VirtualHost) -> None:
+def test_a_wrong_routing_key_for_all_rows_dead_letters_none(vhost: VirtualHost) -> None:
     """Headers decide nothing at the default exchange: the task fails, as it does without them."""
     named = pa.map_(pa.string(), pa.string())
     batch = pa.RecordBatch.from_pydict({"body": ["a"], "headers": pa.array([[("fine", "1")]], named)})
@@ -278,7 +276,7 @@ def test_a_routing_key_for_all_rows_that_is_wrong_dead_letters_none(vhost: Virtu
     assert not dead_letters(vhost)
 
 
-def test_a_row_that_no_letter_can_be_made_of_fails_its_task_by_its_number(
+def test_a_row_that_fits_no_letter_fails_its_task_by_number(
     vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With both reasons."""

@@ -52,7 +52,7 @@ def test_the_examples_print_what_they_say(vhost: VirtualHost) -> None:
         assert_prints(name, printed)
 
 
-def test_orders_become_alerts_and_an_order_that_was_published_twice_counts_once(
+def test_orders_become_alerts_and_a_duplicate_order_counts_once(
     spark: SparkSession, vhost: VirtualHost, checkpoint: str
 ) -> None:
     """Of a customer who has ordered for more than the limit within a minute; others get none."""

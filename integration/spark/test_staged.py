@@ -112,7 +112,7 @@ def test_available_now_waits_for_what_another_relay_moves(
             service.close(10)
 
 
-def test_f69_a_stage_that_was_deleted_between_two_runs_is_not_made_anew_in_silence(vhost: VirtualHost) -> None:
+def test_f69_a_stage_deleted_between_runs_is_not_silently_remade(vhost: VirtualHost) -> None:
     """Each run fails and leaves the queue alone; with failOnDataLoss=false the new stage is read whole."""
     first = publish(vhost, 20)
     rows, at = ended(vhost, None)
@@ -128,9 +128,7 @@ def test_f69_a_stage_that_was_deleted_between_two_runs_is_not_made_anew_in_silen
 
 
 @pytest.mark.parametrize(("before", "after"), [("", "2"), ("2", ""), ("3", "2")])
-def test_a_stage_of_other_streams_than_those_of_the_checkpoint_is_refused(
-    vhost: VirtualHost, before: str, after: str
-) -> None:
+def test_a_stage_with_streams_unlike_the_checkpoints_is_refused(vhost: VirtualHost, before: str, after: str) -> None:
     """Before anything is moved, where no query reads; with the streams of before it goes on."""
     old, new = ({"stagePartitions": each} if each else {} for each in (before, after))
     publish(vhost, 20)
@@ -170,7 +168,7 @@ def test_options_of_stream_mode_hold_for_a_stage(vhost: VirtualHost) -> None:
     assert max(map(len, parts)) <= 8
 
 
-def test_a_batch_of_a_stage_waits_for_as_many_messages_as_it_shall_have(vhost: VirtualHost) -> None:
+def test_a_batch_of_a_stage_waits_for_its_minimum_of_messages(vhost: VirtualHost) -> None:
     """For those that the relay has moved."""
     publish(vhost, 5)
     made = RabbitMQDataSource({"url": vhost.url, **STAGED, "minMessagesPerTrigger": "10"})
@@ -196,7 +194,7 @@ def test_a_batch_of_a_stage_waits_for_as_many_messages_as_it_shall_have(vhost: V
         source.stop()
 
 
-def test_a_query_that_is_stopped_between_two_triggers_has_nothing_twice(
+def test_a_query_stopped_between_triggers_has_nothing_twice(
     spark: SparkSession, vhost: VirtualHost, tmp_path: Path
 ) -> None:
     """Started again, it goes on behind its last batch, which queue mode would have again."""
@@ -239,7 +237,7 @@ def test_a_stage_is_joined_with_itself(spark: SparkSession, vhost: VirtualHost, 
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-def test_f60_a_staged_query_killed_in_every_phase_of_a_batch_loses_nothing(
+def test_f60_a_staged_query_killed_in_any_phase_loses_nothing(
     spark: SparkSession, vhost: VirtualHost, tmp_path: Path, rng: random.Random
 ) -> None:
     """A batch that runs again has the same rows."""
@@ -253,7 +251,7 @@ def test_f60_a_staged_query_killed_in_every_phase_of_a_batch_loses_nothing(
     assert committed_rows(tmp_path / "queue" / "output") == dict.fromkeys(orders, 1)
 
 
-def test_without_a_relay_the_query_reads_what_a_binding_has_put_into_the_stage(
+def test_without_a_relay_a_query_reads_what_a_binding_stages(
     spark: SparkSession, vhost: VirtualHost, tmp_path: Path
 ) -> None:
     """As stream mode reads it: without headers that are lists or tables. The queue has a copy for others."""
@@ -289,7 +287,7 @@ def test_a_stage_that_a_binding_fills_is_filtered_by_the_broker(vhost: VirtualHo
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-def test_without_a_relay_the_query_reads_what_a_shovel_moves_at_least_once(
+def test_without_a_relay_a_query_reads_what_a_shovel_moves(
     spark: SparkSession,
     private_vhost: VirtualHost,
     private_broker: RabbitMQ,
@@ -380,7 +378,7 @@ def hundred(vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.usefixtures("hundred")
-def test_f69_a_stage_that_has_dropped_nothing_is_warned_of_by_its_bytes(
+def test_f69_a_stage_without_drops_is_warned_of_by_its_bytes(
     vhost: VirtualHost, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """6 MB are unread, and the stage keeps 7 for certain: the first segment that goes would be an unread one."""
@@ -399,7 +397,7 @@ def test_f69_a_stage_that_has_dropped_nothing_is_warned_of_by_its_bytes(
 
 
 @pytest.mark.usefixtures("hundred")
-def test_f69_a_stage_that_has_dropped_nothing_is_warned_of_by_its_age(
+def test_f69_a_stage_without_drops_is_warned_of_by_its_age(
     vhost: VirtualHost, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Unread messages near the end of their retention; not messages that were just moved."""
@@ -417,7 +415,7 @@ def test_f69_a_stage_that_has_dropped_nothing_is_warned_of_by_its_age(
     query.run(follow)
 
 
-def test_f69_a_stage_that_drops_unread_messages_is_an_error_and_warned_of(
+def test_f69_dropping_unread_messages_is_warned_of_and_an_error(
     vhost: VirtualHost, tmp_path: Path, caplog: pytest.LogCaptureFixture, hundred: list[str]
 ) -> None:
     """Near the oldest message there is a warning; one that is behind it fails. Also where something else fills it."""

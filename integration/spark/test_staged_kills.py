@@ -101,7 +101,7 @@ def test_f60_an_application_is_killed_and_files_have_all_once(
 
 @pytest.mark.soak
 @pytest.mark.timeout(5400)
-def test_f68_a_reader_with_its_relay_is_killed_and_files_have_all_once(
+def test_f68_kills_of_reader_and_relay_leave_all_once_in_files(
     spark: SparkSession, vhost: VirtualHost, tmp_path: Path, rng: random.Random, report: Callable[[str], None]
 ) -> None:
     """The query fails, and is started again."""
@@ -115,7 +115,7 @@ def test_f68_a_reader_with_its_relay_is_killed_and_files_have_all_once(
 
 @pytest.mark.soak
 @pytest.mark.timeout(5400)
-def test_f68_a_relay_as_a_service_is_killed_and_files_have_all_once(
+def test_f68_kills_of_a_relay_service_leave_all_once_in_files(
     spark: SparkSession, vhost: VirtualHost, tmp_path: Path, rng: random.Random, report: Callable[[str], None]
 ) -> None:
     """The query does not notice."""
@@ -146,7 +146,7 @@ def test_f59_an_executor_is_killed_and_files_have_all_once(
 @pytest.mark.soak
 @pytest.mark.timeout(5400)
 @pytest.mark.parametrize("kind", ["quorum", "classic"])
-def test_f68_a_broker_is_killed_under_a_query_and_files_have_all_once(
+def test_f68_kills_of_the_broker_leave_all_once_in_files(
     spark: SparkSession,
     private_vhost: VirtualHost,
     private_broker: RabbitMQ,

@@ -110,7 +110,7 @@ def test_a_stream_is_read_by_sql_alone(spark: SparkSession, vhost: VirtualHost, 
         spark.sql("DROP VIEW events")
 
 
-def test_a_queue_is_not_read_by_sql_and_the_error_says_what_to_use(spark: SparkSession, vhost: VirtualHost) -> None:
+def test_sql_cannot_read_a_queue_and_the_error_says_what_to_use(spark: SparkSession, vhost: VirtualHost) -> None:
     """Reading a view is a batch read."""
     spark.sql(f"CREATE OR REPLACE TEMPORARY VIEW orders USING rabbitmq OPTIONS (url '{vhost.url}', queue 'orders')")
     try:

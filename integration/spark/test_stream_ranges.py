@@ -153,7 +153,7 @@ def test_a_range_is_read_exactly_over_lost_connections(
     assert not cuts
 
 
-def test_whoever_takes_long_over_the_rows_does_not_use_up_the_patience_with_the_broker(
+def test_slow_row_processing_does_not_use_up_broker_patience(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
     """A connection that is lost meanwhile is made again."""
@@ -198,7 +198,7 @@ def test_a_range_that_cannot_be_filled_is_an_error(vhost: VirtualHost) -> None:
     assert read(RangeReader(lenient, StreamRange("events", 5, 20), COLUMNS, patience=1.5)) == numbered(5, 10)
 
 
-def test_a_range_of_a_stream_that_was_deleted_ends_where_data_may_be_lost(vhost: VirtualHost) -> None:
+def test_a_deleted_streams_range_is_empty_if_data_may_be_lost(vhost: VirtualHost) -> None:
     """A batch in the checkpoint has it still, when the option stream names it no more."""
     publish(vhost, 10)
     vhost.delete_queue("events")
@@ -209,7 +209,7 @@ def test_a_range_of_a_stream_that_was_deleted_ends_where_data_may_be_lost(vhost:
 
 
 @pytest.mark.parametrize(("end", "said"), [(10, "has them"), (20, "has those up to 9")])
-def test_what_the_stream_has_is_not_passed_over_where_it_comes_too_late(
+def test_a_late_message_of_a_stream_is_never_passed_over(
     vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch, end: int, said: str
 ) -> None:
     """A broker that is slow is no data loss, whatever is allowed; nor where more was asked for than there is."""
@@ -221,7 +221,7 @@ def test_what_the_stream_has_is_not_passed_over_where_it_comes_too_late(
         read(RangeReader(lenient, StreamRange("events", 5, end), COLUMNS, patience=0.0))
 
 
-def test_what_the_stream_has_dropped_is_an_error_unless_it_is_allowed(vhost: VirtualHost) -> None:
+def test_a_dropped_range_of_a_stream_is_an_error_unless_allowed(vhost: VirtualHost) -> None:
     """RabbitMQ begins later without a word; a range that begins in front of the first message is data loss."""
     short = Queue(
         "events", type="stream", arguments={"x-max-length-bytes": 200_000, "x-stream-max-segment-size-bytes": 100_000}
@@ -259,7 +259,7 @@ def test_the_beginning_is_that_of_the_replica_that_is_read(vhost: VirtualHost, f
     assert proxy.connections == 1
 
 
-def test_a_queue_that_is_no_stream_is_refused_and_keeps_its_messages(vhost: VirtualHost) -> None:
+def test_a_plain_queue_is_refused_and_keeps_its_messages(vhost: VirtualHost) -> None:
     """The error names the option to use."""
     plain = Queue("events", dead_letter=None)
     publish(vhost, 3, queue=plain)
@@ -481,7 +481,7 @@ def test_a_batch_waits_for_as_many_messages_as_it_shall_have(vhost: VirtualHost)
         each.stop()
 
 
-def test_the_first_batch_of_a_query_is_empty_and_pins_where_it_begins(vhost: VirtualHost) -> None:
+def test_the_first_batch_is_empty_and_pins_the_start_of_a_query(vhost: VirtualHost) -> None:
     """With "latest", a restart in the middle of it would otherwise begin elsewhere, and lose what came between."""
     publish(vhost, 10)
     reader = source(vhost.url)
@@ -527,7 +527,7 @@ def test_available_now_ends_at_what_was_there(vhost: VirtualHost) -> None:
     reader.stop()
 
 
-def test_available_now_at_latest_ends_well_where_messages_come_in(vhost: VirtualHost) -> None:
+def test_available_now_at_latest_ends_though_messages_come_in(vhost: VirtualHost) -> None:
     """Spark asks for the end of the query first, and for its beginning, which then lies behind it, later."""
     publish(vhost, 5)
     reader = source(vhost.url)
@@ -590,9 +590,7 @@ def test_a_stream_that_was_made_anew_is_data_loss(vhost: VirtualHost, monkeypatc
     lenient.stop()
 
 
-def test_a_stream_that_was_made_anew_is_data_loss_for_a_query_that_ends_as_well(
-    vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_made_anew_is_data_loss_for_available_now(vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would end well otherwise, time after time, until the new stream is longer than the old one was."""
     monkeypatch.setattr("reliable_mq.spark.stream_source._DOUBTFUL", 1.0)
     publish(vhost, 5)
@@ -656,7 +654,7 @@ def test_while_the_broker_is_away_nothing_is_new(vhost: VirtualHost, fault_proxy
     reader.stop()
 
 
-def test_a_query_that_ends_does_not_end_for_a_broker_that_is_away(
+def test_available_now_does_not_end_because_the_broker_is_away(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
     """Spark takes it for the end that nothing is new."""

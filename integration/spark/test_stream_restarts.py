@@ -36,7 +36,7 @@ def publish(vhost: VirtualHost) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-def test_f01_reads_outlive_a_broker_that_restarts_again_and_again(
+def test_f01_reads_outlive_a_broker_that_restarts_repeatedly(
     private_broker: RabbitMQ, private_vhost: VirtualHost
 ) -> None:
     """A query that plans, and tasks that read, all the time: neither ever ends with an error."""

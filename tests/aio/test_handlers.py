@@ -138,7 +138,7 @@ def test_each_delivery_is_handled_once_and_in_order_by_one_task(store: Any) -> N
     asyncio.run(main())
 
 
-def test_as_many_handlers_run_at_a_time_as_told_and_no_more_tasks_than_work(store: Any) -> None:
+def test_handlers_run_up_to_the_limit_without_idle_tasks(store: Any) -> None:
     """Each of four handlers waits for the other three."""
 
     async def main() -> None:
@@ -245,7 +245,7 @@ def test_a_batch_handler_answers_per_item(store: Any) -> None:
     asyncio.run(main())
 
 
-def test_a_verdict_that_a_handler_returns_counts_as_one_that_it_raises(store: Any) -> None:
+def test_a_returned_verdict_counts_like_a_raised_one(store: Any) -> None:
     answers = iter([DeadLetter("no"), RetryLater(7), RetryLater, ValueError("no")])
 
     async def handle(_: Delivery) -> object:
@@ -289,7 +289,7 @@ def test_a_batch_handler_may_do_as_it_likes_with_its_list(touch: Callable[[list[
     asyncio.run(main())
 
 
-def test_a_verdict_is_that_of_its_delivery_wherever_the_handler_has_put_it(store: Any) -> None:
+def test_verdicts_match_their_deliveries_in_a_reordered_batch(store: Any) -> None:
     async def handle(batch: list[Any]) -> list[object]:
         batch.sort(key=lambda one: -one.delivery_tag)
         return [DeadLetter("bad") if one.delivery_tag == 2 else Ack for one in batch]
@@ -306,9 +306,7 @@ def test_a_verdict_is_that_of_its_delivery_wherever_the_handler_has_put_it(store
 
 @pytest.mark.parametrize("error", [NotYet(), DeadLetter(Textless()), Textless()])  # type: ignore[arg-type]
 @pytest.mark.parametrize("how", ["raised", "returned for an item"])
-def test_an_exception_that_cannot_be_described_is_a_failure_as_any_other(
-    error: Exception, how: str, store: Any
-) -> None:
+def test_an_undescribable_exception_is_an_ordinary_failure(error: Exception, how: str, store: Any) -> None:
     async def handle(batch: list[Delivery]) -> list[object]:
         if how == "raised":
             raise error
@@ -343,7 +341,7 @@ def test_a_key_function_that_leaves_fails_its_delivery_alone(store: Any) -> None
     asyncio.run(main())
 
 
-def test_a_task_that_is_ended_all_the_same_is_replaced_and_that_is_logged(
+def test_a_task_that_is_ended_is_replaced_and_logged(
     store: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it held has failed: else it would neither be settled nor come again while the channel lives."""
@@ -372,7 +370,7 @@ def test_a_task_that_is_ended_all_the_same_is_replaced_and_that_is_logged(
     )
 
 
-def test_a_batch_that_raises_or_answers_nonsense_has_failed_as_a_whole(store: Any) -> None:
+def test_a_batch_with_an_invalid_answer_fails_as_a_whole(store: Any) -> None:
     async def handle(_: list[Delivery]) -> str:
         return "ok"
 
@@ -429,7 +427,7 @@ def test_where_a_handler_says_so_nothing_more_begins(store: Any) -> None:
     asyncio.run(main())
 
 
-def test_a_handler_that_is_cancelled_has_not_failed_and_others_take_over(store: Any) -> None:
+def test_a_cancelled_handler_is_no_failure_and_others_take_over(store: Any) -> None:
     """Its claim is given up: whoever gets the delivery next may begin."""
     work = items(3)
 
@@ -458,7 +456,7 @@ def test_a_handler_that_is_cancelled_has_not_failed_and_others_take_over(store: 
     asyncio.run(main())
 
 
-def test_a_handler_that_awaits_what_somebody_else_has_cancelled_has_failed(store: Any) -> None:
+def test_a_handler_awaiting_a_cancelled_future_has_failed(store: Any) -> None:
     """Its task goes on. A message that always leads to that would else come again for ever, and cost no attempt."""
 
     async def handle(item: Delivery) -> None:

@@ -63,7 +63,7 @@ def message(size: int) -> Message:
 
 
 @pytest.mark.parametrize("how", ["cancelled", "late"])
-def test_a_large_message_that_is_not_stored_holds_up_no_small_one_behind_it(outbox: SlowOutbox, how: str) -> None:
+def test_a_large_message_not_stored_does_not_block_small_ones(outbox: SlowOutbox, how: str) -> None:
     async def main() -> None:
         async with AsyncPublisher(NOBODY, outbox=outbox, max_outstanding_bytes=1000) as publisher:
 
@@ -88,7 +88,7 @@ def test_a_large_message_that_is_not_stored_holds_up_no_small_one_behind_it(outb
     assert outbox.written == [600, 100, 101]
 
 
-def test_what_room_is_given_to_is_stored_before_newcomers_and_though_it_is_cancelled(outbox: SlowOutbox) -> None:
+def test_an_admitted_message_is_stored_first_though_cancelled(outbox: SlowOutbox) -> None:
     """As on the way to a broker: once it is let in, a cancellation takes nothing back."""
 
     async def main() -> None:
@@ -113,7 +113,7 @@ def test_what_room_is_given_to_is_stored_before_newcomers_and_though_it_is_cance
     assert outbox.written == [1, 2, 3]
 
 
-def test_awaiting_on_another_event_loop_touches_nothing_of_the_right_one(outbox: SlowOutbox) -> None:
+def test_awaiting_on_another_loop_leaves_the_right_one_untouched(outbox: SlowOutbox) -> None:
     """A timer may be set on a loop by its own thread alone, which the loop checks in debug mode."""
 
     async def main() -> None:
@@ -190,7 +190,7 @@ def test_a_flush_that_asks_a_closed_outbox_leaves_no_file_open(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["publisher-outbox", "publisher-relay"])
-def test_an_opening_whose_threads_could_not_be_started_is_tried_again(tmp_path: Path, name: str) -> None:
+def test_opening_is_retried_after_its_threads_failed_to_start(tmp_path: Path, name: str) -> None:
     async def main() -> None:
         publisher = AsyncPublisher(NOBODY, outbox=SQLiteOutbox(tmp_path / "outbox"))
         with refusing_threads(name):
@@ -426,7 +426,7 @@ def test_rows_that_are_unsent_when_all_ends_go_back(ended: str) -> None:
     assert made[0].sent == [1]
 
 
-def test_rows_on_their_way_to_an_event_loop_that_is_closed_go_back() -> None:
+def test_rows_bound_for_a_closed_event_loop_are_returned() -> None:
     """The loop has the call, and never makes it."""
     loop = asyncio.new_event_loop()
 

@@ -27,7 +27,7 @@ def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, None]],
     return run
 
 
-def test_a_signal_reaches_all_in_their_blocks_and_then_whoever_had_it(run: Any) -> None:
+def test_a_signal_reaches_all_blocks_and_its_handler_is_restored(run: Any) -> None:
     before = signal.getsignal(signal.SIGTERM)
 
     async def main() -> None:
@@ -51,7 +51,7 @@ def test_a_signal_reaches_all_in_their_blocks_and_then_whoever_had_it(run: Any) 
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_control_c_stops_what_runs_instead_of_cancelling_the_main_task(run: Any) -> None:
+def test_control_c_stops_the_work_and_cancels_no_main_task(run: Any) -> None:
     """SIGINT is `asyncio.run`'s own then, which counts as nobody's; before and after it cancels, as it always does."""
     ended: list[str] = []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from integration.bench.plan import FULL, QUICK, rotated
 
 
-def test_each_has_been_first_and_nobody_is_always_behind_the_same_one() -> None:
+def test_rotation_puts_each_first_and_varies_who_goes_before() -> None:
     """Over as many rounds as there are contenders."""
     items = ["a", "b", "c", "d"]
     orders = [rotated(items, number) for number in range(4)]

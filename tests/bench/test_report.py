@@ -81,7 +81,7 @@ def test_every_bar_has_a_verdict_on_every_type_of_queue() -> None:
     ]
 
 
-def test_a_module_that_cannot_be_imported_is_a_failure_where_it_was_asked_for() -> None:
+def test_a_requested_module_that_cannot_be_imported_is_a_failure() -> None:
     failures = report(measured()).failures
     assert "integration.bench.contenders.new: No module named 'new'" in failures
     assert "A peer (quorum): failed: exit status 1" in failures
@@ -99,7 +99,7 @@ def test_markdown_and_json_hold_the_same_run() -> None:
     assert [bar["verdict"] for bar in document["bars"]] == ["MISSED", "not measured", "reached"]
 
 
-def test_a_run_that_was_interrupted_before_anything_was_measured_can_be_reported() -> None:
+def test_an_interrupted_run_without_results_can_be_reported() -> None:
     one = report(Results())
     assert one.tables() == []
     assert one.markdown(plot=None)

@@ -16,7 +16,7 @@ HELD = 3000
 
 
 @pytest.mark.slow
-def test_a_publisher_holds_all_but_the_last_outstanding_and_its_growth_is_measured() -> None:
+def test_memory_growth_is_measured_while_publishes_are_held() -> None:
     with serving(HELD) as url:
         job = Job(url=url, queue="q", messages=HELD, size=10)
         command = [sys.executable, "-m", "integration.bench.contenders.ours_memory", "ours-memory", *job.arguments()]

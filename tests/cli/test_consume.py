@@ -70,7 +70,7 @@ def run(what: _Follower) -> None:
     what.follow(cast("Consumer", RunningConsumer()))
 
 
-def test_what_is_written_is_acked_and_what_comes_after_the_last_one_is_held() -> None:
+def test_written_messages_are_acked_and_later_ones_held() -> None:
     out = io.BytesIO()
     three = follower(out, count=2)
     three.handle(delivery(b"a"))
@@ -92,7 +92,7 @@ def test_what_is_looked_at_is_written_and_held() -> None:
     assert looking.status == 0
 
 
-def test_a_reader_that_went_away_is_no_failure_and_nothing_is_acked() -> None:
+def test_a_reader_that_left_is_no_failure_and_nothing_is_acked() -> None:
     broken = follower(Closed())
     with pytest.raises(RetryLater):
         broken.handle(delivery(b"a"))
@@ -100,7 +100,7 @@ def test_a_reader_that_went_away_is_no_failure_and_nothing_is_acked() -> None:
     assert broken.status == 0
 
 
-def test_output_that_cannot_be_written_is_a_failure_and_nothing_is_acked() -> None:
+def test_an_unwritable_output_is_a_failure_and_nothing_is_acked() -> None:
     full = follower(Full())
     with pytest.raises(RetryLater):
         full.handle(delivery(b"a"))
@@ -109,13 +109,13 @@ def test_output_that_cannot_be_written_is_a_failure_and_nothing_is_acked() -> No
 
 
 @pytest.mark.parametrize(("count", "status"), [(None, 0), (3, 1)])
-def test_it_ends_when_nothing_comes_with_1_if_fewer_came_than_were_asked_for(count: int | None, status: int) -> None:
+def test_an_idle_consume_exits_1_if_fewer_came_than_asked_for(count: int | None, status: int) -> None:
     idle = follower(io.BytesIO(), count=count, timeout=0.05)
     run(idle)
     assert idle.status == status
 
 
-def test_it_does_not_end_before_it_is_connected_however_long_that_takes() -> None:
+def test_an_idle_consume_does_not_end_before_it_is_connected() -> None:
     """A queue that is full would look like an empty one."""
     consumer = RunningConsumer(connected_at=4)
     idle = follower(io.BytesIO(), timeout=0.001)

@@ -23,7 +23,7 @@ def progress(**counts: int) -> Progress:
     return Progress(**{**dict.fromkeys(names, 0), **counts})
 
 
-def test_one_order_in_fifty_fails_once_and_one_in_five_hundred_for_ever() -> None:
+def test_1_order_in_50_fails_once_and_1_in_500_always_fails() -> None:
     assert sum(map(fails_once, range(1000))) == 20
     assert sum(map(is_poison, range(1000))) == 2
     assert not any(fails_once(number) and is_poison(number) for number in range(1000))
@@ -43,7 +43,7 @@ def touching(path: Path) -> str:
     return f"{sys.executable} -c \"import pathlib; pathlib.Path({str(path)!r}).open('a').write('x')\""
 
 
-def test_the_broker_is_killed_when_a_part_of_the_job_is_done_and_started_again(tmp_path: Path) -> None:
+def test_the_broker_is_killed_midway_and_started_again(tmp_path: Path) -> None:
     outages = Outages(touching(tmp_path / "killed"), touching(tmp_path / "started"), times=1)
     outages.advance(0.49, connected=True)
     outages.advance(0.9, connected=False)
@@ -58,7 +58,7 @@ def test_the_broker_is_killed_when_a_part_of_the_job_is_done_and_started_again(t
     assert (outages.done, outages.state, outages.pending) == (1, RUNNING, False)
 
 
-def test_there_are_no_outages_without_commands_and_none_after_the_end() -> None:
+def test_no_outage_occurs_without_commands_or_after_the_end() -> None:
     none = Outages(None, None, times=2)
     none.advance(1.0, connected=True)
     assert (none.done, none.pending) == (0, False)
@@ -101,7 +101,7 @@ def test_the_story_of_an_outage() -> None:
     assert events(story, 8.5, republished=1300) == ["connected again after 5.5 s, 1,300 orders published again"]
 
 
-def test_the_story_of_a_connection_that_is_lost_by_itself_and_of_an_alarm() -> None:
+def test_the_story_reports_a_lost_connection_and_an_alarm() -> None:
     story = Story()
     events(story, 0)
     assert events(story, 1, connected=False, outstanding=3) == ["the connection is lost, with 3 orders unconfirmed"]
@@ -115,7 +115,7 @@ def text_console(*, terminal: bool = False) -> tuple[Console, io.StringIO]:
     return Console(file=out, width=100, force_terminal=terminal, color_system=None), out
 
 
-def test_where_nobody_looks_at_a_terminal_there_is_a_line_now_and_then() -> None:
+def test_without_a_terminal_progress_is_a_line_now_and_then() -> None:
     console, out = text_console()
     with display_for(console, "10 orders", 10) as display:
         assert isinstance(display, LinesDisplay)
@@ -182,7 +182,7 @@ def test_an_account_that_adds_up() -> None:
     assert "killed" not in shown(verdict(account(), 0))
 
 
-def test_a_message_that_nobody_confirmed_and_that_arrived_is_named() -> None:
+def test_an_unconfirmed_message_that_arrived_is_named() -> None:
     good = verdict(account(confirmed="ab"))
     assert good.faults == []
     assert good.equation == "confirmed 2 + 1 unconfirmed, yet arrived = handled 2 + dead-lettered 1, lost 0"

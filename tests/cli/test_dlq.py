@@ -56,7 +56,7 @@ def test_ages_are_shown_in_their_largest_unit(ago: float, text: str) -> None:
     assert age(None, NOW) == "?"
 
 
-def test_nothing_that_a_message_holds_reaches_the_terminal_as_it_is() -> None:
+def test_message_content_reaches_the_terminal_only_escaped() -> None:
     """No markup, no control characters: in ids, headers, reasons and bodies."""
     message = letter(b"one\ntwo\x1b[31m [bold]", reason="[red]", **{headers.DEAD_LETTER_REASON: "\x07[blink]"})
     table = listing()

@@ -39,7 +39,7 @@ def free_port() -> int:
         return port
 
 
-def test_a_host_that_does_not_answer_is_a_problem_and_no_password_is_shown() -> None:
+def test_an_unreachable_host_is_a_problem_and_shows_no_password() -> None:
     url = f"amqp://user:{SECRET}@127.0.0.1:{free_port()}"
     for options in ([], ["--json"]):
         result = CliRunner().invoke(app, ["doctor", url, *options])
@@ -63,7 +63,7 @@ def test_a_port_that_speaks_something_else_is_not_let_pass() -> None:
     assert written["status"] == "problem"
 
 
-def test_a_port_without_tls_is_told_from_one_with_a_bad_certificate() -> None:
+def test_a_port_without_tls_is_told_from_a_bad_certificate() -> None:
     with http_server({}) as port:
         result = CliRunner().invoke(app, ["doctor", f"amqps://user:{SECRET}@127.0.0.1:{port}", "--json"])
     tls = json.loads(result.output)["findings"][1]
@@ -96,7 +96,7 @@ def test_a_port_that_is_often_taken_for_another_is_named(url: str, check: str, f
     assert fix in found.fix
 
 
-def test_the_report_shows_each_finding_with_its_fix_and_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_shows_and_counts_findings_with_their_fixes(monkeypatch: pytest.MonkeyPatch) -> None:
     findings = [
         Finding(Status.OK, "host:5672", "reachable", "accepts connections"),
         Finding(Status.UNCHECKED, "broker", "alarms", "cannot be told"),
@@ -116,7 +116,7 @@ def test_a_wrong_url_is_said_without_a_traceback() -> None:
     assert isinstance(result.exception, ConfigurationError)  # which `run` turns into a line
 
 
-def test_a_wrong_management_url_is_said_before_anything_is_looked_at() -> None:
+def test_a_wrong_management_url_is_refused_before_any_check() -> None:
     result = CliRunner().invoke(app, ["doctor", "amqp://127.0.0.1:1", "--management-url", "ftp://localhost"])
     assert isinstance(result.exception, ConfigurationError)
     assert "--management-url" in str(result.exception)
@@ -222,7 +222,7 @@ def test_without_a_url_the_api_is_looked_for_beside_amqp() -> None:
         ("amqps://u:p@a", True),
     ],
 )
-def test_a_guessed_place_is_sent_the_password_on_this_machine_or_verified_only(url: str, sends: bool) -> None:
+def test_a_guessed_url_gets_a_password_only_if_local_or_verified(url: str, sends: bool) -> None:
     (guess,) = ManagementAPI.beside(parse_url(url))
     assert guess.sends_password is sends
     assert ManagementAPI.at("http://elsewhere", parse_url(url), option="url").sends_password
@@ -243,12 +243,12 @@ def test_credentials_are_asked_for_where_the_url_names_no_user() -> None:
     assert len(calls) == 1
 
 
-def test_without_verification_a_guessed_place_is_sent_no_password() -> None:
+def test_a_guessed_url_gets_no_password_without_verification() -> None:
     (guess,) = ManagementAPI.beside(parse_url("amqps://u:p@a", tls=TLSOptions(verify=False)))
     assert not guess.sends_password
 
 
-def test_without_an_option_no_password_leaves_this_machine_in_plaintext(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_password_leaves_the_machine_unencrypted_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was not looked at is said, and the option that does."""
     received: list[str | None] = []
     with http_server({}, received) as port:
@@ -279,7 +279,7 @@ def test_what_is_no_url_at_all_is_refused_as_a_management_url(url: str) -> None:
         )
 
 
-def test_a_management_url_without_a_user_is_refused_where_a_certificate_is_the_user() -> None:
+def test_with_certificate_login_a_management_url_needs_a_user() -> None:
     settings = parse_url("amqps://localhost", mechanism="EXTERNAL", tls=TLSOptions(cert_file="c"))
     with pytest.raises(ConfigurationError, match=r"^managementUrl needs a user: http"):
         ManagementAPI.check("http://localhost", settings, option="managementUrl")
@@ -323,7 +323,7 @@ def test_a_user_who_may_not_read_nodes_gets_the_rest(status: int) -> None:
         assert Snapshot.take(api(port), "v").nodes is None
 
 
-def test_nodes_that_cannot_be_read_for_another_reason_are_an_error() -> None:
+def test_nodes_unreadable_for_another_reason_are_an_error() -> None:
     lists = ("queues", "exchanges", "bindings", "consumers")
     with http_server({f"/api/{name}/v": (200, []) for name in lists}) as port, pytest.raises(ManagementError):
         Snapshot.take(api(port), "v")

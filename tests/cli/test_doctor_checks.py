@@ -42,7 +42,7 @@ def test_since_4_3_only_reject_counts() -> None:
     assert "up to a second" in found["new queues"].text
 
 
-def test_on_4_0_to_4_2_nack_counts_too_and_the_default_limit_drops() -> None:
+def test_on_4_0_to_4_2_nacks_count_and_the_default_limit_drops() -> None:
     found = of_version("4.0.5")
     assert "basic.nack, basic.reject and lost connections all count" in found["retries"].text
     assert "limit of 20" in found["poison messages"].text
@@ -56,7 +56,7 @@ def test_on_3_13_what_is_left_out_is_said() -> None:
     assert found["poison messages"].status is WARNING
 
 
-def test_an_older_broker_is_a_problem_and_another_product_is_not_known() -> None:
+def test_old_brokers_are_problems_and_other_products_unchecked() -> None:
     assert of_version("3.11.0")["version"].status is PROBLEM
     assert list(of_version("2.1.0", "LavinMQ")) == ["version"]
     assert of_version("2.1.0", "LavinMQ")["version"].status is UNCHECKED
@@ -283,13 +283,13 @@ def test_arguments_that_lose_messages(fields: dict[str, Any], expected: list[tup
     assert summary(examine(queue(**fields), dead())) == expected
 
 
-def test_with_a_dead_letter_queue_ttl_and_overflow_lose_nothing_but_overflow_is_warned_of() -> None:
+def test_with_a_dlq_ttl_is_fine_and_overflow_only_a_warning() -> None:
     route = {"dead_letter_exchange": "", "dead_letter_routing_key": "q.dead"}
     assert summary(examine(queue(kind="classic", message_ttl=1000, **route), dead())) == [(OK, "arguments")]
     assert summary(examine(queue(kind="classic", max_length=10, **route), dead())) == [(WARNING, "length limit")]
 
 
-def test_consumers_without_limit_or_with_automatic_acks_are_warned_of() -> None:
+def test_unlimited_prefetch_and_automatic_acks_are_warned_of() -> None:
     consumers = [
         {"queue": {"name": "q"}, "prefetch_count": 0, "ack_required": True},
         {"queue": {"name": "q"}, "prefetch_count": 0, "ack_required": False},
@@ -308,7 +308,7 @@ def test_a_consumer_by_the_stream_protocol_loses_nothing() -> None:
     assert summary(examine(queue(kind="stream"), consumers=[reader])) == [(OK, "arguments")]
 
 
-def test_dead_letters_that_wait_are_told_and_whether_there_are_more_and_more() -> None:
+def test_waiting_dead_letters_are_reported_with_their_growth() -> None:
     growing = dead(messages=12, messages_details={"rate": 1.5})
     sound, waiting = examine(queue(**SAFE), growing)
     assert sound.status is OK
@@ -322,7 +322,7 @@ def test_a_queue_that_does_not_exist_is_a_problem() -> None:
     assert (found.status, found.check) == (PROBLEM, "exists")
 
 
-def test_of_all_queues_only_those_are_named_that_something_is_said_about() -> None:
+def test_of_all_queues_only_those_with_findings_are_named() -> None:
     lossy = queue("lossy", kind="classic", durable=False)
     found = examine(queue(**SAFE), dead(), lossy, names=())
     assert [finding.subject for finding in found] == ["queue 'lossy'", "queues"]

@@ -73,7 +73,7 @@ def test_a_policy_that_shortens_the_delays_is_a_problem() -> None:
     assert "Take message-ttl out of the policy" in found.fix
 
 
-def test_a_delay_queue_whose_queue_is_gone_is_a_problem_if_something_waits_in_it() -> None:
+def test_a_delay_queue_of_a_gone_queue_is_a_problem_unless_empty() -> None:
     assert (PROBLEM, "queue 'orders.retry.10000'", "delay queue") in not_well(examine(view(DELAY, messages=2)))
     assert (WARNING, "queue 'orders.retry.10000'", "delay queue") in not_well(examine(view(DELAY)))
 
@@ -125,7 +125,7 @@ def test_dead_letters_that_wait_are_told_with_what_to_do() -> None:
     assert "queue 'orders', which they are to go back to, does not exist" in orphans.text
 
 
-def test_a_dead_letter_queue_that_does_not_keep_its_messages_is_warned_of() -> None:
+def test_a_dead_letter_queue_that_loses_messages_is_warned_of() -> None:
     kept = [
         each.text
         for version in (NEWEST, OLD)

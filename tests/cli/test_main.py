@@ -26,7 +26,7 @@ def test_without_the_extra_it_says_how_to_install_it(missing: str) -> None:
     assert done.stderr == f"reliable-mq needs {missing}, of the extra 'cli': pip install 'reliable-mq[cli]'\n"
 
 
-def test_a_module_that_is_missing_for_another_reason_is_not_explained_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_missing_for_another_reason_raises_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reliable_mq.cli.app", None)
     with pytest.raises(ModuleNotFoundError):
         cli.main()
@@ -161,7 +161,7 @@ def test_streams_that_fail_and_names_that_are_none_end_in_a_line(line: str, stat
 
 
 @pytest.mark.slow
-def test_a_reader_that_leaves_ends_a_command_quietly_with_the_status_of_sigpipe(tmp_path: Path) -> None:
+def test_a_closed_output_pipe_ends_a_command_as_sigpipe_would(tmp_path: Path) -> None:
     outbox = SQLiteOutbox(tmp_path / "outbox.db")
     outbox.status()  # which makes the file
     outbox.close()

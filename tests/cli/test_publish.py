@@ -75,7 +75,7 @@ def test_a_json_line_that_says_no_target_is_refused() -> None:
         recipe(by_json=True).make(b'{"body": "x"}')
 
 
-def test_lines_of_files_are_counted_per_file_and_lose_their_line_end_alone(tmp_path: Path) -> None:
+def test_lines_are_numbered_per_file_and_lose_only_their_newline(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"one\r\n\ntwo")
     (tmp_path / "b").write_bytes(b"\xff\n")
     files = [tmp_path / "a", tmp_path / "b"]

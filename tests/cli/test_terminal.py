@@ -241,7 +241,7 @@ def test_no_error_shows_the_password_of_a_url(text: str, expected: str) -> None:
         ("amqp://h/v@w", "amqp://h/v@w"),
     ],
 )
-def test_the_password_of_the_environment_is_that_of_a_user_without_one(url: str, expected: str) -> None:
+def test_the_environment_password_is_for_a_user_without_one(url: str, expected: str) -> None:
     seen: list[str] = []
     command = typer.Typer()
 

@@ -249,7 +249,7 @@ def test_a_timestamp_beyond_the_year_9999_is_its_number() -> None:
     assert Properties(raw).timestamp == 1_700_000_000_000
 
 
-def test_a_broken_header_table_leaves_the_other_properties_readable() -> None:
+def test_a_broken_header_table_leaves_other_properties_readable() -> None:
     view = Properties(join_properties({"headers": b"\0\0\0\3\1k?", "message_id": b"\2id"}))
     assert view.message_id == "id"
     with pytest.raises(CodecError):
@@ -333,7 +333,7 @@ UNSIGNED = raw_entry(b"u", b"u\xff\xff")
 TWICE = raw_entry(b"x", b"b\1"), raw_entry(b"x", b"b\2")
 
 
-def test_rewriting_copies_other_entries_and_properties_byte_for_byte() -> None:
+def test_rewriting_copies_other_headers_and_properties_unchanged() -> None:
     """Floats, milliseconds, what nobody can decode: all of it stays; ours comes last and is there once."""
     strange = {"content_type": b"\1\xff", "timestamp": b"\xff" * 8, "cluster_id": b"\1c", "type": b"\0"}
     raw = join_properties(
@@ -353,7 +353,7 @@ def test_rewriting_copies_other_entries_and_properties_byte_for_byte() -> None:
     }
 
 
-def test_rewriting_adds_a_header_table_where_there_is_none_and_removes_an_empty_one() -> None:
+def test_rewriting_adds_a_header_table_and_removes_an_empty_one() -> None:
     raw = encode_properties(Plain("id"))
     with_table = rewrite_properties(raw, set_headers={"a": 1})
     assert Properties(with_table).headers == {"a": 1}
@@ -362,7 +362,7 @@ def test_rewriting_adds_a_header_table_where_there_is_none_and_removes_an_empty_
     assert rewrite_properties(with_table, clear=["headers"]) == raw
 
 
-def test_rewriting_a_table_that_cannot_be_walked_puts_ours_in_front_and_leaves_the_rest() -> None:
+def test_rewriting_puts_new_headers_before_an_unreadable_table() -> None:
     broken = FLOAT + raw_entry(b"q", b"?")
     raw = join_properties({"headers": table(broken), "message_id": b"\2id"})
     new = rewrite_properties(raw, set_headers={"a": 1}, drop_headers=["f"])

@@ -272,7 +272,7 @@ def test_frames_that_are_not_for_a_sink_are_foreign_and_complete() -> None:
     assert recorder.events == [("foreign", frame) for frame in frames]
 
 
-def test_the_protocol_header_of_a_broker_that_wants_another_version_is_foreign() -> None:
+def test_a_protocol_header_of_another_version_is_foreign() -> None:
     """Also where its bytes, taken for a frame, would name an attached channel."""
     for pieces in ([PROTOCOL_HEADER], [PROTOCOL_HEADER[:5], PROTOCOL_HEADER[5:]], [PROTOCOL_HEADER + HEARTBEAT]):
         recorder = attached(int.from_bytes(PROTOCOL_HEADER[1:3]))
@@ -311,7 +311,7 @@ def test_a_large_frame_in_small_chunks_is_joined_once() -> None:
     assert recorder.reader._tail == []
 
 
-def test_a_channel_detached_in_a_callback_is_foreign_from_the_next_frame_on() -> None:
+def test_detaching_in_a_callback_makes_the_next_frame_foreign() -> None:
     recorder = attached()
     recorder.on_event = {"acked": lambda: recorder.reader.detach(1)}
     recorder.reader.feed(ack(1) + ack(2) + deliver(3, b"a"))
@@ -319,14 +319,14 @@ def test_a_channel_detached_in_a_callback_is_foreign_from_the_next_frame_on() ->
     recorder.reader.detach(1)  # detaching twice changes nothing
 
 
-def test_a_channel_detached_when_its_deliveries_are_handed_over_is_foreign_from_the_next_frame_on() -> None:
+def test_detaching_at_a_delivery_makes_the_next_frame_foreign() -> None:
     recorder = attached()
     recorder.on_event = {"delivered": lambda: recorder.reader.detach(1)}
     recorder.reader.feed(deliver(1, b"a") + ack(2))
     assert recorder.events == [delivered(1, b"a"), ("foreign", ack(2))]
 
 
-def test_content_of_a_detached_channel_is_dropped_with_what_is_still_to_come_of_it() -> None:
+def test_a_detached_channel_drops_the_rest_of_its_content() -> None:
     """The driver, which has not seen its beginning, does not see its end; the next frame is foreign again."""
     frames = content(1, spec.Basic.Deliver("c", 1, True, "", "q"), pika.BasicProperties(), [b"a", b"b"])
     for fed in (1, 2, 3):
@@ -380,7 +380,7 @@ def test_a_reset_forgets_the_beginning_of_a_frame() -> None:
     assert recorder.events == [delivered(1, b"a"), ("foreign", HEARTBEAT)]
 
 
-def test_the_exception_of_a_callback_is_passed_on_and_loses_no_frame() -> None:
+def test_a_callback_exception_propagates_and_loses_no_frame() -> None:
     def fail() -> None:
         raise LookupError(recorder.events[-1][0])
 
@@ -447,7 +447,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN.keys())
-def test_a_broken_stream_is_a_codec_error_for_good_and_what_came_before_is_told(broken: bytes) -> None:
+def test_a_broken_frame_fails_all_later_but_no_earlier_frames(broken: bytes) -> None:
     """Until a reset."""
     recorder = attached()
     with pytest.raises(CodecError, match="stream is broken"):
@@ -470,7 +470,7 @@ def test_a_broken_method_before_whole_content_delivers_nothing(broken: bytes) ->
     assert (recorder.events, recorder.batches) == ([], [])
 
 
-def test_a_frame_above_the_agreed_size_is_an_error_as_soon_as_its_head_is_there() -> None:
+def test_an_oversized_frame_is_an_error_once_its_header_arrives() -> None:
     """Nothing of it is waited for; one of just that size is taken."""
     recorder = attached()
     recorder.reader.agree(4096)
@@ -502,7 +502,7 @@ def limited(largest_body: int) -> Recorder:
     return recorder
 
 
-def test_a_body_above_the_limit_of_its_sink_is_told_without_its_bytes() -> None:
+def test_a_body_above_its_limit_is_reported_without_its_bytes() -> None:
     """In its place among the others, in one frame or in several, pushed or pulled; one of just the limit is taken."""
     got = content(1, spec.Basic.GetOk(4, False, "ex", "key", 7), pika.BasicProperties(), [b"abc", b"d"])
     recorder = limited(3)
@@ -552,7 +552,7 @@ def test_a_body_above_the_limit_takes_no_memory_while_it_arrives() -> None:
     assert peak_of_feeding(recorder, begun(400 * 2**20), frame(3, bytes(100_000)), 1000) < 2**20
 
 
-def test_the_body_of_a_channel_that_is_detached_takes_no_memory_any_more() -> None:
+def test_a_detached_channel_buffers_no_more_of_its_body() -> None:
     recorder = attached()
     recorder.reader.feed(begun(400 * 2**20) + frame(3, bytes(100_000)))
     recorder.reader.detach(1)
@@ -560,7 +560,7 @@ def test_the_body_of_a_channel_that_is_detached_takes_no_memory_any_more() -> No
 
 
 @pytest.mark.slow
-def test_a_body_that_comes_in_tiny_frames_takes_little_more_than_its_size() -> None:
+def test_a_body_in_tiny_frames_takes_little_more_than_its_size() -> None:
     """Empty ones take nothing, for ever."""
     recorder = attached()
     recorder.reader.feed(begun(3_001))

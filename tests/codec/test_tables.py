@@ -73,7 +73,7 @@ def nested(levels: int, *, innermost: bytes = b"") -> bytes:
 
 
 @given(everything)
-def test_what_is_written_is_read_back_equal_and_of_the_same_types(table: dict[str, Any]) -> None:
+def test_a_table_round_trips_with_equal_values_and_types(table: dict[str, Any]) -> None:
     decoded = decode_table(encode_table(table))
     assert decoded == table
     assert _types(decoded) == _types(table)
@@ -232,7 +232,7 @@ def test_reading_anything_gives_a_table_or_a_codec_error(data: bytes) -> None:
     assert b"".join(data[start:end] for _, start, end in entries) == data[4:]
 
 
-def test_nesting_is_read_to_128_levels_and_no_stack_is_exhausted_beyond() -> None:
+def test_nesting_is_read_to_128_levels_and_refused_beyond() -> None:
     decode_table(nested(128))
     for levels in (129, 3000):
         with pytest.raises(CodecError, match="128 levels"):
@@ -280,7 +280,7 @@ class Level(enum.IntEnum):
         (datetime(2024, 1, 1, 1, 2, 3, 999_999, tzinfo=UTC), datetime(2024, 1, 1, 1, 2, 3, tzinfo=UTC)),
     ],
 )
-def test_values_of_like_types_are_written_as_the_type_they_are_like(value: object, like: object) -> None:
+def test_a_value_is_encoded_as_the_standard_type_it_resembles(value: object, like: object) -> None:
     assert encode_table({"k": value}) == encode_table({"k": like})
     assert decode_table(encode_table({"k": value})) == {"k": like}
 

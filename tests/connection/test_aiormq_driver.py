@@ -57,7 +57,7 @@ def caused(error: Exception, cause: Exception) -> Exception:
         (None, True, "connection was closed", False),
     ],
 )
-def test_what_aiormq_reports_becomes_an_error_that_names_the_host(
+def test_an_aiormq_error_becomes_one_that_names_the_host(
     cause: BaseException | None, opened: bool, text: str, permanent: bool
 ) -> None:
     error = link_error(cause, ENDPOINT, None, opened=opened)
@@ -77,7 +77,7 @@ def test_only_the_broker_itself_can_refuse_for_good(code: int, opened: bool, per
     assert error.permanent is permanent
 
 
-def test_exceptions_of_callbacks_go_to_the_handler_and_everything_else_runs() -> None:
+def test_callback_exceptions_reach_the_handler_and_stop_nothing() -> None:
     async def main() -> tuple[list[str], list[str]]:
         errors: list[str] = []
         ran: list[str] = []
@@ -144,7 +144,7 @@ class _Writing:
         self.ended.set()
 
 
-def test_a_peer_that_is_gone_when_there_is_room_again_closes_the_transport_once() -> None:
+def test_a_peer_gone_when_writing_resumes_is_lost_only_once() -> None:
     """asyncio writes what is left, and says that there is room before it looks whether it is to close."""
 
     async def main() -> None:
@@ -166,7 +166,7 @@ def test_a_peer_that_is_gone_when_there_is_room_again_closes_the_transport_once(
     asyncio.run(main())
 
 
-def test_a_call_from_another_thread_may_come_as_the_event_loop_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_from_another_thread_survives_the_loop_closing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the look whether it is closed and the call: an answer of a name server, say, as the program ends."""
 
     async def make() -> EventLoop:

@@ -489,7 +489,7 @@ def test_a_block_ends_with_a_connection_lost_in_a_set_up(code: int | None) -> No
         machine.teardown()
 
 
-def test_a_block_ends_with_a_connection_discarded_between_two_channels() -> None:
+def test_discarding_a_connection_between_channels_ends_its_block() -> None:
     """As where a callback raises: its link ends by itself, and no loss is reported of it."""
     machine = ConnectorMachine()
     try:
@@ -507,7 +507,7 @@ def test_a_block_ends_with_a_connection_discarded_between_two_channels() -> None
         machine.teardown()
 
 
-def test_a_connection_of_one_channel_is_replaced_while_that_is_still_closing() -> None:
+def test_a_full_connection_is_replaced_while_its_channel_closes() -> None:
     """After a set-up that failed by itself, the broker has not answered the close when the next attempt is due."""
     machine = ConnectorMachine()
     try:
@@ -623,7 +623,7 @@ def test_every_transition_of_the_table_happens() -> None:
     assert seen == LEGAL
 
 
-def test_a_read_is_reported_while_the_channel_is_ready_and_not_after() -> None:
+def test_reads_are_reported_only_while_the_channel_is_ready() -> None:
     """Nor is the read out of which the connection is lost."""
     for end in (fail, discard_and_fail, close, ConnectorMachine.reopen_channel):
         machine = reached(ConnectionState.READY)

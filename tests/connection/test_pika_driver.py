@@ -108,9 +108,7 @@ class TestEventLoop:
         loop.run()
         loop.close()
 
-    def test_a_host_name_is_resolved_on_a_daemon_thread_and_may_be_cancelled(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_host_lookup_uses_a_daemon_thread_and_can_be_cancelled(self, monkeypatch: pytest.MonkeyPatch) -> None:
         daemons: list[bool] = []
         results: list[object] = []
         loop = EventLoop(lambda _: None)

@@ -27,7 +27,7 @@ def test_a_large_read_is_followed_by_the_next_one_at_once() -> None:
     assert pace.gap_after(64 * 1024) == 0
 
 
-def test_a_second_consumer_with_a_small_prefetch_does_not_slow_the_first_one_down() -> None:
+def test_a_small_prefetch_does_not_slow_another_consumer_down() -> None:
     pace = ReadThrottle()
     pace.follow(SetPrefetch(400))
     pace.follow(SetPrefetch(1))

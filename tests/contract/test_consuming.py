@@ -158,9 +158,7 @@ def test_an_ack_never_covers_what_is_not_done(broker: ScriptedBroker, new_consum
             wait_acked(broker, 1, 2, 3, 4)
 
 
-def test_an_unfinished_delivery_is_requeued_when_the_consumer_stops(
-    broker: ScriptedBroker, new_consumer: NewConsumer
-) -> None:
+def test_stop_acks_what_runs_and_requeues_what_has_not_begun(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
     """What runs is finished and acked; what has not begun is requeued."""
     with Gate() as gate:
         handler = Handler(then=gate)
@@ -281,9 +279,7 @@ def test_a_handler_chooses_with_what_it_raises(broker: ScriptedBroker, new_consu
     assert later.attempts == [1, 2]
 
 
-def test_without_a_dead_letter_queue_what_is_given_up_is_rejected(
-    broker: ScriptedBroker, new_consumer: NewConsumer
-) -> None:
+def test_giving_up_without_a_dead_letter_queue_rejects(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
     with new_consumer(Handler(then=Fails(DeadLetter("no"))), "orders"):
         broker.consuming.deliver(b"x")
         [settled] = broker.wait_settled(1)
@@ -324,7 +320,7 @@ def peak() -> Iterator[Callable[[], int]]:
     tracemalloc.stop()
 
 
-def test_a_body_far_above_the_limit_is_rejected_and_never_in_memory(
+def test_a_far_too_large_body_is_rejected_and_never_in_memory(
     broker: ScriptedBroker, new_consumer: NewConsumer, peak: Callable[[], int]
 ) -> None:
     """The broker has it still, and dead-letters it; the neighbours are handled, on the same connection."""
@@ -342,7 +338,7 @@ def test_a_body_far_above_the_limit_is_rejected_and_never_in_memory(
     assert peak() < size / 8
 
 
-def test_a_body_somewhat_above_the_limit_is_dead_lettered_byte_for_byte(
+def test_a_slightly_too_large_body_is_dead_lettered_unchanged(
     broker: ScriptedBroker, new_consumer: NewConsumer
 ) -> None:
     """With the reason in its headers."""
@@ -357,7 +353,7 @@ def test_a_body_somewhat_above_the_limit_is_dead_lettered_byte_for_byte(
     )
 
 
-def test_a_pulled_body_far_above_the_limit_is_rejected_and_the_next_one_comes(
+def test_a_get_rejects_a_far_too_large_body_and_takes_the_next(
     broker: ScriptedBroker, new_consumer: NewConsumer
 ) -> None:
     broker.ready.extend([b"x" * 2_000_000, b"small"])
@@ -458,7 +454,7 @@ def test_what_a_stopping_consumer_owes_its_store_is_told_again(
 
 
 @pytest.mark.slow
-def test_a_store_that_does_not_answer_holds_up_a_stop_for_its_time_and_no_longer(
+def test_a_silent_store_delays_a_stop_only_up_to_its_timeout(
     broker: ScriptedBroker, new_consumer: NewConsumer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And the log says what that means."""
@@ -475,7 +471,7 @@ def test_a_store_that_does_not_answer_holds_up_a_stop_for_its_time_and_no_longer
 
 
 @pytest.mark.parametrize("how", ["channel", "connection"])
-def test_a_late_result_of_a_lost_channel_settles_nothing_on_the_next(
+def test_a_late_result_settles_nothing_on_the_next_channel(
     broker: ScriptedBroker, new_consumer: NewConsumer, how: str
 ) -> None:
     """Its tag means another delivery there. The broker delivers again what was not acked."""
@@ -519,9 +515,7 @@ def test_deliveries_that_wait_on_a_lost_channel_reach_no_handler(
     assert handler.bodies in ([b"first", b"waits"], [b"waits", b"first"])
 
 
-def test_a_cancel_by_the_broker_is_answered_with_another_subscription(
-    broker: ScriptedBroker, new_consumer: NewConsumer
-) -> None:
+def test_a_consumer_cancelled_by_the_broker_subscribes_again(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
     handler = Handler()
     with new_consumer(handler, ack_interval=0.02) as consumer:
         first = broker.consuming
@@ -536,7 +530,7 @@ def test_a_cancel_by_the_broker_is_answered_with_another_subscription(
 
 
 @pytest.mark.slow
-def test_a_kill_switch_that_has_nothing_to_probe_with_leaves_the_processor_alone(
+def test_a_kill_switch_without_a_probe_uses_no_processor_time(
     broker: ScriptedBroker, new_consumer: NewConsumer
 ) -> None:
     """What has failed is dead-lettered, nothing else came: it waits for that, and does not look at the clock."""
@@ -554,9 +548,7 @@ def test_a_kill_switch_that_has_nothing_to_probe_with_leaves_the_processor_alone
 
 
 @pytest.mark.slow
-def test_a_stop_ends_a_subscription_to_quarantine_that_is_under_way(
-    broker: ScriptedBroker, new_consumer: NewConsumer
-) -> None:
+def test_a_stop_ends_a_pending_subscription_to_quarantine(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
     """Else what is in quarantine would come and go back until the stop is over, and each time be a failed attempt."""
     go_on = broker.gates["orders#quarantine"] = threading.Event()
     consumer = new_consumer(Handler(), ORDERS, name="orders")
@@ -648,7 +640,7 @@ def test_a_second_connection_is_made_for_dead_letters_only(broker: ScriptedBroke
 # -- on request --------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_pulled_is_acked_at_a_clean_end_and_requeued_after_an_error(
+def test_a_get_acks_at_a_clean_end_and_requeues_after_an_error(
     broker: ScriptedBroker, new_consumer: NewConsumer
 ) -> None:
     broker.ready.extend([b"a", b"b", b"c"])
@@ -707,7 +699,7 @@ TENANT: ContextVar[str] = ContextVar("tenant", default="")
 
 
 @pytest.mark.parametrize("options", [{}, {"batch_size": 5}, {"idempotency": True}], ids=["each", "batches", "store"])
-def test_a_handler_sees_no_context_variable_of_an_earlier_delivery(
+def test_context_variables_do_not_reach_later_deliveries(
     broker: ScriptedBroker, new_consumer: NewConsumer, options: dict[str, Any]
 ) -> None:
     seen: list[str] = []
@@ -768,7 +760,7 @@ class Feed:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
-def test_whatever_happens_what_is_acked_was_handled_or_dead_lettered(
+def test_only_handled_or_dead_lettered_messages_are_ever_acked(
     broker: ScriptedBroker, new_consumer: NewConsumer, seed: int
 ) -> None:
     """Through lost channels and connections every message is acked in the end, and no tag is acked that is not owed."""

@@ -93,7 +93,7 @@ class Beating(threading.Thread):
 
 
 @pytest.mark.slow
-def test_a_loop_that_stood_still_reads_before_it_gives_a_connection_up(
+def test_a_stalled_loop_reads_before_it_gives_up_a_connection(
     broker: ScriptedBroker, run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """For more than two heartbeats nothing was read: the broker's beats wait in the socket, and the log says why."""
@@ -131,7 +131,7 @@ def test_a_loop_that_stood_still_reads_before_it_gives_a_connection_up(
         run(main())
 
 
-def test_standing_still_for_half_a_heartbeat_is_always_reported_and_for_a_quarter_never(
+def test_a_stall_is_reported_from_half_a_heartbeat_not_a_quarter(
     broker: ScriptedBroker, run: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whenever it begins, between two looks at the clock, which are a tenth of a second apart here."""
@@ -175,7 +175,7 @@ def test_standing_still_for_half_a_heartbeat_is_always_reported_and_for_a_quarte
 
 
 @pytest.mark.slow
-def test_a_connection_that_a_stall_has_cost_is_made_again_and_nothing_is_lost(
+def test_a_connection_lost_to_a_stall_is_replaced_without_loss(
     broker: ScriptedBroker, run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The broker gives it up while the loop stands still: what was unconfirmed is published again."""
@@ -233,9 +233,7 @@ def test_10_000_tasks_that_publish_hold_no_more_than_the_window(broker: Scripted
 
 
 @pytest.mark.slow
-def test_10_000_tasks_whose_confirms_do_not_come_hold_no_copies_beyond_the_window(
-    broker: ScriptedBroker, run: Any
-) -> None:
+def test_10_000_unconfirmed_tasks_hold_no_copies_past_the_window(broker: ScriptedBroker, run: Any) -> None:
     """Beside the callers' own messages there is what the window lets in, and nothing of those who gave up."""
     window, size = 200, 4000
     messages = [Message(b"%d" % number + bytes(size)) for number in range(10_000)]
@@ -266,7 +264,7 @@ def test_10_000_tasks_whose_confirms_do_not_come_hold_no_copies_beyond_the_windo
     assert [len(published.body) for published in broker.published] == [len(message.body) for message in messages]
 
 
-def test_submitting_costs_no_task_and_what_is_submitted_in_one_turn_is_written_together(
+def test_submits_of_one_turn_need_no_task_and_share_one_write(
     broker: ScriptedBroker, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[int] = []
@@ -296,7 +294,7 @@ def test_submitting_costs_no_task_and_what_is_submitted_in_one_turn_is_written_t
     run(main())
 
 
-def test_cancelled_tasks_in_every_state_leave_the_others_their_outcomes(broker: ScriptedBroker, run: Any) -> None:
+def test_cancelled_publishes_leave_the_others_their_outcomes(broker: ScriptedBroker, run: Any) -> None:
     """On the wire, waiting for the window, not begun: what was admitted settles, and what was not is not sent."""
 
     async def main() -> None:
@@ -334,7 +332,7 @@ def test_cancelled_tasks_in_every_state_leave_the_others_their_outcomes(broker: 
     run(main())
 
 
-def test_a_large_publish_that_is_cancelled_holds_up_no_small_one_behind_it(broker: ScriptedBroker, run: Any) -> None:
+def test_a_cancelled_large_publish_does_not_block_a_small_one(broker: ScriptedBroker, run: Any) -> None:
     """What fits is let in at once, though nothing that is outstanding settles."""
 
     async def main() -> None:
@@ -358,9 +356,7 @@ def test_a_large_publish_that_is_cancelled_holds_up_no_small_one_behind_it(broke
     run(main())
 
 
-def test_a_failure_of_a_message_let_in_as_its_task_is_cancelled_is_raised_at_the_end(
-    broker: ScriptedBroker, run: Any
-) -> None:
+def test_close_raises_a_failure_admitted_during_cancellation(broker: ScriptedBroker, run: Any) -> None:
     """In the same turn of the loop: the message is on its way, and no report tells of it."""
 
     async def main() -> None:
@@ -435,7 +431,7 @@ def test_readings_of_a_consumer_are_those_of_the_sync_api(broker: ScriptedBroker
 
 
 @pytest.mark.parametrize("options", [{}, {"batch_size": 5}, {"idempotency": True}], ids=["each", "batches", "store"])
-def test_a_coroutine_handler_sees_the_context_of_its_consumer_and_of_no_earlier_delivery(
+def test_an_async_handler_sees_only_the_context_of_its_consumer(
     broker: ScriptedBroker, run: Any, options: dict[str, Any]
 ) -> None:
     """Its own variables stay for as long as it runs, also where their values cannot be compared."""
@@ -472,7 +468,7 @@ def test_a_coroutine_handler_sees_the_context_of_its_consumer_and_of_no_earlier_
     assert seen == [("", "eu")] * 60
 
 
-def test_deliveries_of_a_block_in_which_the_consumer_is_closed_are_requeued(broker: ScriptedBroker, run: Any) -> None:
+def test_closing_the_consumer_in_a_get_block_requeues_deliveries(broker: ScriptedBroker, run: Any) -> None:
     """They are waited for as a handler would be; then they are the broker's, and the end of the block says so."""
 
     async def main() -> None:
@@ -491,9 +487,7 @@ def test_deliveries_of_a_block_in_which_the_consumer_is_closed_are_requeued(brok
 
 
 @pytest.mark.parametrize("in_time", [True, False])
-def test_a_consumer_that_has_ended_leaves_no_timer_that_keeps_it_alive(
-    broker: ScriptedBroker, run: Any, in_time: bool
-) -> None:
+def test_an_ended_consumer_is_not_kept_alive_by_a_timer(broker: ScriptedBroker, run: Any, in_time: bool) -> None:
     """The loop is the user's and goes on; a look at what was unacked would be due after 1 350 s."""
 
     async def ended() -> tuple[weakref.ref[Any], weakref.ref[Any]]:
@@ -520,7 +514,7 @@ def test_a_consumer_that_has_ended_leaves_no_timer_that_keeps_it_alive(
     run(main())
 
 
-def test_a_consumer_whose_run_is_cancelled_requeues_and_leaves_nothing(broker: ScriptedBroker, run: Any) -> None:
+def test_cancelling_run_requeues_deliveries_and_leaves_nothing(broker: ScriptedBroker, run: Any) -> None:
     """Its handlers are cancelled, which is no failure; nothing is acked, and the connection ends in good order."""
     ended: list[bytes] = []
     begun = asyncio.Event()
@@ -670,7 +664,7 @@ async def cancelled_twice(task: asyncio.Task[None], closing: Callable[[], bool])
         await task
 
 
-def test_a_publisher_that_is_closed_before_it_has_begun_to_connect_never_does(broker: ScriptedBroker, run: Any) -> None:
+def test_a_publisher_closed_before_it_connects_never_connects(broker: ScriptedBroker, run: Any) -> None:
     """Nobody would close that connection."""
 
     async def main() -> None:
@@ -691,7 +685,7 @@ def test_a_publisher_that_is_closed_before_it_has_begun_to_connect_never_does(br
 
 
 @pytest.mark.parametrize("outbox", [False, True])
-def test_leaving_a_publisher_that_is_cancelled_twice_leaves_nothing_behind(
+def test_a_publisher_block_cancelled_twice_leaves_nothing_behind(
     broker: ScriptedBroker, run: Any, tmp_path: Path, outbox: bool
 ) -> None:
     """It is closed; what the broker does not confirm is not waited for, nothing connects again or is complained of."""
@@ -724,7 +718,7 @@ def test_leaving_a_publisher_that_is_cancelled_twice_leaves_nothing_behind(
     assert b"connected" not in generate_latest(registry)
 
 
-def test_an_outbox_that_opens_after_its_publisher_was_left_is_closed_again(run: Any, tmp_path: Path) -> None:
+def test_an_outbox_opened_after_its_publisher_closed_is_closed(run: Any, tmp_path: Path) -> None:
     opening, may_open, opened = threading.Event(), threading.Event(), threading.Event()
 
     class Slow(SQLiteOutbox):
@@ -752,9 +746,7 @@ def test_an_outbox_that_opens_after_its_publisher_was_left_is_closed_again(run: 
     gc.collect()
 
 
-def test_a_consumer_that_is_cancelled_twice_leaves_no_connection_for_dead_letters(
-    broker: ScriptedBroker, run: Any
-) -> None:
+def test_cancelling_twice_leaves_no_connection_for_dead_letters(broker: ScriptedBroker, run: Any) -> None:
     """Though the broker owes it a confirm there."""
 
     async def handle(_: Delivery) -> None:

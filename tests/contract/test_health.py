@@ -196,7 +196,7 @@ def test_a_paused_consumer_is_not_ready(broker: ScriptedBroker, new_consumer: Ne
         assert "kill switch" in health.reason
 
 
-def test_a_consumer_whose_dead_letters_cannot_be_published_is_not_ready(
+def test_a_consumer_unable_to_publish_dead_letters_is_not_ready(
     broker: ScriptedBroker, new_consumer: NewClient
 ) -> None:
     """They have a connection of their own, made for the first of them."""

@@ -75,7 +75,7 @@ def test_a_missing_queue_costs_one_channel_and_no_connection(
 
 
 @pytest.mark.slow
-def test_what_is_confirmed_of_a_new_queue_is_published_again_after_a_reconnect(
+def test_provisional_confirms_are_republished_after_a_reconnect(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
     broker.script = acking
@@ -92,9 +92,7 @@ def test_what_is_confirmed_of_a_new_queue_is_published_again_after_a_reconnect(
 
 
 @pytest.mark.slow
-def test_a_broker_that_falls_silent_within_the_grace_confirms_nothing_by_that(
-    broker: ScriptedBroker, new_publisher: NewPublisher
-) -> None:
+def test_a_broker_silent_within_the_grace_confirms_nothing(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
     """Its host may have vanished: it is asked when the grace is over, and the connection is given up."""
 
     def script(published: Published) -> None:
@@ -112,7 +110,7 @@ def test_a_broker_that_falls_silent_within_the_grace_confirms_nothing_by_that(
 
 
 @pytest.mark.slow
-def test_an_original_stays_while_the_confirm_of_its_dead_letter_is_provisional(
+def test_an_original_stays_while_its_dead_letter_is_provisional(
     broker: ScriptedBroker, new_consumer: NewConsumer
 ) -> None:
     """The consumer has made the dead-letter queue, and the broker may lose it with the copy."""
@@ -132,7 +130,7 @@ def test_an_original_stays_while_the_confirm_of_its_dead_letter_is_provisional(
 
 
 @pytest.mark.slow
-def test_a_row_of_an_outbox_stays_while_its_confirm_is_provisional(
+def test_an_outbox_row_stays_until_its_confirm_is_final(
     broker: ScriptedBroker, new_publisher: NewPublisher, tmp_path: Path
 ) -> None:
     broker.script = acking
@@ -147,7 +145,7 @@ def test_a_row_of_an_outbox_stays_while_its_confirm_is_provisional(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_grace")
-def test_a_dead_letter_stays_while_the_confirm_of_its_replay_is_provisional(broker: ScriptedBroker) -> None:
+def test_a_dead_letter_stays_until_its_replay_confirm_is_final(broker: ScriptedBroker) -> None:
     make(broker, "replay-new")
     broker.ready.append(b"x")
     with DeadLetterQueue(broker.url, "orders.dead") as letters:
@@ -170,7 +168,7 @@ def test_an_import_returns_when_no_confirm_of_it_is_provisional(broker: Scripted
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_grace")
-def test_a_task_of_spark_returns_when_no_confirm_of_its_rows_is_provisional(broker: ScriptedBroker) -> None:
+def test_a_spark_task_waits_for_final_confirms_of_its_rows(broker: ScriptedBroker) -> None:
     make(broker, "rows-of-spark-new")
     assert write(broker, {"body": ["x"]}, routing_key="rows-of-spark-new") == ["rows-of-spark-new"]
     assert broker.seen.count("Confirm.Select") >= ASKED
@@ -178,7 +176,7 @@ def test_a_task_of_spark_returns_when_no_confirm_of_its_rows_is_provisional(brok
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_grace")
-def test_a_task_of_spark_returns_when_no_confirm_of_its_dead_letters_is_provisional(broker: ScriptedBroker) -> None:
+def test_a_spark_task_waits_for_final_confirms_of_dead_letters(broker: ScriptedBroker) -> None:
     """The task itself has made their queue."""
     broker.script = acking
     broker.missing = {"letters-of-spark-new"}

@@ -121,7 +121,7 @@ def test_a_nack_of_several_fails_exactly_those(broker: ScriptedBroker, new_publi
         assert publisher.statistics.nacked == 4
 
 
-def test_what_is_nacked_is_tried_again_under_its_id_and_is_no_duplicate(
+def test_a_nack_is_retried_with_its_id_and_not_as_a_duplicate(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
     with new_publisher(retry=SOON) as publisher:
@@ -221,7 +221,7 @@ def test_a_return_counts_where_a_nack_follows_it_too(broker: ScriptedBroker, new
         assert isinstance(confirmation.exception(30), PublishReturned)
 
 
-def test_a_return_whose_ack_never_came_is_forgotten_with_its_channel(
+def test_a_return_without_an_ack_is_forgotten_with_its_channel(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
     with new_publisher() as publisher:
@@ -304,7 +304,7 @@ def test_the_culprit_of_a_channel_close_fails_alone(
     assert len(closes) <= 8 * len(culprits)
 
 
-def test_an_ack_for_a_channel_that_is_closed_confirms_nothing_on_the_next(
+def test_an_ack_of_a_closed_channel_confirms_nothing_on_the_next(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
     with new_publisher() as publisher:
@@ -323,7 +323,7 @@ def test_an_ack_for_a_channel_that_is_closed_confirms_nothing_on_the_next(
         assert len(broker.connections) == 1
 
 
-def test_what_a_lost_connection_leaves_is_published_again_in_order_and_marked(
+def test_a_reconnect_republishes_unconfirmed_in_order_and_marked(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
     with new_publisher() as publisher:
@@ -388,7 +388,7 @@ def test_a_broker_that_comes_and_goes_costs_nothing_but_time(
 # -- silence -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_deadline_ends_a_publish_and_a_late_ack_gives_its_place_back(
+def test_a_late_ack_frees_the_place_of_a_publish_that_timed_out(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
     with new_publisher(max_outstanding=1) as publisher:
@@ -453,7 +453,7 @@ def test_a_full_window_keeps_the_next_message_back(broker: ScriptedBroker, new_p
         assert len(broker.published) == 4
 
 
-def test_a_callback_that_overtakes_a_caller_does_not_put_off_its_deadline(
+def test_a_caller_overtaken_by_a_callback_keeps_its_deadline(
     broker: ScriptedBroker, new_publisher_of_the_sync_api: NewPublisher
 ) -> None:
     """While more callbacks are due than the window has places, only what they publish is admitted."""
@@ -534,7 +534,7 @@ def test_publishes_that_found_no_room_in_time_are_not_kept(broker: ScriptedBroke
         assert held.exception(30) is None
 
 
-def test_a_large_publish_that_gave_up_waiting_for_room_holds_up_no_small_one(
+def test_a_timed_out_large_publish_does_not_block_a_small_one(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
     """What fits gets in, though nothing that is outstanding settles."""
@@ -592,9 +592,7 @@ def test_while_blocked_a_publish_may_raise_at_once(broker: ScriptedBroker, new_p
         publisher.publish(Message(b"x"), routing_key=KEY)
 
 
-def test_a_connection_that_is_lost_while_blocked_is_not_blocked_afterwards(
-    broker: ScriptedBroker, new_publisher: NewPublisher
-) -> None:
+def test_losing_a_blocked_connection_ends_the_block(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
     with new_publisher() as publisher:
         publisher.connect()
         connection = broker.connection
@@ -606,7 +604,7 @@ def test_a_connection_that_is_lost_while_blocked_is_not_blocked_afterwards(
         assert publisher.blocked is None
 
 
-def test_what_a_block_kept_back_is_no_duplicate_after_the_connection_is_lost(
+def test_a_publish_held_by_a_block_is_no_duplicate_after_a_loss(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
     with new_publisher() as publisher:
@@ -621,7 +619,7 @@ def test_what_a_block_kept_back_is_no_duplicate_after_the_connection_is_lost(
         assert publisher.statistics.in_doubt == publisher.statistics.republished == 0
 
 
-def test_what_a_block_kept_back_is_not_refused_for_the_end_of_the_connection(
+def test_a_publish_held_by_a_block_survives_a_connection_error(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
     with new_publisher() as publisher:
@@ -672,7 +670,7 @@ def test_while_disconnected_a_publish_may_raise_at_once(broker: ScriptedBroker, 
 
 
 @pytest.mark.parametrize("first_lost", ["connection", "channel"])
-def test_a_caller_that_waits_for_the_window_is_refused_when_the_connection_is_lost(
+def test_a_caller_waiting_for_the_window_fails_on_disconnection(
     broker: ScriptedBroker, new_publisher: NewPublisher, first_lost: str
 ) -> None:
     """Long before its deadline: it was not accepted yet. Also when a channel is lost, and no other can be opened."""
@@ -727,7 +725,7 @@ def test_a_broker_that_was_never_there_is_no_connection_either(new_publisher: Ne
 # -- the beginning and the end -----------------------------------------------------------------------------------------
 
 
-def test_a_first_publish_keeps_its_deadline_behind_messages_that_were_accepted_later(
+def test_a_first_publish_keeps_its_deadline_behind_later_ones(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
     """It still waits for an attempt to connect, when another caller is done with that."""
@@ -753,7 +751,7 @@ def test_a_first_publish_keeps_its_deadline_behind_messages_that_were_accepted_l
     publisher.close()
 
 
-def test_the_first_publish_keeps_its_deadline_while_its_topology_is_declared(
+def test_a_first_publish_keeps_its_deadline_during_declaration(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
     """A set-up that goes on is waited for, and no longer than the message lives."""
@@ -780,7 +778,7 @@ def test_a_queue_that_differs_is_said_at_the_first_call(broker: ScriptedBroker, 
     ("refused", "reply"),
     [("Connection.StartOk", (403, "ACCESS_REFUSED")), ("Connection.Open", (530, "NOT_ALLOWED - no such vhost"))],
 )
-def test_what_the_broker_refuses_for_good_is_raised_and_not_tried_again(
+def test_a_permanent_refusal_is_raised_and_not_retried(
     broker: ScriptedBroker, new_publisher: NewPublisher, refused: str, reply: tuple[int, str]
 ) -> None:
     broker.refusals[refused] = reply
@@ -856,7 +854,7 @@ def test_what_a_report_tells_is_not_said_in_the_log_as_well(
     assert "1 publishes failed that nobody waits for" in caplog.text
 
 
-def test_a_publish_that_fails_at_once_is_not_said_to_be_waited_for_by_nobody(
+def test_a_publish_that_fails_at_once_is_not_logged_as_unawaited(
     broker: ScriptedBroker, new_publisher: NewPublisher, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its caller gets the error, though it may be settled before the caller has begun to wait."""
@@ -901,7 +899,7 @@ def test_a_callback_that_would_not_run_is_refused(broker: ScriptedBroker, new_pu
         leave()
 
 
-def test_a_callback_that_could_not_be_added_has_not_seen_a_failure(
+def test_close_raises_a_failure_whose_callback_was_not_added(
     broker: ScriptedBroker, new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread for callbacks could not be started, or the event loop is another one."""
@@ -929,7 +927,7 @@ def test_a_callback_that_could_not_be_added_has_not_seen_a_failure(
         leave()
 
 
-def test_the_words_of_a_broker_make_no_lines_of_their_own_in_logs_and_errors(
+def test_broker_text_adds_no_lines_to_logs_and_errors(
     broker: ScriptedBroker, new_publisher: NewPublisher, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nor do they do anything to a terminal."""
@@ -969,7 +967,7 @@ def test_what_no_report_will_tell_is_raised_at_the_end(broker: ScriptedBroker, n
         leave()
 
 
-def test_what_had_failed_before_a_report_was_given_up_is_raised_at_the_end(
+def test_close_raises_failures_that_precede_an_aborted_report(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
     """Its messages may come from code that raises, after some of them have failed."""
@@ -989,7 +987,7 @@ def test_what_had_failed_before_a_report_was_given_up_is_raised_at_the_end(
         leave()
 
 
-def test_a_report_that_was_given_up_tells_of_the_messages_that_were_not_submitted(
+def test_an_aborted_report_notes_the_messages_not_submitted(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
     with new_publisher(on_blocked="raise") as publisher:
@@ -1134,7 +1132,7 @@ def test_a_credentials_callback_that_hangs_is_asked_again(broker: ScriptedBroker
 
 
 @pytest.mark.slow
-def test_a_credentials_callback_that_always_hangs_has_a_bounded_number_of_threads(
+def test_a_hanging_credentials_callback_has_bounded_threads(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
     """It is asked again after longer and longer times; every thread ends when its call does."""

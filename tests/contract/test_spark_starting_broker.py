@@ -92,7 +92,7 @@ def test_a_task_waits_for_a_stream_that_is_not_back_yet(
 
 
 @REFUSALS
-def test_a_query_that_starts_then_says_so_and_not_that_there_is_no_stream(
+def test_a_query_reports_a_starting_broker_not_a_missing_stream(
     broker: ScriptedBroker, method: str, code: int, text: str
 ) -> None:
     broker.refusals[method] = code, text

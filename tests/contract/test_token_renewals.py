@@ -56,7 +56,7 @@ def renewals(broker: ScriptedBroker) -> int:
 
 
 @pytest.mark.slow
-def test_a_callback_that_raises_is_called_again_and_the_connection_stays(
+def test_a_raising_callback_is_called_again_without_a_reconnect(
     broker: ScriptedBroker, new_publisher: NewPublisher, caplog: Any
 ) -> None:
     def away() -> None:
@@ -76,7 +76,7 @@ def test_a_callback_that_raises_is_called_again_and_the_connection_stays(
 
 
 @pytest.mark.slow
-def test_a_callback_that_hangs_blocks_nothing_and_is_called_again(
+def test_a_hanging_callback_blocks_nothing_and_is_called_again(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
     broker.script = acking
@@ -97,7 +97,7 @@ def test_a_callback_that_hangs_blocks_nothing_and_is_called_again(
 
 
 @pytest.mark.slow
-def test_a_connect_does_not_wait_for_the_answer_to_a_renewal_of_a_lost_connection(
+def test_a_reconnect_does_not_wait_for_an_earlier_renewal_call(
     broker: ScriptedBroker, new_publisher: NewPublisher, caplog: Any
 ) -> None:
     """The answer is not for the next connection, which calls by itself then, and not only in a later attempt."""
@@ -118,7 +118,7 @@ def test_a_connect_does_not_wait_for_the_answer_to_a_renewal_of_a_lost_connectio
 
 
 @pytest.mark.slow
-def test_a_renewal_without_an_answer_waits_while_the_broker_blocks(
+def test_an_unanswered_renewal_waits_while_the_broker_blocks(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
     """RabbitMQ reads nothing from a connection that it blocks: the answer comes after it."""

@@ -162,7 +162,7 @@ def test_a_handler_that_raises_leaks_nothing(broker: ScriptedBroker, consume: An
     assert handler.found == [(TRACE, True), NONE]
 
 
-def test_the_context_of_who_starts_a_consumer_is_not_that_of_its_handlers(broker: ScriptedBroker, consume: Any) -> None:
+def test_the_trace_of_a_consumer_start_is_not_that_of_handlers(broker: ScriptedBroker, consume: Any) -> None:
     recorder = Recorder(root_ratio=0)
     handler = Contexts()
     batches = Contexts()

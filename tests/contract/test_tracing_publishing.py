@@ -387,7 +387,7 @@ def test_a_report_names_the_messages_of_the_caller(broker: ScriptedBroker, new_p
     assert [failed for failed, _ in report.failures] == [message]
 
 
-def test_a_failure_that_nobody_waits_for_is_logged_with_traces_too(
+def test_an_unawaited_failure_is_logged_with_its_trace(
     broker: ScriptedBroker, new_publisher: NewPublisher, caplog: pytest.LogCaptureFixture
 ) -> None:
     broker.script = lambda published: published.channel.nack(published.number)
@@ -598,7 +598,7 @@ def test_a_span_that_cannot_end_leaves_the_error_of_a_publish(
         publisher.submit(Message(b""), routing_key="k" * 256)
 
 
-def test_a_thread_for_spans_that_cannot_be_had_keeps_no_message_from_its_outcome(
+def test_a_span_thread_that_cannot_start_delays_no_outcome(
     broker: ScriptedBroker, new_publisher_of_the_sync_api: NewPublisher
 ) -> None:
     recorder = Recorder()

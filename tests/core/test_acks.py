@@ -29,7 +29,7 @@ def batcher(*, ack_every: int = 10, ack_interval: float = 1.0, prefetch: int = 1
     return acks
 
 
-def test_contiguous_completions_are_acked_by_count_with_one_frame() -> None:
+def test_contiguous_completions_are_acked_by_count_in_one_frame() -> None:
     acks = batcher(delivered=50)
     assert acks.finished(range(1, 10), 0.0) == 9
     assert acks.due(0.0) == []
@@ -39,7 +39,7 @@ def test_contiguous_completions_are_acked_by_count_with_one_frame() -> None:
     assert acks.outstanding == 39
 
 
-def test_a_single_completion_is_acked_without_multiple_when_its_interval_is_over() -> None:
+def test_a_single_completion_is_acked_alone_after_its_interval() -> None:
     acks = batcher(delivered=3)
     assert acks.deadline is None
     acks.finished([1], 5.0)
@@ -50,7 +50,7 @@ def test_a_single_completion_is_acked_without_multiple_when_its_interval_is_over
     assert acks.due(100.0) == []
 
 
-def test_multiple_stops_before_a_gap_and_what_is_beyond_waits_for_the_interval() -> None:
+def test_multiple_stops_at_a_gap_and_the_rest_waits_its_interval() -> None:
     acks = batcher(ack_every=3, delivered=10)
     acks.finished([1, 2, 3, 5, 7], 0.0)
     assert acks.due(0.0) == [(3, True)]
@@ -67,7 +67,7 @@ def test_a_gap_that_closes_makes_one_frame_of_all() -> None:
     assert acks.statistics.acks_saved == 3
 
 
-def test_multiple_names_the_highest_tag_that_is_still_outstanding() -> None:
+def test_multiple_names_the_highest_outstanding_tag() -> None:
     acks = batcher(delivered=10)
     acks.finished([3], 0.0)
     assert acks.due(1.0) == [(3, False)]
@@ -83,7 +83,7 @@ def test_one_slow_handler_does_not_starve_the_prefetch() -> None:
     assert acks.due(0.0) == [(2, False), (3, False), (4, False), (5, False), (6, False)]
 
 
-def test_half_of_the_prefetch_acks_the_prefix_first_and_keeps_what_is_beyond() -> None:
+def test_at_half_the_prefetch_only_the_prefix_is_acked() -> None:
     acks = batcher(ack_every=8, ack_interval=60.0, prefetch=10, delivered=10)
     acks.finished([1, 2, 3, 5, 6], 0.0)
     assert acks.due(0.0) == [(3, True)]
@@ -108,7 +108,7 @@ def test_how_many_more_must_finish_before_a_frame_is_due() -> None:
     assert unlimited.due_after == 2
 
 
-def test_where_no_handler_runs_what_is_finished_is_acked_unless_something_was_just_now() -> None:
+def test_without_running_handlers_acks_wait_only_for_the_rest() -> None:
     acks = AckBatcher(ack_every=3, ack_interval=1.0, prefetch=100, rest=0.25)
     acks.opened(GENERATION)
     acks.delivered(1, 10)
@@ -127,7 +127,7 @@ def test_where_no_handler_runs_what_is_finished_is_acked_unless_something_was_ju
     assert acks.rested_at == 5.75, "whatever the frames were for"
 
 
-def test_without_a_rest_it_makes_no_difference_whether_a_handler_runs() -> None:
+def test_without_a_rest_acks_ignore_whether_a_handler_runs() -> None:
     acks = batcher(delivered=3)
     acks.finished([1], 5.0)
     assert acks.due(5.0, idle=True) == []
@@ -156,13 +156,13 @@ def test_changing_the_prefetch_changes_when_it_is_half_used() -> None:
 
 
 @pytest.mark.parametrize(("prefetch", "ack_every"), [(0, 100), (1, 1), (2, 1), (11, 5), (200, 100), (5000, 100)])
-def test_without_a_number_of_its_own_it_acks_at_half_of_the_prefetch(prefetch: int, ack_every: int) -> None:
+def test_the_default_ack_count_is_half_of_the_prefetch(prefetch: int, ack_every: int) -> None:
     acks = AckBatcher(ack_interval=1.0, prefetch=300)
     acks.set_prefetch(prefetch)
     assert acks.due_after == ack_every
 
 
-def test_the_lowest_tag_is_above_all_that_is_finished_without_a_gap() -> None:
+def test_the_lowest_unfinished_tag_follows_the_finished_prefix() -> None:
     acks = batcher(delivered=5)
     assert acks.first_unfinished == 1
     acks.finished([1, 2, 4], 0.0)
@@ -176,7 +176,7 @@ def test_the_lowest_tag_is_above_all_that_is_finished_without_a_gap() -> None:
     [([4], 1), ([0], 1), ([1], 1), ([2, 2], 1), ([2, 9], 1)],
     ids=["unknown", "zero", "finished before", "twice at once", "one unknown among known"],
 )
-def test_what_is_unknown_or_repeated_is_counted_and_changes_nothing(tags: list[int], refused: int) -> None:
+def test_an_unknown_or_repeated_tag_is_counted_and_ignored(tags: list[int], refused: int) -> None:
     acks = batcher(delivered=3)
     acks.finished([1], 0.0)
     assert acks.finished(tags, 0.0) == len(tags) - refused
@@ -191,7 +191,7 @@ def test_a_refused_completion_does_not_start_the_interval() -> None:
     assert acks.deadline is None
 
 
-def test_a_rejected_tag_leaves_the_ledger_and_closes_no_gap_for_others() -> None:
+def test_a_rejected_tag_leaves_the_ledger_and_closes_no_gap() -> None:
     acks = batcher(delivered=4)
     acks.finished([1, 4], 0.0)
     assert acks.take_out(GENERATION, 2)
@@ -213,7 +213,7 @@ def test_rejecting_the_gap_makes_what_was_beyond_contiguous() -> None:
     assert acks.due(0.0) == [(4, True)]
 
 
-def test_a_new_channel_begins_anew_though_the_loss_of_the_last_was_not_told() -> None:
+def test_a_new_channel_starts_empty_though_no_loss_was_reported() -> None:
     acks = batcher(delivered=5)
     acks.finished([1, 2], 0.0)
     acks.opened(GENERATION + 1)
@@ -234,7 +234,7 @@ def test_a_channel_that_is_lost_leaves_nothing_behind() -> None:
     assert acks.flush() == [(1, False)]
 
 
-def test_a_requeue_uses_multiple_only_where_nothing_else_is_below() -> None:
+def test_a_requeue_uses_multiple_only_with_nothing_below() -> None:
     acks = batcher(delivered=10)
     acks.finished([1, 2, 6], 0.0)
     assert acks.requeue([3, 4, 7, 8, 42]) == (
@@ -262,7 +262,7 @@ def test_nonsense_is_refused(wrong: dict[str, Any], named: str) -> None:
         batcher(**wrong)
 
 
-def test_a_delivery_costs_the_same_among_a_thousand_and_among_a_million(
+def test_a_delivery_costs_the_same_among_a_thousand_or_a_million(
     assert_same_cost: Callable[[Callable[[], float], Callable[[], float]], None],
 ) -> None:
     """Finished a little out of order, twenty at a time, with as many outstanding all the time."""
@@ -285,7 +285,7 @@ def test_a_delivery_costs_the_same_among_a_thousand_and_among_a_million(
     assert_same_cost(lambda: cost(1_000), lambda: cost(1_000_000))
 
 
-def test_a_straggler_that_ends_costs_the_same_after_a_thousand_and_after_a_million_others(
+def test_a_straggler_costs_the_same_after_few_and_many_others(
     assert_same_cost: Callable[[Callable[[], float], Callable[[], float]], None],
 ) -> None:
     """No pause as long as the gap: the thread that acks has other things to do."""
@@ -315,7 +315,7 @@ def test_when_a_straggler_ends_its_gap_closes_up_to_the_next_one(others: int) ->
     assert acks.flush() == [(others - 5, True), (others - 3, False), (others, False)]
 
 
-def test_when_a_straggler_ends_last_the_next_delivery_is_the_prefix_again() -> None:
+def test_after_the_last_straggler_acks_use_multiple_again() -> None:
     acks = batcher(prefetch=0, delivered=1_000)
     acks.finished(range(2, 1_001), 0.0)
     acks.flush()

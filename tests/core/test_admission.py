@@ -67,7 +67,7 @@ def test_a_redelivery_that_never_failed_is_still_attempt_1() -> None:
     assert door.statistics.redelivered == 1
 
 
-def test_the_header_makes_a_later_attempt_and_shows_as_redelivered() -> None:
+def test_an_attempt_header_sets_the_attempt_and_redelivered() -> None:
     item = with_attempt(3)
     assert Door().refusal(item) is None
     assert (item.attempt, item.redelivered) == (3, True)
@@ -85,7 +85,7 @@ def test_attempts_used_up_elsewhere_are_not_begun_again() -> None:
     assert Door().refusal(with_attempt(5)) is None
 
 
-def test_what_this_process_saw_fail_is_known_when_it_is_redelivered() -> None:
+def test_a_redelivery_has_the_failures_this_process_remembers() -> None:
     door = Door()
     known = failures(3)
     door.book.remember(delivery(message_id="a"), known)
@@ -140,14 +140,14 @@ def test_what_is_refused_unseen_is_counted_and_says_why(item: Delivery, reason: 
     [delivery(headers={headers.FORMAT: 2}), delivery(headers=BROKEN_TABLE, app_id=b"\x0ex-reliable-mq-")],
     ids=["newer format", "undecodable"],
 )
-def test_where_refusing_would_lose_it_what_cannot_be_understood_passes_as_a_first_attempt(item: Delivery) -> None:
+def test_a_flawed_message_passes_where_refusing_would_lose_it(item: Delivery) -> None:
     door = Door(keeps=False)
     assert door.refusal(item) is None
     assert (item.attempt, item.flaw, door.statistics.rejected_unseen) == (1, None, 0)
     assert door.refusal(delivery(body=bytes(101))) is not None, "a limit was asked for"
 
 
-def test_headers_of_others_that_cannot_be_decoded_do_not_hide_ours() -> None:
+def test_undecodable_foreign_headers_do_not_hide_ours() -> None:
     item = delivery(headers=too_deep(encode_table({headers.FORMAT: 1, headers.ATTEMPT: 3})))
     assert Door(max_header_bytes=None).refusal(item) is None
     assert (item.attempt, item.flaw) == (3, None)

@@ -42,7 +42,7 @@ def test_our_header_says_which_attempt_is_next() -> None:
     ],
     ids=repr,
 )
-def test_what_is_out_of_range_of_another_type_or_not_ours_counts_as_none(table: dict[str, object]) -> None:
+def test_invalid_or_foreign_attempt_headers_are_ignored(table: dict[str, object]) -> None:
     assert failures_from_headers(table) is None
 
 
@@ -135,7 +135,7 @@ TestRemembering = Remembering.TestCase
 TestRemembering.settings = machine(40, steps=30)
 
 
-def test_of_more_than_the_capacity_the_one_that_failed_longest_ago_is_forgotten() -> None:
+def test_beyond_capacity_the_oldest_failure_is_forgotten() -> None:
     book = AttemptTracker(2)
     for message_id in ("a", "b", "a", "c"):
         book.remember(delivery(message_id=message_id), AttemptHistory(2))

@@ -131,7 +131,7 @@ BAD = DeadLetter("bad")
 
 
 @given(st.permutations(range(5)), st.integers(0, 2))
-def test_verdicts_are_in_the_order_in_which_the_handler_leaves_its_list(order: list[int], put_in: int) -> None:
+def test_verdicts_follow_the_order_of_the_handlers_list(order: list[int], put_in: int) -> None:
     """It may have sorted it, and put something into it."""
     deliveries = batch(5)
     given: list[object] = [deliveries[index] for index in order]
@@ -156,7 +156,7 @@ def doubled(given: list[Delivery]) -> None:
 
 @pytest.mark.parametrize("touch", [emptied, popped, doubled])
 @pytest.mark.parametrize("answer", [None, [Ack, None, Ack()]])
-def test_acks_of_a_whole_batch_are_clear_whatever_became_of_the_list(
+def test_acks_of_a_whole_batch_hold_whatever_became_of_its_list(
     touch: Callable[[list[Delivery]], None], answer: object
 ) -> None:
     deliveries = batch(3)
@@ -166,7 +166,7 @@ def test_acks_of_a_whole_batch_are_clear_whatever_became_of_the_list(
 
 
 @pytest.mark.parametrize("touch", [emptied, popped, doubled])
-def test_verdicts_are_nobodys_where_it_cannot_be_known_whose_they_are(touch: Callable[[list[Delivery]], None]) -> None:
+def test_verdicts_without_their_deliveries_are_a_usage_error(touch: Callable[[list[Delivery]], None]) -> None:
     """Not even by their number: a handler that pops each delivery from the end answers in another order."""
     deliveries = batch(3)
     given = list(deliveries)

@@ -139,7 +139,7 @@ class Broker:
     unconfirmed=st.sets(st.integers(0, 119)) | st.just(set(range(120))),
 )
 @examples(200)
-def test_an_innocent_publish_is_processed_a_bounded_number_of_times(
+def test_an_innocent_publish_goes_out_at_most_three_times(
     total: int, flaws: dict[int, str], unconfirmed: set[int]
 ) -> None:
     """Culprits alone are convicted; others arrive, twice at most where every error names its culprit, else thrice."""
@@ -187,7 +187,7 @@ def test_a_publish_that_was_alone_is_the_culprit_at_once() -> None:
     assert isolation.next_group() == ["unwritten", "unwritten too"]
 
 
-def test_a_publish_that_was_alone_at_a_crash_is_the_culprit_of_the_second_one() -> None:
+def test_a_publish_alone_at_two_crashes_is_the_culprit() -> None:
     """The broker may have crashed for another reason; what is still unwritten goes on behind it."""
     isolation: ChannelErrorBisector[str] = ChannelErrorBisector()
     assert isolation.closed(["alone"], ["unwritten"], crashed=True) == []
@@ -218,7 +218,7 @@ def test_those_that_the_error_names_are_probed_last() -> None:
     assert isolation.next_group() == []
 
 
-def test_a_group_of_those_named_is_probed_again_where_another_error_closes_it() -> None:
+def test_a_named_group_is_probed_again_after_another_error() -> None:
     """They are convicted by an error that names all of them, and by nothing less."""
     isolation: ChannelErrorBisector[str] = ChannelErrorBisector()
     isolation.closed(list("WXYZ"), (), list("WXYZ"))
@@ -231,7 +231,7 @@ def test_a_group_of_those_named_is_probed_again_where_another_error_closes_it() 
     assert isolation.closed(list("YZ"), (), list("YZ")) == list("YZ")
 
 
-def test_suspects_that_nothing_names_are_probed_in_groups_and_then_alone() -> None:
+def test_unnamed_suspects_are_probed_in_groups_and_then_alone() -> None:
     """The older come first."""
     isolation: ChannelErrorBisector[str] = ChannelErrorBisector()
     assert isolation.closed(list("abcd")) == []

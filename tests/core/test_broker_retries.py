@@ -24,7 +24,7 @@ def counted(failed: int, returned: int, tag: int = 1) -> Delivery:
     return delivery(tag, redelivered=True, headers={"x-delivery-count": failed, "x-acquired-count": returned})
 
 
-def test_a_failed_delivery_is_rejected_back_to_the_queue_which_counts() -> None:
+def test_a_failure_is_rejected_back_to_the_queue_that_counts() -> None:
     session = make(broker_retries=True)
     [item] = deliver(session, items(1))
     fail(session, item, delay=3600)
@@ -60,7 +60,7 @@ def test_the_last_attempt_is_dead_lettered_as_ever() -> None:
         (BROKEN_TABLE, 0),
     ],
 )
-def test_a_count_that_only_a_client_can_have_sent_is_not_believed(table: Any, believed: int) -> None:
+def test_a_count_that_only_a_client_can_send_is_not_believed(table: Any, believed: int) -> None:
     assert failures_by_broker(delivery(headers=table)) == believed
 
 
@@ -91,7 +91,7 @@ def test_the_backend_needs_the_queue(queue: Queue | str) -> None:
 
 
 @pytest.mark.parametrize("version", [(4, 0, 5), (4, 2)])
-def test_an_older_broker_which_would_take_the_arguments_and_not_know_them_is_refused(version: tuple[int, ...]) -> None:
+def test_a_broker_too_old_for_delayed_retries_is_refused(version: tuple[int, ...]) -> None:
     with pytest.raises(TopologyMismatch, match=r"RabbitMQ knows from 4\.3 on"):
         list(publisher_setup([DELAYED], version))
     assert list(publisher_setup([DELAYED], (4, 3)))

@@ -46,7 +46,7 @@ NEWEST = (4, 3, 6)
 OLD = (3, 12, 0)
 
 
-def test_a_publisher_declares_its_topology_in_order_and_then_selects_confirms() -> None:
+def test_a_publisher_declares_in_order_and_then_selects_confirms() -> None:
     events = Exchange("events", type="topic", auto_delete=True, internal=True, arguments={"x": 1})
     audit = Exchange("audit")
     orders = Queue("orders", dead_letter=None)
@@ -86,7 +86,7 @@ def test_the_arguments_fit_the_version_of_the_broker() -> None:
     assert new.arguments == queue.arguments_for(NEWEST)
 
 
-def test_a_consumer_of_a_queue_declares_it_sets_the_prefetch_and_consumes() -> None:
+def test_a_queue_consumer_declares_sets_prefetch_and_consumes() -> None:
     queue = Queue("q", dead_letter=None)
     setup = consumer_setup(queue, [Exchange("e")], NEWEST, prefetch=200, consumer_tag="tag")
     assert steps_of(setup) == [
@@ -97,7 +97,7 @@ def test_a_consumer_of_a_queue_declares_it_sets_the_prefetch_and_consumes() -> N
     ]
 
 
-def test_a_consumer_of_a_name_checks_that_it_exists_after_the_topology_was_declared() -> None:
+def test_a_consumer_of_a_name_checks_it_after_its_declarations() -> None:
     setup = consumer_setup(
         "q",
         [Exchange("e")],
@@ -151,7 +151,7 @@ def test_declarations_take_one_round_trip() -> None:
     assert sent_by(publisher_setup([], NEWEST)) == [ConfirmSelect()]
 
 
-def test_a_refusal_in_a_pipeline_belongs_to_the_first_step_without_an_answer() -> None:
+def test_a_refusal_in_a_pipeline_is_of_the_first_unanswered_step() -> None:
     setup = publisher_setup([Exchange("e"), Queue("one", dead_letter=None), Queue("two", dead_letter=None)], NEWEST)
     (exchange, one, _) = setup.send(None).steps  # type: ignore[union-attr]
     with pytest.raises(TopologyMismatch) as caught:
@@ -176,7 +176,7 @@ A, B, C = (Queue(name, dead_letter=None) for name in "abc")
 NOT_FOUND = StepRefused(404, "NOT_FOUND - no queue", answered=(granted(CheckQueue("a")),))
 
 
-def test_quorum_queues_and_streams_are_looked_for_in_one_round_trip_before_anything_is_declared() -> None:
+def test_quorum_queues_and_streams_are_checked_in_one_round_trip() -> None:
     noted = Noted()
     passing = Queue("p", type="classic", exclusive=True)
     topology = [Exchange("e"), A, Queue("s", type="stream"), Queue("t", type="classic", dead_letter=None), passing, B]
@@ -187,13 +187,13 @@ def test_quorum_queues_and_streams_are_looked_for_in_one_round_trip_before_anyth
 
 
 @pytest.mark.parametrize("topology", [[], [Exchange("e")], [Queue("q", type="classic", dead_letter=None)]])
-def test_nothing_is_looked_for_where_no_quorum_queue_or_stream_is_declared(topology: list[Exchange | Queue]) -> None:
+def test_nothing_is_checked_without_a_quorum_queue_or_stream(topology: list[Exchange | Queue]) -> None:
     noted = Noted()
     assert not any(isinstance(step, CheckQueue) for step in steps_of(publisher_setup(topology, NEWEST, noted)))
     assert noted.told == []
 
 
-def test_what_the_broker_does_not_have_and_what_it_says_nothing_of_is_made() -> None:
+def test_missing_and_unreported_queues_are_treated_as_new() -> None:
     noted = Noted()
     setup = publisher_setup([A, B, C], NEWEST, noted)
     assert setup.send(None) == Pipeline((CheckQueue("a"), CheckQueue("b"), CheckQueue("c")))
@@ -205,7 +205,7 @@ def test_what_the_broker_does_not_have_and_what_it_says_nothing_of_is_made() -> 
 
 
 @pytest.mark.parametrize("end", ["refused", "dropped"])
-def test_a_queue_whose_declaration_was_not_answered_may_have_been_made(end: str) -> None:
+def test_a_queue_with_an_unanswered_declaration_may_exist(end: str) -> None:
     noted = Noted()
     setup = publisher_setup([A, B], NEWEST, noted)
     setup.send(None)
@@ -250,14 +250,14 @@ INEQUIVALENT = (
 )
 
 
-def test_a_queue_that_differs_is_a_mismatch_that_shows_both_values() -> None:
+def test_a_differing_queue_is_a_mismatch_with_both_values() -> None:
     error = refusal(DeclareQueue("q"), StepRefused(406, INEQUIVALENT))
     assert isinstance(error, TopologyMismatch)
     assert (error.kind, error.name, error.argument) == ("queue", "q", "x-queue-type")
     assert (error.declared, error.existing) == ("quorum", "classic")
 
 
-def test_an_unknown_exchange_type_is_a_mismatch_though_it_costs_the_connection() -> None:
+def test_an_unknown_exchange_type_is_a_mismatch_despite_a_503() -> None:
     error = refusal(DeclareExchange("e", "x-odd"), StepRefused(503, "COMMAND_INVALID - unknown exchange type 'x-odd'"))
     assert isinstance(error, TopologyMismatch)
     assert (error.kind, error.name, error.declared) == ("exchange", "e", "x-odd")
@@ -348,7 +348,7 @@ def test_what_does_not_exist_is_told_from_what_differs(code: int, missing: bool)
     ("version", "numbers"),
     [("4.3.6", (4, 3, 6)), ("4.3.0-rc.1+5.gabc", (4, 3, 0)), ("3.13", (3, 13)), ("", ()), ("unknown", ())],
 )
-def test_a_version_is_compared_by_the_numbers_that_it_begins_with(version: str, numbers: tuple[int, ...]) -> None:
+def test_a_version_is_compared_by_its_leading_numbers(version: str, numbers: tuple[int, ...]) -> None:
     assert parse_version(version) == numbers
 
 

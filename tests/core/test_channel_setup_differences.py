@@ -216,7 +216,7 @@ def test_every_difference_is_found(
 
 
 @pytest.mark.parametrize("kind", ["queue", "exchange"])
-def test_a_comparison_never_declares_what_was_not_found_just_before(kind: str) -> None:
+def test_a_comparison_never_declares_what_was_just_not_found(kind: str) -> None:
     """In the same round trip: it may have been deleted since the broker refused the declaration."""
     step = DeclareQueue("q") if kind == "queue" else DeclareExchange("q")
     check = CheckQueue("q") if kind == "queue" else CheckExchange("q")
@@ -236,7 +236,7 @@ def test_a_comparison_never_declares_what_was_not_found_just_before(kind: str) -
         StepRefused(406, inequivalent("x-a", "received none but current is the value '{1}' of type 'array'")),
     ],
 )
-def test_a_comparison_ends_where_the_broker_names_no_new_argument(refusal: StepRefused) -> None:
+def test_a_comparison_ends_when_no_new_argument_is_named(refusal: StepRefused) -> None:
     """And tells so: there may be more."""
     broker = Broker(DeclareQueue("q"), refusal)
     found = broker.carry_out(compare(DeclareQueue("q")))
@@ -292,7 +292,7 @@ def test_a_set_up_raises_every_difference(start: str) -> None:
     assert "x-max-length" in error.__cause__.text, "the first refusal"
 
 
-def test_every_difference_of_an_earlier_refusal_is_found_unless_the_queue_is_gone() -> None:
+def test_all_differences_are_found_unless_the_queue_is_gone() -> None:
     first = TopologyMismatch("x-max-length", kind="queue", name="q", argument="x-max-length")
     found = Broker(DeclareQueue("q", arguments=QUORUM)).carry_out(explain(ORDERS, first, NEWEST))
     assert [difference.argument for difference in found.differences] == [

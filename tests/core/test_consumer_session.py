@@ -50,7 +50,7 @@ def test_acks_wait_for_their_interval_at_most() -> None:
     assert session.take_output(7.0) == encode_ack(CHANNEL, 2, False)
 
 
-def test_acks_are_due_after_a_count_and_soon_where_no_handler_runs() -> None:
+def test_a_handled_delivery_lowers_the_count_until_acks_are_due() -> None:
     session = make()
     [item] = deliver(session, items(1))
     assert session.acks_due_after == 10
@@ -71,7 +71,7 @@ def test_a_result_given_twice_is_counted_and_acked_once() -> None:
 # Failed
 
 
-def test_a_failed_delivery_is_held_for_its_delay_and_handed_out_again() -> None:
+def test_a_failed_delivery_is_retried_after_its_delay() -> None:
     session = make()
     [item] = deliver(session, items(1))
     fail(session, item, 100.0)
@@ -87,7 +87,7 @@ def test_a_failed_delivery_is_held_for_its_delay_and_handed_out_again() -> None:
     assert (session.statistics.failed, session.statistics.retried, session.statistics.handled) == (1, 1, 1)
 
 
-def test_a_handler_may_choose_the_delay_but_not_the_number_of_attempts() -> None:
+def test_a_handler_may_set_the_delay_but_not_the_attempts() -> None:
     session = make(max_attempts=2)
     [item] = deliver(session, items(1))
     fail(session, item, 0.0, delay=42.0)
@@ -106,7 +106,7 @@ def test_the_longest_held_is_not_in_the_way_of_the_shortest() -> None:
     assert attempt_again(session, 60.0) == [first]
 
 
-def test_after_the_last_attempt_the_dead_letter_is_confirmed_before_the_original_is_acked() -> None:
+def test_the_original_is_acked_once_its_dead_letter_is_confirmed() -> None:
     session = make(max_attempts=1)
     [item] = deliver(session, items(1))
     fail(session, item)
@@ -131,7 +131,7 @@ def test_a_handler_may_dead_letter_at_once() -> None:
 
 
 @pytest.mark.parametrize("error", [RETURNED, PublishNacked("full"), PublishRefused("x", reply_code=1, reply_text="x")])
-def test_a_dead_letter_that_is_not_confirmed_is_tried_again_and_the_original_kept(error: ReliableMQError) -> None:
+def test_an_unconfirmed_dead_letter_is_retried_before_any_ack(error: ReliableMQError) -> None:
     session = make(max_attempts=1, broker_dead_letters=False)
     [item] = deliver(session, items(1))
     fail(session, item)
@@ -152,7 +152,7 @@ def test_a_dead_letter_that_is_not_confirmed_is_tried_again_and_the_original_kep
     assert session.take_output(now + 5) == encode_ack(CHANNEL, 1, False)
 
 
-def test_a_dead_letter_that_cannot_be_published_at_all_is_left_to_the_broker_where_it_keeps_it() -> None:
+def test_an_unpublishable_dead_letter_is_left_to_the_broker() -> None:
     session = make(max_attempts=1)
     [item] = deliver(session, items(1))
     fail(session, item)
@@ -163,7 +163,7 @@ def test_a_dead_letter_that_cannot_be_published_at_all_is_left_to_the_broker_whe
     assert session.outstanding == 0
 
 
-def test_without_a_dead_letter_queue_what_is_given_up_is_rejected_loudly() -> None:
+def test_giving_up_without_a_dead_letter_queue_rejects_loudly() -> None:
     session = make(max_attempts=1, dead_letters=False)
     first, second = deliver(session, items(2))
     fail(session, second)
@@ -174,7 +174,7 @@ def test_without_a_dead_letter_queue_what_is_given_up_is_rejected_loudly() -> No
     assert session.take_output(5.0) == encode_ack(CHANNEL, 1, False)
 
 
-def test_broken_headers_that_a_handler_touched_are_no_case_for_a_retry() -> None:
+def test_broken_headers_a_handler_touched_are_not_retried() -> None:
     session = make()
     [item] = deliver(session, [delivery(headers=BROKEN_TABLE)])
     item.flaw = "truncated table"
@@ -224,7 +224,7 @@ def test_a_delivery_without_its_body_is_rejected_at_once(dead_letters: bool) -> 
     assert session.outstanding == 0
 
 
-def test_a_delivery_without_its_body_is_requeued_while_the_session_stops() -> None:
+def test_a_bodyless_delivery_is_requeued_while_stopping() -> None:
     session = make(max_body_bytes=100)
     session.stop()
     session.oversized(delivery(1, body=b""), 2_000_000, 0.0)
@@ -232,7 +232,7 @@ def test_a_delivery_without_its_body_is_requeued_while_the_session_stops() -> No
     assert session.take_notices() == []
 
 
-def test_a_delivery_without_its_body_on_a_lost_channel_is_dropped() -> None:
+def test_a_bodyless_delivery_on_a_lost_channel_is_dropped() -> None:
     session = make(max_body_bytes=100)
     session.lost(1)
     session.oversized(delivery(1, body=b""), 2_000_000, 0.0)
@@ -241,7 +241,7 @@ def test_a_delivery_without_its_body_on_a_lost_channel_is_dropped() -> None:
     assert (session.statistics.stale, session.statistics.delivered) == (1, 0)
 
 
-def test_a_delivery_without_its_body_from_quarantine_is_rejected_and_counts_as_seen() -> None:
+def test_a_bodyless_delivery_from_quarantine_is_rejected() -> None:
     session = make(max_body_bytes=100, quarantine=True)
     item = delivery(1, body=b"")
     item.consumer_tag = ISOLATED
@@ -249,7 +249,7 @@ def test_a_delivery_without_its_body_from_quarantine_is_rejected_and_counts_as_s
     assert session.take_output(0.0) == encode_reject(CHANNEL, 1, False)
 
 
-def test_a_redelivery_goes_on_where_its_attempts_were_and_not_before_its_time() -> None:
+def test_a_redelivery_keeps_its_attempts_and_its_delay() -> None:
     session = make()
     [item] = deliver(session, items(1))
     fail(session, item, 0.0)
@@ -295,7 +295,7 @@ def test_a_duplicate_is_acked_without_a_handler() -> None:
     assert (session.statistics.duplicates, session.statistics.handled) == (1, 0)
 
 
-def test_what_is_claimed_elsewhere_is_looked_at_again_and_not_acked() -> None:
+def test_a_claim_held_elsewhere_is_checked_again_and_not_acked() -> None:
     session = make()
     [item] = deliver(session, items(1))
     session.finished([Skipped(item, SkipReason.IN_PROGRESS)], 0.0)
@@ -304,7 +304,7 @@ def test_what_is_claimed_elsewhere_is_looked_at_again_and_not_acked() -> None:
     assert (item.attempt, session.statistics.claims_in_progress) == (1, 1)
 
 
-def test_a_store_that_fails_closed_is_asked_again_ever_more_slowly() -> None:
+def test_a_store_that_fails_closed_is_asked_ever_more_slowly() -> None:
     session = make()
     [item] = deliver(session, items(1))
     now = 0.0
@@ -321,7 +321,7 @@ def test_a_store_that_fails_closed_is_asked_again_ever_more_slowly() -> None:
     assert (item.attempt, session.statistics.store_failures) == (1, 8)
 
 
-def test_attempts_that_the_store_has_counted_end_in_a_dead_letter() -> None:
+def test_attempts_counted_by_the_store_end_in_a_dead_letter() -> None:
     session = make()
     [item, bare] = deliver(session, items(2))
     fail(session, item)
@@ -331,7 +331,7 @@ def test_attempts_that_the_store_has_counted_end_in_a_dead_letter() -> None:
     assert reasons == ["1 of 3 attempts failed", "0 of 3 attempts failed"]
 
 
-def test_without_an_id_a_delivery_is_dead_lettered_with_that_reason() -> None:
+def test_a_delivery_without_an_id_is_dead_lettered_saying_so() -> None:
     session = make()
     [item] = deliver(session, [delivery(message_id=None)])
     session.finished([Skipped(item, SkipReason.UNIDENTIFIED)], 0.0)
@@ -366,7 +366,7 @@ def test_a_plain_handler_gets_no_batches() -> None:
     assert session.take_batches() == []
 
 
-def test_a_failed_batch_is_tried_item_by_item_at_once_and_counts_for_none() -> None:
+def test_a_failed_batch_is_retried_item_by_item_without_counting() -> None:
     session = make(batch=(3, 3.0), max_attempts=1)
     session.delivered(items(3), 0.0)
     [batch] = session.take_batches()
@@ -382,7 +382,7 @@ def test_a_failed_batch_is_tried_item_by_item_at_once_and_counts_for_none() -> N
     assert kinds(session).count(LogEventKind.BATCH_FAILED) == 1
 
 
-def test_a_stop_that_keeps_sends_acks_and_leaves_the_rest_to_the_end_of_the_channel() -> None:
+def test_a_stop_that_keeps_sends_acks_and_requeues_nothing() -> None:
     session = make()
     first, _ = deliver(session, items(2))
     session.stop(keep=True)
@@ -427,7 +427,7 @@ def test_the_prefetch_may_change_if_the_batch_still_fits() -> None:
     assert plain.take_output(0.0) == encode_ack(CHANNEL, 5, True)
 
 
-def test_automatic_acks_mean_at_most_once_and_nothing_is_ever_sent() -> None:
+def test_automatic_acks_are_at_most_once_and_send_nothing() -> None:
     session = make(automatic=True, max_body_bytes=1)
     first, second = deliver(session, [delivery(1, redelivered=True), delivery(2)])
     session.finished([first, Failed(second, failure())], 0.0)

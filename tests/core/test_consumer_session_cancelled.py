@@ -18,7 +18,7 @@ def cancelled(*deliveries: Delivery) -> list[Skipped]:
     return [Skipped(one, SkipReason.CANCELLED, "its handler was cancelled") for one in deliveries]
 
 
-def test_a_delivery_whose_handler_was_cancelled_is_requeued_and_no_attempt() -> None:
+def test_a_cancelled_handler_requeues_its_delivery_as_no_attempt() -> None:
     session = make(max_attempts=1)
     first, second = deliver(session, items(2))
     session.finished(cancelled(first), 0.0)
@@ -28,7 +28,7 @@ def test_a_delivery_whose_handler_was_cancelled_is_requeued_and_no_attempt() -> 
     assert second.attempt == 1
 
 
-def test_one_that_has_come_back_before_is_held_so_that_it_does_not_go_round_at_once() -> None:
+def test_a_redelivery_that_is_cancelled_is_held_for_a_delay() -> None:
     session = make(max_attempts=1)
     [item] = deliver(session, [delivery(1, redelivered=True)])
     session.finished(cancelled(item), 0.0)

@@ -39,7 +39,7 @@ def test_a_failure_on_a_lost_channel_still_counts_as_an_attempt() -> None:
     assert again.attempt == 2
 
 
-def test_failures_of_two_handlers_of_one_message_add_up_and_end_it() -> None:
+def test_failures_on_two_channels_add_up_and_end_a_message() -> None:
     session = make(max_attempts=2)
     [old] = deliver(session, items(1))
     session.lost(1)
@@ -72,7 +72,7 @@ def test_a_count_never_goes_down() -> None:
     assert later.attempt == 5
 
 
-def test_a_verdict_on_a_lost_channel_is_carried_out_at_the_redelivery() -> None:
+def test_a_verdict_on_a_lost_channel_applies_at_redelivery() -> None:
     session = make()
     [item] = deliver(session, items(1))
     fail(session, item, verdict="no use")
@@ -97,7 +97,7 @@ def test_what_waits_on_a_lost_channel_never_reaches_a_handler() -> None:
     assert session.drained
 
 
-def test_what_is_recalled_late_is_not_requeued_on_the_next_channel() -> None:
+def test_a_late_recall_requeues_nothing_on_the_next_channel() -> None:
     session = make()
     [old] = deliver(session, items(1))
     session.lost(1)
@@ -146,7 +146,7 @@ def test_bytes_that_were_not_written_die_with_their_channel() -> None:
 # The end
 
 
-def test_stop_requeues_what_has_not_begun_and_waits_for_what_runs() -> None:
+def test_stop_requeues_what_has_not_begun_and_awaits_the_rest() -> None:
     session = make()
     work = deliver(session, items(6))
     fail(session, work[1])
@@ -206,7 +206,7 @@ def test_stop_without_a_channel_sends_nothing() -> None:
     assert session.drained
 
 
-def test_a_drained_session_consumes_again_on_its_next_channel_but_a_stopped_one_does_not() -> None:
+def test_a_drained_session_consumes_again_but_a_stopped_one_not() -> None:
     session = make()
     deliver(session, items(1))
     session.drain()

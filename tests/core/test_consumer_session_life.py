@@ -127,7 +127,7 @@ def test_of_results_of_two_channels_those_of_the_open_one_count() -> None:
     assert (session.statistics.handled, session.statistics.stale) == (1, 1)
 
 
-def test_acks_that_are_sent_in_short_intervals_need_no_second_look() -> None:
+def test_acks_at_short_intervals_need_no_second_look() -> None:
     session = make(acks=AckBatcher(ack_every=10, ack_interval=0.01, prefetch=100))
     session.delivered(items(2), 0.0)
     actions = session.poll(0.0)

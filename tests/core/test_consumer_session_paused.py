@@ -57,7 +57,7 @@ def test_a_probe_that_fails_pauses_again() -> None:
     assert session.statistics.pauses == 2
 
 
-def test_what_was_dispatched_before_the_pause_is_no_probe_and_what_it_did_changes_nothing() -> None:
+def test_work_from_before_the_pause_does_not_probe_or_end_it() -> None:
     session = make(kill_switch=SWITCH)
     *failing, slow, slower, last = deliver(session, items(5))
     session.finished([Failed(item, failure(delay=100)) for item in failing], 0.0)
@@ -87,7 +87,7 @@ def test_a_recalled_delivery_that_is_tried_again_stays_alone() -> None:
     assert session.take_batches() == [culprits[1:], [fifth, sixth]]
 
 
-def test_a_probe_that_says_nothing_about_the_handler_is_followed_by_another() -> None:
+def test_an_inconclusive_probe_is_followed_by_another() -> None:
     session = paused()
     session.tick(5.0)
     [probe] = session.take_work()
@@ -151,7 +151,7 @@ def test_few_failures_pause_nothing() -> None:
     assert not session.paused
 
 
-def test_once_the_pause_is_over_nothing_is_looked_at_until_there_is_something_to_probe_with() -> None:
+def test_after_the_pause_no_deadline_is_set_until_a_probe_comes() -> None:
     """Else the shell would look at the clock all the time: what failed waits elsewhere, or is dead-lettered."""
     session = make(kill_switch=SWITCH)
     session.finished([Failed(item, failure(verdict="no")) for item in deliver(session, items(2))], 0.0)
@@ -165,7 +165,7 @@ def test_once_the_pause_is_over_nothing_is_looked_at_until_there_is_something_to
     assert len(deliver(session, items(2, first=3), 60.0)) == 1, "the probe"
 
 
-def test_what_is_in_quarantine_is_the_probe_where_nothing_else_is() -> None:
+def test_a_quarantined_message_probes_where_nothing_else_does() -> None:
     """It would wait for ever; and where it hangs, the next one that comes is another probe."""
     session = make(kill_switch=SWITCH, quarantine=True)
     session.finished([Failed(item, failure(delay=100)) for item in deliver(session, items(2))], 0.0)

@@ -50,7 +50,7 @@ def failed_once(session: SteppedSession, *, delay: float | None = None) -> tuple
     return item, only_republish(session)
 
 
-def test_a_failed_delivery_waits_in_the_delay_queue_of_its_attempt() -> None:
+def test_a_failure_waits_in_the_delay_queue_of_its_attempt() -> None:
     """And its original is acked once that is confirmed, not before."""
     session = make(queues=True)
     item, republish = failed_once(session)
@@ -81,7 +81,7 @@ def waited_delivery(republish: RepublishRequest, tag: int) -> Delivery:
     return found
 
 
-def test_a_delay_that_the_handler_chose_goes_through_further_queues() -> None:
+def test_a_delay_from_the_handler_takes_several_delay_queues() -> None:
     """Declared first; from one to the next without a handler seeing it."""
     session = make(queues=True)
     [item] = deliver(session, items(1))
@@ -103,7 +103,7 @@ def test_a_delay_that_the_handler_chose_goes_through_further_queues() -> None:
     assert session.statistics.delayed == 2
 
 
-def test_where_there_are_no_delay_queues_any_more_the_rest_of_the_way_is_held() -> None:
+def test_without_delay_queues_the_rest_of_the_delay_is_held() -> None:
     policy = RetryPolicy(3, delays=(1, 30))
     session = make(retry=policy, queues=True)
     [item] = deliver(session, items(1))
@@ -156,7 +156,7 @@ def lines(session: SteppedSession) -> list[str]:
     return [notice.line("c") for notice in session.take_notices()]
 
 
-def test_the_log_names_the_message_its_queue_the_attempts_and_the_exception() -> None:
+def test_the_log_names_message_queue_attempts_and_exception() -> None:
     session = make(max_attempts=2)
     first, second, third = deliver(session, items(3))
     fail(session, first)
@@ -186,7 +186,7 @@ def test_the_log_does_not_say_the_exception_twice() -> None:
     ]
 
 
-def test_the_log_of_a_message_that_has_not_failed_counts_no_attempts() -> None:
+def test_the_log_counts_no_attempts_where_nothing_failed() -> None:
     notice = LogEvent(LogEventKind.CANCELLED, delivery(message_id="m1"), "its handler was cancelled")
     assert (
         notice.line("c")
@@ -194,13 +194,13 @@ def test_the_log_of_a_message_that_has_not_failed_counts_no_attempts() -> None:
     )
 
 
-def test_the_log_says_of_what_consumer_it_speaks_where_it_speaks_of_no_message() -> None:
+def test_a_log_line_without_a_message_names_its_consumer() -> None:
     assert LogEvent(LogEventKind.PAUSED, None, "text").line("c") == (
         "consumer 'c': kill switch pauses dispatch, too many handlers fail: text"
     )
 
 
-def test_a_queue_that_cannot_be_declared_is_said_and_the_delivery_held() -> None:
+def test_a_queue_not_declared_is_logged_and_its_delivery_held() -> None:
     session = make(queues=True)
     [item] = deliver(session, items(1))
     fail(session, item, delay=70)
@@ -217,7 +217,7 @@ def test_a_queue_that_cannot_be_declared_is_said_and_the_delivery_held() -> None
 
 
 @pytest.mark.parametrize("error", [BLOCKED, REFUSED, ConfigurationError("too long")], ids=repr)
-def test_a_retry_that_cannot_be_published_is_held_for_what_is_left_of_its_delay(error: PublishError) -> None:
+def test_an_unpublished_retry_is_held_for_the_rest_of_its_delay(error: PublishError) -> None:
     """Under an alarm too: consuming goes on."""
     session = make(queues=True)
     item, republish = failed_once(session, delay=10)
@@ -230,7 +230,7 @@ def test_a_retry_that_cannot_be_published_is_held_for_what_is_left_of_its_delay(
     assert item.attempt == 2
 
 
-def test_a_retry_whose_queue_is_gone_is_published_again_once_that_is_declared() -> None:
+def test_a_returned_retry_declares_its_queue_and_goes_out_again() -> None:
     session = make(queues=True)
     _item, republish = failed_once(session)
     session.published(republish, RETURNED, 1.0)
@@ -257,7 +257,7 @@ def test_a_retry_that_was_not_confirmed_is_published_again_later() -> None:
     assert session.statistics.delayed == 1
 
 
-def test_a_dead_letter_under_an_alarm_is_left_to_the_broker_after_a_few_tries() -> None:
+def test_a_dead_letter_blocked_repeatedly_is_left_to_the_broker() -> None:
     """Which needs nothing that publishes. Where the broker has no dead-letter exchange, it waits."""
     for broker_dead_letters in (True, False):
         session = make(max_attempts=1, broker_dead_letters=broker_dead_letters)
@@ -286,7 +286,7 @@ def test_what_is_published_while_the_channel_is_lost_is_no_ack() -> None:
     assert (session.statistics.stale, session.statistics.delayed) == (1, 0)
 
 
-def test_the_original_that_comes_again_beside_its_retry_knows_its_attempts() -> None:
+def test_a_redelivered_original_keeps_the_attempts_of_its_retry() -> None:
     """The retry was confirmed, the ack of its original lost: both are known to have failed once, and wait."""
     session = make(queues=True)
     item, republish = failed_once(session)

@@ -59,7 +59,7 @@ def test_a_stream_goes_on_at_what_waits_for_its_next_attempt() -> None:
     assert position.following == 11
 
 
-def test_nothing_is_requeued_to_a_stream_and_none_of_it_is_left_out() -> None:
+def test_a_stream_gets_no_requeues_and_skips_no_message() -> None:
     """A nack would pass for settled there: the next channel begins at what was not handled."""
     session, position = of_a_stream()
     first, *_ = deliver(session, events(10, 11, 12))
@@ -76,7 +76,7 @@ def test_nothing_is_requeued_to_a_stream_and_none_of_it_is_left_out() -> None:
     assert session.statistics.cancelled == 1
 
 
-def test_what_was_acked_automatically_is_handled_whatever_happens_to_its_channel() -> None:
+def test_automatically_acked_work_is_handled_after_channel_loss() -> None:
     """The broker has forgotten it: it would never come again."""
     session = make(automatic=True)
     session.delivered(items(3), 0.0)
@@ -93,7 +93,7 @@ def test_what_was_acked_automatically_is_handled_whatever_happens_to_its_channel
     assert session.statistics.handled == 5
 
 
-def test_the_interval_of_an_ack_counts_from_when_it_was_finished_not_from_when_that_was_looked_at() -> None:
+def test_the_ack_interval_counts_from_when_handling_finished() -> None:
     session = make()
     [item] = deliver(session, items(1))
     session.finished([item], 10.0, since=5.0)

@@ -44,7 +44,7 @@ def again(message_id: str | None = "m1", tag: int = 1) -> Delivery:
 # -- before ------------------------------------------------------------------------------------------------------------
 
 
-def test_deliveries_that_are_unacked_for_long_are_warned_of_by_name_age_and_queue() -> None:
+def test_a_long_unacked_delivery_is_warned_of_by_age_and_queue() -> None:
     session = make(consumer_timeout=1800.0)
     deliver(session, items(2))
     assert session.deadline == 1350.0
@@ -80,7 +80,7 @@ def test_what_the_broker_forgets_is_never_overdue() -> None:
 # -- when it strikes ---------------------------------------------------------------------------------------------------
 
 
-def test_a_message_that_hangs_its_handler_has_failed_and_is_tried_again_after_the_delay() -> None:
+def test_a_message_that_hangs_its_handler_fails_and_is_retried() -> None:
     session = make(max_attempts=3)
     [item] = deliver(session, items(1))
     struck(session)
@@ -97,7 +97,7 @@ def test_a_message_that_hangs_its_handler_has_failed_and_is_tried_again_after_th
     assert (second.attempt, second.redelivered) == (2, True)
 
 
-def test_the_cap_holds_for_a_message_that_always_hangs_its_handler() -> None:
+def test_the_attempt_cap_holds_for_a_message_that_always_hangs() -> None:
     """And the dead letter says why."""
     session = make(max_attempts=2)
     deliver(session, items(1))
@@ -212,7 +212,7 @@ def test_a_cancelled_consumer_does_not_wait_for_what_hangs() -> None:
     assert session.statistics.timed_out == 1
 
 
-def test_a_second_strike_before_the_channel_is_given_up_counts_nothing_twice() -> None:
+def test_a_second_timeout_before_the_channel_ends_recounts_none() -> None:
     """From 4.3 on the broker closes the channel over a delivery that is too old after it has cancelled the consumer."""
     session = make(consumer_timeout=60.0)
     deliver(session, items(1))
@@ -237,7 +237,7 @@ def test_a_cancel_by_a_broker_whose_timeout_nobody_knows_is_none() -> None:
 # -- batches -----------------------------------------------------------------------------------------------------------
 
 
-def test_of_a_batch_that_hangs_each_is_tried_alone_before_it_counts() -> None:
+def test_after_a_hung_batch_each_is_tried_alone_before_it_counts() -> None:
     session = make(max_attempts=1, batch=(2, 1.0))
     session.delivered(items(2), 0.0)
     assert [len(batch) for batch in session.take_batches()] == [2]
@@ -252,7 +252,7 @@ def test_of_a_batch_that_hangs_each_is_tried_alone_before_it_counts() -> None:
     assert {one.purpose for one in session.take_republishes()} == {RepublishReason.DEAD_LETTER}
 
 
-def test_of_what_is_claimed_together_each_is_tried_again_before_it_counts() -> None:
+def test_each_of_a_hung_claim_group_is_retried_before_it_counts() -> None:
     session = make(max_attempts=1, grouped=True)
     deliver(session, items(2))
     struck(session)
@@ -267,7 +267,7 @@ def test_of_what_is_claimed_together_each_is_tried_again_before_it_counts() -> N
 # -- quarantine --------------------------------------------------------------------------------------------------------
 
 
-def test_a_message_without_an_id_that_hangs_is_suspect_after_two_timeouts() -> None:
+def test_a_message_without_id_is_suspect_after_two_timeouts() -> None:
     """A channel that is lost over the timeout is not forgiven as other losses of this process are."""
     session = make(quarantine=True)
     for generation in (1, 2):
@@ -296,7 +296,7 @@ def test_in_quarantine_a_timeout_counts_as_one_attempt() -> None:
     assert (one.attempt, second.attempt) == (2, 2)
 
 
-def test_in_quarantine_the_timeouts_of_a_message_without_an_id_are_its_returns() -> None:
+def test_in_quarantine_timeouts_without_an_id_count_as_returns() -> None:
     """Those before it came there, and those of its own, are not forgiven: there is nothing else that counts them."""
     session = make(max_attempts=2, quarantine=True)
     deliver(session, [delivery(message_id=None)])
@@ -314,7 +314,7 @@ def test_in_quarantine_the_timeouts_of_a_message_without_an_id_are_its_returns()
     assert only_republish(session).purpose is RepublishReason.DEAD_LETTER
 
 
-def test_what_is_in_quarantine_is_not_to_blame_for_a_timeout_elsewhere() -> None:
+def test_a_quarantined_message_is_not_blamed_for_other_timeouts() -> None:
     session = make(max_attempts=5, quarantine=True)
     assert deliver(session, [back(2)]) == []
     moved = only_republish(session)

@@ -34,7 +34,7 @@ class Channel:
         self.acks.flush()
 
 
-def test_what_is_unacked_for_three_quarters_of_the_timeout_is_overdue_once() -> None:
+def test_a_delivery_is_overdue_once_at_75_percent_of_the_timeout() -> None:
     channel = Channel()
     first, second = channel.deliver(2, 10.0)
     [third] = channel.deliver(1, 20.0)

@@ -72,13 +72,13 @@ def test_no_message_id_is_made_up() -> None:
     assert view(dead_letter(delivery(message_id=None))).message_id is None
 
 
-def test_the_brokers_counts_of_deliveries_stay_with_the_queue_it_leaves() -> None:
+def test_a_dead_letter_drops_the_brokers_delivery_counts() -> None:
     made = dead_letter(delivery(headers={"x-delivery-count": 3, "x-acquired-count": 4, "tenant": "a"}))
     assert not {"x-delivery-count", "x-acquired-count"} & view(made).headers.keys()
     assert view(made).headers["tenant"] == "a"
 
 
-def test_what_would_harm_a_message_published_again_moves_into_headers() -> None:
+def test_properties_that_harm_a_republish_move_into_headers() -> None:
     made = dead_letter(
         delivery(headers={"CC": ["a", "b"], "BCC": ["c"]}, user_id=short("guest"), expiration=short("1500"))
     )
@@ -103,7 +103,7 @@ def test_every_other_byte_is_copied() -> None:
     assert after["headers"][4:].startswith(table)
 
 
-def test_a_dead_letter_that_is_dead_lettered_again_keeps_its_origin_and_loses_old_news() -> None:
+def test_dead_lettering_again_keeps_origin_and_drops_old_errors() -> None:
     item = delivery(exchange="shop", routing_key="new.order")
     item.set_failures(failures(5))
     first = dead_letter(item)
@@ -122,7 +122,7 @@ def test_an_origin_without_our_format_is_not_believed() -> None:
     assert table[headers.ORIGINAL_QUEUE] == "orders"
 
 
-def test_the_attempt_header_does_not_survive_so_that_a_replay_begins_anew() -> None:
+def test_a_dead_letter_drops_the_attempt_header() -> None:
     table = view(dead_letter(delivery(headers={headers.FORMAT: 1, headers.ATTEMPT: 4}))).headers
     assert headers.ATTEMPT not in table
 
@@ -141,7 +141,7 @@ def test_a_broken_header_table_is_kept_behind_ours() -> None:
     assert view(made).message_id == "m1"
 
 
-def test_a_dead_letter_whose_headers_are_too_deep_keeps_where_it_was_first() -> None:
+def test_a_dead_letter_with_too_deep_headers_keeps_its_origin() -> None:
     """Dead-lettered again, from the dead-letter queue: what is ours is read though other headers cannot be."""
     first = dead_letter(delivery(headers=too_deep(bytes(4))))
     again = Delivery("ctag", 1, False, "", "orders.dead", first.properties, b"body")

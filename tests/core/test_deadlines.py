@@ -108,7 +108,7 @@ TestRoster = RosterMachine.TestCase
 TestRoster.settings = machine(50, steps=40)
 
 
-def test_publishes_without_timeout_expire_after_the_common_one_in_their_order() -> None:
+def test_publishes_without_a_timeout_expire_after_the_common_one() -> None:
     """A publish without a timeout of its own expires when the delivery timeout is over, at that very moment."""
     roster: PublishDeadlines[Publication] = PublishDeadlines(DELIVERY_TIMEOUT)
     first, second = publication(0.0), publication(1.0)
@@ -145,7 +145,7 @@ def test_a_settled_publish_does_not_expire() -> None:
     assert roster.oldest_accepted_at is None
 
 
-def test_settled_publishes_with_a_timeout_of_their_own_do_not_pile_up() -> None:
+def test_settled_publishes_with_own_timeouts_do_not_pile_up() -> None:
     """A publisher that gives each publish a long timeout, and settles them at once, keeps no record of them."""
     roster: PublishDeadlines[Publication] = PublishDeadlines(DELIVERY_TIMEOUT)
     stays = publication(0.0, 3600.0)
@@ -159,7 +159,7 @@ def test_settled_publishes_with_a_timeout_of_their_own_do_not_pile_up() -> None:
 
 
 @pytest.mark.parametrize("timeout", [None, 60.0])
-def test_a_publish_costs_the_same_among_a_thousand_and_many_others(
+def test_a_deadline_costs_the_same_however_many_are_outstanding(
     timeout: float | None, assert_same_cost: Callable[[Callable[[], float], Callable[[], float]], None]
 ) -> None:
     """Entering, leaving, and asking for the oldest and the next deadline cost the same however many are outstanding."""

@@ -27,14 +27,14 @@ def test_a_path_takes_as_long_as_asked_and_little_more(delay: float, delays: lis
     assert list(path) == sorted(path, reverse=True)
 
 
-def test_what_the_policy_asks_for_is_kept_exactly_and_in_one_step() -> None:
+def test_a_delay_of_the_policy_is_kept_exactly_in_one_step() -> None:
     made = ladder(0.25, 7, 61.5, 0)
     assert made.own == (250, 7000, 61500)
     assert [made.path(delay) for delay in (0.25, 7, 61.5, 0)] == [(250,), (7000,), (61500,), ()]
 
 
 @given(st.lists(st.integers(1, LONGEST), min_size=1, max_size=LONGEST_PATH))
-def test_a_path_of_somebody_else_takes_as_long_through_queues_of_ours(path: list[int]) -> None:
+def test_a_foreign_path_takes_as_long_through_our_queues(path: list[int]) -> None:
     made = ladder(0.25, 7)
     ours = made.through(path)
     assert set(ours) <= {*SERIES, *made.own}
@@ -58,7 +58,7 @@ def test_other_delays_are_put_together_from_a_fixed_series() -> None:
     ],
     ids=["jitter", "many"],
 )
-def test_delays_by_chance_and_great_many_have_no_queues_of_their_own(policy: RetryPolicy) -> None:
+def test_random_or_very_many_delays_get_no_queues_of_their_own(policy: RetryPolicy) -> None:
     assert DelayQueues("orders", policy).own == ()
 
 

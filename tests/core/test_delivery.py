@@ -101,7 +101,7 @@ def test_the_repr_shows_neither_body_nor_headers() -> None:
 @pytest.mark.parametrize(
     "name", ["body", "delivery_tag", "exchange", "failures", "properties", "routing_key", "source"]
 )
-def test_a_handler_cannot_change_what_is_acked_or_published_again(name: str) -> None:
+def test_a_handler_cannot_change_what_is_acked_or_republished(name: str) -> None:
     item = delivery(7)
     with pytest.raises(AttributeError):
         setattr(item, name, None)

@@ -65,9 +65,7 @@ def as_sent_by_pika(properties: pika.BasicProperties) -> bytes:
 
 
 @given(st.binary(max_size=50), pika_properties)
-def test_a_message_from_pika_is_sent_as_pika_sends_it_and_comes_back(
-    body: bytes, properties: pika.BasicProperties
-) -> None:
+def test_a_message_from_pika_round_trips_byte_for_byte(body: bytes, properties: pika.BasicProperties) -> None:
     made = Message.from_pika(body, properties)
     if properties.message_id is None:
         properties.message_id = made.message_id
@@ -80,7 +78,7 @@ def test_a_message_from_pika_is_sent_as_pika_sends_it_and_comes_back(
 
 
 @given(aio_pika_messages)
-def test_a_message_from_aio_pika_is_sent_as_aio_pika_sends_it_and_comes_back(message: aio_pika.Message) -> None:
+def test_a_message_from_aio_pika_round_trips_byte_for_byte(message: aio_pika.Message) -> None:
     made = Message.from_aio_pika(message)
     if message.message_id is None:
         message.message_id = made.message_id
@@ -119,7 +117,7 @@ def test_what_cannot_be_sent_is_refused(make: Callable[[], object], says: str) -
         make()
 
 
-def test_a_delivery_is_settled_by_its_handler_and_not_through_a_drivers_object() -> None:
+def test_an_aio_pika_message_cannot_ack_its_delivery() -> None:
     made = delivery(1, message_id="m").to_aio_pika()
     assert made.processed
     with pytest.raises(TypeError, match="no_ack"):
@@ -155,6 +153,6 @@ def test_values_that_a_driver_cannot_decode_are_decoded_as_ours(monkeypatch: pyt
     assert bare.to_aio_pika().headers == {}
 
 
-def test_values_that_aio_pika_refuses_do_not_keep_a_message_from_its_handler() -> None:
+def test_values_that_aio_pika_refuses_are_replaced_by_defaults() -> None:
     message = delivery(1, expiration=short("soon"), delivery_mode=b"\x07").to_aio_pika()
     assert (message.expiration, message.delivery_mode) == (None, 1)

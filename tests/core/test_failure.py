@@ -106,7 +106,7 @@ def test_nothing_that_an_exception_does_ends_its_description(make: Callable[[], 
     assert shown(error).isprintable()
 
 
-def test_verdicts_that_were_never_constructed_are_verdicts_all_the_same() -> None:
+def test_verdicts_whose_constructor_never_ran_are_still_verdicts() -> None:
     later, never = describe(NotYet("order 7"), 0.0), describe(Never("order 7"), 0.0)
     assert (later.delay, later.verdict, later.kinds) == (None, None, ())
     assert (never.delay, never.verdict, never.kinds) == (None, "order 7", ())
@@ -128,7 +128,7 @@ def test_a_delay_that_was_changed_counts() -> None:
     assert describe(later, 0.0).delay == 60.0
 
 
-def test_of_a_group_a_dead_letter_wins_then_the_policy_then_the_longest_delay() -> None:
+def test_a_dead_letter_wins_in_a_group_then_policy_then_delay() -> None:
     inner = ExceptionGroup("in it", [RetryLater(5), RetryLater()])
     later = describe(ExceptionGroup("all", [RetryLater(3), inner, KeyError("k")]), 0.0)
     assert (later.delay, later.verdict, later.kinds) == (5.0, None, ((KeyError, ExceptionGroup),))

@@ -129,7 +129,7 @@ def test_without_a_store_the_handler_is_called_for_each() -> None:
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
 @pytest.mark.parametrize("batch", [False, True])
-def test_a_handler_that_would_end_its_thread_has_failed_as_any_other(error: BaseException, batch: bool) -> None:
+def test_a_handler_that_would_end_its_thread_fails_normally(error: BaseException, batch: bool) -> None:
     """One of several that share their claims: the others are handled, and none stays claimed."""
 
     def leave(argument: Any) -> None:
@@ -154,7 +154,7 @@ def test_a_generator_that_is_closed_at_a_call_ends(batch: bool) -> None:
 
 @pytest.mark.parametrize("store", [False, True])
 @pytest.mark.parametrize("batch", [False, True])
-def test_what_the_shell_does_not_begin_with_is_no_attempt_and_not_claimed(store: bool, batch: bool) -> None:
+def test_what_is_not_begun_is_no_attempt_and_not_claimed(store: bool, batch: bool) -> None:
     def put_off(_argument: object) -> None:
         raise NotStarted
 
@@ -165,7 +165,7 @@ def test_what_the_shell_does_not_begin_with_is_no_attempt_and_not_claimed(store:
     assert [(claim.status, claim.attempts) for claim in claims] == [(ClaimStatus.NEW, 0)] * 2
 
 
-def test_a_key_function_that_would_end_its_thread_fails_its_delivery_alone() -> None:
+def test_a_key_function_that_exits_fails_only_its_delivery() -> None:
     """But for an interruption, which on an event loop is the program's."""
 
     def key(item: Delivery) -> str:
@@ -190,7 +190,7 @@ def test_without_a_store_a_failure_is_described_with_its_time() -> None:
     assert (result.failure.exception_type, result.failure.at, result.alone) == ("ValueError", 50.0, True)
 
 
-def test_the_key_is_claimed_before_the_handler_and_completed_after_it() -> None:
+def test_a_key_is_claimed_before_and_completed_after_the_handler() -> None:
     runner = Runner()
     item = delivery(message_id="m1")
     assert runner(item) == [item]
@@ -215,7 +215,7 @@ def test_what_is_claimed_elsewhere_is_no_attempt() -> None:
     assert (runner.kinds, item.attempt) == ([ClaimKeys], 1)
 
 
-def test_what_a_newer_version_has_recorded_waits_for_it_and_its_neighbours_do_not() -> None:
+def test_a_record_of_a_newer_version_delays_only_its_delivery() -> None:
     runner = Runner()
     newer, known = delivery(1, message_id="newer"), delivery(2, message_id="known")
     real = runner.store.claim_many(["q|orders|known"], HOUR)
@@ -227,7 +227,7 @@ def test_what_a_newer_version_has_recorded_waits_for_it_and_its_neighbours_do_no
     assert handled is known
 
 
-def test_what_a_handler_has_completed_in_its_transaction_is_not_completed_again() -> None:
+def test_a_key_completed_in_a_transaction_is_completed_only_once() -> None:
     """Of two deliveries, one whose handler does so: the store is asked for the other alone."""
     begun: list[Delivery] = []
 
@@ -253,7 +253,7 @@ def lose_the_answer(item: Delivery) -> None:
     raise ConnectionResetError("no answer to COMMIT")
 
 
-def test_a_failure_behind_a_transaction_that_was_committed_is_no_attempt() -> None:
+def test_a_lost_commit_answer_is_no_attempt_if_it_was_committed() -> None:
     """The store does not have the claim any more: the next claim finds it done, also after the last attempt."""
 
     class Committing(Runner):
@@ -272,7 +272,7 @@ def test_a_failure_behind_a_transaction_that_was_committed_is_no_attempt() -> No
     assert only(runner(item)) == Skipped(item, SkipReason.DUPLICATE)
 
 
-def test_a_failure_after_the_commit_of_its_transaction_is_no_attempt() -> None:
+def test_a_failure_after_its_commit_is_no_attempt() -> None:
     """Its effect is done, so the message is not dead-lettered for the last attempt."""
 
     def handler(item: Delivery) -> None:
@@ -291,7 +291,7 @@ def test_a_failure_after_the_commit_of_its_transaction_is_no_attempt() -> None:
 
 
 @pytest.mark.parametrize("commit", [CommitStatus.UNKNOWN, CommitStatus.DONE])
-def test_a_dead_letter_after_the_commit_of_its_transaction_is_one(commit: CommitStatus) -> None:
+def test_a_dead_letter_after_its_commit_is_dead_lettered(commit: CommitStatus) -> None:
     """The handler has stored the reason, say, and chosen."""
 
     def handler(item: Delivery) -> None:
@@ -306,7 +306,7 @@ def test_a_dead_letter_after_the_commit_of_its_transaction_is_one(commit: Commit
     assert result.failure.verdict == "of no use"
 
 
-def test_a_failure_behind_a_transaction_that_was_not_committed_is_one() -> None:
+def test_a_lost_commit_answer_is_an_attempt_if_not_committed() -> None:
     """The store still had the claim."""
     runner = Runner(lose_the_answer, transaction=nothing)
     assert isinstance(only(runner(delivery())), Failed)
@@ -314,7 +314,7 @@ def test_a_failure_behind_a_transaction_that_was_not_committed_is_one() -> None:
 
 
 @pytest.mark.parametrize("batch", [False, True])
-def test_a_failure_behind_a_transaction_that_nobody_can_be_asked_about_is_no_attempt(batch: bool) -> None:
+def test_a_failure_with_an_unknown_commit_is_no_attempt(batch: bool) -> None:
     """The database is gone, and so is its answer to the release."""
 
     def handler(argument: Any) -> None:
@@ -352,7 +352,7 @@ def test_a_failed_attempt_is_released_counted_and_told() -> None:
     assert runner.store.claim_many(["q|orders|m1"], 1.0)[0].attempts == 1
 
 
-def test_attempts_counted_by_the_store_make_the_attempt_and_its_end() -> None:
+def test_the_store_count_sets_the_attempt_and_the_last_one() -> None:
     attempts: list[tuple[int, bool]] = []
 
     def handler(item: Delivery) -> None:
@@ -400,7 +400,7 @@ def test_a_key_function_that_fails_is_a_failed_attempt() -> None:
     assert runner.kinds == []
 
 
-def test_a_message_id_that_cannot_be_read_is_a_failure_that_leaves_its_mark() -> None:
+def test_an_unreadable_message_id_is_a_failure_marked_as_a_flaw() -> None:
     item = Delivery("ctag", 1, False, "", "orders", b"\x00", b"")
     assert isinstance(only(Runner()(item)), Failed)
     assert item.flaw
@@ -424,7 +424,7 @@ def test_keys_of_different_queues_never_meet(
     assert (key(*place, message_id) == key(*other, other_id)) == ((place, message_id) == (other, other_id))
 
 
-def test_a_key_names_the_virtual_host_that_the_delivery_comes_from() -> None:
+def test_a_key_names_the_virtual_host_of_its_delivery() -> None:
     """The connection may be to another cluster by now."""
     claiming = ClaimPolicy(queue="orders", key=None, lease=1.0, max_attempts=1)
     keys = [
@@ -442,7 +442,7 @@ def test_a_store_that_fails_to_claim_means_no_effect() -> None:
     assert runner.kinds == [ClaimKeys]
 
 
-def test_a_store_that_fails_to_complete_is_asked_again_without_the_handler() -> None:
+def test_a_failed_completion_is_repeated_without_the_handler() -> None:
     calls: list[object] = []
     runner = Runner(calls.append)
     runner.broken = {Complete}
@@ -456,7 +456,7 @@ def test_a_store_that_fails_to_complete_is_asked_again_without_the_handler() -> 
     assert item.claim is None
 
 
-def test_a_completion_whose_answer_was_lost_is_taken_the_second_time() -> None:
+def test_a_completion_with_a_lost_answer_succeeds_when_repeated() -> None:
     calls: list[object] = []
 
     class Forgetful(Runner):
@@ -473,7 +473,7 @@ def test_a_completion_whose_answer_was_lost_is_taken_the_second_time() -> None:
     assert len(calls) == 1
 
 
-def test_a_stale_token_is_no_completion_and_the_key_is_claimed_again() -> None:
+def test_a_stale_token_completes_nothing_and_reclaims_its_key() -> None:
     runner = Runner()
     runner.answers = {Complete: [False]}
     item = delivery()
@@ -491,7 +491,7 @@ def test_a_store_that_fails_to_release_changes_no_outcome() -> None:
     assert result.detail == "IdempotencyStoreError: no answer"
 
 
-def test_a_store_that_fails_to_release_what_is_used_up_changes_no_outcome() -> None:
+def test_a_failed_release_of_an_exhausted_key_changes_nothing() -> None:
     runner = Runner(max_attempts=1)
     runner.store.release_many(runner.store.claim_many(["q|orders|m1"], 1.0), failed=True)
     runner.broken = {Release}
@@ -541,7 +541,7 @@ def test_each_item_of_a_batch_gets_its_verdict() -> None:
     assert runner.kinds == [ClaimKeys, RunHandler, Release, Complete]
 
 
-def test_an_exception_of_a_batch_names_no_culprit_and_counts_for_none() -> None:
+def test_a_batch_exception_blames_no_item_and_counts_for_none() -> None:
     runner = Runner(refuse, batch=True)
     items = [delivery(tag, message_id=f"m{tag}") for tag in (1, 2)]
     results = runner(*items)

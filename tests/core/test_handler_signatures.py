@@ -57,7 +57,7 @@ def test_what_cannot_be_called_is_none() -> None:
 
 
 @pytest.mark.parametrize("handler", [generator, async_generator, partial(generator), Plain().handle, Generator()])
-def test_a_generator_function_is_none_since_a_call_runs_nothing_of_it(handler: Any) -> None:
+def test_a_generator_function_is_no_handler(handler: Any) -> None:
     with pytest.raises(ConfigurationError, match="handler is a generator function"):
         check_handler(handler)
 
@@ -81,7 +81,7 @@ def test_a_verdict_that_a_plain_handler_returns_is_raised(verdict: object) -> No
     check_answer(verdict, batch=True)  # read elsewhere
 
 
-def test_a_dead_letter_without_a_reason_that_is_returned_is_an_error() -> None:
+def test_returning_dead_letter_without_a_reason_is_an_error() -> None:
     with pytest.raises(TypeError, match="reason"):
         check_answer(DeadLetter, batch=False)
 

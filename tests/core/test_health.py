@@ -70,20 +70,20 @@ def test_what_its_program_has_closed_is_live(signs: PublisherSigns | ConsumerSig
     assert health == Health(True, False, True, WALL_CLOCK - 100, "stopping")
 
 
-def test_a_publisher_that_the_broker_blocks_is_live_and_not_ready() -> None:
+def test_a_blocked_publisher_is_live_and_not_ready() -> None:
     health = judge(replace(PUBLISHER, blocked_reason="low on memory", blocked_at=NOW - 3))
     assert health == Health(True, False, True, WALL_CLOCK - 3, "the broker blocks publishing: low on memory")
     assert judge(replace(PUBLISHER, blocked_reason="low on memory")).since == WALL_CLOCK
 
 
-def test_a_paused_consumer_is_live_and_neither_ready_nor_progressing() -> None:
+def test_a_paused_consumer_is_live_but_not_ready_or_progressing() -> None:
     health = judge(replace(CONSUMER, paused=True, paused_at=NOW - 3))
     assert (health.live, health.ready, health.progressing, health.since) == (True, False, False, WALL_CLOCK - 3)
     assert "kill switch" in health.reason
     assert judge(replace(CONSUMER, paused=True)).since == WALL_CLOCK
 
 
-def test_the_connection_for_retries_counts_while_some_wait_for_it() -> None:
+def test_the_retry_connection_counts_while_retries_wait_for_it() -> None:
     away = replace(PUBLISHER, connected=False, changed_at=NOW - 5, disconnected_reason="refused")
     assert judge(replace(CONSUMER, republisher=away)) == WELL
     waits = judge(replace(CONSUMER, republisher=replace(away, work=2)))

@@ -47,7 +47,7 @@ def step(
     return list(life.advance(now, drained=drained, unacked=unacked))
 
 
-def test_a_consumer_that_has_sent_few_acks_ends_as_soon_as_nothing_runs() -> None:
+def test_a_consumer_with_few_acks_ends_as_soon_as_nothing_runs() -> None:
     life = make()
     life.opened()
     assert life.stop(1.0)
@@ -85,7 +85,7 @@ def test_acks_of_more_than_a_second_ago_are_not_many() -> None:
 
 
 @pytest.mark.parametrize("single_active", [False, True])
-def test_a_handler_that_does_not_end_is_waited_for_as_long_as_the_user_says(single_active: bool) -> None:
+def test_a_stop_waits_for_a_handler_up_to_the_stop_timeout(single_active: bool) -> None:
     life = make(single_active=single_active)
     life.opened()
     life.stop(1.0)
@@ -106,7 +106,7 @@ def test_a_loss_ends_the_wait_for_cancel_ok() -> None:
 
 
 @pytest.mark.parametrize(("drained", "at"), [(True, 2.0), (False, 1.0 + STOP_TIMEOUT)])
-def test_after_a_cancel_the_channel_is_reopened_when_nothing_runs_or_in_time(drained: bool, at: float) -> None:
+def test_a_cancelled_channel_reopens_when_drained_or_in_time(drained: bool, at: float) -> None:
     life = make()
     life.opened()
     assert life.cancelled(1.0)
@@ -131,7 +131,7 @@ def test_another_prefetch_is_another_subscription() -> None:
     assert (life.prefetch, life.steady) == (7, True)
 
 
-def test_another_prefetch_of_the_single_active_consumer_waits_until_nothing_is_unacked() -> None:
+def test_single_active_waits_for_all_acks_to_change_prefetch() -> None:
     life = make(single_active=True)
     life.subscribing(PREFETCH)
     life.opened()
@@ -160,7 +160,7 @@ def test_a_prefetch_that_was_changed_back_reopens_nothing() -> None:
     assert (life.deadline, life.steady) == (None, True)
 
 
-def test_quarantine_is_not_subscribed_to_by_a_consumer_that_stops() -> None:
+def test_a_stopping_consumer_does_not_subscribe_to_quarantine() -> None:
     life = make()
     life.opened()
     life.subscribe_to_quarantine()

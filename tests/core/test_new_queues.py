@@ -45,7 +45,7 @@ def test_a_confirm_is_final_when_the_grace_of_its_queue_is_over() -> None:
     assert final_at(new, "q", 12.0) is None
 
 
-def test_on_the_default_exchange_the_queue_that_the_key_names_counts() -> None:
+def test_on_the_default_exchange_the_key_names_the_queue() -> None:
     new = made(q=10.0)
     assert final_at(new, "other", 10.1) is None
 
@@ -76,7 +76,7 @@ def test_a_queue_is_new_while_it_is_being_made() -> None:
     assert new.new(50.0, GRACE) == ["q"]
 
 
-def test_a_queue_that_two_declare_is_as_new_as_the_second_one_says() -> None:
+def test_a_queue_declared_twice_is_as_new_as_the_second_time() -> None:
     new = made()
     new.begin(["q"])
     new.begin(["q"])
@@ -99,7 +99,7 @@ def test_what_is_older_than_every_grace_is_forgotten() -> None:
     assert new.new(0.0, GRACE) == ["other", "q"]
 
 
-def test_a_queue_is_new_until_the_broker_is_known_to_have_lived_a_grace_later() -> None:
+def test_a_queue_is_new_until_its_broker_outlives_the_grace() -> None:
     new = made(q=10.0)
     assert new.final_at("", "q", 100.0, 11.9, GRACE, copied=False) == 12.0
     assert new.final_at("", "q", 100.0, NEVER, GRACE, copied=False) == 12.0
@@ -107,7 +107,7 @@ def test_a_queue_is_new_until_the_broker_is_known_to_have_lived_a_grace_later() 
     assert new.final_at("", "other", 100.0, NEVER, GRACE, copied=False) is None
 
 
-def test_the_new_queues_are_those_that_are_younger_than_the_grace() -> None:
+def test_new_queues_are_those_younger_than_the_grace() -> None:
     new = made(a=10.0, b=11.5)
     assert new.new(11.9, GRACE) == ["a", "b"]
     assert new.new(12.0, GRACE) == ["b"]

@@ -109,7 +109,7 @@ def test_a_damaged_row_is_refused(changed: dict[str, Any]) -> None:
     assert not caught.value.newer
 
 
-def test_a_row_may_be_in_doubt_by_itself_or_by_what_is_known_of_it() -> None:
+def test_a_row_in_doubt_is_marked_as_a_possible_duplicate() -> None:
     """Either way it is marked as a possible duplicate."""
     assert row_from(1, values(possible_duplicate=1)).possible_duplicate
     assert row_from(1, values(), in_doubt=True).possible_duplicate
@@ -159,7 +159,7 @@ def test_rows_of_a_key_are_ready_one_after_the_other() -> None:
 
 
 @pytest.mark.parametrize("error", [RETURNED, REFUSED, ConfigurationError("routing_key is too long")])
-def test_what_cannot_be_published_is_set_aside_with_the_reason_and_holds_its_key(error: Any) -> None:
+def test_an_unpublishable_row_is_set_aside_and_holds_its_key(error: Any) -> None:
     """What was behind it is released untouched, and what comes later is a matter of the outbox."""
     session = RelaySession()
     session.add([row(1, "a"), row(2, "a"), row(3)])
@@ -222,7 +222,7 @@ class Stored(StoredPublication):
 
 
 @pytest.mark.parametrize(("arrived", "outcome"), [(False, Outcome.REFUSED), (True, Outcome.UNKNOWN)])
-def test_a_publish_ends_when_its_message_is_stored_or_is_known_not_to_be(arrived: bool, outcome: Outcome) -> None:
+def test_a_publish_ends_once_its_message_is_stored_or_fails(arrived: bool, outcome: Outcome) -> None:
     """The receipt says stored; an error says whether the message may be there all the same."""
     stored = Stored(Message(b"", message_id="m"), "", "q", True, 0, 0.0, None)
     assert stored.failure() is None
@@ -239,7 +239,7 @@ def test_a_publish_ends_when_its_message_is_stored_or_is_known_not_to_be(arrived
     assert failed.failure() is error
 
 
-def test_a_session_knows_of_a_key_until_its_rows_have_their_outcomes() -> None:
+def test_a_session_knows_a_key_until_its_rows_are_settled() -> None:
     """A relay looks for rows again when one of their key is done with."""
     session = RelaySession()
     first, second = row(1, "key"), row(2, "key")

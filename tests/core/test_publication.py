@@ -96,7 +96,7 @@ def test_one_that_a_blocked_broker_kept_from_being_sent_says_so(publication: Pub
 
 @pytest.mark.parametrize("outcome", [Outcome.NACKED, Outcome.RETURNED])
 @pytest.mark.parametrize("in_doubt", [True, False])
-def test_a_verdict_on_the_last_attempt_says_nothing_of_one_in_doubt(
+def test_a_last_verdict_leaves_an_earlier_attempt_in_doubt(
     publication: Publication, outcome: Outcome, in_doubt: bool
 ) -> None:
     """Where an earlier attempt was never answered, the error says that the broker may have the message all the same."""

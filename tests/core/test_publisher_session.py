@@ -88,7 +88,7 @@ def test_with_equal_message_ids_the_right_one_is_returned(shell: Shell) -> None:
     assert outcomes([routable, unroutable, third]) == [Outcome.CONFIRMED, Outcome.RETURNED, Outcome.CONFIRMED]
 
 
-def test_a_message_that_goes_out_without_an_id_is_found_by_its_return(shell: Shell) -> None:
+def test_a_message_without_an_id_is_matched_with_its_return(shell: Shell) -> None:
     """Messages that have no message_id on the wire go one at a time, so that their returns, too, mean one only."""
     publications = []
     for body in (b"unroutable", b"routable"):
@@ -116,7 +116,7 @@ def test_a_return_that_fits_nothing_is_counted(shell: Shell) -> None:
     assert shell.session.statistics.stray_returns == 4
 
 
-def test_what_a_lost_connection_left_unsettled_is_published_again_first_and_in_order(shell: Shell) -> None:
+def test_after_a_loss_unsettled_publishes_go_first_and_in_order(shell: Shell) -> None:
     """Exactly what was unsettled goes out again, marked as a possible duplicate, before anything newer."""
     a, b, c = shell.accept("a", "b", "c")
     shell.send()
@@ -154,7 +154,7 @@ def test_a_late_confirm_of_an_old_channel_settles_nothing(shell: Shell) -> None:
     assert shell.session.on_wire == 1
 
 
-def test_a_return_of_a_lost_channel_does_not_count_for_the_next_attempt(shell: Shell) -> None:
+def test_a_return_on_a_lost_channel_does_not_fail_the_retry(shell: Shell) -> None:
     """A publish that was returned on a channel that was lost before the ack, and is routable now, is confirmed."""
     (publication,) = shell.accept("body")
     shell.send()
@@ -179,7 +179,7 @@ def test_a_nacked_publish_is_tried_again_after_its_delay(shell: Shell) -> None:
     assert publication.receipt().attempts == 2
 
 
-def test_a_nacked_publish_whose_time_is_over_before_its_delay_is_not_sent_again(shell: Shell) -> None:
+def test_a_nack_is_not_retried_past_the_publish_deadline(shell: Shell) -> None:
     (publication,) = shell.accept("body", timeout=DELAYS[0] / 2)
     shell.send()
     shell.nack(1)
@@ -273,7 +273,7 @@ def test_those_to_an_exchange_that_is_back_are_confirmed(shell: Shell) -> None:
     assert set(outcomes(publishes)) == {Outcome.CONFIRMED}
 
 
-def test_nothing_newer_is_published_while_a_channel_exception_is_isolated(shell: Shell) -> None:
+def test_no_newer_publish_is_sent_during_isolation(shell: Shell) -> None:
     """Between the groups that narrow down, no other publish gets onto the channel."""
     shell.accept("a", "culprit")
     shell.send()
@@ -336,7 +336,7 @@ def test_a_publish_that_was_given_up_is_a_suspect_too(shell: Shell) -> None:
     assert outcomes([given_up, innocent]) == [Outcome.UNKNOWN, Outcome.CONFIRMED]
 
 
-def test_a_channel_that_closes_over_a_given_up_publish_alone_refuses_nothing(shell: Shell) -> None:
+def test_a_channel_closed_over_an_abandoned_publish_refuses_none(shell: Shell) -> None:
     """What is settled stays as it is, even where it turns out to be the culprit."""
     (given_up,) = shell.accept("given up")
     shell.send()
@@ -346,7 +346,7 @@ def test_a_channel_that_closes_over_a_given_up_publish_alone_refuses_nothing(she
     assert len(shell.take_settled()) == shell.session.freed_count == 1
 
 
-def test_the_next_group_follows_where_the_rest_of_one_was_given_up(shell: Shell) -> None:
+def test_a_group_whose_rest_is_abandoned_yields_to_the_next(shell: Shell) -> None:
     """A group whose unwritten rest is given up does not hold back the groups behind it."""
     _, b, _, _ = shell.accept("a", "b", "c", "d")
     shell.send()
@@ -374,7 +374,7 @@ def test_the_next_group_follows_where_one_cannot_be_encoded(shell: Shell) -> Non
     ("reply", "refused"),
     [(FRAME_ERROR, True), (FORCED, False), (None, False)],
 )
-def test_a_connection_exception_blames_a_publish_where_one_can_provoke_it(
+def test_only_an_error_that_a_publish_can_provoke_blames_one(
     shell: Shell, reply: BrokerReply | None, refused: bool
 ) -> None:
     """A frame error closes the connection over a publish; a shutdown of the broker does not."""
@@ -384,7 +384,7 @@ def test_a_connection_exception_blames_a_publish_where_one_can_provoke_it(
     assert publication.outcome is (Outcome.REFUSED if refused else None)
 
 
-def test_a_crash_of_the_broker_over_a_single_publish_does_not_refuse_it(shell: Shell) -> None:
+def test_a_single_crash_of_the_broker_refuses_no_publish(shell: Shell) -> None:
     """The broker may have taken it before; where it crashes again, the publish is refused, in doubt."""
     crash = BrokerReply(541, "INTERNAL_ERROR")
     (innocent,) = shell.accept("innocent")
@@ -405,7 +405,7 @@ def test_a_crash_of_the_broker_over_a_single_publish_does_not_refuse_it(shell: S
     assert error.may_have_arrived
 
 
-def test_after_its_deadline_a_publish_is_unknown_and_sent_no_more(shell: Shell) -> None:
+def test_an_expired_publish_is_unknown_and_not_sent_again(shell: Shell) -> None:
     """One that was sent may have arrived, one that was not has not; neither is sent again."""
     (sent,) = shell.accept("sent", timeout=5.0)
     shell.send()
@@ -431,7 +431,7 @@ def test_a_publish_that_was_returned_is_known_at_its_deadline(shell: Shell) -> N
     assert len(shell.take_settled()) == shell.session.freed_count == 1
 
 
-def test_a_publish_of_which_every_attempt_was_nacked_is_known_at_its_deadline(shell: Shell) -> None:
+def test_a_publish_nacked_on_every_attempt_expires_as_nacked(shell: Shell) -> None:
     """In its backoff, and while there is no channel after it; an attempt without an answer may have arrived."""
     delayed, ready, unanswered = shell.accept("delayed", "ready", "unanswered", timeout=5.0)
     shell.send()
@@ -453,9 +453,7 @@ def test_a_publish_of_which_every_attempt_was_nacked_is_known_at_its_deadline(sh
 
 
 @pytest.mark.parametrize("end", ["ack", "nack", "lost"])
-def test_a_publish_given_up_on_the_wire_keeps_its_place_until_the_channel_is_done_with_it(
-    shell: Shell, end: str
-) -> None:
+def test_an_abandoned_publish_holds_its_place_while_on_the_wire(shell: Shell, end: str) -> None:
     """Its late confirm is expected and changes nothing; its place, and its id, are free from then on."""
     first, second = shell.accept("first", "second", message_id="same", timeout=5.0)
     shell.send()
@@ -566,7 +564,7 @@ def test_a_new_connection_is_not_blocked(shell: Shell, channel_first: bool) -> N
     assert shell.sent() == ["body"]
 
 
-def test_a_channel_that_settles_nothing_for_the_confirm_timeout_is_in_doubt(shell: Shell) -> None:
+def test_a_channel_silent_for_the_confirm_timeout_is_in_doubt(shell: Shell) -> None:
     """The clock starts when the broker begins to owe, and again with every confirm that settles something."""
     assert not shell.session.channel_in_doubt(1_000.0)
     shell.accept("a", "b", at=1_000.0)
@@ -598,7 +596,7 @@ def test_a_confirm_that_settles_nothing_is_no_progress(shell: Shell) -> None:
     assert shell.session.channel_in_doubt(30.0)
 
 
-def test_the_doubt_says_whether_anything_was_confirmed_on_the_channel(shell: Shell) -> None:
+def test_the_doubt_says_whether_the_channel_ever_confirmed(shell: Shell) -> None:
     """A queue without a leader confirms nothing, on whichever channel."""
     shell.accept("a", "b")
     shell.send()
@@ -609,7 +607,7 @@ def test_the_doubt_says_whether_anything_was_confirmed_on_the_channel(shell: She
     assert "no leader" not in shell.session.doubt
 
 
-def test_a_write_is_of_about_the_size_asked_for_and_of_whole_messages(shell: Shell) -> None:
+def test_a_write_has_whole_messages_of_about_the_size_asked(shell: Shell) -> None:
     """At least one message, however small the limit; a large body goes in frames that the connection takes."""
     large = "x" * 10_000
     shell.accept("a", "b")
@@ -713,7 +711,7 @@ def test_the_time_to_the_confirm_is_measured_from_acceptance(shell: Shell) -> No
     assert statistics.confirm_seconds.total == pytest.approx(0.008)
 
 
-def test_a_message_costs_the_same_among_a_thousand_and_very_many_outstanding(
+def test_a_message_costs_the_same_among_few_and_many_outstanding(
     assert_same_cost: Callable[[Callable[[], float], Callable[[], float]], None],
 ) -> None:
     """From acceptance to its confirm, single in any order or multiple, a message costs the same among very many."""

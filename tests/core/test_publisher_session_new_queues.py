@@ -73,7 +73,7 @@ def test_a_confirm_that_comes_after_the_grace_is_final_at_once(shell: Shell) -> 
     assert shell.session.next_wakeup() is None, "nothing is to be asked"
 
 
-def test_a_confirm_that_comes_late_of_what_was_sent_early_is_not_final(shell: Shell) -> None:
+def test_a_late_confirm_of_an_early_publish_is_not_final(shell: Shell) -> None:
     """It may have waited in our own socket, and the broker is dead."""
     shell.accept("a", at=0.1)
     shell.send(0.1)
@@ -246,7 +246,7 @@ def test_it_stays_where_it_is_while_only_the_channel_is_lost(shell: Shell) -> No
 
 
 @pytest.mark.parametrize("late", ["told", "found out"])
-def test_it_is_published_again_where_the_connection_follows_its_channel(shell: Shell, late: str) -> None:
+def test_a_connection_lost_after_its_channel_means_republishing(shell: Shell, late: str) -> None:
     shell.accept("a", "b")
     shell.send()
     shell.ack(1)
@@ -271,7 +271,7 @@ def test_a_channel_that_the_broker_closes_blames_it_for_nothing(shell: Shell) ->
     assert confirmed(shell) == ["a"]
 
 
-def test_where_a_publish_costs_the_connection_it_comes_again_by_itself(shell: Shell) -> None:
+def test_a_frame_error_isolates_its_culprit_and_repeats_the_rest(shell: Shell) -> None:
     shell.accept("a", "b", "culprit")
     shell.send()
     shell.ack(1)
@@ -288,7 +288,7 @@ def test_where_a_publish_costs_the_connection_it_comes_again_by_itself(shell: Sh
     assert shell.sent() == ["a", "b"]
 
 
-def test_where_a_lone_publish_costs_the_connection_the_others_come_again(shell: Shell) -> None:
+def test_a_lone_culprit_is_refused_and_the_others_are_resent(shell: Shell) -> None:
     shell.accept("a", "culprit")
     shell.send()
     shell.ack(1)
@@ -378,7 +378,7 @@ def test_it_owes_the_broker_nothing(shell: Shell) -> None:
     assert not shell.session.channel_in_doubt(1000.0)
 
 
-def test_a_confirm_of_an_older_channel_or_an_unknown_tag_changes_nothing(shell: Shell) -> None:
+def test_a_stale_or_unknown_confirm_changes_nothing(shell: Shell) -> None:
     shell.accept("a")
     shell.send()
     shell.ack(2)
@@ -396,7 +396,7 @@ def test_with_a_grace_of_0_every_confirm_is_final() -> None:
     assert confirmed(shell) == ["a"]
 
 
-def test_a_message_that_cannot_be_read_again_may_be_in_any_new_queue(shell: Shell) -> None:
+def test_an_unreadable_message_may_be_in_any_new_queue(shell: Shell) -> None:
     """What its headers are is not known."""
     message = Unencodable.after(1, b"a", "id of a")
     shell.session.accept([Publication(message, "", "old", True, 1, 0.0, None)])

@@ -90,7 +90,7 @@ def test_how_often_a_delivery_came_back(table: Any, count: int) -> None:
 
 
 @pytest.mark.parametrize(("count", "moved"), [(0, False), (1, False), (2, True), (99, True)])
-def test_what_has_come_back_twice_is_moved_and_acked_once_that_is_confirmed(count: int, moved: bool) -> None:
+def test_a_message_returned_twice_is_quarantined_then_acked(count: int, moved: bool) -> None:
     session = make(quarantine=True)
     assert bool(deliver(session, [back(count)])) != moved
     if moved:
@@ -103,7 +103,7 @@ def test_what_has_come_back_twice_is_moved_and_acked_once_that_is_confirmed(coun
         assert session.statistics.quarantined == 1
 
 
-def test_a_suspect_waits_on_its_way_to_quarantine_as_long_as_before_its_second_attempt() -> None:
+def test_a_suspect_waits_a_retry_delay_before_quarantine() -> None:
     """Or it would kill a third consumer while the first two are being started again."""
     session = make(quarantine=True, queues=True, retry=RetryPolicy(3, delays=(0.5,)))
     first = suspect(session)
@@ -132,7 +132,7 @@ def test_a_suspect_waits_on_its_way_to_quarantine_as_long_as_before_its_second_a
         (RetryPolicy(1), "orders.quarantine"),
     ],
 )
-def test_it_waits_for_a_second_at_most_and_not_where_retries_do_not(policy: RetryPolicy, queue: str) -> None:
+def test_a_suspect_waits_as_retries_do_but_at_most_a_second(policy: RetryPolicy, queue: str) -> None:
     session = make(quarantine=True, queues=True, retry=policy)
     assert deliver(session, [back(2)]) == []
     for declaration in session.take_declarations():
@@ -140,7 +140,7 @@ def test_it_waits_for_a_second_at_most_and_not_where_retries_do_not(policy: Retr
     assert only_republish(session).routing_key == queue
 
 
-def test_where_its_delay_queue_cannot_be_declared_it_goes_to_quarantine_at_once() -> None:
+def test_without_its_delay_queue_a_suspect_is_moved_at_once() -> None:
     session = make(quarantine=True, queues=True, retry=RetryPolicy(3, delays=(60,)))
     for tag in (1, 2):
         assert deliver(session, [back(2, tag)]) == []
@@ -165,7 +165,7 @@ def test_what_was_requeued_in_good_order_is_suspect_much_later(failed: int, acqu
     assert bool(deliver(make(quarantine=True), [returned(failed, acquired)])) != moved
 
 
-def test_a_process_that_has_seen_the_consumer_timeout_suspects_whatever_came_back_twice() -> None:
+def test_after_a_consumer_timeout_any_two_returns_make_a_suspect() -> None:
     """That is counted as what is requeued is."""
     session = make(quarantine=True, consumer_timeout=10.0)
     deliver(session, [delivery(message_id=None)])
@@ -204,7 +204,7 @@ def test_without_a_quarantine_nothing_is_moved() -> None:
     assert not session.take_subscription()
 
 
-def test_channels_that_this_process_has_lost_and_survived_are_no_reason() -> None:
+def test_returns_by_channels_survived_make_no_suspect() -> None:
     """It lives, so its messages have not killed it."""
     session = make(quarantine=True)
     session.lost(1)
@@ -226,7 +226,7 @@ def test_every_transition_of_the_table_happens() -> None:
     assert CheckedQuarantine.seen == changes(TRANSITIONS)
 
 
-def test_it_is_subscribed_to_a_moment_after_the_queue_once_per_channel() -> None:
+def test_quarantine_is_subscribed_to_later_once_per_channel() -> None:
     session = make(quarantine=True)
     session.tick(10.0)
     assert not session.take_subscription()
@@ -255,7 +255,7 @@ def test_a_session_that_stops_does_not_subscribe() -> None:
 
 
 @pytest.mark.parametrize("end", [SteppedSession.stop, SteppedSession.drain])
-def test_a_session_that_ends_does_not_look_at_the_clock_for_its_sake(end: Callable[[SteppedSession], None]) -> None:
+def test_an_ending_session_drops_the_quarantine_deadline(end: Callable[[SteppedSession], None]) -> None:
     """What runs may take long; a deadline that is over would keep the shell busy until then."""
     session = make(quarantine=True)
     deliver(session, [delivery()])
@@ -278,7 +278,7 @@ def subscribed(**options: Any) -> SteppedSession:
     return session
 
 
-def test_what_comes_from_quarantine_is_handed_out_by_itself_and_acked_at_once() -> None:
+def test_a_quarantined_message_runs_alone_and_is_acked_at_once() -> None:
     """The broker sends the next one only then."""
     session = subscribed()
     republish = moved(session)
@@ -291,7 +291,7 @@ def test_what_comes_from_quarantine_is_handed_out_by_itself_and_acked_at_once() 
     assert session.take_output(0.0) == encode_ack(CHANNEL, 2, multiple=False)
 
 
-def test_nothing_from_there_is_handed_out_while_something_is_moved_there() -> None:
+def test_nothing_leaves_quarantine_while_a_suspect_moves_there() -> None:
     """It may be that: killed before the original is acked, the process would leave two of it."""
     session = subscribed()
     republish = suspect(session)
@@ -314,9 +314,7 @@ def test_a_batch_handler_gets_it_as_a_batch_of_one() -> None:
 
 
 @pytest.mark.parametrize(("times", "attempt", "delay"), [(1, 2, 1.0), (2, 3, 10.0)])
-def test_there_each_return_is_a_failed_attempt_and_the_next_follows_after_the_delay(
-    times: int, attempt: int, delay: float
-) -> None:
+def test_each_return_in_quarantine_is_an_attempt_with_its_delay(times: int, attempt: int, delay: float) -> None:
     """At once, it would kill every consumer in a row."""
     session = subscribed()
     item = isolated(moved(session), 2, returned=times)
@@ -339,7 +337,7 @@ def test_after_the_last_one_it_is_dead_lettered(times: int) -> None:
     assert session.take_output(0.0) == encode_ack(CHANNEL, 2, multiple=False)
 
 
-def test_with_delay_queues_it_waits_there_and_what_is_known_of_it_travels() -> None:
+def test_a_return_in_quarantine_takes_a_delay_queue_and_counts() -> None:
     session = subscribed(queues=True)
     session.delivered([isolated(moved(session), 2, returned=1)], 0.0)
     republish = only_republish(session)
@@ -361,7 +359,7 @@ def test_a_policy_without_delays_has_none_there() -> None:
     assert session.take_isolated() == [item]
 
 
-def test_returns_by_the_loss_of_channels_that_this_process_survived_are_forgiven() -> None:
+def test_returns_by_channels_survived_are_forgiven_in_quarantine() -> None:
     session = subscribed()
     republish = moved(session)
     session.delivered([isolated(republish, 2)], 0.0)
@@ -373,7 +371,7 @@ def test_returns_by_the_loss_of_channels_that_this_process_survived_are_forgiven
     assert item.attempt == 1
 
 
-def test_what_fails_there_waits_elsewhere_and_comes_back_to_quarantine() -> None:
+def test_a_failure_in_quarantine_is_delayed_and_comes_back_there() -> None:
     session = subscribed(queues=True)
     item = isolated(moved(session), 2)
     session.delivered([item], 0.0)
@@ -431,7 +429,7 @@ def test_where_it_is_missing_it_is_declared_again() -> None:
 
 
 @pytest.mark.parametrize("error", [PublishBlocked("alarm"), PublishNacked("full")])
-def test_a_suspect_that_cannot_be_moved_now_is_not_handled_meanwhile(error: Exception) -> None:
+def test_a_suspect_that_cannot_be_moved_is_kept_from_handlers(error: Exception) -> None:
     session = make(quarantine=True)
     republish = suspect(session)
     session.published(republish, error, 0.0)  # type: ignore[arg-type]
@@ -448,7 +446,7 @@ def test_the_queue_of_quarantine() -> None:
         Quarantine.of(Queue("q" * 248))
 
 
-def test_a_suspect_whose_headers_would_not_come_back_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suspect_with_broken_headers_is_not_quarantined(monkeypatch: pytest.MonkeyPatch) -> None:
     session = make(quarantine=True)
     monkeypatch.setattr(session._quarantine, "suspects", lambda _: True)
     item = delivery(redelivered=True, headers=BROKEN_TABLE)

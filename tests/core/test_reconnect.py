@@ -71,7 +71,7 @@ class TestHosts:
         assert subject.lost(CHANNEL_LOSS, 1.0) == 0.0
         assert subject.host == 0
 
-    def test_a_set_up_that_failed_on_a_live_connection_blames_no_host_and_waits(self) -> None:
+    def test_a_set_up_failing_while_connected_waits_and_keeps_host(self) -> None:
         subject = policy(hosts=2)
         assert subject.failed(DOWN, 1.0, connected=True) == 7.0
         assert subject.host == 0
@@ -79,7 +79,7 @@ class TestHosts:
 
 class TestGivingUp:
     @pytest.mark.parametrize("error", [REFUSED, MISMATCH, ConfigurationError("no such file")])
-    def test_what_time_does_not_heal_ends_it_before_anything_was_ready(self, error: ReliableMQError) -> None:
+    def test_a_permanent_error_before_anything_was_ready_gives_up(self, error: ReliableMQError) -> None:
         assert policy().failed(error, 1.0) is None
 
     def test_it_does_not_while_another_host_is_only_unreachable(self) -> None:
@@ -93,7 +93,7 @@ class TestGivingUp:
         subject.lost(CONNECTION_LOSS, 1.0)
         assert subject.failed(REFUSED, 2.0) == 7.0
 
-    def test_a_mismatch_on_a_live_connection_ends_it_whatever_other_hosts_said(self) -> None:
+    def test_a_mismatch_while_connected_gives_up_despite_other_hosts(self) -> None:
         subject = policy(hosts=3)
         assert subject.failed(DOWN, 1.0) == 0.0
         assert subject.failed(MISMATCH, 1.0, connected=True) is None
@@ -142,7 +142,7 @@ class TestWaits:
         assert policy(wait=tenacity.wait_fixed(-1)).failed(DOWN, 1.0) == 0.0
 
     @given(st.randoms(use_true_random=False), st.integers(1, 60))
-    def test_the_default_doubles_up_to_thirty_seconds_with_jitter_of_a_half(self, random: Random, rounds: int) -> None:
+    def test_the_default_doubles_to_30_seconds_with_half_jitter(self, random: Random, rounds: int) -> None:
         subject = policy(wait=None, random=random)
         wait: float | None = None
         for _ in range(rounds):
@@ -161,7 +161,7 @@ class TestBudget:
         ("loss", "burst", "refill"),
         [(CHANNEL_LOSS, CHANNEL_BURST, CHANNEL_REFILL), (CONNECTION_LOSS, CONNECTION_BURST, CONNECTION_REFILL)],
     )
-    def test_few_losses_cost_no_wait_and_many_as_long_as_the_refill_takes(
+    def test_losses_wait_for_the_refill_only_beyond_the_burst(
         self, loss: ConnectionLoss, burst: int, refill: float
     ) -> None:
         subject = policy()
@@ -184,7 +184,7 @@ class TestBudget:
             subject.lost(CONNECTION_LOSS, 1.0)
         assert subject.lost(CHANNEL_LOSS, 1.0) == 0.0
 
-    def test_a_clock_that_went_backwards_costs_no_more_than_standing_still(self) -> None:
+    def test_a_clock_going_backwards_costs_no_more_than_a_still_one(self) -> None:
         subject = policy()
         assert subject.lost(CHANNEL_LOSS, 100.0) == 0.0
         assert subject.lost(CHANNEL_LOSS, 50.0) == 0.0
@@ -256,12 +256,12 @@ def test_what_was_wrong_at_one_decision_is_not_said_of_the_next() -> None:
         ({"stop": tenacity.wait_fixed(1)}, "reconnect_stop must be"),
     ],
 )
-def test_values_that_are_none_are_refused_by_the_name_that_users_know(options: dict[str, object], says: str) -> None:
+def test_invalid_values_are_refused_by_their_public_names(options: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         ReconnectPolicy(**options)  # type: ignore[arg-type]
 
 
-def test_a_question_that_is_not_answered_is_asked_again_after_the_time_to_connect() -> None:
+def test_credentials_are_asked_for_again_after_connect_timeout() -> None:
     calls = CredentialsCalls(10.0)
     assert calls.begin(0.0)
     assert not calls.begin(9.9)
@@ -269,14 +269,14 @@ def test_a_question_that_is_not_answered_is_asked_again_after_the_time_to_connec
     assert calls.unanswered == 2
 
 
-def test_the_time_until_it_is_asked_again_doubles_and_the_number_of_calls_is_bounded() -> None:
+def test_credentials_call_intervals_double_and_calls_are_bounded() -> None:
     calls = CredentialsCalls(10.0)
     begun = [now for now in range(100_000) if calls.begin(float(now))]
     assert [later - earlier for earlier, later in pairwise(begun)] == [10 * 2**n for n in range(MOST_UNANSWERED - 1)]
     assert calls.unanswered == len(begun) == MOST_UNANSWERED
 
 
-def test_a_question_that_was_answered_is_asked_again_at_once_though_an_earlier_call_hangs() -> None:
+def test_an_answered_call_is_repeated_at_once_despite_a_hung_one() -> None:
     calls = CredentialsCalls(10.0)
     assert calls.begin(0.0)
     assert calls.begin(10.0)

@@ -28,7 +28,7 @@ def test_one_failure_is_raised_as_it_is() -> None:
     assert caught.value is error
 
 
-def test_several_failures_are_one_error_that_has_the_first_hundred() -> None:
+def test_many_failures_make_one_error_with_the_first_hundred() -> None:
     error = summary(errors(150), 150)
     assert str(error).startswith("150 messages were not confirmed; one of them: message 0")
     assert error.message_id == "0"

@@ -52,7 +52,7 @@ def test_another_delay_waits_for_its_queue_to_be_declared_once() -> None:
     assert len(out.take()) == 1, "it is known now"
 
 
-def test_a_queue_that_may_not_be_declared_is_asked_for_once_a_channel() -> None:
+def test_a_refused_declaration_is_tried_once_per_channel() -> None:
     out = opened(10)
     assert out.delay(delivery(), 70)
     [queue] = out.take_declarations()
@@ -76,7 +76,7 @@ def test_a_queue_that_is_missing_is_declared_again() -> None:
     assert out.take() == [republish]
 
 
-def test_a_dead_letter_queue_that_is_missing_is_nobodys_to_declare() -> None:
+def test_a_missing_dead_letter_queue_is_never_declared() -> None:
     out = opened(10)
     assert out.dead_letter(delivery(source=ChannelGeneration(1, 1, "orders")), "why")
     [republish] = out.take()

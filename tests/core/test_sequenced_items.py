@@ -91,7 +91,7 @@ TestLedger = LedgerMachine.TestCase
 TestLedger.settings = machine(50, steps=40)
 
 
-def test_numbers_start_at_one_and_go_on_after_everything_was_settled() -> None:
+def test_numbers_start_at_one_and_are_never_given_out_twice() -> None:
     """Numbers start at 1 and are never given out twice, also after everything was settled."""
     ledger: SequencedItems[str] = SequencedItems()
     ledger.extend("abc")

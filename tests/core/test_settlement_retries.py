@@ -24,7 +24,7 @@ from tests.core.deliveries import delivery
 from tests.core.test_handler import HOUR, Runner, only, refuse
 
 
-def test_a_release_that_was_not_answered_is_told_again_before_the_next_attempt() -> None:
+def test_an_unanswered_release_is_repeated_before_the_attempt() -> None:
     runner = Runner(refuse)
     runner.broken = {Release}
     assert isinstance(only(runner(delivery())), Failed)
@@ -36,7 +36,7 @@ def test_a_release_that_was_not_answered_is_told_again_before_the_next_attempt()
     assert not runner.claiming or not runner.claiming.retries
 
 
-def test_a_handler_that_has_returned_is_not_called_for_another_delivery_of_the_same_message() -> None:
+def test_a_handler_that_returned_is_not_called_for_a_redelivery() -> None:
     """The channel was lost with the answer: the broker delivers the message again."""
     calls: list[object] = []
     runner = Runner(calls.append)
@@ -62,7 +62,7 @@ def test_what_is_owed_of_a_key_holds_up_this_key_alone(raises: bool) -> None:
     assert runner(held, other) == [Skipped(held, SkipReason.STORE_FAILED, said), other]
 
 
-def test_a_store_that_answers_to_other_keys_is_told_of_those_that_do_not_come_again() -> None:
+def test_a_recovered_store_is_told_of_keys_that_do_not_return() -> None:
     """They may come to another consumer."""
     runner = Runner(lambda item: refuse(item) if item.message_id == "m1" else None)
     runner.broken = {Release, Complete}
@@ -124,7 +124,7 @@ class Unreliable(Runner):
     st.lists(st.tuples(st.sampled_from(["m1", "m2", "m3"]), st.booleans())),
     st.lists(st.sampled_from(["none", "question lost", "answer lost"])),
 )
-def test_whatever_is_lost_no_effect_is_doubled_and_no_key_stays_claimed(
+def test_faults_double_no_effect_and_leave_no_key_claimed(
     batch: bool, deliveries: list[tuple[str, bool]], faults: list[str]
 ) -> None:
     effects: list[str] = []

@@ -387,7 +387,7 @@ def test_the_prefetch_grows_as_sizes_become_known() -> None:
     assert session.wants_pause
 
 
-def test_the_prefetch_shrinks_the_more_often_a_delivery_came_back() -> None:
+def test_the_prefetch_shrinks_with_the_returns_of_a_delivery() -> None:
     """A queue may drop it after so many."""
     bench = Bench(max_outstanding=2000)
     bench.begin()

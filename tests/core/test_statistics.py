@@ -93,7 +93,7 @@ def test_metrics_are_in_the_metadata_of_their_fields() -> None:
     assert MetricOfField.of({}) is None
 
 
-def test_the_latest_traced_observation_of_a_bucket_is_its_exemplar() -> None:
+def test_a_bucket_exemplar_is_its_latest_traced_observation() -> None:
     first, second = Histogram((1.0, 2.0)), Histogram((1.0, 2.0))
     first.exemplify(0.5, {"trace_id": "a"}, 10.0)
     first.exemplify(5.0, {"trace_id": "b"}, 11.0)

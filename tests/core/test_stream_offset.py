@@ -31,14 +31,14 @@ def test_what_is_not_settled_is_where_the_next_channel_begins() -> None:
     assert position.following == 11
 
 
-def test_where_all_is_settled_the_next_channel_begins_behind_the_last() -> None:
+def test_with_all_settled_the_next_channel_begins_past_the_last() -> None:
     position = StreamOffset()
     position.delivered(at(10, 11, 15), 1)
     position.lost(4)
     assert position.following == 16
 
 
-def test_what_comes_next_on_the_channel_is_behind_the_last_that_came() -> None:
+def test_the_upcoming_offset_follows_the_last_delivery() -> None:
     position = StreamOffset()
     position.delivered(at(10, 11), 1)
     assert position.upcoming == 12
@@ -53,7 +53,7 @@ def test_a_channel_without_deliveries_moves_nothing() -> None:
     assert position.following == 11
 
 
-def test_a_delivery_whose_headers_are_broken_is_taken_for_the_next_and_keeps_no_flaw() -> None:
+def test_a_delivery_with_broken_headers_gets_the_next_offset() -> None:
     """Its real offset is not smaller, so at worst it comes again."""
     position = StreamOffset()
     unreadable = broken()
@@ -72,7 +72,7 @@ def test_what_comes_again_is_marked_as_redelivered() -> None:
     assert [item.redelivered for item in again] == [True, True, False]
 
 
-def test_a_delivery_whose_offset_is_not_known_at_all_says_nothing() -> None:
+def test_a_delivery_without_a_known_offset_moves_nothing() -> None:
     position = StreamOffset()
     position.delivered([broken()], 1)
     position.lost(1)

@@ -137,7 +137,7 @@ def test_bounds_must_be_whole_numbers_of_at_least_one(name: str, value: object) 
         untyped(*bounds.values())
 
 
-def test_a_full_window_admits_nothing_until_something_is_released() -> None:
+def test_a_full_window_admits_nothing_until_a_release() -> None:
     """The publish beyond the last place has to wait for one that is released."""
     window = PublishWindow(2, 1_000)
     assert [admit(window, 10) for _ in range(3)] == [True, True, False]
@@ -174,7 +174,7 @@ def test_a_cleared_window_has_every_place_free() -> None:
 
 
 @pytest.mark.parametrize(("on_wire", "worth_it"), [(8, False), (5, False), (4, True), (0, True)])
-def test_waiting_callers_are_woken_when_the_channel_owes_half_a_window(on_wire: int, worth_it: bool) -> None:
+def test_waiting_callers_wake_at_half_a_window_on_the_wire(on_wire: int, worth_it: bool) -> None:
     """Not for every place; and an idle channel always wakes them, else a publisher would stand still."""
     assert PublishWindow(8, 80).worth_waking(on_wire) is worth_it
 
@@ -215,7 +215,7 @@ def test_one_that_gives_up_waiting_is_not_let_in() -> None:
     assert gate.leave([first]) == [third]
 
 
-def test_the_gate_costs_the_same_with_a_thousand_and_a_hundred_thousand_inside(
+def test_the_gate_costs_the_same_with_few_and_many_inside(
     assert_same_cost: Callable[[Callable[[], float], Callable[[], float]], None],
 ) -> None:
     """Entering and leaving cost the same however many are inside, and however many wait for one id."""

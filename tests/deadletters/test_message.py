@@ -73,7 +73,7 @@ def death(queue: str, reason: str, when: datetime, keys: list[str] | None = None
     return {"queue": queue, "reason": reason, "time": when, "exchange": "e", "routing-keys": routing, "count": 9}
 
 
-def test_of_a_message_that_rabbitmq_dead_lettered_its_account_is_read() -> None:
+def test_the_death_headers_of_rabbitmq_give_origin_and_reason() -> None:
     """The first death says where it came from, the last one when and why it came here."""
     message = with_headers(
         {
@@ -90,7 +90,7 @@ def test_of_a_message_that_rabbitmq_dead_lettered_its_account_is_read() -> None:
     assert with_headers({"x-first-death-reason": "expired"}).reason == "expired"
 
 
-def test_headers_of_ours_win_over_those_of_the_broker_and_newer_ones_are_not_read() -> None:
+def test_our_headers_beat_the_brokers_unless_of_a_newer_format() -> None:
     table = {headers.ORIGINAL_QUEUE: "ours", "x-death": [death("theirs", "expired", AT)]}
     assert with_headers({headers.FORMAT: 1, **table}).origin == Origin("ours")
     newer = with_headers({headers.FORMAT: 2, **table})
@@ -178,7 +178,7 @@ def test_what_is_replayed_is_the_original_without_what_counts() -> None:
     assert replayed.body == b"body"
 
 
-def test_what_rabbitmq_would_act_on_again_goes_into_headers_of_ours() -> None:
+def test_replay_moves_what_rabbitmq_acts_on_into_our_headers() -> None:
     table = encode_table({"CC": ["other"], "BCC": ["third"], "a": 1})
     raw = join_properties({"headers": table, "expiration": b"\x045000", "user_id": b"\3bob", "message_id": b"\1m"})
     message = dead(raw).replayed()
@@ -239,7 +239,7 @@ _CONTEXT = f"00-{'c' * 32}-{'d' * 16}-01"
         ({}, ""),
     ],
 )
-def test_its_trace_is_that_of_the_message_or_else_of_the_last_attempt(table: dict[str, object], trace_id: str) -> None:
+def test_a_trace_id_comes_from_the_message_or_its_last_attempt(table: dict[str, object], trace_id: str) -> None:
     message = with_headers(table)
     assert message.trace_id == trace_id
     assert dict(message.replayed().headers) == table

@@ -45,7 +45,7 @@ def test_a_purge_counts_up_to_its_limit() -> None:
 
 
 @pytest.mark.parametrize("limit", [-1, 0, True, 1.5])
-def test_a_limit_that_is_no_positive_whole_number_deletes_nothing(limit: Any) -> None:
+def test_an_invalid_purge_limit_deletes_nothing(limit: Any) -> None:
     broker = MemoryBroker()
     broker.add(QUEUE, *map(letter, range(500)))
     with opened(broker) as dead, pytest.raises(ConfigurationError, match="limit must be a whole number"):
@@ -54,7 +54,7 @@ def test_a_limit_that_is_no_positive_whole_number_deletes_nothing(limit: Any) ->
 
 
 @pytest.mark.parametrize("as_published", [False, True])
-def test_a_letter_whose_origin_is_its_own_queue_is_not_replayed_for_ever(as_published: bool) -> None:
+def test_a_replay_never_sends_a_letter_back_into_its_own_queue(as_published: bool) -> None:
     broker = MemoryBroker()
     table = {
         headers.ORIGINAL_QUEUE: QUEUE,

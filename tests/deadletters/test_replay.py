@@ -100,7 +100,7 @@ def test_a_limit_counts_what_would_fail_in_a_dry_run() -> None:
     assert (report.replayed, report.failed) == (0, 10)
 
 
-def test_what_has_failed_before_the_channel_was_lost_is_not_tried_again() -> None:
+def test_a_failed_replay_is_not_tried_again_after_channel_loss() -> None:
     """Otherwise a limit would count it twice, and end the run before its time."""
     channel, publisher = FakeChannel(1000, lost_at=200), FakePublisher(refuses="0123456789")
     report = replay(channel, publisher, 300, Target("", "nowhere"))
@@ -108,7 +108,7 @@ def test_what_has_failed_before_the_channel_was_lost_is_not_tried_again() -> Non
     assert len({message.message_id for message, _ in report.failures}) == 300
 
 
-def test_a_dry_run_counts_each_dead_letter_once_after_the_channel_was_lost() -> None:
+def test_a_dry_run_counts_each_letter_once_after_channel_loss() -> None:
     report = replay(FakeChannel(1000, lost_at=200), None, 300, Target("", "orders"))
     assert (report.replayed, report.failed) == (300, 0)
 

@@ -125,9 +125,7 @@ def test_what_is_wrong_is_refused_by_name(given: dict[str, Any], says: str) -> N
         ({"max_body_bytes": 1000, "ack_mode": "automatic"}, LARGEST_BODY),
     ],
 )
-def test_a_body_far_above_the_limit_is_not_taken_in_unless_only_we_can_dead_letter_it(
-    given: dict[str, Any], largest: int
-) -> None:
+def test_a_huge_body_is_read_only_if_we_alone_can_dead_letter_it(given: dict[str, Any], largest: int) -> None:
     assert options(**given).largest_body == largest
 
 
@@ -139,7 +137,7 @@ def test_a_body_far_above_the_limit_is_not_taken_in_unless_only_we_can_dead_lett
         (datetime(2026, 1, 1, 2, tzinfo=timezone(timedelta(hours=2))), datetime(2026, 1, 1, tzinfo=UTC)),
     ],
 )
-def test_an_offset_goes_into_the_arguments_until_a_position_is_known(offset: Any, argument: object) -> None:
+def test_a_known_position_replaces_the_stream_offset_argument(offset: Any, argument: object) -> None:
     made = options(EVENTS, offset=offset, consumer_arguments={"x-priority": 1})
     assert made.consume("tag", None).arguments == {"x-priority": 1, "x-stream-offset": argument}
     assert made.consume("tag", 77).arguments == {"x-priority": 1, "x-stream-offset": 77}
@@ -234,7 +232,7 @@ def test_what_is_pulled_is_acked_at_once() -> None:
     assert session.poll(0.0).data
 
 
-def test_what_is_handled_is_acked_at_once_where_no_handler_runs_and_together_where_one_does() -> None:
+def test_acks_are_batched_while_a_handler_runs_and_sent_at_rest() -> None:
     session = options(ack_interval=60).new_session()
     session.opened(1, 1)
     items = [delivery(1), delivery(2), delivery(3)]
@@ -282,7 +280,7 @@ SHORT = Queue("orders", arguments={"x-consumer-timeout": 60_000})
         ({"queue": "orders", "consumer_arguments": {"x-consumer-timeout": 30_000}, "consumer_timeout": None}, 30.0),
     ],
 )
-def test_the_consumer_timeout_is_what_the_queue_says_or_else_the_brokers(given: Any, timeout: float | None) -> None:
+def test_the_queues_consumer_timeout_wins_over_the_brokers(given: Any, timeout: float | None) -> None:
     assert options(**given).consumer_timeout == timeout
 
 

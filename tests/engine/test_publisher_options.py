@@ -58,7 +58,7 @@ def test_a_wrong_argument_is_named(name: str, value: object) -> None:
         ("backend", RetryPolicy(3, backend="broker")),
     ],
 )
-def test_what_is_for_consumers_in_a_retry_policy_is_refused_by_its_name(name: str, policy: RetryPolicy) -> None:
+def test_consumer_only_retry_settings_are_refused_by_name(name: str, policy: RetryPolicy) -> None:
     with pytest.raises(ConfigurationError, match=f"retry has {name}, which is for consumers"):
         options(retry=policy)
     assert options(retry=RetryPolicy(3, backend="queues"))

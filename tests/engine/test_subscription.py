@@ -64,7 +64,7 @@ class FakeSubscription(BaseSubscription):
     _event_type = threading.Event
 
 
-def test_what_is_handled_at_the_last_moment_is_acked_though_the_kill_switch_trips(
+def test_a_delivery_handled_as_the_kill_switch_trips_is_acked(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The pause wants deliveries recalled before anything else is done; acks and log lines come after that."""

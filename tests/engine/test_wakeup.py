@@ -20,7 +20,7 @@ class Timer:
         self.cancelled = True
 
 
-def test_it_rings_at_the_earliest_time_it_was_set_to_and_can_be_set_again() -> None:
+def test_a_wakeup_fires_at_its_earliest_time_and_can_be_reset() -> None:
     rung: list[str] = []
     timers: list[Timer] = []
 

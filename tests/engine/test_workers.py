@@ -119,7 +119,7 @@ def store(request: pytest.FixtureRequest) -> MemoryStore | None:
     return MemoryStore() if request.param else None
 
 
-def test_each_delivery_is_handled_once_and_in_order_by_one_worker(store: MemoryStore | None) -> None:
+def test_one_worker_handles_each_delivery_once_and_in_order(store: MemoryStore | None) -> None:
     seen: list[Delivery] = []
     work = items(100)
     with running(seen.append, store=store) as (workers, sink):
@@ -137,7 +137,7 @@ def test_several_workers_share_the_work(store: MemoryStore | None) -> None:
         assert failures(sink.results) == []
 
 
-def test_a_verdict_that_a_handler_returns_counts_as_one_that_it_raises(store: MemoryStore | None) -> None:
+def test_a_returned_verdict_counts_like_a_raised_one(store: MemoryStore | None) -> None:
     answers = iter([DeadLetter("no"), RetryLater(7), RetryLater])
     with running(lambda _: next(answers), store=store) as (workers, sink):
         workers.put(items(3))
@@ -157,9 +157,7 @@ def test_what_else_a_handler_returns_is_ignored(store: MemoryStore | None) -> No
 @pytest.mark.parametrize(
     "error", [ValueError("no"), SystemExit(3), KeyboardInterrupt(), GeneratorExit(), StopIteration()]
 )
-def test_whatever_a_handler_raises_is_its_own_failure_and_ends_no_worker(
-    error: BaseException, store: MemoryStore | None
-) -> None:
+def test_any_exception_fails_its_delivery_and_ends_no_worker(error: BaseException, store: MemoryStore | None) -> None:
     def handle(item: Delivery) -> None:
         if item.delivery_tag == 1:
             raise error
@@ -217,7 +215,7 @@ def test_a_batch_handler_may_do_as_it_likes_with_its_list(
 
 
 @pytest.mark.parametrize("touch", [lambda batch: batch.reverse(), lambda batch: batch.insert(4, "mine")])
-def test_a_verdict_is_that_of_its_delivery_wherever_the_handler_has_put_it(
+def test_verdicts_match_their_deliveries_in_a_changed_batch_list(
     touch: Callable[[Any], None], store: MemoryStore | None
 ) -> None:
     def handle(batch: list[Any]) -> list[object]:
@@ -232,7 +230,7 @@ def test_a_verdict_is_that_of_its_delivery_wherever_the_handler_has_put_it(
     assert failed == {2: "bad"}
 
 
-def test_verdicts_on_deliveries_that_were_taken_out_of_the_list_are_asked_for_again(store: MemoryStore | None) -> None:
+def test_verdicts_on_popped_deliveries_are_asked_for_one_by_one(store: MemoryStore | None) -> None:
     """One by one: in which order a handler has taken them out is not known."""
 
     def handle(batch: list[Delivery]) -> list[object]:
@@ -247,7 +245,7 @@ def test_verdicts_on_deliveries_that_were_taken_out_of_the_list_are_asked_for_ag
 
 @pytest.mark.parametrize("error", [NotYet(), DeadLetter(Textless()), Textless()])  # type: ignore[arg-type]
 @pytest.mark.parametrize("how", ["raised", "returned for an item"])
-def test_an_exception_that_cannot_be_described_is_a_failure_as_any_other(
+def test_an_undescribable_exception_is_an_ordinary_failure(
     error: Exception, how: str, store: MemoryStore | None
 ) -> None:
     def handle(batch: list[Delivery]) -> list[object] | None:
@@ -289,7 +287,7 @@ class Interrupting(Sink):
             raise SystemExit(3)
 
 
-def test_a_worker_that_is_ended_all_the_same_is_replaced_and_that_is_logged(
+def test_a_worker_that_is_ended_is_replaced_and_logged(
     store: MemoryStore | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     work = items(5)
@@ -323,7 +321,7 @@ def test_what_a_worker_that_is_ended_held_has_failed(
     assert "2 deliveries that it held have failed" in caplog.text
 
 
-def test_a_worker_whose_recovery_is_interrupted_goes_on_on_another_thread(
+def test_a_worker_interrupted_in_recovery_gets_another_thread(
     store: MemoryStore | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = iter([SystemExit(4)])
@@ -348,7 +346,7 @@ def test_a_worker_whose_recovery_is_interrupted_goes_on_on_another_thread(
 
 
 @pytest.mark.parametrize("answer", [[Ack], "ok", 5, [Ack] * 3])
-def test_an_answer_that_is_no_list_of_verdicts_fails_the_whole_batch(answer: object, store: MemoryStore | None) -> None:
+def test_an_answer_that_is_no_verdict_list_fails_the_whole_batch(answer: object, store: MemoryStore | None) -> None:
     with running(lambda _: answer, batch=True, store=store) as (workers, sink):
         workers.put([items(2)])
         results = sink.wait_for(2)
@@ -396,7 +394,7 @@ def test_workers_that_stop_finish_what_waits() -> None:
         assert len(sink.results) == 50
 
 
-def test_a_handler_that_does_not_return_is_not_waited_for_longer_than_told() -> None:
+def test_stop_waits_for_a_hanging_handler_only_for_its_timeout() -> None:
     gate = Gate()
     with running(gate) as (workers, _):
         workers.put(items(1))
@@ -490,7 +488,7 @@ def test_what_waits_behind_a_slow_handler_is_not_claimed(monkeypatch: pytest.Mon
     )
 
 
-def test_what_was_claimed_together_is_requeued_when_all_is_recalled() -> None:
+def test_a_recall_requeues_deliveries_claimed_but_not_begun() -> None:
     """A delivery of a lost channel does not reach a handler because a worker already held it."""
     store = Watched()
     gate = Gate()
@@ -522,7 +520,7 @@ def test_a_duplicate_and_a_key_held_elsewhere_reach_no_handler() -> None:
     assert [item.message_id for item in seen] == ["m3"]
 
 
-def test_a_store_that_ends_its_thread_costs_the_attempt_and_no_worker(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_exits_its_thread_costs_an_attempt_only(caplog: pytest.LogCaptureFixture) -> None:
     class Leaving(MemoryStore):
         def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
             if keys == ["q|orders|m1"]:

@@ -55,7 +55,7 @@ def test_every_count_has_its_metric() -> None:
     assert scrape(STATUS) == COUNTERS | GAUGES
 
 
-def test_while_the_outbox_cannot_say_what_is_in_it_there_are_counters_alone() -> None:
+def test_an_unreadable_outbox_exports_counters_without_gauges() -> None:
     """A gauge that is made up would hide it."""
     assert scrape(None) == COUNTERS
 
@@ -96,9 +96,7 @@ class Moody(SQLiteOutbox):
         return super().status()
 
 
-def test_a_relay_counts_now_and_then_and_says_nothing_that_it_does_not_know(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relay_reports_counts_only_while_the_outbox_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits is told with its age; where the outbox fails, that is counted, and relaying goes on."""
     monkeypatch.setattr(relay_module, "_COUNT_EVERY", 0.01)
     monkeypatch.setattr(relay_module, "_COUNT_SHARE", 0)

@@ -124,7 +124,7 @@ class RowLeasesContract:
         table.age(31)
         assert len(take(other)) == 1
 
-    def test_a_relay_renews_what_it_has_and_not_what_another_took_over(self, table: TableOutbox) -> None:
+    def test_a_relay_renews_its_own_rows_but_not_taken_over_ones(self, table: TableOutbox) -> None:
         """A lease that ended is not renewed by who had it, nor does that take anything from the new holder."""
         store(table.outbox, "a", "b")
         slow, quick = table.outbox.claims(), table.outbox.claims()
@@ -191,7 +191,7 @@ class RowLeasesContract:
         table.outbox.write([], [RowSettlement(rows[1], RowOutcome.CONFIRMED)])
         assert [row.message.body for row in take(other)] == [b"2"]
 
-    def test_rows_of_a_relay_that_ends_are_free_and_possible_duplicates(self, table: TableOutbox) -> None:
+    def test_a_relay_that_ends_frees_rows_as_possible_duplicates(self, table: TableOutbox) -> None:
         """Nobody waits for the lease of a relay that ended in good order; what another has stays with it."""
         store(table.outbox, "a", "b")
         ending, other = table.outbox.claims(), table.outbox.claims()
@@ -200,7 +200,7 @@ class RowLeasesContract:
         ending.close()
         assert [(row.message.body, row.possible_duplicate) for row in take(other)] == [(b"a", True)]
 
-    def test_a_row_that_cannot_be_taken_holds_those_behind_it_and_not_those_before_it(self, table: TableOutbox) -> None:
+    def test_an_untakable_row_holds_later_rows_of_its_key_only(self, table: TableOutbox) -> None:
         """In the middle of what a relay takes of a key, as one of a newer format may be."""
         store(table.outbox, "0", "1", "2", key="key")
         newer = update(table.outbox.table).where(table.outbox.table.c.body == b"1").values(format=FORMAT + 1)
@@ -242,9 +242,7 @@ class RowLeasesContract:
         assert [one.outcome for one in taken.damaged] == [RowOutcome.SET_ASIDE]
 
     @pytest.mark.parametrize("outcome", [RowOutcome.BACK, RowOutcome.LATER, RowOutcome.SET_ASIDE])
-    def test_a_late_outcome_changes_no_row_that_another_relay_took_over(
-        self, table: TableOutbox, outcome: RowOutcome
-    ) -> None:
+    def test_a_late_outcome_changes_no_row_of_another_relay(self, table: TableOutbox, outcome: RowOutcome) -> None:
         """A relay that was stopped for longer than its lease does not know that its rows are another's by now."""
         store(table.outbox, "a", "b", key="key")
         slow, quick, third = table.outbox.claims(), table.outbox.claims(), table.outbox.claims()

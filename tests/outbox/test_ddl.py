@@ -11,7 +11,7 @@ from reliable_mq.outbox import SQLAlchemyOutbox
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "outbox.md"
 
 
-def test_the_statements_in_the_documentation_are_those_of_the_code() -> None:
+def test_the_documented_sql_statements_match_the_code() -> None:
     """Whoever makes the table by a migration may take them from there."""
     engine = create_engine("postgresql+psycopg://nobody@nowhere/nothing")
     statements = PAGE.read_text().partition("```sql\n")[2].partition("```")[0]

@@ -104,7 +104,7 @@ def test_a_text_that_cannot_be_encoded_is_refused_when_added(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["message_id", "exchange", "routing_key"])
-def test_a_text_that_cannot_be_encoded_is_refused_by_a_file_alone(tmp_path: Path, name: str) -> None:
+def test_an_unencodable_text_is_refused_without_failing_others(tmp_path: Path, name: str) -> None:
     """It would fail the transaction, and with it the messages of others."""
     texts = {"message_id": "m", "exchange": "", "routing_key": "q", name: "\udcff"}
     message = Message(b"", message_id=texts.pop("message_id"))
@@ -164,7 +164,7 @@ def test_one_process_at_a_time_relays_a_file(tmp_path: Path) -> None:
     second.close()
 
 
-def test_a_forked_child_is_refused_while_the_parent_writes_and_counts(tmp_path: Path) -> None:
+def test_a_forked_child_is_refused_at_once_despite_held_locks(tmp_path: Path) -> None:
     """It does not wait for locks that threads of the parent held at the fork."""
     outbox = SQLiteOutbox(tmp_path / "outbox")
     outbox.open()

@@ -95,7 +95,7 @@ class Silent(FirstIsReturned):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("timeout", [0.5, 0.0])
-def test_what_waits_for_its_turn_when_a_relay_stops_goes_back_untouched(outbox: Outbox, timeout: float) -> None:
+def test_a_stopping_relay_releases_waiting_rows_untouched(outbox: Outbox, timeout: float) -> None:
     """It was not published: only outstanding rows may be duplicates for the next relay, however short its end is."""
     outbox.write(rows("a", "b"), [])
     publisher = Silent(outbox)
@@ -140,7 +140,7 @@ class Slow:
         wake()
 
 
-def test_no_more_bytes_are_outstanding_than_the_publisher_has_room_for(outbox: Outbox) -> None:
+def test_a_relay_keeps_no_more_bytes_outstanding_than_fit(outbox: Outbox) -> None:
     """A relay that waited for room could not renew its claims; a message that is larger goes by itself."""
     sizes = [100, 100, 100, 1000, 100, 100, 100, 100]
     outbox.write(

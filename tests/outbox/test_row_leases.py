@@ -29,9 +29,7 @@ class TestRowLeases(RowLeasesContract):
     pass
 
 
-def test_what_a_relay_had_before_the_machine_was_booted_is_free_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_claims_from_before_a_reboot_are_free_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leases are by the time since the boot, which begins anew; no delay is longer for that."""
 
     def booted(name: str, uptime: float) -> None:

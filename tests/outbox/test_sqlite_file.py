@@ -101,7 +101,7 @@ def test_a_decision_reads_no_more_where_more_rows_wait(outbox: SQLiteOutbox) -> 
     assert outbox.status().set_aside == 0
 
 
-def test_what_holds_others_counts_for_its_key_and_from_its_place_on(outbox: SQLiteOutbox) -> None:
+def test_a_blocking_row_holds_only_later_rows_of_its_key(outbox: SQLiteOutbox) -> None:
     """Rows before it, of other keys and without one are not held."""
     store(outbox, 9, "a", "b", None)
     with sqlite3.connect(outbox.path) as connection:
@@ -192,7 +192,7 @@ def test_a_file_that_is_put_back_is_good_again(outbox: SQLiteOutbox, tmp_path: P
     assert outbox.status().rows == 2
 
 
-def test_a_file_that_is_deleted_during_a_commit_may_hold_the_message(
+def test_a_file_deleted_during_a_commit_may_hold_the_message(
     outbox: SQLiteOutbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The relay has it open, and may have published it: the error says so."""
@@ -247,9 +247,7 @@ def test_a_reserve_that_finds_no_room_is_said_to_be_missing(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(("file", "what"), [("reserve", "storing 1 messages failed"), ("relay", "opening failed")])
-def test_a_file_beside_it_that_cannot_be_opened_is_an_error_of_the_outbox(
-    outbox: SQLiteOutbox, file: str, what: str
-) -> None:
+def test_a_sidecar_file_that_cannot_open_is_an_outbox_error(outbox: SQLiteOutbox, file: str, what: str) -> None:
     """As one of another user; and nothing was stored, so that the message may be stored elsewhere."""
     outbox.open()
     path = Path(f"{outbox.path}-{file}")
@@ -344,7 +342,7 @@ def fail_reading(claims: RowLeases, statement: str, nth: int = 1) -> None:
     connection.set_trace_callback(trace)
 
 
-def test_rows_that_waited_for_their_key_are_taken_after_a_read_error(outbox: SQLiteOutbox) -> None:
+def test_rows_waiting_for_their_key_are_taken_after_a_read_error(outbox: SQLiteOutbox) -> None:
     """In their order, and none is passed over for good."""
     store(outbox, 250, "key")
     claims = outbox.claims()

@@ -56,7 +56,7 @@ def outbox(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Failing]:
     made.close()
 
 
-def test_a_fate_that_could_not_be_carried_out_is_tried_again_until_it_is(outbox: Failing) -> None:
+def test_a_settlement_that_failed_is_retried_until_written(outbox: Failing) -> None:
     """A row that stays would be published for a second time."""
     told = Told(outbox)
     told.writer.settle([DONE])
@@ -91,7 +91,7 @@ class Broken(Failing):
             raise ZeroDivisionError("a fault of the outbox")
 
 
-def test_an_exception_of_a_callback_ends_neither_the_writer_nor_what_it_has_to_tell(tmp_path: Any) -> None:
+def test_a_callback_exception_ends_neither_writer_nor_reports(tmp_path: Any) -> None:
     """Later messages are stored; no message is reported twice or wrongly."""
     outbox = Failing(tmp_path / "outbox", failures=0)
     told: Queue[tuple[str, object]] = Queue()
@@ -124,9 +124,7 @@ def test_an_exception_of_a_callback_ends_neither_the_writer_nor_what_it_has_to_t
     outbox.close()
 
 
-def test_a_fault_of_an_outbox_leaves_it_open_whether_messages_are_stored(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_outbox_fault_leaves_it_unknown_what_was_stored(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """How far it got is not known; outcomes are written later."""
     monkeypatch.setattr(relay, "_RETRY_AFTER", 0.01)
     outbox = Broken(tmp_path / "outbox", failures=2)

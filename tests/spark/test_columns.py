@@ -158,7 +158,7 @@ def test_broken_properties_cost_their_columns_and_not_the_row(properties: bytes)
     assert batch[0]["headers"] is None
 
 
-def test_broken_properties_in_a_stage_cost_their_columns_and_not_the_row() -> None:
+def test_broken_properties_in_a_stage_cost_columns_not_the_row() -> None:
     """They are those of someone else's message, beside a marker of ours."""
     broken = b"\x20\x00\x00\x00\x00\xff\x0fx-stream-offsetl"
     batch = record_batch([delivery(b"1", broken), delivery(b"", marker(bytes(8)))], "q", ("body", "offset"))

@@ -25,7 +25,7 @@ def made(
 
 
 @given(rows=ROWS, seed=st.integers())
-def test_an_attempt_that_sees_its_rows_in_another_order_makes_the_same_ids(
+def test_row_order_does_not_change_the_ids_of_an_attempt(
     rows: list[tuple[bytes, tuple[object, ...]]], seed: int
 ) -> None:
     """For each row, and as many different ones for equal rows as there are of them."""

@@ -57,7 +57,7 @@ def samples(path: Path) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_a_process_writes_its_metrics_into_a_file_that_the_node_exporter_reads(
+def test_a_process_writes_a_metrics_file_for_the_node_exporter(
     tmp_path: Path, started: Callable[[Path], Exporter]
 ) -> None:
     """With its number as a label; the directory is made, and nothing else is left in it but a hidden lock."""
@@ -142,7 +142,7 @@ def test_a_file_that_cannot_be_written_is_a_warning(
     assert one.path.is_file()
 
 
-def test_a_process_has_one_exporter_for_a_directory_and_a_fork_has_its_own(tmp_path: Path) -> None:
+def test_a_process_has_one_exporter_per_directory_and_per_fork(tmp_path: Path) -> None:
     """No number is used twice, whatever was there before a fork."""
     one = exporter(str(tmp_path))
     assert one is not None

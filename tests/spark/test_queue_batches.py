@@ -81,7 +81,7 @@ def test_a_batch_of_another_process_is_empty_and_acks_nothing() -> None:
     assert tags(batches.deliveries(START, end)) == [1, 2, 3, 4, 5]
 
 
-def test_after_a_restart_batches_follow_the_position_of_the_process_before() -> None:
+def test_batches_continue_at_the_earlier_position_after_restart() -> None:
     """Counts go on from where they were."""
     batches = Batches(SESSION)
     batches.arrived(deliveries(1, 5))
@@ -115,7 +115,7 @@ def test_a_queue_of_which_enough_was_taken_is_passed_over() -> None:
     assert not batches.waits({"a": 0, "b": 7})
 
 
-def test_a_queue_is_in_a_batch_until_that_is_committed_and_no_longer() -> None:
+def test_a_queue_counts_as_planned_until_its_batch_is_committed() -> None:
     """Whatever of other queues is."""
     batches = Batches("s")
     batches.arrived([*deliveries(1, 2, "a"), *deliveries(3, 2, "b")])

@@ -30,7 +30,7 @@ def deliveries(count: int, size: int) -> list[Delivery]:
         (60, MIB, None, 25, 4),
     ],
 )
-def test_a_batch_is_cut_into_parts_of_16_mib_at_most_or_as_many_as_are_asked_for(
+def test_a_batch_is_split_by_16_mib_or_the_requested_number(
     count: int, size: int, least: int | None, records: int | None, parts: int
 ) -> None:
     """In order, of about the same size, and nothing is left out."""

@@ -84,7 +84,7 @@ def test_it_pauses_while_too_much_is_held() -> None:
     assert (hungry.grant(2), hungry.paused) == (1, False)
 
 
-def test_messages_that_are_a_little_larger_do_not_end_the_subscription() -> None:
+def test_slightly_larger_messages_do_not_end_the_subscription() -> None:
     """What is asked for is what may be held; what comes may be a tenth more."""
     hungry = controller()
     hungry.received(64, 64 * 1000)
@@ -153,9 +153,7 @@ def test_on_a_queue_with_a_limit_one_delivery_is_looked_at_first() -> None:
         (5, 1, 95), (5, 2, 4), (5, 3, 1), (2, 0, 2000), (2, 1, 1), (1, 0, 2000), (1, 1, 1), (0, 0, 1), (0, 1, 1),
     ],
 )  # fmt: skip
-def test_the_more_often_something_has_come_back_the_fewer_are_read_with_it(
-    limit: int, returned: int, prefetch: int
-) -> None:
+def test_more_returns_of_a_delivery_lower_the_prefetch(limit: int, returned: int, prefetch: int) -> None:
     """A single one from half of the limit on."""
     careful = controller(limit=limit)
     careful.received(2000, 200_000)
@@ -163,7 +161,7 @@ def test_the_more_often_something_has_come_back_the_fewer_are_read_with_it(
     assert careful.prefetch == prefetch
 
 
-def test_what_has_come_back_often_and_comes_late_pauses_the_subscription_until_little_is_unacked() -> None:
+def test_a_late_often_returned_delivery_pauses_the_subscription() -> None:
     careful = controller(limit=20)
     careful.received(1, 100)
     careful.grant(1)
@@ -178,7 +176,7 @@ def test_what_has_come_back_often_and_comes_late_pauses_the_subscription_until_l
     assert careful.next_change(held=40_100, unacked=401) is PrefetchChange.STAY
 
 
-def test_several_that_come_back_are_read_one_by_one_without_an_end() -> None:
+def test_returned_deliveries_are_read_one_by_one_without_a_pause() -> None:
     """Where one is all that is granted there is nothing to pause."""
     careful = controller(limit=20)
     careful.received(1, 100)
@@ -199,6 +197,6 @@ def test_several_that_come_back_are_read_one_by_one_without_an_end() -> None:
         (b"\0\0\0\x05\x03foo?", 0),
     ],
 )
-def test_how_often_a_delivery_has_come_back_is_read_from_its_headers(headers: bytes | None, count: int) -> None:
+def test_the_return_count_of_a_delivery_is_read_from_its_headers(headers: bytes | None, count: int) -> None:
     properties = join_properties({} if headers is None else {"headers": headers})
     assert times_returned(RawDelivery("", 1, True, "", "", properties, b"")) == count

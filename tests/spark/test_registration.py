@@ -67,14 +67,14 @@ def test_an_old_pyspark_is_refused_with_what_it_takes(monkeypatch: pytest.Monkey
     assert not session.registered
 
 
-def test_spark_connect_and_distributions_without_metadata_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spark_connect_or_a_missing_version_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client has a name of its own; of an unpacked Spark the version is not known."""
     for versions in ({"pyspark_client": "4.2.0"}, {}):
         pretend(monkeypatch, **versions)
         check_version()
 
 
-def test_an_old_pyspark_that_finds_the_module_keeps_its_other_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_pyspark_warns_and_keeps_its_other_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spark imports it for every session: it warns, and is no source."""
     pretend(monkeypatch, pyspark="4.1.0")
     with pytest.warns(UserWarning, match=r"PySpark 4\.1\.0 is too old"):

@@ -56,7 +56,7 @@ def test_a_given_id_is_kept_and_a_null_is_made() -> None:
     assert second.message.message_id.startswith("q/0/0/")
 
 
-def test_the_order_of_columns_and_of_headers_does_not_change_an_id() -> None:
+def test_column_and_header_order_does_not_change_an_id() -> None:
     """Spark promises neither over attempts, nor a restart over a changed select."""
     kind = pa.map_(pa.string(), pa.string())
     one = messages(
@@ -139,7 +139,7 @@ def test_carbon_copies_of_text_are_refused() -> None:
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-def test_the_context_of_a_trace_is_a_header_unless_the_row_has_one() -> None:
+def test_a_trace_context_becomes_a_header_unless_the_row_has_one() -> None:
     kind = pa.map_(pa.string(), pa.string())
     own = {"traceparent": TRACE.replace("-01", "-00")}
     columns = {
@@ -207,7 +207,7 @@ def test_a_context_of_another_form_is_refused_by_its_column() -> None:
         (("body", "type"), {"routing_key": "k", "exchange": "e"}, False),
     ],
 )
-def test_headers_decide_on_the_queues_of_a_row_where_an_exchange_may_look_at_them(
+def test_headers_choose_a_route_where_the_exchange_may_read_them(
     names: tuple[str, ...], options: dict[str, str], decides: bool
 ) -> None:
     """The default exchange does not: a routing key that is wrong for one row is so for all."""

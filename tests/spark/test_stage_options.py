@@ -52,7 +52,7 @@ def test_the_options_of_the_stage_and_of_stream_mode_hold() -> None:
     assert options.stream.streams == options.relay.streams
 
 
-def test_a_stage_is_read_from_a_time_in_batches_and_tasks_of_a_size() -> None:
+def test_a_stage_may_start_at_a_time_with_batch_and_task_sizes() -> None:
     """A time to start at takes the place of the beginning."""
     more = {"startingTimestamp": "1700000000000", "minMessagesPerTrigger": "5", "maxRecordsPerPartition": "100"}
     stream = staged_options({**GIVEN, **more}, streaming=True).stream
@@ -113,7 +113,7 @@ def test_a_wrong_option_is_refused_by_name(changed: dict[str, str], text: str) -
         staged_options({**GIVEN, **changed}, streaming=True)
 
 
-def test_a_stage_that_exists_otherwise_is_explained_by_its_options() -> None:
+def test_a_stage_mismatch_is_explained_by_its_options() -> None:
     """Where one is behind it; another difference has the text of all queues."""
     relay = staged_options(GIVEN, streaming=True).relay
     assert relay is not None

@@ -77,7 +77,7 @@ def test_bytes_are_counted_by_the_average_of_each_stream() -> None:
     sizes=st.lists(st.integers(1, 10**6), max_size=5), least=st.none() | st.integers(1, 50),
     records=st.none() | st.integers(10**5, 10**7), first=st.integers(0, 10**9),
 )  # fmt: skip
-def test_split_ranges_cover_the_same_offsets_without_gap_or_overlap(
+def test_split_ranges_cover_all_offsets_without_gap_or_overlap(
     sizes: list[int], least: int | None, records: int | None, first: int
 ) -> None:
     """And there are as many as were asked for, where there are as many messages, none larger than is allowed."""

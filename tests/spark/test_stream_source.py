@@ -114,7 +114,7 @@ class LostRelay:
         self.closed = True
 
 
-def test_a_query_that_reads_what_there_is_does_not_wait_for_another_relay(
+def test_an_available_now_query_waits_for_no_other_relay(
     closing_server: Closing, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its own was the active one at first: the query would never end."""

@@ -129,14 +129,14 @@ def test_no_password_of_a_redis_url_is_shown(kind: Any, url: str, where: str) ->
         "unix://:pass/S3cret@/run/redis.sock",
     ],
 )
-def test_a_redis_url_with_a_password_that_is_not_percent_encoded_is_refused_unshown(kind: Any, url: str) -> None:
+def test_a_redis_url_refusal_hides_its_unencoded_password(kind: Any, url: str) -> None:
     with pytest.raises(ConfigurationError, match="percent-encode") as caught:
         kind(url)
     error = caught.value
     assert "S3cret" not in f"{error} {error.__cause__} {error.__context__}"
 
 
-def test_a_database_url_whose_password_is_not_percent_encoded_is_refused_unshown() -> None:
+def test_a_database_url_refusal_hides_its_unencoded_password() -> None:
     """Its rest would be the host, which drivers show."""
     with pytest.raises(ConfigurationError, match="percent-encode") as caught:
         SQLAlchemyStore(create_engine("postgresql+psycopg://user:se@cret@db/orders"))

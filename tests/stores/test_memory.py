@@ -113,7 +113,7 @@ def test_a_claim_that_is_never_settled_is_forgotten_in_the_end(clock: Clock) -> 
     assert len(store) == 1
 
 
-def test_when_full_the_longest_settled_goes_first_but_no_claim_in_progress(clock: Clock) -> None:
+def test_a_full_store_forgets_the_oldest_settled_key_not_a_claim(clock: Clock) -> None:
     store = MemoryStore(max_entries=3, clock=clock)
     held = claim(store, "held")
     store.complete_many([claim(store, "old"), claim(store, "newer")])
@@ -134,7 +134,7 @@ def test_when_full_an_expired_claim_goes_before_what_is_done(clock: Clock) -> No
     assert claim(store, "done").status is DONE
 
 
-def test_when_full_an_expired_claim_is_found_behind_one_that_runs(clock: Clock) -> None:
+def test_a_full_store_drops_an_expired_claim_behind_a_live_one(clock: Clock) -> None:
     store = MemoryStore(max_entries=2, clock=clock)
     claim(store, "long", lease=100.0)
     claim(store, "short", lease=10.0)

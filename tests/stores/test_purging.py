@@ -121,13 +121,13 @@ def test_a_purge_that_left_nothing_is_followed_by_a_pause(clock: Clock) -> None:
     assert pace.claimed(1) == PurgePace.AT_LEAST
 
 
-def test_a_purge_that_may_have_left_more_is_followed_by_the_next_as_claims_pay_for_it(clock: Clock) -> None:
+def test_a_full_purge_is_followed_by_another_as_claims_come_in(clock: Clock) -> None:
     pace = PurgePace(clock)
     pace.purged(PurgePace.AT_LEAST, pace.claimed(1))
     assert sum(pace.claimed(1) > 0 for _ in range(PurgePace.AT_LEAST // 2)) == 1
 
 
-def test_a_claim_of_many_keys_purges_in_proportion_and_no_more_than_a_bound(clock: Clock) -> None:
+def test_a_claim_of_many_keys_purges_in_proportion_to_a_bound(clock: Clock) -> None:
     assert PurgePace(clock).claimed(1000) == 2000
     assert PurgePace(clock).claimed(100_000) == PurgePace.AT_MOST
 
@@ -156,7 +156,7 @@ def test_a_purge_that_failed_is_not_tried_with_every_claim(clock: Clock) -> None
     backlog=st.integers(0, 20_000),
     processes=st.lists(st.tuples(st.integers(1, 3000), st.floats(0.001, 0.3)), min_size=1, max_size=4),
 )
-def test_whatever_the_rate_the_number_of_processes_and_the_backlog_a_table_shrinks_to_what_it_must_hold(
+def test_a_table_shrinks_to_what_it_must_hold_at_any_claim_rate(
     backlog: int, processes: list[tuple[int, float]]
 ) -> None:
     """Each process claims so many keys at a time, so many seconds apart; rows are over at once."""

@@ -33,7 +33,7 @@ def claimed(path: Path, keys: list[str]) -> list[ClaimStatus]:
         return [claim.status for claim in store.claim_many(keys, 60.0)]
 
 
-def test_what_one_store_has_claimed_and_completed_another_one_knows(tmp_path: Path) -> None:
+def test_claims_of_one_store_are_known_to_another_on_its_file(tmp_path: Path) -> None:
     path = tmp_path / "a file.db"
     with SQLiteStore(path) as store:
         done, _ = store.claim_many(["done", "held"], 60.0)
@@ -99,7 +99,7 @@ def test_a_forked_child_may_close_its_copy_of_a_store_in_use(tmp_path: Path) -> 
     store.close()
 
 
-def test_a_file_that_somebody_else_has_locked_is_an_error_in_time(tmp_path: Path) -> None:
+def test_a_locked_file_is_an_error_after_the_timeout(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     with SQLiteStore(path, timeout=0.1) as store:
         store.claim_many(["a"], 60.0)
@@ -112,7 +112,7 @@ def test_a_file_that_somebody_else_has_locked_is_an_error_in_time(tmp_path: Path
         assert store.claim_many(["b"], 60.0)[0].status is ClaimStatus.NEW
 
 
-def test_a_new_file_that_somebody_else_has_locked_is_an_error_in_time(tmp_path: Path) -> None:
+def test_a_new_file_that_is_locked_is_an_error_after_the_timeout(tmp_path: Path) -> None:
     """Not after fifty times that: so often it was tried to switch it to a write-ahead log."""
     path = tmp_path / "theirs.db"
     other = sqlite3.connect(path, isolation_level=None)
@@ -142,7 +142,7 @@ def test_a_call_waits_for_others_however_long_its_timeout_is(tmp_path: Path) -> 
     other.close()
 
 
-def test_a_thread_that_has_the_store_for_long_is_an_error_in_time(tmp_path: Path) -> None:
+def test_a_store_busy_in_another_thread_times_out_with_an_error(tmp_path: Path) -> None:
     claim = Claim("a", ClaimStatus.NEW, 1)
     with (
         SQLiteStore(tmp_path / "store.db", timeout=0.05) as store,
@@ -252,9 +252,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
 
 @pytest.mark.parametrize("wrong", [-56 * YEAR, 4 * YEAR], ids=["1970", "2030"])
 @pytest.mark.parametrize("kind", ["sqlite", "sqlalchemy"])
-def test_a_boot_with_a_wrong_wall_clock_forgets_nothing_and_holds_nothing_for_years(
-    machine: Machine, kind: str, wrong: float
-) -> None:
+def test_a_boot_with_a_wrong_clock_keeps_leases_and_retention(machine: Machine, kind: str, wrong: float) -> None:
     """Neither that boot nor the next, whose clock is right."""
     for wall in (0.0, wrong, 3600.0):
         machine.boot(wall)
@@ -275,7 +273,7 @@ def test_a_boot_with_a_wrong_wall_clock_forgets_nothing_and_holds_nothing_for_ye
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "sqlalchemy"])
-def test_a_file_that_was_begun_with_a_wrong_wall_clock_goes_on_by_its_own(machine: Machine, kind: str) -> None:
+def test_a_file_begun_with_a_wrong_clock_keeps_its_own_time(machine: Machine, kind: str) -> None:
     machine.boot(-56 * YEAR)
     with machine.store(kind) as store:
         assert store.complete_many(store.claim_many(["done"], LEASE)) == [True]
@@ -291,7 +289,7 @@ def test_a_file_that_was_begun_with_a_wrong_wall_clock_goes_on_by_its_own(machin
     kinds=st.lists(st.sampled_from(["sqlite", "sqlalchemy"]), min_size=5, max_size=5),
 )
 @examples(25)
-def test_whatever_the_wall_clocks_of_boots_what_is_done_is_known_for_its_retention_of_running(
+def test_retention_counts_running_time_whatever_the_boot_clocks(
     walls: list[float], runs: list[float], kinds: list[str]
 ) -> None:
     """And no longer than the lease above that, since each boot goes on where the last claim was."""

@@ -156,7 +156,7 @@ def test_a_session_that_commits_each_statement_is_refused(store: SQLAlchemyStore
     by_driver.dispose()
 
 
-def test_a_session_of_the_asyncio_kind_that_commits_each_statement_is_refused(path: Path) -> None:
+def test_an_asyncio_session_in_autocommit_mode_is_refused(path: Path) -> None:
     async def scenario(store: AsyncSQLAlchemyStore, engine: AsyncEngine) -> None:
         each = engine.execution_options(isolation_level="AUTOCOMMIT")
         mine = AsyncSQLAlchemyStore(engine, session=async_sessionmaker(each))
@@ -183,7 +183,7 @@ def begin_as_sqlalchemy_says(engine: Engine) -> None:
         connection.exec_driver_sql("BEGIN")
 
 
-def test_an_engine_whose_transactions_are_begun_by_an_event_has_an_inbox(path: Path) -> None:
+def test_the_inbox_works_with_transactions_begun_by_an_event(path: Path) -> None:
     engine = create_engine(f"sqlite:///{path}")
     begin_as_sqlalchemy_says(engine)
     store = SQLAlchemyStore(engine)
@@ -198,7 +198,7 @@ def test_an_engine_whose_transactions_are_begun_by_an_event_has_an_inbox(path: P
     engine.dispose()
 
 
-def test_an_engine_of_asyncio_whose_transactions_are_begun_by_an_event_has_an_inbox(path: Path) -> None:
+def test_the_async_inbox_works_with_transactions_begun_by_events(path: Path) -> None:
     async def scenario(store: AsyncSQLAlchemyStore, engine: AsyncEngine) -> None:
         begin_as_sqlalchemy_says(engine.sync_engine)
         await engine.dispose()  # its connections of before
@@ -271,7 +271,7 @@ def test_a_table_that_cannot_be_created_is_an_error_at_once(store: SQLAlchemySto
     on_a_loop(path, scenario)
 
 
-def test_creating_a_table_in_a_file_that_may_not_be_written_is_tried_once(path: Path) -> None:
+def test_creating_a_table_in_a_read_only_file_is_tried_once(path: Path) -> None:
     engine = create_engine(f"sqlite:///file:{path}?mode=ro&uri=true")
     transactions = transactions_of(engine)
     with pytest.raises(OperationalError, match="readonly"):
@@ -294,7 +294,7 @@ def test_creating_a_table_waits_for_others_that_write(path: Path) -> None:
     engine.dispose()
 
 
-def test_what_another_has_taken_over_is_not_committed_on_a_loop_either(path: Path) -> None:
+def test_a_delivery_taken_over_is_not_committed_on_a_loop(path: Path) -> None:
     async def scenario(store: AsyncSQLAlchemyStore, engine: AsyncEngine) -> None:
         one = held((await store.claim_many(["a"], 1e-6))[0], store.transaction)
         [other] = await store.claim_many(["a"], 60.0)
@@ -312,7 +312,7 @@ def test_what_another_has_taken_over_is_not_committed_on_a_loop_either(path: Pat
     on_a_loop(path, scenario)
 
 
-def test_on_a_loop_a_batch_is_one_transaction_of_the_users_own_sessions(path: Path) -> None:
+def test_on_a_loop_a_batch_is_one_transaction_of_user_sessions(path: Path) -> None:
     class Mine(AsyncSession):
         pass
 
@@ -339,7 +339,7 @@ def test_on_a_loop_a_batch_is_one_transaction_of_the_users_own_sessions(path: Pa
     on_a_loop(path, scenario)
 
 
-def test_on_a_loop_one_stale_delivery_of_a_batch_is_the_end_of_its_transaction(path: Path) -> None:
+def test_on_a_loop_one_stale_delivery_rolls_back_its_batch(path: Path) -> None:
     async def scenario(store: AsyncSQLAlchemyStore, _engine: AsyncEngine) -> None:
         [mine] = await store.claim_many(["a"], 60.0)
         [late] = await store.claim_many(["b"], 1e-6)
@@ -355,7 +355,7 @@ def test_on_a_loop_one_stale_delivery_of_a_batch_is_the_end_of_its_transaction(p
     on_a_loop(path, scenario)
 
 
-def test_on_a_loop_a_session_of_the_users_own_takes_the_record_in(path: Path) -> None:
+def test_on_a_loop_the_inbox_record_joins_a_session_of_the_user(path: Path) -> None:
     """Whether it is committed, the store does not see: the consumer asks where the handler raises."""
 
     async def scenario(store: AsyncSQLAlchemyStore, engine: AsyncEngine) -> None:
@@ -375,7 +375,7 @@ def test_on_a_loop_a_session_of_the_users_own_takes_the_record_in(path: Path) ->
 
 
 @pytest.mark.parametrize("moment", ["begun", "committed", "rolled back"])
-def test_on_a_loop_a_transaction_gives_its_connection_back_whenever_it_is_cancelled(path: Path, moment: str) -> None:
+def test_on_a_loop_a_cancelled_transaction_frees_its_connection(path: Path, moment: str) -> None:
     """SQLite's lock goes with the connection: with one that is kept, nobody could write any more."""
 
     async def scenario(_store: AsyncSQLAlchemyStore, engine: AsyncEngine) -> None:

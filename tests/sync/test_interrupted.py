@@ -220,7 +220,7 @@ def test_an_interrupted_leaving_closes_a_publisher(tmp_path: Path, caplog: pytes
 
 
 @pytest.mark.slow
-def test_a_failure_that_an_interrupted_publish_did_not_see_is_raised_at_the_end() -> None:
+def test_close_raises_a_failure_an_interrupted_publish_missed() -> None:
     """It waits for a confirm that does not come, and its time is over after the interruption."""
     with ScriptedBroker() as broker, ExitStack() as leaving:
         publisher = leaving.enter_context(Publisher(broker.url))
@@ -233,7 +233,7 @@ def test_a_failure_that_an_interrupted_publish_did_not_see_is_raised_at_the_end(
             leaving.close()
 
 
-def test_a_failure_of_a_publish_that_was_interrupted_in_submitting_is_raised_at_the_end(
+def test_close_raises_a_failure_whose_submit_was_interrupted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The message is in the inbox, and its caller does not come to waiting."""

@@ -149,7 +149,7 @@ def test_others_publish_after_an_interrupted_publish() -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupted_get_takes_nothing_and_keeps_nobody_waiting() -> None:
+def test_an_interrupted_get_takes_nothing_and_blocks_nobody() -> None:
     """Deliveries that nobody has would use up the prefetch: the next call is refused then."""
     with ScriptedBroker() as broker, Consumer(broker.url, Queue("orders"), prefetch=3) as consumer:
 
@@ -172,7 +172,7 @@ def test_an_interrupted_get_takes_nothing_and_keeps_nobody_waiting() -> None:
             interrupt_everywhere(call, lambda: (broker.ready.extend([b""] * 3), check()), least=100)
 
 
-def test_an_interrupted_waiting_or_setting_leaves_an_event_usable() -> None:
+def test_an_event_is_usable_after_an_interrupted_wait_or_set() -> None:
     event = InterruptibleEvent()
 
     def wait() -> None:
@@ -187,7 +187,7 @@ def test_an_interrupted_waiting_or_setting_leaves_an_event_usable() -> None:
     interrupt_everywhere(event.set, check, least=3)
 
 
-def test_an_interrupted_stop_of_the_workers_leaves_them_to_others() -> None:
+def test_an_interrupted_stop_leaves_the_work_queue_usable() -> None:
     waiting = _WaitingWork()
 
     def use() -> None:
@@ -198,7 +198,7 @@ def test_an_interrupted_stop_of_the_workers_leaves_them_to_others() -> None:
     interrupt_everywhere(use, lambda: waiting.put(()), least=5)
 
 
-def test_close_does_not_wait_for_ever_for_an_end_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_waits_only_a_bounded_time_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread may hang; what is left then can still be closed."""
     monkeypatch.setattr(consumer_module, "END_TIMEOUT", 0.1)
     consumer = Consumer("amqp://guest:guest@127.0.0.1:1/", Queue("orders"), stop_timeout=0.1)
@@ -207,7 +207,7 @@ def test_close_does_not_wait_for_ever_for_an_end_that_does_not_come(monkeypatch:
     assert time.monotonic() - began < PATIENCE
 
 
-def test_a_signal_handler_may_close_the_threads_that_a_call_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_handler_may_close_threads_that_a_call_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The call is made all the same, and no thread stays."""
     executor = DaemonExecutor("closed-meanwhile", 2)
     start = threading.Thread.start
@@ -226,9 +226,7 @@ def test_a_signal_handler_may_close_the_threads_that_a_call_is_starting(monkeypa
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_callbacks_run_after_their_thread_was_not_started_by_an_interruption(
-    begun: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_callbacks_run_after_an_interrupted_thread_start(begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     callbacks = CallbackThread("not-started")
     start = threading.Thread.start
 

@@ -64,7 +64,7 @@ def io_thread(
     )
 
 
-def test_a_dead_port_is_a_failed_attempt_and_closing_leaves_nothing(dead_port: Endpoint) -> None:
+def test_a_dead_port_fails_the_attempt_and_close_leaves_nothing(dead_port: Endpoint) -> None:
     with nothing_left():
         client = Client()
         io = io_thread(dead_port, client, wait=tenacity.wait_fixed(60))
@@ -87,7 +87,7 @@ def test_a_silent_peer_is_given_the_time_to_connect_and_no_more(silent_peer: End
     assert io.close(10)
 
 
-def test_a_loop_that_breaks_is_reported_and_what_was_queued_still_runs(
+def test_a_broken_loop_is_reported_and_still_runs_queued_calls(
     silent_peer: Endpoint, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = Client()
@@ -112,7 +112,7 @@ def test_a_loop_that_breaks_is_reported_and_what_was_queued_still_runs(
     assert io.call_soon(ran.clear) is False
 
 
-def test_a_signal_handler_may_queue_a_call_while_its_thread_is_queueing_one(silent_peer: Endpoint) -> None:
+def test_a_signal_handler_may_queue_a_call_during_another_one(silent_peer: Endpoint) -> None:
     """The handler may even wait for the call: the I/O thread needs no lock that the interrupted thread could hold."""
     io = io_thread(silent_peer, Client())
     io.start()
@@ -124,7 +124,7 @@ def test_a_signal_handler_may_queue_a_call_while_its_thread_is_queueing_one(sile
         assert io.join(20)
 
 
-def test_what_is_queued_while_the_thread_ends_runs_once_or_is_refused(silent_peer: Endpoint) -> None:
+def test_a_call_queued_at_the_thread_end_runs_once_or_is_refused(silent_peer: Endpoint) -> None:
     """However a call races with the end of the thread, its answer says what became of it."""
     for _ in range(30):
         io = io_thread(silent_peer, Client())
@@ -143,7 +143,7 @@ def test_what_is_queued_while_the_thread_ends_runs_once_or_is_refused(silent_pee
         assert sorted(ran) == accepted
 
 
-def test_a_copy_in_a_forked_child_does_nothing_to_the_parents_connection(silent_peer: Endpoint) -> None:
+def test_a_forked_copy_does_not_touch_the_parents_connection(silent_peer: Endpoint) -> None:
     """Collected in a child, it closes its copies of the descriptors and shuts nothing down."""
     io = io_thread(silent_peer, Client())
     io.start()
@@ -182,7 +182,7 @@ def test_a_call_in_the_background_is_answered_whatever_it_does() -> None:
     assert isinstance(answers[2], RuntimeError)
 
 
-def test_a_call_in_the_background_is_made_here_where_there_can_be_no_more_threads(
+def test_a_background_call_runs_inline_if_no_thread_can_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An interpreter that exits refuses new threads; it may still have to look up a host name."""

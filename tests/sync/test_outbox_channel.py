@@ -75,7 +75,7 @@ def test_an_opening_that_is_interrupted_leaves_no_relay(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("name", ["publisher-outbox", "publisher-relay"])
-def test_an_opening_whose_threads_could_not_be_started_is_tried_again(tmp_path: Path, name: str) -> None:
+def test_opening_is_retried_after_its_threads_failed_to_start(tmp_path: Path, name: str) -> None:
     publisher = Publisher(NOBODY, outbox=SQLiteOutbox(tmp_path / "outbox"))
     with refusing_threads(name), pytest.raises(RuntimeError, match="can't start new thread"):
         publisher.publish(Message(b"1"), routing_key="orders")
@@ -188,7 +188,7 @@ class Gated(SQLiteOutbox):
         super().write(messages, settlements)
 
 
-def test_a_large_message_is_not_kept_out_of_the_outbox_by_small_ones(tmp_path: Path) -> None:
+def test_small_messages_do_not_keep_a_large_one_from_the_outbox(tmp_path: Path) -> None:
     """Room that is freed bit by bit is kept for the one that came first."""
     outbox = Gated(tmp_path / "outbox")
     publisher = Publisher("amqp://guest:guest@127.0.0.1:1/", outbox=outbox, max_outstanding_bytes=1000)

@@ -93,7 +93,7 @@ def dead_letter(*, properties: bytes | None = None) -> RepublishRequest:
     return made
 
 
-def test_each_is_published_as_it_was_made_and_answered_with_its_outcome(
+def test_each_republish_is_sent_unchanged_and_gets_its_outcome(
     make: Callable[[Publisher], Republisher], answers: Answers
 ) -> None:
     publisher = Publisher(None, RETURNED)
@@ -106,7 +106,7 @@ def test_each_is_published_as_it_was_made_and_answered_with_its_outcome(
     assert publisher.submitted[0] == (b"body", first.properties, "", "bin")
 
 
-def test_a_publish_that_cannot_be_watched_is_answered_with_an_error(
+def test_a_publish_that_cannot_be_watched_answers_an_error(
     make: Callable[[Publisher], Republisher], answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread for callbacks could not be started, say: whether it is confirmed will never be known."""

@@ -13,7 +13,7 @@ from reliable_mq.sync.consumer import next_signal, wait_heeding_signals
 
 
 @pytest.mark.parametrize("for_any", [False, True])
-def test_a_signal_that_another_thread_got_is_handled_while_the_main_one_waits(for_any: bool) -> None:
+def test_a_waiting_main_thread_handles_a_signal_to_another(for_any: bool) -> None:
     """As one is that comes just before the wait, be it for an event or for any signal: nothing interrupts it."""
     over = threading.Event()
     received: SimpleQueue[int] = SimpleQueue()

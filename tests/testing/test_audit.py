@@ -27,7 +27,7 @@ def test_an_empty_account_adds_up() -> None:
     Audit().balance().check(effects_once=True)
 
 
-def test_handled_dead_lettered_and_left_add_up_to_what_was_confirmed() -> None:
+def test_handled_dead_lettered_and_left_add_up_to_confirmed() -> None:
     made = account(attempted="abcd", confirmed="abcd", handled="ab")
     made.dead_lettered(["c"])
     made.left(["d"])
@@ -61,21 +61,21 @@ def test_a_message_that_nobody_published_is_unexpected() -> None:
         balance.check()
 
 
-def test_a_message_that_came_out_after_an_unknown_outcome_is_recovered() -> None:
+def test_an_unknown_outcome_whose_message_arrived_is_recovered() -> None:
     balance = account(attempted="ab", confirmed="a", handled="ab").balance()
 
     balance.check()
     assert balance.recovered == {"b"}
 
 
-def test_a_message_that_came_out_after_it_was_reported_as_failed_is_refuted() -> None:
+def test_a_reported_failure_whose_message_arrived_is_refuted() -> None:
     balance = account(attempted="a", failed="a", handled="a").balance()
 
     balance.check()
     assert balance.refuted == {"a"}
 
 
-def test_a_message_that_came_out_twice_wherever_is_a_duplicate_and_counts_once() -> None:
+def test_a_message_seen_twice_is_a_duplicate_and_counts_once() -> None:
     made = account(attempted="ab", confirmed="ab", handled="ab")
     made.dead_lettered("b")
 

@@ -165,7 +165,7 @@ def test_a_call_that_ends_past_its_deadline_is_caught(story: Story) -> None:
     story.history.result(tolerance=1).check()
 
 
-def test_a_call_that_never_ends_is_caught_once_its_deadline_is_over(story: Story) -> None:
+def test_a_call_that_never_ends_is_caught_after_its_deadline(story: Story) -> None:
     story.publish("a", 0, None, timeout=5)
     story.clock.now = 5
     story.history.result().check()
@@ -249,7 +249,7 @@ def test_a_first_handling_out_of_order_is_caught(story: Story, order: str, swaps
         story.history.result().check(ordered=True)
 
 
-def test_keys_are_independent_and_without_a_key_there_is_no_order(story: Story) -> None:
+def test_order_is_checked_per_key_and_not_without_a_key(story: Story) -> None:
     for message_id, key in (("a", "one"), ("b", "other"), ("c", None), ("d", None)):
         story.publish(message_id, 0, 1, key=key)
     for number, message_id in enumerate("dcba"):
@@ -282,7 +282,7 @@ def test_a_handler_that_never_ends_overlaps_all_that_follow(story: Story) -> Non
     assert len(story.history.result().overlapping) == 1
 
 
-def test_handlers_of_one_consumer_and_one_after_the_other_are_allowed(story: Story) -> None:
+def test_handlers_of_one_consumer_or_in_sequence_are_allowed(story: Story) -> None:
     story.publish("a", 0, 1)
     story.handle("a", 10, 20, by="one")
     story.handle("a", 15, 20, by="one")
@@ -291,7 +291,7 @@ def test_handlers_of_one_consumer_and_one_after_the_other_are_allowed(story: Sto
     story.history.result().check(exclusive=True)
 
 
-def test_where_a_connection_was_lost_the_next_one_may_begin_beside_it(story: Story) -> None:
+def test_an_overlap_is_allowed_shortly_after_a_lost_connection(story: Story) -> None:
     story.publish("a", 0, 1)
     story.handle("a", 10, 30, by="one")
     story.clock.now = 11
@@ -323,7 +323,7 @@ def test_an_ack_before_its_handler_has_ended_is_caught(story: Story) -> None:
 # -- figures -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_longest_silence_after_a_fault_lasts_until_an_operation_ends_well(story: Story) -> None:
+def test_the_longest_silence_lasts_until_a_successful_operation(story: Story) -> None:
     for end in (1, 2, 3, 4, 9, 9.5, 20):
         story.publish(f"m{end}", 0, end)
     story.publish("failed", 0, 5, outcome=OperationOutcome.FAILED)
@@ -336,7 +336,7 @@ def test_the_longest_silence_after_a_fault_lasts_until_an_operation_ends_well(st
     assert story.history.longest_silence(OperationKind.HANDLE, 0) == math.inf
 
 
-def test_the_counts_are_told_in_one_line_and_a_long_list_is_cut_short(story: Story) -> None:
+def test_counts_fit_one_line_and_a_long_list_is_shortened(story: Story) -> None:
     for number in range(7):
         story.publish(f"m{number}", 0, 9, outcome=OperationOutcome.UNKNOWN, timeout=1)
 
@@ -370,7 +370,7 @@ def test_what_is_caught_in_a_window_was_certainly_sent_in_it(
 
 
 @given(st.lists(st.integers(0, 9)))
-def test_an_order_is_allowed_if_and_only_if_first_handlings_ascend(order: list[int]) -> None:
+def test_an_order_is_allowed_exactly_if_first_handlings_ascend(order: list[int]) -> None:
     story = Story()
     for number in range(10):
         story.publish(str(number), number, number + 1, key="k")

@@ -448,7 +448,7 @@ def test_cut_ends_every_connection_now(loopback: Loopback, proxy: FaultProxy, re
     loopback.wire()
 
 
-def test_cut_with_fin_is_an_orderly_end_although_the_peer_goes_on_sending(proxy: FaultProxy, wire: Wire) -> None:
+def test_cut_with_fin_is_an_orderly_end_while_the_peer_sends(proxy: FaultProxy, wire: Wire) -> None:
     proxy.stop_reading()
     wire.client.send(HEARTBEAT)
     proxy.cut(reset=False)
@@ -910,7 +910,7 @@ def test_rewrite_may_call_controls_but_not_wait(proxy: FaultProxy, wire: Wire) -
     assert len(refused) == 2
 
 
-def test_rewrite_that_raises_resets_the_connection_and_is_reported(proxy: FaultProxy, wire: Wire) -> None:
+def test_a_raising_rewrite_resets_the_connection_and_is_reported(proxy: FaultProxy, wire: Wire) -> None:
     def rewrite(_: Direction, frame: Frame) -> list[Frame]:
         raise LookupError(frame.name)
 

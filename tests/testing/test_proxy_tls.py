@@ -125,7 +125,7 @@ def test_the_orderly_end_of_a_client_reaches_the_broker(
     proxy.wait_for(lambda: proxy.live_connections == 0)
 
 
-def test_a_client_that_does_not_trust_the_certificate_disturbs_no_other(
+def test_a_client_distrusting_the_certificate_disturbs_no_other(
     broker: socket.socket, authority: Authority, tmp_path: Path
 ) -> None:
     own = authority.issue("strict", "127.0.0.1")

@@ -20,7 +20,7 @@ class Clock:
         return self.now
 
 
-def test_rounds_of_a_fault_are_summed_and_silences_are_the_longest() -> None:
+def test_rounds_of_a_fault_are_summed_with_the_longest_silences() -> None:
     rounds = [
         Round(64, "leader transferred", 500, unconfirmed=0.5, unhandled=0.4),
         Round(20, LEADERS, 1000, lost=1, repeated=2, late=3, alone=4, unconfirmed=2.5, unhandled=1.0),

@@ -29,7 +29,7 @@ def span(kind: SpanKind = SpanKind.CLIENT, name: str = "ack orders", **others: A
         return made
 
 
-def test_a_span_of_rabbitmq_lists_what_its_groups_and_refinements_do() -> None:
+def test_a_span_lists_attributes_of_its_groups_and_refinements() -> None:
     assert set(SPANS) == {
         "messaging.create.producer",
         "messaging.send.producer",

@@ -21,7 +21,7 @@ class Connection:
         return self.near.fileno()
 
 
-def test_a_call_returns_what_it_returns_and_raises_what_it_raises() -> None:
+def test_a_call_returns_its_result_or_raises_its_exception() -> None:
     calls = DaemonExecutor("test")
     assert calls.call(lambda _: 7, 5) == 7
     with pytest.raises(ZeroDivisionError):
@@ -65,7 +65,7 @@ def test_a_call_that_waits_for_its_socket_is_ended() -> None:
     connection.far.close()
 
 
-def test_a_call_that_comes_to_its_connection_too_late_gives_it_up() -> None:
+def test_a_call_that_gets_its_connection_too_late_gives_it_up() -> None:
     calls, go_on, given_up = DaemonExecutor("test"), threading.Event(), threading.Event()
 
     def late(lifeline: CancelHandle) -> None:
@@ -91,7 +91,7 @@ def test_where_every_thread_hangs_further_calls_fail_at_once() -> None:
     calls.close()
 
 
-def test_a_block_that_waits_for_its_socket_is_ended_on_its_own_thread() -> None:
+def test_a_block_waiting_on_its_socket_is_cut_on_its_own_thread() -> None:
     calls, connection = DaemonExecutor("test"), Connection()
     begun = time.monotonic()
     with calls.cutting(0.05) as lifeline, lifeline.using(connection, lambda: None):
@@ -115,7 +115,7 @@ def test_a_block_that_ends_in_time_leaves_its_connection_alone() -> None:
     close(connection)
 
 
-def test_where_every_thread_hangs_a_block_has_its_time_looked_at_all_the_same() -> None:
+def test_a_block_keeps_its_deadline_while_every_thread_hangs() -> None:
     """So has a call whose number others bound: a handler's transaction must not fail for want of a thread."""
     calls, connection, over = DaemonExecutor("test", most=1), Connection(), threading.Event()
     with pytest.raises(TimeoutError, match="no answer"):

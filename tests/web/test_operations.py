@@ -333,7 +333,7 @@ def test_what_cannot_be_logged_does_not_begin(page: Page, broker: MemoryBroker, 
     assert len(broker.queues[QUEUE]) == 10
 
 
-def test_an_entry_of_which_the_disk_takes_a_part_is_an_error_and_spoils_no_other(tmp_path: Path) -> None:
+def test_a_partly_written_audit_entry_fails_and_harms_no_other(tmp_path: Path) -> None:
     """Nothing begins without its entry, so a short write must not pass for one."""
     path = tmp_path / "audit.jsonl"
     log = AuditLog(path)
@@ -406,7 +406,7 @@ def test_selected_letters_without_a_name_are_not_all_letters(page: Page, broker:
     assert len(broker.queues[QUEUE]) == 10
 
 
-def test_a_line_that_another_process_left_unfinished_spoils_no_entry(tmp_path: Path) -> None:
+def test_an_unfinished_line_of_another_process_spoils_no_entry(tmp_path: Path) -> None:
     """It was killed, or the disk was full when it ended."""
     path = tmp_path / "audit.jsonl"
     AuditLog(path).write("begun", "first", {})
