@@ -6,9 +6,11 @@ that are made up by chance, and no cost of operations, which tracing would slow 
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable
+from itertools import islice
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
@@ -44,6 +46,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     properties.allow_time(items)
     # Modules whose tests wait and those whose tests compute are mixed, so that the processors are busy to the end.
     items.sort(key=lambda item: crc32(item.nodeid.partition("::")[0].encode()))
+    _begin_with_slow_tests(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def _begin_with_slow_tests(items: list[pytest.Item], processes: int) -> None:
+    """Put slow tests first in the part of each process, since pytest-xdist deals out equal parts at the beginning."""
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    others = iter([item for item in items if not item.get_closest_marker("slow")])
+    size, larger = divmod(len(items), processes)
+    items.clear()
+    for process in range(processes):
+        first = slow[process::processes]
+        items += [*first, *islice(others, size + (process >= processes - larger) - len(first))]
+    items += others
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
