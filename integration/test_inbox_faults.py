@@ -166,6 +166,70 @@ def test_f43_a_commit_whose_answer_is_lost_is_no_attempt(
     assert effects(direct) == Counter(ids)
 
 
+def trying_twice(
+    api: str, handle: Callable[[Delivery], Any], refused: list[IdempotencyStoreError]
+) -> Callable[[Delivery], object]:
+    """A handler that calls another, and once more if that raises; ``refused`` gets what the store refuses then."""
+
+    def try_twice(one: Delivery) -> None:
+        with contextlib.suppress(Exception):
+            return handle(one)
+        try:
+            return handle(one)
+        except IdempotencyStoreError as error:
+            refused.append(error)
+            raise
+
+    async def try_twice_async(one: Delivery) -> None:
+        with contextlib.suppress(Exception):
+            return await handle(one)
+        try:
+            return await handle(one)
+        except IdempotencyStoreError as error:
+            refused.append(error)
+            raise
+
+    return try_twice if api == "sync" else try_twice_async
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "mariadb", "mysql"])
+def test_f43_a_retry_in_the_handler_repeats_no_lost_commit(
+    vhost: VirtualHost,
+    database: Callable[[str], Database],
+    new_store: Callable[..., Any],
+    consumer_api: str,
+    kind: str,
+) -> None:
+    """The handler tries each transaction that fails again, with the same delivery."""
+    server = database(kind)
+    direct = prepared(server.fresh())
+    armed = threading.Event()
+    refused: list[IdempotencyStoreError] = []
+    armed_for: set[bytes] = set()
+
+    def loses(data: bytes) -> bool:
+        if armed.is_set() and b"COMMIT" in data:
+            armed.clear()
+            return True
+        return False
+
+    def arm(one: Delivery) -> None:
+        if int(one.body) % 3 == 0 and one.body not in armed_for:
+            armed_for.add(one.body)
+            armed.set()
+
+    handler = trying_twice(consumer_api, writing(consumer_api, arm), refused)
+    with LossyProxy(server.port, loses) as proxy:
+        store = new_store(direct.replace(f":{server.port}/", f":{proxy.port}/"))
+        with Consumer(vhost.url, ORDERS, handler, idempotency=store, retry=RetryPolicy(1)) as consumer:
+            ids = publish(vhost, "orders", numbered(9))
+            wait_until(lambda: consumer.statistics.acked == 9, timeout=30, what="all acked")
+            assert (consumer.statistics.failed, consumer.statistics.dead_lettered) == (0, 0)
+            assert proxy.lost == len(refused) == 3
+    assert all("may be committed" in str(error) for error in refused)
+    assert effects(direct) == Counter(ids)
+
+
 # -- without a consumer ------------------------------------------------------------------------------------------------
 
 

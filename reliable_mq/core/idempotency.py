@@ -73,12 +73,13 @@ class CommitStatus(enum.Enum):
 class InboxClaim:
     """The claim of a running delivery, in a store with a method ``transaction``."""
 
-    __slots__ = ("claim", "commit", "transaction")
+    __slots__ = ("claim", "commit", "recorded_in", "transaction")
 
     def __init__(self, claim: Claim, transaction: Callable[..., Any]) -> None:
         self.claim = claim
         self.transaction = transaction
         self.commit = CommitStatus.NONE  # of a transaction of the handler that marks the claim as done
+        self.recorded_in: object = None  # the newest transaction of the database that marks it as done
 
 
 class SettlementRetries:

@@ -98,9 +98,12 @@ class Dialect:
         """Claim each key in the name of its holder."""
         raise NotImplementedError
 
-    def complete(self, held: Sequence[Held], *, retention: int, now: int) -> Steps[set[Held]]:
-        """Mark claims as done; return the claims that made their keys done."""
-        return self._settle(held, "1, 2", "state = 2, holder = 0", retention, now)
+    def complete(self, held: Sequence[Held], *, again: bool, retention: int, now: int) -> Steps[set[Held]]:
+        """Mark claims as done; return the claims that made their keys done.
+
+        ``again`` is whether that includes claims that had made their keys done before.
+        """
+        return self._settle(held, "1, 2" if again else "1", "state = 2, holder = 0", retention, now)
 
     def release(self, held: Sequence[Held], *, failed: bool, retention: int, now: int) -> Steps[set[Held]]:
         """Release claims; return the claims that were held."""
@@ -506,8 +509,8 @@ class SQLStoreBase(StoreBase):
     def _complete(self, held: Sequence[Held]) -> Queries[set[Held]]:
         return self._query(self._completing(held), durable=True)
 
-    def _completing(self, held: Sequence[Held]) -> Callable[..., Steps[set[Held]]]:
-        return partial(self._sql.complete, held, retention=self._retention)
+    def _completing(self, held: Sequence[Held], *, again: bool = True) -> Callable[..., Steps[set[Held]]]:
+        return partial(self._sql.complete, held, again=again, retention=self._retention)
 
     def _release(self, held: Sequence[Held], failed: bool) -> Queries[set[Held]]:
         return self._query(partial(self._sql.release, held, failed=failed, retention=self._retention))

@@ -195,19 +195,34 @@ class _SQLAlchemyBase(SQLStoreBase):
             _execute_steps(self._sql.lock(), connection)
         refuse_connection_in_autocommit(connection, begun=True)
 
-    def _complete_in(self, connection: Connection, inbox_claims: Iterable[InboxClaim]) -> None:
+    def _complete_in(self, connection: Connection, inbox_claims: Sequence[InboxClaim]) -> None:
         """Complete the claims of deliveries in a transaction.
 
+        A claim that is already done is accepted only if the handler has seen that commit, or if this same transaction
+        made it done. Otherwise an earlier transaction, whose commit had no reply, has the handler's effect already.
+
         Raises:
-            IdempotencyStoreError: If another holder has taken over. The transaction must not be committed.
+            IdempotencyStoreError: If another holder has taken over, or an earlier transaction of the handler may be
+                committed. The transaction must not be committed.
         """
-        held = held_by(one.claim for one in inbox_claims)
-        completed, _ = _execute_steps(self._timed(self._completing(held)), connection)
-        stale = [key for key, token in held if (key, token) not in completed]
-        if stale:
-            raise IdempotencyStoreError(
-                f"nothing is committed: another holder has taken over {', '.join(stale[:10])}, whose lease has ended"
-            )
+        current = connection.get_transaction()
+        for again in (True, False):
+            some = [one for one in inbox_claims if _may_complete_again(one, current) is again]
+            if not (held := held_by(one.claim for one in some)):
+                continue
+            completed, _ = _execute_steps(self._timed(self._completing(held, again=again)), connection)
+            stale = ", ".join([one[0] for one in held if one not in completed][:10])
+            if stale and any(one.commit is CommitStatus.UNKNOWN for one in some):
+                raise IdempotencyStoreError(
+                    "nothing is committed: an earlier transaction of this handler may be committed, or another holder "
+                    f"has taken over {stale}"
+                )
+            if stale:
+                raise IdempotencyStoreError(
+                    f"nothing is committed: another holder has taken over {stale}, whose lease has ended"
+                )
+        for one in inbox_claims:
+            one.recorded_in = connection.get_transaction()
 
 
 def _worth_repeating(error: Exception, attempt: int) -> bool:
@@ -236,6 +251,11 @@ def _inbox_claims_of(deliveries: Sequence[Delivery]) -> list[InboxClaim]:
     if not deliveries or len(inbox_claims) < len(deliveries):
         raise UsageError("an inbox needs deliveries of a consumer with this store, while they are handled")
     return inbox_claims
+
+
+def _may_complete_again(one: InboxClaim, current: object) -> bool:
+    """Return whether the current transaction may complete a claim that is done."""
+    return one.commit is CommitStatus.DONE or (current is not None and one.recorded_in is current)
 
 
 def _mark(inbox_claims: Iterable[InboxClaim], commit: CommitStatus) -> None:
@@ -336,8 +356,9 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
 
         Raises:
             IdempotencyStoreError: At the beginning, if there is no connection in time. At the end, if another holder
-                has taken over and nothing was committed, or if there was no reply in time. The consumer finds out
-                whether the transaction was committed. This does not count as an attempt of the handler.
+                has taken over, or an earlier transaction of the handler may be committed, and nothing was committed
+                now; or if there was no reply in time. The consumer finds out whether the transaction was committed.
+                This does not count as an attempt of the handler.
             ConfigurationError: If the session's connection is in autocommit mode.
             UsageError: If the deliveries are not being handled by a consumer with this store, or the block has ended
                 the transaction itself.
@@ -363,7 +384,8 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
         the store has the record.
 
         Raises:
-            IdempotencyStoreError: If another holder has taken over, or there was no reply in time. Do not commit.
+            IdempotencyStoreError: If another holder has taken over, if an earlier transaction that called this may be
+                committed, or if there was no reply in time. Do not commit.
             ConfigurationError: If the connection is in autocommit mode.
             UsageError: If the deliveries are not being handled by a consumer with this store.
         """

@@ -104,6 +104,111 @@ def claim_of(one: Delivery) -> Claim:
     return one.inbox_claim.claim
 
 
+def lose_the_answer_to_a_commit(engine: Engine) -> None:
+    """Let the next commit of the engine take effect and raise an error."""
+    commit = engine.dialect.do_commit
+
+    def do_commit(connection: Any) -> None:
+        engine.dialect.do_commit = commit  # type: ignore[method-assign]
+        commit(connection)
+        raise sqlite3.OperationalError("the answer is lost")
+
+    engine.dialect.do_commit = do_commit  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["transaction", "inbox"])
+def test_a_retry_after_a_lost_commit_commits_nothing(
+    store: SQLAlchemyStore, engine: Engine, path: Path, own: bool
+) -> None:
+    """The handler has a retry of its own around the block: its effect is there already."""
+    one = held(store.claim_many(["a"], 60.0)[0], store.transaction)
+
+    def write() -> None:
+        if own:
+            with engine.begin() as connection:
+                connection.execute(text("INSERT INTO effects (id) VALUES ('a' || random())"))
+                store.inbox(connection, one)
+        else:
+            with one.transaction() as session:
+                session.execute(text("INSERT INTO effects (id) VALUES ('a' || random())"))
+
+    lose_the_answer_to_a_commit(engine)
+    with pytest.raises(OperationalError, match="the answer is lost"):
+        write()
+    for _ in range(2):
+        with pytest.raises(IdempotencyStoreError, match="earlier transaction of this handler may be committed"):
+            write()
+    assert commit_of(one) is CommitStatus.UNKNOWN
+    assert len(effects(path)) == 1
+    assert store.release_many([claim_of(one)], failed=True) == [False]
+    assert store.claim_many(["a"], 60.0)[0].status is ClaimStatus.DONE
+
+
+def test_on_a_loop_a_retry_after_a_lost_commit_commits_nothing(path: Path) -> None:
+    async def scenario(store: AsyncSQLAlchemyStore, engine: AsyncEngine) -> None:
+        async def write() -> None:
+            async with one.transaction() as session:
+                await session.execute(text("INSERT INTO effects (id) VALUES ('a' || random())"))
+
+        one = held((await store.claim_many(["a"], 60.0))[0], store.transaction)
+        lose_the_answer_to_a_commit(engine.sync_engine)
+        with pytest.raises(OperationalError, match="the answer is lost"):
+            await write()
+        with pytest.raises(IdempotencyStoreError, match="earlier transaction of this handler may be committed"):
+            await write()
+        assert len(effects(path)) == 1
+
+    on_a_loop(path, scenario)
+
+
+def test_a_retry_after_a_commit_that_failed_commits(store: SQLAlchemyStore, engine: Engine, path: Path) -> None:
+    """Nothing was committed, so the claim is as it was."""
+    one = held(store.claim_many(["a"], 60.0)[0], store.transaction)
+    commit = engine.dialect.do_commit
+
+    def do_commit(connection: Any) -> None:
+        engine.dialect.do_commit = commit  # type: ignore[method-assign]
+        connection.rollback()
+        raise sqlite3.OperationalError("a conflict")
+
+    engine.dialect.do_commit = do_commit  # type: ignore[method-assign]
+    with pytest.raises(OperationalError, match="a conflict"), one.transaction() as session:
+        session.execute(INSERT, {"id": "a"})
+    assert commit_of(one) is CommitStatus.UNKNOWN
+    with one.transaction() as session:
+        session.execute(INSERT, {"id": "a"})
+    assert commit_of(one) is CommitStatus.DONE
+    assert effects(path) == ["a"]
+
+
+def test_a_second_block_after_a_commit_is_committed_too(store: SQLAlchemyStore, engine: Engine, path: Path) -> None:
+    """Unless the answer to its own commit was lost: a third one would perhaps repeat it."""
+    one = held(store.claim_many(["a"], 60.0)[0], store.transaction)
+    for number in range(2):
+        with one.transaction() as session:
+            session.execute(INSERT, {"id": f"a{number}"})
+    assert commit_of(one) is CommitStatus.DONE
+    lose_the_answer_to_a_commit(engine)
+    with pytest.raises(OperationalError, match="the answer is lost"), one.transaction() as session:
+        session.execute(INSERT, {"id": "a2"})
+    with pytest.raises(IdempotencyStoreError, match="may be committed"), one.transaction() as session:
+        session.execute(INSERT, {"id": "a3"})
+    assert effects(path) == ["a0", "a1", "a2"]
+
+
+def test_a_transaction_may_take_the_record_in_twice(store: SQLAlchemyStore, engine: Engine, path: Path) -> None:
+    one, other = (held(claim, store.transaction) for claim in store.claim_many(["a", "b"], 60.0))
+    with one.transaction() as session:
+        session.execute(INSERT, {"id": "a"})
+        store.inbox(session, one)
+    assert commit_of(one) is CommitStatus.DONE
+    with engine.begin() as connection:
+        connection.execute(INSERT, {"id": "b"})
+        store.inbox(connection, other)
+        store.inbox(connection, one, other)
+    assert effects(path) == ["a", "b"]
+
+
 @pytest.mark.parametrize("ends", [Session.commit, Session.rollback])
 def test_a_handler_that_ends_the_transaction_itself_is_told(
     store: SQLAlchemyStore, path: Path, ends: Callable[[Session], None]
