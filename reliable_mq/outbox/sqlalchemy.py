@@ -6,7 +6,7 @@ all other changes, and a rollback discards it. Relays in any number of processes
 
 Rows of a key are ordered by id, and a database assigns ids before the commit. Two concurrent transactions that write to
 the same key have no order, unless one waits for the other, for example for a lock on the row that the messages are
-about.
+about. So a session's flush inserts messages after all its other statements, which take such locks.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ from reliable_mq.url import redacted
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from sqlalchemy.orm import UOWTransaction
+
     from reliable_mq.outbox.protocol import OrderingKey
 
 __all__ = ["SQLAlchemyOutbox"]
@@ -68,6 +70,29 @@ _NAME_CHARACTERS = 255
 _SESSIONS = (Session, AsyncSession, scoped_session, async_scoped_session, Connection)
 _RACES = 2  # for the table and for its index, if several processes create them
 _ATTEMPTS = 4  # at a transaction that conflicts with others, before a last one
+
+
+class _SessionRow:
+    """A row that a session inserts. Each outbox has a mapped subclass."""
+
+
+class _MessagesLast:
+    """A step of a flush, by which messages are inserted after all other changes.
+
+    SQLAlchemy flushes classes that have no relationship in the order of their names, and all deletions after that.
+    Messages stay objects of the session, so that a rollback, a savepoint and ``expunge`` treat them like any other.
+    """
+
+    def execute(self, flush: Any) -> bool:
+        """Order the changes that are known so far.
+
+        SQLAlchemy calls this again until it knows all of them.
+        """
+        actions = flush.postsort_actions.values()
+        messages = [action for action in actions if _inserts_messages(action)]
+        others = [action for action in actions if not _inserts_messages(action)]
+        flush.dependencies.update((other, message) for other in others for message in messages)
+        return False
 
 
 class SQLAlchemyOutbox:
@@ -133,7 +158,7 @@ class SQLAlchemyOutbox:
         self._lease = seconds("lease", lease, positive=True)
         self._opened = False
         self._made_in = os.getpid()
-        self._entity: type[Any] = type("OutboxMessage", (), {})
+        self._entity: type[Any] = type("OutboxMessage", (_SessionRow,), {})
         registry().map_imperatively(self._entity, self.table)
 
     # For the user's transactions
@@ -153,8 +178,8 @@ class SQLAlchemyOutbox:
         Does not block on a session. A plain ``Connection`` executes the statement.
 
         Args:
-            session: A sync or asyncio session, whose flush inserts the message, or a plain ``Connection``, which
-                inserts it at once.
+            session: A sync or asyncio session, whose flush inserts the message after its other changes, or a plain
+                ``Connection``, which inserts it at once.
             message: The message to publish.
             exchange: The exchange to publish to. The default exchange routes to the queue named by the routing key.
             routing_key: The routing key, at most 255 bytes in UTF-8.
@@ -470,6 +495,16 @@ class SQLAlchemyOutbox:
         except Exception as error:  # from a driver: SQLAlchemy does not wrap every error raised while it connects
             said = error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             raise OutboxError(f"{what} failed in {self!r}: {said}") from error
+
+
+@sa.event.listens_for(Session, "before_flush")  # of any session: to listen to one costs more than to add a message
+def _before_flush(_session: Session, flush: UOWTransaction, _objects: object) -> None:
+    flush.presort_actions[_MessagesLast] = _MessagesLast()
+
+
+def _inserts_messages(action: Any) -> bool:
+    mapper = getattr(action, "mapper", None)  # of an action for a relationship there is none
+    return mapper is not None and issubclass(mapper.class_, _SessionRow)
 
 
 def _check_texts(message_id: str, exchange: str, routing_key: str, ordering_key: str | None) -> None:
