@@ -223,7 +223,9 @@ class RedisStore(_RedisBase, SyncStore):
 
     Thread-safe. Connects at the first call. A call costs one round trip. Requires Redis 6 or newer with
     ``maxmemory-policy noeviction``. If Redis loses the record of a message, by eviction, by a restart without
-    persistence or by a failover to a replica that is behind, a duplicate of the message takes effect again.
+    persistence or by a failover to a replica that is behind, a duplicate of the message takes effect again. To lose
+    none over restarts, it needs ``appendonly yes`` and ``appendfsync always``: with ``everysec``, a crash of its
+    machine loses the last second.
 
     Args:
         url: A URL, ``redis://[user:password@]host[:port][/database]``, ``rediss://`` for TLS or ``unix://``. Or your
