@@ -21,7 +21,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar
 
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection, Engine, Pool
+from sqlalchemy.engine.base import OptionEngine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -147,6 +148,22 @@ class SyncTransactionRunner:
         """Do nothing, because the pool belongs to the user."""
 
 
+class _EngineWithPool(OptionEngine):
+    """An engine with the options and events of another, and its own pool."""
+
+    def __init__(self, theirs: Engine) -> None:
+        self._pool = theirs.pool.recreate()
+        super().__init__(theirs, {})
+
+    @property
+    def pool(self) -> Pool:  # type: ignore[override]
+        return self._pool
+
+    def dispose(self, close: bool = True) -> None:
+        """Close the connections, without an event for the other engine."""
+        self._pool.dispose()
+
+
 class AsyncTransactionRunner:
     """A runner of work on its own event loop, with a pool like the user's."""
 
@@ -187,8 +204,7 @@ class AsyncTransactionRunner:
 
     def _started(self) -> tuple[asyncio.AbstractEventLoop, AsyncEngine]:
         if self._loop is None or self._engine is None:
-            theirs = self._theirs.sync_engine
-            self._engine = type(self._theirs)(Engine(theirs.pool.recreate(), theirs.dialect, theirs.url))
+            self._engine = type(self._theirs)(_EngineWithPool(self._theirs.sync_engine))
             self._loop = asyncio.new_event_loop()
             self._thread = start_daemon("reliable_mq outbox database", _run_loop, self._loop)
         return self._loop, self._engine

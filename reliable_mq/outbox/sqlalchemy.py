@@ -107,7 +107,8 @@ class SQLAlchemyOutbox:
 
     Args:
         engine: An ``Engine`` or an ``AsyncEngine``. With an ``AsyncEngine``, relays and the methods of this object use
-            separate connections, made like the engine's.
+            separate connections, made like the engine's, with its execution options and its events. These events are
+            called in another thread, by another event loop.
         table: The name of the table.
         schema: The schema of the table.
         create: Whether to create the table if it does not exist. Otherwise you create it, see `ddl`.
@@ -394,13 +395,14 @@ class SQLAlchemyOutbox:
             index.create(connection, checkfirst=True)
 
     def _exists(self) -> bool:
-        return self._do(
-            lambda connection: sa.inspect(connection).has_table(self.table.name, self.table.schema), "opening"
-        )
+        def work(connection: Connection) -> bool:
+            return sa.inspect(connection).has_table(self.table.name, connection.schema_for_object(self.table))
+
+        return self._do(work, "opening")
 
     def _inspect_table(self, connection: Connection) -> None:
         """Warn if the table lacks the index or compares ordering keys loosely."""
-        seen, name, schema = sa.inspect(connection), self.table.name, self.table.schema
+        seen, name, schema = sa.inspect(connection), self.table.name, connection.schema_for_object(self.table)
         index = ["ordering_key", "id"]
         if not any(one["column_names"][:2] == index for one in seen.get_indexes(name, schema)):
             logger.warning("%r has no index of ordering_key and id, and is slow: make the one that is in ddl", self)
@@ -413,7 +415,7 @@ class SQLAlchemyOutbox:
                 "change that: ALTER TABLE %s MODIFY ordering_key VARCHAR(255) CHARACTER SET utf8mb4 COLLATE %s",
                 self,
                 given,
-                self.table.fullname,
+                name if schema is None else f"{schema}.{name}",
                 exact_collation(connection.dialect),
             )
 

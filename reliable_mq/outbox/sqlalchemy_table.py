@@ -85,8 +85,9 @@ def collation_of(connection: sa.Connection, at: sa.Column[Any]) -> str | None:
     """Return the effective collation of a column in MariaDB or MySQL."""
     names = ("collation_name", "table_schema", "table_name", "column_name")
     columns = sa.table("columns", *map(sa.column, names), schema="information_schema")
+    schema = connection.schema_for_object(at.table)
     found = sa.select(columns.c.collation_name).where(
-        columns.c.table_schema == (sa.func.database() if at.table.schema is None else at.table.schema),
+        columns.c.table_schema == (sa.func.database() if schema is None else schema),
         columns.c.table_name == at.table.name,
         columns.c.column_name == at.name,
     )
