@@ -435,6 +435,10 @@ class BasePublisherChannel(BaseChannel[P]):
         session.tick(now)
         if session.channel_in_doubt(now):
             io.discard(session.doubt)
+        elif session.reopening_due(now):
+            logger.warning("the broker has nacked all that was published for a long time: trying another channel")
+            session.reopening_begun()
+            io.reopen_channel()
         else:
             while io.write_buffer_size() < _BUFFERED_BYTES and (data := session.data_to_send(now, self.write_bytes)):
                 io.write(data)

@@ -385,6 +385,26 @@ def test_a_broker_that_comes_and_goes_costs_nothing_but_time(
         assert errors(confirmations) == [None] * 20
 
 
+def test_a_channel_that_nacks_all_for_too_long_is_replaced(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    """A quorum queue that is full no more says so once to each channel: one that has missed it would nack for ever."""
+    channels: list[Channel] = []
+
+    def script(published: Published) -> None:
+        channel = published.channel
+        if channel not in channels:
+            channels.append(channel)
+        channel.nack(published.number) if channel is channels[0] else channel.ack(published.number)
+
+    broker.script = script
+    with new_publisher(confirm_timeout=0.3, retry=RetryPolicy(max_attempts=1000, delays=(0.02,))) as publisher:
+        receipts = [confirmation.result(30) for confirmation in submit(publisher, 3)]
+        assert all(receipt.attempts > 2 and not receipt.possible_duplicate for receipt in receipts)
+        assert (len(channels), len(broker.connections)) == (2, 1)
+        assert not channels[0].open
+        assert channels[1].published == 3, "published elsewhere than on the new channel"
+        assert not any(published.possible_duplicate for published in broker.published)
+
+
 # -- silence -----------------------------------------------------------------------------------------------------------
 
 

@@ -607,6 +607,59 @@ def test_the_doubt_says_whether_the_channel_ever_confirmed(shell: Shell) -> None
     assert "no leader" not in shell.session.doubt
 
 
+def test_a_channel_with_nacks_only_is_opened_anew(shell: Shell) -> None:
+    """A queue that is full no more may go on to refuse on this channel alone. No publish is put in doubt for it."""
+    shell.accept("a", "b")
+    shell.send()
+    shell.nack(1, now=0.0)
+    assert shell.sent(now=1.0) == ["a"]
+    shell.nack(3, now=20.0)
+    assert not shell.session.reopening_due(30.0), "a publish is on the wire"
+    assert shell.sent(now=30.0) == [], "it would be in doubt"
+    shell.nack(2, now=30.0)
+    assert shell.session.reopening_due(30.0)
+    shell.session.reopening_begun()
+    assert not shell.session.reopening_due(30.0)
+    assert shell.sent(now=40.0) == []
+    shell.lose(connection=False)
+    shell.reopen(now=40.0)
+    again = shell.send(now=40.0)
+    assert {published.body for published in again} == {b"a", b"b"}
+    assert not any(published.possible_duplicate for published in again)
+    shell.nack(2, multiple=True, now=40.0)
+    assert not shell.session.reopening_due(69.9)
+    assert shell.session.reopening_due(70.0), "no more often than that"
+
+
+def test_a_channel_is_opened_anew_for_a_publish_and_unblocked(shell: Shell) -> None:
+    """An idle publisher has no need of it, and a broker that blocks does not answer."""
+    shell.accept("a", timeout=20.0)
+    shell.send()
+    shell.nack(1)
+    shell.session.tick(20.0)
+    assert shell.session.next_wakeup() is None
+    assert not shell.session.reopening_due(50.0)
+    shell.accept("b", at=50.0)
+    assert shell.session.reopening_due(50.0)
+    assert shell.sent(now=50.0) == []
+    shell.session.blocked("low on memory")
+    assert not shell.session.reopening_due(51.0)
+    assert shell.session.next_wakeup() == 170.0, "the deadline"
+    shell.session.unblocked(52.0)
+    assert shell.session.reopening_due(52.0)
+
+
+def test_an_ack_between_nacks_keeps_the_channel(shell: Shell) -> None:
+    """The broker accepts what is published on it, though not all."""
+    shell.accept("a", "b", "c")
+    shell.send()
+    shell.nack(1)
+    shell.ack(2, now=29.0)
+    shell.nack(3, now=29.5)
+    assert not shell.session.reopening_due(59.4)
+    assert shell.session.reopening_due(59.5)
+
+
 def test_a_write_has_whole_messages_of_about_the_size_asked(shell: Shell) -> None:
     """At least one message, however small the limit; a large body goes in frames that the connection takes."""
     large = "x" * 10_000

@@ -99,6 +99,7 @@ class Channel:
     returned: set[Expected] = field(default_factory=set)
     since: float | None = None  # whether it lives
     progress_at: float = 0.0
+    nacks_since: float = inf
 
     @property
     def on_wire(self) -> list[Expected]:
@@ -270,6 +271,11 @@ class PublishingMachine(RuleBasedStateMachine):
         self.tick()
         if self.session.channel_in_doubt(self.now):
             self.lose(None, connection=True)
+        if self.session.reopening_due(self.now):
+            self.session.reopening_begun()
+            assert not self.session.reopening_due(self.now)
+            assert not self.session.data_to_send(self.now, limit), "published on a channel that is being closed"
+            self.lose(None, connection=False)
         data = self.session.data_to_send(self.now, limit)
         published = decode(data)
         for expected in self.everyone:
@@ -334,6 +340,7 @@ class PublishingMachine(RuleBasedStateMachine):
         assert (one.exchange, one.routing_key) == (publication.exchange, publication.routing_key)
         assert one.mandatory is publication.mandatory
         assert one.persistent
+        assert self.now < channel.nacks_since + CONFIRM_TIMEOUT, "published on a channel that is to be opened anew"
         assert expected.outcome is None, "published after it was settled"
         assert expected.final_at is None, "published again while the broker has it, and lives"
         assert expected.due <= self.now, "published before its delay was over"
@@ -364,6 +371,8 @@ class PublishingMachine(RuleBasedStateMachine):
         """The session stands still only where it has to."""
         if self.channel is None or self.connection_blocked or self.channel.unconfirmed:
             return
+        ending = self.now >= self.channel.nacks_since + CONFIRM_TIMEOUT
+        assert not ending or all(expected.outcome is not None for expected in self.everyone)
         waiting: set[str] = set()
         for expected in self.everyone:
             if expected.outcome is None:
@@ -404,6 +413,7 @@ class PublishingMachine(RuleBasedStateMachine):
         tags = [held for held in channel.unconfirmed if held == tag or (multiple and held < tag)]
         if tags:
             channel.progress_at = self.now
+            channel.nacks_since = inf if ack else min(channel.nacks_since, self.now)
         else:
             self.stale += 1
         for held in tags:
@@ -574,6 +584,7 @@ class PublishingMachine(RuleBasedStateMachine):
         self.what_can_be_seen_is_true()
         self.counts_add_up()
         self.doubt_begins_when_nothing_was_settled_for_the_confirm_timeout()
+        self.a_channel_with_nacks_only_is_opened_anew()
         self.the_shell_is_woken_in_time()
 
     def every_publish_is_settled_once_and_as_the_broker_said(self) -> None:
@@ -651,6 +662,13 @@ class PublishingMachine(RuleBasedStateMachine):
         doubt = channel is not None and self.now >= channel.progress_at + CONFIRM_TIMEOUT
         assert self.session.channel_in_doubt(self.now) is bool(owed and doubt)
 
+    def a_channel_with_nacks_only_is_opened_anew(self) -> None:
+        channel = self.channel
+        usable = channel is not None and not channel.unconfirmed and not self.connection_blocked
+        wanted = any(expected.outcome is None for expected in self.everyone)
+        due = channel is not None and self.now >= channel.nacks_since + CONFIRM_TIMEOUT
+        assert self.session.reopening_due(self.now) is bool(usable and due and wanted)
+
     def the_shell_is_woken_in_time(self) -> None:
         moments = [expected.deadline for expected in self.everyone if expected.outcome is None]
         moments += [
@@ -663,6 +681,8 @@ class PublishingMachine(RuleBasedStateMachine):
             moments += [max(at - WATCHED, self.ask_after) for at in final]
         if self.channel is not None and self.channel.unconfirmed and not self.connection_blocked:
             moments.append(self.channel.progress_at + CONFIRM_TIMEOUT)
+        elif moments and self.channel is not None and not self.connection_blocked:
+            moments.append(self.channel.nacks_since + CONFIRM_TIMEOUT)
         wakeup = self.session.next_wakeup()
         if moments:
             assert wakeup is not None

@@ -21,6 +21,7 @@ Invariants:
 - A crash of the broker leaves its publishes in doubt, and refuses no publish that has met only one crash.
 - No two publishes with the same ``message_id`` are on the wire at once.
 - Nothing is published without a channel, while the broker blocks, or after it is settled.
+- A channel with nacks only is opened anew once no publish is on the wire, so that none is in doubt.
 - A message that cannot be encoded fails alone: nothing is marked as sent before the whole write is encoded.
 - A place in the window is released once per accepted publish, when it is settled *and* off the wire, so that a late
   confirm still finds it.
@@ -43,6 +44,7 @@ from reliable_mq.core.publisher.bisect import (
     named_by,
     processed,
 )
+from reliable_mq.core.publisher.channel_trust import ChannelTrust
 from reliable_mq.core.publisher.confirms import ConfirmTracker
 from reliable_mq.core.publisher.deadlines import PublishDeadlines
 from reliable_mq.core.publisher.provisional import ProvisionalConfirms
@@ -83,7 +85,8 @@ class PublisherSession(Generic[P]):
 
     Args:
         retry: The policy for nacked publishes.
-        confirm_timeout: The seconds without any settlement after which the channel is in doubt.
+        confirm_timeout: The seconds without any settlement after which the channel is in doubt, and with nacks only
+            after which it is opened anew.
         delivery_timeout: The seconds from acceptance after which a publish without an individual timeout is given up.
         random: The source of the jitter.
         new_queue_grace: The seconds after a queue was made during which its confirms are provisional. 0 means never.
@@ -99,7 +102,7 @@ class PublisherSession(Generic[P]):
         new_queue_grace: float = 0.0,
     ) -> None:
         self._retry = retry
-        self._confirm_timeout = confirm_timeout
+        self._trust = ChannelTrust(confirm_timeout)
         self._random = random
         self._tracker: ConfirmTracker[P] = ConfirmTracker()
         self._deadlines: PublishDeadlines[P] = PublishDeadlines(delivery_timeout)
@@ -113,7 +116,6 @@ class PublisherSession(Generic[P]):
         self._provisional: ProvisionalConfirms[P] = ProvisionalConfirms(new_queue_grace)
         self._channel = 0
         self.frame_max = 131072  # the maximum frame size of the latest channel, in bytes
-        self._progress_at = 0.0  # when the broker last settled anything, or last had no outstanding confirms
         self.statistics = PublisherStatistics()
         self.blocked_reason: str | None = None  # the reason while the broker blocks publishing
         #: None from when a channel is open until the connection is lost or another channel cannot be opened.
@@ -151,7 +153,7 @@ class PublisherSession(Generic[P]):
         self.disconnected_reason = None
         self.frame_max = frame_max
         self._heads.clear()
-        self._progress_at = now
+        self._trust.channel_opened(now)
 
     def connection_replaced(self) -> None:
         """Publish provisional publishes again, since their connection is lost."""
@@ -174,7 +176,7 @@ class PublisherSession(Generic[P]):
             numbers = self._tracker.numbers(generation, tag, multiple)
         settled = self._tracker.settle(generation, tag, multiple)
         if settled:
-            self._progress_at = now
+            self._trust.acked(now)
             if numbers is not None:
                 settled = provisional.acked(generation, numbers, settled, now)
             self._confirm(settled, now)
@@ -184,7 +186,7 @@ class PublisherSession(Generic[P]):
         settled = self._tracker.settle(generation, tag, multiple)
         if not settled:
             return
-        self._progress_at = now
+        self._trust.nacked(now)
         for publication in settled:
             publication.nacks += 1
             self.statistics.nacks += 1
@@ -276,7 +278,7 @@ class PublisherSession(Generic[P]):
     def unblocked(self, now: float) -> None:
         """Resume writing after ``connection.unblocked``."""
         self.blocked_reason = None
-        self._progress_at = now
+        self._trust.unblocked(now)
         record(self._ready, PublicationEvent.UNBLOCKED)
 
     def abandon(self, publication: P) -> None:
@@ -313,10 +315,10 @@ class PublisherSession(Generic[P]):
 
         They contain whole messages, at least one.
         """
-        if not self._tracker.open or self.blocked_reason is not None:
+        if not self._tracker.open or self.blocked_reason is not None or self._trust.ending(now):
             return b""
         if not len(self._tracker):
-            self._progress_at = now
+            self._trust.owes_nothing(now)
         sent: list[P] = []
         data = b""
         while not sent and (queue := self._may_be_sent()):
@@ -347,6 +349,19 @@ class PublisherSession(Generic[P]):
         text = f"no confirm for any of {self.on_wire} outstanding publishes in time"
         return f"{text}, nor for any other on this channel{_NO_LEADER}" if self._tracker.none_settled else text
 
+    def reopening_due(self, now: float) -> bool:
+        """Return whether to begin to open another channel, and report `reopening_begun`.
+
+        The channel has had nacks only for the confirm timeout, and publishes wait for another. No confirm is
+        outstanding, so none of them is in doubt.
+        """
+        at = self._reopening_at()
+        return at is not None and now >= at
+
+    def reopening_begun(self) -> None:
+        """Write nothing more on the channel, which the caller closes and opens anew."""
+        self._trust.reopening = True
+
     def round_trip_due(self, now: float) -> bool:
         """Return whether to begin a round trip now and report `round_trip_begun`.
 
@@ -358,7 +373,8 @@ class PublisherSession(Generic[P]):
     def next_wakeup(self) -> float | None:
         """Return the time of the next `tick` if no event comes first, None for never."""
         delayed = self._delayed[0][0] if self._delayed else None
-        times = (self._deadlines.next_deadline, self._doubt_at(), delayed, self._round_trip_at())
+        channel = (self._doubt_at(), self._reopening_at(), self._round_trip_at())
+        times = (self._deadlines.next_deadline, delayed, *channel)
         return min((at for at in times if at is not None), default=None)
 
     # Readings
@@ -395,7 +411,12 @@ class PublisherSession(Generic[P]):
     def _doubt_at(self) -> float | None:
         if not len(self._tracker) or self.blocked_reason is not None:
             return None
-        return self._progress_at + self._confirm_timeout
+        return self._trust.silent_at
+
+    def _reopening_at(self) -> float | None:
+        if len(self._tracker) or not self._tracker.open or self.blocked_reason is not None or not self.outstanding:
+            return None
+        return self._trust.reopening_at
 
     def _round_trip_at(self) -> float | None:
         if not self._tracker.open or self.blocked_reason is not None:
