@@ -446,6 +446,32 @@ def test_a_channel_that_confirms_nothing_in_time_is_replaced(
 
 
 @pytest.mark.slow
+def test_a_channel_that_passes_over_one_queue_is_replaced(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    """The confirms of one queue are lost for good, while those of another come: a new channel has both."""
+
+    def script(published: Published) -> None:
+        if published.routing_key == KEY or published.channel.connection is not broker.connections[0]:
+            acking(published)
+
+    broker.script = script
+    with new_publisher(confirm_timeout=1.0) as publisher:
+        first, second = (
+            submit(publisher, 2, routing_key="stuck", timeout=1.5),
+            submit(publisher, 2, routing_key="stuck"),
+        )
+        quick: list[Any] = []
+
+        def replaced() -> bool:
+            quick.extend(submit(publisher, 1))
+            return len(broker.connections) == 2
+
+        wait_until(replaced, timeout=30, what="the channel was replaced", interval=0.1)
+        assert [type(error) for error in errors(first)] == [PublishUnconfirmed] * 2
+        assert errors(second + quick) == [None] * (2 + len(quick))
+        assert all(confirmation.result(0).possible_duplicate for confirmation in second)
+
+
+@pytest.mark.slow
 def test_confirms_that_trickle_in_keep_the_channel(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
     with new_publisher(confirm_timeout=1.6) as publisher:
         confirmations = submit(publisher, 9)

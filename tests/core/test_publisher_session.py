@@ -14,6 +14,7 @@ from reliable_mq.errors import PublishBlocked, PublishRefused, PublishReturned
 from reliable_mq.message import Message
 from tests.core.published import (
     DELAYS,
+    DELIVERY_TIMEOUT,
     FORCED,
     FRAME_ERROR,
     FRAME_MAX,
@@ -605,6 +606,99 @@ def test_the_doubt_says_whether_the_channel_ever_confirmed(shell: Shell) -> None
     shell.ack(1)
     assert "1 outstanding publishes" in shell.session.doubt
     assert "no leader" not in shell.session.doubt
+
+
+def pass_over(shell: Shell, since: float, *keys: str) -> None:
+    """Publish to each queue on a new channel, until the deadline, and confirm only one to another queue, later."""
+    shell.reopen(now=since)
+    stuck = [shell.accept(f"{key} {since}", at=since, routing_key=key)[0] for key in keys]
+    shell.accept(f"quick {since}", at=since, routing_key="quick")
+    shell.send(now=since)
+    shell.ack(len(keys) + 1, now=since + 100.0)
+    shell.session.tick(since + DELIVERY_TIMEOUT)
+    assert outcomes(stuck) == [Outcome.UNKNOWN] * len(stuck)
+
+
+def test_a_channel_that_passes_over_a_publish_is_in_doubt(shell: Shell) -> None:
+    """It goes on to confirm what another queue has: the confirms of the first may be lost for good."""
+    shell.accept("late", timeout=500.0)
+    shell.send(now=0.0)
+    stuck = shell.accept("stuck", routing_key="stuck")[0]
+    shell.accept("quick", routing_key="quick")
+    shell.send(now=0.0)
+    shell.ack(3, now=100.0)
+    assert not shell.session.channel_in_doubt(119.9)
+    shell.session.tick(120.0)
+    assert shell.session.channel_in_doubt(120.0)
+    assert shell.session.next_wakeup() == 120.0
+    assert f"no confirm for {stuck} in time" in shell.session.doubt
+    shell.lose()
+    assert not shell.session.channel_in_doubt(120.0)
+    shell.reopen(now=120.0)
+    (again,) = shell.send(now=120.0)
+    assert (again.body, again.possible_duplicate) == (b"late", True)
+    assert not shell.session.channel_in_doubt(149.9)
+
+
+def test_a_queue_that_never_confirms_costs_one_channel(shell: Shell) -> None:
+    """Without a leader it confirms on no channel: what others have to publish is a possible duplicate only once."""
+    shell.lose()
+    pass_over(shell, 0.0, "stuck", "also stuck")
+    assert shell.session.channel_in_doubt(120.0)
+    shell.lose()
+    pass_over(shell, 120.0, "stuck")
+    assert not shell.session.channel_in_doubt(240.0)
+    shell.lose()
+    pass_over(shell, 240.0, "also stuck")
+    assert not shell.session.channel_in_doubt(360.0)
+    (confirmed,) = shell.accept("in time", at=360.0, routing_key="stuck")
+    shell.send(now=360.0)
+    shell.ack(3, now=370.0)
+    assert confirmed.outcome is Outcome.CONFIRMED
+    shell.lose()
+    pass_over(shell, 370.0, "also stuck")
+    assert not shell.session.channel_in_doubt(490.0)
+    shell.lose()
+    pass_over(shell, 490.0, "stuck")
+    assert shell.session.channel_in_doubt(610.0), "it did confirm in the meantime"
+
+
+def test_what_was_as_late_costs_no_second_channel(shell: Shell) -> None:
+    """All that a channel in doubt owed for as long is to blame for it."""
+    (slower,) = shell.accept("slower", routing_key="slower", timeout=200.0)
+    shell.accept("stuck", routing_key="stuck")
+    shell.accept("quick")
+    shell.send()
+    shell.ack(3, now=100.0)
+    shell.session.tick(120.0)
+    shell.lose()
+    shell.reopen(now=120.0)
+    shell.accept("quick again", at=120.0)
+    shell.send(now=120.0)
+    shell.ack(2, now=190.0)
+    shell.session.tick(200.0)
+    assert slower.outcome is Outcome.UNKNOWN
+    assert not shell.session.channel_in_doubt(200.0)
+
+
+@pytest.mark.parametrize("case", ["sent of late", "nothing later is settled", "blocked", "left by its caller"])
+def test_a_publish_that_is_only_late_costs_no_channel(shell: Shell, case: str) -> None:
+    """Each of these is possible with a healthy broker."""
+    timeout = 29.9 if case == "sent of late" else 120.0
+    (owed,) = shell.accept("owed", at=0.0, timeout=500.0)
+    first, last = shell.accept("first", "last", timeout=timeout)
+    shell.send()
+    if case == "blocked":
+        shell.session.blocked("low on memory")
+    elif case == "left by its caller":
+        shell.session.abandon(first)
+    shell.ack(2 if case == "nothing later is settled" else 3, now=timeout - 1)
+    shell.session.tick(timeout)
+    assert Outcome.UNKNOWN in outcomes([first, last])
+    if case == "blocked":
+        shell.session.unblocked(timeout)
+    assert not shell.session.channel_in_doubt(timeout)
+    assert owed.outcome is None
 
 
 def test_a_channel_with_nacks_only_is_opened_anew(shell: Shell) -> None:

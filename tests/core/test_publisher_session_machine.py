@@ -71,6 +71,7 @@ class Expected:
     unique: bool = True  # nobody else has its message id
     sends: int = 0
     sent_last: int = 0  # the number of its last send, of all
+    sent_at: float = 0.0
     nacks: int = 0
     final_at: float | None = None  # confirmed, but not for good before
     in_doubt: bool = False
@@ -81,6 +82,10 @@ class Expected:
     @property
     def message_id(self) -> str:
         return self.publication.message.message_id
+
+    @property
+    def destination(self) -> tuple[str, str]:
+        return self.publication.exchange, self.publication.routing_key
 
     @property
     def deadline(self) -> float:
@@ -100,6 +105,8 @@ class Channel:
     since: float | None = None  # whether it lives
     progress_at: float = 0.0
     nacks_since: float = inf
+    settled_through: int = 0
+    passed_over_at: float = inf
 
     @property
     def on_wire(self) -> list[Expected]:
@@ -128,6 +135,7 @@ class PublishingMachine(RuleBasedStateMachine):
         self.disconnected: str | None = "no attempt to connect has ended yet"
         self.again: list[Expected] = []  # unsettled at a channel loss and not sent since, in the order of sending
         self.last_first_send = -1
+        self.blamed: set[tuple[str, str]] = set()  # destinations that have cost a channel
         self.settled: Counter[Publication] = Counter()
         self.stale = 0
         self.stray = 0
@@ -316,7 +324,19 @@ class PublishingMachine(RuleBasedStateMachine):
         self.session.tick(self.now)
         for expected in self.everyone:
             if expected.outcome is None and expected.deadline <= self.now:
+                self.expire_on_wire(expected)
                 self.give_up(expected)
+
+    def expire_on_wire(self, expected: Expected) -> None:
+        """A publish of long ago that the broker has passed over costs a channel, once for each destination."""
+        channel = self.channel
+        if channel is None or self.connection_blocked or expected not in channel.on_wire:
+            return
+        tag = next(tag for tag in channel.unconfirmed if channel.sent[tag - 1] is expected)
+        long_ago = self.now - expected.sent_at >= CONFIRM_TIMEOUT
+        if long_ago and tag < channel.settled_through and expected.destination not in self.blamed:
+            self.blamed.add(expected.destination)
+            channel.passed_over_at = min(channel.passed_over_at, self.now)
 
     @property
     def provisional(self) -> list[Expected]:
@@ -364,6 +384,7 @@ class PublishingMachine(RuleBasedStateMachine):
         expected.sends += 1
         self.sends += 1
         expected.sent_last = self.sends
+        expected.sent_at = self.now
         channel.sent.append(expected)
         channel.unconfirmed.append(len(channel.sent))
 
@@ -418,10 +439,12 @@ class PublishingMachine(RuleBasedStateMachine):
             self.stale += 1
         for held in tags:
             channel.unconfirmed.remove(held)
+            channel.settled_through = max(channel.settled_through, tag)
             expected = channel.sent[held - 1]
             expected.nacks += not ack
             if expected.outcome is not None:
                 continue
+            self.blamed.discard(expected.destination)
             if expected in channel.returned:
                 expected.outcome = Outcome.RETURNED
             elif ack and self.proven < self.new_since(expected) + GRACE and not expected.unroutable:
@@ -518,6 +541,9 @@ class PublishingMachine(RuleBasedStateMachine):
         self.session.channel_lost(channel.generation, reply, connection=connection, text="reset")
         on_wire = channel.on_wire
         unsettled = [expected for expected in on_wire if expected.outcome is None]
+        if channel.passed_over_at < inf:
+            long_ago = [one for one in on_wire if one.sent_at + CONFIRM_TIMEOUT <= channel.passed_over_at]
+            self.blamed.update(one.destination for one in long_ago)
         blames = reply in (NO_EXCHANGE, FRAME_ERROR)
         named = [one for one in on_wire if one.publication.exchange == MISSING] if reply is NO_EXCHANGE else []
         self.mark_doubt(on_wire, named, alone=blames and len(on_wire) == 1)
@@ -583,7 +609,7 @@ class PublishingMachine(RuleBasedStateMachine):
         self.a_place_is_freed_once_when_settled_and_off_the_wire()
         self.what_can_be_seen_is_true()
         self.counts_add_up()
-        self.doubt_begins_when_nothing_was_settled_for_the_confirm_timeout()
+        self.doubt_begins_when_confirms_are_overdue()
         self.a_channel_with_nacks_only_is_opened_anew()
         self.the_shell_is_woken_in_time()
 
@@ -656,10 +682,10 @@ class PublishingMachine(RuleBasedStateMachine):
         assert statistics.republished == sum(max(expected.sends - 1, 0) for expected in self.everyone)
         assert statistics.stray_returns == self.stray
 
-    def doubt_begins_when_nothing_was_settled_for_the_confirm_timeout(self) -> None:
+    def doubt_begins_when_confirms_are_overdue(self) -> None:
         channel = self.channel
         owed = channel is not None and channel.unconfirmed and not self.connection_blocked
-        doubt = channel is not None and self.now >= channel.progress_at + CONFIRM_TIMEOUT
+        doubt = channel is not None and self.now >= min(channel.progress_at + CONFIRM_TIMEOUT, channel.passed_over_at)
         assert self.session.channel_in_doubt(self.now) is bool(owed and doubt)
 
     def a_channel_with_nacks_only_is_opened_anew(self) -> None:
@@ -680,7 +706,7 @@ class PublishingMachine(RuleBasedStateMachine):
             final = [expected.final_at for expected in self.provisional if expected.final_at is not None]
             moments += [max(at - WATCHED, self.ask_after) for at in final]
         if self.channel is not None and self.channel.unconfirmed and not self.connection_blocked:
-            moments.append(self.channel.progress_at + CONFIRM_TIMEOUT)
+            moments.append(min(self.channel.progress_at + CONFIRM_TIMEOUT, self.channel.passed_over_at))
         elif moments and self.channel is not None and not self.connection_blocked:
             moments.append(self.channel.nacks_since + CONFIRM_TIMEOUT)
         wakeup = self.session.next_wakeup()

@@ -5,28 +5,47 @@ nodes, any of which can be lost. It then goes wrong for this channel alone, for 
 is the only cure:
 
 - Confirms are lost. A channel on which nothing is settled for the confirm timeout is *silent*.
+- The confirms of one queue are lost, for good, while those of others come. A publish is *passed over* if it expires
+  without a confirm, though it was written the confirm timeout ago, and a later one is settled.
 - A quorum queue that was full tells each channel once that it is not full any more. A channel that has missed it nacks
   whatever is published, even to an empty queue. A channel that has had *nacks only* for the confirm timeout, without a
   single ack, is opened anew for the next publish. If the queue is full indeed, the new channel has nacks only, too, and
   is opened anew after as long again.
 
+Publishes on the wire of a channel in doubt are published again, and can arrive twice. A queue that has no leader, or is
+slower than the deadline of its publishes, passes over publishes on every channel. Therefore, its destination (exchange
+and routing key) costs one channel only, until the broker settles a publish to it in time.
+
 The trust is that of one channel at a time. ``now`` is the monotonic clock of the caller, in seconds.
 
 Invariants of `ChannelTrust`:
 
-- A new channel is trusted for a whole confirm timeout.
+- A new channel is trusted for a whole confirm timeout, whichever publishes expire.
+- No destination is to blame for two channels, except if a publish to it was settled in time between them. Those that
+  are to blame are the destination of the publish passed over, and those of all that were on the wire for as long.
 - An ack renews the trust: the confirm timeout of nacks only is counted from the next nack.
 - Nothing more is published on a channel that is to be opened anew, so that its last confirms come before its end.
-- Every operation is O(1).
+- Every operation is O(1) for each publish, and settling costs nothing while no destination is to blame.
+- Memory is bounded: with 1024 destinations to blame, no further one costs a channel.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from reliable_mq.core.publisher.publication import Publication
+
 __all__ = ["ChannelTrust"]
 
 
+_MAX_BLAMED = 1024  # destinations
+
+
 class ChannelTrust:
-    """The confirms of one channel at a time, by their time only. Not thread-safe.
+    """The confirms of one channel at a time, by their time. Not thread-safe.
 
     Args:
         confirm_timeout: The seconds without any settlement, or with nacks only, after which a channel is given up.
@@ -37,6 +56,9 @@ class ChannelTrust:
         self._progress_at = 0.0  # when the broker last settled anything, or last had no outstanding confirms
         self._nacks_since: float | None = None  # when the first nack came after the last ack
         self.reopening = False  # whether the channel is being closed for its nacks
+        self.passed_over: Publication | None = None  # the first publish on the channel that was passed over
+        self._passed_over_at = 0.0
+        self._blamed: set[tuple[str, str]] = set()  # destinations that have cost a channel and were not settled since
 
     # Events
 
@@ -45,6 +67,23 @@ class ChannelTrust:
         self._progress_at = now
         self._nacks_since = None
         self.reopening = False
+        self.passed_over = None
+
+    def channel_lost(self, lost: Iterable[Publication]) -> None:
+        """Blame all that the channel owed for as long as the publish that was passed over."""
+        if self.passed_over is not None:
+            sent_before = self._passed_over_at - self._confirm_timeout
+            self._blamed.update(_destination(one) for one in lost if one.sent_at <= sent_before)
+            self.passed_over = None
+
+    def expired(self, publication: Publication, settled_through: int, now: float) -> None:
+        """Record a publish that expires on the wire, and the latest tag that is settled."""
+        overdue = now - publication.sent_at >= self._confirm_timeout and publication.tag < settled_through
+        destination = _destination(publication)
+        if overdue and destination not in self._blamed and len(self._blamed) < _MAX_BLAMED:
+            self._blamed.add(destination)
+            if self.passed_over is None:
+                self.passed_over, self._passed_over_at = publication, now
 
     def owes_nothing(self, now: float) -> None:
         """Record that no confirm is outstanding."""
@@ -54,23 +93,28 @@ class ChannelTrust:
         """Record that the broker, which owed no confirm while it blocked, goes on."""
         self._progress_at = now
 
-    def acked(self, now: float) -> None:
-        """Record acks that settled something."""
-        self._progress_at = now
+    def acked(self, publications: Iterable[Publication], now: float) -> None:
+        """Record acks, before the publishes that they settled have their outcome."""
+        self._settled(publications, now)
         self._nacks_since = None
 
-    def nacked(self, now: float) -> None:
-        """Record nacks that settled something."""
-        self._progress_at = now
+    def nacked(self, publications: Iterable[Publication], now: float) -> None:
+        """Record nacks, before the publishes that they settled have their outcome."""
+        self._settled(publications, now)
         if self._nacks_since is None:
             self._nacks_since = now
+
+    def _settled(self, publications: Iterable[Publication], now: float) -> None:
+        self._progress_at = now
+        if self._blamed:
+            self._blamed.difference_update(_destination(one) for one in publications if one.outcome is None)
 
     # Readings
 
     @property
-    def silent_at(self) -> float:
-        """The time when the channel is silent, if confirms are outstanding until then."""
-        return self._progress_at + self._confirm_timeout
+    def doubt_at(self) -> float:
+        """The time when the channel is in doubt, if confirms are outstanding until then."""
+        return self._progress_at + self._confirm_timeout if self.passed_over is None else self._passed_over_at
 
     @property
     def reopening_at(self) -> float | None:
@@ -83,3 +127,7 @@ class ChannelTrust:
         """Return whether to publish nothing more before another channel is open."""
         at = self.reopening_at
         return self.reopening or (at is not None and now >= at)
+
+
+def _destination(publication: Publication) -> tuple[str, str]:
+    return publication.exchange, publication.routing_key

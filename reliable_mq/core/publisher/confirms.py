@@ -155,6 +155,7 @@ class ConfirmTracker(Generic[T]):
     def __init__(self) -> None:
         self.generation: int | None = None  # the generation of the open channel
         self.stale = 0  # confirms that settled nothing, counted over all generations
+        self.settled_through = 0  # the latest number of this channel that is settled
         self._items: SequencedItems[T] = SequencedItems()
 
     def __len__(self) -> int:
@@ -179,6 +180,7 @@ class ConfirmTracker(Generic[T]):
         if self.open:
             raise UsageError(f"channel {self.generation} is still open: report it lost before opening {generation}")
         self.generation = generation
+        self.settled_through = 0
         self._items = SequencedItems()
 
     def published(self, items: Sequence[T]) -> int:
@@ -205,10 +207,13 @@ class ConfirmTracker(Generic[T]):
                     settled.append(item)
             elif not tag:
                 settled = self._items.clear()
+                tag = self._items.next_number - 1
             elif tag < self._items.next_number:
                 settled = self._items.pop_through(tag)
         if not settled:
             self.stale += 1
+        elif tag > self.settled_through:
+            self.settled_through = tag
         return settled
 
     def numbers(self, generation: int, tag: int, multiple: bool) -> list[int]:

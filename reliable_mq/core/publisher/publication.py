@@ -142,8 +142,10 @@ class Publication:
         "result_observed",
         "routing_key",
         "sends",
+        "sent_at",
         "size",
         "state",
+        "tag",
         "timeout",
         "trace",
     )
@@ -168,6 +170,8 @@ class Publication:
         self.timeout = timeout  # seconds from acceptance to the deadline; None for the session's delivery timeout
         self.state = PublicationState.READY  # changed only by the events of `TRANSITIONS`
         self.sends = 0  # times that it was written to a channel
+        self.sent_at = 0.0  # when it was written last
+        self.tag = 0  # its number on the channel that it was written to last
         self.nacks = 0
         self.in_doubt = False  # an attempt ended without a confirm, so a further attempt may be a duplicate
         #: The return or the channel error that concerns it, or the reason why it was blocked or stayed provisional.

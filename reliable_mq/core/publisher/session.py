@@ -21,6 +21,7 @@ Invariants:
 - A crash of the broker leaves its publishes in doubt, and refuses no publish that has met only one crash.
 - No two publishes with the same ``message_id`` are on the wire at once.
 - Nothing is published without a channel, while the broker blocks, or after it is settled.
+- A channel is in doubt if it passes over publishes, once for each destination until that confirms one in time.
 - A channel with nacks only is opened anew once no publish is on the wire, so that none is in doubt.
 - A message that cannot be encoded fails alone: nothing is marked as sent before the whole write is encoded.
 - A place in the window is released once per accepted publish, when it is settled *and* off the wire, so that a late
@@ -85,8 +86,9 @@ class PublisherSession(Generic[P]):
 
     Args:
         retry: The policy for nacked publishes.
-        confirm_timeout: The seconds without any settlement after which the channel is in doubt, and with nacks only
-            after which it is opened anew.
+        confirm_timeout: The seconds without any settlement after which the channel is in doubt, those from a write
+            after which a publish that expires can be passed over, and those with nacks only after which the channel is
+            opened anew.
         delivery_timeout: The seconds from acceptance after which a publish without an individual timeout is given up.
         random: The source of the jitter.
         new_queue_grace: The seconds after a queue was made during which its confirms are provisional. 0 means never.
@@ -176,7 +178,7 @@ class PublisherSession(Generic[P]):
             numbers = self._tracker.numbers(generation, tag, multiple)
         settled = self._tracker.settle(generation, tag, multiple)
         if settled:
-            self._trust.acked(now)
+            self._trust.acked(settled, now)
             if numbers is not None:
                 settled = provisional.acked(generation, numbers, settled, now)
             self._confirm(settled, now)
@@ -186,7 +188,7 @@ class PublisherSession(Generic[P]):
         settled = self._tracker.settle(generation, tag, multiple)
         if not settled:
             return
-        self._trust.nacked(now)
+        self._trust.nacked(settled, now)
         for publication in settled:
             publication.nacks += 1
             self.statistics.nacks += 1
@@ -235,6 +237,7 @@ class PublisherSession(Generic[P]):
             self.blocked_reason, self.disconnected_reason = None, text
         numbers = self._tracker.outstanding_numbers if self._provisional else []
         lost = self._tracker.channel_lost()
+        self._trust.channel_lost(lost)
         self._provisional.channel_lost()
         blames = reply is not None and (not connection or reply.code in BLAMES_A_PUBLISH)
         unwritten = list(self._probe)
@@ -301,6 +304,8 @@ class PublisherSession(Generic[P]):
         The caller advances the timers to ``now`` before `data_to_send`.
         """
         for publication in self._deadlines.expire(now):
+            if publication.state is _ON_WIRE and self.blocked_reason is None:
+                self._trust.expired(publication, self._tracker.settled_through, now)
             self._give_up(publication)
         while self._delayed and self._delayed[0][0] <= now:
             publication = heapq.heappop(self._delayed)[2]
@@ -327,9 +332,10 @@ class PublisherSession(Generic[P]):
             except BaseException:  # nothing was written
                 queue.extendleft(reversed(sent))
                 raise
-        self._tracker.published(sent)
-        for publication in sent:
+        first = self._tracker.published(sent) - len(sent)
+        for tag, publication in enumerate(sent, first):
             publication.state = _ON_WIRE
+            publication.tag, publication.sent_at = tag, now
             self.statistics.republished += publication.sends > 0
             publication.sends += 1
         record(sent, PublicationEvent.SENT)
@@ -338,7 +344,7 @@ class PublisherSession(Generic[P]):
     def channel_in_doubt(self, now: float) -> bool:
         """Return whether to discard the channel, because its confirms are overdue.
 
-        Confirms are outstanding, and the broker has settled nothing for the confirm timeout.
+        Confirms are outstanding, and the broker has settled nothing for the confirm timeout, or has passed over one.
         """
         at = self._doubt_at()
         return at is not None and now >= at
@@ -346,6 +352,8 @@ class PublisherSession(Generic[P]):
     @property
     def doubt(self) -> str:
         """The reason for discarding a channel that is in doubt."""
+        if self._trust.passed_over is not None:
+            return f"no confirm for {self._trust.passed_over} in time, though later ones are confirmed"
         text = f"no confirm for any of {self.on_wire} outstanding publishes in time"
         return f"{text}, nor for any other on this channel{_NO_LEADER}" if self._tracker.none_settled else text
 
@@ -411,7 +419,7 @@ class PublisherSession(Generic[P]):
     def _doubt_at(self) -> float | None:
         if not len(self._tracker) or self.blocked_reason is not None:
             return None
-        return self._trust.silent_at
+        return self._trust.doubt_at
 
     def _reopening_at(self) -> float | None:
         if len(self._tracker) or not self._tracker.open or self.blocked_reason is not None or not self.outstanding:
