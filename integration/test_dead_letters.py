@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from integration.support.leaders import suspend_leader
 from reliable_mq import (
     ConfigurationError,
     ConsumeError,
@@ -91,6 +92,14 @@ def test_a_dead_letter_tells_what_happened(any_vhost: VirtualHost) -> None:
     assert began <= even.died_at <= datetime.now(UTC)
     assert odd.reason == "order 1 is odd"
     assert odd.package_version
+
+
+def test_dead_letters_are_counted_when_the_leader_is_late(any_vhost: VirtualHost) -> None:
+    """While the leader does not respond, RabbitMQ reports no messages and no consumers."""
+    publish(any_vhost, numbered(5), Queue("orders.dead", dead_letter=None))
+    with DeadLetterQueue(any_vhost.url, "orders.dead") as dead:
+        suspend_leader(any_vhost, "orders.dead", 1.0)
+        assert len(dead) == 5
 
 
 def test_looking_leaves_the_queue_as_it_was(any_vhost: VirtualHost) -> None:

@@ -95,21 +95,25 @@ class GetChannel(AdminChannel):
         """The current channel, which is another one after every loss."""
         return self._source
 
-    def count(self) -> QueueState:
+    def check(self) -> QueueState:
         """Return the numbers of ready messages and consumers.
+
+        They may be in doubt (`QueueState.in_doubt`).
 
         Raises:
             TopologyMismatch: If the queue does not exist.
             BrokerUnavailable: If RabbitMQ refuses for another reason, or does not respond.
         """
-        step = CheckQueue(self._queue)
-        try:
-            state = self.perform(step)
-        except StepRefused as refused:
-            raise refusal(step, refused) from refused
-        if not isinstance(state, QueueState):
-            raise TypeError(f"the reply to {step} is {state!r}")
-        return state
+        return self._known(self._count(self._queue))
+
+    def count(self) -> QueueState:
+        """Return the same as `check`, counted again while in doubt."""
+        return self._known(self.counts([self._queue])[self._queue])
+
+    def _known(self, count: QueueState | StepRefused) -> QueueState:
+        if isinstance(count, StepRefused):
+            raise refusal(CheckQueue(self._queue), count) from count
+        return count
 
     def use_consumers(self) -> bool:
         """Take messages by consumers from now on, if harmless; return whether it is.
@@ -309,14 +313,14 @@ class GetChannel(AdminChannel):
     def _wait_for(self, ready: int) -> None:
         """Wait a limited time for so many ready messages; others may get some of them."""
         deadline = time.monotonic() + _SEEN
-        while self.count().messages < ready and time.monotonic() < deadline:
+        while self.check().messages < ready and time.monotonic() < deadline:
             threading.Event().wait(_POLL_EVERY)
 
     def _send(self, source: ChannelGeneration, frames: bytes) -> None:
         """Write frames on this channel only, and wait until the broker has read them."""
         self._io.call_soon(lambda: self._io.write(frames) if self._source is source else None)
         try:
-            self.count()  # the broker handles frames in order
+            self.check()  # the broker handles frames in order
         except BrokerUnavailable:
             self._check_soon(source)
             raise

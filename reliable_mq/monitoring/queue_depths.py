@@ -2,7 +2,7 @@
 
 A thread queries the broker with passive declares on a separate connection. A passive declare of a queue that does not
 exist closes its channel, so it must not use a channel that publishes or consumes. Each queue costs one round trip per
-interval.
+interval, or three if it is empty and without consumers (`AdminChannel.counts`).
 
 Invariant: a gauge shows the last reply of the broker, and disappears when there is no reply.
 """
@@ -12,13 +12,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from prometheus_client import CollectorRegistry
 
 from reliable_mq._util.threads import start_daemon
 from reliable_mq._util.validation import Duration, seconds
-from reliable_mq.codec.methods import CheckQueue
 from reliable_mq.core.channel_setup import StepRefused
 from reliable_mq.core.statistics import QueueDepthStatistics, QueueStatus
 from reliable_mq.errors import ConfigurationError, ReliableMQError, UsageError
@@ -134,17 +133,15 @@ class QueueDepths:
             BrokerUnavailable: If the connection is lost.
         """
         measured = {}
-        for name in self._roles:
-            try:
-                state: Any = channel.perform(CheckQueue(name))
-            except StepRefused as error:
+        for name, count in channel.counts(self._roles).items():
+            if isinstance(count, StepRefused):
                 self._statistics[name].failures += 1
-                reason = str(error)
+                reason = str(count)
                 if self._complaints.get(name) != reason:  # once for each reason
                     logger.warning("the depth of queue %r is not known: %s", name, reason)
                 self._complaints[name] = reason
             else:
-                measured[name] = QueueStatus(state.messages, state.consumers)
+                measured[name] = QueueStatus(count.messages, count.consumers)
                 self._complaints.pop(name, None)
         self._status = measured
 

@@ -331,6 +331,8 @@ class Connection(threading.Thread):
                 channel.send(commands.Basic.CancelOk(value.consumer_tag))
             case commands.Queue.Declare() if value.passive and value.queue in self.broker.missing:
                 channel.close(404, f"NOT_FOUND - no queue '{value.queue}' in vhost '/'")
+            case commands.Queue.Declare() if value.passive and self.broker.counts:
+                channel.send(commands.Queue.DeclareOk(value.queue, *self.broker.counts.popleft()))
             case commands.Queue.Declare():
                 time.sleep(self.broker.declare_seconds)
                 self.broker.missing.discard(value.queue)
@@ -377,6 +379,7 @@ class ScriptedBroker:
         silent: whatever a client sends is read and not answered.
         gates: by consumer tag, what to wait for before a subscription is answered, or anything behind it.
         missing: queues that do not exist before they are declared; all others do.
+        counts: of messages and consumers, for the passive declares to come, in their order; then none.
         declare_seconds: how long a queue takes to declare, or to find.
         frame_max, heartbeat: as offered to the clients to come; bytes and seconds.
         secrets_unanswered: whether ``connection.update-secret`` gets no answer, as while it is blocked.
@@ -395,6 +398,7 @@ class ScriptedBroker:
         self.silent = False
         self.gates: dict[str, threading.Event] = {}
         self.missing: set[str] = set()
+        self.counts: deque[tuple[int, int]] = deque()
         self.declare_seconds = 0.0
         self.secrets_unanswered = False
         self.frame_max = 131072

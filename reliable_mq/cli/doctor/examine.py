@@ -17,7 +17,7 @@ from reliable_mq.cli.doctor.broker import (
 from reliable_mq.cli.doctor.finding import Finding, Status
 from reliable_mq.cli.doctor.management import Snapshot
 from reliable_mq.cli.doctor.queues import examine_queues
-from reliable_mq.codec.methods import CheckQueue, Consume, DeclareQueue, QueueState, Step
+from reliable_mq.codec.methods import Consume, DeclareQueue, Step
 from reliable_mq.core.channel_setup import StepRefused
 from reliable_mq.errors import BrokerUnavailable, PublishError, PublishRefused, PublishReturned
 from reliable_mq.message import Message
@@ -38,6 +38,7 @@ _NO_PRIORITY: Final = {"x-priority": "none"}
 _GRANT_CONFIGURE: Final = "Grant configure, or let somebody else declare and use plain names."
 _GRANT_READ: Final = "Grant read, if this user is to consume."
 _GRANT_WRITE: Final = "Grant write on amq.default, if this user is to publish to queues, and to retry or dead-letter."
+_UNSURE: Final = " (RabbitMQ says the same of a quorum queue whose leader does not respond)"
 _PATIENCE: Final = 5.0  # seconds for the broker to return one message
 
 
@@ -128,18 +129,15 @@ def _existence(entry: HostEntry, queues: Sequence[str]) -> Iterator[Finding]:
 
 def _existence_of_each(entry: HostEntry, queues: Sequence[str]) -> Iterator[Finding]:
     with AdminChannel(entry.settings, name="reliable-mq doctor") as channel:
-        for name in queues:
+        for name, count in channel.counts(queues).items():
             subject = f"queue {name!r}"
-            try:
-                state = channel.perform(CheckQueue(name))
-            except StepRefused as refused:
-                fix = "Declare it, or look for a typing error; names are case-sensitive." if refused.code == 404 else ""
-                yield Finding(Status.PROBLEM, subject, "exists", f"{refused.code} {refused.text}", fix)
+            if isinstance(count, StepRefused):
+                fix = "Declare it, or look for a typing error; names are case-sensitive." if count.code == 404 else ""
+                yield Finding(Status.PROBLEM, subject, "exists", f"{count.code} {count.text}", fix)
             else:
-                counts = ""
-                if isinstance(state, QueueState):
-                    counts = f"{state.messages:,} messages ready, {state.consumers} consumers"
-                yield Finding(Status.OK, subject, "exists", counts)
+                doubt = _UNSURE if count.in_doubt else ""
+                text = f"{count.messages:,} messages ready, {count.consumers} consumers{doubt}"
+                yield Finding(Status.OK, subject, "exists", text)
 
 
 def examine_permissions(url: str, settings: ConnectionSettings, queues: Sequence[str]) -> list[Finding]:

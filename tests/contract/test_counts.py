@@ -1,0 +1,71 @@
+"""No messages and no consumers: RabbitMQ says so of a quorum queue whose leader does not respond, too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from reliable_mq.cli.doctor.broker import HostEntry
+from reliable_mq.cli.doctor.examine import _existence
+from reliable_mq.core.channel_setup import StepRefused
+from reliable_mq.deadletters import DeadLetterQueue
+from reliable_mq.deadletters.queue import depths
+from reliable_mq.monitoring import QueueDepths
+from reliable_mq.sync.admin_channel import AdminChannel
+from reliable_mq.testing.waiting import wait_until
+from reliable_mq.url import parse_url
+
+if TYPE_CHECKING:
+    from tests.contract.scripted_broker import ScriptedBroker
+
+UNKNOWN = (0, 0)
+QUEUE = "orders.dead"
+
+
+def test_counts_in_doubt_are_asked_for_again(broker: ScriptedBroker) -> None:
+    """Those of the other queues are not, nor is a queue that is refused; after three times they are believed."""
+    broker.missing.add("missing")
+    broker.counts.extend([UNKNOWN, (3, 0), UNKNOWN, (0, 1), UNKNOWN, UNKNOWN, (7, 0), UNKNOWN])
+    with AdminChannel(parse_url(broker.url), name="test") as channel:
+        found = channel.counts(["late", "ready", "empty", "missing", "consumed"])
+    counts = {
+        name: (count.code if isinstance(count, StepRefused) else (count.messages, count.consumers))
+        for name, count in found.items()
+    }
+    assert counts == {"late": (7, 0), "ready": (3, 0), "empty": UNKNOWN, "missing": 404, "consumed": (0, 1)}
+    assert not broker.counts
+
+
+def test_a_queue_seems_empty_only_if_it_is_counted_again(broker: ScriptedBroker) -> None:
+    """For all that show a number: the size and the depths of dead-letter queues, the gauges, the doctor."""
+    settings = parse_url(broker.url)
+    broker.counts.extend([UNKNOWN, UNKNOWN, (5, 0)])
+    assert depths(settings, [QUEUE]) == {QUEUE: 5}
+
+    broker.counts.extend([UNKNOWN, UNKNOWN, UNKNOWN, (5, 0)])  # the first is that of entering
+    with DeadLetterQueue(broker.url, QUEUE) as dead:
+        assert len(dead) == 5
+
+    registry = CollectorRegistry()
+    broker.counts.extend([UNKNOWN, UNKNOWN, (5, 0)])
+    with QueueDepths(broker.url, [QUEUE], registry=registry, interval=60):
+        labels = {"queue": QUEUE, "role": "dead_letters"}
+        wait_until(
+            lambda: registry.get_sample_value("reliable_mq_queue_messages", labels) is not None,
+            timeout=30,
+            what="the gauge",
+        )
+        assert registry.get_sample_value("reliable_mq_queue_messages", labels) == 5
+
+
+@pytest.mark.parametrize(("last", "told"), [((5, 0), "5 messages"), (UNKNOWN, "0 messages ready, 0 consumers (Rabb")])
+def test_the_doctor_says_what_no_messages_may_mean(broker: ScriptedBroker, last: tuple[int, int], told: str) -> None:
+    settings = parse_url(broker.url)
+    with AdminChannel(settings, name="test") as channel:
+        entry = HostEntry(settings, channel.server, channel.frame_max)
+    broker.counts.extend([UNKNOWN, UNKNOWN, last])
+    [finding] = _existence(entry, ["orders"])
+    assert finding.text.startswith(told)
+    assert ("leader does not respond" in finding.text) is (last == UNKNOWN)
