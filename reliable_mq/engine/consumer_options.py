@@ -18,6 +18,7 @@ from reliable_mq.codec import LARGEST_BODY
 from reliable_mq.codec.methods import STREAM_OFFSET, Consume, SetPrefetch
 from reliable_mq.core.channel_setup import consumer_setup, pull_setup
 from reliable_mq.core.consumer.acks import AckBatcher, StreamOffset
+from reliable_mq.core.consumer.delivery_watch import DeliveryWatch
 from reliable_mq.core.consumer.dispatch import Batcher
 from reliable_mq.core.consumer.handler import ClaimPolicy, check_handler, is_coroutine_function
 from reliable_mq.core.consumer.kill_switch import KillSwitchMonitor
@@ -59,6 +60,7 @@ _OFFSETS: Final = ("first", "last", "next")
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _REST: Final = 0.01  # seconds between acks sent while no handler runs; at this rate they cost nothing
 _CONSUMER_TIMEOUT: Final = "x-consumer-timeout"  # milliseconds
+_DELAYED_RETRY: Final = "x-delayed-retry-"  # the beginning of the names of its arguments
 _SINGLE_ACTIVE: Final = "x-single-active-consumer"
 _READ_ABOVE: Final = 1024 * 1024  # bytes above `max_body_bytes` that are still read, to dead-letter with a reason
 
@@ -409,6 +411,15 @@ class ConsumerOptions:
                 subscribes=self._pushed,
             ),
         )
+
+    def new_delivery_watch(self) -> DeliveryWatch | None:
+        """Return a new watch, or None unless ready messages are certainly meant for now."""
+        queue = self._queue
+        if not self._pushed or not isinstance(queue, Queue) or queue.type != "quorum" or self.single_active:
+            return None
+        if queue.delayed_retry is not None or any(name.startswith(_DELAYED_RETRY) for name in queue.arguments):
+            return None
+        return DeliveryWatch(len(self.settings.endpoints))
 
     def new_reconnect_policy(self) -> ReconnectPolicy:
         """Return a new policy for the connection attempts of one connection."""

@@ -1,7 +1,8 @@
 """The signs of health of an event loop and of a subscription.
 
 `reliable_mq.core.health` judges these signs. They are noted on the loop of a connection and read by any thread. Each
-attribute is written by one thread only and is consistent at any moment. Nothing here waits.
+attribute is written by one thread only and is consistent at any moment. Nothing here waits. `DeliveryCheck` acts on one
+sign by itself: it replaces a connection on which ready messages are not delivered.
 """
 
 from __future__ import annotations
@@ -9,16 +10,21 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from reliable_mq.codec.methods import CheckQueue, QueueState
+from reliable_mq.core.consumer import delivery_watch
 from reliable_mq.core.health import ConsumerSigns
+from reliable_mq.engine.connection import Wakeup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from reliable_mq.core.channel_setup import StepGenerator
+    from reliable_mq.core.consumer.delivery_watch import DeliveryWatch
     from reliable_mq.core.consumer.session import ConsumerSession
     from reliable_mq.engine.connection import BaseConnection
     from reliable_mq.errors import ReliableMQError
 
-__all__ = ["ConsumerVitals", "LoopWatch"]
+__all__ = ["ConsumerVitals", "DeliveryCheck", "LoopWatch"]
 
 
 class LoopWatch:
@@ -107,3 +113,55 @@ class ConsumerVitals:
             paused=session.paused,
             paused_at=self._paused_at,
         )
+
+
+class DeliveryCheck:
+    """A timer that looks whether ready messages are delivered.
+
+    It runs while its consumer is subscribed. To be used on the loop.
+
+    Args:
+        watch: The watch that decides. None to look at nothing.
+        queue: The name of the queue.
+        session: The session of the consumer.
+        io: Its connection, which is discarded if ready messages are not delivered.
+    """
+
+    def __init__(self, watch: DeliveryWatch | None, queue: str, session: ConsumerSession, io: BaseConnection) -> None:
+        self._watch = watch
+        self._queue = queue
+        self._session = session
+        self._io = io
+        self._timer = Wakeup(self._look)
+
+    def begin(self) -> None:
+        """Look from time to time, on a new channel."""
+        if self._watch is not None:
+            self._watch.subscribed(self._session.statistics.delivered)
+            self._look_later()
+
+    def end(self) -> None:
+        """Look no more."""
+        self._timer.cancel()
+
+    def _look_later(self) -> None:
+        now = time.monotonic()
+        self._timer.set(now + delivery_watch.LOOK_EVERY, now, self._io.call_later)
+
+    def _look(self) -> None:
+        session = self._session
+        if self._watch is None or not session.lifecycle.subscribed:
+            return
+        if self._watch.look(session.statistics.delivered, session.outstanding):
+            self._io.run(self._count(), self._counted)
+        self._look_later()
+
+    def _count(self) -> StepGenerator:
+        return (yield CheckQueue(self._queue))
+
+    def _counted(self, outcome: object) -> None:
+        if self._watch is None or not isinstance(outcome, QueueState):  # the channel is lost
+            return
+        if self._watch.counted(outcome.messages, self._session.statistics.delivered):
+            text = f"{outcome.messages} messages of queue {self._queue!r} are ready, and none is delivered"
+            self._io.discard(f"{text}: does the queue's member on this node run?")

@@ -33,7 +33,7 @@ from reliable_mq.core.consumer.lifecycle import ChannelStep, ConsumerState, Resu
 from reliable_mq.core.consumer.settlement import LogEventKind
 from reliable_mq.core.idempotency import namespace_of
 from reliable_mq.engine.connection import Wakeup
-from reliable_mq.engine.health import ConsumerVitals
+from reliable_mq.engine.health import ConsumerVitals, DeliveryCheck
 from reliable_mq.errors import BrokerUnavailable, ReliableMQError, TopologyMismatch
 
 if TYPE_CHECKING:
@@ -167,6 +167,7 @@ class BaseSubscription:
             client=self,
             reconnect_policy=options.new_reconnect_policy(),
         )
+        self._delivery_check = DeliveryCheck(options.new_delivery_watch(), options.queue_name, self.session, self._io)
 
     def _call_outside(self, call: Callable[[], object]) -> None:
         """Schedule a call of code from outside this package. Does not block."""
@@ -297,11 +298,13 @@ class BaseSubscription:
             self._vitals.subscribed()
             logger.info("consuming from queue %r on %s %s", self._options.queue_name, server.product, server.version)
             self._first_attempts_over.set()
+            self._delivery_check.begin()
         self._run()
 
     def lost(self, generation: int, loss: ConnectionLoss) -> None:
         """Forget the channel. The broker delivers all unacked messages again."""
         self._vitals.unsubscribed(printable(loss.text))
+        self._delivery_check.end()
         self._in_quarantine = False
         self._connection_lost |= loss.scope == "connection"
         self._record.lost(time.monotonic())
@@ -463,6 +466,7 @@ class BaseSubscription:
     def _finish(self, now: float) -> None:
         """Close the connection after acking everything that has ended by now."""
         self._alarm.cancel()  # the loop may belong to the user
+        self._delivery_check.end()
         if self.ended.is_set():
             return
         if self.session.lifecycle.gave_up:

@@ -29,6 +29,7 @@ from reliable_mq import (
     UsageError,
 )
 from reliable_mq.core import headers
+from reliable_mq.core.consumer import delivery_watch
 from reliable_mq.core.idempotency import Claim, ClaimStatus
 from reliable_mq.engine.subscription import BaseSubscription
 from reliable_mq.stores import MemoryStore
@@ -805,3 +806,20 @@ def test_only_handled_or_dead_lettered_messages_are_ever_acked(
     dead = {b"%d" % number for number in range(0, 300, 29)}
     assert confirmed == dead
     assert set(feed.settled) == handled | dead
+
+
+def test_a_consumer_connects_anew_where_nothing_is_delivered(
+    broker: ScriptedBroker, new_consumer: NewConsumer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its node's member of the queue does not run, and assigned messages are for ever on their way."""
+    monkeypatch.setattr(delivery_watch, "LOOK_EVERY", 0.1)
+    got: list[bytes] = []
+    with new_consumer(lambda delivery: got.append(delivery.body), ORDERS, dead_letter=None):
+        first = broker.consuming
+        broker.counts.extend([(7, 1), (0, 1), (7, 1), (7, 1)])
+        broker.wait(lambda: len(broker.connections) == 2, "another connection")
+        assert not broker.counts
+        second = broker.wait(lambda: broker.consumed not in {None, first} and broker.consumed, "another subscription")
+        second.deliver(b"late")
+        wait_until(lambda: got == [b"late"], timeout=30, what="its delivery")
+    assert "7 messages of queue 'orders' are ready, and none is delivered" in caplog.text
