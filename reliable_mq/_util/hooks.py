@@ -1,4 +1,4 @@
-"""The package's hooks after a fork and at exit, in a defined order.
+"""The package's hooks around a fork and at exit, in a defined order.
 
 Python runs ``os.register_at_fork`` hooks in the order of registration and ``atexit`` hooks in the opposite order, and a
 program may import the modules of this package in any order. So the package registers with Python once, here.
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import TypeVar
 from weakref import WeakSet
 
-__all__ = ["ExitStage", "ForkStage", "at_exit", "at_fork", "each_at_fork"]
+__all__ = ["ExitStage", "ForkStage", "around_fork", "at_exit", "at_fork", "each_at_fork"]
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,14 @@ def each_at_fork(stage: ForkStage, hook: Callable[[T], object]) -> WeakSet[T]:
 
     at_fork(stage, call_with_each)
     return objects
+
+
+def around_fork(before: Callable[[], object], after: Callable[[], object]) -> None:
+    """Call ``before`` on a thread that forks, and ``after`` on it when it has forked.
+
+    Neither is called in the child. Python reports an exception of either, and forks all the same.
+    """
+    os.register_at_fork(before=before, after_in_parent=after)
 
 
 def at_exit(stage: ExitStage, hook: Callable[[], object]) -> None:

@@ -6,7 +6,7 @@ the sync API, the delivery guarantees are implemented in :mod:`reliable_mq.core.
 SIGTERM and SIGINT stop all consumers that run on an event loop.
 
 Invariants: a signal that the program or a server handles is left to its handler. The signal handlers from before the
-first ``run()`` are restored after the last.
+first ``run()`` are restored after the last, and in a forked child.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import os
 import signal
 import threading
 import warnings
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Final, Self
 from weakref import WeakKeyDictionary
 
+from reliable_mq._util.signals import ReplacedHandlers
 from reliable_mq._util.validation import Duration
 from reliable_mq.aio.handlers import TaskPool, ThreadPool
 from reliable_mq.aio.publisher import AsyncPublisher
@@ -63,7 +64,7 @@ class _SignalWatch:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._stops: list[Callable[[], None]] = []
-        self._before: dict[signal.Signals, Any] = {}
+        self._replaced = ReplacedHandlers(on_loop=True)
 
     def add(self, stop: Callable[[], None]) -> None:
         if not self._stops and threading.current_thread() is threading.main_thread():
@@ -74,21 +75,17 @@ class _SignalWatch:
     def remove(self, stop: Callable[[], None]) -> None:
         self._stops.remove(stop)
         if not self._stops:
-            for number, before in self._before.items():
-                if not self._loop.is_closed():
+            if not self._loop.is_closed():
+                for number in self._replaced.numbers:
                     self._loop.remove_signal_handler(number)
-                signal.signal(number, before)
-            self._before.clear()
+            self._replaced.restore()
 
     def _take(self, number: signal.Signals) -> None:
-        before = signal.getsignal(number)
-        if not _is_default(before):
+        if not _is_default(signal.getsignal(number)):
             return
-        try:
-            self._loop.add_signal_handler(number, self._on_signal)
-        except (NotImplementedError, RuntimeError):  # not supported on this platform or by this loop
-            return
-        self._before[number] = before
+        install = partial(self._loop.add_signal_handler, number, self._on_signal)
+        with suppress(NotImplementedError, RuntimeError):  # not supported on this platform or by this loop
+            self._replaced.replace(number, install)
 
     def _on_signal(self) -> None:
         for stop in list(self._stops):

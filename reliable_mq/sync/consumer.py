@@ -16,10 +16,12 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
+from functools import partial
 from queue import Empty
 from typing import TYPE_CHECKING, Final, Self
 
 from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, at_fork
+from reliable_mq._util.signals import ReplacedHandlers
 from reliable_mq._util.validation import Duration
 from reliable_mq.core.consumer.handler import is_coroutine_function
 from reliable_mq.engine.consumer import END_TIMEOUT, BaseConsumer
@@ -258,12 +260,13 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
             else:
                 self._subscription.stop_now()
 
-        before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        replaced = ReplacedHandlers()
         try:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                replaced.replace(number, partial(signal.signal, number, on_signal))
             yield received
         finally:
-            for number, handler in before.items():
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            replaced.restore()
 
 
 def run_to_signal(consumer: Consumer) -> int | None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import uvloop
 
+from reliable_mq._util import hooks
 from reliable_mq.aio.consumer import on_signals
+from tests.children import end_of_forked_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -100,3 +103,65 @@ def test_off_the_main_thread_signals_are_left_alone(run: Any) -> None:
 
     before = signal.getsignal(signal.SIGTERM)
     run(elsewhere())
+
+
+@pytest.mark.parametrize("in_thread", [False, True], ids=["loop", "thread"])
+def test_a_signal_to_a_forked_child_ends_it_alone(run: Any, in_thread: bool) -> None:
+    """A descriptor that both processes have would bring the child's signals to the loop of the parent."""
+    received: list[int] = []
+
+    async def main() -> None:
+        own = asyncio.Event()
+
+        def stop() -> None:
+            received.append(len(received))
+            own.set()
+
+        with on_signals(stop):
+            fork = partial(end_of_forked_child, signal.SIGTERM)
+            ends = [await asyncio.to_thread(fork) if in_thread else fork() for _ in range(3)]
+            os.kill(os.getpid(), signal.SIGTERM)  # the loop handles it after any of the children's
+            await asyncio.wait_for(own.wait(), 10)
+        assert ends == [-signal.SIGTERM] * 3
+
+    run(main())
+    assert received == [0]
+
+
+def test_a_signal_that_comes_early_ends_a_forked_child_alone(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here before the first of the package's hooks in the child has run."""
+    early = (hooks.ForkStage.RENEW, partial(signal.raise_signal, signal.SIGTERM))
+    monkeypatch.setattr(hooks, "_in_child", [early, *hooks._in_child])
+    received: list[str] = []
+
+    async def main() -> None:
+        own = asyncio.Event()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        with on_signals(lambda: own.set() or received.append("a signal")):
+            assert end_of_forked_child(signal.SIGTERM) == -signal.SIGTERM
+            assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.wait_for(own.wait(), 10)
+
+    run(main())
+    assert received == ["a signal"]
+
+
+def test_a_forked_child_has_the_handlers_from_before(run: Any) -> None:
+    """Those that the program sets in the meantime stay."""
+
+    async def main() -> None:
+        def check() -> None:
+            assert signal.getsignal(signal.SIGINT) is before
+            assert signal.getsignal(signal.SIGTERM) is own
+            assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
+
+        before = signal.getsignal(signal.SIGINT)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        with on_signals(lambda: None):
+            signal.signal(signal.SIGTERM, own)
+            assert end_of_forked_child(signal.SIGKILL, check) == -signal.SIGKILL
+
+    def own(*_: object) -> None: ...
+
+    run(main())

@@ -1,4 +1,4 @@
-"""The main thread waits, and signals are handled all the same."""
+"""Signals to a main thread that waits, and to forked children."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from queue import SimpleQueue
 
 import pytest
 
+from reliable_mq import Consumer
 from reliable_mq.sync.consumer import next_signal, wait_heeding_signals
+from reliable_mq.testing.waiting import wait_until
+from tests.children import end_of_forked_child
+
+NOBODY = "amqp://guest:guest@127.0.0.1:1/"
 
 
 @pytest.mark.parametrize("for_any", [False, True])
@@ -49,3 +54,27 @@ def test_a_waiting_main_thread_handles_a_signal_to_another(for_any: bool) -> Non
         late.join()
         victim.join()
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_child_forked_during_run(number: signal.Signals) -> None:
+    """A handler's thread forks, as `multiprocessing` does; the parent's handlers would only stop a copy."""
+    consumer = Consumer(NOBODY, "orders", lambda _: None)
+    ends: list[int] = []
+
+    def fork() -> None:
+        try:
+            wait_until(lambda: consumer._subscription, timeout=10, what="it runs")
+            ends.append(end_of_forked_child(number))
+        finally:
+            consumer.stop()
+
+    before = signal.signal(number, signal.SIG_DFL)
+    thread = threading.Thread(target=fork)
+    try:
+        thread.start()
+        consumer.run()
+    finally:
+        thread.join()
+        signal.signal(number, before)
+    assert ends == [-number]

@@ -1,0 +1,107 @@
+"""Signal handlers that replace others for a time.
+
+A forked child inherits the signal handlers of its parent. Those that stop a consumer of the parent would keep signals
+from ending the child. And the descriptor that wakes an event loop for a signal is shared, so signals to the child
+would be handled by the loop of the parent.
+
+Invariants:
+
+- In a forked child the handlers from before are restored, and signals wake no event loop of the parent. A signal that
+  comes earlier is handled after that.
+- In a forked child a handler that the program has set in the meantime stays.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+from reliable_mq._util.hooks import ForkStage, around_fork, at_fork
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["ReplacedHandlers"]
+
+
+class ReplacedHandlers:
+    """The signal handlers to restore. For the main thread.
+
+    Args:
+        on_loop: Whether the new handlers belong to an event loop, which signals wake by a descriptor.
+    """
+
+    def __init__(self, *, on_loop: bool = False) -> None:
+        self._on_loop = on_loop
+        # Signal -> handler. Python's own handlers are of several types, and of different ones in each version.
+        self._before: dict[int, Any] = {}
+        self._after: dict[int, Any] = {}
+
+    @property
+    def numbers(self) -> list[int]:
+        """The signals whose handlers are replaced."""
+        return list(self._before)
+
+    def replace(self, number: int, install: Callable[[], object]) -> None:
+        """Replace the handler of a signal by calling ``install``.
+
+        If ``install`` raises and has not replaced it, `restore` will leave it alone.
+        """
+        if self not in _active:
+            _active.append(self)
+        before = signal.getsignal(number)
+        self._before[number] = signal.SIG_DFL if before is None else before  # first, as a thread may fork meanwhile
+        try:
+            install()
+        finally:
+            after = self._after[number] = signal.getsignal(number)
+            if after is before:
+                del self._before[number]
+
+    def restore(self) -> None:
+        """Restore the handlers from before."""
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        self._before.clear()
+        if self in _active:
+            _active.remove(self)
+
+    def restore_in_child(self) -> None:
+        """Restore the handlers from before that are still replaced."""
+        if self._on_loop and self._before:
+            signal.set_wakeup_fd(-1)
+        for number, before in self._before.items():
+            current = signal.getsignal(number)
+            if current is self._after.get(number, current):
+                signal.signal(number, before)
+        self._before.clear()
+
+
+_active: list[ReplacedHandlers] = []  # the newest last
+_forking = threading.local()
+
+
+def _restore_in_child() -> None:
+    while _active:
+        _active.pop().restore_in_child()
+
+
+def _block() -> None:
+    """Block the signals on a thread that forks, and so in its child."""
+    numbers = [number for replaced in list(_active) for number in replaced.numbers]
+    if numbers:
+        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])  # noted first: a signal handler may raise
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+
+def _unblock() -> None:
+    mask = getattr(_forking, "mask", None)
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        _forking.mask = None
+
+
+at_fork(ForkStage.RENEW, _restore_in_child)
+at_fork(ForkStage.RENEW, _unblock)
+around_fork(_block, _unblock)

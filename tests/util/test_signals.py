@@ -1,0 +1,42 @@
+"""Signal handlers that are replaced for a time."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from reliable_mq._util.signals import ReplacedHandlers
+
+
+def test_a_handler_that_was_not_replaced_is_not_restored() -> None:
+    def fail() -> None:
+        raise NotImplementedError
+
+    def own(*_: object) -> None: ...
+
+    replaced = ReplacedHandlers()
+    with pytest.raises(NotImplementedError):
+        replaced.replace(signal.SIGUSR1, fail)
+    assert not replaced.numbers
+    before = signal.signal(signal.SIGUSR1, own)
+    try:
+        replaced.restore()
+        assert signal.getsignal(signal.SIGUSR1) is own
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_replacement_that_was_cut_short_is_undone() -> None:
+    """Another signal's handler raises just after the new handler is set."""
+
+    def install() -> None:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGUSR1)
+    replaced = ReplacedHandlers()
+    with pytest.raises(KeyboardInterrupt):
+        replaced.replace(signal.SIGUSR1, install)
+    replaced.restore()
+    assert signal.getsignal(signal.SIGUSR1) is before
