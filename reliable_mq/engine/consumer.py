@@ -270,6 +270,8 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
                     for pool in self._pools:
                         pool.start()
                     self._subscription.start()
+                    if self._is_stopped:  # by a signal handler, before anything could take its call
+                        self._subscription.stop()
                 self._started(enter)
                 return self._subscription
         except BaseException:  # for example from a signal handler; nothing else would stop the running parts

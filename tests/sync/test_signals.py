@@ -6,10 +6,12 @@ import signal
 import threading
 import time
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
 from reliable_mq import Consumer
+from reliable_mq.engine.workers import WorkerPool
 from reliable_mq.sync.consumer import next_signal, wait_heeding_signals
 from reliable_mq.testing.waiting import wait_until
 from tests.children import end_of_forked_child
@@ -78,3 +80,30 @@ def test_a_signal_ends_a_child_forked_during_run(number: signal.Signals) -> None
         thread.join()
         signal.signal(number, before)
     assert ends == [-number]
+
+
+@pytest.mark.parametrize("place", [(Consumer, "_new_subscription"), (WorkerPool, "start")], ids=["parts", "threads"])
+def test_a_stop_by_a_signal_handler_during_the_start_counts(
+    monkeypatch: pytest.MonkeyPatch, place: tuple[type, str]
+) -> None:
+    """The I/O thread does not run yet, so nothing takes the call that begins to stop."""
+    owner, name = place
+    original = getattr(owner, name)
+
+    def call_and_signal(self: Any) -> Any:
+        signal.raise_signal(signal.SIGUSR1)
+        return original(self)
+
+    monkeypatch.setattr(owner, name, call_and_signal)
+    consumer = Consumer(NOBODY, "orders", lambda _: None)
+    rescued = threading.Event()
+    late = threading.Timer(10, lambda: (rescued.set(), consumer.stop()))
+    before = signal.signal(signal.SIGUSR1, lambda *_: consumer.stop())
+    late.start()
+    try:
+        consumer.run()
+    finally:
+        late.cancel()
+        late.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert not rescued.is_set()
