@@ -4,7 +4,7 @@ A `Connector` makes the decisions, as in the sync API. This module provides asyn
 
 Invariants:
 
-- All methods except `call_soon` are called on the loop that the object was created on.
+- All methods except `call_soon` and `call_and_wake` are called on the loop that the object was created on.
 - After ``close`` the object leaves no task, timer or socket behind, whatever the broker does.
 """
 
@@ -71,6 +71,13 @@ class AsyncConnection(BaseConnection):
             self._loop.call_soon(fn)
         elif not self._loop.asyncio.is_closed():
             self._loop.asyncio.call_soon(self._loop.guard, fn)
+
+    def call_and_wake(self, fn: Callable[[], None], /) -> None:
+        """Run `fn` like `call_soon`, and wake the loop for it even from a signal handler.
+
+        A signal handler runs on the loop's own thread, but may interrupt the loop's wait for events.
+        """
+        self._loop.call_soon(fn)
 
     def call_later(self, delay: float, fn: Callable[[], None]) -> Timer:
         """Run `fn` in `delay` seconds. An exception in `fn` costs the connection."""

@@ -71,6 +71,10 @@ class BaseConnection:
         """Run `fn` on the loop, after the current call."""
         raise NotImplementedError
 
+    def call_and_wake(self, fn: Callable[[], None], /) -> object:
+        """Run `fn` like `call_soon`, and wake the loop for it even from a signal handler."""
+        return self.call_soon(fn)
+
     def stop(self, grace: float = 0.0, /) -> None:
         """Begin to close: a handshake for up to `grace` seconds, then an abort."""
         raise NotImplementedError

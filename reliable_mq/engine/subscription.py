@@ -267,7 +267,7 @@ class BaseSubscription:
 
         A handler that calls this is the last one on its thread or task, even if the loop learns of the stop later.
         """
-        self._io.call_soon(self._begin_to_stop)
+        self._io.call_and_wake(self._begin_to_stop)
         if not self.session.automatic:
             self.handlers.stop_starting()
             if self.quarantine_handlers is not None:
@@ -281,7 +281,7 @@ class BaseSubscription:
     def stop_now(self) -> None:
         """Stop without waiting for running handlers."""
         self.hurried = True
-        self._io.call_soon(self._end)
+        self._io.call_and_wake(self._end)
 
     # On the loop: events of the connection
 

@@ -5,7 +5,7 @@ threads may make.
 
 Invariants:
 
-- Only ``start``, ``call_soon``, ``stop``, ``close`` and ``join`` may be called from other threads.
+- Only ``start``, ``call_soon``, ``call_and_wake``, ``stop``, ``close`` and ``join`` may be called from other threads.
 - A call that ``call_soon`` accepts runs exactly once, on the I/O thread, even if the connection dies or the thread
   ends.
 - When the thread has ended, every descriptor that it opened is closed.

@@ -1,22 +1,28 @@
-"""Signals stop what runs on a loop, and the handlers from before are restored."""
+"""Signals stop what runs on a loop, and the handlers from before are restored, in forked children too."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import uvloop
 
+from reliable_mq import AsyncConsumer
 from reliable_mq._util import hooks
 from reliable_mq.aio.consumer import on_signals
+from reliable_mq.connection.connection import ConnectionState
+from reliable_mq.testing.waiting import wait_until
 from tests.children import end_of_forked_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
+
+NOBODY = "amqp://guest:guest@127.0.0.1:1/"
 
 
 @pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
@@ -163,5 +169,41 @@ def test_a_forked_child_has_the_handlers_from_before(run: Any) -> None:
             assert end_of_forked_child(signal.SIGKILL, check) == -signal.SIGKILL
 
     def own(*_: object) -> None: ...
+
+    run(main())
+
+
+@pytest.mark.parametrize("hurried", [False, True], ids=["stop", "stop-now"])
+def test_a_stop_by_the_programs_own_handler_begins_at_once(run: Any, hurried: bool) -> None:
+    """Nothing else wakes the loop, which waits for its next attempt to connect, and handles no signal itself."""
+
+    async def handle(_: object) -> None: ...
+
+    async def main() -> None:
+        consumer = AsyncConsumer(NOBODY, "orders", handle, reconnect_wait=lambda _: 60)
+
+        def stop(*_: object) -> None:
+            subscription = consumer._subscription
+            assert subscription is not None
+            (subscription.stop_now if hurried else consumer.stop)()
+
+        def waits() -> bool:
+            subscription = consumer._subscription
+            return subscription is not None and subscription._io._connector._state is ConnectionState.WAITING
+
+        def kill_once_it_waits() -> None:
+            wait_until(waits, timeout=10, what="an attempt that failed")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        killing = threading.Thread(target=kill_once_it_waits)
+        try:
+            async with asyncio.timeout(20):
+                killing.start()
+                await consumer.run()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            killing.join()
 
     run(main())

@@ -31,6 +31,8 @@ class FakeConnection:
     def call_soon(self, call: Callable[[], object]) -> None:
         call()
 
+    call_and_wake = call_soon
+
     def call_later(self, _delay: float, _call: Callable[[], object]) -> Any:
         return threading.Timer(0, lambda: None)
 
