@@ -20,7 +20,6 @@ import warnings
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final, Self
-from weakref import WeakKeyDictionary
 
 from reliable_mq._util.signals import ReplacedHandlers
 from reliable_mq._util.validation import Duration
@@ -75,6 +74,7 @@ class _SignalWatch:
     def remove(self, stop: Callable[[], None]) -> None:
         self._stops.remove(stop)
         if not self._stops:
+            _watches.pop(self._loop, None)  # which would keep the loop
             if not self._loop.is_closed():
                 for number in self._replaced.numbers:
                     self._loop.remove_signal_handler(number)
@@ -99,7 +99,8 @@ def _is_default(handler: object) -> bool:
     return handler in (signal.SIG_DFL, signal.default_int_handler)
 
 
-_watches: WeakKeyDictionary[asyncio.AbstractEventLoop, _SignalWatch] = WeakKeyDictionary()
+# Of the loops that run consumers now.
+_watches: dict[asyncio.AbstractEventLoop, _SignalWatch] = {}
 
 
 class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):

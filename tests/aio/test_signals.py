@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import threading
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -207,3 +209,16 @@ def test_a_stop_by_the_programs_own_handler_begins_at_once(run: Any, hurried: bo
             killing.join()
 
     run(main())
+
+
+def test_nothing_keeps_a_loop_that_a_consumer_ran_on(run: Any) -> None:
+    loops: list[weakref.ref[asyncio.AbstractEventLoop]] = []
+
+    async def main() -> None:
+        loops.append(weakref.ref(asyncio.get_running_loop()))
+        with on_signals(lambda: None):
+            pass
+
+    run(main())
+    gc.collect()
+    assert loops[0]() is None
