@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from sqlalchemy import create_engine, delete, select, text
+from sqlalchemy import create_engine, delete, event, select, text
 
 from integration.support.programs import environment, faketime, output_of
 from integration.support.seeds import soak_seeds
+from reliable_mq import Message
+from reliable_mq.core.outbox import RowOutcome, RowSettlement
 from reliable_mq.outbox import SQLAlchemyOutbox
 from reliable_mq.outbox.sqlalchemy_table import database_time
 from reliable_mq.testing.outbox_contract import OutboxContract, OutboxUnderTest
 from tests.outbox.row_leases_contract import RowLeasesContract, TableOutbox, store, take
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from sqlalchemy import Engine
+
     from integration.support.databases import Database
+    from reliable_mq.core.outbox import OutboxRow
+    from reliable_mq.outbox.protocol import RowLeases
 
 
 @pytest.fixture(params=["postgresql", "mariadb", "mysql"])
@@ -33,7 +40,54 @@ def table(request: pytest.FixtureRequest, database: Callable[[str], Database]) -
 
 
 class TestRowLeases(RowLeasesContract):
-    pass
+    def test_a_relay_waits_for_no_open_transaction_of_a_user(self, table: TableOutbox) -> None:
+        """In a table so small that a server would rather read all of it, and wait for the rows that others have."""
+        outbox, claims = table.outbox, table.outbox.claims()
+        store(outbox, *map(str, range(300)))
+        taken: list[OutboxRow] = []
+        while len(taken) < 250:
+            taken += take(claims, 250 - len(taken))
+        confirmed, failed, again = taken[:100], taken[100:200], taken[200:225]
+        names = [row.message.message_id for row in failed]
+        with waiting_for_no_lock(table.engine), table.engine.connect() as user, user.begin():
+            outbox.add(user, Message(b"open"), routing_key="q")
+            claims.keep()
+            report(outbox, claims, confirmed, RowOutcome.CONFIRMED)
+            report(outbox, claims, failed, RowOutcome.SET_ASIDE)
+            assert outbox.purge(names[:25]) == 25
+            assert outbox.retry(names[25:50]) == 25
+            assert outbox.retry() == 50
+            report(outbox, claims, again, RowOutcome.SET_ASIDE)
+            assert outbox.purge() == 25
+            claims.close()
+            assert outbox.status().rows == 300 - 100 - 25 - 25
+
+
+@contextlib.contextmanager
+def waiting_for_no_lock(engine: Engine) -> Iterator[None]:
+    """Let new connections fail instead of waiting for a lock."""
+    server = "postgresql" if engine.dialect.name == "postgresql" else "mysql"
+    statement = {"postgresql": "SET lock_timeout = 1000", "mysql": "SET innodb_lock_wait_timeout = 1"}[server]
+
+    def impatient(connection: Any, _record: object) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute(statement)
+        connection.commit()
+
+    engine.dispose()
+    event.listen(engine, "connect", impatient)
+    try:
+        yield
+    finally:
+        event.remove(engine, "connect", impatient)
+        engine.dispose()
+
+
+def report(outbox: SQLAlchemyOutbox, claims: RowLeases, rows: Sequence[OutboxRow], outcome: RowOutcome) -> None:
+    """Write the outcome of rows that were taken."""
+    settlements = [RowSettlement(row, outcome) for row in rows]
+    outbox.write([], settlements)
+    claims.written(settlements)
 
 
 def test_a_relay_passes_over_rows_that_another_has_locked(table: TableOutbox) -> None:

@@ -40,15 +40,18 @@ from reliable_mq.outbox.sqlalchemy_relay import SQLAlchemyRowLeases
 from reliable_mq.outbox.sqlalchemy_table import (
     COLLATES,
     DELAYED,
+    LOCKS_WHAT_IT_READS,
     READY,
     SET_ASIDE,
     boot_name,
     collation_of,
     database_time,
     ddl,
+    delete_by_id,
     exact_collation,
     outbox_table,
     portions,
+    update_by_id,
 )
 from reliable_mq.tracing import Tracing
 from reliable_mq.url import redacted
@@ -288,8 +291,9 @@ class SQLAlchemyOutbox:
             columns = self.table.c
             if new:
                 connection.execute(sa.insert(self.table), new)
+            delete, row = delete_by_id(self.table, connection.dialect)
             for some in portions(removed):
-                connection.execute(sa.delete(self.table).where(columns.id.in_(some)))
+                connection.execute(delete.where(row.c.id.in_(some)))
             clock = database_time(connection) if others else 0.0
             for one in others:
                 # A relay that was stopped for longer than its lease must not change rows that another relay has taken.
@@ -371,12 +375,12 @@ class SQLAlchemyOutbox:
 
     def retry(self, message_ids: Sequence[str] | None = None) -> int:
         """Put set-aside messages back, all or those with these ids; return their number."""
-        back = sa.update(self.table).values(state=READY, available_at=0, reason=None, claimed_by=None, claimed_until=0)
-        return self._decide(back, message_ids)
+        back = {"state": READY, "available_at": 0, "reason": None, "claimed_by": None, "claimed_until": 0}
+        return self._decide(lambda dialect: (update_by_id(self.table, dialect).values(back), self.table), message_ids)
 
     def purge(self, message_ids: Sequence[str] | None = None) -> int:
         """Delete set-aside messages, all or those with these ids; return their number."""
-        return self._decide(sa.delete(self.table), message_ids)
+        return self._decide(lambda dialect: delete_by_id(self.table, dialect), message_ids)
 
     def close(self) -> None:
         """Close the outbox's own connections until the next call, but not the engine."""
@@ -442,8 +446,9 @@ class SQLAlchemyOutbox:
     def _waits(self) -> sa.ColumnElement[bool]:
         return sa.and_(self.table.c.state < SET_ASIDE, self.table.c.format <= FORMAT)
 
-    def _is_set_aside(self) -> sa.ColumnElement[bool]:
-        return sa.and_(self.table.c.state == SET_ASIDE, self.table.c.format <= FORMAT)
+    def _is_set_aside(self, row: sa.FromClause | None = None) -> sa.ColumnElement[bool]:
+        columns = (self.table if row is None else row).c
+        return sa.and_(columns.state == SET_ASIDE, columns.format <= FORMAT)
 
     def _with_holds(self) -> tuple[sa.FromClause, sa.ColumnElement[bool]]:
         """Return rows joined with the first stuck row of their keys, and the held test."""
@@ -454,23 +459,29 @@ class SQLAlchemyOutbox:
         joined = sa.outerjoin(self.table, holds, holds.c.ordering_key == columns.ordering_key)
         return joined, sa.and_(holds.c.first.is_not(None), holds.c.first < columns.id)
 
-    def _decide(self, statement: Any, message_ids: Sequence[str] | None) -> int:
+    def _decide(
+        self, change: Callable[[sa.Dialect], tuple[Any, sa.FromClause]], message_ids: Sequence[str] | None
+    ) -> int:
         ids = check_ids(message_ids)
+        columns = self.table.c
+        set_aside = sa.select(columns.id, columns.message_id).where(self._is_set_aside()).order_by(columns.id)
 
         def work(connection: Connection) -> int:
-            if ids is None:
-                return int(connection.execute(statement.where(self._is_set_aside())).rowcount)
-            count = 0
-            columns = self.table.c
-            for some in map(set, portions(ids)):
-                wanted = sa.select(columns.id, columns.message_id).where(
-                    self._is_set_aside(), columns.message_id.in_(some)
-                )
-                # The column's collation may treat different texts as equal.
-                found = [number for number, message_id in connection.execute(wanted) if message_id in some]
-                if found:
-                    count += connection.execute(statement.where(self._is_set_aside(), columns.id.in_(found))).rowcount
-            return count
+            statement, row = change(connection.dialect)
+            statement = statement.where(self._is_set_aside(row))
+            if ids is not None:
+                found = []
+                for some in map(set, portions(ids)):
+                    wanted = set_aside.where(columns.message_id.in_(some))
+                    # The column's collation may treat different texts as equal.
+                    found += [number for number, message_id in connection.execute(wanted) if message_id in some]
+            elif connection.dialect.name in LOCKS_WHAT_IT_READS:
+                found = list(connection.execute(set_aside).scalars())
+            else:
+                return int(connection.execute(statement).rowcount)
+            return sum(
+                int(connection.execute(statement.where(row.c.id.in_(some))).rowcount) for some in portions(found)
+            )
 
         return self._do(work, "changing what was set aside")
 

@@ -50,6 +50,7 @@ from reliable_mq.outbox.sqlalchemy_table import (
     database_time,
     portions,
     skips_locked,
+    update_by_id,
 )
 
 if TYPE_CHECKING:
@@ -291,14 +292,14 @@ class SQLAlchemyRowLeases:
 
     def _mark(self, connection: Connection, ids: Sequence[int], name: str, until: float) -> None:
         for some in portions(ids):
-            mine = update(self._table).where(self._table.c.id.in_(some))
+            mine = update_by_id(self._table, connection.dialect).where(self._table.c.id.in_(some))
             connection.execute(mine.values(claimed_by=name, claimed_until=until))
 
     def _renew(self, connection: Connection) -> None:
         columns = self._table.c
         until = database_time(connection) + self._lease
         for some in portions(sorted(self._taken)):
-            mine = update(self._table).where(columns.id.in_(some), self._ours())
+            mine = update_by_id(self._table, connection.dialect).where(columns.id.in_(some), self._ours())
             connection.execute(mine.values(claimed_until=until))
 
     def _release(self, connection: Connection) -> None:
@@ -306,7 +307,7 @@ class SQLAlchemyRowLeases:
         for some in portions(sorted(self._taken)):
             unpublished = columns.id.in_([number for number in some if number in self._unpublished])
             connection.execute(
-                update(self._table)
+                update_by_id(self._table, connection.dialect)
                 .where(columns.id.in_(some), self._ours())
                 .values(
                     possible_duplicate=case((unpublished, columns.possible_duplicate), else_=1),

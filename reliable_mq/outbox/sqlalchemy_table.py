@@ -5,7 +5,10 @@ Invariants:
 - the columns of `reliable_mq.core.outbox.COLUMNS` mean the same in every backend, and hold any text, independent of the
   default character set of MariaDB and MySQL;
 - all relays use one clock for leases and delays: the server's, in seconds since 1970, or, if the database is a file,
-  the time since the boot of the machine, which is independent of the wall clock.
+  the time since the boot of the machine, which is independent of the wall clock;
+- rows are changed and deleted by id, and no other row is waited for. Instead of looking up many ids in a small table,
+  MariaDB and MySQL would read all of its rows and wait for each that another transaction has locked, for example a row
+  of an open transaction of the user. So statements there force the use of the primary key.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from reliable_mq._util.boottime import boot, since_boot
 __all__ = [
     "COLLATES",
     "DELAYED",
+    "LOCKS_WHAT_IT_READS",
     "READY",
     "SET_ASIDE",
     "WALKS_AN_INDEX",
@@ -35,10 +39,12 @@ __all__ = [
     "collation_of",
     "database_time",
     "ddl",
+    "delete_by_id",
     "exact_collation",
     "outbox_table",
     "portions",
     "skips_locked",
+    "update_by_id",
 ]
 
 T = TypeVar("T")
@@ -58,6 +64,8 @@ _FILES: Final = frozenset({"sqlite"})
 _MYSQL: Final = ("mysql", "mariadb")
 COLLATES: Final = frozenset(_MYSQL)
 """Databases that take some different texts for equal, by the default collation."""
+LOCKS_WHAT_IT_READS: Final = frozenset(_MYSQL)
+"""Databases whose changing statements wait for every row that they read, and not only for those that they change."""
 _SKIP_LOCKED: Final = frozenset({"postgresql", "mysql", "mariadb", "oracle"})
 WALKS_AN_INDEX: Final = frozenset({"postgresql", "sqlite"})
 """Databases that need a recursive query to go from key to key in an index; others do so for GROUP BY."""
@@ -162,6 +170,29 @@ def begin_taking(connection: sa.Connection) -> float:
 def boot_name(dialect: Dialect) -> str:
     """Return the name of this boot if `database_time` counts from it, else empty text."""
     return hashlib.sha256(boot()[0].encode()).hexdigest()[:12] if dialect.name in _FILES else ""
+
+
+def update_by_id(table: sa.Table, dialect: Dialect) -> sa.Update:
+    """Return an UPDATE of rows given by id, which waits for no other row."""
+    update = sa.update(table)
+    if dialect.name not in LOCKS_WHAT_IT_READS:
+        return update
+    return update.with_hint("FORCE INDEX (PRIMARY)", dialect_name=dialect.name)
+
+
+def delete_by_id(table: sa.Table, dialect: Dialect) -> tuple[sa.Delete, sa.FromClause]:
+    """Return a DELETE of rows given by id, which waits for no other, and its table.
+
+    MariaDB takes an index hint only if the DELETE names its table twice, and MySQL obeys only an optimizer hint.
+    """
+    if dialect.name not in LOCKS_WHAT_IT_READS:
+        return sa.delete(table), table
+    if getattr(dialect, "is_mariadb", False):
+        row: Any = table.alias("o")
+        forced = sa.delete(row).prefix_with("o").with_hint("FORCE INDEX (PRIMARY)", dialect_name=dialect.name)
+        return forced, row
+    name = table.name.replace("`", "``")
+    return sa.delete(table).prefix_with(f"/*+ INDEX(`{name}` PRIMARY) */"), table
 
 
 def portions(items: Sequence[T]) -> Iterator[Sequence[T]]:
