@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from reliable_mq._util.threads import DaemonExecutor
+from reliable_mq.aio.group_watch import GroupWatch
 from reliable_mq.aio.store_calls import BlockingStore, StoreAdapter, awaits
 from reliable_mq.core.consumer.attempts import shown
 from reliable_mq.core.consumer.delivery import Delivery, message_names
@@ -42,10 +43,10 @@ from reliable_mq.core.consumer.handler import (
     handling,
 )
 from reliable_mq.core.statistics import Histogram
+from reliable_mq.engine.claim_groups import ClaimBatcher
 from reliable_mq.engine.steps import awaiting
 from reliable_mq.engine.workers import (
     LOOK_INTERVAL,
-    ClaimBatcher,
     WorkerPool,
     all_failed,
     all_lost,
@@ -114,6 +115,7 @@ class TaskPool:
         self._loop = asyncio.get_running_loop()
         self._context = copy_context()  # the context in which each task begins
         self._tasks: dict[asyncio.Task[None], Sequence[Delivery]] = {}  # with the unreported deliveries of each task
+        self._watch = GroupWatch(f"{name}-settling", claiming, self._store, sink, self._tasks, self._context)
         self._idle: deque[asyncio.Future[None]] = deque()
         self._stopped_starting = False  # whether no more handlers are started
         self._closed = False
@@ -163,16 +165,19 @@ class TaskPool:
         self._closed = True
         for idle in self._idle:
             _wake(idle)
-        if self._tasks and patience > 0:
-            await asyncio.wait(self._tasks, timeout=patience)
-        if self._tasks:
-            self.cancel()
-            await asyncio.wait(self._tasks, timeout=_CANCEL_GRACE)
+        await self._wait_ended(patience)
+        self.cancel()
+        await self._wait_ended(_CANCEL_GRACE)
         if self._store is not None:
             self._store.abandon()
-            if self._tasks:
-                await asyncio.wait(self._tasks, timeout=_CANCEL_GRACE)
-        return not self._tasks
+            await self._wait_ended(_CANCEL_GRACE)
+        self._watch.stop()
+        return not self._tasks and not self._watch.settling
+
+    async def _wait_ended(self, patience: float) -> None:
+        tasks = [*self._tasks, *self._watch.settling]
+        if tasks and patience > 0:
+            await asyncio.wait(tasks, timeout=patience)
 
     async def retry_settlements(self, timeout: float, worth_waiting: Callable[[], bool]) -> int:
         """Retry settlements after `stop`, like `WorkerPool.retry_settlements`."""
@@ -316,7 +321,9 @@ class TaskPool:
     async def _handle_claimed(self, item: Work, task: asyncio.Task[None], groups: ClaimBatcher) -> Sequence[Result]:
         """Carry out the steps of `handling` with a store."""
         self._tasks[task] = deliveries = groups.take(item)
-        steps = handling(deliveries, batch=self._batch, claiming=self._claiming, wall_clock=time.time)
+        steps = handling(
+            deliveries, batch=self._batch, claiming=self._claiming, wall_clock=time.time, ended=groups.ended
+        )
         return await self._carry_out_all(task, steps, groups, None)
 
     async def _resume(self, steps: Handling, groups: ClaimBatcher, failure: BaseException) -> None:
@@ -335,21 +342,23 @@ class TaskPool:
         Returns:
             The results to report.
         """
-        deliveries = list(self._tasks[task])
         cancelled: list[Delivery] = []
+        self._watch.add(task, groups)
         try:
             results = await self._carry_out(task, steps, groups, cancelled, failure)
         except GeneratorExit as error:
             if self._tasks[task]:  # no other task continues with them
-                self._sink.report(all_failed(deliveries, error))
+                self._sink.report(all_failed(list(self._tasks[task]), error))
             raise
         except KeyboardInterrupt as error:
             detail = self._interrupted(error)
-            return [Skipped(delivery, SkipReason.CANCELLED, detail) for delivery in deliveries]
+            return [Skipped(delivery, SkipReason.CANCELLED, detail) for delivery in self._tasks[task]]
         except BaseException as error:
+            deliveries = list(self._tasks[task])
             logger.exception("handling %s was ended by an exception of no handler", message_names(deliveries))
             return all_failed(deliveries, error)
         finally:
+            self._watch.remove(task)
             if self._tasks[task]:
                 steps.close()
         self._tasks[task] = ()

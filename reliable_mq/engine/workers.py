@@ -1,11 +1,10 @@
-"""The threads that run handlers, and the groups in which deliveries are claimed.
+"""The threads that run handlers.
 
 An exception from an unexpected place (sent by another thread, no memory) is logged, and the deliveries of the worker
 have failed. The worker continues, on another thread if necessary.
 
-If handlers are quick, several deliveries are claimed at once. Those that do not start soon are released and put back,
-so that no lease runs while another handler takes its time. If the store fails, half as many are claimed next, and then
-slowly more, because the store may have no space for so many.
+With a store, deliveries are claimed in groups (`reliable_mq.engine.claim_groups`). One more thread settles the results
+of groups of which one handler runs long.
 
 Invariants:
 
@@ -13,8 +12,6 @@ Invariants:
   be recalled. Deliveries are started in the order in which they were put.
 - No exception ends a worker or affects another delivery. No lock is held while a handler runs. A batch handler gets its
   own list.
-- A group belongs to one epoch of the waiting work. Once the work was recalled, no further delivery of the group is
-  started. The first of a group may always start. Deliveries that are put back come first again, in their order.
 """
 
 from __future__ import annotations
@@ -38,29 +35,27 @@ from reliable_mq.core.consumer.handler import (
     NotStarted,
     Release,
     RunHandler,
-    Skipped,
-    SkipReason,
     check_answer,
     failure_of_handler,
     handling,
     settling,
 )
 from reliable_mq.core.statistics import Histogram
+from reliable_mq.engine import claim_groups
+from reliable_mq.engine.claim_groups import ClaimBatcher, carrying_out, settling_results
 from reliable_mq.engine.steps import blocking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from reliable_mq.core.consumer.handler import ClaimPolicy, Handling, Result, Step
+    from reliable_mq.core.consumer.handler import ClaimPolicy, Ended, Handling, Result, Step
     from reliable_mq.engine.steps import Steps
     from reliable_mq.stores import IdempotencyStore
 
 __all__ = [
     "LOOK_INTERVAL",
     "UNANSWERED",
-    "ClaimBatcher",
     "ResultSink",
-    "Waiting",
     "WorkerPool",
     "all_failed",
     "all_lost",
@@ -68,74 +63,6 @@ __all__ = [
     "retrying_settlements",
     "store_call",
 ]
-
-_CLAIMED_TOGETHER = 64  # maximum number of deliveries claimed at once
-_GROUP_SECONDS = 0.05  # after that, deliveries that have not started are put back, as their leases are running
-
-
-class Waiting(Protocol):
-    """The dispatched work that no worker has started. A recall ends an epoch."""
-
-    items: deque[Work]
-    epoch: int
-
-    def put_back(self, deliveries: Sequence[Delivery], epoch: int) -> bool:
-        """Put deliveries in front again, in order. Return False if they are recalled."""
-
-
-class ClaimBatcher:
-    """The groups that one worker or task claims, one after the other.
-
-    Args:
-        waiting: The work to take from.
-        share: The maximum share of the work to take at once.
-    """
-
-    def __init__(self, waiting: Waiting, share: float) -> None:
-        self._waiting = waiting
-        self._share = share
-        self._together = 1  # deliveries to take at once while handlers are quick
-        self._most: float = _CLAIMED_TOGETHER  # maximum claims that the store seems to accept
-        self._calls = 0  # handler calls of this group
-        self._epoch = 0  # epoch in which the group was taken
-        self._end = 0.0  # until when deliveries of the group may start
-
-    def take(self, first: Work) -> list[Delivery]:
-        """Start a group with ``first``, and a fair share of the work if it is no batch."""
-        self._calls, self._epoch, self._end = 0, self._waiting.epoch, time.perf_counter() + _GROUP_SECONDS
-        if not isinstance(first, Delivery):
-            return first
-        deliveries = [first]
-        items = self._waiting.items
-        together = min(self._together, int(len(items) * self._share) + 1)
-        while len(deliveries) < together:
-            try:
-                item = items.popleft()
-            except IndexError:
-                break
-            deliveries += [item] if isinstance(item, Delivery) else item
-        return deliveries
-
-    def may_begin(self, now: float) -> bool:
-        """Whether the next of the group may start at ``now``. To be called once for each."""
-        self._calls += 1
-        return self._calls == 1 or (self._epoch == self._waiting.epoch and now <= self._end)
-
-    def end(self, results: Sequence[Result]) -> tuple[Sequence[Result], list[Delivery]]:
-        """End the group, and put back the deliveries that have not started.
-
-        Returns:
-            The results of the others, and the deliveries that could not be put back.
-        """
-        left = [one.delivery for one in results if isinstance(one, Skipped) and one.reason is SkipReason.NOT_BEGUN]
-        failed = any(isinstance(one, Skipped) and one.reason is SkipReason.STORE_FAILED for one in results)
-        self._most = max(len(results) // 2, 1) if failed else min(self._most + 0.25, _CLAIMED_TOGETHER)
-        self._together = 1 if left else min(2 * self._together, int(self._most))
-        if not left:
-            return results, left
-        begun = [one for one in results if not (isinstance(one, Skipped) and one.reason is SkipReason.NOT_BEGUN)]
-        return begun, [] if self._waiting.put_back(left, self._epoch) else left
-
 
 logger = logging.getLogger(__name__)
 
@@ -195,10 +122,15 @@ class WorkerPool:
         self._claiming = None if store is None else claiming
         self._workers = [new_worker() for _ in range(count)]
         self._threads = [self._new_thread(number) for number in range(count)]
+        self._working = set(range(count))  # numbers of workers that have not ended
+        self._over = InterruptibleEvent()  # all workers have ended
+        self._watching: list[threading.Thread] = []
+        if self._claiming is not None and not batch:  # a batch is handled by one call
+            self._watching.append(threading.Thread(target=self._watch, name=f"{name}-watch", daemon=True))
 
     def start(self) -> None:
         """Start the threads."""
-        for thread in self._threads:
+        for thread in [*self._threads, *self._watching]:
             thread.start()
 
     def put(self, work: Iterable[Work]) -> None:
@@ -223,11 +155,12 @@ class WorkerPool:
         """End the threads, each after its handler. Return whether all have ended in time."""
         self._waiting.close()
         deadline = time.monotonic() + timeout
-        for number in range(len(self._threads)):
-            thread = self._threads[number]
-            if thread is not threading.current_thread() and thread.ident is not None:
-                thread.join(max(deadline - time.monotonic(), 0.0))
-        return not any(thread.is_alive() for thread in self._threads)
+        for threads in (self._threads, self._watching):
+            for number in range(len(threads)):
+                thread = threads[number]
+                if thread is not threading.current_thread() and thread.ident is not None:
+                    thread.join(max(deadline - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in [*self._threads, *self._watching])
 
     def abort(self) -> None:
         """End the threads, each after its handler. Does not wait."""
@@ -284,11 +217,14 @@ class WorkerPool:
             if not ended:  # `_recover` was interrupted as well
                 self._threads[number] = self._new_thread(number)
                 self._threads[number].start()
+            else:
+                self._working.discard(number)
+                if not self._working:
+                    self._over.set()
 
     def _recover(self, worker: _Worker, error: BaseException) -> None:
         """Continue after an exception that no handler raised. The deliveries have failed."""
-        unreported, worker.unreported = worker.unreported, ()
-        deliveries = [unreported] if isinstance(unreported, Delivery) else list(unreported)
+        deliveries = worker.abandon()
         if deliveries:
             self._sink.report(all_lost(deliveries))
         logger.error(
@@ -298,6 +234,26 @@ class WorkerPool:
             len(deliveries),
             exc_info=error,
         )
+
+    def _watch(self) -> None:
+        """Settle the results of groups of which one handler runs long."""
+        while not self._over.wait(claim_groups.PATIENCE):
+            for worker in self._workers:
+                try:
+                    self._settle_overdue(worker)
+                except BaseException:  # not the handler's, as for the workers
+                    logger.exception("settling the results of a group of consumer %r", self._name)
+
+    def _settle_overdue(self, worker: _Worker) -> None:
+        if self._store is None or self._claiming is None:
+            raise RuntimeError("there is no store")
+        store, group = self._store, worker.overdue()
+        if group is not None and (taken := group.take_over()):
+            blocking(
+                settling_results(
+                    self._claiming, group, taken, lambda step: store_call(store, step)(), self._sink.report
+                )
+            )
 
 
 class _WaitingWork:
@@ -397,7 +353,17 @@ class _Worker:
             self.unreported = item
             results = self._handle(item)
             self.unreported = ()
-            sink.report(results)
+            if results:  # otherwise another thread has taken them over
+                sink.report(results)
+
+    def abandon(self) -> list[Delivery]:
+        """Return the deliveries that are not reported yet. They are not reported here."""
+        unreported, self.unreported = self.unreported, ()
+        return [unreported] if isinstance(unreported, Delivery) else list(unreported)
+
+    def overdue(self) -> Ended | None:
+        """Return the group that has been running for long, if any. Thread-safe."""
+        return None
 
     def _handle(self, item: Work) -> Sequence[Result]:
         """Call the handler without a store, as `handling` does step by step."""
@@ -438,15 +404,30 @@ class _ClaimingWorker(_Worker):
     def _handle(self, item: Work) -> Sequence[Result]:
         self.unreported = deliveries = self._groups.take(item)
         try:
-            results = self._run(handling(deliveries, batch=self._batch, claiming=self._claiming, wall_clock=time.time))
+            results = self._run(
+                handling(
+                    deliveries,
+                    batch=self._batch,
+                    claiming=self._claiming,
+                    wall_clock=time.time,
+                    ended=self._groups.ended,
+                )
+            )
         except BaseException as error:  # from a store or key function that ends its thread
             logger.exception("handling %s was ended by an exception of no handler", message_names(deliveries))
-            return all_failed(deliveries, error)
+            self.unreported = deliveries = self._groups.abandon(deliveries)
+            return all_failed(deliveries, error) if deliveries else []
         self.unreported = ()
         begun, left = self._groups.end(results)
         if left:
             self._sink.requeue(left)
         return begun
+
+    def abandon(self) -> list[Delivery]:
+        return self._groups.abandon(super().abandon())
+
+    def overdue(self) -> Ended | None:
+        return self._groups.overdue()
 
     def _run(self, steps: Handling) -> list[Result]:
         clock, may_begin, handler = time.perf_counter, self._groups.may_begin, self._handler
@@ -502,26 +483,11 @@ def retrying_settlements(
     """
     pause = _FIRST_PAUSE
     while True:
-        yield from _settle_all(claiming, ask)
+        yield from carrying_out(settling(claiming), ask)
         over = not claiming.retries or (yield rest(pause))
         if over:
             return
         pause = min(2 * pause, _LONGEST_PAUSE)
-
-
-def _settle_all(claiming: ClaimPolicy, ask: Callable[[Step], Any]) -> Steps[None]:
-    steps = settling(claiming)
-    try:
-        step = next(steps)
-        while True:
-            try:
-                answer = yield ask(step)
-            except Exception as error:  # noqa: BLE001  # the generator decides
-                step = steps.throw(error)
-            else:
-                step = steps.send(answer)
-    except StopIteration:
-        return
 
 
 def call_handler(handler: Callable[[Any], object], argument: Work) -> object:

@@ -15,6 +15,7 @@ from reliable_mq.aio.handlers import TaskPool
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.handler import ClaimPolicy, Failed, Result, Skipped, SkipReason
 from reliable_mq.core.idempotency import Claim, ClaimStatus
+from reliable_mq.engine import claim_groups
 from reliable_mq.stores import MemoryStore
 from tests.core.deliveries import delivery
 from tests.hostile_exceptions import NotYet, Textless
@@ -401,6 +402,79 @@ def test_what_has_not_begun_can_be_recalled(store: Any) -> None:
             gate.set()
             await sink.wait_for(1)
             assert sink.results == work[:1]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("new_store", [MemoryStore, Blocking, Awaiting])
+def test_a_hanging_handler_holds_up_no_result_of_its_group(
+    monkeypatch: pytest.MonkeyPatch, new_store: Callable[[], Any]
+) -> None:
+    """Else the effects of up to 63 others would happen again when the connection is lost and the leases end."""
+    monkeypatch.setattr(claim_groups, "_GROUP_SECONDS", DEADLINE)
+    monkeypatch.setattr(claim_groups, "PATIENCE", 0.05)
+
+    async def main() -> None:
+        store = new_store()
+        gate, begun = asyncio.Event(), asyncio.Event()
+
+        async def handle(item: Delivery) -> None:
+            if item.delivery_tag == 100:
+                begun.set()
+                await gate.wait()
+
+        async with running(handle, store=store) as (tasks, sink):
+            tasks.put(items(63))
+            await sink.wait_for(63)
+            tasks.put(items(120)[63:])
+            await begun.wait()
+            await sink.wait_for(99)
+            assert [one.delivery_tag for one in sink.results if isinstance(one, Delivery)] == list(range(1, 100))
+            done = MemoryStore.claim_many(store, [f"q|orders|m{number}" for number in range(1, 100)], 1.0)
+            assert {claim.status for claim in done} == {ClaimStatus.DONE}
+            tasks.cancel()
+            await sink.wait_for(120)
+            assert [one.delivery_tag for one in cancelled(sink.results)] == [100]
+            assert len(sink.results) == len({id(one) for one in sink.results}) == 120
+
+    asyncio.run(main())
+
+
+def test_stopping_ends_a_store_that_hangs_as_it_settles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results that were taken over from a group are told as those of a store that failed."""
+    monkeypatch.setattr(claim_groups, "_GROUP_SECONDS", DEADLINE)
+    monkeypatch.setattr(claim_groups, "PATIENCE", 0.05)
+    monkeypatch.setattr("reliable_mq.aio.handlers._CANCEL_GRACE", 0.2)
+
+    class Hanging(Awaiting):
+        asked: asyncio.Event
+        hangs = False
+
+        async def complete_many(self, claims: Sequence[Claim]) -> list[bool]:  # type: ignore[override]
+            if self.hangs:
+                self.asked.set()
+                await asyncio.Event().wait()
+            return await super().complete_many(claims)
+
+    async def main() -> None:
+        store = Hanging()
+        store.asked = asyncio.Event()
+
+        async def handle(item: Delivery) -> None:
+            if item.delivery_tag == 70:
+                store.hangs = True
+                await asyncio.Event().wait()
+
+        async with running(handle, store=store) as (tasks, sink):
+            tasks.put(items(63))
+            await sink.wait_for(63)
+            tasks.put(items(70)[63:])
+            await store.asked.wait()
+            assert await tasks.stop(0.1)
+            assert [one.delivery_tag for one in cancelled(sink.results)] == [70]
+            failed = [one.delivery for one in sink.results if isinstance(one, Skipped) and one.detail]
+            assert {one.delivery_tag for one in failed} >= set(range(64, 70))
+            assert len(sink.results) == 70
 
     asyncio.run(main())
 

@@ -16,6 +16,7 @@ from reliable_mq.core.consumer.handler import (
     ClaimKeys,
     ClaimPolicy,
     Complete,
+    Ended,
     Failed,
     NotStarted,
     Release,
@@ -24,9 +25,11 @@ from reliable_mq.core.consumer.handler import (
     Skipped,
     SkipReason,
     Step,
+    delivery_of,
     failure_of_handler,
     handling,
     settling,
+    settling_ended,
 )
 from reliable_mq.core.idempotency import Claim, ClaimStatus, CommitStatus, namespace_of
 from reliable_mq.stores import MemoryStore
@@ -66,11 +69,18 @@ class Runner:
         self.answers: dict[type, list[Any]] = {}
 
     def __call__(self, *deliveries: Delivery) -> list[Result]:
+        self.ended = Ended()
+        self.taken_over: list[Result] = []
         results: list[Result] = self.carry_out(
-            handling(deliveries, batch=self.batch, claiming=self.claiming, wall_clock=lambda: 50.0)
+            handling(deliveries, batch=self.batch, claiming=self.claiming, wall_clock=lambda: 50.0, ended=self.ended)
         )
-        assert len(results) == len(deliveries)
+        assert len(results) + len(self.taken_over) == len(deliveries)
         return results
+
+    def take_over(self) -> None:
+        """What somebody else does while a handler runs long."""
+        assert self.claiming is not None
+        self.taken_over += self.carry_out(settling_ended(self.claiming, self.ended.claims, self.ended.take_over()))
 
     def settle(self) -> None:
         """What is done at the end."""
@@ -611,6 +621,51 @@ def test_whatever_the_store_does_no_effect_happens_twice(handlers: list[str], br
         if isinstance(result, Skipped) and result.reason is SkipReason.DUPLICATE:
             assert effects
     assert len(effects) <= 1
+
+
+def test_ended_handlers_are_settled_while_another_runs() -> None:
+    items = [delivery(number, message_id=f"m{number}") for number in range(1, 5)]
+
+    def handle(item: Delivery) -> None:
+        if item is items[0]:
+            refuse(item)
+        if item is items[2]:
+            runner.take_over()
+            answers = runner.store.claim_many(["q|orders|m1", "q|orders|m2", "q|orders|m3"], HOUR)
+            found.extend(claim.status for claim in answers)
+
+    found: list[ClaimStatus] = []
+    runner = Runner(handle)
+    assert runner(*items) == items[2:]
+    assert found == [ClaimStatus.NEW, ClaimStatus.DONE, ClaimStatus.IN_PROGRESS]
+    failed, handled = runner.taken_over
+    assert isinstance(failed, Failed)
+    assert (failed.delivery, handled) == (items[0], items[1])
+    settled = [[claim.key[-2:] for claim in step.claims] for step in runner.steps if isinstance(step, Complete)]
+    assert settled == [["m2"], ["m3", "m4"]]
+
+
+@given(st.lists(st.sampled_from(["returns", "raises", "is taken over"]), min_size=1, max_size=6), st.booleans())
+def test_each_result_is_settled_by_one_alone(handlers: list[str], broken: bool) -> None:
+    """And those that are left where a group is given up are those that nobody has taken over."""
+    items = [delivery(number, message_id=f"m{number}") for number in range(len(handlers))]
+
+    def handle(item: Delivery) -> None:
+        match handlers[items.index(item)]:
+            case "raises":
+                refuse(item)
+            case "is taken over":
+                runner.take_over()
+
+    runner = Runner(handle)
+    runner.broken = {Complete} if broken else set()
+    results = runner(*items)
+    others = [one.delivery if isinstance(one, Skipped) else delivery_of(one) for one in runner.taken_over]
+    own = [one.delivery if isinstance(one, Skipped) else delivery_of(one) for one in results]
+    assert sorted(one.delivery_tag for one in [*own, *others]) == list(range(len(items)))
+    assert set(runner.ended.left(items)) == set(own)
+    settled = [claim for step in runner.steps if isinstance(step, (Complete, Release)) for claim in step.claims]
+    assert len(settled) == len(set(settled)) == len(items)
 
 
 def test_it_is_a_generator_so_that_both_apis_carry_it_out() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from reliable_mq import Ack, DeadLetter, RetryLater
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.handler import ClaimPolicy, Failed, Result, Skipped, SkipReason
 from reliable_mq.core.idempotency import Claim, ClaimStatus
-from reliable_mq.engine import workers as engine_workers
+from reliable_mq.engine import claim_groups
 from reliable_mq.engine.workers import WorkerPool
 from reliable_mq.stores import IdempotencyStore, MemoryStore
 from reliable_mq.testing.waiting import wait_until
@@ -474,7 +475,7 @@ def test_a_worker_takes_no_more_than_its_share() -> None:
 
 def test_what_waits_behind_a_slow_handler_is_not_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lease would run out; it is put back in front, in its order, and no attempt is counted."""
-    monkeypatch.setattr(engine_workers, "_GROUP_SECONDS", 0.0)
+    monkeypatch.setattr(claim_groups, "_GROUP_SECONDS", 0.0)
     store = Watched()
     work = items(12)
     seen: list[Delivery] = []
@@ -486,6 +487,103 @@ def test_what_waits_behind_a_slow_handler_is_not_claimed(monkeypatch: pytest.Mon
     assert all(
         claim.status is ClaimStatus.DONE for claim in store.claim_many([f"q|orders|m{n}" for n in range(1, 13)], 1.0)
     )
+
+
+def let_groups_run_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claim_groups, "_GROUP_SECONDS", DEADLINE)
+    monkeypatch.setattr(claim_groups, "PATIENCE", 0.05)
+
+
+class Hanging:
+    """A handler that hangs at one delivery until it is let through, and refuses those of some tags."""
+
+    def __init__(self, at: int, refused: Sequence[int] = ()) -> None:
+        self.gate = Gate()
+        self._at = at
+        self._refused = refused
+
+    def __call__(self, item: Delivery) -> None:
+        if item.delivery_tag == self._at:
+            self.gate(item)
+        if item.delivery_tag in self._refused:
+            refuse(item)
+
+
+def test_a_hanging_handler_holds_up_no_result_of_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the effects of up to 63 others would happen again when the connection is lost and the leases end."""
+    let_groups_run_long(monkeypatch)
+    store = Watched()
+    handler = Hanging(100, refused=[80])
+    with running(handler, store=store) as (workers, sink):
+        workers.put(items(63))
+        sink.wait_for(63)
+        work = items(120)[63:]
+        workers.put(work)
+        handler.gate.wait_begun()
+        assert store.claimed[-1] == len(work)  # all together
+        sink.wait_for(99)
+        assert {claim.status for claim in store.claim_many(keys(64, 80), 1.0)} == {ClaimStatus.DONE}
+        assert [claim.status for claim in store.claim_many(keys(80, 81), 60.0)] == [ClaimStatus.NEW]
+        assert {claim.status for claim in store.claim_many(keys(81, 100), 1.0)} == {ClaimStatus.DONE}
+        assert failures(sink.results) == ["ValueError"]
+        handler.gate.let_through.release()
+        sink.wait_for(120)
+    assert sorted(by_tag(sink.results)) == list(range(1, 121))
+    assert len(sink.results) == 120
+    assert store.claim_many(keys(100, 101), 1.0)[0].status is ClaimStatus.DONE
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), ValueError("no")])
+def test_results_taken_over_survive_a_store_that_fails(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are reported, no handler counts as failed, and the next group is taken over from again."""
+    let_groups_run_long(monkeypatch)
+    store = Watched()
+    errors = [error]
+    complete_many = store.complete_many
+
+    def fail_once(claims: Sequence[Claim]) -> list[bool]:
+        if claims[0].key == "q|orders|m64" and errors:
+            raise errors.pop()
+        return complete_many(claims)
+
+    monkeypatch.setattr(store, "complete_many", fail_once)
+    handler = Hanging(70)
+    with running(handler, store=store) as (workers, sink):
+        workers.put(items(63))
+        sink.wait_for(63)
+        workers.put(items(70)[63:])
+        handler.gate.wait_begun()
+        sink.wait_for(69)
+        handler.gate.let_through.release()
+        results = sink.wait_for(70)
+    skipped = [one for one in results if isinstance(one, Skipped)]
+    assert [one.delivery.delivery_tag for one in skipped] == list(range(64, 70))
+    assert {one.reason for one in skipped} == {SkipReason.STORE_FAILED}
+    assert len(by_tag(results)) == len(results) == 70
+    assert ("settling the results" in caplog.text) is isinstance(error, SystemExit)
+
+
+def test_a_worker_that_is_ended_reports_nothing_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_groups_run_long(monkeypatch)
+    store = MemoryStore()
+    monkeypatch.setattr(store, "release_many", lambda _claims, *, failed: sys.exit(failed))
+    handler = Hanging(70, refused=[70])
+    with running(handler, store=store) as (workers, sink):
+        workers.put(items(63))
+        sink.wait_for(63)
+        workers.put(items(72)[63:])
+        handler.gate.wait_begun()
+        sink.wait_for(69)
+        handler.gate.let_through.release()
+        results = sink.wait_for(72)
+    assert len(by_tag(results)) == len(results) == 72
+    assert failures(results) == ["SystemExit"] * 3
+
+
+def keys(first: int, end: int) -> list[str]:
+    return [f"q|orders|m{number}" for number in range(first, end)]
 
 
 def test_a_recall_requeues_deliveries_claimed_but_not_begun() -> None:

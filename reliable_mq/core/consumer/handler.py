@@ -19,9 +19,13 @@ Without a store: call the handler. With one::
 If the store did not answer when a claim was released or completed, that is repeated before the key is claimed, and at
 the end (`settling`).
 
+Several deliveries may be claimed together. Those whose handlers have ended are settled together after the last handler
+of the group. If that one runs long, another thread or task takes them over meanwhile (`Ended`, `settling_ended`).
+Otherwise the effects of handlers that have returned would happen again if the connection is lost and the leases end.
+
 Invariants:
 
-- Every delivery has exactly one result.
+- Every delivery has exactly one result, and is settled either by its group or by the one that has taken it over.
 - With a store, no handler is called without a new claim, and no delivery is reported as handled before the store has it
   as done.
 - A handler that has returned is not called again because the store did not answer.
@@ -38,7 +42,8 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Callable, Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
@@ -55,6 +60,7 @@ __all__ = [
     "ClaimKeys",
     "ClaimPolicy",
     "Complete",
+    "Ended",
     "Failed",
     "Handling",
     "NotStarted",
@@ -66,10 +72,12 @@ __all__ = [
     "Step",
     "check_answer",
     "check_handler",
+    "delivery_of",
     "failure_of_handler",
     "handling",
     "is_coroutine_function",
     "settling",
+    "settling_ended",
 ]
 
 _STALE: Final = "the lease ended before the handler did, and another holder took over"
@@ -215,11 +223,64 @@ class ClaimPolicy:
         return prefix[1] + key
 
 
+class Ended:
+    """The results of the handlers of a group that have ended, until they are settled.
+
+    The group adds and takes results. One other thread may take them over at any time, because each step is one
+    operation of a deque.
+
+    Attributes:
+        claims: The claims of the group.
+    """
+
+    def __init__(self) -> None:
+        self.claims: dict[Delivery, Claim] = {}
+        self._results: deque[Delivery | Failed] = deque()
+        self._added: list[Delivery | Failed] = []
+        self._taken: list[Delivery | Failed] = []
+
+    def add(self, result: Delivery | Failed) -> None:
+        """Add the result of a handler that has ended."""
+        self._added.append(result)
+        self._results.append(result)
+
+    def take(self) -> list[Delivery | Failed]:
+        """Return the results that the group is to settle."""
+        taken = self.take_over()
+        self._taken += taken
+        return taken
+
+    def take_over(self) -> list[Delivery | Failed]:
+        """Return the results that the caller is to settle instead of the group."""
+        taken: list[Delivery | Failed] = []
+        while True:
+            try:
+                taken.append(self._results.popleft())
+            except IndexError:
+                return taken
+
+    def left(self, deliveries: Iterable[Delivery]) -> list[Delivery]:
+        """Return those of the group's deliveries that nobody takes over. It has ended."""
+        self.take()
+        taken_over = set(map(delivery_of, self._added)).difference(map(delivery_of, self._taken))
+        return [delivery for delivery in deliveries if delivery not in taken_over]
+
+
+def delivery_of(result: Delivery | Failed) -> Delivery:
+    """Return the delivery of a handler's result."""
+    return result.delivery if isinstance(result, Failed) else result
+
+
 Handling: TypeAlias = Generator[Step, Any, list[Result]]
 
 
 def handling(
-    deliveries: Sequence[Delivery], *, batch: bool, claiming: ClaimPolicy | None, wall_clock: Callable[[], float]
+    deliveries: Sequence[Delivery],
+    *,
+    batch: bool,
+    claiming: ClaimPolicy | None,
+    wall_clock: Callable[[], float],
+    ended: Ended | None = None,
 ) -> Handling:
     """Handle deliveries, step by step.
 
@@ -228,36 +289,59 @@ def handling(
         batch: Whether the handler takes a list.
         claiming: The policy for claims. None without a store.
         wall_clock: A callable that returns the time of a failure, in seconds since 1970.
+        ended: An object of which somebody else may take over the results of handlers that have ended.
 
     Returns:
-        The result of each delivery, in any order.
+        The result of each delivery that nobody has taken over, in any order.
     """
+    ended = ended or Ended()
     results: list[Result] = []
     if claiming is None:
-        handled, failed, left = yield from _call_handler(list(deliveries), batch, wall_clock)
-        return [*handled, *failed, *(Skipped(delivery, SkipReason.NOT_BEGUN) for delivery in left)]
+        left = yield from _call_handler(list(deliveries), batch, wall_clock, ended)
+        return [*ended.take(), *(Skipped(delivery, SkipReason.NOT_BEGUN) for delivery in left)]
     done = [(delivery, delivery.claim) for delivery in deliveries if delivery.claim is not None]
     fresh = [delivery for delivery in deliveries if delivery.claim is None]
-    claims = yield from _claim(fresh, claiming, results, wall_clock)
-    handled, failed, left = yield from _call_handler(list(claims), batch, wall_clock)
+    ended.claims = claims = yield from _claim(fresh, claiming, results, wall_clock)
+    left = yield from _call_handler(list(claims), batch, wall_clock, ended)
+    own = ended.take()
     untried = {delivery: claims[delivery] for delivery in left}
     results += yield from _release_untried(claiming, untried, SkipReason.NOT_BEGUN)
-    for counts in (True, False):
-        some = [result for result in failed if result.alone is counts]
-        answer = yield from _settle(claiming, [claims[result.delivery] for result in some], failed=counts)
-        results.extend(map(_failed_or_unknown, some, repeat(answer) if isinstance(answer, str) else answer))
-    if claiming.transaction is not None:
-        results.extend(delivery for delivery in handled if _is_completed(delivery))
-        handled = [delivery for delivery in handled if not _is_completed(delivery)]
-    done += [(delivery, claims[delivery]) for delivery in handled]
-    yield from _complete(claiming, done, results)
+    results += yield from _settle_results(claiming, claims, own, done)
     return results
+
+
+def settling_ended(
+    claiming: ClaimPolicy, claims: dict[Delivery, Claim], taken: Sequence[Delivery | Failed]
+) -> Handling:
+    """Settle results that were taken over from a group with these claims."""
+    return (yield from _settle_results(claiming, claims, taken, []))
 
 
 def settling(claiming: ClaimPolicy) -> Generator[Step, Any, None]:
     """Retry the settlements that the store did not answer."""
     for claims, failed in claiming.retries.settlements():
         yield from _settle(claiming, claims, failed)
+
+
+def _settle_results(
+    claiming: ClaimPolicy,
+    claims: dict[Delivery, Claim],
+    ended: Sequence[Delivery | Failed],
+    done: list[tuple[Delivery, Claim]],
+) -> Generator[Step, Any, list[Result]]:
+    """Settle the claims of handlers that have ended, and of those done before."""
+    results: list[Result] = []
+    failed = [result for result in ended if isinstance(result, Failed)]
+    handled = [result for result in ended if isinstance(result, Delivery)]
+    for counts in (True, False) if failed else ():
+        some = [result for result in failed if result.alone is counts]
+        answer = yield from _settle(claiming, [claims[result.delivery] for result in some], failed=counts)
+        results.extend(map(_failed_or_unknown, some, repeat(answer) if isinstance(answer, str) else answer))
+    if claiming.transaction is not None:
+        results.extend(delivery for delivery in handled if _is_completed(delivery))
+        handled = [delivery for delivery in handled if not _is_completed(delivery)]
+    yield from _complete(claiming, [*done, *((delivery, claims[delivery]) for delivery in handled)], results)
+    return results
 
 
 def _is_completed(delivery: Delivery) -> bool:
@@ -281,11 +365,9 @@ def _failed_or_unknown(result: Failed, released: object) -> Result:
 
 
 def _call_handler(
-    deliveries: list[Delivery], batch: bool, wall_clock: Callable[[], float]
-) -> Generator[Step, Any, tuple[list[Delivery], list[Failed], list[Delivery]]]:
-    """Call the handler. Return the deliveries handled, failed, and not begun."""
-    handled: list[Delivery] = []
-    failed: list[Failed] = []
+    deliveries: list[Delivery], batch: bool, wall_clock: Callable[[], float], ended: Ended
+) -> Generator[Step, Any, list[Delivery]]:
+    """Call the handler. Add the results, and return the deliveries not begun."""
     left: list[Delivery] = []
     if not batch:
         for delivery in deliveries:
@@ -296,9 +378,9 @@ def _call_handler(
             except GeneratorExit:
                 raise
             except BaseException as error:  # noqa: BLE001 -- the handler's, whatever it is: sys.exit() too
-                failed.append(Failed(delivery, _describe(error, wall_clock())))
+                ended.add(Failed(delivery, _describe(error, wall_clock())))
             else:
-                handled.append(delivery)
+                ended.add(delivery)
     elif deliveries:
         try:
             given = list(deliveries)  # a copy that the handler may change
@@ -309,14 +391,12 @@ def _call_handler(
             raise
         except BaseException as error:  # noqa: BLE001 -- the handler's, whatever it is: sys.exit() too
             failure = _describe(error, wall_clock())
-            failed.extend(Failed(delivery, failure, alone=len(deliveries) == 1) for delivery in deliveries)
+            for delivery in deliveries:
+                ended.add(Failed(delivery, failure, alone=len(deliveries) == 1))
         else:
             for delivery, verdict in found:
-                if verdict is None:
-                    handled.append(delivery)
-                else:
-                    failed.append(Failed(delivery, describe(verdict, wall_clock())))
-    return handled, failed, left
+                ended.add(delivery if verdict is None else Failed(delivery, describe(verdict, wall_clock())))
+    return left
 
 
 def _describe(error: BaseException, at: float) -> Failure:

@@ -1,0 +1,122 @@
+"""The watch over groups of deliveries in the asyncio API.
+
+If one handler of a group runs long, the results of the others are settled meanwhile, in a task of their own. The timer
+exists only while groups are handled.
+
+Invariants:
+
+- A delivery belongs to one task: to the one that handles its group, or to the one that settles it.
+- A task that settles ends with the store's answer, and reports each of its deliveries, even if it is destroyed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+from reliable_mq.core.consumer.attempts import shown
+from reliable_mq.core.consumer.handler import NotStarted
+from reliable_mq.engine import claim_groups
+from reliable_mq.engine.steps import awaiting
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextvars import Context
+
+    from reliable_mq.aio.store_calls import StoreAdapter
+    from reliable_mq.core.consumer.delivery import Delivery
+    from reliable_mq.core.consumer.handler import ClaimPolicy, Ended, Failed, Step
+    from reliable_mq.engine.claim_groups import ClaimBatcher
+    from reliable_mq.engine.workers import ResultSink
+
+__all__ = ["GroupWatch"]
+
+logger = logging.getLogger(__name__)
+
+
+class GroupWatch:
+    """The watch of one pool. Created on its event loop.
+
+    Args:
+        name: The name of the tasks that settle.
+        claiming: The policy for claiming deliveries. None if none are claimed.
+        store: The store, if any.
+        sink: The sink for results.
+        tasks: The unreported deliveries of each task of the pool.
+        context: The context in which tasks begin.
+
+    Attributes:
+        settling: The running tasks that settle.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        claiming: ClaimPolicy | None,
+        store: StoreAdapter | None,
+        sink: ResultSink,
+        tasks: dict[asyncio.Task[None], Sequence[Delivery]],
+        context: Context,
+    ) -> None:
+        self.settling: set[asyncio.Task[None]] = set()
+        self._name = name
+        self._claiming = claiming
+        self._store = store
+        self._sink = sink
+        self._tasks = tasks
+        self._context = context
+        self._loop = asyncio.get_running_loop()
+        self._groups: dict[asyncio.Task[None], ClaimBatcher] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, task: asyncio.Task[None], groups: ClaimBatcher) -> None:
+        """Watch the group that a task handles."""
+        self._groups[task] = groups
+        if self._timer is None:
+            self._start()
+
+    def remove(self, task: asyncio.Task[None]) -> None:
+        """End the watch over the group of a task."""
+        del self._groups[task]
+
+    def stop(self) -> None:
+        """End the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _start(self) -> None:
+        self._timer = self._loop.call_later(claim_groups.PATIENCE, self._look, context=self._context.copy())
+
+    def _look(self) -> None:
+        self._timer = None
+        for task, groups in self._groups.items():
+            group = groups.overdue()
+            if group is not None and (taken := group.take_over()):
+                gone = set(map(claim_groups.delivery_of, taken))
+                self._tasks[task] = [delivery for delivery in self._tasks[task] if delivery not in gone]
+                settling = self._loop.create_task(self._settle(group, taken), name=self._name)
+                self.settling.add(settling)
+                settling.add_done_callback(self._ended)
+        if self._groups:
+            self._start()
+
+    async def _settle(self, group: Ended, taken: list[Delivery | Failed]) -> None:
+        if self._claiming is None:
+            raise RuntimeError("there is no store")
+        await awaiting(claim_groups.settling_results(self._claiming, group, taken, self._ask, self._sink.report))
+
+    async def _ask(self, step: Step) -> Any:
+        if self._store is None:
+            raise RuntimeError("there is no store")
+        try:
+            return await self._store.ask(step)
+        except asyncio.CancelledError as error:  # the pool stops, and waits no longer
+            raise NotStarted from error
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self.settling.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            logger.error("%s was ended by %s", self._name, shown(error), exc_info=error)
