@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from pika.exceptions import ChannelClosedByBroker
+from pyspark.sql.streaming.datasource import ReadMaxRows
 
+from integration.support.leaders import suspend_replication
 from integration.support.rounds import Round
 from integration.support.seeds import soaking
 from integration.support.traffic import GRACE, OPTIONS, SLOW, url_of
 from reliable_mq import Consumer, Message, Publisher, PublishError, Queue
+from reliable_mq.spark.datasource import RabbitMQDataSource
 from reliable_mq.spark.options import read_options
 from reliable_mq.spark.stream_offsets import StreamRange
 from reliable_mq.spark.stream_reader import RangeReader
@@ -188,3 +191,34 @@ def test_f65_filtered_reads_from_a_lagging_replica_miss_nothing(
         assert filtered.result(300) == [each for each in there if each[1][:1] in b"ab"]
         assert rare.result(300) == []
         assert whole.result(300) == there
+
+
+@pytest.mark.parametrize("allowed", ["true", "false"])
+def test_a_query_on_a_lagging_replica_reads_nothing_again(
+    rabbitmq_cluster: RabbitMQCluster, cluster_vhost: VirtualHost, rng: Random, allowed: str
+) -> None:
+    """It waits, whether data loss is an error or not; and the plan of a batch has what the other nodes have."""
+
+    def publish(url: str) -> None:
+        with Publisher(url, topology=[EVENTS], **OPTIONS) as publisher:
+            assert publisher.publish_many((Message(b"%d" % n) for n in range(50)), routing_key=EVENTS.name).ok
+
+    publish(cluster_vhost.url)
+    leader = rabbitmq_cluster.leader_of(EVENTS.name, cluster_vhost.name)
+    lagging = rng.choice([node for node in rabbitmq_cluster.nodes if node is not leader])
+    given = {"stream": EVENTS.name, "startingOffsets": "earliest", "failOnDataLoss": allowed}
+    behind = RabbitMQDataSource({"url": lagging.url_of(cluster_vhost.name), **given})
+    query: Any = behind.streamReader(behind.schema())
+    with suspend_replication(leader, lagging):
+        publish(leader.url_of(cluster_vhost.name))
+        assert query.latestOffset({"events": 100}, ReadMaxRows(10**6)) == {"events": 100}
+        elsewhere = RabbitMQDataSource({"url": url_of(cluster_vhost, [lagging, leader]), **given})
+        reader: Any = elsewhere.reader(elsewhere.schema())
+        assert reader.partitions() == [StreamRange(EVENTS.name, 0, 100)]
+    publish(cluster_vhost.url)
+    wait_until(
+        lambda: query.latestOffset({"events": 100}, ReadMaxRows(10**6)) == {"events": 150},
+        timeout=60,
+        what="the replica catches up",
+    )
+    query.stop()

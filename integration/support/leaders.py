@@ -1,11 +1,20 @@
-"""Leaders of quorum queues that do not respond for a while."""
+"""Leaders of queues and streams that do not respond, or do not send, for a while."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from reliable_mq.testing import VirtualHost
+    from collections.abc import Iterator
+
+    from reliable_mq.testing import ClusterNode, VirtualHost
+
+# The processes on a leader's node that send streams to the replicas on another node.
+_SENDERS: Final = """
+[P || {{_, P, _, _}} <- supervisor:which_children(osiris_replica_reader_sup),
+      lists:any(fun (Link) -> is_pid(Link) andalso node(Link) =:= '{node}' end, element(2, process_info(P, links)))]
+"""
 
 
 def suspend_leader(vhost: VirtualHost, queue: str, seconds: float) -> None:
@@ -15,3 +24,15 @@ def suspend_leader(vhost: VirtualHost, queue: str, seconds: float) -> None:
         "Leader = amqqueue:get_pid(Q), ok = sys:suspend(Leader), "
         f"spawn(fun() -> timer:sleep({round(seconds * 1000)}), sys:resume(Leader) end), ok"
     )
+
+
+@contextmanager
+def suspend_replication(leader: ClusterNode, replica: ClusterNode) -> Iterator[None]:
+    """Let a node send its streams no longer to the replicas on another node, which it still can talk to otherwise."""
+    senders = _SENDERS.format(node=replica.name).strip()
+    suspended = leader.evaluate(f"[begin sys:suspend(P), P end || P <- {senders}]")
+    assert suspended != "[]"
+    try:
+        yield
+    finally:
+        leader.evaluate(f"[sys:resume(P) || P <- {senders}]")

@@ -52,6 +52,7 @@ __all__ = [
     "end_of",
     "exists",
     "first_offsets",
+    "is_shorter",
     "offset_of",
     "offsets_at",
 ]
@@ -227,10 +228,11 @@ _LAST: Final = 2**63
 class StreamEnd:
     position: int  # after the newest message; 0 for a stream that never had a message
     average: float  # bytes of body and properties per message, in the last chunk
+    messages: int = 0  # as the stream's leader counts; 0 if it has not counted yet, or does not respond to this node
 
 
 def end_of(channel: StreamChannel, stream: str, patience: float) -> StreamEnd:
-    """Return the end of a stream.
+    """Return the end of a stream on this node, whose replica may lag behind.
 
     Takes some milliseconds, or ``patience`` seconds if the stream is empty.
     """
@@ -241,16 +243,26 @@ def end_of(channel: StreamChannel, stream: str, patience: float) -> StreamEnd:
         arrived = channel.take(patience) if look else _first_of(channel, stream, tag, patience)
         if not arrived:
             break
-        channel.carry_out(CheckQueue(stream))  # answered after all deliveries that were on their way
+        messages = _counted(channel, stream)  # answered after all deliveries that were on their way
         arrived += channel.take(0.0)
         last_tag = arrived[-1].delivery_tag
         size = sum(len(delivery.body) + len(delivery.properties) for delivery in arrived)
-        found = StreamEnd(_offset(arrived[-1], stream) + 1, size / len(arrived))
+        found = StreamEnd(_offset(arrived[-1], stream) + 1, size / len(arrived), messages)
         if len(arrived) < _PREFETCH:
             break
         channel.ack(last_tag)  # the prefetch may have held back the rest of the chunk
     channel.cancel(tag, delivery_tag=last_tag)
     return found
+
+
+def is_shorter(channel: StreamChannel, stream: str, end: StreamEnd, position: int, patience: float) -> bool:
+    """Return whether the leader also has a stream end before a position.
+
+    The leader counts every five seconds. Its count begins at its own first message, which may be later than here: look
+    at other nodes as well, if there are any.
+    """
+    first = first_offsets(channel, (stream,), patience).get(stream, 0)
+    return first + end.messages < position if end.messages else not end.position
 
 
 def first_offsets(channel: StreamChannel, streams: Collection[str], patience: float) -> dict[str, int]:
@@ -301,8 +313,7 @@ def _first_of(channel: StreamChannel, stream: str, tag: str, patience: float) ->
     arrived = channel.take(patience)
     if arrived:
         return arrived
-    state = channel.carry_out(CheckQueue(stream))
-    if not isinstance(state, QueueState) or not state.messages:
+    if not _counted(channel, stream):
         return channel.take(0.0)
     arrived = channel.take(_SLOWEST)
     if not arrived:
@@ -312,6 +323,11 @@ def _first_of(channel: StreamChannel, stream: str, tag: str, patience: float) ->
             "its limits have dropped them all, which the next message will show"
         )
     return arrived
+
+
+def _counted(channel: StreamChannel, stream: str) -> int:
+    state = channel.carry_out(CheckQueue(stream))
+    return state.messages if isinstance(state, QueueState) else 0
 
 
 def _offset(delivery: RawDelivery, stream: str) -> int:

@@ -32,7 +32,7 @@ from reliable_mq.spark.metrics import exporter
 from reliable_mq.spark.options import StreamOptions
 from reliable_mq.spark.queue_batches import size_of
 from reliable_mq.spark.queue_subscriptions import PrefetchController
-from reliable_mq.spark.stream_broker import StreamChannel, end_of, first_offsets, offset_of
+from reliable_mq.spark.stream_broker import StreamChannel, end_of, first_offsets, is_shorter, offset_of
 from reliable_mq.spark.stream_offsets import StreamRange
 
 __all__ = ["RangeReader", "ValueFilter"]
@@ -171,9 +171,11 @@ class RangeReader:
         if self._waited < self._patience:
             return
         with self._connected("end") as channel:
-            end = end_of(channel, self._range.stream, _PROBE).position
-        if end > self._position:
-            has = "has them" if end >= self._range.end else f"has those up to {end - 1}"
+            found = end_of(channel, self._range.stream, _PROBE)
+            end = found.position
+            gone = end <= self._position and is_shorter(channel, self._range.stream, found, self._position + 1, _PROBE)
+        if not gone:
+            has = "has them" if end >= self._range.end else f"has those up to {end - 1} on this node, so far"
             raise ConsumeError(f"{self._left} did not come within {self._patience:g} s, and the stream {has}")
         self._lost(f"{self._left} are not there: the stream ends at offset {end - 1}. Was it deleted and made anew?")
         self._position = self._range.end

@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, TypeVar
 
@@ -41,6 +42,7 @@ from reliable_mq.spark.stream_broker import (
     end_of,
     exists,
     first_offsets,
+    is_shorter,
     offsets_at,
 )
 from reliable_mq.spark.stream_offsets import (
@@ -61,7 +63,7 @@ logger = logging.getLogger(__name__)
 _FRESH: Final = 0.25  # seconds for which a looked-up end stays valid: Spark requests it every 10 ms
 _SURE: Final = 3.0  # seconds without a delivery after which a stream counts as empty
 _QUICK: Final = 0.25  # the same if the stream will be queried again
-_DOUBTFUL: Final = 10.0  # seconds to look again while the query is beyond the end of a stream
+_DOUBTFUL: Final = 12.0  # seconds to look again while an end is in doubt: RabbitMQ counts every five seconds
 _AWAY: Final = 1.0  # seconds between two attempts to reach the broker
 _EMPTY: Final = StreamEnd(0, 0.0)
 _NO_LIMIT: Final = 2**63 - 1
@@ -121,7 +123,7 @@ class StreamSource(_Ranges, DataSourceStreamReader, SupportsTriggerAvailableNow)
             BrokerUnavailable: If the error is permanent, or in a query with AvailableNow, where Spark would take
                 ``start`` for the end.
             ConfigurationError: If the trigger is trigger(once), or the checkpoint belongs to another source.
-            ConsumeError: If a stream ends before the query's position (``failOnDataLoss``).
+            ConsumeError: If a stream ends before the query's position (``failOnDataLoss``), also at its leader.
         """
         if isinstance(limit, ReadAllAvailable):
             raise ConfigurationError(
@@ -254,6 +256,7 @@ class _Planner:
         self._ends: dict[str, StreamEnd] = {}
         self._looked_at = float("-inf")
         self._anew: frozenset[str] = frozenset()  # streams that did not exist when the query began
+        self._passed = 0  # hosts that others are preferred to, since a replica there lagged behind
 
     def missing(self, names: Iterable[str], timeout: float) -> list[str]:
         """Return the streams that do not exist. Waits while the broker is unreachable.
@@ -279,7 +282,11 @@ class _Planner:
         """Return the ends of all streams.
 
         Args:
-            sure: Whether to query now, and to wait until a stream without deliveries is certain to be empty.
+            sure: Whether to query now, to wait until a stream without deliveries is certain to be empty, and to look
+                further where the leader of a stream has more than the replica that is read.
+
+        Raises:
+            BrokerUnavailable: If the leader of a stream does not respond, and ``sure``.
         """
         if sure or time.monotonic() - self._looked_at > _FRESH:
             channel = self._connected()
@@ -291,8 +298,69 @@ class _Planner:
             self._ends = {
                 name: self._ends.get(name, end) if not end.position and not sure else end for name, end in found.items()
             }
+            if sure:
+                self._ends = self._furthest(self._ends)
             self._looked_at = time.monotonic()
         return self._ends
+
+    def _furthest(self, ends: dict[str, StreamEnd]) -> dict[str, StreamEnd]:
+        """Return later ends where this node's replica lags behind the leader.
+
+        The leader also counts the chunks that only store positions of consumers. So its count can exceed every end for
+        good: the hosts of the URL are asked first, and the wait is for an end that moves.
+        """
+        ends = dict(ends)
+        begun = [name for name, end in ends.items() if end.position]
+        first = first_offsets(self._connected(), begun, _SURE)
+
+        def in_doubt() -> list[str]:
+            return [name for name in begun if not 0 < ends[name].messages <= ends[name].position - first.get(name, 0)]
+
+        if behind := in_doubt():
+            elsewhere, complete = self._elsewhere(behind)
+            ends |= {name: max(ends[name], end, key=_position) for name, end in elsewhere.items()}
+            if complete:
+                return ends
+        changed_at = began = time.monotonic()
+        while behind := in_doubt():
+            now = time.monotonic()
+            unknown = [name for name in behind if not ends[name].messages]
+            if unknown and now - began >= _DOUBTFUL:
+                raise BrokerUnavailable(
+                    f"stream {unknown[0]!r} has messages, and RabbitMQ counts none: its leader does not respond to "
+                    "this node, which may not have the newest of them"
+                )
+            if not unknown and now - changed_at >= _SURE:
+                logger.warning(
+                    "the leaders of the streams %s count more messages than there are on this node: it lags behind, or "
+                    "they count stored positions of consumers",
+                    ", ".join(behind),
+                )
+                break
+            threading.Event().wait(_QUICK)
+            for name in behind:
+                newer = max(ends[name], end_of(self._connected(), name, _SURE), key=_looked)
+                if newer != ends[name]:
+                    ends[name], changed_at = newer, time.monotonic()
+        return ends
+
+    def _elsewhere(self, names: Iterable[str]) -> tuple[dict[str, StreamEnd], bool]:
+        """Return the furthest ends on the hosts of the URL, and whether all answered.
+
+        With one host in the URL, nothing is asked, and the answer is not complete.
+        """
+        found: dict[str, StreamEnd] = {}
+        settings = self._options.connection.settings(self._options.url)
+        complete = len(settings.endpoints) > 1
+        for endpoint in settings.endpoints if complete else ():
+            try:
+                with StreamChannel(replace(settings, endpoints=(endpoint,)), name="spark-ends") as channel:
+                    for name in names:
+                        found[name] = max(found.get(name, _EMPTY), end_of(channel, name, _QUICK), key=_position)
+            except BrokerUnavailable as error:
+                logger.info("the ends of the streams at %s are not known for now: %s", endpoint, error)
+                complete = False
+        return found, complete
 
     def known_ends(self) -> dict[str, int] | None:
         """Return the ends that were found last, or None before the first lookup."""
@@ -399,6 +467,10 @@ class _Planner:
 
         A new stream is read from its first message. A stream that is gone, or that ends before the position of the
         query, is data loss.
+
+        Raises:
+            BrokerUnavailable: If only the replica that is read ends before the position of the query.
+            ConsumeError: If data was lost (``failOnDataLoss``).
         """
         lost = [f"stream {name!r} is in the checkpoint and no longer read" for name in begin if name not in end]
         new = [name for name in end if name not in begin]
@@ -429,10 +501,21 @@ class _Planner:
         stream on another node may lag behind. And a stream is certain to be empty only after a while.
         """
         deadline = time.monotonic() + _DOUBTFUL
-        while end < begin and (left := deadline - time.monotonic()) > 0:
+        found = StreamEnd(end, 0.0)
+        while found.position < begin and (left := deadline - time.monotonic()) > 0:
             threading.Event().wait(_QUICK)
-            end = end_of(self._connected(), name, left).position
-        return end - 1
+            found = end_of(self._connected(), name, left)
+        if found.position < begin and (
+            not is_shorter(self._connected(), name, found, begin, _SURE)
+            or self._elsewhere([name])[0].get(name, _EMPTY).position >= begin
+        ):
+            self.close()
+            self._passed += 1
+            raise BrokerUnavailable(
+                f"stream {name!r} was read up to offset {begin - 1}, and the replica on this node ends at "
+                f"{found.position - 1}: it lags behind, or its leader does not respond"
+            )
+        return found.position - 1
 
     def close(self) -> None:
         channel, self._channel = self._channel, None
@@ -473,9 +556,20 @@ class _Planner:
     def _connected(self) -> StreamChannel:
         if self._channel is None or not self._channel.usable:
             self.close()
-            channel = StreamChannel(self._options.connection.settings(self._options.url), name="spark-streams")
+            settings = self._options.connection.settings(self._options.url)
+            first = self._passed % len(settings.endpoints)
+            endpoints = settings.endpoints[first:] + settings.endpoints[:first]
+            channel = StreamChannel(replace(settings, endpoints=endpoints), name="spark-streams")
             self._channel = channel.__enter__()
         return self._channel
+
+
+def _position(end: StreamEnd) -> int:
+    return end.position
+
+
+def _looked(end: StreamEnd) -> tuple[int, int]:
+    return end.position, end.messages
 
 
 def _second(milliseconds: int, *, up: bool = False) -> datetime:

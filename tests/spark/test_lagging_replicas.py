@@ -1,0 +1,240 @@
+"""Stream mode on nodes whose replicas lag behind the leader of a stream, or whose leader does not respond."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Self
+
+import pytest
+from pyspark.sql.streaming.datasource import ReadMaxRows
+
+from reliable_mq.codec import RawDelivery, join_properties
+from reliable_mq.codec.methods import CheckQueue, MethodReply, QueueState, Step
+from reliable_mq.errors import BrokerUnavailable, ConsumeError
+from reliable_mq.spark import stream_reader, stream_source
+from reliable_mq.spark.options import read_options
+from reliable_mq.spark.stream_offsets import StreamRange
+from reliable_mq.spark.stream_reader import RangeReader
+from reliable_mq.spark.stream_source import StreamBatch, StreamSource
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from datetime import datetime
+
+    from reliable_mq.settings import ConnectionSettings
+    from reliable_mq.spark.options import StreamOptions
+
+ANY = ReadMaxRows(2**62)
+ONE, BOTH = "amqp://u:p@near/", "amqp://u:p@near,far/"
+
+
+class Replica:
+    """The replica of the stream ``events`` on one node.
+
+    Each look at its end takes the next of the ends and counts that are given; the last ones stay.
+    """
+
+    def __init__(self, *looks: tuple[int, int], first: int = 0) -> None:
+        self.first = first
+        self._looks = list(looks)
+        self.end, self.count = looks[0]
+
+    def look(self) -> None:
+        self.end, self.count = self._looks.pop(0) if len(self._looks) > 1 else self._looks[0]
+
+
+class ScriptedChannel:
+    """A channel on the node of the first host that answers."""
+
+    replicas: Mapping[str, Replica] = {}
+    usable = True
+
+    def __init__(self, settings: ConnectionSettings, *, name: str) -> None:
+        answering = [endpoint.host for endpoint in settings.endpoints if endpoint.host in self.replicas]
+        self._replica = self.replicas[answering[0]] if answering else None
+        self._arrived: list[RawDelivery] = []
+        self._tags = 0
+
+    def __enter__(self) -> Self:
+        if self._replica is None:
+            raise BrokerUnavailable("no host answers")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    @property
+    def replica(self) -> Replica:
+        assert self._replica is not None
+        return self._replica
+
+    def consume(
+        self, stream: str, offset: int | str | datetime, prefetch: int, arguments: Mapping[str, object] | None = None
+    ) -> str:
+        assert offset in ("first", "last") or isinstance(offset, int)
+        if offset == "last":
+            self.replica.look()
+        at = {"first": self.replica.first, "last": self.replica.end - 1}.get(offset, offset)  # type: ignore[call-overload]
+        self._tags += 1
+        if self.replica.first <= at < self.replica.end:
+            value = b"\x0fx-stream-offsetl" + at.to_bytes(8)
+            properties = join_properties({"headers": len(value).to_bytes(4) + value})
+            self._arrived = [RawDelivery(str(self._tags), 1, False, "", "", properties, b"")]
+        return str(self._tags)
+
+    def take(self, timeout: float, least: int = 1) -> list[RawDelivery]:
+        if not self._arrived:
+            threading.Event().wait(timeout)
+        taken, self._arrived = self._arrived, []
+        return taken
+
+    def carry_out(self, step: Step) -> MethodReply:
+        return self.perform(step)
+
+    def perform(self, step: Step) -> MethodReply:
+        assert isinstance(step, CheckQueue)
+        return QueueState(step.name, self.replica.count, 0)
+
+    def cancel(self, *consumer_tags: str, delivery_tag: int = 0) -> None:
+        self._arrived = []
+
+    def ack(self, delivery_tag: int) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def _channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"_SURE": 0.2, "_QUICK": 0.01, "_DOUBTFUL": 0.5, "_FRESH": -1.0, "_AWAY": 0.0}.items():
+        monkeypatch.setattr(stream_source, name, value)
+    monkeypatch.setattr(stream_reader, "_PROBE", 0.01)
+    for module in (stream_source, stream_reader):
+        monkeypatch.setattr(module, "StreamChannel", ScriptedChannel)
+
+
+def cluster(monkeypatch: pytest.MonkeyPatch, **replicas: Replica) -> None:
+    monkeypatch.setattr(ScriptedChannel, "replicas", replicas)
+
+
+def options(url: str, **given: str) -> StreamOptions:
+    return read_options({"url": url, "stream": "events", **given}, streaming=True)  # type: ignore[return-value]
+
+
+@pytest.fixture(params=["true", "false"])
+def source(request: pytest.FixtureRequest) -> Iterator[StreamSource]:
+    """A query on both nodes, with both values of ``failOnDataLoss``."""
+    reader = StreamSource(options(BOTH, failOnDataLoss=request.param), ["body"])
+    yield reader
+    reader.stop()
+
+
+def planned_end(url: str) -> int:
+    """Where a batch ends."""
+    (only,) = StreamBatch(options(url, startingOffsets="earliest"), ["body"]).partitions()
+    assert isinstance(only, StreamRange)
+    return only.end
+
+
+# -- the position of a query -------------------------------------------------------------------------------------------
+
+
+def test_a_query_ahead_of_a_lagging_replica_loses_nothing(
+    source: StreamSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The leader counts more than the replica has. The query goes on at another node, from its own position."""
+    cluster(monkeypatch, near=Replica((5, 12)), far=Replica((12, 12)))
+    assert source.latestOffset({"events": 10}, ANY) == {"events": 10}
+    assert "was read up to offset 9, and the replica on this node ends at 4: it lags behind" in caplog.text
+    assert source.latestOffset({"events": 10}, ANY) == {"events": 12}
+
+
+def test_a_query_loses_nothing_where_no_leader_responds(source: StreamSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RabbitMQ counts no message at all then."""
+    cluster(monkeypatch, near=Replica((5, 0)))
+    assert source.latestOffset({"events": 10}, ANY) == {"events": 10}
+
+
+def test_a_count_below_the_position_is_no_loss_if_a_node_has_it(
+    source: StreamSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader's stream may begin later than that of a replica which retention has not reached."""
+    cluster(monkeypatch, near=Replica((5, 4)), far=Replica((12, 4), first=8))
+    assert source.latestOffset({"events": 10}, ANY) == {"events": 10}
+
+
+def test_available_now_fails_on_a_lagging_replica(source: StreamSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would end without the messages that are missing there."""
+    cluster(monkeypatch, near=Replica((5, 12)))
+    source._target = {"events": 5}
+    with pytest.raises(BrokerUnavailable, match="lags behind"):
+        source.latestOffset({"events": 10}, ANY)
+
+
+def test_a_stream_that_ends_early_at_its_leader_is_data_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was deleted and made anew."""
+    cluster(monkeypatch, near=Replica((5, 5)), far=Replica((5, 5)))
+    strict = StreamSource(options(BOTH), ["body"])
+    with pytest.raises(ConsumeError, match="was read up to offset 9 and ends at 4 now"):
+        strict.latestOffset({"events": 10}, ANY)
+    lenient = StreamSource(options(BOTH, failOnDataLoss="false"), ["body"])
+    assert lenient.latestOffset({"events": 10}, ANY) == {"events": 0}
+
+
+# -- the end of a batch ------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_ends_where_the_furthest_replica_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all nodes in the URL, when the leader counts more messages than the node that answers first."""
+    cluster(monkeypatch, near=Replica((5, 12)), far=Replica((12, 12)))
+    assert planned_end(BOTH) == 12
+
+
+def test_a_batch_ends_where_a_cut_off_replica_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other node has more than a node whose leader does not respond."""
+    cluster(monkeypatch, near=Replica((5, 0)), far=Replica((12, 12)))
+    assert planned_end(BOTH) == 12
+
+
+def test_a_batch_waits_for_a_replica_that_catches_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no other node can be asked."""
+    cluster(monkeypatch, near=Replica((5, 12), (6, 12), (6, 12), (9, 12), (12, 12)))
+    assert planned_end(ONE) == 12
+    cluster(monkeypatch, near=Replica((5, 12), (6, 12), (12, 12)))
+    assert planned_end(BOTH) == 12
+
+
+def test_a_batch_waits_until_the_leader_has_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RabbitMQ counts every five seconds."""
+    cluster(monkeypatch, near=Replica((5, 0), (5, 0), (5, 12), (12, 12)))
+    assert planned_end(ONE) == 12
+
+
+def test_a_batch_fails_where_no_leader_responds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would leave messages out without a word."""
+    cluster(monkeypatch, near=Replica((5, 0)))
+    with pytest.raises(BrokerUnavailable, match="'events' has messages, and RabbitMQ counts none"):
+        planned_end(ONE)
+
+
+def test_a_higher_count_ends_no_batch_for_good(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """RabbitMQ counts the stored positions of consumers, too. All nodes together tell that there is nothing else."""
+    cluster(monkeypatch, near=Replica((5, 7)), far=Replica((5, 7)))
+    with caplog.at_level(logging.WARNING):
+        assert planned_end(BOTH) == 5
+        assert "stored positions" not in caplog.text
+        assert planned_end(ONE) == 5
+    assert "the leaders of the streams events count more messages than there are on this node" in caplog.text
+
+
+# -- a range -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lenient", ["true", "false"])
+def test_a_task_passes_over_nothing_that_a_replica_lacks(monkeypatch: pytest.MonkeyPatch, lenient: str) -> None:
+    """It fails, and is tried again."""
+    cluster(monkeypatch, near=Replica((5, 12)))
+    chosen = options(ONE, failOnDataLoss=lenient)
+    with pytest.raises(ConsumeError, match=r"offsets 5 to 11 of stream 'events' did not come within 0\.1 s"):
+        list(RangeReader(chosen, StreamRange("events", 5, 12), ("body",), patience=0.1).batches())
