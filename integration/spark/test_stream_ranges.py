@@ -377,8 +377,9 @@ def test_a_task_has_no_more_messages_than_it_may(vhost: VirtualHost) -> None:
     assert [each.size for each in batch(vhost.url, maxRecordsPerPartition="40").partitions()] == [33, 33, 34]
 
 
-def test_a_super_stream_is_its_partitions(vhost: VirtualHost) -> None:
+def test_a_super_stream_is_its_partitions(vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by their names, or some of them named; what is neither is an error that says so."""
+    monkeypatch.setattr("reliable_mq.spark.stream_source._CERTAIN", 3.0)
     for number in range(3):
         publish(vhost, number, queue=Queue(f"orders-{number}", type="stream"))
     publish(vhost, 1)
@@ -394,7 +395,7 @@ def test_a_super_stream_is_its_partitions(vhost: VirtualHost) -> None:
 
 
 def test_empty_partitions_are_waited_for_together(vhost: VirtualHost) -> None:
-    """It is certain after three seconds that one is empty: so it is for all of them, and a trigger waits less."""
+    """It takes seconds until one is known to be empty: so it is for all of them, and a trigger waits less."""
     orders = [Queue(f"orders-{number}", type="stream") for number in range(12)]
     with Publisher(vhost.url, topology=orders) as publisher:
         publisher.connect()
@@ -585,7 +586,7 @@ def test_a_copy_of_a_stream_that_lags_behind_is_waited_for(vhost: VirtualHost, m
 
 def test_a_stream_that_was_made_anew_is_data_loss(vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its offsets begin again at 0; with failOnDataLoss=false it is read from there."""
-    monkeypatch.setattr("reliable_mq.spark.stream_source._DOUBTFUL", 1.0)
+    monkeypatch.setattr("reliable_mq.spark.stream_source._CERTAIN", 1.0)
     publish(vhost, 5)
     reader = source(vhost.url)
     with pytest.raises(ConsumeError, match="was read up to offset 99 and ends at 4 now"):
@@ -601,7 +602,7 @@ def test_a_stream_that_was_made_anew_is_data_loss(vhost: VirtualHost, monkeypatc
 
 def test_a_stream_made_anew_is_data_loss_for_available_now(vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would end well otherwise, time after time, until the new stream is longer than the old one was."""
-    monkeypatch.setattr("reliable_mq.spark.stream_source._DOUBTFUL", 1.0)
+    monkeypatch.setattr("reliable_mq.spark.stream_source._CERTAIN", 1.0)
     publish(vhost, 5)
     reader = source(vhost.url)
     reader.prepareForTriggerAvailableNow()
@@ -619,7 +620,7 @@ def test_a_stream_that_was_made_anew_and_is_empty_is_data_loss(
     vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch, available_now: bool
 ) -> None:
     """Once it is certain; nothing would tell when it has grown."""
-    monkeypatch.setattr("reliable_mq.spark.stream_source._DOUBTFUL", 1.0)
+    monkeypatch.setattr("reliable_mq.spark.stream_source._CERTAIN", 1.0)
     with Publisher(vhost.url, topology=[EVENTS]) as publisher:
         publisher.connect()
     reader = source(vhost.url)

@@ -61,9 +61,9 @@ __all__ = ["FilteredStreamBatch", "StreamBatch", "StreamSource"]
 logger = logging.getLogger(__name__)
 
 _FRESH: Final = 0.25  # seconds for which a looked-up end stays valid: Spark requests it every 10 ms
-_SURE: Final = 3.0  # seconds without a delivery after which a stream counts as empty
+_SURE: Final = 3.0  # seconds without a delivery after which a stream counts as empty, to be read from its beginning
 _QUICK: Final = 0.25  # the same if the stream will be queried again
-_DOUBTFUL: Final = 12.0  # seconds to look again while an end is in doubt: RabbitMQ counts every five seconds
+_CERTAIN: Final = 12.0  # the same if messages would be missed, and to look again: RabbitMQ counts every five seconds
 _AWAY: Final = 1.0  # seconds between two attempts to reach the broker
 _EMPTY: Final = StreamEnd(0, 0.0)
 _NO_LIMIT: Final = 2**63 - 1
@@ -290,7 +290,7 @@ class _Planner:
         """
         if sure or time.monotonic() - self._looked_at > _FRESH:
             channel = self._connected()
-            patience = _SURE if sure else _QUICK
+            patience = _CERTAIN if sure else _QUICK
             names = self._names(channel)
             begun = {name for name, end in self._ends.items() if end.position}
             begun |= first_offsets(channel, [name for name in names if name not in begun], patience).keys()
@@ -325,7 +325,7 @@ class _Planner:
         while behind := in_doubt():
             now = time.monotonic()
             unknown = [name for name in behind if not ends[name].messages]
-            if unknown and now - began >= _DOUBTFUL:
+            if unknown and now - began >= _CERTAIN:
                 raise BrokerUnavailable(
                     f"stream {unknown[0]!r} has messages, and RabbitMQ counts none: its leader does not respond to "
                     "this node, which may not have the newest of them"
@@ -410,7 +410,7 @@ class _Planner:
         by_name = dict.fromkeys(names, given) if isinstance(given, str) else self._by_name(option, given, names)
         # Streams that are known to be empty are skipped, because confirming that takes long.
         asked = [name for name in names if self._ends.get(name) != _EMPTY and isinstance(by_name[name], str)]
-        first = first_offsets(channel, asked, _SURE)
+        first = first_offsets(channel, asked, _CERTAIN if "latest" in by_name.values() else _SURE)
         return {
             name: position
             if not isinstance(position, str)
@@ -500,7 +500,7 @@ class _Planner:
         In a query with AvailableNow, the end is found before the beginning, which may be "latest". The replica of a
         stream on another node may lag behind. And a stream is certain to be empty only after a while.
         """
-        deadline = time.monotonic() + _DOUBTFUL
+        deadline = time.monotonic() + _CERTAIN
         found = StreamEnd(end, 0.0)
         while found.position < begin and (left := deadline - time.monotonic()) > 0:
             threading.Event().wait(_QUICK)
@@ -526,7 +526,9 @@ class _Planner:
         return dict.fromkeys(names, given) if isinstance(given, int) else self._by_name(option, given, names)
 
     def _since(self, channel: StreamChannel, times: Mapping[str, int]) -> dict[str, int]:
-        found = offsets_at(channel, {name: _second(when) for name, when in times.items()}, _SURE)
+        # A stream that was just restarted shows no message of any time.
+        begun = first_offsets(channel, [name for name in times if self._ends.get(name) != _EMPTY], _CERTAIN)
+        found = offsets_at(channel, {name: _second(times[name]) for name in begun}, _SURE)
         late = [name for name in times if name not in found]
         if late and not self._options.latest_without_match:
             name = late[0]
@@ -534,7 +536,6 @@ class _Planner:
                 f"stream {name!r} has no message as new as {_second(times[name]):%Y-%m-%d %H:%M:%S} UTC, to begin at: "
                 "give an earlier time, or startingOffsetsByTimestampStrategy=latest to begin at the end"
             )
-        begun = first_offsets(channel, late, _SURE)
         return found | {name: end_of(channel, name, _SURE).position if name in begun else 0 for name in late}
 
     def _by_name(self, option: str, given: Mapping[str, _Value], names: list[str]) -> dict[str, _Value]:

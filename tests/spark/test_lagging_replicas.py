@@ -3,109 +3,31 @@
 from __future__ import annotations
 
 import logging
-import threading
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import pytest
 from pyspark.sql.streaming.datasource import ReadMaxRows
 
-from reliable_mq.codec import RawDelivery, join_properties
-from reliable_mq.codec.methods import CheckQueue, MethodReply, QueueState, Step
 from reliable_mq.errors import BrokerUnavailable, ConsumeError
 from reliable_mq.spark import stream_reader, stream_source
 from reliable_mq.spark.options import read_options
 from reliable_mq.spark.stream_offsets import StreamRange
 from reliable_mq.spark.stream_reader import RangeReader
 from reliable_mq.spark.stream_source import StreamBatch, StreamSource
+from tests.scripted_streams import Replica, ScriptedChannel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from datetime import datetime
+    from collections.abc import Iterator
 
-    from reliable_mq.settings import ConnectionSettings
     from reliable_mq.spark.options import StreamOptions
 
 ANY = ReadMaxRows(2**62)
 ONE, BOTH = "amqp://u:p@near/", "amqp://u:p@near,far/"
 
 
-class Replica:
-    """The replica of the stream ``events`` on one node.
-
-    Each look at its end takes the next of the ends and counts that are given; the last ones stay.
-    """
-
-    def __init__(self, *looks: tuple[int, int], first: int = 0) -> None:
-        self.first = first
-        self._looks = list(looks)
-        self.end, self.count = looks[0]
-
-    def look(self) -> None:
-        self.end, self.count = self._looks.pop(0) if len(self._looks) > 1 else self._looks[0]
-
-
-class ScriptedChannel:
-    """A channel on the node of the first host that answers."""
-
-    replicas: Mapping[str, Replica] = {}
-    usable = True
-
-    def __init__(self, settings: ConnectionSettings, *, name: str) -> None:
-        answering = [endpoint.host for endpoint in settings.endpoints if endpoint.host in self.replicas]
-        self._replica = self.replicas[answering[0]] if answering else None
-        self._arrived: list[RawDelivery] = []
-        self._tags = 0
-
-    def __enter__(self) -> Self:
-        if self._replica is None:
-            raise BrokerUnavailable("no host answers")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    @property
-    def replica(self) -> Replica:
-        assert self._replica is not None
-        return self._replica
-
-    def consume(
-        self, stream: str, offset: int | str | datetime, prefetch: int, arguments: Mapping[str, object] | None = None
-    ) -> str:
-        assert offset in ("first", "last") or isinstance(offset, int)
-        if offset == "last":
-            self.replica.look()
-        at = {"first": self.replica.first, "last": self.replica.end - 1}.get(offset, offset)  # type: ignore[call-overload]
-        self._tags += 1
-        if self.replica.first <= at < self.replica.end:
-            value = b"\x0fx-stream-offsetl" + at.to_bytes(8)
-            properties = join_properties({"headers": len(value).to_bytes(4) + value})
-            self._arrived = [RawDelivery(str(self._tags), 1, False, "", "", properties, b"")]
-        return str(self._tags)
-
-    def take(self, timeout: float, least: int = 1) -> list[RawDelivery]:
-        if not self._arrived:
-            threading.Event().wait(timeout)
-        taken, self._arrived = self._arrived, []
-        return taken
-
-    def carry_out(self, step: Step) -> MethodReply:
-        return self.perform(step)
-
-    def perform(self, step: Step) -> MethodReply:
-        assert isinstance(step, CheckQueue)
-        return QueueState(step.name, self.replica.count, 0)
-
-    def cancel(self, *consumer_tags: str, delivery_tag: int = 0) -> None:
-        self._arrived = []
-
-    def ack(self, delivery_tag: int) -> None:
-        pass
-
-
 @pytest.fixture(autouse=True)
 def _channels(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"_SURE": 0.2, "_QUICK": 0.01, "_DOUBTFUL": 0.5, "_FRESH": -1.0, "_AWAY": 0.0}.items():
+    for name, value in {"_SURE": 0.2, "_QUICK": 0.01, "_CERTAIN": 0.5, "_FRESH": -1.0, "_AWAY": 0.0}.items():
         monkeypatch.setattr(stream_source, name, value)
     monkeypatch.setattr(stream_reader, "_PROBE", 0.01)
     for module in (stream_source, stream_reader):

@@ -1,0 +1,96 @@
+"""A channel on which streams are read without a broker: replicas that lag, or that have just started."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
+
+from reliable_mq.codec import RawDelivery, join_properties
+from reliable_mq.codec.methods import CheckQueue, MethodReply, QueueState, Step
+from reliable_mq.errors import BrokerUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from datetime import datetime
+
+    from reliable_mq.settings import ConnectionSettings
+
+
+class Replica:
+    """The replica of the stream ``events`` on one node.
+
+    Each look at its end takes the next of the ends and counts that are given; the last ones stay. It delivers nothing,
+    and counts nothing, before it was waited for long enough.
+    """
+
+    def __init__(self, *looks: tuple[int, int], first: int = 0, silent_for: float = 0.0) -> None:
+        self.first = first
+        self.silent_for = silent_for
+        self._looks = list(looks)
+        self.end, self.count = looks[0]
+
+    def look(self) -> None:
+        self.end, self.count = self._looks.pop(0) if len(self._looks) > 1 else self._looks[0]
+
+
+class ScriptedChannel:
+    """A channel on the node of the first host that answers."""
+
+    replicas: Mapping[str, Replica] = {}
+    usable = True
+    waited = 0.0  # seconds, in which no time passes
+
+    def __init__(self, settings: ConnectionSettings, *, name: str) -> None:
+        answering = [endpoint.host for endpoint in settings.endpoints if endpoint.host in self.replicas]
+        self._replica = self.replicas[answering[0]] if answering else None
+        self._arrived: list[RawDelivery] = []
+        self._tags = 0
+
+    def __enter__(self) -> Self:
+        if self._replica is None:
+            raise BrokerUnavailable("no host answers")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    @property
+    def replica(self) -> Replica:
+        assert self._replica is not None
+        return self._replica
+
+    def consume(
+        self, stream: str, offset: int | str | datetime, prefetch: int, arguments: Mapping[str, object] | None = None
+    ) -> str:
+        if offset == "last":
+            self.replica.look()
+        places = {"first": self.replica.first, "last": self.replica.end - 1}
+        at = offset if isinstance(offset, int) else places.get(str(offset), self.replica.end)  # no message is so new
+        self._tags += 1
+        if self.replica.first <= at < self.replica.end:
+            value = b"\x0fx-stream-offsetl" + at.to_bytes(8)
+            properties = join_properties({"headers": len(value).to_bytes(4) + value})
+            self._arrived += [RawDelivery(str(self._tags), 1, False, "", "", properties, b"")]
+        return str(self._tags)
+
+    def take(self, timeout: float, least: int = 1) -> list[RawDelivery]:
+        if self._arrived and timeout >= self.replica.silent_for:
+            type(self).waited += self.replica.silent_for
+            self.replica.silent_for = 0.0
+            taken, self._arrived = self._arrived, []
+            return taken
+        type(self).waited += timeout
+        self.replica.silent_for = max(self.replica.silent_for - timeout, 0.0)
+        return []
+
+    def carry_out(self, step: Step) -> MethodReply:
+        return self.perform(step)
+
+    def perform(self, step: Step) -> MethodReply:
+        assert isinstance(step, CheckQueue)
+        return QueueState(step.name, self.replica.count if self.replica.silent_for <= 0 else 0, 0)
+
+    def cancel(self, *consumer_tags: str, delivery_tag: int = 0) -> None:
+        self._arrived = []
+
+    def ack(self, delivery_tag: int) -> None:
+        pass

@@ -1,0 +1,96 @@
+"""Stream mode beside a stream that has just been restarted: it delivers and counts nothing for a while."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+from pyspark.sql.streaming.datasource import ReadMaxRows
+
+from reliable_mq.errors import ConfigurationError, ConsumeError
+from reliable_mq.spark import stream_broker, stream_source
+from reliable_mq.spark.options import read_options
+from reliable_mq.spark.stream_offsets import StreamRange
+from reliable_mq.spark.stream_source import StreamBatch, StreamSource
+from tests.scripted_streams import Replica, ScriptedChannel
+
+if TYPE_CHECKING:
+    from reliable_mq.spark.options import StreamOptions
+
+ANY = ReadMaxRows(2**62)
+LATER = {"startingTimestamp": "4000000000000", "startingOffsetsByTimestampStrategy": "latest"}
+
+
+@pytest.fixture(autouse=True)
+def _channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_source, "StreamChannel", ScriptedChannel)
+    for module in (stream_broker, stream_source):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: ScriptedChannel.waited))
+    monkeypatch.setattr(ScriptedChannel, "waited", 0.0)
+    monkeypatch.setattr(ScriptedChannel, "replicas", {"localhost": Replica((12, 12), silent_for=9.0)})
+
+
+def options(**given: str) -> StreamOptions:
+    return read_options({"url": "amqp://localhost/", "stream": "events", **given}, streaming=True)  # type: ignore[return-value]
+
+
+@pytest.fixture
+def empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream never had a message."""
+    monkeypatch.setattr(ScriptedChannel, "replicas", {"localhost": Replica((0, 0), silent_for=10**6)})
+
+
+def test_a_batch_reads_a_stream_that_was_just_restarted() -> None:
+    """It would be empty otherwise."""
+    assert StreamBatch(options(startingOffsets="earliest"), ["body"]).partitions() == [StreamRange("events", 0, 12)]
+
+
+def test_latest_is_not_the_first_offset_of_a_restarted_stream() -> None:
+    """A new query would read the whole stream."""
+    assert StreamSource(options(), ["body"]).initialOffset() == {"initial": {"events": 12}}
+
+
+def test_latest_for_a_time_is_the_end_of_a_restarted_stream() -> None:
+    """Where no message is as new as the time that is given."""
+    assert StreamSource(options(**LATER), ["body"]).initialOffset() == {"initial": {"events": 12}}
+
+
+def test_available_now_ends_at_the_end_of_a_restarted_stream() -> None:
+    """It would end without a row otherwise."""
+    query = StreamSource(options(startingOffsets="earliest"), ["body"])
+    query.prepareForTriggerAvailableNow()
+    assert query.latestOffset({"events": 0}, ANY) == {"events": 12}
+
+
+def test_a_query_beyond_a_restarted_stream_waits_for_it() -> None:
+    """It is no data loss that the stream is silent."""
+    assert StreamSource(options(), ["body"]).latestOffset({"events": 12}, ANY) == {"events": 12}
+
+
+@pytest.mark.usefixtures("empty")
+def test_a_stream_without_messages_costs_no_more_than_it_must() -> None:
+    """A query that begins at its first message, and one that runs, wait less for the same verdict."""
+    StreamSource(options(startingOffsets="earliest"), ["body"]).initialOffset()
+    assert ScriptedChannel.waited == 3.0
+    ScriptedChannel.waited = 0.0
+    assert StreamSource(options(), ["body"]).latestOffset({"events": 0}, ANY) == {"events": 0}
+    assert ScriptedChannel.waited < 1.0
+    ScriptedChannel.waited = 0.0
+    assert StreamBatch(options(startingOffsets="earliest"), ["body"]).partitions() == []
+    assert ScriptedChannel.waited == 12.0
+
+
+@pytest.mark.usefixtures("empty")
+def test_a_checkpoint_beyond_an_empty_stream_is_data_loss() -> None:
+    """Once it is certain that it is empty."""
+    with pytest.raises(ConsumeError, match="was read up to offset 11 and is empty now"):
+        StreamSource(options(), ["body"]).latestOffset({"events": 12}, ANY)
+
+
+@pytest.mark.usefixtures("empty")
+def test_a_stream_without_messages_has_none_of_a_time() -> None:
+    """As with one whose messages are all older."""
+    assert StreamSource(options(**LATER), ["body"]).initialOffset() == {"initial": {"events": 0}}
+    with pytest.raises(ConfigurationError, match="no message as new as"):
+        StreamSource(options(startingTimestamp="4000000000000"), ["body"]).initialOffset()
