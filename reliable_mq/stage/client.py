@@ -298,7 +298,11 @@ class RelayClient(NullListener):
         tag = deliveries[0].consumer_tag
         if tag.startswith("work-"):
             self.counts.delivered(len(deliveries))
+            moving = self._session.state is EpochState.MOVING
             self._out.append(self._session.delivered(deliveries, now))
+            if moving and self._session.state is EpochState.ENDING:
+                self._write_out()
+                self._begin_anew("the queue, whose leader had lost the link to this node, delivered messages again")
         elif tag == self._tag and self._subscription is _ChannelReads.TAIL:
             messages = [(_offset_of(each), each) for each in deliveries]
             over, frames = self._session.tail_read(self._tail_of, messages, now)
@@ -396,6 +400,10 @@ class RelayClient(NullListener):
         if self._session.state in (EpochState.CLOSED, EpochState.ENDING):
             return
         self._session.failed()
+        self._begin_anew(why)
+
+    def _begin_anew(self, why: str) -> None:
+        """Open another channel for the next epoch."""
         self._session.statistics.failures += 1
         if self.state in _RUNNING:
             logger.warning("%s: %s; beginning anew with what the stage has", self, why)

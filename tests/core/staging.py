@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any
 
 from reliable_mq.codec import RawDelivery
-from reliable_mq.core.stage.envelope import unstaged
+from reliable_mq.core.stage.envelope import parts_of, unstaged
 from reliable_mq.core.stage.options import StageOptions
 from reliable_mq.core.stage.session import (
     TRANSITIONS,
@@ -40,11 +40,22 @@ class Queued:
     message_id: str
     body: bytes = b"body"
     redelivered: bool = False
+    returns: int = 0
     acked_at: float | None = None
 
     @property
     def properties(self) -> bytes:
         return properties(message_id=self.message_id or None)
+
+    @property
+    def delivered_properties(self) -> bytes:
+        """The properties with the count that a quorum queue adds."""
+        counted = {"x-acquired-count": self.returns} if self.returns else None
+        return properties(headers=counted, message_id=self.message_id or None)
+
+    def returned(self) -> None:
+        self.redelivered = True
+        self.returns += 1
 
 
 @dataclass
@@ -58,10 +69,11 @@ class Stage:
         self.logs = {name: [] for name in self.names}
 
     def originals(self) -> list[bytes]:
-        """The ids of all messages in it, markers left out."""
+        """The properties of all messages in it without headers, markers left out."""
         found = (unstaged(*each) for log in self.logs.values() for each in log)
         staged = (original for item in found if item is not None and (original := item[1]) is not None)
-        return [original.properties for original in staged]
+        ids = (parts_of(original.properties).message_id for original in staged)
+        return [properties(message_id=message_id.decode() if message_id else None) for message_id in ids]
 
     def from_offset(self, name: str, start: int | str) -> Iterator[tuple[int, tuple[bytes, bytes]]]:
         """The messages from an offset, or of the last chunk, which has three at most."""
@@ -112,7 +124,9 @@ class Channel:
             tag = next(self._tags)
             self.unacked[tag] = message
             taken.append(
-                RawDelivery("work-1", tag, message.redelivered, "", "orders", message.properties, message.body)
+                RawDelivery(
+                    "work-1", tag, message.redelivered, "", "orders", message.delivered_properties, message.body
+                )
             )
         return taken
 
@@ -125,11 +139,15 @@ class Channel:
 
     def die(self) -> None:
         """Lose the channel: what was not carried out is lost, what was not acked goes back."""
+        self.take_back()
+        self.work.clear()
+
+    def take_back(self) -> None:
+        """Return what was not acked to the queue, which ignores later acks of it, and delivers it here again."""
         for message in reversed(self.unacked.values()):
-            message.redelivered = True
+            message.returned()
             self._queue.appendleft(message)
         self.unacked.clear()
-        self.work.clear()
 
 
 def parsed(frames: bytes) -> list[tuple[str, object]]:

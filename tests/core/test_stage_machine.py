@@ -1,4 +1,4 @@
-"""Fault row 68: a relay that dies between any two of its steps moves each message once."""
+"""Fault row 68: a relay that dies between any two of its steps, or loses a link, moves each message once."""
 
 from __future__ import annotations
 
@@ -81,6 +81,10 @@ class RelayMachine(RuleBasedStateMachine):
         deliveries = self.channel.deliver(min(most, 8 - len(self.channel.unacked)))
         if deliveries:
             self.channel.write(self.session.delivered(deliveries, self.now))
+            if self.session.state is EpochState.ENDING:
+                self.carry_out(len(self.channel.work))
+                self.channel.die()
+                self.begin()
 
     def read(self, most: int) -> None:
         self.reading = self.reading or self.session.next_read
@@ -107,6 +111,14 @@ class RelayMachine(RuleBasedStateMachine):
         self.channel.die()
         self.begin()
 
+    @precondition(lambda self: self.channel.unacked)
+    @rule(most=st.integers(1, 5))
+    def link_breaks(self, most: int) -> None:
+        """The leader of the queue loses the link to the channel's node, has it back, and delivers again."""
+        self.channel.take_back()
+        self.deliver(most)
+        self.carry_out(most)
+
     @rule()
     def broker_dies(self) -> None:
         """The queue forgets the latest acks, too."""
@@ -114,7 +126,7 @@ class RelayMachine(RuleBasedStateMachine):
         back = [each for each in self.acked if each.acked_at is not None and self.now - each.acked_at < _FORGOTTEN]
         self.acked = [each for each in self.acked if each not in back]
         for each in reversed(back):
-            each.redelivered = True
+            each.returned()
             self.queue.appendleft(each)
         self.begin()
 

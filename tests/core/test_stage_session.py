@@ -105,6 +105,58 @@ def test_a_copy_accounts_for_one_message() -> None:
     assert len(bench.stage.originals()) == 3
 
 
+def test_a_message_delivered_again_on_its_channel_ends_an_epoch() -> None:
+    """Its copy is not confirmed, or its ack came too late. What comes before it is moved."""
+    for late_ack in (False, True):
+        bench = Bench(3)
+        bench.begin()
+        bench.channel.write(bench.session.delivered(bench.channel.deliver(2), 0.0))
+        if late_ack:
+            bench.channel.carry_out(0.0)
+            confirm(bench.session, bench.channel, bench.epoch)
+        bench.channel.take_back()
+        bench.queue.appendleft(Queued("urgent"))
+        bench.move(4)
+        assert bench.session.state is EpochState.ENDING
+        assert len(bench.stage.originals()) == 3
+        bench.end()
+        bench.begin()
+        bench.move(4)
+        bench.confirm()
+        assert bench.session.statistics.moved_before == 3
+        assert not bench.queue
+        assert len(bench.stage.originals()) == len(set(bench.stage.originals())) == 4
+
+
+def test_a_message_of_the_tail_may_come_twice_on_a_channel() -> None:
+    """A copy accounts for it again, once the next epoch has read the tail."""
+    bench = Bench(1)
+    bench.begin()
+    bench.move(1)
+    bench.end()
+    bench.begin()
+    bench.session.delivered(bench.channel.deliver(1), 0.0)
+    bench.channel.take_back()
+    bench.move(1)
+    assert bench.session.state is EpochState.ENDING
+    bench.end()
+    bench.begin()
+    bench.move(1)
+    assert not bench.queue
+    assert len(bench.stage.originals()) == 1
+
+
+def test_equal_messages_that_others_returned_do_not_end_an_epoch() -> None:
+    """Each was returned once, so none of them comes a second time."""
+    bench = Bench()
+    bench.queue.extend(Queued("m", redelivered=True, returns=1) for _ in range(3))
+    bench.begin()
+    for _ in range(3):
+        bench.move(1)
+    assert bench.session.state is EpochState.MOVING
+    assert len(bench.stage.originals()) == 3
+
+
 def test_a_message_that_was_not_delivered_before_is_new() -> None:
     """It has the id of one in the tail: the publisher has used that twice."""
     bench = Bench(1)

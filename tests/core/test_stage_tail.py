@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reliable_mq.core.stage.envelope import UNKNOWN, Mark
-from reliable_mq.core.stage.tail import SETTLED_AFTER, Settled, Tail
+from reliable_mq.core.stage.tail import SETTLED_AFTER, Moved, Settled, Tail
 
 US, OTHER = b"ourepoch", b"formerly"
 OUR_MARKER = Mark(UNKNOWN, US, True)
@@ -147,3 +147,23 @@ def test_a_gap_holds_low_back() -> None:
     assert settled.low(SETTLED_AFTER, resolved=True) == 1
     settled.acked(1, 50.0)
     assert settled.low(50.0 + SETTLED_AFTER, resolved=True) == 4
+
+
+def test_a_message_comes_again_if_it_was_returned_since() -> None:
+    moved = Moved(2)
+    moved.add(1, 3)
+    assert not moved.has(1, 3)
+    assert moved.has(1, 4)
+    assert not moved.has(2, 4)
+
+
+def test_the_latest_acked_messages_are_kept_and_all_unacked_ones() -> None:
+    moved = Moved(2)
+    for key in (1, 1, 2, 3, 4):
+        moved.add(key, 0)
+    for key in (1, 2, 3):
+        moved.acked(key)
+    assert [key for key in range(6) if moved.has(key, 1)] == [1, 2, 3, 4]
+    for key in (1, 4):
+        moved.acked(key)
+    assert [key for key in range(6) if moved.has(key, 1)] == [1, 4]

@@ -7,6 +7,7 @@ can publish nothing more. The steps of an epoch::
     opened        FENCING   publishes a marker into each partition
     confirmed     READING   reads the tail of each partition (`reliable_mq.core.stage.tail`)
     tail_read     MOVING    publishes a copy of each delivery; acks the delivery once the copy is confirmed
+    repeated      ENDING    writes nothing more: the queue delivers a message of this epoch again
     lost          CLOSED    forgets everything: the broker requeues unacked deliveries
 
 While MOVING, a redelivered message that is in the tail is acked but not published, because an earlier epoch has moved
@@ -14,7 +15,8 @@ it. The same message has the same id, routing and body. Messages without an id c
 stops at such a message or, with `MissingId.REPEAT`, publishes it again when it is redelivered.
 
 Nothing else may bring a message into the stage twice. So a publish is never repeated within an epoch. A publish that is
-nacked, returned, or not confirmed in time ends the epoch, and the next epoch reads the tail.
+nacked, returned, or not confirmed in time ends the epoch, and the next epoch reads the tail. So does a message that the
+queue delivers again on the same channel (`reliable_mq.core.stage.tail.Moved`).
 
 Invariants:
 
@@ -40,7 +42,7 @@ from reliable_mq.core.consumer.acks import AckBatcher
 from reliable_mq.core.publisher.confirms import ConfirmTracker
 from reliable_mq.core.stage.envelope import Mark, identity, marker, names_of, parts_of, staged, unstaged
 from reliable_mq.core.stage.options import MissingId, StageOptions, shard
-from reliable_mq.core.stage.tail import SETTLED_AFTER, Settled, Tail
+from reliable_mq.core.stage.tail import SETTLED_AFTER, Moved, Settled, Tail
 from reliable_mq.core.statistics import StageStatistics
 from reliable_mq.errors import ConfigurationError, ConsumeError, ReliableMQError
 
@@ -54,7 +56,9 @@ _MORE: Final = 8  # the maximum factor by which the prefetch grows as sizes beco
 _WEIGHT: Final = 0.2  # the weight of the sizes of one read in the average
 _NAMES_KEPT: Final = 4096  # the maximum number of cached pairs of exchange and routing key
 _SLACK: Final = 1.1  # the multiple of the limit of bytes above which reading pauses
+_KEPT: Final = 2  # the acked messages that may come again, as a multiple of the maximum prefetch
 _COUNT: Final = b"\x10x-delivery-count"
+_ACQUIRED: Final = b"\x10x-acquired-count"
 
 
 class EpochState(enum.Enum):
@@ -72,7 +76,7 @@ TRANSITIONS: Final[Mapping[str, Mapping[EpochState, set[EpochState]]]] = {
     "opened": {_S.CLOSED: {_S.FENCING}},
     "acks": {_S.FENCING: {_S.FENCING, _S.READING}, _S.MOVING: {_S.MOVING}},
     "tail_read": {_S.READING: {_S.READING, _S.MOVING}},
-    "delivered": {_S.MOVING: {_S.MOVING}},
+    "delivered": {_S.MOVING: {_S.MOVING, _S.ENDING}},
     "failed": {state: {_S.ENDING} for state in _OPEN},
     "lost": {state: {_S.CLOSED} for state in _S},
 }
@@ -85,6 +89,7 @@ class _Copy:
     number: int  # the number in `Settled`; 0 for a marker
     delivery_tag: int
     size: int
+    key: int | None  # in `Moved`; None without a message id
 
 
 @dataclass(slots=True)
@@ -103,6 +108,7 @@ class _Epoch:
     frame_max: int
     name: bytes
     partitions: list[_PartitionEpoch]
+    moved: Moved
     tail: Counter[bytes] = field(default_factory=Counter)
     passed: int = 0
     returned: dict[int, int] = field(default_factory=dict)  # how often a delivery was returned, by its tag
@@ -138,12 +144,13 @@ class StageSession:
         ``number`` is the channel generation. ``name`` is eight bytes that are unique to this epoch.
         """
         heads = [publish_head(channel, "", partition, mandatory=True) for partition in self._options.streams]
-        epoch = _Epoch(number, channel, frame_max, name, [_PartitionEpoch(head, Tail(name)) for head in heads])
+        partitions = [_PartitionEpoch(head, Tail(name)) for head in heads]
+        epoch = _Epoch(number, channel, frame_max, name, partitions, Moved(_KEPT * self._options.max_outstanding))
         epoch.unmarked = len(heads)
         self._epoch = epoch
         self._confirms.channel_opened(number)
         self._acks.opened(number)
-        self._confirms.published([_Copy(index, 0, 0, 0) for index in range(len(heads))])
+        self._confirms.published([_Copy(index, 0, 0, 0, None) for index in range(len(heads))])
         self._progress_at = now
         self.state = EpochState.FENCING
         frames: list[bytes] = []
@@ -220,7 +227,8 @@ class StageSession:
     def delivered(self, deliveries: Sequence[RawDelivery], now: float) -> bytes:
         """Process deliveries of the queue. Return the copies and acks to write.
 
-        A message that cannot be moved sets `error`, and nothing behind it is moved.
+        A message that cannot be moved sets `error`, and nothing behind it is moved. A message that this epoch has moved
+        ends it: its owner writes these frames and opens another channel.
         """
         epoch = self._opened
         self._acks.delivered(deliveries[0].delivery_tag, deliveries[-1].delivery_tag)
@@ -242,15 +250,23 @@ class StageSession:
             if not message_id and options.missing_id is MissingId.REFUSE:
                 self.error = _without_id(options.queue, delivery)
                 break
+            key = hash((message_id, delivery.exchange, delivery.routing_key, delivery.body)) if message_id else None
+            returns = 0
             if delivery.redelivered:
                 self._came_back(epoch, delivery)
-                if epoch.tail and message_id:
+                returns = _header(_COUNT, delivery.properties) + _header(_ACQUIRED, delivery.properties)
+                if key is not None and epoch.moved.has(key, returns):
+                    self.failed()
+                    break
+                if epoch.tail and message_id and key is not None:
                     moved = identity(message_id, delivery.exchange, delivery.routing_key, delivery.body)
                     if epoch.tail[moved]:
                         epoch.tail[moved] -= 1
                         if not epoch.tail[moved]:
                             del epoch.tail[moved]
                         done.append(delivery.delivery_tag)
+                        epoch.moved.add(key, returns)
+                        epoch.moved.acked(key)
                         continue
             elif epoch.tail:
                 epoch.passed += 1
@@ -261,7 +277,9 @@ class StageSession:
             append_publish(frames, each.head, epoch.channel, properties, body, epoch.frame_max)
             held = len(body) + len(properties)
             size += held
-            copies.append(_Copy(index, _settled(each).published(), delivery.delivery_tag, held))
+            if key is not None:
+                epoch.moved.add(key, returns)
+            copies.append(_Copy(index, _settled(each).published(), delivery.delivery_tag, held, key))
         if epoch.passed >= PASSED and now - epoch.moving_since >= SETTLED_AFTER:
             epoch.tail.clear()
         self._confirms.published(copies)
@@ -294,6 +312,8 @@ class StageSession:
                 continue
             _settled(epoch.partitions[copy.partition]).acked(copy.number, now)
             epoch.held -= copy.size
+            if copy.key is not None:
+                epoch.moved.acked(copy.key)
             tags.append(copy.delivery_tag)
         if not epoch.unmarked and self.state is EpochState.FENCING:
             self.state = EpochState.READING
@@ -384,7 +404,7 @@ class StageSession:
             self._average += _WEIGHT * (average - self._average)
 
     def _came_back(self, epoch: _Epoch, delivery: RawDelivery) -> None:
-        count = _times_returned(delivery.properties)
+        count = _header(_COUNT, delivery.properties)
         if count:
             epoch.returned[delivery.delivery_tag] = count
 
@@ -423,12 +443,12 @@ def _recognised(delivery: RawDelivery) -> tuple[Mark | None, bytes | None]:
     return mark, identity(message_id, original.exchange, original.routing_key, original.body)
 
 
-def _times_returned(properties: bytes) -> int:
-    """Return ``x-delivery-count`` if it is an integer of a usual type, otherwise 0."""
-    at = properties.find(_COUNT)
+def _header(name: bytes, properties: bytes) -> int:
+    """Return a header of the broker if it is an integer of a usual type, otherwise 0."""
+    at = properties.find(name)
     if at < 0:
         return 0
-    start = at + len(_COUNT) + 1
+    start = at + len(name) + 1
     size = _SIZES.get(properties[start - 1 : start], 0)
     return max(int.from_bytes(properties[start : start + size], signed=True), 0)
 

@@ -9,6 +9,11 @@ An epoch first publishes a marker. Once the marker is confirmed, all copies of a
 can follow: the channel of that epoch is gone, or this relay could not have become the active one. The ``low`` of the
 marker itself is unknown. So the mark before the marker counts, and if that is also a marker, the one before it.
 
+`Moved` finds messages that a quorum queue delivers again while the channel lives. Its leader takes all deliveries of a
+channel back when it loses the link to the channel's node, ignores later acks of them, and delivers the messages again
+when the link is back. They are the unacked ones, and the latest acked ones, whose acks came too late: at most as many
+as the prefetch.
+
 `Settled` computes ``low``. It is the ``low`` of the tail until all copies of earlier epochs are accounted for, by acks
 that are old enough. After that, it is one more than the offset of the marker, plus one for each copy whose original was
 acked long enough ago. Other programs may publish into a partition, which only increases offsets, so ``low`` is never
@@ -19,7 +24,7 @@ Invariants:
 
 - Every unsettled copy of an earlier epoch lies between ``low`` and the marker.
 - ``low`` never decreases within an epoch.
-- Memory is bounded by the number of unsettled copies.
+- Memory is bounded by the number of unsettled copies, and of acked ones that `Moved` keeps.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from typing import Final, Literal
 
 from reliable_mq.core.stage.envelope import Mark
 
-__all__ = ["SETTLED_AFTER", "Settled", "Tail"]
+__all__ = ["SETTLED_AFTER", "Moved", "Settled", "Tail"]
 
 SETTLED_AFTER: Final = 10.0
 """Seconds after which an ack counts as certain: twice what a classic queue was seen to forget."""
@@ -146,3 +151,38 @@ class Settled:
         while history and now - history[0][1] >= SETTLED_AFTER:
             self._certain = history.popleft()[2]
         return self._marker + 1 + self._certain if resolved else self._low
+
+
+class Moved:
+    """The messages that one epoch has moved and may receive again.
+
+    A message is known by a ``key``, which equal messages share. They are told apart by how often the queue has returned
+    them before: a message that comes again has been returned once more.
+
+    Args:
+        kept: The number of acked messages to keep, the latest ones.
+    """
+
+    def __init__(self, kept: int) -> None:
+        self._kept = kept
+        self._known: dict[int, tuple[int, int]] = {}  # by key: how many, and the fewest returns of any
+        self._acked: deque[int] = deque()
+
+    def add(self, key: int, returns: int) -> None:
+        number, fewest = self._known.get(key, (0, returns))
+        self._known[key] = (number + 1, min(fewest, returns))
+
+    def acked(self, key: int) -> None:
+        """Record the ack of a message. The oldest one beyond the limit is forgotten."""
+        self._acked.append(key)
+        if len(self._acked) <= self._kept:
+            return
+        oldest = self._acked.popleft()
+        number, fewest = self._known.pop(oldest)
+        if number > 1:
+            self._known[oldest] = (number - 1, fewest)
+
+    def has(self, key: int, returns: int) -> bool:
+        """Return whether the message was moved before it was returned so often."""
+        known = self._known.get(key)
+        return known is not None and known[1] < returns

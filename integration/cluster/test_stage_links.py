@@ -1,0 +1,81 @@
+"""A relay on a node that loses its link to the queue's leader: the queue takes its deliveries back.
+
+RabbitMQ 4.3 does so after a minute, earlier versions at once. A link that closes again and again shows both.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from integration.support.stages import DEADLINE, check_each_once, publish, relaying
+from integration.support.traffic import url_of
+from reliable_mq.testing import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reliable_mq.stage import StageRelay
+    from reliable_mq.testing import FaultProxyFactory, RabbitMQCluster, VirtualHost
+    from reliable_mq.testing.cluster import ClusterNode
+
+pytestmark = [pytest.mark.usefixtures("baseline"), pytest.mark.timeout(600)]
+
+PART, LINKS = 100, 2
+LINK_CLOSES = "erlang:disconnect_node('{name}'), ok"
+PATIENCE = "application:set_env(rabbit, consumer_disconnected_timeout, {})"
+
+
+@contextmanager
+def impatient(cluster: RabbitMQCluster) -> Iterator[None]:
+    """Queues that are declared meanwhile take deliveries back at once, whatever the version."""
+    for node in cluster.nodes:
+        node.evaluate(PATIENCE.format(1))
+    try:
+        yield
+    finally:
+        for node in cluster.nodes:
+            node.evaluate(PATIENCE.format(60_000))
+
+
+def moved(relay: StageRelay) -> int:
+    return relay.statistics.moved + relay.statistics.moved_before
+
+
+def break_link(leader: ClusterNode, node: ClusterNode) -> None:
+    leader.evaluate(LINK_CLOSES.format(name=node.name))
+
+
+def test_f68_broken_links_of_nodes_move_each_message_once(
+    rabbitmq_cluster: RabbitMQCluster, cluster_vhost: VirtualHost, fault_proxy: FaultProxyFactory
+) -> None:
+    """The relay's channel lives on, and the leader delivers again on it, with new delivery tags."""
+    with impatient(rabbitmq_cluster):
+        publish(cluster_vhost.url, "orders", 1, type="quorum")
+    leader, near, _ = rabbitmq_cluster.nodes
+    with (
+        fault_proxy(near.url_of(cluster_vhost.name)) as proxy,
+        relaying(proxy.url, confirm_timeout=DEADLINE) as relay,
+    ):
+
+        def more_than(deliveries: int) -> bool:
+            if proxy.seen("basic.deliver") > deliveries:
+                return True
+            break_link(leader, near)
+            return False
+
+        wait_until(lambda: moved(relay) == 1, timeout=DEADLINE, what="the first one moved")
+        for number in range(1, LINKS + 1):
+            rabbitmq_cluster.transfer_leader("orders", leader, cluster_vhost.name)
+            proxy.hold_confirms()
+            publish(url_of(cluster_vhost, [leader]), "orders", PART, first=1 + (number - 1) * PART)
+            wait_until(lambda: relay.status().outstanding >= 8, timeout=DEADLINE, what="copies that are not confirmed")
+            before = proxy.seen("basic.deliver")
+            wait_until(lambda n=before: more_than(n), timeout=DEADLINE, what="more deliveries", interval=2.0)  # type: ignore[misc]
+            proxy.release_confirms()
+            wait_until(lambda n=number: moved(relay) > n * PART, timeout=DEADLINE, what="all moved")  # type: ignore[misc]
+    home = rabbitmq_cluster.leader_of("stage", cluster_vhost.name)  # a replica elsewhere may have to start again
+    check_each_once(home.url_of(cluster_vhost.name), "stage", count=1 + LINKS * PART)
+    assert relay.statistics.moved_before >= 8
