@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reliable_mq.testing import ClusterNode, VirtualHost
+    from reliable_mq.testing import ClusterNode, RabbitMQ, VirtualHost
 
 # The processes on a leader's node that send streams to the replicas on another node.
 _SENDERS: Final = """
@@ -36,3 +36,12 @@ def suspend_replication(leader: ClusterNode, replica: ClusterNode) -> Iterator[N
         yield
     finally:
         leader.evaluate(f"[sys:resume(P) || P <- {senders}]")
+
+
+def suspend_member(node: RabbitMQ, vhost: VirtualHost, queue: str, seconds: float) -> None:
+    """Suspend a node's member of a quorum queue, which delivers to the node's consumers. It resumes by itself."""
+    node.evaluate(
+        f'{{ok, Q}} = rabbit_amqqueue:lookup(rabbit_misc:r(<<"{vhost.name}">>, queue, <<"{queue}">>)), '
+        "{Name, _} = amqqueue:get_pid(Q), Member = whereis(Name), ok = sys:suspend(Member), "
+        f"spawn(fun() -> timer:sleep({round(seconds * 1000)}), sys:resume(Member) end), ok"
+    )

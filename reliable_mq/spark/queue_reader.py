@@ -26,7 +26,7 @@ from typing import Final, cast
 from reliable_mq.codec import RawDelivery, encode_ack, encode_nack
 from reliable_mq.codec.methods import CheckQueue, QueueState, Step
 from reliable_mq.connection.interfaces import NullListener
-from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator, StepRefused, is_missing, refusal
+from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepRefused, is_missing, refusal
 from reliable_mq.core.consumer.acks import AckBatcher
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
@@ -34,7 +34,7 @@ from reliable_mq.errors import BrokerUnavailable, ConsumeError, ReliableMQError
 from reliable_mq.metrics.registry import Reading, register
 from reliable_mq.spark.metrics import QueueStatistics, exporter
 from reliable_mq.spark.options import QueueOptions
-from reliable_mq.spark.queue_batches import Batches, QueuePosition
+from reliable_mq.spark.queue_batches import LINGER, Batches, QueuePosition, longest_linger
 from reliable_mq.spark.queue_subscriptions import (
     PrefetchChange,
     PrefetchChoice,
@@ -44,15 +44,12 @@ from reliable_mq.spark.queue_subscriptions import (
 )
 from reliable_mq.sync.io_thread import IOThread
 
-__all__ = ["QueueReader", "longest_linger"]
+__all__ = ["QueueReader"]
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_GRACE: Final = 3.0  # seconds for the closing handshake
 _SETTLING: Final = 0.02  # seconds without a delivery after which a batch is considered full
-_LINGER: Final = 0.1  # maximum seconds that a batch waits for more
-_OF_INTERVAL: Final = 0.1  # share of the time since the previous batch to wait while the queue has more
-_LONGEST_LINGER: Final = 5.0  # seconds
 _REQUESTED: Final = 1.0  # maximum seconds to wait after a prefetch request, which takes the broker some round trips
 _SELDOM: Final = 2.0  # seconds between two batches that count as infrequent
 _SELDOM_BATCHES: Final = 3
@@ -79,6 +76,7 @@ class QueueReader(NullListener):
         self._ready: dict[str, int] = {}  # ready messages by queue, from the last count
         self._found: dict[str, int] = {}  # the same, before the subscription
         self._in_doubt: dict[str, int] = {}  # earlier deliveries of each queue whose count there is in doubt
+        self._settled: bool | None = None  # the answer to `settled`, None before it
         self._counts = 0
         self._connected = False
         self._attempts_left = len(settings.endpoints)
@@ -204,6 +202,16 @@ class QueueReader(NullListener):
                 raise self.error
             wanted = self._remaining
             return {queue: ready for queue, ready in self._ready.items() if wanted is None or wanted.get(queue, 0) > 0}
+
+    def settled(self, timeout: float) -> bool:
+        """Subscribe anew. Return whether nothing is ready, or on its way to this reader."""
+        with self._changed:
+            self._settled = None
+            self._io.call_soon(self._settle)
+            self._changed.wait_for(lambda: self._settled is not None or self.error is not None, timeout)
+            if self.error is not None:
+                raise self.error
+            return self._settled is True
 
     def backlog(self) -> QueuePosition:
         """Return the position after all known messages. Start a count for the next call."""
@@ -401,6 +409,7 @@ class QueueReader(NullListener):
                 step = CheckQueue(queue)
                 state: QueueState = yield step
                 counted[queue] = state.messages
+                self._subscriptions.found(queue, state.consumers)
                 if state.in_doubt and self._wants(queue):
                     in_doubt[queue] = self.statistics.delivered[queue]
             for step in self._subscriptions.begin():
@@ -412,17 +421,7 @@ class QueueReader(NullListener):
 
     def _count_anew(self) -> None:
         if self._in_doubt:
-            self._io.run(self._check_in_doubt(), self._checked)
-
-    def _check_in_doubt(self) -> StepGenerator:
-        counted: dict[str, int] = {}
-        for queue in self._in_doubt:
-            state: QueueState = yield CheckQueue(queue)
-            if state.in_doubt:
-                return None
-            yield CheckQueue(queue)  # messages that were sent before the first reply are delivered before this one
-            counted[queue] = state.messages
-        return counted
+            self._io.run(self._subscriptions.certain_counts(list(self._in_doubt)), self._checked)
 
     def _checked(self, counted: object) -> None:
         if isinstance(counted, dict) and counted.keys() == self._in_doubt.keys():
@@ -477,13 +476,29 @@ class QueueReader(NullListener):
             steps = self._subscriptions.end() if change is PrefetchChange.PAUSE else self._subscriptions.renew()
             self._io.run(steps, self._changed_subscriptions)
 
+    def _settle(self) -> None:
+        if self._connected and not self._closing and not self._changing:
+            self._changing = True
+            self._io.run(self._subscriptions.settled(), self._settle_ended)
+        else:
+            self._answer_settled(False)
+
+    def _settle_ended(self, outcome: object) -> None:
+        self._answer_settled(outcome is True)
+        self._changed_subscriptions(outcome)
+
+    def _answer_settled(self, settled: bool) -> None:
+        with self._changed:
+            self._settled = settled
+            self._changed.notify_all()
+
     def _request_ended(self) -> None:
         """Record that the requested deliveries are on their way, or will not come."""
         with self._changed:
             if self._requested_at is not None:
                 self._requested_at = None
                 self._first_at = time.monotonic()
-                self._last_at = self._first_at + _LINGER  # until the first of them arrives
+                self._last_at = self._first_at + LINGER  # until the first of them arrives
                 self._changed.notify_all()
 
     def _changed_subscriptions(self, outcome: object) -> None:
@@ -545,21 +560,13 @@ class QueueReader(NullListener):
 
     def _count(self) -> None:
         if self._connected and not self._closing:
-            self._io.run(self._check_queues(), self._counted)
+            self._io.run(self._subscriptions.ready(self._ready), self._counted)
 
     def _count_if_due(self) -> None:
         now = time.monotonic()
         if now >= self._count_again:
             self._count_again = now + _COUNT_EVERY
             self._count()
-
-    def _check_queues(self) -> StepGenerator:
-        counted: dict[str, int] = {}
-        for queue in self._options.queues:
-            state: QueueState = yield CheckQueue(queue)
-            unknown = state.in_doubt and self._wants(queue)  # else this reader would be a consumer
-            counted[queue] = self._ready.get(queue, 0) if unknown else state.messages
-        return counted
 
     def _counted(self, outcome: object) -> None:
         if isinstance(outcome, dict):
@@ -586,12 +593,3 @@ class QueueReader(NullListener):
             self._changed.notify_all()
         self._requeue([*everything, *self._read])
         self._requeued.set()
-
-
-def longest_linger(since: float, *, backlog: bool) -> float:
-    """Return the maximum seconds that a batch waits for more deliveries.
-
-    With a trigger interval, a batch holds the deliveries of that interval, but unacked deliveries of the previous batch
-    kept others back. If the queue has more messages, they are worth waiting for during a part of the interval.
-    """
-    return max(_LINGER, min(_OF_INTERVAL * since, _LONGEST_LINGER)) if backlog else _LINGER

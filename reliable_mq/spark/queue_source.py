@@ -88,7 +88,8 @@ _IDLE: Final = 0.2  # seconds that Spark waits for the first message of a batch
 _REQUEUE: Final = 5.0  # seconds to requeue deliveries
 _POLL: Final = 0.05  # seconds between two polls of queues that seem empty
 _COUNT: Final = 10.0  # seconds for the broker to count ready messages
-_STARVED: Final = 60.0  # seconds without a message though some are ready
+_LAG: Final = 0.5  # seconds between two polls of queues that have deliveries on their way
+_STARVED: Final = 60.0  # seconds without a message though some are ready, or on their way
 _PARTITION: Final = 16 * 2**20  # bytes for one task: each costs a Python worker some 50 ms of CPU, whatever its size
 
 
@@ -227,15 +228,23 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
         Return ``start`` if none of them is left.
 
         Other consumers may have taken some of them. So a queue is also finished when the broker reports twice that
-        nothing is ready: deliveries sent before the first report have arrived by the second.
+        nothing is ready, and a new subscription shows that nothing is on its way to the one before. A member of a
+        quorum queue that lags may deliver long after the report of the leader.
         """
         empty = 0
         starved_at = time.monotonic() + _STARVED
         while not self._finished and not reader.exhausted:
-            end = reader.plan(start, most=most, timeout=_POLL)
+            end = reader.plan(start, most=most, timeout=_POLL if empty < 2 else _LAG)
             if end != start:
                 return end
-            if empty >= 2:
+            if empty >= 2 and reader.settled(_COUNT):
+                break
+            if empty >= 2 and time.monotonic() > starved_at:
+                logger.warning(
+                    "the broker has more consumers of the queue than before this query, and nothing came for %g s: "
+                    "they may be of others, or messages are on their way from a node that lags; leaving them",
+                    _STARVED,
+                )
                 break
             ready = reader.count(_COUNT)
             empty = empty + 1 if ready is not None and not any(ready.values()) else 0

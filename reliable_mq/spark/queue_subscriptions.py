@@ -20,12 +20,12 @@ can be distinguished from those of its successor.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from reliable_mq.codec import CodecError, Properties, RawDelivery
-from reliable_mq.codec.methods import Cancel, CheckQueue, Consume, SetPrefetch, Step
+from reliable_mq.codec.methods import Cancel, CheckQueue, Consume, QueueState, SetPrefetch, Step
 from reliable_mq.spark.options import LARGEST_PREFETCH
 from reliable_mq.spark.queue_checks import QueueProfile
 
@@ -192,6 +192,7 @@ class Subscriptions:
         self._queue_of: dict[str, str] = {}  # by consumer tag, for this channel
         self._active: list[str] = []  # the tags of consumers that receive deliveries
         self._made = 0  # number of consumers created
+        self._others: dict[str, int] = {}  # by queue: consumers that are not of this reader
 
     def queue(self, consumer_tag: str) -> str:
         """Return the queue of a consumer of this channel, active or cancelled."""
@@ -210,6 +211,50 @@ class Subscriptions:
         """Consume all wanted queues again with the current prefetch."""
         yield from self.end()
         yield from self._consume_wanted()
+
+    def found(self, queue: str, consumers: int) -> None:
+        """Record the consumers of a queue when this reader has none here."""
+        self._others[queue] = min(self._others.get(queue, consumers), consumers)
+
+    def ready(self, before: Mapping[str, int]) -> Generator[Step, Any, dict[str, int]]:
+        """Count the ready messages of all queues.
+
+        The number ``before`` stands for a count in doubt.
+        """
+        counted: dict[str, int] = {}
+        for queue in self._queues:
+            state: QueueState = yield CheckQueue(queue)
+            unknown = state.in_doubt and self._wanted(queue)  # else this reader would be a consumer
+            counted[queue] = before.get(queue, 0) if unknown else state.messages
+        return counted
+
+    def certain_counts(self, queues: Sequence[str]) -> Generator[Step, Any, dict[str, int] | None]:
+        """Count messages that are ready or on their way here; None if in doubt.
+
+        The number on their way from a queue with ready messages is not known, and taken to be the prefetch.
+        """
+        counted: dict[str, int] = {}
+        for queue in queues:
+            state: QueueState = yield CheckQueue(queue)
+            if state.in_doubt:
+                return None
+            yield CheckQueue(queue)  # messages that were sent before the first reply are delivered before this one
+            counted[queue] = state.messages and state.messages + self._granted
+        empty = [queue for queue in queues if not counted[queue]]
+        return counted if not empty or (yield from self.settled(empty)) else None
+
+    def settled(self, queues: Sequence[str] | None = None) -> Generator[Step, Any, bool]:
+        """Renew the subscriptions. Return whether nothing is ready or on its way.
+
+        A quorum queue delivers from the member on the consumer's node, which may lag behind the leader. The leader
+        counts a cancelled consumer as long as it has unacked deliveries, wherever they are.
+        """
+        yield from self.renew()
+        for queue in filter(self._wanted, queues or self._queues):
+            state: QueueState = yield CheckQueue(queue)
+            if state.in_doubt or state.messages or state.consumers > 1 + self._others[queue]:
+                return False
+        return True
 
     def resume(self, queue: str) -> Generator[Step, Any, None]:
         """Consume a queue again after the broker has cancelled its consumer."""

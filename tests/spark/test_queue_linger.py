@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reliable_mq.spark.queue_reader import longest_linger
+from reliable_mq.spark.queue_batches import longest_linger
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,72 @@
+"""A consumer's deliveries come from its node's own member of a quorum queue, which may lag behind the leader.
+
+The leader counts a message as delivered long before it comes then.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from pyspark.sql.streaming.datasource import ReadMaxRows
+
+from integration.support.leaders import suspend_leader, suspend_member
+from integration.support.stages import publish
+from reliable_mq.spark.options import QueueOptions, read_options
+from reliable_mq.spark.queue_source import QueueSource
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reliable_mq.testing import RabbitMQCluster, VirtualHost
+    from reliable_mq.testing.cluster import ClusterNode
+
+pytestmark = pytest.mark.timeout(600)
+
+LAG = 4.0  # seconds
+COUNT = 1  # the first prefetch, so that none is ready
+
+
+@pytest.fixture
+def node(rabbitmq_cluster: RabbitMQCluster, cluster_vhost: VirtualHost) -> ClusterNode:
+    """A node that does not lead the queue, which has messages."""
+    publish(cluster_vhost.url, "orders", COUNT, type="quorum")
+    leader = rabbitmq_cluster.leader_of("orders", cluster_vhost.name)
+    return next(node for node in rabbitmq_cluster.nodes if node is not leader)
+
+
+@pytest.fixture
+def source(node: ClusterNode, cluster_vhost: VirtualHost) -> Iterator[QueueSource]:
+    given = {"url": node.url_of(cluster_vhost.name), "queue": "orders"}
+    options = read_options(given, streaming=True)
+    assert isinstance(options, QueueOptions)
+    source = QueueSource(options, ["message_id"])
+    yield source
+    source.stop()
+
+
+def read_all(source: QueueSource) -> int:
+    """Play Spark with trigger(availableNow=True). Return the number of messages."""
+    source.prepareForTriggerAvailableNow()
+    start, end = None, source.initialOffset()
+    while end != start:
+        start, end = end, source.latestOffset(end, ReadMaxRows(1000))
+    count = end["queues"]["orders"]
+    assert isinstance(count, int)
+    return count
+
+
+def test_available_now_waits_for_the_deliveries_of_its_node(
+    node: ClusterNode, cluster_vhost: VirtualHost, source: QueueSource
+) -> None:
+    suspend_member(node, cluster_vhost, "orders", LAG)
+    assert read_all(source) == COUNT
+
+
+def test_available_now_waits_for_them_after_a_count_in_doubt(
+    node: ClusterNode, cluster_vhost: VirtualHost, source: QueueSource
+) -> None:
+    """The leader does not respond when the query begins, and the member of its node does so last."""
+    suspend_member(node, cluster_vhost, "orders", 2 * LAG)
+    suspend_leader(cluster_vhost, "orders", LAG / 2)
+    assert read_all(source) == COUNT

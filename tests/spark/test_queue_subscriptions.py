@@ -1,0 +1,74 @@
+"""The consumers of a reader in queue mode, step by step: a new subscription shows deliveries on their way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from reliable_mq.codec.methods import Cancel, CheckQueue, Consume, QueueState, SetPrefetch, Step
+from reliable_mq.spark.queue_subscriptions import Subscriptions
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping
+
+GRANTED = 5
+
+
+def consumed(*queues: str, others: int = 0) -> Subscriptions:
+    """Subscriptions of queues that had so many consumers before."""
+    subscriptions = Subscriptions("reader", queues, lambda _: True, lambda: GRANTED)
+    for queue in queues:
+        subscriptions.found(queue, others)
+    assert outcome(subscriptions.begin(), {}) == (None, [SetPrefetch, *[Consume] * len(queues)])
+    return subscriptions
+
+
+def outcome(steps: Generator[Step, Any, Any], counts: Mapping[str, tuple[int, int]]) -> tuple[Any, list[type[Step]]]:
+    """The result of steps and their types, where queues have so many ready messages and consumers."""
+    taken: list[type[Step]] = []
+    reply: QueueState | None = None
+    try:
+        while True:
+            step = steps.send(reply)
+            taken.append(type(step))
+            reply = QueueState(step.name, *counts[step.name]) if isinstance(step, CheckQueue) else None
+    except StopIteration as stopped:
+        return stopped.value, taken
+
+
+def test_one_consumer_after_a_new_subscription_has_nothing_more() -> None:
+    assert outcome(consumed("orders").settled(), {"orders": (0, 1)}) == (
+        True,
+        [Cancel, SetPrefetch, Consume, CheckQueue],
+    )
+
+
+def test_an_earlier_consumer_still_counted_has_deliveries() -> None:
+    """Wherever they are."""
+    assert outcome(consumed("orders").settled(), {"orders": (0, 2)})[0] is False
+
+
+def test_ready_messages_or_counts_in_doubt_settle_no_queue() -> None:
+    for count in ((1, 1), (0, 0)):
+        assert outcome(consumed("orders").settled(), {"orders": count})[0] is False
+
+
+def test_consumers_of_others_that_were_there_are_allowed_for() -> None:
+    """The fewest found: a channel that was just lost may be one of them."""
+    subscriptions = consumed("orders", others=2)
+    assert outcome(subscriptions.settled(), {"orders": (0, 3)})[0] is True
+    subscriptions.found("orders", 3)
+    assert outcome(subscriptions.settled(), {"orders": (0, 4)})[0] is False
+
+
+def test_each_queue_must_be_settled() -> None:
+    counts = {"orders": (0, 1), "other": (0, 2)}
+    assert outcome(consumed("orders", "other").settled(), counts)[0] is False
+    assert outcome(consumed("orders", "other").settled(["orders"]), counts)[0] is True
+
+
+def test_a_certain_count_has_the_messages_on_their_way() -> None:
+    """As many as the prefetch allows, or none once the queue is settled."""
+    assert outcome(consumed("orders").certain_counts(["orders"]), {"orders": (3, 1)})[0] == {"orders": 3 + GRANTED}
+    assert outcome(consumed("orders").certain_counts(["orders"]), {"orders": (0, 1)})[0] == {"orders": 0}
+    for count in ((0, 0), (0, 2)):
+        assert outcome(consumed("orders").certain_counts(["orders"]), {"orders": count})[0] is None
