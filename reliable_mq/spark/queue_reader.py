@@ -334,6 +334,7 @@ class QueueReader(NullListener):
         self._request_ended()
         with self._changed:
             self._connected = False
+            self._in_doubt = {}
             for delivery in self._batches.lost():
                 if self._remaining is not None and delivery.source.generation == generation:
                     self._remaining[delivery.queue] += 1  # the redelivery must not count twice
@@ -454,7 +455,8 @@ class QueueReader(NullListener):
 
         If the consumer timeout has expired, the broker redelivers them.
         """
-        if not self._connected or self._closing or queue in self._subscriptions.queues:
+        open_ = self._connected or self._in_doubt  # a certain count needs the subscription
+        if not open_ or self._closing or queue in self._subscriptions.queues:
             return
         with self._changed:
             planned = self._batches.planned(queue)

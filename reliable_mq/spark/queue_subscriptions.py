@@ -257,7 +257,9 @@ class Subscriptions:
         return True
 
     def resume(self, queue: str) -> Generator[Step, Any, None]:
-        """Consume a queue again after the broker has cancelled its consumer."""
+        """Consume a queue again that is not consumed, as the broker has cancelled it."""
+        if queue in self.queues:
+            return
         yield CheckQueue(queue)
         yield SetPrefetch(self._granted)
         yield self._consume(queue)

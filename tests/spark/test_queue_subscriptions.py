@@ -72,3 +72,11 @@ def test_a_certain_count_has_the_messages_on_their_way() -> None:
     assert outcome(consumed("orders").certain_counts(["orders"]), {"orders": (0, 1)})[0] == {"orders": 0}
     for count in ((0, 0), (0, 2)):
         assert outcome(consumed("orders").certain_counts(["orders"]), {"orders": count})[0] is None
+
+
+def test_a_queue_is_subscribed_to_again_once() -> None:
+    """Another change of the subscriptions may have come first."""
+    subscriptions = consumed("orders")
+    assert outcome(subscriptions.resume("orders"), {"orders": (0, 0)}) == (None, [])
+    assert subscriptions.cancelled("reader-1") == "orders"
+    assert outcome(subscriptions.resume("orders"), {"orders": (0, 0)})[1] == [CheckQueue, SetPrefetch, Consume]

@@ -1,0 +1,35 @@
+"""Queue mode of Spark on a broker whose counts are in doubt: no messages and no consumers."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from reliable_mq.spark.options import QueueOptions, read_options
+from reliable_mq.spark.queue_reader import QueueReader
+from reliable_mq.spark.queue_subscriptions import PrefetchChoice
+
+if TYPE_CHECKING:
+    from tests.contract.scripted_broker import ScriptedBroker
+
+
+@pytest.mark.slow
+def test_a_cancelled_queue_with_a_count_in_doubt_is_read_again(broker: ScriptedBroker) -> None:
+    """The subscription is what a certain count waits for."""
+    options = read_options({"url": broker.url, "queue": "orders"}, streaming=True)
+    assert isinstance(options, QueueOptions)
+    reader = QueueReader(options, "test", PrefetchChoice(1))
+    opening = threading.Thread(target=reader.open)
+    opening.start()
+    try:
+        channel = broker.consuming
+        before = set(channel.consumers)
+        channel.cancel()
+        broker.wait(lambda: set(channel.consumers) - before, "another subscription")
+    finally:
+        broker.counts = 0, 1
+        opening.join(20)
+        reader.close(1.0)
+    assert not opening.is_alive()
