@@ -4,6 +4,12 @@ A stage is a stream with the name of the stage. With `partitions`, it is a super
 so on, bound to a direct exchange with the name of the stage, which clients of the stream protocol expect. The lock of a
 stage is a classic queue, ``STAGE.relay``, which never has a message. The active relay is its exclusive consumer.
 (RabbitMQ does not enforce an exclusive consumer of a quorum queue.)
+
+The lock is the fence between two relays: once it is given to another relay, the channel of the one before can publish
+nothing more. That does not hold on a cluster for a channel whose node is frozen, or cut off from the node of the lock,
+for longer than RabbitMQ's ``net_ticktime`` (60 s, so after 45 to 75 s). The node of the lock then drops its consumer,
+and when the other node goes on, the publishes that its channel has read already reach the stage, behind the marker of
+the next relay. The messages of these are moved twice.
 """
 
 from __future__ import annotations
