@@ -11,9 +11,10 @@ import pytest
 from pyspark.sql.streaming.datasource import ReadMaxRows
 
 from integration.support.leaders import suspend_leader, suspend_member
-from integration.support.stages import publish
+from integration.support.stages import DEADLINE, publish, relaying
 from reliable_mq.spark.options import QueueOptions, read_options
 from reliable_mq.spark.queue_source import QueueSource
+from reliable_mq.testing import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,3 +71,14 @@ def test_available_now_waits_for_them_after_a_count_in_doubt(
     suspend_member(node, cluster_vhost, "orders", 2 * LAG)
     suspend_leader(cluster_vhost, "orders", LAG / 2)
     assert read_all(source) == COUNT
+
+
+def test_a_relay_waits_for_the_deliveries_of_its_node(node: ClusterNode, cluster_vhost: VirtualHost) -> None:
+    """The lag is longer than three of its counts."""
+    with relaying(node.url_of(cluster_vhost.name)) as relay:
+        wait_until(lambda: relay.statistics.moved == COUNT, timeout=DEADLINE, what="the first messages moved")
+    publish(cluster_vhost.url, "orders", COUNT, first=COUNT)
+    suspend_member(node, cluster_vhost, "orders", 3 * LAG)
+    with relaying(node.url_of(cluster_vhost.name)) as relay:
+        assert relay.wait_moved(DEADLINE)
+        assert relay.statistics.moved == COUNT

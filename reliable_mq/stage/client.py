@@ -426,6 +426,10 @@ class RelayClient(NullListener):
         if self.state is not RelayState.ENDED:
             self._io.call_later(_TICK, self._tick)
 
+    def _wants_to_know(self) -> bool:
+        """Return whether it matters that the queue is empty."""
+        return bool(self._session.tail) or not self.counts.has_moved(self.moved)
+
     def _count(self) -> None:
         self._io.run(_all((CheckQueue(self._options.queue),)), self._counted)
 
@@ -441,6 +445,11 @@ class RelayClient(NullListener):
             self._count()
         if self.counts.drained:
             self._session.drained(time.monotonic())
+        elif subscribed and self.counts.wants_renewal and self._wants_to_know():
+            self._subscribe_to_queue()
+            with self.changed:
+                self.counts.renewed()
+            self._count()
         if others:
             logger.warning(
                 "%s: the queue has other consumers (%d), such as a relay of another stage: each message goes to "

@@ -10,13 +10,24 @@ def of(ready: int, consumers: int = 1) -> QueueState:
     return QueueState("orders", ready, consumers)
 
 
+def renew(counts: QueueCounts) -> None:
+    """Subscribe anew, as two empty counts in a row ask for it."""
+    assert counts.wants_renewal
+    assert not counts.drained
+    counts.renewed()
+    assert not counts.wants_renewal
+    counts.counted(of(0), 0)
+
+
 def test_a_queue_is_drained_by_two_empty_counts_in_a_row() -> None:
     counts = QueueCounts()
     for ready in (0, 3, 0):
         counts.counted(of(ready), 0)
         assert not counts.drained
+        assert not counts.wants_renewal
         assert counts.ready == ready
     counts.counted(of(0), 0)
+    renew(counts)
     assert counts.drained
     counts.counted(of(0), 1)
     assert not counts.drained
@@ -30,6 +41,38 @@ def test_a_delivery_between_counts_shows_a_queue_was_not_empty() -> None:
     counts.counted(of(0), 0)
     assert not counts.drained
     counts.counted(of(0), 0)
+    renew(counts)
+    assert counts.drained
+
+
+def test_deliveries_on_their_way_show_a_queue_is_not_empty() -> None:
+    """The leader counts the earlier subscription, which has them."""
+    counts = QueueCounts()
+    counts.set_up(of(1, consumers=0))
+    counts.counted(of(0), 0)
+    counts.counted(of(0), 0)
+    counts.renewed()
+    for _ in range(3):
+        counts.counted(of(0, consumers=2), 0)
+        assert not counts.drained
+        assert not counts.others(2, 0, subscribed=True)
+    counts.delivered(1)
+    counts.counted(of(0), 0)
+    counts.counted(of(0), 0)
+    counts.counted(of(0), 0)
+    renew(counts)
+    assert counts.drained
+
+
+def test_consumers_that_were_there_before_are_allowed_for() -> None:
+    counts = QueueCounts()
+    counts.set_up(of(1, consumers=2))
+    counts.counted(of(0, consumers=3), 0)
+    counts.counted(of(0, consumers=3), 0)
+    counts.renewed()
+    counts.counted(of(0, consumers=4), 0)
+    assert not counts.drained
+    counts.counted(of(0, consumers=3), 0)
     assert counts.drained
 
 
@@ -52,6 +95,7 @@ def test_everything_is_moved_that_was_ready_or_once_it_is_empty() -> None:
     assert counts.has_moved(13)
     counts.counted(of(0), 0)
     counts.counted(of(0), 0)
+    renew(counts)
     assert counts.has_moved(10)
 
 

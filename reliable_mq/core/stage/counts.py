@@ -9,9 +9,14 @@ RabbitMQ reports 0 messages and 0 consumers for a quorum queue whose leader does
 the queue, so such a count is ignored. When the channel is set up, the relay is not a consumer yet. If that count is in
 doubt, the first two counts after the subscription decide: messages sent before the first arrive before the second.
 
+The counts of a quorum queue come from its leader, and the deliveries from the member on the relay's node, which may lag
+behind. So messages may be on their way though two counts in a row find none. A new subscription shows it: the leader
+counts the one before as long as it has unacked deliveries.
+
 Invariants:
 
-- A queue is empty only after two counts in a row, with no delivery between them.
+- A queue is empty only after two counts in a row, with no delivery between them, and after a new subscription that is
+  counted without the one before.
 - A warning about other consumers is given once until they are gone, and only after two counts in a row, since a
   consumer that has just ended may be counted once.
 """
@@ -43,6 +48,9 @@ class QueueCounts:
         self._ready_first: int | None = None  # ready messages by the first certain count after that
         self._moved_before = 0  # moved messages when the relay became active
         self._empty = 0  # empty counts in a row
+        self._renewed = False  # whether the subscription was renewed since the last delivery
+        self._alone = False  # whether no more consumers were counted after that than those found, and the relay
+        self._others: int | None = None  # consumers when a channel was set up, the fewest
         self._delivered = 0
         self._delivered_before = 0  # deliveries at the last count
         self._own_until = 0  # moved messages until which cancelled consumers of the relay may be counted
@@ -55,6 +63,8 @@ class QueueCounts:
         self._ready_before = None if count.in_doubt else count.messages
         self._ready_first = None
         self._delivered = self._delivered_before = 0
+        self._others = count.consumers if self._others is None else min(self._others, count.consumers)
+        self._renewed = self._alone = False
 
     def activated(self, moved: int) -> None:
         """Record that the relay became active."""
@@ -63,6 +73,11 @@ class QueueCounts:
 
     def delivered(self, number: int) -> None:
         self._delivered += number
+        self._renewed = self._alone = False
+
+    def renewed(self) -> None:
+        """Record a new subscription while the queue seemed empty."""
+        self._renewed, self._alone = True, False
 
     def subscribed(self, moved: int, outstanding: int) -> None:
         """Record a new subscription. Earlier ones end with the outstanding deliveries."""
@@ -80,6 +95,7 @@ class QueueCounts:
         empty = not ready and not outstanding and self._delivered == self._delivered_before
         self._delivered_before = self._delivered
         self._empty = self._empty + 1 if empty else 0
+        self._alone = self._renewed and count.consumers <= 1 + (self._others or 0)
         self.ready = ready
 
     def others(self, consumers: int, moved: int, *, subscribed: bool) -> int:
@@ -87,7 +103,8 @@ class QueueCounts:
 
         ``subscribed`` means that the relay is one of them and is not changing its subscription.
         """
-        if not subscribed or moved < self._own_until:
+        own = moved < self._own_until or (self._renewed and not self._alone)
+        if not subscribed or own:
             self._crowded = 0
             return 0
         if consumers <= 1:
@@ -105,9 +122,14 @@ class QueueCounts:
         return self._ready_before is None
 
     @property
+    def wants_renewal(self) -> bool:
+        """Whether only a new subscription shows if the queue is empty."""
+        return self._empty >= _IN_A_ROW and not self._renewed
+
+    @property
     def drained(self) -> bool:
         """Whether the queue had no message, ready or unacked."""
-        return self._empty >= _IN_A_ROW
+        return self._empty >= _IN_A_ROW and self._alone
 
     def has_moved(self, moved: int) -> bool:
         """Return whether the messages that were ready at activation are moved.
