@@ -279,8 +279,7 @@ def test_a_nacked_message_is_tried_again_until_there_is_room(vhost: VirtualHost,
         "full", type="classic", dead_letter=None, arguments={"x-max-length": 1, "x-overflow": "reject-publish"}
     )
     outbox = SQLiteOutbox(tmp_path / "outbox", ordering_key=lambda _message, _exchange, key: key)
-    once = RetryPolicy(max_attempts=1)
-    with Publisher(vhost.url, topology=[ORDERS, full], outbox=outbox, retry=once) as publisher:
+    with Publisher(vhost.url, topology=[ORDERS, full], outbox=outbox) as publisher:
         for number in range(3):
             publisher.publish(Message(b"%d" % number), routing_key="full")
         wait_until(lambda: outbox.status().delayed == 1, timeout=20, what="a row that is delayed")
@@ -295,6 +294,22 @@ def test_a_nacked_message_is_tried_again_until_there_is_room(vhost: VirtualHost,
         wait_until(take, timeout=30, what="three messages")
         publisher.flush(20)
     assert taken == [b"0", b"1", b"2"]
+
+
+@pytest.mark.usefixtures("publisher_api")
+def test_a_full_queue_with_many_rows_holds_no_other_queue(vhost: VirtualHost, tmp_path: Path) -> None:
+    """Its rows keep no place of the relay for the retries of the publisher, which would take over a minute here."""
+    full = Queue(
+        "full", type="classic", dead_letter=None, arguments={"x-max-length": 1, "x-overflow": "reject-publish"}
+    )
+    outbox = SQLiteOutbox(tmp_path / "outbox")
+    slow = RetryPolicy(2, delays=(70,))
+    with Publisher(vhost.url, topology=[ORDERS, full], outbox=outbox, retry=slow, max_outstanding=4) as publisher:
+        for number in range(13):
+            publisher.publish(Message(b"%d" % number), routing_key="full")
+        publisher.publish(Message(b"healthy"), routing_key="orders")
+        vhost.wait_for_messages("orders", 1)
+    assert outbox.status().rows == 12
 
 
 def test_f46_a_forked_outbox_publisher_refuses_the_parents_works(vhost: VirtualHost, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, TypeVar
 from reliable_mq._util.threads import call_on_thread
 from reliable_mq.aio.confirmation import AsyncConfirmation
 from reliable_mq.aio.publisher_channel import AsyncWindowWaiters
+from reliable_mq.core.outbox import KeptPlaces
 from reliable_mq.core.publisher.publication import StoredPublication
 from reliable_mq.engine.confirmation import end_trace
 from reliable_mq.engine.outbox_channel import (
@@ -299,16 +300,19 @@ class AsyncRelayPublisher:
         connect: A callable that begins to connect. It waits until every host has had its first attempt.
         send: A callable that submits a row to the channel to the broker. The row's confirmation must call the given
             function.
+        kept: A callable that returns the places that settled rows have at the channel. The relay's thread calls it.
     """
 
     def __init__(
         self,
         connect: Callable[[], Awaitable[None]],
         send: Callable[[OutboxRow, Callable[[AsyncConfirmation], None]], Awaitable[None]],
+        kept: Callable[[], KeptPlaces] = KeptPlaces,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._connect = connect
         self._send = send
+        self.kept = kept
         self._to_send: deque[OutboxRow] = deque()
         self._has_rows = asyncio.Event()
         self._task: asyncio.Task[None] | None = None

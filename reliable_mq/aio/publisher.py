@@ -274,5 +274,5 @@ class AsyncPublisher(
         started = self._started_outbox_channel
         if started is not None and started.loop is asyncio.get_running_loop():
             return started
-        relay = AsyncRelayPublisher(self._connect_relay, self._relay)
+        relay = AsyncRelayPublisher(self._connect_relay, self._relay, self._kept_places)
         return AsyncOutboxChannel(outbox, relay, self._options, measured=self._registration is not None)

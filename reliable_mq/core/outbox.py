@@ -9,6 +9,8 @@ Invariants:
 - At most one row of an ordering key is outstanding at a time, in the order in which the rows were leased. If a row is
   not confirmed, the rows behind it are returned untouched, so that none ever overtakes it.
 - Every leased row is settled exactly once.
+- Suspect rows (that failed before, or go where a publish stays without an answer) never take more than half of the
+  places of a relay, so that other rows go on.
 """
 
 from __future__ import annotations
@@ -18,7 +20,14 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from reliable_mq.codec import CodecError, split_properties
-from reliable_mq.errors import ConfigurationError, PublishError, PublishRefused, PublishReturned
+from reliable_mq.errors import (
+    ConfigurationError,
+    PublishError,
+    PublishNacked,
+    PublishRefused,
+    PublishReturned,
+    PublishUnconfirmed,
+)
 from reliable_mq.message import Message
 
 if TYPE_CHECKING:
@@ -30,6 +39,7 @@ __all__ = [
     "COLUMNS",
     "FORMAT",
     "LONGEST_DELAY",
+    "KeptPlaces",
     "NewRow",
     "OutboxRow",
     "RelaySession",
@@ -63,6 +73,9 @@ LONGEST_DELAY: Final = _DELAYS[-1]
 """Seconds; a row that is due later than this was written by a clock that has jumped since, or began anew."""
 
 _REASON_CHARACTERS: Final = 1000
+_NO_LIMIT: Final = 2**63
+_SILENT_KEPT: Final = 10_000  # destinations
+_NO_PLACE: Final = "it was not tried: half of the relay's places have messages that the broker does not confirm"
 
 
 class NewRow(NamedTuple):
@@ -84,7 +97,7 @@ class OutboxRow(NamedTuple):
     routing_key: str
     mandatory: bool
     ordering_key: str | None
-    attempts: int  # unconfirmed publishes of the row
+    attempts: int  # how often the row was delayed or set aside
     possible_duplicate: bool  # whether it may have been published before
     claim: str | None = None  # the lease, if relays share the outbox; it must hold when the row is settled
 
@@ -185,34 +198,73 @@ def delay_after(attempts: int) -> float:
     return _DELAYS[min(attempts, len(_DELAYS)) - 1]
 
 
-class RelaySession:
-    """The leased rows of a relay, their order and settlements. Not thread-safe."""
+class KeptPlaces(NamedTuple):
+    """The places that a publisher keeps for rows whose confirms it no longer awaits."""
 
-    def __init__(self) -> None:
+    rows: int = 0
+    bytes: int = 0
+    connected: bool = True  # whether the publisher has a channel to the broker
+
+
+class RelaySession:
+    """The leased rows of a relay, their order and settlements. Not thread-safe.
+
+    Args:
+        places: The number of rows that may be outstanding.
+        max_bytes: The total size of their bodies, in bytes.
+    """
+
+    def __init__(self, places: int = _NO_LIMIT, max_bytes: int = _NO_LIMIT) -> None:
         self.ready: deque[OutboxRow] = deque()  # rows to publish now, in order; the relay removes them
         self.settlements: list[RowSettlement] = []  # settlements to carry out, in order; the relay removes them
         #: The error that prevents all publishing. The relay pauses until a row is confirmed, which clears it.
         self.trouble: ReliableMQError | None = None
         self._behind: dict[str, deque[OutboxRow]] = {}  # by ordering key, the rows behind the outstanding one
         self.waiting = 0  # the number of rows that wait for another row of their ordering key
+        self._suspects: dict[int, int] = {}  # by id, the sizes of suspect rows that are ready or outstanding
+        self._suspect_bytes = 0
+        self._most = max(places // 2, 1)  # suspect rows
+        self._most_bytes = max_bytes // 2
+        self._silent: set[tuple[str, str]] = set()  # exchange and routing key of rows that were not answered
+
+    @property
+    def suspects(self) -> int:
+        """The number of suspect rows that are ready or outstanding."""
+        return len(self._suspects)
+
+    def suspects_to_take(self, kept: KeptPlaces) -> int:
+        """Return how many rows that failed before may be taken now."""
+        free = self._most - self.suspects - kept.rows
+        return free if free >= max(self._most // 4, 1) else 0  # few rows cost a query, too
 
     def has(self, ordering_key: str) -> bool:
         return ordering_key in self._behind
 
-    def add(self, rows: Iterable[OutboxRow]) -> None:
-        """Add leased rows, in the order of the outbox."""
+    def add(self, rows: Iterable[OutboxRow], kept: KeptPlaces = KeptPlaces()) -> None:  # noqa: B008  # it is immutable
+        """Add leased rows, in the order of the outbox. Delay suspect rows without a place."""
+        delayed: set[str] = set()  # keys whose first row is delayed
         for row in rows:
-            if row.ordering_key is None:
-                self.ready.append(row)
-            elif row.ordering_key in self._behind:
-                self._behind[row.ordering_key].append(row)
+            key = row.ordering_key
+            if key is not None and key in self._behind:
+                self._behind[key].append(row)
                 self.waiting += 1
+            elif key is not None and key in delayed:
+                self.settlements.append(RowSettlement(row, RowOutcome.BACK))
+            elif self._is_suspect(row) and self._is_full(row, kept):
+                self.settlements.append(
+                    RowSettlement(row, RowOutcome.LATER, delay_after(row.attempts + 1), _NO_PLACE, False)
+                )
+                if key is not None:
+                    delayed.add(key)
             else:
-                self._behind[row.ordering_key] = deque()
-                self.ready.append(row)
+                if key is not None:
+                    self._behind[key] = deque()
+                self._make_ready(row)
 
     def settled(self, row: OutboxRow, error: ReliableMQError | None) -> None:
         """Settle a row whose publish failed with ``error``, or was confirmed if None."""
+        self._suspect_bytes -= self._suspects.pop(row.id, 0)
+        self._note_answer(row, error)
         if error is None:
             self.trouble = None
             self.settlements.append(RowSettlement(row, RowOutcome.CONFIRMED))
@@ -234,11 +286,37 @@ class RelaySession:
         """Return all rows that are not outstanding, because the relay stops."""
         while self.ready:
             row = self.ready.popleft()
+            self._suspect_bytes -= self._suspects.pop(row.id, 0)
             self.settlements.append(RowSettlement(row, RowOutcome.BACK))
             self._return_rows_behind(row)
         for behind in self._behind.values():
             self._return(behind)
             behind.clear()
+
+    def _is_suspect(self, row: OutboxRow) -> bool:
+        return row.attempts > 0 or (row.exchange, row.routing_key) in self._silent
+
+    def _is_full(self, row: OutboxRow, kept: KeptPlaces) -> bool:
+        """Return whether a suspect row has no place. Without a channel, no row is tried."""
+        used = self.suspects + kept.rows
+        size = self._suspect_bytes + kept.bytes + len(row.message.body)
+        return kept.connected and (used >= self._most or (used > 0 and size > self._most_bytes))
+
+    def _make_ready(self, row: OutboxRow) -> None:
+        self.ready.append(row)
+        if self._is_suspect(row):
+            self._suspects[row.id] = size = len(row.message.body)
+            self._suspect_bytes += size
+
+    def _note_answer(self, row: OutboxRow, error: ReliableMQError | None) -> None:
+        """Remember whether the broker answers publishes to the row's destination."""
+        destination = row.exchange, row.routing_key
+        if isinstance(error, PublishUnconfirmed) and error.sent:
+            if len(self._silent) >= _SILENT_KEPT:
+                self._silent.clear()
+            self._silent.add(destination)
+        elif self._silent and (error is None or isinstance(error, (PublishNacked, PublishReturned))):
+            self._silent.discard(destination)
 
     def _next(self, row: OutboxRow) -> None:
         if row.ordering_key is None:
@@ -246,7 +324,7 @@ class RelaySession:
         behind = self._behind[row.ordering_key]
         if behind:
             self.waiting -= 1
-            self.ready.append(behind.popleft())
+            self._make_ready(behind.popleft())
         else:
             del self._behind[row.ordering_key]
 

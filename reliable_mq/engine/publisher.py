@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
 from reliable_mq._util.validation import declared_by, seconds
 from reliable_mq.codec import encode_properties
 from reliable_mq.core.health import Health, OutboxSigns, PublisherSigns, health_of
-from reliable_mq.core.outbox import NewRow
+from reliable_mq.core.outbox import KeptPlaces, NewRow
 from reliable_mq.core.publisher.publication import PublishReport, StoredPublication, summary
 from reliable_mq.core.statistics import PublisherStatistics, PublisherStatus
 from reliable_mq.engine.confirmation import BaseConfirmation
@@ -322,6 +322,9 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
             channel = yield from self._open(FOR_EVER)
         return channel
 
+    def _kept_places(self) -> KeptPlaces:
+        return KeptPlaces(connected=False) if self._channel is None else self._channel.kept_places
+
     def _new_relayed(self, channel: ChannelT, row: OutboxRow) -> ConfirmationT:
         """Return the confirmation of a row of the outbox, for the relay."""
         size = self._options.limits.check(row.message, row.exchange, row.routing_key, channel.frame_max)
@@ -329,6 +332,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
             row.message, row.exchange, row.routing_key, row.mandatory, size, time.monotonic(), None, channel
         )
         confirmation.in_doubt = row.possible_duplicate
+        confirmation.once = True  # the outbox has its own retries
         confirmation.result_observed = True
         if self._tracer is not None:  # only in the trace context of the message
             trace = self._tracer.begin(row.message, row.exchange, row.routing_key, ambient=self._tracer.apart)

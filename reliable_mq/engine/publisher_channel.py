@@ -27,6 +27,7 @@ from reliable_mq.connection.new_queues import QueueRecord
 from reliable_mq.core.channel_setup import round_trip
 from reliable_mq.core.consumer.attempts import printable
 from reliable_mq.core.health import OutboxSigns, PublisherSigns
+from reliable_mq.core.outbox import KeptPlaces
 from reliable_mq.core.publisher.publication import BrokerReply, Outcome, Publication
 from reliable_mq.engine.channel import BaseChannel
 from reliable_mq.engine.connection import Wakeup
@@ -239,6 +240,12 @@ class BasePublisherChannel(BaseChannel[P]):
         """The counts of renewed tokens."""
         return self._io.tokens
 
+    @property
+    def kept_places(self) -> KeptPlaces:
+        """The places of settled publishes whose confirms are outstanding. Thread-safe."""
+        session = self.session
+        return KeptPlaces(session.abandoned_count, session.abandoned_bytes, session.disconnected_reason is None)
+
     def signs(self, now: float, stuck_after: float, outbox: OutboxSigns | None) -> PublisherSigns:
         """Return the signs of health. Thread-safe. Does not wait."""
         return PublisherSigns(
@@ -434,7 +441,9 @@ class BasePublisherChannel(BaseChannel[P]):
         now = time.monotonic()
         session.tick(now)
         if session.channel_in_doubt(now):
-            io.discard(session.doubt)
+            doubt = session.doubt
+            session.abandon_overdue()
+            io.discard(doubt)
         elif session.reopening_due(now):
             logger.warning("the broker has nacked all that was published for a long time: trying another channel")
             session.reopening_begun()

@@ -98,7 +98,7 @@ class PublisherOptions:
             delivery_timeout: Seconds from ``submit`` after which a message is given up (``PublishUnconfirmed``).
             retry: How often, and after which delays, a nacked message is published again before the failure is reported
                 (``PublishNacked``). It must not set ``retry_on``, ``give_up_on`` or ``backend``, which are for
-                consumers.
+                consumers. With an outbox, the relay delays a nacked row at once, with delays of its own.
             on_blocked: How a new message behaves while the broker blocks publishing (memory or disk alarm): ``"wait"``
                 until the deadline, or ``"raise"`` ``PublishBlocked`` at once.
             on_disconnected: How a publish behaves while there is no connection: ``"wait"`` for one until the deadline,

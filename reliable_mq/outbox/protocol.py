@@ -22,7 +22,7 @@ class FailedRow(NamedTuple):
 
     Attributes:
         message_id, exchange, routing_key: The message's id, exchange and routing key.
-        attempts: The number of publishes that were not confirmed.
+        attempts: How often the message was delayed, because it was not confirmed or had no place, or was set aside.
         reason: The reason why the message was set aside.
         age: The time since the message was stored, in seconds.
     """
@@ -57,10 +57,15 @@ class RowLeases(Protocol):
     keep_every: float
     """Seconds after which to call ``keep`` again."""
 
-    def take(self, limit: int) -> RowBatch:
+    def take(self, limit: int, retries: int | None = None) -> RowBatch:
         """Take up to ``limit`` rows that are due and that no other relay has, in order.
 
         Fewer rows may be returned even if more are due.
+
+        Args:
+            limit: The maximum number of rows.
+            retries: The maximum number of rows among them that were delayed before; None for no maximum. Rows that were
+                never delayed are taken in place of the others.
         """
         ...
 

@@ -17,8 +17,9 @@ Invariants of the writer:
 Invariants of the relay:
 
 - a row is removed only after its confirm;
-- at most ``limit`` rows with ``max_bytes`` of bodies are outstanding, or a single larger row, so the publisher always
-  has space for them and the relay never blocks in a place where it cannot renew its leases;
+- at most ``limit`` rows with ``max_bytes`` of bodies are outstanding or keep a place of the publisher, or a single
+  larger row, so the publisher always has space for them and the relay never blocks in a place where it cannot renew its
+  leases;
 - an error that does not concern a row makes the relay pause, longer each time, and never ends it;
 - rows without an outcome are released at the end.
 """
@@ -35,7 +36,7 @@ from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from reliable_mq._util.logs import LogLimit
 from reliable_mq._util.threads import InterruptibleEvent
-from reliable_mq.core.outbox import NewRow, OutboxRow, RelaySession, RowOutcome, RowSettlement
+from reliable_mq.core.outbox import KeptPlaces, NewRow, OutboxRow, RelaySession, RowOutcome, RowSettlement
 from reliable_mq.core.statistics import OutboxStatistics, OutboxStatus
 from reliable_mq.errors import OutboxError, ReliableMQError
 from reliable_mq.outbox.protocol import Outbox, RowLeases
@@ -257,6 +258,10 @@ class RowPublisher(Protocol):
         """Return the rows settled since the last call, with their errors. Does not block."""
         ...
 
+    def kept(self) -> KeptPlaces:
+        """Return the places that settled rows still have at the publisher."""
+        ...
+
     def watch(self, wake: Callable[[], object]) -> None:
         """Call ``wake`` when rows may be settled, or at once if some already are."""
         ...
@@ -297,7 +302,7 @@ class OutboxRelay(_OutboxThread):
         self._settle = settle
         self._limit = limit
         self._max_bytes = max_bytes
-        self._session = RelaySession()
+        self._session = RelaySession(limit, max_bytes)
         self._leases: RowLeases | None = None
         self._wake = InterruptibleEvent()
         self._lock = threading.Lock()  # for _written
@@ -403,9 +408,12 @@ class OutboxRelay(_OutboxThread):
                 self._take_at = 0.0  # rows that waited for other rows of their key can be taken now
         settled = self._publisher.take_settled()
         self._outstanding -= len(settled)
+        suspects = session.suspects
         for row, error in settled:
             self._outstanding_bytes -= len(row.message.body)
             session.settled(row, error)
+        if session.suspects < suspects:
+            self._take_at = 0.0  # rows that failed before may be taken now
         trouble, session.trouble = session.trouble, None
         if trouble is not None:
             self._pause(trouble)
@@ -429,27 +437,29 @@ class OutboxRelay(_OutboxThread):
 
     def _take(self, leases: RowLeases, now: float) -> int:
         session = self._session
-        space = self._limit - self._outstanding - self._unwritten - session.waiting - len(session.ready)
+        kept = self._publisher.kept()
+        space = self._limit - self._outstanding - self._unwritten - session.waiting - len(session.ready) - kept.rows
         # Taking only a few rows at a time would cost a query for each take.
         least = max(min(_ROWS_PER_TAKE, self._limit // 2), 1)
         if space < least or now < self._take_at or self._full:
             return 0
         self._take_at = now + self._outbox.poll_interval  # unless `wake` is called earlier
-        batch = leases.take(min(space, _ROWS_PER_TAKE))
+        batch = leases.take(min(space, _ROWS_PER_TAKE), session.suspects_to_take(kept))
         if batch.rows or batch.damaged:
             self._take_at = 0.0
         elif not self._outstanding:
             self._pauses = 0  # nothing is left to publish
-        session.add(batch.rows)
+        session.add(batch.rows, kept)
         session.settlements.extend(batch.damaged)
         return len(batch.rows)
 
     def _send(self, ready: deque[OutboxRow]) -> None:
         rows: list[OutboxRow] = []
+        kept = self._publisher.kept()
         size = self._outstanding_bytes
         while ready:
             size += len(ready[0].message.body)
-            if size > self._max_bytes and (rows or self._outstanding):
+            if size + kept.bytes > self._max_bytes and (rows or self._outstanding or kept.rows):
                 break
             rows.append(ready.popleft())
             self._outstanding_bytes = size

@@ -6,7 +6,8 @@ stay claimed. After the lease, any relay may take them, and they are marked as p
 
 Rows without a key are found in the order of their ids, and the first row of each key in the order of the keys, each
 with one search of the index of key and id. A relay iterates over the keys cyclically, starting where its last take
-ended, so a take costs no more if a million rows wait behind the first ones. The oldest rows of both searches are taken.
+ended, so a take costs no more if a million rows wait behind the first ones. The oldest rows of both searches are taken,
+and only as many delayed ones as the relay allows.
 
 Invariants:
 
@@ -44,6 +45,8 @@ from reliable_mq.core.outbox import (
 from reliable_mq.message import Message
 from reliable_mq.outbox.protocol import RowBatch
 from reliable_mq.outbox.sqlalchemy_table import (
+    DELAYED,
+    READY,
     SET_ASIDE,
     WALKS_AN_INDEX,
     begin_taking,
@@ -94,12 +97,13 @@ class SQLAlchemyRowLeases:
         self._taken: dict[int, OutboxRow] = {}  # by id, as last taken; a row may be retaken before its outcome is known
         self._unpublished: set[int] = set()  # ids of taken rows that are returned unpublished, until that is written
 
-    def take(self, limit: int) -> RowBatch:
+    def take(self, limit: int, retries: int | None = None) -> RowBatch:
         """Take rows that are due and that no relay has, in order of their ids."""
         limit = min(limit, self._affordable)
+        most = limit if retries is None else min(retries, limit)
         began = time.monotonic()
         renews = bool(self._taken) and began - self._renewed_at > self._lease / 2
-        rows: list[Row[Any]] = self._run(lambda connection: self._claim(connection, limit, renews), "taking rows")
+        rows: list[Row[Any]] = self._run(lambda connection: self._claim(connection, limit, most, renews), "taking rows")
         if renews or not self._taken:
             self._renewed_at = began
         taken = RowBatch([], [])
@@ -154,7 +158,7 @@ class SQLAlchemyRowLeases:
 
     # In a transaction
 
-    def _claim(self, connection: Connection, limit: int, renews: bool) -> list[Row[Any]]:
+    def _claim(self, connection: Connection, limit: int, retries: int, renews: bool) -> list[Row[Any]]:
         if renews:
             self._renew(connection)
         self._claims += 1
@@ -164,53 +168,76 @@ class SQLAlchemyRowLeases:
         locks = skips_locked(connection)
         if not locks:  # acquire the write lock first: after a read, the database may refuse it
             self._mark(connection, [-1], name, until)
-        ids = self._choose(connection, limit, now)
+        ids = self._choose(connection, limit, retries, now)
         first = [
             row for some in portions(ids) for row in (self._lock if locks else self._update)(connection, some, now)
         ]
         if locks:
             self._mark(connection, [row.id for row in first], name, until)
-        heads = {row.ordering_key: row.id for row in first if row.ordering_key is not None}
+        # Rows behind one that failed before wait in the table, because it may fail again.
+        heads = {row.ordering_key: row.id for row in first if row.ordering_key is not None and not row.attempts}
         behind = self._next_of_keys(connection, heads, max(limit - len(first), _BEHIND), now)
         self._mark(connection, [row.id for row in behind], name, until)
         return sorted([*first, *behind], key=lambda row: int(row.id))
 
-    def _choose(self, connection: Connection, limit: int, now: float) -> list[int]:
+    def _choose(self, connection: Connection, limit: int, retries: int, now: float) -> list[int]:
         """Return the oldest ids of due rows without a key and due first rows of keys."""
-        columns = self._table.c
-        # The index of key and id has this order. Any other search would pass over rows with keys.
-        free = select(columns.id).where(columns.ordering_key.is_(None), self._due(now))
-        oldest = free.order_by(columns.ordering_key, columns.id).limit(limit)
-        found = list(connection.execute(oldest).scalars())
+        found = self._free(connection, limit, retries, now)
         start = self._last_key
-        heads = [head for portion in self._around(connection, limit, now) for head in portion]
-        chosen = sorted([*found, *(number for _, number, due in heads if due)])[:limit]
-        taken = set(chosen)
+        heads = [head for portion in self._around(connection, limit, retries, now) for head in portion]
+        chosen: set[int] = set()
+        left = retries
+        of_keys = [(number, state) for _, number, state in heads if state is not None]
+        for number, state in sorted([*found, *of_keys]):
+            if len(chosen) == limit:
+                break
+            if state == DELAYED:
+                if not left:
+                    continue
+                left -= 1
+            chosen.add(number)
         self._last_key = start
         for key, number, due in heads:
-            if due and number not in taken:
+            if number not in chosen and (due == READY or (due == DELAYED and left)):
                 break
             self._last_key = key
-        return chosen
+        return sorted(chosen)
 
-    def _around(self, connection: Connection, limit: int, now: float) -> Iterator[list[tuple[str, int, bool]]]:
+    def _free(self, connection: Connection, limit: int, retries: int, now: float) -> list[tuple[int, int]]:
+        """Return the ids and states of the oldest due rows without a key."""
+        columns = self._table.c
+        # The index of key and id has this order. Any other search would pass over rows with keys.
+        free = select(columns.id, columns.state).where(columns.ordering_key.is_(None), self._due(now))
+        free = free.order_by(columns.ordering_key, columns.id).limit(limit)
+        found = [(number, state) for number, state in connection.execute(free)] if retries else []
+        delayed = [one for one in found if one[1] == DELAYED]
+        if retries and len(delayed) <= retries:
+            return found
+        fresh = connection.execute(free.where(columns.state == READY))
+        return [*delayed[:retries], *((number, state) for number, state in fresh)]
+
+    def _around(
+        self, connection: Connection, limit: int, retries: int, now: float
+    ) -> Iterator[list[tuple[str, int, int | None]]]:
         """Iterate over the keys cyclically until enough of their first rows are due.
 
-        Yields portions of keys, each with the id of its first row and whether that row is due.
+        Yields portions of keys, each with the id of its first row, and the state of that row if it is due.
         """
         columns = self._table.c
         size = max(limit, _KEYS_AT_LEAST)
         after, up_to = self._last_key, None
-        enough = seen = 0
+        ready = delayed = seen = 0
         while True:
             heads = self._heads(connection, after, up_to, size)
-            due: set[int] = set()
+            due: dict[int, int] = {}
             for some in portions([number for _, number in heads]):
-                due.update(connection.execute(select(columns.id).where(columns.id.in_(some), self._due(now))).scalars())
-            yield [(key, number, number in due) for key, number in heads]
-            enough += len(due)
+                query = select(columns.id, columns.state).where(columns.id.in_(some), self._due(now))
+                due.update((number, state) for number, state in connection.execute(query))
+            yield [(key, number, due.get(number)) for key, number in heads]
+            ready += sum(state == READY for state in due.values())
+            delayed += sum(state == DELAYED for state in due.values())
             seen += len(heads)
-            if enough >= limit or seen >= _KEYS_AT_MOST:
+            if ready + min(delayed, retries) >= limit or seen >= _KEYS_AT_MOST:
                 return
             if len(heads) == size:
                 after = heads[-1][0]

@@ -117,7 +117,7 @@ class SQLiteRowLeases:
             self.close()
             raise
 
-    def take(self, limit: int) -> RowBatch:
+    def take(self, limit: int, retries: int | None = None) -> RowBatch:
         """Take due rows: delayed rows, rows that waited for their key, and new rows."""
         taken = RowBatch([], [])
         self._size = self._walked = self._walked_bytes = 0
@@ -130,9 +130,11 @@ class SQLiteRowLeases:
             if epoch != self._epoch:
                 self._start_over(connection, epoch)
             now = since_boot() / 1_000_000
-            most = limit + len(self._due)
-            due = connection.execute(_DUE, {"now": now, "latest": now + 2 * LONGEST_DELAY, "most": most})
-            self._take_ready(due, taken, limit, delayed=True)
+            retries = limit if retries is None else min(retries, limit)
+            if retries:
+                most = retries + len(self._due)
+                due = connection.execute(_DUE, {"now": now, "latest": now + 2 * LONGEST_DELAY, "most": most})
+                self._take_ready(due, taken, retries, delayed=True)
             while self._again and not self._is_enough(taken, limit):
                 self._take_of_key(connection, self._again.popleft(), taken, limit)
             (last,) = connection.execute(_LAST).fetchone()

@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from reliable_mq._util.threads import CallbackThread, Condition, start_daemon
+from reliable_mq.core.outbox import KeptPlaces
 from reliable_mq.core.publisher.publication import StoredPublication
 from reliable_mq.engine.confirmation import end_trace
 from reliable_mq.engine.outbox_channel import (
@@ -319,11 +320,18 @@ class RelayPublisher:
     Args:
         connect: A callable that begins to connect. It may wait until every host has had its first attempt.
         send: A callable that submits a row to the channel to the broker.
+        kept: A callable that returns the places that settled rows have at the channel.
     """
 
-    def __init__(self, connect: Callable[[], object], send: Callable[[OutboxRow], Confirmation]) -> None:
+    def __init__(
+        self,
+        connect: Callable[[], object],
+        send: Callable[[OutboxRow], Confirmation],
+        kept: Callable[[], KeptPlaces] = KeptPlaces,
+    ) -> None:
         self._connect = connect
         self._send = send
+        self.kept = kept
         self._outstanding: deque[tuple[OutboxRow, Confirmation]] = deque()
         self._failed: list[tuple[OutboxRow, ReliableMQError | None]] = []
         self._swept_at = 0.0

@@ -246,7 +246,7 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
     def _outbox_channel_to_start(self, outbox: Outbox) -> OutboxChannel:
         if self._started_outbox_channel is not None:
             return self._started_outbox_channel
-        relay = RelayPublisher(lambda: self._channel or blocking(self._open(FOR_EVER)), self._relay)
+        relay = RelayPublisher(lambda: self._channel or blocking(self._open(FOR_EVER)), self._relay, self._kept_places)
         return OutboxChannel(outbox, relay, self._options, measured=self._registration is not None)
 
     def _keep(self) -> None:

@@ -104,6 +104,22 @@ class OutboxContract:
             [row] = _take(leases)
             assert (row.attempts, row.possible_duplicate) == (1, True)
 
+    def test_delayed_rows_leave_places_for_others(self, subject: OutboxUnderTest) -> None:
+        """They are due and the oldest, but only as many are taken as were asked for."""
+        for key in ("a", "b", "c", None, None, None):
+            _store(subject.outbox, "failed", key=key)
+        with contextlib.closing(subject.outbox.claims()) as leases:
+            failed = _take(leases)
+            _settle(subject.outbox, leases, *(RowSettlement(row, RowOutcome.LATER, 1.0, "no") for row in failed))
+            for key in ("a", "d", None):
+                _store(subject.outbox, "new", key=key)
+            subject.age(2.0)
+            taken = [(row.attempts, row.ordering_key) for row in _take(leases, 10, 0)]
+            assert sorted(taken, key=str) == [(0, "d"), (0, None)]
+            assert [row.attempts for row in _take(leases, 10, 4)] == [1, 1, 1, 1]
+            assert [row.attempts for row in _take(leases, 10, 4)] == [1, 1]
+            assert _take(leases, 10, 4) == []
+
     def test_a_row_that_is_set_aside_waits_for_a_decision(self, subject: OutboxUnderTest) -> None:
         """It holds later rows of its key, is listed with its reason, and can be decided."""
         first, _, other = _store(subject.outbox, "0", "1", key="key") + _store(subject.outbox, "2", key="other")
@@ -186,8 +202,8 @@ def _store(outbox: Outbox, *bodies: str, key: str | None = None) -> list[str]:
     return [row.message.message_id for row in rows]
 
 
-def _take(leases: RowLeases, limit: int = 10) -> list[OutboxRow]:
-    batch = leases.take(limit)
+def _take(leases: RowLeases, limit: int = 10, retries: int | None = None) -> list[OutboxRow]:
+    batch = leases.take(limit, retries)
     assert not batch.damaged
     return batch.rows
 

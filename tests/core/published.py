@@ -113,6 +113,7 @@ EVENTS = {  # that a call of the session may carry out
     "connection_replaced": {"connection lost"},
     "abandon": {"given up", "message_id free"},
     "abandon_all": {"given up", "message_id free"},
+    "abandon_overdue": {"given up", "message_id free"},
     "tick": {"given up", "delay over", "message_id free"},
     "data_to_send": {"written", "cannot be encoded", "message_id free"},
 }

@@ -20,6 +20,7 @@ from reliable_mq.core.outbox import (
     COLUMNS,
     FORMAT,
     LONGEST_DELAY,
+    KeptPlaces,
     NewRow,
     OutboxRow,
     RelaySession,
@@ -256,3 +257,67 @@ def test_what_waits_grows_older_while_nobody_counts_it() -> None:
     """A relay that hangs must not hide how long its messages wait."""
     assert OutboxStatus(rows=1, oldest_age=1.5).after(10.0) == OutboxStatus(rows=1, oldest_age=11.5)
     assert OutboxStatus(rows=0, set_aside=1).after(10.0) == OutboxStatus(rows=0, set_aside=1)
+
+
+UNANSWERED = PublishUnconfirmed("no leader", sent=True)
+
+
+def test_rows_that_failed_take_half_of_the_places() -> None:
+    """One more is delayed again without an attempt, with the rows behind it; rows that never failed are ready."""
+    session = RelaySession(4)
+    assert session.suspects_to_take(KeptPlaces()) == 2
+    session.add([row(1, attempts=1), row(2, "a", attempts=2), row(3, "b", attempts=2), row(4, "b"), row(5), row(6)])
+    assert numbers(session.ready) == [1, 2, 5, 6]
+    assert session.suspects_to_take(KeptPlaces()) == 0
+    assert session.settlements[0].delay == delay_after(3)
+    assert not session.settlements[0].possible_duplicate
+    assert outcomes(session) == [(3, RowOutcome.LATER), (4, RowOutcome.BACK)]
+    session.settled(row(1), None)
+    session.settled(row(2, "a"), PublishNacked("full"))
+    assert session.suspects_to_take(KeptPlaces()) == 2
+    assert session.suspects_to_take(KeptPlaces(rows=2)) == 0
+
+
+def test_rows_that_failed_take_half_of_the_bytes() -> None:
+    """A single larger one is tried, alone."""
+    session = RelaySession(100, 4)
+    session.add([row(1, attempts=1), row(2, attempts=1), row(3, attempts=1)])
+    assert outcomes(session) == [(3, RowOutcome.LATER)]
+    large = OutboxRow(4, Message(b"large"), "", "q", True, None, 1, False)
+    session = RelaySession(100, 4)
+    session.add([large])
+    assert numbers(session.ready) == [4]
+
+
+def test_new_rows_to_a_silent_destination_are_suspects() -> None:
+    """The next answer, be it a nack, makes them rows like any others."""
+    other = row(9)._replace(routing_key="other")
+    session = RelaySession(2)
+    session.add([row(1)])
+    session.settled(row(1), UNANSWERED)
+    session.settlements.clear()
+    session.add([row(2), row(3), other])
+    assert numbers(session.ready) == [1, 2, 9]
+    assert outcomes(session) == [(3, RowOutcome.LATER)]
+    session.settled(row(2), PublishNacked("full"))
+    session.settlements.clear()
+    session.add([row(4), row(5)])
+    assert outcomes(session) == []
+
+
+def test_kept_places_count_as_those_of_rows_that_failed() -> None:
+    """Their confirms may still come, and the publisher keeps their places until then."""
+    session = RelaySession(4)
+    session.add([row(1, attempts=1), row(2)], KeptPlaces(rows=2))
+    assert numbers(session.ready) == [2]
+    assert outcomes(session) == [(1, RowOutcome.LATER)]
+
+
+def test_no_row_is_delayed_while_there_is_no_channel() -> None:
+    """Without a channel every row waits, and delaying all of them would only cost writes."""
+    session = RelaySession(2)
+    session.add([row(number, attempts=1) for number in range(5)], KeptPlaces(connected=False))
+    assert numbers(session.ready) == [0, 1, 2, 3, 4]
+    assert outcomes(session) == []
+    session.stopped()
+    assert session.suspects == 0

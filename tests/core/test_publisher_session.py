@@ -891,3 +891,29 @@ def test_a_message_costs_the_same_among_few_and_many_outstanding(
         return spent / (4 * quarter * rounds)
 
     assert_same_cost(lambda: cost(1_000, 5), lambda: cost(100_000, 1))
+
+
+def test_a_publish_that_is_tried_once_ends_at_its_nack(shell: Shell) -> None:
+    """Others are tried again after a delay."""
+    once, other = shell.accept("once", "other")
+    once.once = True
+    shell.send()
+    shell.nack(2, multiple=True)
+    assert shell.take_settled() == [once]
+    assert outcomes([once, other]) == [Outcome.NACKED, None]
+
+
+def test_a_publish_that_is_tried_once_ends_with_its_channel(shell: Shell) -> None:
+    """It is given up when the confirms are overdue; its place is free when the channel is lost, or its ack comes."""
+    late, once, other = shell.accept("late", "once", "other")
+    late.once = once.once = True
+    shell.send()
+    shell.session.abandon_overdue()
+    assert shell.take_settled() == [late, once]
+    assert outcomes([late, once, other]) == [Outcome.UNKNOWN, Outcome.UNKNOWN, None]
+    assert (shell.session.abandoned_count, shell.session.abandoned_bytes) == (2, 8)
+    shell.ack(1)
+    assert (shell.session.abandoned_count, shell.session.abandoned_bytes) == (1, 4)
+    shell.lose()
+    assert (shell.session.abandoned_count, shell.session.abandoned_bytes) == (0, 0)
+    assert outcomes([other]) == [None]

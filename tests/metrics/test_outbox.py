@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from reliable_mq import Message, OutboxError, ReliableMQError
-from reliable_mq.core.outbox import NewRow, OutboxRow
+from reliable_mq.core.outbox import KeptPlaces, NewRow, OutboxRow
 from reliable_mq.core.statistics import OutboxStatistics, OutboxStatus
 from reliable_mq.metrics.families import readings
 from reliable_mq.metrics.registry import register
@@ -78,6 +78,9 @@ class Silent:
 
     def take_settled(self) -> list[tuple[OutboxRow, ReliableMQError | None]]:
         return []
+
+    def kept(self) -> KeptPlaces:
+        return KeptPlaces()
 
     def watch(self, wake: Callable[[], object]) -> None:
         """There is nothing."""

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine
 
-from reliable_mq import Message, PublishReturned, ReliableMQError
-from reliable_mq.core.outbox import NewRow, OutboxRow, RowSettlement
+from reliable_mq import Message, PublishReturned, PublishUnconfirmed, ReliableMQError
+from reliable_mq.core.outbox import KeptPlaces, NewRow, OutboxRow, RowSettlement
 from reliable_mq.outbox import Outbox, SQLAlchemyOutbox, SQLiteOutbox
 from reliable_mq.outbox.relay import OutboxRelay
 
@@ -49,6 +49,9 @@ class FirstIsReturned:
             self._outbox.write(rows("c", "d"), [])
             return [(self._outstanding.pop(), RETURNED)]
         return []
+
+    def kept(self) -> KeptPlaces:
+        return KeptPlaces()
 
     def watch(self, wake: Callable[[], object]) -> None:
         wake()
@@ -136,6 +139,9 @@ class Slow:
         self.confirmed.append(row.message.body[:1])
         return [(row, None)]
 
+    def kept(self) -> KeptPlaces:
+        return KeptPlaces()
+
     def watch(self, wake: Callable[[], object]) -> None:
         wake()
 
@@ -186,3 +192,60 @@ def test_an_error_of_connecting_ends_no_relay(outbox: Outbox, caplog: pytest.Log
         assert relay.join(20)
     assert publisher.sent == [b"a"]
     assert "can't start new thread" in caplog.text
+
+
+class NoLeader:
+    """A publisher to two queues, one of which never confirms anything.
+
+    A row to that queue fails at its first attempt, and stays outstanding at the next.
+    """
+
+    def __init__(self) -> None:
+        self.healthy = threading.Event()
+        self.stuck: list[OutboxRow] = []
+        self._settled: list[tuple[OutboxRow, ReliableMQError | None]] = []
+
+    def connect(self) -> None:
+        """It is."""
+
+    def send(self, rows: Sequence[OutboxRow]) -> None:
+        for row in rows:
+            if row.routing_key == "healthy":
+                self._settled.append((row, None))
+                self.healthy.set()
+            elif row.attempts:
+                self.stuck.append(row)
+            else:
+                self._settled.append((row, PublishUnconfirmed("no leader", sent=True)))
+
+    def take_settled(self) -> list[tuple[OutboxRow, ReliableMQError | None]]:
+        settled, self._settled = self._settled, []
+        return settled
+
+    def kept(self) -> KeptPlaces:
+        return KeptPlaces()
+
+    def watch(self, wake: Callable[[], object]) -> None:
+        wake()
+
+
+@pytest.mark.parametrize("key", [None, "key of {}"])
+def test_rows_of_a_stuck_queue_leave_places_for_others(outbox: Outbox, key: str | None) -> None:
+    """Rows that failed, and come first and due at once, take half of the places; rows of other queues go on."""
+    keys = [None if key is None else key.format(number) for number in range(40)]
+    outbox.write([NewRow(Message(b"x"), "", "stuck", True, one) for one in keys], [])
+    outbox.write([NewRow(Message(b"y"), "", "healthy", True, None)], [])
+    publisher = NoLeader()
+
+    def settle(settlements: list[RowSettlement]) -> None:
+        outbox.write([], [one._replace(delay=0.0) for one in settlements])
+        relay.settled(settlements)
+
+    relay = OutboxRelay(outbox, publisher, settle=settle, limit=4, max_bytes=2**20, name="relay")
+    relay.start(outbox.claims())
+    try:
+        assert publisher.healthy.wait(20)
+    finally:
+        relay.stop(0)
+        assert relay.join(20)
+    assert len(publisher.stuck) <= 2

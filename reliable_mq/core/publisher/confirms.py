@@ -120,6 +120,10 @@ class SequencedItems(Generic[T]):
             *(at for at, item in slots if item is not None),
         ]
 
+    def all(self) -> list[T]:
+        """Return all items, in order."""
+        return [*self._stragglers.values(), *(item for item in self._slots[self._head :] if item is not None)]
+
     def clear(self) -> list[T]:
         """Remove and return all items, in order. The numbering continues."""
         return self.pop_through(self.next_number - 1)
@@ -224,6 +228,11 @@ class ConfirmTracker(Generic[T]):
             return [tag] if self._items.holds(tag) else []
         last = tag or self._items.next_number - 1
         return self._items.numbers_through(last) if last < self._items.next_number else []
+
+    @property
+    def outstanding(self) -> list[T]:
+        """The publishes that `channel_lost` would return."""
+        return self._items.all()
 
     @property
     def outstanding_numbers(self) -> list[int]:

@@ -136,6 +136,7 @@ class Publication:
         "mandatory",
         "message",
         "nacks",
+        "once",
         "outcome",
         "owner",
         "reply",
@@ -173,6 +174,7 @@ class Publication:
         self.sent_at = 0.0  # when it was written last
         self.tag = 0  # its number on the channel that it was written to last
         self.nacks = 0
+        self.once = False  # whether it ends at its first nack, or with a channel whose confirms are overdue
         self.in_doubt = False  # an attempt ended without a confirm, so a further attempt may be a duplicate
         #: The return or the channel error that concerns it, or the reason why it was blocked or stayed provisional.
         self.reply: BrokerReply | None = None

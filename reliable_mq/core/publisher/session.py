@@ -123,6 +123,7 @@ class PublisherSession(Generic[P]):
         #: None from when a channel is open until the connection is lost or another channel cannot be opened.
         self.disconnected_reason: str | None = "no attempt to connect has ended yet"
         self.settled: list[P] = []  # publishes settled since the caller last cleared the list
+        self.abandoned_count = self.abandoned_bytes = 0  # places of publishes in the state `ABANDONED`
         self.freed_count = self.freed_bytes = 0  # places of the window released since the caller last reset them
 
     # Events
@@ -198,7 +199,7 @@ class PublisherSession(Generic[P]):
             elif publication.reply is not None:
                 self._finish(publication, Outcome.RETURNED)
             else:
-                delay = self._retry.delay(publication.nacks, self._random)
+                delay = None if publication.once else self._retry.delay(publication.nacks, self._random)
                 if delay is None:
                     self._finish(publication, Outcome.NACKED)
                 else:
@@ -291,6 +292,12 @@ class PublisherSession(Generic[P]):
         """
         if publication.outcome is None:
             self._give_up(publication)
+
+    def abandon_overdue(self) -> None:
+        """Settle publishes that are tried once, before a channel in doubt is discarded."""
+        for publication in self._tracker.outstanding:
+            if publication.once and publication.outcome is None:
+                self._give_up(publication)
 
     def abandon_all(self) -> None:
         """Settle all publishes as at their deadline, when the publisher closes for good."""
@@ -499,6 +506,8 @@ class PublisherSession(Generic[P]):
                 else:
                     publication.outcome = Outcome.RETURNED
                 self.settled.append(publication)
+            else:
+                self._no_longer_abandoned(publication)
         self._deadlines.settled(len(self.settled) - before)
         self._ready.extend(self._ids.leave(acked))
         self.freed_count += len(acked)
@@ -551,12 +560,16 @@ class PublisherSession(Generic[P]):
         self.settled.append(publication)
         if confirm_owed:
             publication.state = _ABANDONED
+            self.abandoned_count += 1
+            self.abandoned_bytes += publication.size
         else:
             self._release(publication)
 
     def _release(self, publication: P) -> None:
         """Free the place and the ``message_id`` of a settled publish off the wire."""
         waiting = publication.state is _WAITING
+        if publication.state is _ABANDONED:
+            self._no_longer_abandoned(publication)
         publication.state = _SETTLED
         self.freed_count += 1
         self.freed_bytes += publication.size
@@ -564,3 +577,7 @@ class PublisherSession(Generic[P]):
             self._ids.withdraw(publication)
         else:
             self._ready.extend(self._ids.leave((publication,)))
+
+    def _no_longer_abandoned(self, publication: P) -> None:
+        self.abandoned_count -= 1
+        self.abandoned_bytes -= publication.size
