@@ -8,13 +8,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from integration.support.blocking import BlockingPublisher
-from integration.support.databases import with_driver
+from integration.support.databases import APIS, with_driver
+from integration.support.lossy import LossyProxy
 from reliable_mq import Message, OutboxError, Publisher, Queue
 from reliable_mq.outbox import SQLAlchemyOutbox
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -80,3 +82,46 @@ def test_f42_calls_on_an_outbox_whose_database_hangs_end_in_time(
     another.close()
     found = [body for _, body in vhost.bodies("orders")]
     assert [body for body in found if body != b"in doubt"] == [b"before", b"after"]
+
+
+@pytest.mark.parametrize(("kind", "api", "driver"), APIS)
+def test_an_outbox_goes_on_when_its_connections_fall_silent(
+    vhost: VirtualHost, database: Callable[[str], Database], kind: str, api: str, driver: str
+) -> None:
+    """The host behind them has vanished, and another one answers: calls fail in time, on every such connection."""
+    server = database(kind)
+    with LossyProxy(server.port) as proxy:
+        url = make_url(server.fresh()).set(port=proxy.port)
+        engine: Any
+        if api == "sync":
+            engine = create_engine(url)
+            publisher: Any = Publisher(vhost.url, outbox=(outbox := short_of_time(engine)), topology=[ORDERS])
+        else:
+            engine = create_async_engine(with_driver(url.render_as_string(hide_password=False), driver))
+            publisher = BlockingPublisher(vhost.url, outbox=(outbox := short_of_time(engine)), topology=[ORDERS])
+        publisher.publish(Message(b"before"), routing_key="orders")
+        publisher.flush(20)
+        proxy.silence()
+
+        def is_stored() -> bool:
+            try:
+                publisher.publish(Message(b"after"), routing_key="orders", timeout=20)
+            except OutboxError as error:
+                assert error.may_have_arrived  # noqa: PT017
+                return False
+            return True
+
+        wait_until(is_stored, timeout=20, what="a stored message")
+        publisher.flush(20)
+        publisher.close()
+        assert outbox.status().rows == 0
+        outbox.close()
+        if api == "sync":
+            engine.dispose()
+        else:
+            asyncio.run(engine.dispose())
+    assert b"after" in {body for _, body in vhost.bodies("orders")}
+
+
+def short_of_time(engine: Any) -> SQLAlchemyOutbox:
+    return SQLAlchemyOutbox(engine, create=True, timeout=1)

@@ -1,6 +1,7 @@
 """A proxy before a server of any protocol, which loses answers: it has done what it was asked, and nobody knows.
 
 Each question goes through; of the answers, the ones chosen are dropped, and the connection is closed in their place.
+Connections can also fall silent, as those to a host that has vanished: they stay open, and nothing passes.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class LossyProxy:
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._closed = False
+        self._silent: frozenset[socket.socket] = frozenset()
         self.port: int = self._listener.getsockname()[1]
         self.lost = 0
         self.round_trips = 0
@@ -53,6 +55,10 @@ class LossyProxy:
             _close(one)
         for thread in self._threads:
             thread.join(10)
+
+    def silence(self) -> None:
+        """Let the connections of now fall silent, and no later ones."""
+        self._silent = frozenset(self._sockets)
 
     def _start(self, function: Callable[..., None], *arguments: object) -> None:
         thread = threading.Thread(target=function, args=arguments, name="lossy", daemon=True)
@@ -76,6 +82,8 @@ class LossyProxy:
     ) -> None:
         with contextlib.suppress(OSError):
             while data := client.recv(65536):
+                if client in self._silent:
+                    continue
                 if answered.is_set():
                     answered.clear()
                     self.round_trips += 1
@@ -89,6 +97,8 @@ class LossyProxy:
     ) -> None:
         with contextlib.suppress(OSError):
             while data := server.recv(65536):
+                if server in self._silent:
+                    continue
                 answered.set()
                 if losing.is_set():
                     self.lost += 1

@@ -5,6 +5,10 @@ event loop in its own thread, with its own connections: a pool belongs to the ev
 user's loop must never wait for the work. ``close`` releases the callers that wait for a hanging database. The event
 loop and the connections end when the database replies.
 
+A connection whose peer has vanished answers nothing, for as long as the operating system sends again (15 minutes and
+more). So work may have a time limit. Beyond that, its caller gets an error, and the socket of the connection is shut
+down, so that the driver's call fails and SQLAlchemy drops the connection.
+
 SQLAlchemy itself can set the isolation level of a connection, and resets the level when the connection returns to its
 pool. If the reset needs a round trip, as with psycopg2 and MariaDB, and fails, the pool permanently loses a connection
 slot (2.1.9); after some failures it has none left. So this module sets and resets the level, and a failure costs only
@@ -19,6 +23,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from sqlalchemy import Connection, Engine, Pool
@@ -26,7 +31,7 @@ from sqlalchemy.engine.base import OptionEngine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from reliable_mq._util.threads import start_daemon
+from reliable_mq._util.threads import CancelHandle, DaemonExecutor, start_daemon
 from reliable_mq.errors import ConfigurationError
 
 __all__ = [
@@ -134,18 +139,36 @@ _GRACE = 5.0  # seconds for connections to close
 
 
 class SyncTransactionRunner:
-    """A runner of work on the calling thread, with connections of the user's pool."""
+    """A runner of work with connections of the user's pool.
+
+    Work with a time limit runs on a thread of its own, because connecting can hang as well.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._executor = DaemonExecutor("reliable_mq outbox transaction")
+        self._executor.close()  # so the thread of each call ends with it, and an outbox need not be closed
 
-    def run(self, work: Callable[[Connection], T], isolation: str | None) -> T:
-        """Call ``work`` in a transaction, then commit it or roll it back. Blocks."""
-        with self._engine.connect() as connection, transaction_at(connection, isolation):
-            return work(connection)
+    def run(self, work: Callable[[Connection], T], isolation: str | None, timeout: float | None = None) -> T:
+        """Call ``work`` in a transaction, then commit it or roll it back. Blocks.
+
+        Raises:
+            TimeoutError: If that takes longer than ``timeout`` seconds. It may be committed.
+        """
+        if timeout is None:
+            return self._run(work, isolation, CancelHandle())
+        return self._executor.call(partial(self._run, work, isolation), timeout)
 
     def close(self) -> None:
         """Do nothing, because the pool belongs to the user."""
+
+    def _run(self, work: Callable[[Connection], T], isolation: str | None, handle: CancelHandle) -> T:
+        with (
+            self._engine.connect() as connection,
+            handle.using(connection.connection.dbapi_connection, connection.invalidate),
+            transaction_at(connection, isolation),
+        ):
+            return work(connection)
 
 
 class _EngineWithPool(OptionEngine):
@@ -175,15 +198,26 @@ class AsyncTransactionRunner:
         self._engine: AsyncEngine | None = None
         self._running: set[concurrent.futures.Future[Any]] = set()
 
-    def run(self, work: Callable[[Connection], T], isolation: str | None) -> T:
-        """Call ``work`` in a transaction, then commit it or roll it back. Blocks."""
+    def run(self, work: Callable[[Connection], T], isolation: str | None, timeout: float | None = None) -> T:
+        """Call ``work`` in a transaction, then commit it or roll it back. Blocks.
+
+        Raises:
+            TimeoutError: If that takes longer than ``timeout`` seconds. It may be committed.
+        """
+        handle = CancelHandle()
         with self._lock:
             loop, engine = self._started()
             running = self._running
-            call = asyncio.run_coroutine_threadsafe(self._run(engine, work, isolation), loop)
+            call = asyncio.run_coroutine_threadsafe(self._run(engine, work, isolation, handle), loop)
             running.add(call)
         try:
-            result: T = call.result()
+            result: T = call.result(timeout)
+        except TimeoutError as error:
+            if call.done():  # an error of the work
+                raise
+            handle.cut()  # psycopg waits for an answer even when it is cancelled
+            call.cancel()
+            raise TimeoutError(f"no answer within {timeout:g} s") from error
         except concurrent.futures.CancelledError as error:
             raise OSError("the outbox was closed before there was an answer") from error
         finally:
@@ -210,9 +244,14 @@ class AsyncTransactionRunner:
         return self._loop, self._engine
 
     @staticmethod
-    async def _run(engine: AsyncEngine, work: Callable[[Connection], Any], isolation: str | None) -> Any:
+    async def _run(
+        engine: AsyncEngine, work: Callable[[Connection], Any], isolation: str | None, handle: CancelHandle
+    ) -> Any:
         def in_transaction(connection: Connection) -> Any:
-            with transaction_at(connection, isolation):
+            with (
+                handle.using(connection.connection.driver_connection, connection.invalidate),
+                transaction_at(connection, isolation),
+            ):
                 return work(connection)
 
         async with engine.connect() as connection:

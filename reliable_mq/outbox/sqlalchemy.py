@@ -119,6 +119,9 @@ class SQLAlchemyOutbox:
             for which it returns the same text are published one after the other. None means no order.
         lease: The time after which other relays may take the rows of a relay that died, in seconds.
         poll_interval: The time after which an idle relay looks for rows, in seconds.
+        timeout: The time within which a transaction of the outbox ends, in seconds. After that its connection is cut,
+            and the call fails. It does not apply to ``add``, ``create_table``, ``retry`` and ``purge``, nor to a SQLite
+            file, which has no server that could hang.
         tracing: A ``Tracing`` that makes a *create* span for every message passed to ``add``. The message carries the
             span's context. None makes no spans. For messages of a publisher, the publisher's tracing is used.
 
@@ -136,6 +139,7 @@ class SQLAlchemyOutbox:
         ordering_key: OrderingKey | None = None,
         lease: Duration = 30.0,
         poll_interval: Duration = 0.2,
+        timeout: Duration = 30.0,
         tracing: Tracing | None = None,
     ) -> None:
         if not isinstance(engine, (Engine, AsyncEngine)):
@@ -150,6 +154,8 @@ class SQLAlchemyOutbox:
         if tracing is not None and not isinstance(tracing, Tracing):
             raise ConfigurationError(f"tracing must be a Tracing, not {tracing!r}")
         self.poll_interval = seconds("poll_interval", poll_interval, positive=True)
+        limit = seconds("timeout", timeout, positive=True)
+        self._timeout = None if engine.dialect.name == "sqlite" else limit
         self.table = outbox_table(table, schema)
         self._engine = engine
         self._dialect = engine.dialect
@@ -231,11 +237,11 @@ class SQLAlchemyOutbox:
         """
         for _ in range(_RACES):
             try:
-                return self._do(self._make, "making the table")
+                return self._do(self._make, "making the table", None)
             except OutboxError:  # if the table exists, another process has created it meanwhile
                 if not self._exists():
                     raise
-        return self._do(self._make, "making the table")
+        return self._do(self._make, "making the table", None)
 
     # For a publisher
 
@@ -254,7 +260,7 @@ class SQLAlchemyOutbox:
             raise OutboxError(
                 f"{self!r} does not exist: make it with create_table(), create=True, or the statements in ddl"
             )
-        self._do(self._inspect_table, "opening")
+        self._do_in_time(self._inspect_table, "opening")
         self._opened = True
 
     def ordering_key(self, message: Message, exchange: str, routing_key: str) -> str | None:
@@ -302,15 +308,15 @@ class SQLAlchemyOutbox:
             committing = True
 
         try:
-            self._do(work, f"storing {len(new)} messages" if new else "removing what was published")
+            self._do_in_time(work, f"storing {len(new)} messages" if new else "removing what was published")
         except OutboxError as error:
-            error.may_have_arrived = committing
+            error.may_have_arrived = committing or isinstance(error.__cause__, TimeoutError)
             raise
 
     def claims(self) -> RowLeases:
         """Return new leases for one relay."""
         self.open()
-        return SQLAlchemyRowLeases(self.table, self._do, self._lease, boot_name(self._dialect))
+        return SQLAlchemyRowLeases(self.table, self._do_in_time, self._lease, boot_name(self._dialect))
 
     def backlog(self, up_to: int | None = None) -> tuple[int, int]:
         """Return the number of rows that will be published, and the id of the last row."""
@@ -326,7 +332,7 @@ class SQLAlchemyOutbox:
             count = connection.execute(sa.select(sa.func.count()).select_from(rows).where(columns.id <= limit, moves))
             return count.scalar_one(), last
 
-        return self._do(work, "reading")
+        return self._do_in_time(work, "reading")
 
     # For operators
 
@@ -354,7 +360,7 @@ class SQLAlchemyOutbox:
             waiting, delayed, held, set_aside, unreadable = map(int, counts)
             return OutboxStatus(waiting, delayed, held, set_aside, unreadable, age)
 
-        return self._do(work, "reading")
+        return self._do_in_time(work, "reading")
 
     def set_aside(self, limit: int = 100) -> list[FailedRow]:
         """Return the messages that are set aside, the oldest first."""
@@ -371,7 +377,7 @@ class SQLAlchemyOutbox:
                 for message_id, exchange, routing_key, attempts, reason, stored_at in connection.execute(query)
             ]
 
-        return self._do(work, "reading")
+        return self._do_in_time(work, "reading")
 
     def retry(self, message_ids: Sequence[str] | None = None) -> int:
         """Put set-aside messages back, all or those with these ids; return their number."""
@@ -402,7 +408,7 @@ class SQLAlchemyOutbox:
         def work(connection: Connection) -> bool:
             return sa.inspect(connection).has_table(self.table.name, connection.schema_for_object(self.table))
 
-        return self._do(work, "opening")
+        return self._do_in_time(work, "opening")
 
     def _inspect_table(self, connection: Connection) -> None:
         """Warn if the table lacks the index or compares ordering keys loosely."""
@@ -483,9 +489,12 @@ class SQLAlchemyOutbox:
                 int(connection.execute(statement.where(row.c.id.in_(some))).rowcount) for some in portions(found)
             )
 
-        return self._do(work, "changing what was set aside")
+        return self._do(work, "changing what was set aside", None)
 
-    def _do(self, work: Callable[[Connection], T], what: str) -> T:
+    def _do_in_time(self, work: Callable[[Connection], T], what: str) -> T:
+        return self._do(work, what, self._timeout)
+
+    def _do(self, work: Callable[[Connection], T], what: str, timeout: float | None) -> T:
         if os.getpid() != self._made_in:
             raise UsageError(f"{self!r} was made before fork(): its connections belong to the parent; make one here")
         # READ COMMITTED locks least of the usual levels. With others, MariaDB also locks gaps, and relays would wait
@@ -494,11 +503,11 @@ class SQLAlchemyOutbox:
         try:
             for _ in range(_ATTEMPTS):
                 try:
-                    return self._runner.run(work, isolation)
+                    return self._runner.run(work, isolation, timeout)
                 except DBAPIError as error:
                     if error_code(error) not in CONFLICTS:
                         raise
-            return self._runner.run(work, isolation)
+            return self._runner.run(work, isolation, timeout)
         except SQLAlchemyError as error:
             # The text of SQLAlchemy's error contains the statement's parameters, and so the bodies of messages.
             cause = getattr(error, "orig", None) or type(error).__name__

@@ -1,0 +1,91 @@
+"""Transactions with a time limit, on engines of SQLAlchemy."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection, create_engine, text
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.util import await_only
+
+from reliable_mq import Message, OutboxError
+from reliable_mq._util.sqlalchemy import AsyncTransactionRunner, SyncTransactionRunner
+from reliable_mq.core.outbox import NewRow
+from reliable_mq.outbox import SQLAlchemyOutbox
+from reliable_mq.testing.waiting import wait_until
+
+
+def _threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("reliable_mq outbox transaction")]
+
+
+def one(connection: Connection) -> Any:
+    return connection.execute(text("SELECT 1")).scalar_one()
+
+
+def test_work_that_hangs_ends_for_its_caller_in_time(tmp_path: Path) -> None:
+    """It hangs on another thread, with its connection, and later work goes on. No thread is left behind."""
+    engine = create_engine(f"sqlite:///{tmp_path}/database")
+    released = threading.Event()
+    with closing(SyncTransactionRunner(engine)) as runner:
+        with pytest.raises(TimeoutError, match=r"no answer within 0\.1 s"):
+            runner.run(lambda _: released.wait(20), None, 0.1)
+        assert runner.run(one, None, 20) == 1
+        released.set()
+        assert runner.run(one, None) == 1
+    wait_until(lambda: not _threads(), timeout=20, what="no thread")
+    engine.dispose()
+
+
+def test_work_that_hangs_on_a_loop_is_cancelled_in_time(tmp_path: Path) -> None:
+    """Its connection is dropped, and an error of the work itself is not taken for the limit."""
+    engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path}/database")
+    cancelled = threading.Event()
+
+    async def hang() -> None:
+        try:
+            await asyncio.sleep(20)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    def fail(_: Connection) -> None:
+        raise TimeoutError("its own")
+
+    with closing(AsyncTransactionRunner(engine)) as runner:
+        with pytest.raises(TimeoutError, match=r"no answer within 0\.5 s"):
+            runner.run(lambda _: await_only(hang()), None, 0.5)
+        assert cancelled.wait(20)
+        assert runner.run(one, None, 20) == 1
+        with pytest.raises(TimeoutError, match="its own"):
+            runner.run(fail, None, 20)
+    asyncio.run(engine.dispose())
+
+
+def test_a_message_whose_transaction_hangs_may_be_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of the outbox ends the transaction, however far it got."""
+    engine = create_engine(f"sqlite:///{tmp_path}/database")
+    outbox = SQLAlchemyOutbox(engine, create=True, timeout=0.1)
+    outbox.open()
+    monkeypatch.setattr(outbox, "_timeout", 0.1)  # a file has no server that could hang
+    released = threading.Event()
+    real = outbox._runner._run  # type: ignore[union-attr]
+
+    def late(*arguments: Any) -> Any:
+        released.wait(20)
+        return real(*arguments)
+
+    monkeypatch.setattr(outbox._runner, "_run", late)
+    try:
+        with pytest.raises(OutboxError, match="no answer within") as caught:
+            outbox.write([NewRow(Message(b""), "", "q", True, None)], [])
+        assert caught.value.may_have_arrived
+    finally:
+        released.set()
+    outbox.close()
+    engine.dispose()
