@@ -47,6 +47,7 @@ KINDS = st.lists(
 )
 MESSAGE_IDS = st.sampled_from([None, None, None, "a", "b"])
 MAX_ATTEMPTS = 2
+ONCE_EVERY = 4  # every so many publishes, one is tried once
 GRACE = 2.0
 ROUND_TRIPS, PAUSE = 7, GRACE / 8
 WATCHED = (ROUND_TRIPS - 1) * PAUSE
@@ -181,6 +182,7 @@ class PublishingMachine(RuleBasedStateMachine):
                 self.now,
                 timeout,
             )
+            publication.once = number % ONCE_EVERY == ONCE_EVERY - 1
             expected = Expected(
                 publication,
                 number,
@@ -278,6 +280,11 @@ class PublishingMachine(RuleBasedStateMachine):
     def send(self, limit: int) -> None:
         self.tick()
         if self.session.channel_in_doubt(self.now):
+            assert self.channel is not None
+            self.session.abandon_overdue()
+            for expected in self.channel.on_wire:
+                if expected.publication.once and expected.outcome is None:
+                    self.give_up(expected)
             self.lose(None, connection=True)
         if self.session.reopening_due(self.now):
             self.session.reopening_begun()
@@ -451,7 +458,7 @@ class PublishingMachine(RuleBasedStateMachine):
                 expected.final_at = self.new_since(expected) + GRACE
             elif ack:
                 expected.outcome = Outcome.CONFIRMED
-            elif expected.nacks == MAX_ATTEMPTS:
+            elif expected.nacks == MAX_ATTEMPTS or expected.publication.once:
                 expected.outcome = Outcome.NACKED
             else:
                 expected.due = self.now + DELAYS[expected.nacks - 1]
@@ -635,6 +642,9 @@ class PublishingMachine(RuleBasedStateMachine):
                 assert expected.culprit is None
 
     def a_place_is_freed_once_when_settled_and_off_the_wire(self) -> None:
+        kept = [one.publication for one in self.everyone if one.publication.state is PublicationState.ABANDONED]
+        assert self.session.abandoned_count == len(kept)
+        assert self.session.abandoned_bytes == sum(publication.size for publication in kept)
         on_wire = self.channel.on_wire if self.channel else []
         free = [one.publication for one in self.everyone if one.outcome is not None and one not in on_wire]
         assert self.session.freed_count == len(free)
