@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry
@@ -80,8 +80,10 @@ def register(registry: CollectorRegistry, read: Callable[[], Iterable[Reading]])
     with _lock:
         collector = _collectors.get(registry)
         if collector is None:
-            collector = _collectors[registry] = _Collector()
-            registry.register(collector)
+            made = _Collector()
+            collector = _collectors.setdefault(registry, made)
+            if collector is made:  # otherwise a signal handler was faster
+                registry.register(collector)
     return collector.add(read)
 
 
@@ -114,35 +116,52 @@ class _Totals:
         return copied
 
 
+class _Counted(NamedTuple):
+    """The registrations to read, and the counts of those that are closed."""
+
+    registrations: frozenset[Registration]
+    retired: _Totals
+
+
 class _Collector(Collector):
-    """The collector of one registry."""
+    """The collector of one registry.
+
+    A signal handler may interrupt any call here, and make another. So a change builds a new state and replaces the
+    former one in a single step, unless a signal handler has replaced it meanwhile. A scrape reads one state, without
+    the lock.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._registrations: set[Registration] = set()
-        self._retired = _Totals()
+        self._lock = threading.RLock()
+        self._counted = _Counted(frozenset(), _Totals())
 
     def add(self, read: Callable[[], Iterable[Reading]]) -> Registration:
         registration = Registration(self, read)
         with self._lock:
-            self._registrations.add(registration)
+            while registration not in (before := self._counted).registrations:
+                after = before._replace(registrations=before.registrations | {registration})
+                if self._counted is before:
+                    self._counted = after
         return registration
 
     def retire(self, registration: Registration) -> None:
         with self._lock:
-            if registration in self._registrations:
-                self._registrations.remove(registration)
-                self._retired.add(reading for reading in registration.read() if reading.family.kind != "gauge")
+            while registration in (before := self._counted).registrations:
+                retired = before.retired.copy()
+                retired.add(reading for reading in registration.read() if reading.family.kind != "gauge")
+                after = _Counted(before.registrations - {registration}, retired)
+                if self._counted is before:
+                    self._counted = after
 
     def describe(self) -> Iterable[Metric]:
         """Return nothing to check at registration: only this package uses the names."""
         return []
 
     def collect(self) -> Iterable[Metric]:
-        with self._lock:
-            totals = self._retired.copy()
-            for registration in self._registrations:
-                totals.add(registration.read())
+        registrations, retired = self._counted
+        totals = retired.copy()
+        for registration in registrations:
+            totals.add(registration.read())
         families: dict[Family, Metric] = {}
         for (family, labels), value in totals.values.items():
             metric = families.setdefault(family, _empty(family))
@@ -174,5 +193,5 @@ def _cumulated(histogram: Histogram) -> list[tuple[str, float, Exemplar | None]]
     return buckets
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler may acquire it again
 _collectors: WeakKeyDictionary[CollectorRegistry, _Collector] = WeakKeyDictionary()

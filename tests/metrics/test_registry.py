@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
+from itertools import count
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +14,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from reliable_mq.core.statistics import Histogram
 from reliable_mq.errors import ConfigurationError
-from reliable_mq.metrics.registry import Family, Reading, register
+from reliable_mq.metrics.registry import Family, Reading, Registration, register
+from tests.sync.test_interrupted_calls import Interruption, on_another_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -165,6 +168,80 @@ def test_threads_may_come_and_go_while_others_scrape(registry: CollectorRegistry
         seen.append(shown(registry).get("messages_total a", 0.0))
     assert seen == sorted(seen)
     assert shown(registry) == {"messages_total a": rounds * threads}
+
+
+class SignalHandler(Interruption):
+    """Calls a signal handler at the n-th place where Python may run one, in a block."""
+
+    def __init__(self, step: int, handler: Callable[[], object]) -> None:
+        super().__init__(step)
+        self._handler = handler
+
+    def __exit__(self, *error: object) -> bool:
+        super().__exit__(*error)
+        return False
+
+    def _pass(self) -> None:
+        self.left -= 1
+        if not self.left:
+            self.over = True
+            sys.settrace(None)
+            self._handler()
+
+
+def scrape(registry: CollectorRegistry, _first: Registration) -> None:
+    assert shown(registry)["messages_total a"] in (8, 12)
+
+
+def register_one(registry: CollectorRegistry, _first: Registration) -> None:
+    register(registry, reading("a"))
+
+
+def close(_registry: CollectorRegistry, first: Registration) -> None:
+    first.close()
+
+
+@pytest.mark.parametrize("call", [scrape, register_one, close], ids=lambda call: call.__name__)
+def test_a_signal_handler_may_use_a_registry_amid_any_call(
+    call: Callable[[CollectorRegistry, Registration], None],
+) -> None:
+    """It closes a publisher and makes one: no count is lost, and none is there twice."""
+
+    def interrupted(step: int) -> SignalHandler:
+        registry = CollectorRegistry()
+        first, second = (register(registry, reading("a", messages=messages)) for messages in (5, 3))
+        handler = SignalHandler(step, lambda: (second.close(), register(registry, reading("a", messages=4))))
+        with handler:
+            call(registry, first)
+        assert shown(registry)["messages_total a"] == (12 if handler.over else 8)
+        return handler
+
+    every_place(interrupted, least=5)
+
+
+def test_a_signal_handler_may_register_first_amid_registering() -> None:
+    """A registry with two collectors would show each metric twice."""
+
+    def interrupted(step: int) -> SignalHandler:
+        registry = CollectorRegistry()
+        handler = SignalHandler(step, lambda: register(registry, reading("a", messages=3)))
+        with handler:
+            register(registry, reading("a", messages=4))
+        assert [metric.name for metric in registry.collect()].count("reliable_mq_messages") == 1
+        assert shown(registry)["messages_total a"] == (7 if handler.over else 4)
+        return handler
+
+    every_place(interrupted, least=5)
+
+
+def every_place(interrupted: Callable[[int], SignalHandler], least: int) -> None:
+    """Call at each place in turn, on a thread that a deadlock keeps alone."""
+    handlers: list[SignalHandler] = []
+    for step in count(1):
+        on_another_thread(lambda step=step: handlers.append(interrupted(step)), f"a call interrupted at step {step}")
+        if not handlers[-1].over:
+            break
+    assert step > least, "it looked at nothing"
 
 
 @pytest.mark.parametrize("wrong", [True, "registry", object()])
