@@ -7,7 +7,8 @@ The code bounds the labels: ``publisher`` and ``consumer`` are the names given t
 queue consumed from or measured, ``role`` has two values, ``outcome`` has five (three for an outbox's row), and ``what``
 has two. The metrics of publishers with the same name are added up. Exceptions are ages, the rows of an outbox and the
 depth of a queue, where the highest value counts, and the connection state, where the lowest does. The counts of a
-closed publisher or consumer stay in the totals, so a counter never falls while the process lives.
+closed publisher or consumer stay in the totals, so a counter never falls while the process lives. A forked child counts
+from zero.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
+from reliable_mq._util.hooks import ForkStage, at_fork
 from reliable_mq.core.statistics import Histogram, Merged
 from reliable_mq.errors import ConfigurationError
 
@@ -132,7 +134,15 @@ class _Collector(Collector):
     """
 
     def __init__(self) -> None:
+        self.renew_lock()
+        self.forget()
+
+    def renew_lock(self) -> None:
+        """Replace the lock in a forked child. A thread of the parent may have held it."""
         self._lock = threading.RLock()
+
+    def forget(self) -> None:
+        """Begin without registrations and counts in a forked child. They are the parent's."""
         self._counted = _Counted(frozenset(), _Totals())
 
     def add(self, read: Callable[[], Iterable[Reading]]) -> Registration:
@@ -195,3 +205,19 @@ def _cumulated(histogram: Histogram) -> list[tuple[str, float, Exemplar | None]]
 
 _lock = threading.RLock()  # a signal handler may acquire it again
 _collectors: WeakKeyDictionary[CollectorRegistry, _Collector] = WeakKeyDictionary()
+
+
+def _renew_locks() -> None:
+    global _lock  # noqa: PLW0603  # a thread of the parent may have held it
+    _lock = threading.RLock()
+    for collector in _collectors.values():
+        collector.renew_lock()
+
+
+def _forget() -> None:
+    for collector in _collectors.values():
+        collector.forget()
+
+
+at_fork(ForkStage.RENEW, _renew_locks)
+at_fork(ForkStage.FORGET, _forget)  # the registrations may have the last references to publishers

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import sys
 import threading
 import weakref
@@ -15,6 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from reliable_mq.core.statistics import Histogram
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.metrics.registry import Family, Reading, Registration, register
+from reliable_mq.testing.waiting import wait_until
 from tests.sync.test_interrupted_calls import Interruption, on_another_thread
 
 if TYPE_CHECKING:
@@ -242,6 +245,47 @@ def every_place(interrupted: Callable[[int], SignalHandler], least: int) -> None
         if not handlers[-1].over:
             break
     assert step > least, "it looked at nothing"
+
+
+def test_a_forked_child_registers_while_the_parent_closes(registry: CollectorRegistry) -> None:
+    """A thread that does not exist in the child holds the lock; the parent's counts are the parent's."""
+    closing, may_close = threading.Event(), threading.Event()
+
+    def read() -> Iterable[Reading]:
+        closing.set()
+        assert may_close.wait(60)
+        return [Reading(MESSAGES, ("a",), 3)]
+
+    closer = threading.Thread(target=register(registry, read).close)
+    register(registry, reading("a", messages=5)).close()
+    closer.start()
+    assert closing.wait(20)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            register(registry, reading("b", messages=1))
+            status = 0 if shown(registry) == {"messages_total b": 1, "waiting b": 0, "age_seconds b": 0} else 2
+        finally:
+            os._exit(status)
+    may_close.set()
+    closer.join()
+    assert waited_for(child) == 0
+    assert shown(registry) == {"messages_total a": 8}
+
+
+def waited_for(child: int) -> int:
+    """Return the exit code of a child, which is killed where it does not end."""
+    try:
+        ended = wait_until(
+            lambda: child in (done := os.waitpid(child, os.WNOHANG)) and done, timeout=20, what="its end"
+        )
+    except TimeoutError:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise
+    assert ended
+    return os.waitstatus_to_exitcode(ended[1])
 
 
 @pytest.mark.parametrize("wrong", [True, "registry", object()])
