@@ -9,7 +9,7 @@ Invariants:
   frozen server never replies. So such a call runs on a separate thread, and at its deadline the socket that it waits
   for is shut down (`CancelHandle`). That ends most calls; the others end when the server, or its machine, replies.
 - If `most` threads exist and all of them hang, further calls with a deadline fail at once, unless the caller itself
-  limits their number.
+  limits their number. They also fail at once if they need a thread and none can be started.
 - A connection is shut down only while the hanging call uses it.
 - Callbacks (`CallbackThread`) run one at a time, in the order in which they were added, and never on an I/O thread. An
   exception of a callback is logged and affects no other callback.
@@ -140,6 +140,13 @@ class DaemonExecutor:
         self._most = most
         self._reset()
 
+    def start(self) -> None:
+        """Start a thread unless one is idle.
+
+        A call starts it as well, but an interpreter that exits refuses new threads.
+        """
+        self._submit(lambda: None, lambda _result, _error: None, queue=True)
+
     def call(self, fn: Callable[[CancelHandle], T], timeout: float, *, beyond: bool = False) -> T:
         """Call ``fn`` on another thread and wait for its result.
 
@@ -149,7 +156,8 @@ class DaemonExecutor:
             beyond: Whether the call may use a thread beyond ``most``, because its caller limits the number of calls.
 
         Raises:
-            TimeoutError: If the call did not return in time, or ``most`` earlier calls have not returned.
+            TimeoutError: If the call did not return in time, ``most`` earlier calls have not returned, or no thread can
+                be started.
         """
         handle = CancelHandle()
         outcome: list[Any] = []
@@ -160,7 +168,10 @@ class DaemonExecutor:
             outcome.extend((result, error))
             ended.release()
 
-        self._submit(partial(fn, handle), report, beyond=beyond)
+        try:
+            self._submit(partial(fn, handle), report, beyond=beyond)
+        except RuntimeError as refused:
+            raise TimeoutError(f"no thread can be started: {refused}") from refused
         if not ended.acquire(timeout=timeout):
             handle.cut()
             raise TimeoutError(f"no answer within {timeout:g} s")

@@ -24,7 +24,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from reliable_mq._util.threads import Condition, InterruptibleEvent
+from reliable_mq._util.threads import Condition, InterruptibleEvent, start_daemon
 from reliable_mq.core.consumer.attempts import Failure, describe, shown
 from reliable_mq.core.consumer.delivery import Delivery, message_names
 from reliable_mq.core.consumer.dispatch import Work, verdicts
@@ -170,22 +170,29 @@ class WorkerPool:
         """Retry settlements after `stop`. Return the number still without an answer."""
         if not self._claiming or not self._claiming.retries:
             return 0
-        over = InterruptibleEvent()
-        thread = threading.Thread(
-            target=self._retry_settlements, args=(over,), name=f"{self._name}-settlements", daemon=True
-        )
-        thread.start()
         deadline = time.monotonic() + timeout
+        over = InterruptibleEvent()
+
+        def rest(seconds: float) -> bool:
+            left = deadline - time.monotonic()
+            time.sleep(max(min(seconds, left), 0.0))
+            return left <= seconds or not worth_waiting()
+
+        try:
+            thread = start_daemon(f"{self._name}-settlements", self._retry_settlements, over.wait)
+        except RuntimeError:  # an interpreter that exits refuses the thread
+            self._retry_settlements(rest)
+            return len(self._claiming.retries)
         while thread.is_alive() and (left := deadline - time.monotonic()) > 0 and worth_waiting():
             thread.join(min(left, LOOK_INTERVAL))
         over.set()
         return len(self._claiming.retries)
 
-    def _retry_settlements(self, over: InterruptibleEvent) -> None:
+    def _retry_settlements(self, rest: Callable[[float], bool]) -> None:
         if self._store is None or self._claiming is None:
             raise RuntimeError("there is no store")
         store = self._store
-        blocking(retrying_settlements(self._claiming, lambda step: store_call(store, step)(), over.wait))
+        blocking(retrying_settlements(self._claiming, lambda step: store_call(store, step)(), rest))
 
     @property
     def is_current(self) -> bool:

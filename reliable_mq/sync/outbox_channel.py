@@ -166,6 +166,10 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
 
     # On a separate thread
 
+    def _begin(self, claims: RowLeases) -> None:
+        self._questions.start()  # an interpreter that exits asks the outbox, and refuses new threads
+        super()._begin(claims)
+
     def _open(self, opening: _Opening) -> None:
         """Open the outbox, and close it again if no caller waits for it any more."""
         claims: RowLeases | None = None

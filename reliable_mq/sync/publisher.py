@@ -270,6 +270,8 @@ def _close_at_exit() -> None:
             publisher.close(max(deadline - time.monotonic(), 0.0))
         except PublishError:
             logger.exception("messages were lost at exit")
+        except Exception:
+            logger.exception("closing %r at exit", publisher)  # the others must be closed, too
 
 
 at_exit(ExitStage.PUBLISHERS, _close_at_exit)

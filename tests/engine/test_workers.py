@@ -20,6 +20,7 @@ from reliable_mq.stores import IdempotencyStore, MemoryStore
 from reliable_mq.testing.waiting import wait_until
 from tests.core.deliveries import delivery
 from tests.hostile_exceptions import NotYet, Textless
+from tests.refused_threads import refusing_threads
 
 DEADLINE = 30.0
 
@@ -631,3 +632,28 @@ def test_a_store_that_exits_its_thread_costs_an_attempt_only(caplog: pytest.LogC
     assert isinstance(first, Failed)
     assert isinstance(second, Delivery)
     assert "SystemExit" in caplog.text
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_settlements_are_retried_without_a_thread(answers: bool) -> None:
+    """An interpreter that exits refuses it; the time is bounded all the same."""
+
+    class Silent(MemoryStore):
+        silent = True
+
+        def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
+            if self.silent:
+                raise OSError("no answer")
+            return super().complete_many(claims)
+
+    store = Silent()
+    with running(lambda _: None, store=store) as (workers, sink):
+        workers.put(items(1))
+        sink.wait_for(1)
+        assert workers.stop(DEADLINE)
+        store.silent = not answers
+        with refusing_threads("-settlements"):
+            assert workers.retry_settlements(DEADLINE if answers else 0.2, lambda: True) == (0 if answers else 1)
+            assert workers.retry_settlements(DEADLINE, lambda: False) == (0 if answers else 1)
+    (claim,) = store.claim_many(["q|orders|m1"], 60.0)
+    assert claim.status is (ClaimStatus.DONE if answers else ClaimStatus.IN_PROGRESS)

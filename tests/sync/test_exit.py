@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reliable_mq import Consumer, UsageError
+from reliable_mq import Consumer, Message, Publisher, UsageError
+from reliable_mq.outbox import SQLiteOutbox, sqlite_relay
 from reliable_mq.sync import consumer as module
+from reliable_mq.sync import publisher as publisher_module
+from tests.refused_threads import refusing_threads
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import pytest
+
+NOBODY = "amqp://guest:guest@127.0.0.1:1/"
 
 
 def test_a_consumer_that_cannot_be_closed_keeps_no_other_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,3 +30,36 @@ def test_a_consumer_that_cannot_be_closed_keeps_no_other_from_it(monkeypatch: py
     monkeypatch.setattr(module, "_open_consumers", consumers)
     module._close_at_exit()
     assert set(closed) == consumers
+
+
+def test_a_publisher_that_cannot_be_closed_keeps_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    closed: list[Publisher] = []
+
+    def close(publisher: Publisher, _timeout: float) -> None:
+        closed.append(publisher)
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    publishers = {Publisher(NOBODY) for _ in range(3)}
+    monkeypatch.setattr(Publisher, "close", close)
+    monkeypatch.setattr(publisher_module, "_open_publishers", publishers)
+    publisher_module._close_at_exit()
+    assert set(closed) == publishers
+    assert caplog.text.count("RuntimeError: can't create new thread") == 3
+
+
+def test_outboxes_are_flushed_and_closed_at_exit_without_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Python 3.12 starts no thread any more when the interpreter exits."""
+    monkeypatch.setattr(publisher_module, "_open_publishers", set())
+    publishers = [Publisher(NOBODY, outbox=SQLiteOutbox(tmp_path / f"outbox {number}")) for number in range(2)]
+    for publisher in publishers:
+        publisher.publish(Message(b""), routing_key="q")
+    with refusing_threads(""):
+        publisher_module._close_at_exit()
+    assert caplog.text.count("1 messages stay in") == 2, "the outboxes were not asked"
+    assert "Traceback" not in caplog.text
+    assert all(publisher._is_closed for publisher in publishers)
+    assert not sqlite_relay._open_claims

@@ -258,3 +258,23 @@ def test_an_error_of_sending_ends_no_relay(caplog: pytest.LogCaptureFixture) -> 
         assert [(row.id, type(error)) for row, error in publisher.take_settled()] == [(1, kind), (2, kind)]
     assert sent == [1, 1]
     assert "can't start new thread" in caplog.text
+
+
+def test_a_refused_question_thread_does_not_stop_a_close(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The relay ends and releases its rows; the only thread for questions hangs."""
+    outbox = LateQuestion(tmp_path / "outbox")
+    publisher = Publisher(NOBODY, outbox=outbox)
+    publisher.publish(Message(b""), routing_key="q")
+    with ThreadPoolExecutor() as pool:
+        flushed = pool.submit(publisher.flush)
+        assert outbox.asked.wait(20)
+        with refusing_threads(""):
+            with pytest.raises(TimeoutError, match="can't start new thread"):
+                publisher.flush(1)
+            publisher.close(1)
+        assert not sqlite_relay._open_claims
+        outbox.closed.set()
+        with pytest.raises(UsageError, match="for the next start"):
+            flushed.result(20)
+    outbox.close()
+    assert caplog.text.count("can't start new thread") == 2, "for the rows that are left, and for the close"
