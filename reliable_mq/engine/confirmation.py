@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, Self
 
 from reliable_mq.core.publisher.publication import Outcome
-from reliable_mq.engine.publisher_channel import ObservedPublication
+from reliable_mq.engine.publisher_channel import CALLED, ObservedPublication
 from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ __all__ = ["BaseConfirmation", "BaseConfirmationOwner", "end_trace"]
 logger = logging.getLogger(__name__)
 
 _SUCCESSES = (Outcome.CONFIRMED, Outcome.STORED)
-
-_CALLED: list[Callable[[], object]] = []  # replaces the callbacks of a confirmation after they were called
 
 
 def end_trace(publication: Publication, error: BaseException) -> None:
@@ -74,7 +72,7 @@ class BaseConfirmation(ObservedPublication):
 
         An exception in one callback, for example if no thread can be started, does not affect the other callbacks.
         """
-        callbacks, self.callbacks = self.callbacks, _CALLED
+        callbacks, self.callbacks = self.callbacks, CALLED
         for callback in callbacks or ():
             try:
                 callback()
@@ -105,7 +103,7 @@ class BaseConfirmation(ObservedPublication):
         """Mark the outcome as seen, whether or not it is known. The lock is held."""
         if not self.result_observed:
             self.result_observed = True
-            if self.callbacks is _CALLED and self.outcome not in _SUCCESSES:
+            if self.callbacks is CALLED and self.outcome not in _SUCCESSES:
                 self.owner.failure_observed()
 
     def _add_callback(self, callback: Callable[[], object]) -> bool:

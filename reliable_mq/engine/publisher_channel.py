@@ -35,7 +35,7 @@ from reliable_mq.engine.health import LoopWatch
 from reliable_mq.errors import BrokerUnavailable, PublishBlocked, PublishDisconnected, PublishUnconfirmed, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from contextlib import AbstractContextManager
 
     from reliable_mq.codec import RawDelivery
@@ -48,11 +48,14 @@ if TYPE_CHECKING:
     from reliable_mq.errors import ReliableMQError
     from reliable_mq.tracing.publishing import SendTrace
 
-__all__ = ["CLOSE_GRACE", "BasePublisherChannel", "ObservedPublication", "unwatched_logger"]
+__all__ = ["CALLED", "CLOSE_GRACE", "BasePublisherChannel", "ObservedPublication", "unwatched_logger"]
 
 logger = logging.getLogger(__name__)
 unwatched_logger = logger.getChild("unwatched")
 """Logs the number of failed publishes without a callback and without a caller that waits."""
+
+CALLED: list[Callable[[], object]] = []
+"""Replaces the callbacks of a publish after they were called."""
 
 CLOSE_GRACE = 2.0
 """Seconds for the closing handshake, beyond the caller's own timeout."""
@@ -184,7 +187,7 @@ class BasePublisherChannel(BaseChannel[P]):
             for confirmation in confirmations:
                 if confirmation.result_observed:
                     confirmation.result_observed = False
-                    if confirmation.outcome not in (None, Outcome.CONFIRMED):
+                    if confirmation.callbacks is CALLED and confirmation.outcome is not Outcome.CONFIRMED:
                         self._keep_failure(confirmation)
 
     def observe(self, confirmation: P, trace: SendTrace) -> None:

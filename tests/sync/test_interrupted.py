@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from reliable_mq import Consumer, Message, Publisher, PublishNacked, PublishUnconfirmed, Queue, RetryPolicy
+from reliable_mq.engine.publisher_channel import BasePublisherChannel
 from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.sync.consumer import _open_consumers
 from reliable_mq.sync.publisher import _open_publishers
@@ -27,7 +28,7 @@ from reliable_mq.testing.waiting import wait_until
 from tests.contract.scripted_broker import ScriptedBroker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from types import FrameType
 
 # A socket whose making is interrupted is closed when it is collected, with a warning; so is nothing else.
@@ -251,3 +252,27 @@ def test_close_raises_a_failure_whose_submit_was_interrupted(
             publisher.publish(Message(b""), routing_key="q")
         with pytest.raises(PublishNacked):
             leaving.close()
+
+
+def test_a_failure_as_its_publish_is_interrupted_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The outcome is written when the exception comes, and the I/O thread has not settled it yet."""
+    noted = threading.Event()
+    settle, not_reported = BasePublisherChannel._settle, BasePublisherChannel.not_reported
+
+    def interrupt_and_settle(channel: BasePublisherChannel[Any]) -> None:
+        if channel.session.settled:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+            assert noted.wait(20)
+        settle(channel)
+
+    def note(channel: BasePublisherChannel[Any], confirmations: Iterable[Any]) -> None:
+        not_reported(channel, confirmations)
+        noted.set()
+
+    monkeypatch.setattr(BasePublisherChannel, "_settle", interrupt_and_settle)
+    monkeypatch.setattr(BasePublisherChannel, "not_reported", note)
+    publisher = Publisher("amqp://guest:guest@127.0.0.1:1/")
+    with signal_raises(), pytest.raises(Interrupted):
+        publisher.publish(Message(b""), routing_key="q", timeout=0.5)
+    with pytest.raises(PublishUnconfirmed):
+        publisher.close(0)
