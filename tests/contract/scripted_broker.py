@@ -336,7 +336,7 @@ class Connection(threading.Thread):
             case commands.Queue.Declare():
                 time.sleep(self.broker.declare_seconds)
                 self.broker.missing.discard(value.queue)
-                channel.send(commands.Queue.DeclareOk(value.queue, *self.broker.counts))
+                channel.send(commands.Queue.DeclareOk(value.queue, *self.broker.count))
             case commands.Queue.Bind():
                 channel.send(commands.Queue.BindOk())
             case commands.Exchange.Declare():
@@ -379,9 +379,9 @@ class ScriptedBroker:
         silent: whatever a client sends is read and not answered.
         gates: by consumer tag, what to wait for before a subscription is answered, or anything behind it.
         missing: queues that do not exist before they are declared; all others do.
-        counts: of messages and consumers, for the passive declares to come, in their order; then none.
+        counts: of messages and consumers, for the passive declares to come, in their order; then `count`.
         declare_seconds: how long a queue takes to declare, or to find.
-        counts: the ready messages and the consumers of every queue.
+        count: the ready messages and the consumers of every queue.
         frame_max, heartbeat: as offered to the clients to come; bytes and seconds.
         secrets_unanswered: whether ``connection.update-secret`` gets no answer, as while it is blocked.
         seen: the names of all methods read, in order.
@@ -401,7 +401,7 @@ class ScriptedBroker:
         self.missing: set[str] = set()
         self.counts: deque[tuple[int, int]] = deque()
         self.declare_seconds = 0.0
-        self.counts = 0, 0
+        self.count = 0, 0
         self.secrets_unanswered = False
         self.frame_max = 131072
         self.heartbeat = 60

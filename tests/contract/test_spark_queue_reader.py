@@ -29,7 +29,7 @@ def test_a_cancelled_queue_with_a_count_in_doubt_is_read_again(broker: ScriptedB
         channel.cancel()
         broker.wait(lambda: set(channel.consumers) - before, "another subscription")
     finally:
-        broker.counts = 0, 1
+        broker.count = 0, 1
         opening.join(20)
         reader.close(1.0)
     assert not opening.is_alive()
