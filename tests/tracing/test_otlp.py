@@ -235,7 +235,7 @@ def test_a_collector_gets_the_spans_of_publisher_and_consumer(
 def test_a_collector_gets_the_spans_of_an_outbox(
     collector: Collector, broker: ScriptedBroker, publisher: type[Any], consumer: type[Any], tmp_path: Path
 ) -> None:
-    """The row of a message keeps its context: the send span of the relay links to it."""
+    """The row of a message keeps its context: each send span of the relay links to it. A nack ends the first."""
     traces = Traces(collector)
 
     def nacked_first(published: Published) -> None:
@@ -246,11 +246,10 @@ def test_a_collector_gets_the_spans_of_an_outbox(
 
     broker.script = nacked_first
     outbox = SQLiteOutbox(tmp_path / "outbox.db")
-    options = {"tracing": traces.tracing, "name": "shop", "outbox": outbox, "retry": RetryPolicy(2, delays=(0.01,))}
-    with publisher(broker.url, **options) as shop:
+    with publisher(broker.url, tracing=traces.tracing, name="shop", outbox=outbox) as shop:
         receipt = shop.publish(Message(b"four"), routing_key="orders")
         shop.flush(30)
-    create, send = traces.golden()
+    create, nacked, send = traces.golden()
     assert create == {
         "name": "create orders",
         "kind": "SPAN_KIND_PRODUCER",
@@ -265,19 +264,22 @@ def test_a_collector_gets_the_spans_of_an_outbox(
         "events": [],
         "status": ("STATUS_CODE_UNSET", ""),
     }
-    assert send == {
+    relayed = {
         **sent(broker, receipt.message_id),
         "kind": "SPAN_KIND_CLIENT",
         "trace": "create orders",
         "parent": "create orders",
         "links": [("create orders", {})],
-        "attributes": {**sent(broker, receipt.message_id)["attributes"], "reliable_mq.attempts": 2},
-        "events": [
-            ("reliable_mq.sent", {"reliable_mq.attempt": 1}),
-            ("reliable_mq.nacked", {"reliable_mq.attempt": 1}),
-            ("reliable_mq.sent", {"reliable_mq.attempt": 2}),
-        ],
     }
+    outcome = {"error.type": "PublishNacked", "reliable_mq.outcome": "nacked"}
+    events = [("reliable_mq.sent", {"reliable_mq.attempt": 1}), ("reliable_mq.nacked", {"reliable_mq.attempt": 1})]
+    assert nacked.pop("status")[0] == "STATUS_CODE_ERROR"
+    assert nacked == {
+        **{name: value for name, value in relayed.items() if name != "status"},
+        "attributes": {**relayed["attributes"], **outcome},
+        "events": events,
+    }
+    assert send == {**relayed, "events": [("reliable_mq.sent", {"reliable_mq.attempt": 1})]}
 
 
 @both_apis
