@@ -136,5 +136,7 @@ def test_an_outbox_leaves_the_pool_of_its_engine_alone(
 def test_parameters_stay_hidden(engine: sa.Engine | AsyncEngine, outbox: SQLAlchemyOutbox) -> None:
     outbox.open()
     with pytest.raises(OutboxError) as caught:
-        outbox._do(lambda connection: connection.execute(sa.text("SELECT :secret FROM nowhere"), {"secret": "s3"}), "x", None)
+        outbox._do(
+            lambda connection: connection.execute(sa.text("SELECT :secret FROM nowhere"), {"secret": "s3"}), "x", None
+        )
     assert "s3" not in str(caught.value.__cause__)
