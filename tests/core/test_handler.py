@@ -643,6 +643,7 @@ def test_ended_handlers_are_settled_while_another_runs() -> None:
     assert (failed.delivery, handled) == (items[0], items[1])
     settled = [[claim.key[-2:] for claim in step.claims] for step in runner.steps if isinstance(step, Complete)]
     assert settled == [["m2"], ["m3", "m4"]]
+    assert runner.ended.left(items) == items[2:]
 
 
 @given(st.lists(st.sampled_from(["returns", "raises", "is taken over"]), min_size=1, max_size=6), st.booleans())

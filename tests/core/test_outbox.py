@@ -16,6 +16,7 @@ from reliable_mq import (
     PublishReturned,
     PublishUnconfirmed,
 )
+from reliable_mq.core import outbox as core_outbox
 from reliable_mq.core.outbox import (
     COLUMNS,
     FORMAT,
@@ -302,6 +303,20 @@ def test_new_rows_to_a_silent_destination_are_suspects() -> None:
     session.settled(row(2), PublishNacked("full"))
     session.settlements.clear()
     session.add([row(4), row(5)])
+    assert outcomes(session) == []
+
+
+def test_the_number_of_silent_destinations_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then all are forgotten, and their rows are like any others until the next confirm is missing."""
+    monkeypatch.setattr(core_outbox, "_SILENT_KEPT", 2)
+    session = RelaySession(2)
+    silent = [row(number)._replace(routing_key=f"q{number}") for number in range(3)]
+    for each in silent:
+        session.add([each])
+        session.settled(each, UNANSWERED)
+    session.settlements.clear()
+    session.add([row(10 + number)._replace(routing_key=f"q{number}") for number in range(3)])
+    assert session.suspects == 1
     assert outcomes(session) == []
 
 
