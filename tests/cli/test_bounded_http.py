@@ -83,6 +83,7 @@ def test_a_request_that_does_not_end_is_dropped(sent: bytes, monkeypatch: pytest
         assert time.monotonic() - began < 5
 
 
+@pytest.mark.slow
 def test_whole_requests_are_answered_for_as_long_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounded_http, "HEAD_TIMEOUT", 1.0)
     with served() as address, socket.create_connection(address) as client:
@@ -129,6 +130,7 @@ sys.exit(serve(app, socket.create_server(("127.0.0.1", 0)), 10) - signal.SIGTERM
 """
 
 
+@pytest.mark.slow
 def test_a_signal_that_another_thread_receives_ends_the_server() -> None:
     """Python notes it, and nothing wakes the main thread; as where it comes just before that thread waits."""
     done = subprocess.run([sys.executable, "-c", DEAF], check=False, cwd=ROOT, capture_output=True, timeout=60)

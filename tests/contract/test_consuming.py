@@ -674,6 +674,7 @@ def test_what_was_pulled_on_a_lost_channel_cannot_be_acked(broker: ScriptedBroke
         wait_acked(broker, 1)
 
 
+@pytest.mark.slow
 def test_a_broker_has_longer_to_attach_a_consumer_to_a_stream(
     broker: ScriptedBroker, new_consumer: NewConsumer
 ) -> None:

@@ -38,6 +38,7 @@ def test_counts_in_doubt_are_asked_for_again(broker: ScriptedBroker) -> None:
     assert not broker.counts
 
 
+@pytest.mark.slow
 def test_a_queue_seems_empty_only_if_it_is_counted_again(broker: ScriptedBroker) -> None:
     """For all that show a number: the size and the depths of dead-letter queues, the gauges, the doctor."""
     settings = parse_url(broker.url)

@@ -771,6 +771,7 @@ def test_a_broker_that_was_never_there_is_no_connection_either(new_publisher: Ne
 # -- the beginning and the end -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_first_publish_keeps_its_deadline_behind_later_ones(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
@@ -797,6 +798,7 @@ def test_a_first_publish_keeps_its_deadline_behind_later_ones(
     publisher.close()
 
 
+@pytest.mark.slow
 def test_a_first_publish_keeps_its_deadline_during_declaration(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:

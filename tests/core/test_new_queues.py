@@ -57,6 +57,7 @@ def test_with_another_exchange_or_a_copy_any_new_queue_counts() -> None:
     assert final_at(made(), "x", 11.5, "events") is None
 
 
+@pytest.mark.slow
 def test_a_confirm_costs_the_same_however_many_queues_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program may make thousands at its start, and publish to a topic exchange at once."""
     new = made(**{f"q{number}": 10.0 + number / 10_000 for number in range(5000)})

@@ -92,6 +92,7 @@ def test_available_now_fails_on_a_lagging_replica(source: StreamSource, monkeypa
         source.latestOffset({"events": 10}, ANY)
 
 
+@pytest.mark.slow
 def test_a_stream_that_ends_early_at_its_leader_is_data_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was deleted and made anew."""
     cluster(monkeypatch, near=Replica((5, 5)), far=Replica((5, 5)))

@@ -131,6 +131,7 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
 
 
+@pytest.mark.slow
 def test_others_publish_after_an_interrupted_publish() -> None:
     with ScriptedBroker() as broker:
         broker.script = confirm
