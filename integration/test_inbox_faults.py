@@ -131,6 +131,18 @@ def test_f42_a_server_hanging_in_a_transaction_blocks_no_handler(
     assert effects(url) == Counter(ids)
 
 
+def losing_one_commit(armed: threading.Event) -> Callable[[bytes], bool]:
+    """A test for the data whose answer is lost: of the next ``COMMIT`` once it is armed."""
+
+    def loses(data: bytes) -> bool:
+        if armed.is_set() and b"COMMIT" in data:
+            armed.clear()
+            return True
+        return False
+
+    return loses
+
+
 @pytest.mark.parametrize("kind", ["postgresql", "mariadb", "mysql"])
 def test_f43_a_commit_whose_answer_is_lost_is_no_attempt(
     vhost: VirtualHost,
@@ -144,17 +156,11 @@ def test_f43_a_commit_whose_answer_is_lost_is_no_attempt(
     direct = prepared(server.fresh())
     armed = threading.Event()
 
-    def loses(data: bytes) -> bool:
-        if armed.is_set() and b"COMMIT" in data:
-            armed.clear()
-            return True
-        return False
-
     def arm(one: Delivery) -> None:
         if int(one.body) % 3 == 0:
             armed.set()
 
-    with LossyProxy(server.port, loses) as proxy:
+    with LossyProxy(server.port, losing_one_commit(armed)) as proxy:
         store = new_store(direct.replace(f":{server.port}/", f":{proxy.port}/"))
         with Consumer(
             vhost.url, ORDERS, writing(consumer_api, arm), idempotency=store, retry=RetryPolicy(1)
@@ -207,19 +213,13 @@ def test_f43_a_retry_in_the_handler_repeats_no_lost_commit(
     refused: list[IdempotencyStoreError] = []
     armed_for: set[bytes] = set()
 
-    def loses(data: bytes) -> bool:
-        if armed.is_set() and b"COMMIT" in data:
-            armed.clear()
-            return True
-        return False
-
     def arm(one: Delivery) -> None:
         if int(one.body) % 3 == 0 and one.body not in armed_for:
             armed_for.add(one.body)
             armed.set()
 
     handler = trying_twice(consumer_api, writing(consumer_api, arm), refused)
-    with LossyProxy(server.port, loses) as proxy:
+    with LossyProxy(server.port, losing_one_commit(armed)) as proxy:
         store = new_store(direct.replace(f":{server.port}/", f":{proxy.port}/"))
         with Consumer(vhost.url, ORDERS, handler, idempotency=store, retry=RetryPolicy(1)) as consumer:
             ids = publish(vhost, "orders", numbered(9))

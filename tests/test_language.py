@@ -42,7 +42,6 @@ SMALLEST, LARGEST = 80, 600
 SMALL_MODULES: Final = frozenset(
     {
         "_util/boottime.py", "_util/validation.py", "_util/version.py", "cli/__main__.py", "core/publisher/trace.py",
-        "engine/steps.py",
         "spark/autoregister.py", "spark/datasource.py", "spark/pickling.py", "testing/fixtures.py",
         "testing/waiting.py", "tracing/conventions.py", "tracing/propagation.py",
     }

@@ -16,7 +16,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from reliable_mq.core.consumer.attempts import shown
-from reliable_mq.core.consumer.handler import NotStarted
+from reliable_mq.core.consumer.handler import NotStarted, delivery_of
 from reliable_mq.engine import claim_groups
 from reliable_mq.engine.steps import awaiting
 
@@ -94,7 +94,7 @@ class GroupWatch:
         for task, groups in self._groups.items():
             group = groups.overdue()
             if group is not None and (taken := group.take_over()):
-                gone = set(map(claim_groups.delivery_of, taken))
+                gone = set(map(delivery_of, taken))
                 self._tasks[task] = [delivery for delivery in self._tasks[task] if delivery not in gone]
                 settling = self._loop.create_task(self._settle(group, taken), name=self._name)
                 self.settling.add(settling)

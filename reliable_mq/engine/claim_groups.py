@@ -14,23 +14,22 @@ group is started. The first of a group may always start. Deliveries that are put
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from reliable_mq.core.consumer.attempts import shown
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.handler import Ended, Skipped, SkipReason, delivery_of, settling_ended
+from reliable_mq.engine.steps import asking
 
 if TYPE_CHECKING:
     from collections import deque
-    from collections.abc import Callable, Generator, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from reliable_mq.core.consumer.dispatch import Work
     from reliable_mq.core.consumer.handler import ClaimPolicy, Failed, Result, Step
     from reliable_mq.engine.steps import Steps
 
-__all__ = ["PATIENCE", "ClaimBatcher", "Waiting", "carrying_out", "delivery_of", "settling_results"]
-
-T = TypeVar("T")
+__all__ = ["PATIENCE", "ClaimBatcher", "Waiting", "settling_results"]
 
 PATIENCE = 1.0
 """The seconds after which results of a group are settled, within as much again, although a handler of it still runs."""
@@ -136,29 +135,8 @@ def settling_results(
         report: A callable that accepts results.
     """
     try:
-        results = yield from carrying_out(settling_ended(claiming, group.claims, taken), ask)
+        results = yield from asking(settling_ended(claiming, group.claims, taken), ask)
     except BaseException as error:  # from a store that ends its thread, or the task is destroyed
         report([Skipped(delivery_of(one), SkipReason.STORE_FAILED, shown(error)) for one in taken])
         raise
     report(results)
-
-
-def carrying_out(steps: Generator[Step, Any, T], ask: Callable[[Step], Any]) -> Steps[T]:
-    """Carry out steps of which none calls the handler.
-
-    Args:
-        steps: The steps.
-        ask: A callable that carries out a step with the store.
-    """
-    try:
-        step = next(steps)
-        while True:
-            try:
-                answer = yield ask(step)
-            except Exception as error:  # noqa: BLE001  # the generator decides
-                step = steps.throw(error)
-            else:
-                step = steps.send(answer)
-    except StopIteration as stop:
-        result: T = stop.value
-        return result

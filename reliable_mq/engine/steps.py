@@ -19,10 +19,10 @@ Invariants:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, TypeAlias, TypeVar
 
-__all__ = ["Steps", "awaiting", "blocking"]
+__all__ = ["Steps", "asking", "awaiting", "blocking"]
 
 T = TypeVar("T")
 
@@ -61,6 +61,27 @@ async def awaiting(steps: Steps[T]) -> T:
                 step = steps.throw(error)
             else:
                 step = steps.send(outcome)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+
+
+def asking(questions: Generator[Any, Any, T], ask: Callable[[Any], Any]) -> Steps[T]:
+    """Return the steps of a generator that yields questions to a store.
+
+    Args:
+        questions: The generator. It is resumed with each answer, or with the exception that came in its place.
+        ask: The API's call for one question.
+    """
+    try:
+        question = next(questions)
+        while True:
+            try:
+                answer = yield ask(question)
+            except Exception as error:  # noqa: BLE001  # the generator decides
+                question = questions.throw(error)
+            else:
+                question = questions.send(answer)
     except StopIteration as end:
         result: T = end.value
         return result

@@ -42,8 +42,8 @@ from reliable_mq.core.consumer.handler import (
 )
 from reliable_mq.core.statistics import Histogram
 from reliable_mq.engine import claim_groups
-from reliable_mq.engine.claim_groups import ClaimBatcher, carrying_out, settling_results
-from reliable_mq.engine.steps import blocking
+from reliable_mq.engine.claim_groups import ClaimBatcher, settling_results
+from reliable_mq.engine.steps import asking, blocking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -189,10 +189,12 @@ class WorkerPool:
         return len(self._claiming.retries)
 
     def _retry_settlements(self, rest: Callable[[float], bool]) -> None:
-        if self._store is None or self._claiming is None:
+        if self._claiming is None:
             raise RuntimeError("there is no store")
-        store = self._store
-        blocking(retrying_settlements(self._claiming, lambda step: store_call(store, step)(), rest))
+        blocking(retrying_settlements(self._claiming, self._ask, rest))
+
+    def _ask(self, step: Step) -> Any:
+        return store_call(self._store, step)()
 
     @property
     def is_current(self) -> bool:
@@ -252,15 +254,11 @@ class WorkerPool:
                     logger.exception("settling the results of a group of consumer %r", self._name)
 
     def _settle_overdue(self, worker: _Worker) -> None:
-        if self._store is None or self._claiming is None:
+        if self._claiming is None:
             raise RuntimeError("there is no store")
-        store, group = self._store, worker.overdue()
+        group = worker.overdue()
         if group is not None and (taken := group.take_over()):
-            blocking(
-                settling_results(
-                    self._claiming, group, taken, lambda step: store_call(store, step)(), self._sink.report
-                )
-            )
+            blocking(settling_results(self._claiming, group, taken, self._ask, self._sink.report))
 
 
 class _WaitingWork:
@@ -490,7 +488,7 @@ def retrying_settlements(
     """
     pause = _FIRST_PAUSE
     while True:
-        yield from carrying_out(settling(claiming), ask)
+        yield from asking(settling(claiming), ask)
         over = not claiming.retries or (yield rest(pause))
         if over:
             return
