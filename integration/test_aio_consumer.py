@@ -231,7 +231,7 @@ def test_f51_a_handler_that_blocks_the_loop_is_reported(
         async with AsyncConsumer(proxy.url, ORDERS, handle, heartbeat=4) as consumer:
             await asyncio.to_thread(publish, vhost, "orders", numbered(1))
             await until(lambda: consumer.statistics.acked == 1)
-            await until(lambda: "stood still" in caplog.text)
+            await until(lambda: "stalled" in caplog.text)
             assert consumer.reconnects == 0
 
     with caplog.at_level(logging.WARNING):

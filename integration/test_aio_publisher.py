@@ -342,7 +342,7 @@ def test_a_blocked_loop_is_reported_and_keeps_its_connection(
         async with AsyncPublisher(proxy.url, topology=[ORDERS], heartbeat=4) as publisher:
             await publisher.publish(Message(b"x"), routing_key="orders")
             threading.Event().wait(2.1)
-            await until(lambda: "stood still" in caplog.text)
+            await until(lambda: "stalled" in caplog.text)
             await publisher.publish(Message(b"x"), routing_key="orders")
 
     with caplog.at_level(logging.WARNING):

@@ -177,7 +177,7 @@ def test_what_is_not_confirmed_is_reported_by_its_line(vhost: VirtualHost) -> No
         "4 of 6 messages were not confirmed",
     ):
         assert expected in report
-    assert "nobody waits" not in report
+    assert "no caller waits" not in report
     assert "line 1:" not in report
     assert "line 6:" not in report
     stored = bodies_of(drain(vhost, "orders"))

@@ -251,7 +251,7 @@ def test_who_may_not_configure_a_queue_may_look_at_it(
         for _ in range(2):
             assert [int(message.body) for message in dead.browse()] == list(range(70))
     (said,) = (record.getMessage() for record in caplog.records if record.name == "reliable_mq.deadletters.queue")
-    assert "its 70 messages are got one by one" in said
+    assert "reading the 70 messages of queue" in said
     api.call("DELETE", "users", name)
 
 

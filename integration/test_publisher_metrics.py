@@ -181,5 +181,5 @@ def test_failures_that_nobody_waits_for_are_logged_now_and_then(
     with pytest.raises(Exception, match="5000 messages were not confirmed") as caught:
         publisher.close()
     assert len(caught.value.failures) == 100
-    lines = [record.getMessage() for record in caplog.records if "nobody waits for" in record.getMessage()]
+    lines = [record.getMessage() for record in caplog.records if "no caller waits for" in record.getMessage()]
     assert 1 <= len(lines) <= 2

@@ -319,7 +319,7 @@ def test_two_stages_of_a_single_active_queue_get_a_part_each(
     publish(vhost.url, "orders", 1000, type=kind, single_active_consumer=True)
 
     def warned() -> set[str]:
-        text = "(with a single active consumer, to the active one)"
+        text = "(the active one, if only one is active at a time)"
         return {each.partition(":")[0] for each in caplog.messages if text in each}
 
     with relaying(vhost.url, stage="one") as first:

@@ -88,7 +88,7 @@ def test_f69_an_alarm_while_messages_move_is_waited_for(
         with relaying(proxy.url, confirm_timeout=3.0, max_outstanding=50) as relay:
             wait_until(lambda: relay.statistics.moved > 50, timeout=DEADLINE, what="some messages moved")
             private_vhost.broker.alarm("disk")
-            blocked = "the broker takes no messages for now"
+            blocked = "the broker blocks publishing"
             wait_until(lambda: blocked in caplog.text, timeout=DEADLINE, what="a relay that waits")
             proxy.throttle(None)
             assert not relay.wait_moved(6.0)

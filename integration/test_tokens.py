@@ -150,4 +150,6 @@ def test_a_callback_without_a_token_is_tried_again_in_time(
             assert registry.get_sample_value("reliable_mq_publisher_reconnects_total", labels) == 0
     finally:
         issuer.lifetime = LIFETIME
-    assert any("no token to renew the one that expires in" in record.getMessage() for record in caplog.records)
+    assert any(
+        "failed to get a new token; the current one expires in" in record.getMessage() for record in caplog.records
+    )

@@ -121,12 +121,12 @@ def _exposed(registry: CollectorRegistry, accept: str) -> _Answer:
     try:
         encode, content_type = choose_encoder(accept)
     except Exception as error:  # noqa: BLE001  # of a header that anybody may write
-        logger.debug("the header Accept is not understood, text is sent: %r", error)
+        logger.debug("failed to parse the Accept header, sending text: %r", error)
         encode, content_type = choose_encoder("")
     try:
         return _Answer(HTTPStatus.OK, content_type, encode(registry))
     except Exception as error:  # noqa: BLE001  # of a collector, which is the user's own code
-        logger.error("the metrics cannot be shown: a collector raised %s: %s", type(error).__name__, error)  # noqa: TRY400  # one line
+        logger.error("failed to render the metrics: a collector raised %s: %s", type(error).__name__, error)  # noqa: TRY400  # one line
         return _Answer(HTTPStatus.INTERNAL_SERVER_ERROR, _TEXT, b"a collector of the metrics raised an error\n")
 
 
@@ -232,7 +232,7 @@ class HealthServer(_Probes):
         try:
             asyncio.run(self._main(listener, started))
         except Exception:
-            logger.exception("the probes end: nothing answers at %s any more", self.url)
+            logger.exception("the probe server at %s failed and has stopped", self.url)
         finally:
             listener.close()
             started.set()
@@ -260,7 +260,9 @@ class HealthServer(_Probes):
                 writer.close()
                 await writer.wait_closed()
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError) as error:
-            logger.debug("a client of the probes left, sent no request, or did not read its answer: %r", error)
+            logger.debug(
+                "a client of the probe server disconnected, sent no request, or did not read the response: %r", error
+            )
         finally:
             self._clients.pop(transport, None)
             transport.abort()  # drop the part of a response that the client did not read

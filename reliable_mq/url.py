@@ -366,6 +366,10 @@ def _credentials_of(
 def _warn(settings: ConnectionSettings) -> None:
     away = [str(endpoint) for endpoint in settings.endpoints if not endpoint.is_loopback]
     if away and settings.tls is None:
-        logger.warning("plaintext AMQP to %s: credentials and messages can be read on the way; use amqps://", away[0])
+        logger.warning(
+            "plaintext AMQP to %s: credentials and messages can be read on the network; use amqps://", away[0]
+        )
     if settings.heartbeat < _FALSE_ALARMS_BELOW:
-        logger.warning("heartbeat of %d s: below 5 s, a busy peer is taken for a dead one", settings.heartbeat)
+        logger.warning(
+            "a heartbeat of %d s is too short: below 5 s, a busy peer may be considered dead", settings.heartbeat
+        )

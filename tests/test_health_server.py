@@ -337,7 +337,7 @@ def test_a_collector_that_raises_is_a_500_and_one_line(caplog: pytest.LogCapture
         assert get(server, "/livez")[0] == 200
     assert (status, body) == (500, b"a collector of the metrics raised an error\n")
     (line,) = caplog.records
-    assert line.getMessage() == "the metrics cannot be shown: a collector raised ZeroDivisionError: of the user"
+    assert line.getMessage() == "failed to render the metrics: a collector raised ZeroDivisionError: of the user"
     assert line.exc_info is None
 
     async def ask() -> httpx.Response:

@@ -266,7 +266,7 @@ async def _end(engine: AsyncEngine) -> None:
             await asyncio.wait(others)
         await engine.dispose()
     except Exception:
-        logger.exception("closing the connections of an outbox")
+        logger.exception("failed to close the connections of an outbox")
     finally:
         asyncio.get_running_loop().stop()
 

@@ -119,4 +119,4 @@ class GroupWatch:
         self.settling.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            logger.error("%s was ended by %s", self._name, shown(error), exc_info=error)
+            logger.error("task %s ended with %s", self._name, shown(error), exc_info=error)

@@ -230,7 +230,7 @@ class TaskPool:
             if unreported:
                 self._sink.report(all_lost(list(unreported)))
             logger.error(
-                "a task of consumer %r was ended by %s, and is replaced; %d deliveries that it held have failed",
+                "a task of consumer %r ended with %s and is replaced; its %d deliveries failed",
                 self._name,
                 shown(error),
                 len(unreported),
@@ -355,7 +355,7 @@ class TaskPool:
             return [Skipped(delivery, SkipReason.CANCELLED, detail) for delivery in self._tasks[task]]
         except BaseException as error:
             deliveries = list(self._tasks[task])
-            logger.exception("handling %s was ended by an exception of no handler", message_names(deliveries))
+            logger.exception("handling of %s failed outside the handler", message_names(deliveries))
             return all_failed(deliveries, error)
         finally:
             self._watch.remove(task)

@@ -390,7 +390,7 @@ class AsyncRelayPublisher:
         except ReliableMQError as error:
             failure = error
         except Exception:
-            logger.exception("the relay goes on after an error")
+            logger.exception("unexpected error while the relay submitted a row")
         finally:
             if row is not None:
                 self._settle(row, failure)

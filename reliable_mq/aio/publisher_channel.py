@@ -241,7 +241,7 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
 
     @property
     def stalled_seconds(self) -> float:
-        """The seconds for which the event loop has stood still (`AsyncConnection`)."""
+        """The seconds for which the event loop has stalled (`AsyncConnection`)."""
         return self._io.stalled_seconds
 
     # The work

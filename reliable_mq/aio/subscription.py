@@ -88,7 +88,7 @@ class AsyncSubscription(BaseSubscription):
 
     @property
     def stalled_seconds(self) -> float:
-        """The seconds for which the event loop has stood still (`AsyncConnection`)."""
+        """The seconds for which the event loop has stalled (`AsyncConnection`)."""
         return self._io.stalled_seconds
 
     async def wait_connected(self, timeout: float) -> ReliableMQError | None:

@@ -243,7 +243,7 @@ class Connector:
     def on_error(self, error: Exception) -> None:
         """Discard the connection, because a callback raised and left its work unfinished."""
         self.callback_errors += 1
-        logger.error("%s: a callback failed, the connection is replaced", self._name, exc_info=error)
+        logger.error("%s: a callback failed; reconnecting", self._name, exc_info=error)
         self.discard(f"a callback failed: {error!r}")
 
     # -- one attempt ---------------------------------------------------------------------------------------------------
@@ -402,7 +402,7 @@ class Connector:
         wait = self._reconnect_policy.failed(error, time.monotonic(), connected=connected)
         if self._reconnect_policy.broken is not None:
             logger.error(
-                "%s: reconnect_wait or reconnect_stop raised; the default wait is taken in its place",
+                "%s: reconnect_wait or reconnect_stop raised; using the default wait",
                 self._name,
                 exc_info=self._reconnect_policy.broken,
             )
@@ -410,7 +410,7 @@ class Connector:
             self._enter(ConnectionState.GIVEN_UP)
             self._cancel_timer()
             self._drop_link("given up")
-            logger.error("%s: given up: %s", self._name, error)
+            logger.error("%s: giving up: %s", self._name, error)
         else:
             self._enter(ConnectionState.WAITING)
             self._set_timer(wait, self._reconnect)

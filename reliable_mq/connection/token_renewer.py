@@ -96,7 +96,7 @@ class TokenRenewer:
             return
         self._renewal.accepted()
         self.statistics.accepted += 1
-        logger.info("%s: the token was renewed", self._name)
+        logger.info("%s: token renewed", self._name)
         self._plan()
 
     def lost(self, loss: ConnectionLoss | None = None) -> None:
@@ -109,8 +109,8 @@ class TokenRenewer:
         if unanswered and loss is not None and loss.by_broker:
             self.statistics.refused += 1
             logger.error(
-                "%s: the broker refused the renewed token, and closed the connection: %s %s; the next attempt reads "
-                "another one",
+                "%s: the broker refused the renewed token and closed the connection: %s %s; the next attempt asks"
+                " for another token",
                 self._name,
                 loss.code,
                 printable(loss.text),
@@ -167,7 +167,7 @@ class TokenRenewer:
         self._renewal.failed(now)
         self.statistics.failed += 1
         logger.warning(
-            "%s: no token to renew the one that %s: %s",
+            "%s: failed to get a new token; the current one %s: %s",
             self._name,
             f"expires in {left:.1f} s" if left > 0 else f"expired {-left:.1f} s ago",
             reason,

@@ -2,7 +2,7 @@
 
 The engine collects signs, and the functions here judge them. The three answers are separate, as their remedies differ:
 
-- Not live: only a new process helps. The event loop stands still or has ended, or the part has given up for good.
+- Not live: only a new process helps. The event loop stalls or has ended, or the part has given up for good.
 - Not ready: the part works but cannot do its task now. It has no connection, or is blocked by the broker, paused or
   stopping.
 - Not progressing: the part has had work for a long time, and none of that work has ended.
@@ -121,7 +121,7 @@ def _common(signs: Signs, now: float) -> list[_Problem]:
     if signs.loop_over:
         problems.append(_Problem("its I/O thread or event loop has ended", signs.changed_at, live=False))
     elif unanswered is not None and now - unanswered >= signs.patience:
-        text = f"its event loop has stood still for {now - unanswered:.1f} s or longer"
+        text = f"its event loop has stalled for {now - unanswered:.1f} s or longer"
         problems.append(_Problem(text, unanswered, live=False))
     relayed = isinstance(signs, PublisherSigns) and signs.outbox is not None  # a relay retries for ever
     if signs.given_up and not relayed:

@@ -126,7 +126,7 @@ def _count(documentation: str, name: str = "", label: tuple[str, str] | tuple[()
 _SETTLED = "Messages settled, by outcome."
 _RECONNECTS = "Connections lost and made again."
 _TOKENS = "Renewals of the token of an open connection, by outcome; failed: the credentials callback gave none."
-_STALLED = "Time for which the event loop stood still, half a heartbeat or more at a time (asyncio only)."
+_STALLED = "Time for which the event loop stalled, half a heartbeat or more at a time (asyncio only)."
 
 
 @dataclass(slots=True)

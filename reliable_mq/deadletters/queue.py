@@ -131,11 +131,11 @@ class DeadLetterQueue:
             self._detect_delivery_limit()
             if not self._channel.use_consumers() and there > _MANY:
                 logger.warning(
-                    "whether queue %r may be consumed from without deleting it is not known, since this user may not "
-                    "configure it: its %d messages are got one by one, which takes a quorum queue a time that grows "
-                    "with their square; grant the permission to configure it",
-                    self._name,
+                    "reading the %d messages of queue %r one by one with basic.get, which is slow on a quorum "
+                    "queue: this user has no configure permission on the queue, without which a delivery limit "
+                    "cannot be ruled out; grant it",
                     there,
+                    self._name,
                 )
         except BaseException:
             self._channel.__exit__(None, None, None)

@@ -77,7 +77,7 @@ class BaseConfirmation(ObservedPublication):
             try:
                 callback()
             except Exception:
-                logger.exception("what watches %s could not be told", self)
+                logger.exception("failed to notify a waiter of %s", self)
 
     def _observe(self) -> PublishError | None:
         """Return the error of a settled publish, or None, and mark it as seen."""

@@ -195,7 +195,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
     def health(self, *, stuck_after: Duration = _STUCK_AFTER) -> Health:
         """Return whether the consumer is live, ready and progressing, for probes.
 
-        Does not block. Thread-safe, also with asyncio. If the event loop or I/O thread stands still for a heartbeat,
+        Does not block. Thread-safe, also with asyncio. If the event loop or I/O thread stalls for a heartbeat,
         the second of two calls detects it, because the first one schedules a call on it.
 
         Args:

@@ -31,7 +31,7 @@ class LoopWatch:
     """A watch that detects an event loop that no longer runs calls. Thread-safe.
 
     Each look schedules a call on the loop, unless the previous call has not run yet. So nothing runs between two looks,
-    and the second look detects a loop that stands still.
+    and the second look detects a loop that stalls.
     """
 
     def __init__(self) -> None:

@@ -261,7 +261,7 @@ class BaseOutboxChannel(BaseChannel[C]):
                 enough = deadline - min(CLOSE_GRACE, timeout / 2)  # the rest is for rows outstanding by then
                 left = yield from self._wait_relayed(None, enough, lambda: not self.relay.ended and worth_waiting())
         except (OutboxError, TimeoutError) as error:
-            logger.error("closing the publisher of %r: %s", self.outbox, error)  # noqa: TRY400  # it says it all
+            logger.error("failed to close the publisher of %r in order: %s", self.outbox, error)  # noqa: TRY400  # it says it all
         # Rows in flight to an unreachable broker stay in the outbox.
         self.relay.stop(max(deadline - time.monotonic(), 0.0) if worth_waiting() else 0.0)
         yield self._end_threads(deadline)
@@ -269,7 +269,7 @@ class BaseOutboxChannel(BaseChannel[C]):
         try:
             yield self._ask(self._close_outbox, deadline)
         except (OutboxError, TimeoutError) as error:
-            logger.error("closing %r: %s", self.outbox, error)  # noqa: TRY400
+            logger.error("failed to close %r: %s", self.outbox, error)  # noqa: TRY400
         finally:
             self._questions.close()
 
@@ -316,9 +316,9 @@ class BaseOutboxChannel(BaseChannel[C]):
         try:
             self._close_outbox()
         except OutboxError as error:
-            logger.error("closing %r: %s", self.outbox, error)  # noqa: TRY400  # the error says it all
+            logger.error("failed to close %r: %s", self.outbox, error)  # noqa: TRY400  # the error says it all
         except Exception:
-            logger.exception("closing %r", self.outbox)
+            logger.exception("failed to close %r", self.outbox)
 
     def _check_not_forked(self) -> None:
         if self.forked:
@@ -380,7 +380,7 @@ class BaseOutboxChannel(BaseChannel[C]):
     def _log_left(self, left: int) -> None:
         if left and not self._left_logged:
             self._left_logged = True
-            logger.warning("%d messages stay in %r, to be published at the next start", left, self.outbox)
+            logger.warning("%d messages stay in %r and will be published at the next start", left, self.outbox)
 
 
 def not_open(outbox: Outbox, limit: float) -> OutboxError:

@@ -134,7 +134,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
     def health(self, *, stuck_after: Duration | None = None) -> Health:
         """Return whether the publisher is live, ready and progressing, for probes.
 
-        Does not block. Thread-safe, also with asyncio. If the event loop or I/O thread stands still for a heartbeat,
+        Does not block. Thread-safe, also with asyncio. If the event loop or I/O thread stalls for a heartbeat,
         the second of two calls detects it, because the first one schedules a call on it.
 
         Args:

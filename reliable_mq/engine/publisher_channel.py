@@ -213,7 +213,7 @@ class BasePublisherChannel(BaseChannel[P]):
 
     @property
     def stalled_seconds(self) -> float | None:
-        """The seconds for which the event loop has stood still. None without one."""
+        """The seconds for which the event loop has stalled. None without one."""
         return None
 
     @property
@@ -384,7 +384,7 @@ class BasePublisherChannel(BaseChannel[P]):
 
     def unblocked(self) -> None:
         """Resume publishing after ``connection.unblocked``."""
-        logger.warning("the broker takes publishes again")  # at the level of the message about blocking
+        logger.warning("the broker accepts publishes again")  # at the level of the message about blocking
         self._blocked_seconds, self._blocked_since = self.blocked_seconds, None
         self.session.unblocked(time.monotonic())
         with self._guard:
@@ -448,7 +448,7 @@ class BasePublisherChannel(BaseChannel[P]):
             session.abandon_overdue()
             io.discard(doubt)
         elif session.reopening_due(now):
-            logger.warning("the broker has nacked all that was published for a long time: trying another channel")
+            logger.warning("every publish has been nacked for a long time; opening another channel")
             session.reopening_begun()
             io.reopen_channel()
         else:
@@ -499,7 +499,7 @@ class BasePublisherChannel(BaseChannel[P]):
     def _log_unwatched(self, latest: P, count: int) -> None:
         if due := self._unwatched_log.count(count):
             unwatched_logger.warning(
-                "%d publishes failed that nobody waits for; the last: %s",
+                "%d publishes failed that no caller waits for; the last: %s",
                 due,
                 latest.failure(),
                 extra=None if latest.trace is None else latest.trace.ids,

@@ -124,7 +124,7 @@ class PublisherOptions:
                 and before a token with ``expires_in`` expires.
             tls: A ``TLSOptions`` with certificates and authorities. ``amqps`` always verifies the broker unless the
                 options disable that.
-            heartbeat: The heartbeat in seconds. The default is the URL's, else 20. An event loop that stands still for
+            heartbeat: The heartbeat in seconds. The default is the URL's, else 20. An event loop that stalls for
                 half a heartbeat is logged. After about two heartbeats the broker closes the connection.
             connect_timeout: Seconds for one attempt on one host, including the handshakes and the declarations. The
                 default is the URL's, else 10.

@@ -88,7 +88,7 @@ class BaseRepublisher:
         try:
             yield self._publisher.close(timeout)
         except PublishError:
-            logger.exception("dead letters were given up; their originals stay in the queue")
+            logger.exception("some dead letters were not confirmed; their originals stay in the queue")
 
     def _attempt(self, republish: RepublishRequest) -> AbstractContextManager[object]:
         """Return a context manager for the trace context of the last attempt."""
@@ -99,6 +99,6 @@ class BaseRepublisher:
 
     def _not_submitted(self, republish: RepublishRequest, error: Exception) -> None:
         if not isinstance(error, ReliableMQError):
-            logger.error("the copy of %s cannot be published", message_names([republish.delivery]), exc_info=error)
+            logger.error("failed to publish the copy of %s", message_names([republish.delivery]), exc_info=error)
             error = PublishError(f"it cannot be published: {error!r}")
         self._report(republish, error)

@@ -275,7 +275,7 @@ class BaseSubscription:
 
     @property
     def stalled_seconds(self) -> float | None:
-        """The seconds for which the event loop has stood still. None without one."""
+        """The seconds for which the event loop has stalled. None without one."""
         return None
 
     def stop_now(self) -> None:
@@ -342,7 +342,7 @@ class BaseSubscription:
         if not self.session.cancelled(time.monotonic()):
             return
         logger.warning(
-            "the broker cancelled consumer %r: queue %r was deleted or moved, or its consumer timeout is over; "
+            "the broker cancelled consumer %r: queue %r was deleted or moved, or its consumer timeout expired; "
             "subscribing again",
             consumer_tag,
             self._options.queue_name,
@@ -511,7 +511,7 @@ class BaseSubscription:
 
     def _resubscribed(self, outcome: object) -> None:
         if isinstance(outcome, Exception):
-            logger.warning("the prefetch takes effect with the next channel: %s", outcome)
+            logger.warning("the new prefetch takes effect on the next channel: %s", outcome)
 
     def _unsubscribe(self) -> StepGenerator:
         yield Cancel(self.session.lifecycle.consumer_tag)
@@ -525,7 +525,7 @@ class BaseSubscription:
     def _subscribed_to_quarantine(self, outcome: object) -> None:
         self._in_quarantine = not isinstance(outcome, Exception)
         if not self._in_quarantine and not isinstance(outcome, BrokerUnavailable):  # then the next channel tries again
-            logger.warning("consumer %r does not handle the messages in quarantine: %s", self._options.name, outcome)
+            logger.warning("consumer %r cannot consume from its quarantine queue: %s", self._options.name, outcome)
 
     def _declared(self, queue: Queue, outcome: object) -> None:
         error = outcome if isinstance(outcome, ReliableMQError) else None
@@ -538,8 +538,8 @@ class BaseSubscription:
     def _change_prefetch(self) -> None:
         if not self.session.change_prefetch(self._options.prefetch):
             logger.info(
-                "consumer %r: prefetch=%d takes effect once nothing is unacked: subscribing anew gives the role of the "
-                "single active consumer away",
+                "consumer %r: prefetch=%d takes effect once nothing is unacked, because subscribing again gives "
+                "up the role of single active consumer",
                 self._options.name,
                 self._options.prefetch,
             )
@@ -551,7 +551,7 @@ class BaseSubscription:
         if not self.session.stop(time.monotonic()):
             return
         self._recall()
-        logger.info("consumer %r stops; %d deliveries are being handled", self._options.name, self.session.running)
+        logger.info("stopping consumer %r; %d deliveries are being handled", self._options.name, self.session.running)
         self._run()
 
     def _end(self) -> None:

@@ -237,7 +237,7 @@ class WorkerPool:
         if deliveries:
             self._sink.report(all_lost(deliveries))
         logger.error(
-            "a worker of consumer %r was ended by %s, and is replaced; %d deliveries that it held have failed",
+            "a worker of consumer %r ended with %s and is replaced; its %d deliveries failed",
             self._name,
             shown(error),
             len(deliveries),
@@ -251,7 +251,7 @@ class WorkerPool:
                 try:
                     self._settle_overdue(worker)
                 except BaseException:  # not the handler's, as for the workers
-                    logger.exception("settling the results of a group of consumer %r", self._name)
+                    logger.exception("failed to settle the results of a group of consumer %r", self._name)
 
     def _settle_overdue(self, worker: _Worker) -> None:
         if self._claiming is None:
@@ -419,7 +419,7 @@ class _ClaimingWorker(_Worker):
                 )
             )
         except BaseException as error:  # from a store or key function that ends its thread
-            logger.exception("handling %s was ended by an exception of no handler", message_names(deliveries))
+            logger.exception("handling of %s failed outside the handler", message_names(deliveries))
             self.unreported = deliveries = self._groups.abandon(deliveries)
             return all_failed(deliveries, error) if deliveries else []
         self.unreported = ()

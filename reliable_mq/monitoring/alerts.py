@@ -226,7 +226,7 @@ ALERTS: Final = (
             "increase(reliable_mq_consumer_event_loop_stalled_seconds_total[WINDOW]) > 0"
         ),
         summary=(
-            "The event loop stood still for {{ $value | humanizeDuration }}: "
+            "The event loop stalled for {{ $value | humanizeDuration }}: "
             "{{ $labels.publisher }}{{ $labels.consumer }} of {{ $labels.job }} ({{ $labels.instance }})"
         ),
         description="Something that blocks runs on the event loop. No heartbeat is sent meanwhile.",

@@ -138,7 +138,7 @@ class QueueDepths:
                 self._statistics[name].failures += 1
                 reason = str(count)
                 if self._complaints.get(name) != reason:  # once for each reason
-                    logger.warning("the depth of queue %r is not known: %s", name, reason)
+                    logger.warning("failed to get the depth of queue %r: %s", name, reason)
                 self._complaints[name] = reason
             else:
                 measured[name] = QueueStatus(count.messages, count.consumers)

@@ -201,7 +201,7 @@ class OutboxWriter(_OutboxThread, Generic[T]):
             return error
         if isinstance(error, ReliableMQError):
             return OutboxError(str(error))
-        logger.error("writing to %r", self._outbox, exc_info=error)
+        logger.error("unexpected error while writing to %r", self._outbox, exc_info=error)
         failure = OutboxError(f"writing to {self._outbox!r} failed; the log says how")
         failure.may_have_arrived = True  # it is unknown how far the write got
         failure.__cause__ = error
@@ -225,7 +225,7 @@ class OutboxWriter(_OutboxThread, Generic[T]):
     def _settle_later(self, error: OutboxError) -> None:
         self._settle_at = time.monotonic() + _RETRY_AFTER
         if self._error_log.count():
-            logger.error("%s; %d rows that were published stay there for now", error, len(self._settlements))
+            logger.error("%s; %d published rows stay in the outbox for now", error, len(self._settlements))
 
     def _report(self, messages: Sequence[_QueuedMessage[T]], error: OutboxError | None) -> None:
         if messages:
@@ -240,7 +240,7 @@ class OutboxWriter(_OutboxThread, Generic[T]):
         try:
             call()
         except Exception:
-            logger.exception("the writer of %r goes on after an exception of what it called", self._outbox)
+            logger.exception("a callback of the writer of %r raised; the writer continues", self._outbox)
 
 
 class RowPublisher(Protocol):
@@ -375,7 +375,7 @@ class OutboxRelay(_OutboxThread):
                     self._pause(error)
                 except Exception as error:
                     moved = False
-                    logger.exception("the relay of %r goes on after an error", self._outbox)
+                    logger.exception("unexpected error in the relay of %r; the relay continues", self._outbox)
                     self._pause(error)
                 if not moved:
                     self._wait()
@@ -385,7 +385,7 @@ class OutboxRelay(_OutboxThread):
             try:
                 leases.close()
             except ReliableMQError:
-                logger.exception("releasing the rows of %r", self._outbox)
+                logger.exception("failed to release the rows of %r", self._outbox)
 
     def _connect(self) -> None:
         try:
@@ -393,7 +393,7 @@ class OutboxRelay(_OutboxThread):
         except ReliableMQError as error:
             self._pause(error)
         except Exception as error:
-            logger.exception("the relay of %r goes on after an error", self._outbox)
+            logger.exception("unexpected error in the relay of %r; the relay continues", self._outbox)
             self._pause(error)
 
     def _turn(self, leases: RowLeases) -> bool:
@@ -495,7 +495,7 @@ class OutboxRelay(_OutboxThread):
             self._counted = None
             self.statistics.interruptions += 1
             if self._count_log.count():
-                logger.error("the rows of %r cannot be counted: %s", self._outbox, error)  # noqa: TRY400
+                logger.error("failed to count the rows of %r: %s", self._outbox, error)  # noqa: TRY400
         ended = time.monotonic()
         self._count_at = ended + max(_COUNT_EVERY, _COUNT_SHARE * (ended - began))
 
@@ -508,7 +508,7 @@ class OutboxRelay(_OutboxThread):
         self._paused_until = now + _PAUSES[min(self._pauses, len(_PAUSES) - 1)]
         self._pauses += 1
         if self._pause_log.count():
-            logger.error("nothing of %r can be published for now, and it is tried again: %s", self._outbox, error)
+            logger.error("cannot publish from %r for now, trying again: %s", self._outbox, error)
 
     def _wait(self) -> None:
         now = time.monotonic()

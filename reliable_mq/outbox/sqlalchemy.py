@@ -415,14 +415,15 @@ class SQLAlchemyOutbox:
         seen, name, schema = sa.inspect(connection), self.table.name, connection.schema_for_object(self.table)
         index = ["ordering_key", "id"]
         if not any(one["column_names"][:2] == index for one in seen.get_indexes(name, schema)):
-            logger.warning("%r has no index of ordering_key and id, and is slow: make the one that is in ddl", self)
+            logger.warning("%r is slow without an index on ordering_key and id: create the one in ddl", self)
         if connection.dialect.name not in COLLATES:
             return
         given = collation_of(connection, self.table.c.ordering_key)
         if given is not None and not given.endswith("_bin"):
             logger.warning(
-                "%r has the collation %s, which takes some ordering keys for the same: they wait for one another. To "
-                "change that: ALTER TABLE %s MODIFY ordering_key VARCHAR(255) CHARACTER SET utf8mb4 COLLATE %s",
+                "%r has the collation %s, under which some different ordering keys are equal and wait for one "
+                "another. To change it: ALTER TABLE %s MODIFY ordering_key VARCHAR(255) CHARACTER SET utf8mb4 "
+                "COLLATE %s",
                 self,
                 given,
                 name if schema is None else f"{schema}.{name}",

@@ -45,9 +45,9 @@ def register(spark: SparkSession) -> None:
     spark.dataSource.register(RabbitMQDataSource)
     if str(spark.conf.get("spark.speculation", "false")).lower() == "true":
         logger.warning(
-            "spark.speculation is on: the rows of a task that Spark runs a second time beside the first are published "
-            "twice, with the same message ids; turn it off for queries that write to RabbitMQ, or drop what has the "
-            "same id (an idempotency store does)"
+            "spark.speculation is on: rows of a task that Spark runs twice are published twice, with the same "
+            "message ids; turn it off for queries that write to RabbitMQ, or drop duplicates by id in the "
+            "consumer (an idempotency store does)"
         )
 
 

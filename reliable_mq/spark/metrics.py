@@ -136,7 +136,7 @@ class Exporter:
                 write_to_textfile(str(self.path), _Labelled(self.registry, self._worker))
             except OSError as error:
                 if not self._failed:
-                    logger.warning("metrics cannot be written to %s: %s", self.path, error)
+                    logger.warning("failed to write metrics to %s: %s", self.path, error)
                 self._failed = True
             else:
                 self._failed = False
@@ -178,7 +178,7 @@ def exporter(directory: str | None) -> Exporter | None:
             try:
                 _exporters[directory] = Exporter(Path(directory))
             except OSError as error:
-                logger.warning("there will be no metrics in %s: %s", directory, error)
+                logger.warning("writing no metrics to %s: %s", directory, error)
                 _exporters[directory] = None
         return _exporters[directory]
 

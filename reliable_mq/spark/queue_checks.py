@@ -193,8 +193,8 @@ def _declaration(channel: AdminChannel, name: str, version: tuple[int, ...]) -> 
             return comparison.existing
         text = comparison.ended_by
     logger.warning(
-        "the arguments of queue %r cannot be looked at (%s): make sure that it has x-delivery-limit=-1 or a "
-        "dead-letter exchange, where it is a quorum queue",
+        "cannot check the arguments of queue %r (%s): if it is a quorum queue, make sure that it has "
+        "x-delivery-limit=-1 or a dead-letter exchange",
         name,
         text,
     )

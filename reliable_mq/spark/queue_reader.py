@@ -289,9 +289,9 @@ class QueueReader(NullListener):
         self._seldom = self._seldom + 1 if backlog and apart >= _SELDOM and self._remaining is None else 0
         if self._seldom == _SELDOM_BATCHES:
             logger.warning(
-                "batches of %d messages come %.0f s apart, and %d more are ready: if that is the trigger interval, a "
-                "shorter one reads faster; so do a larger maxBytesPerTrigger, and maxMessagesPerTrigger and prefetch "
-                "where they are given",
+                "batches of %d messages are %.0f s apart, and %d more messages are ready: to read faster, shorten"
+                " the trigger interval, or raise maxBytesPerTrigger (and maxMessagesPerTrigger and prefetch if "
+                "they are set)",
                 rows,
                 apart,
                 backlog,
@@ -362,8 +362,9 @@ class QueueReader(NullListener):
         if queue is None or self._closing:
             return
         logger.warning(
-            "the broker cancelled the consumer of queue %r: the queue was deleted or moved, or a batch took longer "
-            "than the consumer timeout, and will come again; subscribing again once the batch is committed",
+            "the broker cancelled the consumer of queue %r: the queue was deleted or moved, or a batch took "
+            "longer than the consumer timeout and will be delivered again; subscribing again once the batch is "
+            "committed",
             queue,
         )
         self._recall(queue)
@@ -507,9 +508,7 @@ class QueueReader(NullListener):
         self._changing = False
         self._request_ended()
         if isinstance(outcome, Exception):
-            logger.warning(
-                "the subscriptions could not be changed; the next channel has them as they should be: %s", outcome
-            )
+            logger.warning("failed to change the subscriptions; the next channel will have them: %s", outcome)
         else:
             self._adjust()
 
@@ -522,7 +521,8 @@ class QueueReader(NullListener):
         if stale:
             self.statistics.stale_acks += stale
             logger.warning(
-                "%d of %d deliveries of a committed batch came on a channel that is gone: they will come again",
+                "cannot ack %d of %d deliveries of a committed batch, because their channel is closed: they will "
+                "be delivered again",
                 stale,
                 len(deliveries),
             )
@@ -539,7 +539,7 @@ class QueueReader(NullListener):
         if not own:
             return
         self.statistics.requeued.update(delivery.queue for delivery in own)
-        logger.info("returning %d deliveries that are in no committed batch", len(own))
+        logger.info("requeueing %d deliveries that are in no committed batch", len(own))
         acks, nacks = self._acks.requeue(tags)
         frames = [encode_ack(self._channel, *frame) for frame in acks]
         frames += [encode_nack(self._channel, *frame, requeue=True) for frame in nacks]

@@ -72,7 +72,7 @@ def on_termination(close: Callable[[], None]) -> None:
         try:
             close()
         except Exception:
-            logger.exception("deliveries could not be requeued; the broker does it when the connection ends")
+            logger.exception("failed to requeue deliveries; the broker requeues them when the connection closes")
         finally:
             sys.stderr.flush()
             os._exit(0)
@@ -177,8 +177,8 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
         if not deliveries:
             if last.sequence > first.sequence:
                 logger.warning(
-                    "%d messages were read by an earlier run, which did not commit them: they come again in a later "
-                    "batch, and this one is empty",
+                    "%d messages of this batch were read by an earlier run and are no longer held: the batch is "
+                    "empty, and they will be delivered again in a later one",
                     last.sequence - first.sequence,
                 )
             return []
@@ -241,8 +241,9 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
                 break
             if empty >= 2 and time.monotonic() > starved_at:
                 logger.warning(
-                    "the broker has more consumers of the queue than before this query, and nothing came for %g s: "
-                    "they may be of others, or messages are on their way from a node that lags; leaving them",
+                    "nothing was delivered for %g s, though the queue is not empty: it has more consumers than "
+                    "before this query, which may hold the rest, or a lagging node has yet to deliver it; ending "
+                    "without the rest",
                     _STARVED,
                 )
                 break

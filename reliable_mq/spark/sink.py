@@ -128,7 +128,7 @@ def _close(publisher: Publisher, timeout: float) -> None:
     try:
         publisher.close(timeout)
     except ReliableMQError as error:  # the task reports it
-        logger.debug("closing a publisher: %s", error)
+        logger.debug("failed to close a publisher: %s", error)
 
 
 def close_all() -> None:
@@ -186,15 +186,15 @@ class _Sink(PicklableByName):
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int | None = None) -> None:  # noqa: N803
         what, written = _written(messages, batchId)
-        logger.info("%s is written: %d messages are confirmed", what, sum(message.rows for message in written))
+        logger.info("%s: %d messages confirmed", what, sum(message.rows for message in written))
         dead_lettered = sum(message.dead_lettered for message in written)
         if dead_lettered:
-            logger.warning("%s: %d rows could not be sent, and are dead-lettered", what, dead_lettered)
+            logger.warning("%s: %d rows could not be sent and were dead-lettered", what, dead_lettered)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int | None = None) -> None:  # noqa: N803
         what, written = _written(messages, batchId)
         logger.warning(
-            "%s was given up after %d messages were confirmed, which stay published; a further attempt publishes them "
+            "%s: aborted after %d messages were confirmed, which stay published; another attempt publishes them "
             "again with the same ids",
             what,
             sum(message.rows for message in written),

@@ -94,8 +94,8 @@ class StagedSource(StreamSource):
         if relay is not None and options is not None:
             if not self._wait_moved(relay, options.queue):
                 logger.warning(
-                    "another relay moves messages into the stage, or the broker is away, and queue %r is not empty "
-                    "yet: reading what the stage has now",
+                    "queue %r is not empty, but another relay is active or the broker is unavailable: reading "
+                    "what the stage has now",
                     options.queue,
                 )
             self._close_relay()
@@ -186,8 +186,9 @@ class StagedSource(StreamSource):
                 metrics.streams.at_risk[name] = int(why is not None)
             if why is not None:
                 logger.warning(
-                    "stage %r is about to drop messages that the query has not read: %s. The query has read up to "
-                    "offset %d of %d: read faster; the next stage may have a larger stageRetention or stageMaxBytes",
+                    "stage %r is about to drop messages that the query has not read: %s. The query has read up to"
+                    " offset %d of %d: read faster, or use a new stage with a larger stageRetention or "
+                    "stageMaxBytes",
                     name,
                     why,
                     at,

@@ -391,11 +391,11 @@ class PartitionFinder:
         except BrokerUnavailable as error:
             if not known or self._management_url is None:
                 raise
-            logger.warning("the partitions of super stream %r are not looked up for now: %s", name, error)
+            logger.warning("failed to look up the partitions of super stream %r: %s", name, error)
             return
         for stream in found:
             if known and stream not in known:
-                logger.info("super stream %r has a new partition %r: it is read from its first message", name, stream)
+                logger.info("super stream %r has a new partition %r: reading it from its first message", name, stream)
         self._found[name] = found
 
     def _bound(self, management_url: str, name: str) -> list[str]:

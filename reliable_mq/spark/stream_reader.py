@@ -91,7 +91,7 @@ class RangeReader:
             except TopologyMismatch as error:  # the stream was deleted
                 if self._options.fail_on_data_loss:
                     raise
-                logger.warning("%s: %s; going on, since failOnDataLoss is false", self._range, error)
+                logger.warning("%s: %s; continuing because failOnDataLoss is false", self._range, error)
                 return
             except BrokerUnavailable as error:
                 if error.permanent:
@@ -100,7 +100,7 @@ class RangeReader:
                     raise ConsumeError(
                         f"{self._left} could not be read within {self._patience:g} s: {error}"
                     ) from error
-                logger.warning("%s: %s; going on at offset %d", self._range, error, self._position)
+                logger.warning("%s: %s; continuing at offset %d", self._range, error, self._position)
                 if self._metrics is not None:
                     self._metrics.streams.reconnects[self._range.stream] += 1
                 threading.Event().wait(_BETWEEN_ATTEMPTS)
@@ -198,7 +198,7 @@ class RangeReader:
                 "max-length-bytes; of a stage, stageRetention and stageMaxBytes), read more often, or set "
                 "failOnDataLoss to false to go on without them"
             )
-        logger.warning("%s; going on, since failOnDataLoss is false", what)
+        logger.warning("%s; continuing because failOnDataLoss is false", what)
 
     def _offset(self, delivery: RawDelivery) -> int:
         offset = offset_of(delivery)

@@ -143,7 +143,7 @@ class StreamSource(_Ranges, DataSourceStreamReader, SupportsTriggerAvailableNow)
             if error.permanent or self._target is not None:
                 raise
             if self._away_until is None:
-                logger.warning("no new messages for now: %s", error)
+                logger.warning("cannot look for new messages: %s", error)
             self._away_until = time.monotonic() + _AWAY
             return start
         self._away_until = None
@@ -332,8 +332,8 @@ class _Planner:
                 )
             if not unknown and now - changed_at >= _SURE:
                 logger.warning(
-                    "the leaders of the streams %s count more messages than there are on this node: it lags behind, or "
-                    "they count stored positions of consumers",
+                    "the leaders of the streams %s count more messages than this node has: it lags, or the counts"
+                    " include stored consumer offsets",
                     ", ".join(behind),
                 )
                 break
@@ -358,7 +358,7 @@ class _Planner:
                     for name in names:
                         found[name] = max(found.get(name, _EMPTY), end_of(channel, name, _QUICK), key=_position)
             except BrokerUnavailable as error:
-                logger.info("the ends of the streams at %s are not known for now: %s", endpoint, error)
+                logger.info("failed to read the last offsets of the streams at %s: %s", endpoint, error)
                 complete = False
         return found, complete
 
@@ -373,7 +373,7 @@ class _Planner:
             names = self._names(channel)
             return dict.fromkeys(names, 0) | first_offsets(channel, names, _QUICK)
         except BrokerUnavailable as error:
-            logger.info("the beginnings of the streams are not known for now: %s", error)
+            logger.info("failed to read the first offsets of the streams: %s", error)
             return {}
 
     def depth(self, queue: str) -> int | None:
@@ -381,7 +381,7 @@ class _Planner:
         try:
             state = self._connected().carry_out(CheckQueue(queue))
         except (BrokerUnavailable, TopologyMismatch) as error:
-            logger.info("the depth of queue %r is not known for now: %s", queue, error)
+            logger.info("failed to get the depth of queue %r: %s", queue, error)
             return None
         return state.messages if isinstance(state, QueueState) and not state.in_doubt else None
 
@@ -393,7 +393,7 @@ class _Planner:
         try:
             newer = offsets_at(self._connected(), {name: datetime.fromtimestamp(since, UTC)}, _SURE).get(name)
         except BrokerUnavailable as error:
-            logger.info("the age of the messages of stream %r is not known for now: %s", name, error)
+            logger.info("failed to get the age of the messages of stream %r: %s", name, error)
             return False
         return newer is None or position < newer
 
@@ -490,7 +490,7 @@ class _Planner:
         for what in lost:
             if self._options.fail_on_data_loss:
                 raise ConsumeError(f"{what}: was it deleted, and made anew? Set failOnDataLoss to false to go on")
-            logger.warning("%s; going on, since failOnDataLoss is false", what)
+            logger.warning("%s; continuing because failOnDataLoss is false", what)
         self._anew = frozenset()
         return result
 

@@ -219,7 +219,7 @@ class RelayClient(NullListener):
         self._subscription, self._tag = _ChannelReads.NONE, None
         if self.state in _RUNNING:
             self._enter(RelayState.CONNECTING)
-            logger.info("%s: the channel is lost (%s); what was not acked is delivered again", self, loss.text)
+            logger.info("%s: channel lost (%s); unacked messages will be delivered again", self, loss.text)
         else:
             self._finish()
 
@@ -241,13 +241,13 @@ class RelayClient(NullListener):
 
     def _wait_for_lock(self, taken: bool) -> None:
         if taken and self.state is not RelayState.WAITING:
-            logger.info("%s: another relay is active; waiting until it is gone", self)
+            logger.info("%s: another relay is active; waiting for it to end", self)
         self._enter(RelayState.WAITING if taken else RelayState.CONNECTING)
 
     def blocked(self, reason: str) -> None:
         """Record that the broker has stopped reading from the connection."""
         self._blocked = True
-        logger.warning("%s: the broker takes no messages for now: %s", self, reason)
+        logger.warning("%s: the broker blocks publishing: %s", self, reason)
 
     def unblocked(self) -> None:
         """Record that the broker reads again."""
@@ -354,7 +354,7 @@ class RelayClient(NullListener):
         self._advance()
 
     def _became_active(self) -> None:
-        logger.info("%s: moving messages; %d of the tail may come again", self, self._session.tail)
+        logger.info("%s: moving messages; up to %d of the last ones may be redelivered", self, self._session.tail)
         with self.changed:
             self.counts.activated(self.moved)
         self._enter(RelayState.ACTIVE)
@@ -406,7 +406,7 @@ class RelayClient(NullListener):
         """Open another channel for the next epoch."""
         self._session.statistics.failures += 1
         if self.state in _RUNNING:
-            logger.warning("%s: %s; beginning anew with what the stage has", self, why)
+            logger.warning("%s: %s; starting again from the end of the stage", self, why)
         self._io.reopen_channel()
 
     def _tick(self) -> None:
@@ -418,7 +418,7 @@ class RelayClient(NullListener):
         elif session.overdue(now):
             session.failed()
             session.statistics.failures += 1
-            logger.warning("%s: nothing was confirmed for %g s; connecting anew", self, self._options.confirm_timeout)
+            logger.warning("%s: nothing was confirmed for %g s; reconnecting", self, self._options.confirm_timeout)
             self._io.discard("the stage does not confirm")
         elif session.state is EpochState.MOVING and self.state in _RUNNING and now >= self._count_at:
             self._count_at = now + _COUNT_EVERY
@@ -452,9 +452,9 @@ class RelayClient(NullListener):
             self._count()
         if others:
             logger.warning(
-                "%s: the queue has other consumers (%d), such as a relay of another stage: each message goes to "
-                "one of them (with a single active consumer, to the active one), so the stage may lack some. Move "
-                "the queue into one stage, which all read",
+                "%s: the queue has other consumers (%d), such as a relay of another stage: each message goes to only "
+                "one of them (the active one, if only one is active at a time), so the stage may miss some. Use one "
+                "stage for the queue, and let every query read it",
                 self,
                 others,
             )

@@ -503,7 +503,7 @@ class SQLStoreBase(StoreBase):
                 self._pace.purged((yield from self._query(partial(self._sql.purge, limit), deadline)), limit)
             except IdempotencyStoreError as error:  # the claims succeeded, and the expired rows stay for now
                 self._pace.failed()
-                logger.warning("expired rows were not deleted, which is tried again: %s", error)
+                logger.warning("failed to delete expired rows, trying again: %s", error)
         return found
 
     def _complete(self, held: Sequence[Held]) -> Queries[set[Held]]:

@@ -148,7 +148,7 @@ class _SQLAlchemyBase(SQLStoreBase):
     def _log_failed_rollback(self, error: Exception) -> None:
         """Log the error. The database rolls back by itself when the connection is gone."""
         said = error if isinstance(error, IdempotencyStoreError) else self._failed(error)
-        logger.warning("a transaction was not rolled back in good order: %s", said)
+        logger.warning("failed to roll back a transaction: %s", said)
 
     def _begin_in(self, session: Session, handle: CancelHandle) -> tuple[SessionTransaction, Connection]:
         """Begin the transaction of a session. The handle can cancel the call."""

@@ -231,7 +231,7 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
         until = time.monotonic() + self._options.stop_timeout + END_TIMEOUT
         while not subscription.ended.wait(_LOOK_EVERY):
             if time.monotonic() >= until:
-                logger.error("consumer %r has not ended in time; it is left to itself", self._options.name)
+                logger.error("consumer %r did not end in time; its threads are left running", self._options.name)
                 return
 
     def _stop_pools(self, pools: tuple[WorkerPool, ...], patience: float) -> list[bool]:
@@ -286,7 +286,7 @@ def _close_at_exit() -> None:
         try:
             consumer.close()
         except Exception:
-            logger.exception("closing %r at exit", consumer)  # the others must be closed, too
+            logger.exception("failed to close %r at exit", consumer)  # the others must be closed, too
 
 
 at_exit(ExitStage.CONSUMERS, _close_at_exit)

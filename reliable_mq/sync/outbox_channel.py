@@ -193,7 +193,7 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
                 claims.close()
                 self.outbox.close()
             except OutboxError as error:
-                logger.error("letting go of %r: %s", self.outbox, error)  # noqa: TRY400
+                logger.error("failed to close %r: %s", self.outbox, error)  # noqa: TRY400
 
     # For confirmations
 
@@ -359,7 +359,7 @@ class RelayPublisher:
                 except ReliableMQError as error:
                     failure = error
                 except Exception as error:
-                    logger.exception("the relay goes on after an error")
+                    logger.exception("unexpected error while the relay submitted a row")
                     failure = UsageError(f"the row could not be sent: {type(error).__name__}: {error}")
             self._failed.append((row, failure))
 

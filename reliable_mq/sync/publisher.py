@@ -210,7 +210,7 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
         try:
             self.close(0)
         except PublishError:
-            logger.exception("a publisher was interrupted, with messages unconfirmed")
+            logger.exception("a publisher was interrupted with unconfirmed messages")
 
     # Messages in flight
 
@@ -271,7 +271,7 @@ def _close_at_exit() -> None:
         except PublishError:
             logger.exception("messages were lost at exit")
         except Exception:
-            logger.exception("closing %r at exit", publisher)  # the others must be closed, too
+            logger.exception("failed to close %r at exit", publisher)  # the others must be closed, too
 
 
 at_exit(ExitStage.PUBLISHERS, _close_at_exit)

@@ -269,7 +269,7 @@ class Server:
             async with asyncio.timeout(_CONNECT_TIMEOUT):
                 await loop.connect_accepted_socket(lambda: connection.client, client, ssl=self._context)
         except OSError as error:  # the TLS handshake failed or took too long
-            logger.info("the client of connection %d is refused: %s", connection.number, error)
+            logger.info("refused the client of connection %d: %s", connection.number, error)
             return
         await self._admitting.wait()
         try:
@@ -277,7 +277,7 @@ class Server:
                 await loop.create_connection(lambda: connection.broker, upstream.host, upstream.port, **self._secured())
         # OSError: also a timeout. UnicodeError: an invalid host name. ConfigurationError: a missing file for TLS.
         except (OSError, UnicodeError, ConfigurationError) as error:
-            logger.info("the broker at %s cannot be reached: %s", upstream, error)
+            logger.info("cannot reach the broker at %s: %s", upstream, error)
             connection.cut(reset=True)
         else:
             connection.start()

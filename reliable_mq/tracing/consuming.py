@@ -182,7 +182,7 @@ class ConsumerTracer:
                 return context
             return self._process(delivery, context, None)
         except Exception as error:  # noqa: BLE001  # logged
-            self._errors.log(error, "a span could not be begun; the handler runs without one")
+            self._errors.log(error, "failed to start a span; the handler runs without one")
             return _EMPTY
 
     def _process(self, delivery: Delivery, context: Context, message: SpanContext | None) -> Context | _Handling:
@@ -207,7 +207,7 @@ class ConsumerTracer:
         try:
             return self._process_batch(deliveries)
         except Exception as error:  # noqa: BLE001  # logged
-            self._errors.log(error, "a span could not be begun; the batch handler runs without one")
+            self._errors.log(error, "failed to start a span; the batch handler runs without one")
             return _EMPTY
 
     def _process_batch(self, deliveries: list[Delivery]) -> Context | _Handling:
@@ -251,7 +251,7 @@ class ConsumerTracer:
                 self.exemplars.exemplify(time.perf_counter() - began, ids_of(span.get_span_context()), time.time())
             span.end()
         except Exception as raised:  # noqa: BLE001  # logged
-            self._errors.log(raised, "a span could not be ended; the delivery is not affected")
+            self._errors.log(raised, "failed to end a span; the delivery is not affected")
 
     # Deliveries of `get`
 
@@ -268,7 +268,7 @@ class ConsumerTracer:
         try:
             self._receive(deliveries, began, peer)
         except Exception as error:  # noqa: BLE001  # logged
-            self._errors.log(error, "a span could not be recorded; the deliveries are not affected")
+            self._errors.log(error, "failed to record a span; the deliveries are not affected")
 
     def _receive(self, deliveries: Sequence[Delivery], began: int, peer: Endpoint | None) -> None:
         links, decided = self._links(deliveries)
@@ -305,7 +305,7 @@ class ConsumerTracer:
             try:
                 self._settle(settlement, at, peer)
             except Exception as error:  # noqa: BLE001  # logged
-                self._errors.log(error, "a settlement could not be recorded; the settlement itself is not affected")
+                self._errors.log(error, "failed to record a settlement; the settlement itself is not affected")
 
     def _settle(self, settlement: SettledDeliveries, at: int, peer: Endpoint | None) -> None:
         first = settlement.deliveries[0]

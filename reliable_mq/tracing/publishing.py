@@ -115,7 +115,7 @@ class PublisherTracer:
                         return trace
             return self._begin(message, exchange, routing_key, operation, context)
         except Exception as error:  # noqa: BLE001  # logged
-            self._errors.log(error, "a span could not be begun; the message is published without one")
+            self._errors.log(error, "failed to start a span; the message is published without one")
             return None
 
     def _new_propagation(self) -> Propagation:
@@ -315,7 +315,7 @@ class RecordedTrace(SendTrace):
         try:
             span.add_event(f"reliable_mq.{event.value}", attributes)
         except Exception as error:  # noqa: BLE001  # logged
-            self._errors.log(error, "a span has not got an event; the publish itself is not affected")
+            self._errors.log(error, "failed to add an event to a span; the publish itself is not affected")
 
     def settled(self, publication: Publication, at: int, peer: Endpoint | None = None) -> None:
         if publication.outcome is None:
@@ -348,7 +348,7 @@ class RecordedTrace(SendTrace):
                 span.set_attributes(attributes)
             span.end(at)
         except Exception as raised:  # noqa: BLE001  # logged
-            self._errors.log(raised, "a span could not be ended; the publish itself is not affected")
+            self._errors.log(raised, "failed to end a span; the publish itself is not affected")
 
 
 def with_headers(message: Message, headers: Mapping[str, str]) -> Message:

@@ -341,7 +341,7 @@ class Operations:
         try:
             self._audit.write("ended", job.id, entry)
         except OSError:
-            logger.exception("the end of the %s of queue %r is not in the audit log", job.kind, job.queue)
+            logger.exception("failed to write the end of the %s of queue %r to the audit log", job.kind, job.queue)
 
 
 def _unless_stopped(job: Job) -> Callable[[int, int], None]:

@@ -367,7 +367,7 @@ def test_a_task_that_is_ended_is_replaced_and_logged(
     [record] = [record for record in caplog.records if record.name == "reliable_mq.aio.handlers"]
     assert record.levelname == "ERROR"
     assert record.getMessage() == (
-        "a task of consumer 'test' was ended by MemoryError, and is replaced; 1 deliveries that it held have failed"
+        "a task of consumer 'test' ended with MemoryError and is replaced; its 1 deliveries failed"
     )
 
 

@@ -469,4 +469,4 @@ def test_an_error_of_sending_ends_no_relay(caplog: pytest.LogCaptureFixture) -> 
         await asyncio.sleep(0)
 
     asyncio.run(main())
-    assert "the relay goes on after an error" in caplog.text
+    assert "unexpected error while the relay submitted a row" in caplog.text

@@ -107,7 +107,7 @@ def test_the_story_reports_a_lost_connection_and_an_alarm() -> None:
     assert events(story, 1, connected=False, outstanding=3) == ["the connection is lost, with 3 orders unconfirmed"]
     events(story, 2)
     assert events(story, 3, blocked="low on memory") == ["the broker blocks publishing: low on memory"]
-    assert events(story, 4) == ["the broker takes publishes again"]
+    assert events(story, 4) == ["the broker accepts publishes again"]
 
 
 def text_console(*, terminal: bool = False) -> tuple[Console, io.StringIO]:

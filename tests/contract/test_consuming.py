@@ -590,7 +590,7 @@ def test_a_refused_subscription_to_quarantine_is_logged(
         broker.wait(lambda: broker.seen.count("Basic.Consume") == 2, "the subscription to quarantine")
         first.close(403, "ACCESS_REFUSED - no")
         answered.set()
-        wait_until(lambda: "messages in quarantine" in caplog.text, timeout=10, what="the log line")
+        wait_until(lambda: "cannot consume from its quarantine queue" in caplog.text, timeout=10, what="the log line")
 
 
 def test_a_queue_that_came_back_with_other_arguments_ends_it(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:

@@ -113,7 +113,7 @@ def test_a_stalled_loop_reads_before_it_gives_up_a_connection(
                 await publisher.publish(Message(b"x"), routing_key="q")
                 channel.deliver(b"y")
                 await until(lambda: handled == [b"y"])
-                await until(lambda: "stood still" in caplog.text)
+                await until(lambda: "stalled" in caplog.text)
             stalled = "reliable_mq_{}_event_loop_stalled_seconds_total"
             publishers = registry.get_sample_value(stalled.format("publisher"), {"publisher": "p"})
             assert publishers is not None
@@ -168,7 +168,7 @@ def test_a_stall_is_reported_from_half_a_heartbeat_not_a_quarter(
                 assert await reported(0.5, later) == 0
             for later in (0.01, 0.06, 0.1):
                 assert 0.9 < await reported(1, later) < 1.01
-            assert caplog.text.count("stood still for") == 3
+            assert caplog.text.count("stalled for") == 3
 
     with caplog.at_level(logging.WARNING):
         run(main())
@@ -188,7 +188,7 @@ def test_a_connection_lost_to_a_stall_is_replaced_without_loss(
             broker.connections[-1].cut()
             threading.Event().wait(1)
             assert (await confirmation).possible_duplicate
-            await until(lambda: "stood still" in caplog.text)
+            await until(lambda: "stalled" in caplog.text)
 
     with caplog.at_level(logging.WARNING):
         run(main())

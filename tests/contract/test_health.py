@@ -104,7 +104,7 @@ def test_an_event_loop_that_stands_still_is_not_live(broker: ScriptedBroker, new
         channel._io.call_soon(lambda: go_on.wait(60))
         try:
             health = wait_health(publisher, lambda health: not health.live)
-            assert "stood still" in health.reason
+            assert "stalled" in health.reason
             assert not health.ready
         finally:
             go_on.set()

@@ -887,19 +887,19 @@ def test_leaving_raises_what_nobody_has_seen(broker: ScriptedBroker, new_publish
 def test_what_a_report_tells_is_not_said_in_the_log_as_well(
     broker: ScriptedBroker, new_publisher: NewPublisher, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Those of a submit that nobody waits for are."""
+    """Those of a submit that no caller waits for are."""
     broker.script = lambda published: published.channel.nack(published.number)
 
     def leave() -> None:
         with new_publisher(retry=ONCE) as publisher:
             report = publisher.publish_many([Message(b"%d" % number) for number in range(20)], routing_key=KEY)
             assert [message.body for message, _ in report.failures] == [b"%d" % number for number in range(20)]
-            assert "nobody waits" not in caplog.text
+            assert "no caller waits" not in caplog.text
             publisher.submit(Message(b"lost"), routing_key=KEY)
 
     with pytest.raises(PublishNacked):
         leave()
-    assert "1 publishes failed that nobody waits for" in caplog.text
+    assert "1 publishes failed that no caller waits for" in caplog.text
 
 
 def test_a_publish_that_fails_at_once_is_not_logged_as_unawaited(
@@ -912,7 +912,7 @@ def test_a_publish_that_fails_at_once_is_not_logged_as_unawaited(
         for _ in range(50):
             with pytest.raises(PublishUnconfirmed):
                 publisher.publish(Message(b"x"), routing_key=KEY, timeout=0)
-    assert "nobody waits" not in caplog.text
+    assert "no caller waits" not in caplog.text
 
 
 def test_the_end_of_a_loss_is_logged_at_the_level_of_the_loss(

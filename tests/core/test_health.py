@@ -37,11 +37,11 @@ def test_a_lost_connection_is_live_and_not_ready(signs: PublisherSigns | Consume
 
 
 @pytest.mark.parametrize("signs", [PUBLISHER, CONSUMER])
-def test_a_loop_that_stands_still_or_has_ended_is_not_live(signs: PublisherSigns | ConsumerSigns) -> None:
+def test_a_loop_that_stalls_or_has_ended_is_not_live(signs: PublisherSigns | ConsumerSigns) -> None:
     stalled = judge(replace(signs, unanswered_since=NOW - 20))
     assert (stalled.live, stalled.ready, stalled.progressing) == (False, False, True)
     assert stalled.since == WALL_CLOCK - 20
-    assert stalled.reason == "its event loop has stood still for 20.0 s or longer"
+    assert stalled.reason == "its event loop has stalled for 20.0 s or longer"
     over = judge(replace(signs, loop_over=True, unanswered_since=NOW - 20))
     assert (over.live, over.ready) == (False, False)
     assert over.reason == "its I/O thread or event loop has ended"

@@ -61,7 +61,7 @@ def test_a_table_without_its_index_is_warned_of(tmp_path: Path, caplog: pytest.L
     with engine.begin() as connection:
         connection.execute(text("DROP INDEX reliable_mq_outbox_in_order"))
     SQLAlchemyOutbox(engine).open()
-    assert "no index of ordering_key and id" in caplog.text
+    assert "slow without an index on ordering_key and id" in caplog.text
     caplog.clear()
     outbox.create_table()
     SQLAlchemyOutbox(engine).open()

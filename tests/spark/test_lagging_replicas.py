@@ -142,13 +142,13 @@ def test_a_batch_fails_where_no_leader_responds(monkeypatch: pytest.MonkeyPatch)
 def test_a_higher_count_ends_no_batch_for_good(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """RabbitMQ counts the stored positions of consumers, too. All nodes together tell that there is nothing else."""
+    """RabbitMQ counts the stored consumer offsets of consumers, too. All nodes together tell that there is nothing else."""
     cluster(monkeypatch, near=Replica((5, 7)), far=Replica((5, 7)))
     with caplog.at_level(logging.WARNING):
         assert planned_end(BOTH) == 5
-        assert "stored positions" not in caplog.text
+        assert "stored consumer offsets" not in caplog.text
         assert planned_end(ONE) == 5
-    assert "the leaders of the streams events count more messages than there are on this node" in caplog.text
+    assert "the leaders of the streams events count more messages than this node has" in caplog.text
 
 
 # -- a range -----------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def test_a_purge_that_fails_costs_no_claim(
         make_it_time(subject)
         [claim] = subject.store.claim_many(["a"], LEASE)
         assert claim.status is ClaimStatus.NEW
-        assert "were not deleted" in caplog.text
+        assert "failed to delete expired rows" in caplog.text
         assert subject.store.complete_many([claim]) == [True]
 
 

@@ -114,7 +114,13 @@ def test_a_hook_that_fails_keeps_no_other_from_running() -> None:
     """What it raised is logged; an interruption is raised when the others have run."""
     done = run(FAILURES, MODULES)
     assert done.stdout == "forked\nexited\n"
-    for part in ("failed in stage RENEW", "of a fork", "failed in stage CONSUMERS", "of an exit", "KeyboardInterrupt"):
+    for part in (
+        "failed in exit stage RENEW",
+        "of a fork",
+        "failed in exit stage CONSUMERS",
+        "of an exit",
+        "KeyboardInterrupt",
+    ):
         assert part in done.stderr
 
 

@@ -135,7 +135,7 @@ class Story:
             events.append(f"connected again after {now - lost_at:.1f} s, {again:,} orders published again")
         if status.blocked != before.blocked:
             blocked = f"the broker blocks publishing: {status.blocked}"
-            events.append("the broker takes publishes again" if status.blocked is None else blocked)
+            events.append("the broker accepts publishes again" if status.blocked is None else blocked)
         return events
 
 

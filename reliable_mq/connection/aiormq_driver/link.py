@@ -215,8 +215,9 @@ class Link:
         if late >= heartbeat / 2 - pause:
             self._loop.stalled += late
             logger.warning(
-                "the event loop stood still for %.1f s: no heartbeat was sent to %s meanwhile, which closes a "
-                "connection after about two heartbeats (%d s) of silence; something that blocks runs on the loop",
+                "the event loop stalled for %.1f s, and no heartbeat was sent to %s, which closes a "
+                "connection after about two missed heartbeats (%d s); look for a blocking call in a coroutine or "
+                "callback",
                 late,
                 self.endpoint,
                 2 * heartbeat,
