@@ -1,11 +1,11 @@
 """The orders service with outbox and inbox on asyncio, as a FastAPI application.
 
-``POST /orders`` commits the order and the message about it in one transaction and answers 202, whether or not the
-broker is there. The handler commits the invoice and the record that the message is done in one transaction, too.
+``POST /orders`` commits the order and its message in one transaction and returns status 202, whether or not the broker
+is reachable. The handler commits the invoice and the completion record of the message in one transaction, too.
 
-``RELIABLE_MQ_ASYNC_DATABASE`` is any URL of an asyncio driver that SQLAlchemy knows
-(``postgresql+psycopg://user:password@localhost/orders``); without it, a SQLite file that is thrown away. With
-``uvicorn asyncio_outbox:app`` it serves for real; run as a program, it sends itself requests, one of them twice.
+``RELIABLE_MQ_ASYNC_DATABASE`` may be any SQLAlchemy URL with an asyncio driver, for example
+``postgresql+psycopg://user:password@localhost/orders``. The default is a temporary SQLite file. To run the service, use
+``uvicorn asyncio_outbox:app``. Run as a program, it sends itself requests, one of them twice.
 
 Prints::
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 URL = os.environ.get("RELIABLE_MQ_URL", "amqp://guest:guest@localhost/")
-RUN = uuid.uuid4().hex[:8]  # so that the example can run again and again, and in several places
+RUN = uuid.uuid4().hex[:8]  # so that runs of the example do not share queues and tables
 ORDERS = Queue(f"example.asyncio_outbox.orders.{RUN}")
 
 
@@ -62,12 +62,12 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
             invoiced.put_nowait(number)
 
         async with (
-            AsyncPublisher(URL, topology=[ORDERS], outbox=outbox),  # which relays
+            AsyncPublisher(URL, topology=[ORDERS], outbox=outbox),  # also runs the relay
             AsyncConsumer(URL, ORDERS, invoice, idempotency=store),
         ):
             app.state.engine, app.state.outbox, app.state.invoiced = engine, outbox, invoiced
             yield  # requests are served
-        async with engine.begin() as connection:  # for this is an example
+        async with engine.begin() as connection:  # only because this is an example
             for table in ("orders", "invoices", "outbox", "inbox"):
                 await connection.execute(text(f"DROP TABLE {table}_{RUN}"))
         await engine.dispose()

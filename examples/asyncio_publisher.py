@@ -1,7 +1,7 @@
 """Publish with asyncio: the same names and arguments as ``Publisher``, awaited.
 
-A thousand tasks that publish at once cost no more than a loop that submits: nothing is awaited for each message but its
-confirm, and the window holds back what is too much.
+A thousand tasks that publish at the same time cost no more than a loop that submits: each task only waits for its
+confirm, and the window limits the number of unconfirmed messages.
 
 Prints::
 

@@ -1,7 +1,7 @@
-"""The service of ``service.py`` on asyncio: it consumes orders and publishes an invoice for each, until it is stopped.
+"""The service of ``service.py`` on asyncio: an invoice for each order.
 
-The names and arguments are the same; what waits there is awaited here. The handler is a coroutine function, of which
-``concurrency`` run at a time, each in a task of its own. ``run`` returns on SIGTERM, on Ctrl-C and on ``stop()``.
+The names and arguments are the same; calls that block there are awaited here. The handler is a coroutine function; up
+to ``concurrency`` calls run at a time, each in its own task. ``run`` returns on SIGTERM, on Ctrl-C and on ``stop()``.
 
 Prints, after it was stopped::
 
@@ -24,7 +24,7 @@ ORDERS, INVOICES = Queue("example.asyncio_service.orders"), Queue("example.async
 
 async def main() -> None:
     async with AsyncPublisher(URL, topology=[ORDERS, INVOICES], name="invoices") as publisher:
-        for number in (1, 2, 3):  # something to do
+        for number in (1, 2, 3):  # orders for this example
             await publisher.publish(Message.json({"order": number}), routing_key=ORDERS.name)
 
         async def handle(delivery: Delivery) -> None:

@@ -1,8 +1,8 @@
 """Handle messages in batches, with a verdict for each.
 
-The handler gets a list of deliveries and answers with one verdict per item: `Ack`, ``RetryLater(...)`` or
-``DeadLetter(...)``; None means all are done. Where it raises, nobody knows which item was at fault, so each is tried
-again by itself.
+The handler gets a list of deliveries and returns one verdict for each: `Ack`, ``RetryLater(...)`` or
+``DeadLetter(...)``. None acks all of them. If the handler raises, the item at fault is unknown, so each delivery is
+retried alone.
 
 Prints::
 

@@ -1,7 +1,7 @@
-"""Handle messages: a handler that returns has handled its delivery, one that raises is asked again later.
+"""Handle messages: a return acks the delivery, an exception retries it later.
 
-After ``max_attempts`` the message goes to the dead-letter queue, with the reason in its headers, and the original is
-acknowledged only when the broker has confirmed that. A handler decides for itself with `RetryLater` and `DeadLetter`.
+After ``max_attempts`` the message is published to the dead-letter queue, with the reason in its headers. The original
+is acked only after the broker has confirmed the copy. With `RetryLater` and `DeadLetter` the handler itself decides.
 
 Prints::
 
@@ -27,7 +27,7 @@ ORDERS = Queue("example.consume")
 
 
 def work(delivery: Delivery) -> None:
-    """Stand in for what a handler does."""
+    """Simulate the work of a handler."""
     match delivery.json()["order"]:
         case "flaky" if delivery.attempt == 1:
             raise ConnectionError("the database is away")
@@ -47,7 +47,7 @@ def handle(delivery: Delivery) -> None:
     finally:
         print(f"attempt {delivery.attempt} at {delivery.json()['order']}: {outcome}")
         if delivery.attempt == 3:
-            consumer.stop()  # an example has an end; what is under way is finished
+            consumer.stop()  # the example ends here; running handlers finish
 
 
 with Publisher(URL, topology=[ORDERS]) as publisher:

@@ -1,7 +1,8 @@
-"""Mount the page for dead letters in a service's own ASGI application; the service decides who may use it.
+"""Mount the page for dead letters in an ASGI application.
 
-Its URLs are below ``/ops/dead-letters``. This program asks for a few of them as a browser would. To look at
-them, serve ``app`` with ``uvicorn dead_letters_page:app``, behind a gateway that sets the header ``X-User``.
+The service decides who may use the page. Its URLs are below ``/ops/dead-letters``. This program requests some of them,
+as a browser would. To see the page, serve ``app`` with ``uvicorn dead_letters_page:app``, behind a gateway that sets
+the header ``X-User``.
 
 Prints::
 
@@ -38,7 +39,10 @@ ORDERS = Queue("example.page.orders")
 
 
 def user(request: Request) -> str | None:
-    """Return who is asking; None refuses the request. A service looks into its session here."""
+    """Return the user's name, or None to refuse the request.
+
+A service would read its session here.
+"""
     return request.headers.get("x-user")
 
 
@@ -48,7 +52,7 @@ page = DeadLetterApp(URL, [ORDERS], user=user, allow_changes=True, allowed_hosts
 @asynccontextmanager
 async def lifespan(_app: Starlette) -> AsyncIterator[None]:
     yield
-    await asyncio.to_thread(page.close)  # a replay that is going on ends with the letters that it is at
+    await asyncio.to_thread(page.close)  # a running replay finishes its batch, and stops
 
 
 async def health(_request: Request) -> PlainTextResponse:

@@ -1,7 +1,7 @@
-"""Fail fast: with ``on_disconnected="raise"``, a publish raises at once while the broker is away.
+"""Fail fast: with ``on_disconnected="raise"``, a publish without a broker raises.
 
-A service answers 503 then. A message that was accepted before the loss is not given up: it is published again once the
-broker is back. Here the fault proxy stands between the publisher and its broker, and takes the broker away.
+A service can then return status 503. A message that was accepted before the connection was lost is not given up: it is
+published again once the broker is back. Here a fault proxy between the publisher and its broker simulates the outage.
 
 Prints::
 
@@ -28,10 +28,10 @@ with FaultProxy(URL) as proxy, Publisher(proxy.url, topology=[ORDERS], on_discon
 
     proxy.hold_confirms()
     outstanding = publisher.submit(Message.json({"order": 2}), routing_key=ORDERS.name)
-    proxy.wait_for(lambda: proxy.held_confirms == 1)  # the broker has it, the publisher does not know
+    proxy.wait_for(lambda: proxy.held_confirms == 1)  # the broker has confirmed it, and the publisher does not know
     proxy.refuse_connections()
     proxy.cut()
-    wait_until(lambda: not publisher.connected, timeout=30, what="the loss")  # which it notices at once
+    wait_until(lambda: not publisher.connected, timeout=30, what="the loss")  # detected at once
 
     began = time.monotonic()
     try:

@@ -1,10 +1,10 @@
-"""What can go wrong with one message, as exceptions that say what to do; the others are not affected.
+"""The failures of a single message, as exceptions that do not affect others.
 
-- *returned*: no queue is bound for its routing key. The broker confirms such a message all the same; here it fails.
-- *refused*: the broker closes the channel over it, without saying over which. The rest is published again, in narrowing
-  groups, and the culprit alone fails.
-- *refused before it was sent*: too large.
-- *unconfirmed*: its deadline passed. The only outcome that may have arrived.
+- *returned*: no queue is bound for the routing key. RabbitMQ confirms such a message nevertheless; here it fails.
+- *refused*: the broker closes the channel because of the message, without naming it. The unconfirmed messages are
+  published again, in smaller and smaller groups, and only the culprit fails.
+- *refused before it was sent*: the message is too large.
+- *unconfirmed*: the deadline passed. This is the only outcome after which the message may have arrived.
 
 Prints::
 
@@ -47,7 +47,7 @@ with Publisher(URL, topology=[QUEUE], max_message_bytes=1_000_000) as publisher:
     confirmed = [confirmation for confirmation in beside if confirmation.exception(timeout=30) is None]
     print(f"of {len(beside)} messages beside them confirmed: {len(confirmed)}")
 
-# A failure that nobody looks at is not lost: leaving the block raises it.
+# A failure that the program does not read is not lost: the end of the block raises it.
 try:
     with Publisher(URL) as publisher:
         publisher.submit(Message(b"unroutable"), routing_key="example.no-such-queue")

@@ -1,11 +1,11 @@
-"""A FastAPI application that publishes what it is sent and consumes it in the background: both live in the lifespan.
+"""A FastAPI application with a publisher and a consumer in its lifespan.
 
-``POST /orders`` answers 202 once the broker has the order, and 503 where it has not taken it or nobody knows: at once
-while there is no connection (``on_disconnected="raise"``). A client that tries again sends the same ``order``, from
-which the ``message_id`` is made: whoever handles orders can tell.
+``POST /orders`` returns status 202 once the broker has confirmed the order, and 503 if it was not confirmed, at once
+while there is no connection (``on_disconnected="raise"``). A client that retries sends the same ``order``, from which
+the ``message_id`` is derived, so the handler of the orders can detect the duplicate.
 
-Signals are the server's: it ends the lifespan, which stops the consumer, then flushes the publisher. With
-``uvicorn fastapi_service:app`` it serves for real; run as a program, it sends itself two requests.
+The server handles the signals: it ends the lifespan, which stops the consumer and then flushes the publisher. To run
+the service, use ``uvicorn fastapi_service:app``. Run as a program, it sends itself two requests.
 
 Prints::
 

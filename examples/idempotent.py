@@ -1,9 +1,9 @@
 """A message that is delivered twice takes effect once.
 
-A publisher publishes again what was not confirmed, and a broker delivers again what was not acknowledged: duplicates
-are a part of life. With an idempotency store a handler is not called for a message whose ``message_id`` is done.
-`SQLiteStore` remembers in a file, for all processes of the machine, and survives them; there are stores in Redis and in
-SQL databases for fleets, and one in memory for tests.
+A publisher publishes unconfirmed messages again, and a broker redelivers unacked messages, so duplicates are normal.
+With an idempotency store, the handler is not called for a message whose ``message_id`` is already done. `SQLiteStore`
+stores the ids in a file, for all processes of the machine, and keeps them after a restart. There are also stores in
+Redis and in SQL databases, for several machines, and one in memory, for tests.
 
 Prints::
 
@@ -23,13 +23,13 @@ from reliable_mq.stores import SQLiteStore
 URL = os.environ.get("RELIABLE_MQ_URL", "amqp://guest:guest@localhost/")
 ORDERS = Queue("example.idempotent")
 
-directory = tempfile.TemporaryDirectory()  # a real one has a path of its own, that stays
-store = SQLiteStore(f"{directory.name}/done.db", retention=24 * 3600)  # a later duplicate takes effect again
+directory = tempfile.TemporaryDirectory()  # a real service uses a permanent path
+store = SQLiteStore(f"{directory.name}/done.db", retention=24 * 3600)  # a duplicate after that time is handled again
 delivered = handled = duplicates = 0
 
 
 def consume_until(last: int) -> None:
-    """Run a consumer until it has handled an order."""
+    """Run a consumer until it has handled the order ``last``."""
     global delivered, handled, duplicates  # noqa: PLW0603
 
     def handle(delivery: Delivery) -> None:
@@ -49,7 +49,7 @@ first, second = Message.json({"order": 1}), Message.json({"order": 2})
 with Publisher(URL, topology=[ORDERS]) as publisher:
     publisher.publish(first, routing_key="example.idempotent")
     consume_until(1)
-    publisher.publish(first, routing_key="example.idempotent")  # the same message, for a second time
+    publisher.publish(first, routing_key="example.idempotent")  # the same message, a second time
     publisher.publish(second, routing_key="example.idempotent")
     consume_until(2)
 

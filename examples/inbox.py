@@ -1,11 +1,11 @@
-"""An effect in a database happens once, whoever dies when: the inbox.
+"""The inbox: an effect in a database happens once, even if processes die.
 
-What the handler writes, and the record that its message is done, are committed in one transaction. A process that is
-killed before the commit has written nothing, and the message comes again; one that is killed after it has left the
-record, by which the message that comes again is known.
+The handler's writes and the completion record of the message are committed in one transaction. If the process is killed
+before the commit, nothing is written, and the message is redelivered and handled. If the process is killed after the
+commit, the redelivered message is recognised by its record.
 
-``RELIABLE_MQ_DATABASE`` is any URL that SQLAlchemy knows, PostgreSQL for one
-(``postgresql+psycopg://user:password@localhost/accounts``); without it, a SQLite file that is thrown away.
+``RELIABLE_MQ_DATABASE`` may be any SQLAlchemy URL, for example
+``postgresql+psycopg://user:password@localhost/accounts``. The default is a temporary SQLite file.
 
 Prints::
 
@@ -27,7 +27,7 @@ from reliable_mq import Consumer, Delivery, Message, Publisher, Queue, RetryPoli
 from reliable_mq.stores import SQLAlchemyStore
 
 URL = os.environ.get("RELIABLE_MQ_URL", "amqp://guest:guest@localhost/")
-RUN = uuid.uuid4().hex[:8]  # so that the example can run again and again, and in several places
+RUN = uuid.uuid4().hex[:8]  # so that runs of the example do not share queues and tables
 CREDITS = Queue(f"example.inbox.{RUN}")
 CREDIT = text(f"UPDATE accounts_{RUN} SET balance = balance + :amount")
 BALANCE = text(f"SELECT balance FROM accounts_{RUN}")
@@ -36,7 +36,7 @@ BALANCE = text(f"SELECT balance FROM accounts_{RUN}")
 def main(database: str) -> None:
     engine = create_engine(database)
     store = SQLAlchemyStore(engine, table=f"inbox_{RUN}")
-    store.create_table()  # or by a migration: store.ddl has the statements
+    store.create_table()  # or use a migration with the statements in store.ddl
     with engine.begin() as connection:
         connection.execute(text(f"CREATE TABLE accounts_{RUN} (balance INTEGER)"))
         connection.execute(text(f"INSERT INTO accounts_{RUN} VALUES (0)"))
@@ -55,7 +55,7 @@ def main(database: str) -> None:
 
     ten, five = Message.json({"amount": 10}), Message.json({"amount": 5})
     with Publisher(URL, topology=[CREDITS]) as publisher:
-        publisher.publish_many([ten, ten, five], routing_key=CREDITS.name)  # ten arrives twice
+        publisher.publish_many([ten, ten, five], routing_key=CREDITS.name)  # ten is delivered twice
     consumer = Consumer(URL, CREDITS, handle, idempotency=store, retry=RetryPolicy(3, delays=(0.1,)))
     consumer.run()
     seen = consumer.statistics

@@ -1,7 +1,7 @@
-"""Prometheus metrics: give a registry, and expose it the way you do.
+"""Prometheus metrics: pass a registry, and expose it as usual.
 
-The counts are kept anyway; a scrape reads them. Labels are bounded: the ``name`` of a publisher or consumer, the queue,
-and the outcome.
+A scrape reads counts that are kept in any case. The number of label values is limited: the ``name`` of a publisher or
+consumer, the queue, and the outcome.
 
 Prints::
 
@@ -24,7 +24,7 @@ URL = os.environ.get("RELIABLE_MQ_URL", "amqp://guest:guest@localhost/")
 ORDERS = Queue("example.metrics")
 
 registry = CollectorRegistry()  # or prometheus_client.REGISTRY
-server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)  # a port of its own choice; yours is fixed
+server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)  # any free port
 
 handled = 0
 last = threading.Event()

@@ -1,12 +1,12 @@
-"""An orders service whose messages are part of its transactions: an outbox where they leave, an inbox at the other end.
+"""An orders service with an outbox and an inbox.
 
-An order and the message about it are written in one transaction: either both are there, or neither. Whoever invoices
-orders writes the invoice, the record that the message is done, and the message about the invoice in one transaction as
-well. So each order has one invoice, and one message about it, whatever is delivered twice and whoever dies in between.
+An order and its message are written in one transaction: either both are stored, or neither. The handler writes the
+invoice, the completion record of the order's message, and the message about the invoice in one transaction, too. So
+each order has one invoice, and one message about it, even if messages are delivered twice or a process dies.
 
-``RELIABLE_MQ_DATABASE`` is any URL that SQLAlchemy knows, PostgreSQL for one
-(``postgresql+psycopg://user:password@localhost/orders``); without it, a SQLite file that is thrown away. The relay runs
-in this process; ``reliable-mq outbox relay`` is one of its own.
+``RELIABLE_MQ_DATABASE`` may be any SQLAlchemy URL, for example ``postgresql+psycopg://user:password@localhost/orders``.
+The default is a temporary SQLite file. The relay runs in this process; ``reliable-mq outbox relay`` runs one in a
+separate process.
 
 Prints::
 
@@ -32,7 +32,7 @@ from reliable_mq.outbox import SQLAlchemyOutbox
 from reliable_mq.stores import SQLAlchemyStore
 
 URL = os.environ.get("RELIABLE_MQ_URL", "amqp://guest:guest@localhost/")
-RUN = uuid.uuid4().hex[:8]  # so that the example can run again and again, and in several places
+RUN = uuid.uuid4().hex[:8]  # so that runs of the example do not share queues and tables
 ORDERS, INVOICES = Queue(f"example.outbox.orders.{RUN}"), Queue(f"example.outbox.invoices.{RUN}")
 
 
@@ -47,17 +47,17 @@ class OrdersService:
             connection.execute(text(f"CREATE TABLE invoices_{RUN} (number INTEGER)"))
 
     def place(self, number: int) -> None:
-        """The order and the message about it are committed together."""
+        """Commit the order and its message together."""
         with Session(self.engine) as session:
             session.execute(text(f"INSERT INTO orders_{RUN} VALUES (:number)"), {"number": number})
             message = Message.json({"order": number}, message_id=f"order-{number}-{RUN}")
             self.outbox.add(session, message, routing_key=ORDERS.name)
             if number == 3:
-                return  # something is wrong with it: the session rolls back
+                return  # an invalid order: the session rolls back
             session.commit()
 
     def invoice(self, delivery: Delivery) -> None:
-        """The invoice, the record that this delivery is done, and the next message are committed together."""
+        """Commit the invoice, the completion record and the next message together."""
         with delivery.transaction() as session:
             number = delivery.json()["order"]
             session.execute(text(f"INSERT INTO invoices_{RUN} VALUES (:number)"), {"number": number})
@@ -91,7 +91,7 @@ def main(engine: Engine) -> None:
         for number in (1, 2, 3):
             service.place(number)
         print(f"placed: {service.numbers('orders')}; order 3 was rolled back, and its message with it")
-        again = Message.json({"order": 1}, message_id=f"order-1-{RUN}")  # as after a lost confirm, say
+        again = Message.json({"order": 1}, message_id=f"order-1-{RUN}")  # as after a lost confirm
         publisher.publish(again, routing_key=ORDERS.name)
         for _ in range(2):
             arrived.acquire(timeout=30)

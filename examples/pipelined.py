@@ -1,8 +1,8 @@
-"""Publish many messages without waiting for each, and learn of each what became of it.
+"""Publish many messages without waiting for each, and get each outcome.
 
-``submit`` returns a `Confirmation` at once; it blocks only while ``max_outstanding`` messages are unconfirmed, so
-memory is bounded. Look at a confirmation later, or be called back, or leave the ``with`` block, which waits for all and
-raises for every failure that nobody has looked at.
+``submit`` returns a `Confirmation` at once. It blocks only while ``max_outstanding`` messages are unconfirmed, so
+memory is bounded. Read a confirmation later, add a callback, or leave the ``with`` block, which waits for all messages
+and raises an error if the program has not read a failure.
 
 Prints::
 
@@ -25,11 +25,11 @@ with Publisher(URL, topology=[Queue("example.pipelined")], max_outstanding=200) 
     confirmations = []
     for number in range(1000):
         confirmation = publisher.submit(Message.json({"order": number}), routing_key="example.pipelined")
-        confirmation.add_done_callback(called_back.append)  # on a thread for this purpose, not on the I/O thread
+        confirmation.add_done_callback(called_back.append)  # on a callback thread, not the I/O thread
         confirmations.append(confirmation)
     print(f"submitted {len(confirmations)}")
     print(f"the 500th: {confirmations[499].result(timeout=30).status}")
-    publisher.flush(timeout=30)  # waits for everything submitted before
+    publisher.flush(timeout=30)  # waits for all messages submitted before
 
 failures = [confirmation.exception() for confirmation in called_back if confirmation.exception() is not None]
 print(f"called back {len(called_back)} times, {len(failures)} failures")

@@ -1,7 +1,7 @@
-"""A service with probes for Kubernetes: it lives, is ready, and says why when it is not.
+"""A service with probes for Kubernetes: liveness, readiness, and the reason.
 
-``HealthServer`` answers from a thread of its own; in a Deployment it listens at ``0.0.0.0`` on a port of your choice.
-Here the service asks itself. ``reliable-mq health URL`` asks from the command line.
+``HealthServer`` runs in its own thread. In a Deployment it listens on ``0.0.0.0`` and a fixed port. Here the service
+sends the requests itself. ``reliable-mq health URL`` sends one from the command line.
 
 Prints::
 
@@ -46,7 +46,7 @@ def handle(_delivery: Delivery) -> None:
 publisher = Publisher(URL, topology=[ORDERS], name="shop")
 consumer = Consumer(URL, ORDERS, handle, name="billing")
 
-with HealthServer(publisher, consumer, port=0) as server:  # a port of its own choice; yours is fixed
+with HealthServer(publisher, consumer, port=0) as server:  # any free port; use a fixed one in a service
     print("before it starts:", ask(f"{server.url}/readyz"))
     with publisher, consumer:
         publisher.publish(Message(b"an order"), routing_key="example.probes")

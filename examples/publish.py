@@ -1,7 +1,7 @@
-"""Publish one message and know that the broker has it.
+"""Publish one message and wait for its confirm.
 
-``publish`` returns once the broker has confirmed the message: it is on every queue that it was routed to, and on disk
-there. Where that cannot be had, it raises.
+``publish`` returns once the broker has confirmed the message: it is in every queue that it was routed to, and on disk
+there. Otherwise it raises.
 
 Prints::
 

@@ -1,7 +1,7 @@
-"""Publish an iterable, pipelined, and get one report: how many the broker has, and which messages it does not have.
+"""Publish an iterable, pipelined, and get one report of the outcomes.
 
-The queue here takes five messages and refuses the rest. What a queue refuses (``basic.nack``) is tried again under the
-publisher's retry policy, six attempts over some ten seconds by default; here it is reported after the first.
+The queue here accepts five messages and rejects the others. Rejected messages (``basic.nack``) are retried under the
+publisher's retry policy: by default six attempts over about ten seconds, here only one.
 
 Prints::
 
@@ -17,7 +17,7 @@ import os
 from reliable_mq import Consumer, Message, Publisher, PublishNacked, Queue, RetryPolicy
 
 URL = os.environ.get("RELIABLE_MQ_URL", "amqp://guest:guest@localhost/")
-# Counted to the message on a classic queue; a quorum queue lets some more in.
+# The limit is exact on a classic queue; a quorum queue accepts a few more messages.
 SMALL = Queue("example.publish-many", type="classic", max_length=5, dead_letter=None)
 
 orders = (Message.json({"order": number}) for number in range(20))

@@ -1,7 +1,7 @@
-"""Take the messages of a queue and go: for jobs that run by the clock and not for ever.
+"""Take the messages of a queue and exit, for jobs that run on a schedule.
 
-``get`` gives up to so many deliveries, or waits for the first. Settle each by itself, or let the block do it: at its
-end the others are acked, or requeued if it raises.
+``get`` returns up to a number of deliveries, and waits for the first one. Settle deliveries individually, or let the
+block do it: at its end the others are acked, or requeued if it raises.
 
 Prints::
 
@@ -34,10 +34,10 @@ with Consumer(URL, ORDERS) as consumer:
             deliveries[0].ack()  # or .retry(delay), .dead_letter(reason), .requeue()
             work(deliveries[1])
     except RuntimeError:
-        pass  # three were not settled, and went back
+        pass  # three unsettled deliveries are requeued
 
     back: list[Delivery] = []
-    while len(back) < 3:  # get takes what is there, and waits for the first only
+    while len(back) < 3:  # get waits only for the first message
         with consumer.get(10, timeout=5) as deliveries:
             back += deliveries
     print(f"after an exception: {len(back)} are back, redelivered: {back[0].redelivered}")

@@ -1,11 +1,11 @@
-"""A service that runs until it is told to stop: it consumes orders and publishes an invoice for each.
+"""A service that publishes an invoice for each order until it is stopped.
 
-``run`` returns on SIGTERM, on Ctrl-C and on ``stop()``. By then nothing new was begun, what was being handled is
-finished and acknowledged, and what had not begun is back in the queue. A second signal does not wait for handlers.
+``run`` returns on SIGTERM, on Ctrl-C and on ``stop()``. No new handler starts then. Running handlers finish, and their
+deliveries are acked; the other deliveries are requeued. After a second signal, ``run`` does not wait for handlers.
 
-The invoice is confirmed before the handler returns, and the order is acknowledged after that: an order is never lost
-between the two. It may be invoiced twice, where the service dies in between; whoever handles invoices can tell by the
-``message_id``, which is made from the order's.
+The invoice is confirmed before the handler returns, and the order is acked after that, so no order is lost in between.
+If the service dies between the two, the order is invoiced twice. The handler of the invoices can detect this by the
+``message_id``, which is derived from that of the order.
 
 Prints, after it was stopped::
 
@@ -27,7 +27,7 @@ ORDERS, INVOICES = Queue("example.service.orders"), Queue("example.service.invoi
 
 def main() -> None:
     with Publisher(URL, topology=[ORDERS, INVOICES], name="invoices") as publisher:
-        for number in (1, 2, 3):  # something to do
+        for number in (1, 2, 3):  # orders for this example
             publisher.publish(Message.json({"order": number}), routing_key="example.service.orders")
 
         def handle(delivery: Delivery) -> None:

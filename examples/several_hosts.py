@@ -1,7 +1,7 @@
-"""Several hosts, and credentials that change: what a connection does when a host is down or a password was rotated.
+"""Several hosts, of which one is down, and credentials that change.
 
-Hosts are tried in their order, and after a lost connection the next one is tried at once. A callback is asked for user
-and password at every connect, so that the next one uses what is valid by then; without one they stand in the URL.
+Hosts are tried in order, and after a lost connection the next one is tried at once. A callback returns the user and the
+password for every connect, so each connect uses the current ones. Without a callback they are in the URL.
 
 Prints::
 
@@ -23,16 +23,19 @@ asked = 0
 
 
 def credentials() -> tuple[str, str]:
-    """Ask a vault, say. It may block: it runs on a thread of its own."""
+    """Return the credentials, for example from a vault.
+
+The callback may block, because it runs in a separate thread.
+"""
     global asked  # noqa: PLW0603
     asked += 1
     user, _, password = user_and_password.partition(":")
     return user, password
 
 
-hosts = f"amqp://127.0.0.1:1,{where}"  # the first one is down; in life: amqps://rabbit-1.example.org,rabbit-2...
+hosts = f"amqp://127.0.0.1:1,{where}"  # the first host is down
 with Publisher(hosts, credentials=credentials, topology=[Queue("example.hosts")], name="orders") as publisher:
     publisher.publish(Message(b"hello"), routing_key="example.hosts")
     print("connected past a host that is down")
     print(f"asked for credentials {asked} times: once per attempt")
-    print(publisher)  # never with a password in it
+    print(publisher)  # never shows the password

@@ -1,7 +1,8 @@
-"""Spark: a stream into Parquet files, every message in them once, however often the query is started again.
+"""Spark: from a stream into Parquet files, each message once.
 
-The query ends when it has read what is there; started again on the same checkpoint, it goes on behind that. A batch
-that a crash has interrupted is run again, with the same messages, and Spark's file sink keeps one copy of it.
+The query ends when it has read all available messages. Started again with the same checkpoint, it continues after them.
+If a crash interrupts a micro-batch, the micro-batch is run again with the same messages, and Spark's file sink keeps
+one copy of it.
 
 Prints::
 
@@ -28,14 +29,14 @@ RUN = uuid.uuid4().hex  # the stream may hold the orders of earlier runs
 
 
 def publish(first: int, count: int) -> None:
-    """Orders, into the stream."""
+    """Publish orders into the stream."""
     with Publisher(URL, topology=[ORDERS]) as publisher:
         orders = (Message.json({"order": number}, type=RUN) for number in range(first, first + count))
         publisher.publish_many(orders, routing_key=ORDERS.name).raise_for_failures()
 
 
 def run(spark: SparkSession, directory: str) -> None:
-    """Read all that is new, in batches of 25 at most, by two tasks each."""
+    """Read all new messages, in micro-batches of at most 25, with two tasks each."""
     (
         spark.readStream.format("rabbitmq")
         .option("url", URL)

@@ -1,9 +1,9 @@
-"""Spark: queue → Spark → queue with effects that happen once, although everything may come twice.
+"""Spark: queue → Spark → queue, with each effect once despite duplicates.
 
-Ten orders are published twice each, as a publisher does that has not heard of a confirm: with the same `message_id`.
-Spark drops what has an id that it has seen within the last hour, after a crash, too: the ids are in its checkpoint.
-What it publishes has the id of its order; a consumer with an idempotency store drops what a task that was retried has
-published again.
+Ten orders are published twice each, with the same `message_id`, as by a publisher that missed a confirm. Spark drops
+messages with an id that it has seen within the last hour, also after a crash, because the ids are in its checkpoint.
+Each invoice has an id derived from its order, so a consumer with an idempotency store drops invoices that a retried
+task has published again.
 
 Prints::
 
@@ -30,7 +30,7 @@ ORDERS, INVOICES = Queue("example.spark-orders"), Queue("example.spark-invoices"
 
 
 def publish() -> None:
-    """Each order twice."""
+    """Publish each order twice."""
     now = datetime.now(UTC)
     with Publisher(URL, topology=[ORDERS, INVOICES]) as publisher:
         for number in [*range(10), *range(10)]:
@@ -39,7 +39,7 @@ def publish() -> None:
 
 
 def run(spark: SparkSession, checkpoint: str) -> int:
-    """Make invoices of the orders that are in the queue; returns how many rows came in."""
+    """Make invoices of the orders in the queue. Return the number of input rows."""
     orders = spark.readStream.format("rabbitmq").option("url", URL).option("queue", ORDERS.name).load()
     query = (
         orders.select("body", "message_id", "timestamp")
@@ -58,7 +58,7 @@ def run(spark: SparkSession, checkpoint: str) -> int:
 
 
 def handle_invoices() -> list[int]:
-    """Ten invoices, each handled once."""
+    """Handle ten invoices, each once. Return their numbers."""
     handled: list[int] = []
     enough = threading.Event()
 

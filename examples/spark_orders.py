@@ -1,14 +1,15 @@
-"""Orders in, aggregated, alerts out: RabbitMQ → Spark → RabbitMQ, and every order counts once.
+"""RabbitMQ → Spark → RabbitMQ: aggregate orders into alerts, each order once.
 
     spark-submit examples/spark_orders.py amqp://guest:guest@localhost/ /tmp/orders-checkpoint
 
-Reads the queue ``orders`` (JSON with ``order``, ``customer``, ``cents`` and ``placed``), and publishes an alert to the
-queue ``alerts`` for every customer who has ordered for more than 1000.00 within a minute. In staged mode: a relay
-beside the driver moves orders into the stream ``orders.stage``, each once, and the executors read that. An order that
-was published twice has the same ``message_id``, and is dropped. So has an alert that is published twice, so that
-whoever handles alerts can tell (an idempotency store does).
+The query reads the queue ``orders`` (JSON with ``order``, ``customer``, ``cents`` and ``placed``), and publishes an
+alert to the queue ``alerts`` for every customer who has ordered for more than 1000.00 within a minute. It uses staged
+mode: a relay next to the driver moves orders into the stream ``orders.stage``, each once, and the executors read the
+stream. A duplicate of an order has the same ``message_id``, and is dropped. A duplicate of an alert has the same
+``message_id``, too, so the consumer of alerts can detect it, for example with an idempotency store.
 
-It runs until it is stopped. Stop it, kill it, and start it again with the same checkpoint: no order is lost.
+The query runs until it is stopped. If it is stopped or killed, and started again with the same checkpoint, no order is
+lost.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ LIMIT = 100_000  # cents
 
 
 def start(spark: SparkSession, url: str, checkpoint: str, **trigger: str) -> StreamingQuery:
-    """Start the pipeline; the queues exist."""
+    """Start the query. The queues must exist."""
     register(spark)
     orders = (
         spark.readStream.format("rabbitmq")

@@ -1,7 +1,8 @@
-"""Read a stream: messages stay in it, and each consumer begins where it likes.
+"""Read a stream: messages stay in it, and each consumer chooses its start.
 
 ``offset`` is ``"first"``, ``"last"``, ``"next"``, a number, or a ``datetime`` (as exact as the stream's chunks). After
-a lost connection a consumer goes on behind what it has handled; where the next process begins is yours to remember.
+a lost connection, a consumer continues after the messages that it has handled. Your program must store the offset where
+the next process begins.
 
 Prints::
 
@@ -24,7 +25,7 @@ run = uuid.uuid4().hex  # the stream may hold the events of earlier runs
 
 
 def read(offset: str | int) -> list[tuple[int, str]]:
-    """Read this run's events up to the last."""
+    """Read the events of this run."""
     found: list[tuple[int, str]] = []
 
     def handle(delivery: Delivery) -> None:

@@ -1,9 +1,9 @@
-"""Tests of asyncio code with pytest-asyncio: a publisher for each test, or one for a module on the module's loop.
+"""Tests with pytest-asyncio: a publisher for each test, or one for a module.
 
-A publisher belongs to one event loop, so its fixture has the scope of the loop that the tests run on. ``loop_scope`` of
-a fixture and of the tests that ask for it are the same; pytest-asyncio gives each test a loop of its own by default.
+A publisher belongs to one event loop, so its fixture has the scope of the loop on which the tests run. A fixture and
+the tests that use it must have the same ``loop_scope``; by default, pytest-asyncio creates a loop for each test.
 
-Run it with ``pytest test_asyncio.py``, with ``RELIABLE_MQ_URL`` where the broker is not on localhost.
+Run it with ``pytest test_asyncio.py``. Set ``RELIABLE_MQ_URL`` if the broker is not on localhost.
 
 Prints, at its end::
 
@@ -30,20 +30,20 @@ ORDERS = Queue("example.asyncio.orders", dead_letter=None)
 
 @pytest_asyncio.fixture
 async def publisher() -> AsyncIterator[AsyncPublisher]:
-    """One for each test, on the loop of that test."""
+    """A publisher for each test, on the loop of that test."""
     async with AsyncPublisher(URL, topology=[ORDERS]) as publisher:
         yield publisher
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared_publisher() -> AsyncIterator[AsyncPublisher]:
-    """One for all tests of the module, on the loop of the module."""
+    """A publisher for all tests of the module, on the loop of the module."""
     async with AsyncPublisher(URL, topology=[ORDERS]) as publisher:
         yield publisher
 
 
 async def place(publisher: AsyncPublisher, count: int) -> int:
-    """What is tested: the orders of a day, all at once."""
+    """Publish orders concurrently: the code under test."""
     orders = [Message.json({"order": number}) for number in range(count)]
     receipts = await asyncio.gather(
         *(publisher.publish(order, routing_key="example.asyncio.orders") for order in orders)

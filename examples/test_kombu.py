@@ -1,7 +1,8 @@
-"""Test a service that uses another library, here kombu, in the lab: ``python -m pytest test_kombu.py``.
+"""Test a service that uses another library, here kombu, in the lab.
 
-Needs Linux with docker. The first test takes some 10 s more than it shows: the broker starts in a container. The
-service is what stands between the lines; all else is its test.
+Run it with ``python -m pytest test_kombu.py``, on Linux with docker. The first test takes about 10 s longer than it
+reports, because the broker starts in a container. The service is the code between the two comment lines; the rest tests
+it.
 
 Prints, at its end::
 
@@ -41,7 +42,7 @@ class Shop:
         self._connection.release()
 
     def place(self, order: int) -> None:
-        """Publish, once more for each connection that is lost on the way."""
+        """Publish, and publish again after each lost connection."""
         producer = self._connection.Producer()
         publish = self._connection.ensure(producer, self._publish, max_retries=30, interval_start=0.2, interval_max=1)
         publish(producer, order)
@@ -72,7 +73,7 @@ def test_confirmed_orders_outlive_a_killed_broker(rabbitmq: RabbitMQ, virtual_ho
             audit.confirmed(str(order))
 
     audit.drain(virtual_host, ["orders"])
-    audit.close()  # raises if an order that was confirmed is in no queue
+    audit.close()  # raises if a confirmed order is in no queue
 
 
 def test_an_order_whose_confirm_is_lost_is_placed_again(
@@ -92,4 +93,4 @@ def test_an_order_whose_confirm_is_lost_is_placed_again(
 
     audit.drain(virtual_host, ["orders"])
     result = audit.close()
-    assert result.duplicated == {"1"}  # so that who handles orders has to be idempotent
+    assert result.duplicated == {"1"}  # so the handler of the orders must be idempotent

@@ -1,7 +1,7 @@
-"""Test a service of your own under faults: ``python -m pytest test_with_faults.py``.
+"""Test a service under faults: ``python -m pytest test_with_faults.py``.
 
-The fault proxy stands between a client (by whatever library) and its broker, and fails on demand: it cuts connections
-behind a chosen frame or in the middle of a message, holds or drops confirms, black-holes, delays, throttles.
+The fault proxy is placed between a client of any library and its broker, and fails on demand: it cuts connections after
+a chosen frame or in the middle of a message, holds or drops confirms, and blocks, delays or throttles traffic.
 
 Prints::
 
@@ -25,13 +25,13 @@ URL = os.environ.get("RELIABLE_MQ_URL", "amqp://guest:guest@localhost/")
 
 
 def test_an_order_whose_confirm_is_lost_is_charged_once(fault_proxy: FaultProxyFactory) -> None:
-    """The connection dies when the broker has the order and the publisher does not know it yet."""
+    """The connection dies after the publish and before the confirm arrives."""
     orders = Queue("example.faults.confirm")
     proxy = fault_proxy(URL)
     proxy.hold_confirms()
     with Publisher(proxy.url, topology=[orders]) as publisher:
         confirmation = publisher.submit(Message.json({"order": 1}), routing_key=orders.name)
-        proxy.wait_for(lambda: proxy.held_confirms == 1)  # the broker has it, the publisher does not know
+        proxy.wait_for(lambda: proxy.held_confirms == 1)  # the broker has confirmed it, and the publisher does not know
         proxy.cut()
         proxy.heal()
         receipt = confirmation.result(timeout=30)
@@ -51,7 +51,7 @@ def test_an_order_whose_confirm_is_lost_is_charged_once(fault_proxy: FaultProxyF
 
 
 def test_publishing_survives_a_connection_that_dies_in_the_middle_of_a_message(fault_proxy: FaultProxyFactory) -> None:
-    """Half of the fifth message arrives; nothing is lost, nothing is torn."""
+    """Half of the fifth message arrives; no message is lost or truncated."""
     orders = Queue("example.faults.body")
     proxy = fault_proxy(URL)
     with Publisher(proxy.url, topology=[orders]) as publisher:

@@ -1,7 +1,8 @@
-"""TLS: ``amqps://`` verifies the broker's certificate and its name, always, unless the code says otherwise.
+"""TLS: ``amqps://`` verifies the broker's certificate and its host name.
 
-Needs a broker with TLS: its URL in ``RELIABLE_MQ_URL`` and its authority in ``RELIABLE_MQ_CA_FILE``; for brokers that
-want to see a certificate of the client's, ``RELIABLE_MQ_CERT_FILE`` and ``RELIABLE_MQ_KEY_FILE``.
+Only the code can disable this. The example needs a broker with TLS: set ``RELIABLE_MQ_URL`` to its URL and
+``RELIABLE_MQ_CA_FILE`` to its certificate authority. If the broker requires a client certificate, also set
+``RELIABLE_MQ_CERT_FILE`` and ``RELIABLE_MQ_KEY_FILE``.
 
 Prints::
 

@@ -1,8 +1,8 @@
 """A token that expires, renewed on the open connection.
 
-The callback says for how long its token is valid. Before that is over it is called again, and the next token is sent to
-the broker by ``connection.update-secret``: no connection is lost, and no message waits. With RabbitMQ's OAuth 2 plugin
-the token takes the place of the password; here a password that stays the same is renewed three times.
+The callback returns a token and its lifetime. Before the token expires, the callback is called again, and the next
+token is sent to the broker with ``connection.update-secret``: no connection is lost, and no message waits. With
+RabbitMQ's OAuth 2 plugin, the token replaces the password. Here an unchanged password is renewed three times.
 
 Prints::
 
@@ -26,7 +26,10 @@ calls = 0
 
 
 def credentials() -> Credentials:
-    """Ask the identity provider, say. It may block: it runs on a thread of its own."""
+    """Return a token, for example from an identity provider.
+
+The callback may block, because it runs in a separate thread.
+"""
     global calls  # noqa: PLW0603
     calls += 1
     user, _, password = user_and_password.partition(":")

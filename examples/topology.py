@@ -1,7 +1,7 @@
-"""Topology as data: queues, exchanges and bindings that are declared at every connect.
+"""Topology as data: declared queues, exchanges and bindings.
 
-What is referred to is declared along with it. A difference with what exists is an error that names the argument and
-both values; nothing is deleted and nothing is changed behind your back.
+They are declared at every connect, together with the queues and exchanges that they refer to. If one exists with other
+arguments, an error names the argument and both values; nothing is deleted or changed.
 
 Prints::
 
@@ -20,7 +20,7 @@ URL = os.environ.get("RELIABLE_MQ_URL", "amqp://guest:guest@localhost/")
 
 UNMATCHED = Exchange("example.unmatched", type="fanout")
 ORDERS = Exchange("example.orders", type="topic", alternate_exchange=UNMATCHED)
-EUROPE = Queue("example.orders.eu", max_length=1000)  # full: publishes are refused, nothing is dropped
+EUROPE = Queue("example.orders.eu", max_length=1000)  # if it is full, publishes are nacked, and no message is dropped
 OTHERS = Queue("example.orders.others")
 TOPOLOGY = [
     Binding(ORDERS, EUROPE, "orders.eu.*"),  # declares the exchanges, the queue and its dead-letter queue first

@@ -1,7 +1,8 @@
-"""OpenTelemetry: one trace from the publish to the handler that succeeds, over a retry in a delay queue.
+"""OpenTelemetry: one trace from the publish to the handler, with a retry.
 
-Needs ``opentelemetry-sdk``, beside the extra ``otel``. A program has one `TracerProvider` with an exporter to a
-collector, and sets it as the global one; here the spans are kept, and printed at the end.
+The retry waits in a delay queue. The example needs ``opentelemetry-sdk`` in addition to the extra ``otel``. A real
+program has one global `TracerProvider` with an exporter to a collector; here the spans are collected and printed at the
+end.
 
 Prints::
 
@@ -47,6 +48,6 @@ with Consumer(URL, ORDERS, handle, retry=RetryPolicy(3, delays=(0.5,)), tracing=
 
 spans = sorted(exporter.get_finished_spans(), key=lambda span: span.start_time)
 for span in spans:
-    if "reliable_mq.outcome" in span.attributes:  # the others are those of acks
+    if "reliable_mq.outcome" in span.attributes:  # the other spans are acks
         print(f"{span.name}: {span.attributes['reliable_mq.outcome']}")
 print("in one trace:", len({span.context.trace_id for span in spans}) == 1)

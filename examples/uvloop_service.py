@@ -1,6 +1,6 @@
-"""The service of ``asyncio_service.py`` on uvloop: nothing changes but who runs the loop.
+"""The service of ``asyncio_service.py`` on uvloop: only the loop differs.
 
-``uvloop.run(main())`` takes the place of ``asyncio.run(main())``. uvloop is not among what this package installs:
+``uvloop.run(main())`` replaces ``asyncio.run(main())``. This package does not install uvloop: use
 ``pip install uvloop``.
 
 Prints::

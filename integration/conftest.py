@@ -1,7 +1,7 @@
-"""Fixtures of the integration tests: brokers, virtual hosts, the checker, seeds, the baseline.
+"""Fixtures of the integration tests: brokers, virtual hosts, seeds and checks.
 
 ===================  =========  ========================================================================================
-fixture              scope      what it is
+fixture              scope      value
 ===================  =========  ========================================================================================
 `broker`             session    the newest line, shared: never harm it as a whole
 `broker_40`          session    RabbitMQ 4.0, shared
@@ -9,31 +9,31 @@ fixture              scope      what it is
 `vhost`              test       a fresh virtual host on `broker` (url, connect, queue, counts); deleted afterwards
 `vhost_40`           test       the same on `broker_40`
 `any_vhost`          test       the same on each of both lines
-`private_broker`     test       a container beside `broker`, to be killed, paused, starved; healed for each test
+`private_broker`     test       a separate container to kill, pause or starve; healed for each test
 `private_vhost`      test       a fresh virtual host on `private_broker`
-`new_vhost`          test       a function `(broker) -> VirtualHost`, for more of them
-`rabbitmq_cluster`   test       in `cluster/`: three nodes, shared; harm them at will, they are healed after each test
-`cluster_vhost`      test       in `cluster/`: a fresh virtual host on it
-`traffic`            test       in `cluster/`: messages that flow there, and their history
+`new_vhost`          test       a function `(broker) -> VirtualHost`, for more virtual hosts
+`rabbitmq_cluster`   test       in `cluster/`: three nodes, shared; may be harmed, healed after each test
+`cluster_vhost`      test       in `cluster/`: a fresh virtual host on the cluster
+`traffic`            test       in `cluster/`: messages on the cluster, and their history
 `database`           test       a function `(kind) -> Database`: the shared server of that kind, healed for each test
 `checker`, `audit`   test       the account of the fault matrix; its counts are printed at the end of the run
-`report`             test       a function `(line)`: have it printed at the end of the run (of `tests.reports`)
-`record_round`       test       a function `(Round)`: have it counted in the table at the end (of `support.rounds`)
+`report`             test       a function `(line)`: prints the line at the end of the run (see `tests.reports`)
+`record_round`       test       a function `(Round)`: counts the round in the table at the end (see `support.rounds`)
 `seed`, `rng`        test       a number that is part of the test's name; `random.Random(seed)`
 `fault_proxy`        test       a function `(url, *, seed=0) -> FaultProxy`
 `publisher_api`      test       one API (see below): `Publisher` of the test's module is the sync or the asyncio one
 `consumer_api`       test       one API (see below): `Consumer` of the test's module is the sync or the asyncio one
 `connection_api`     test       one API (see below): a `Recorded` connection is the sync or the asyncio one
 `one_api`            test       the name of one API (see below): ``"sync"`` or ``"aio"``
-`run_async`          test       a function `(coroutine)`: runs it on a fresh event loop; none of it may stay there
-`baseline`           test       afterwards, threads and descriptors must be back to where they were
+`run_async`          test       a function `(coroutine)`: runs it on a fresh event loop, which must be clean at the end
+`baseline`           test       checks afterwards that threads and descriptors are those of before
 ===================  =========  ========================================================================================
 
-`broker`, `private_broker` (and the virtual hosts on them) are the newest line; ``@pytest.mark.parametrize("broker",
-["4.0"], indirect=True)`` chooses. `make soak` runs each such test on both lines and with many seeds, unless it chose.
-Half of the tests of one API run on each, in `make soak` all on both.
-There, publishers are on uvloop, too, and so is `run_async`. `any_broker` is the newest line, with
-``@pytest.mark.both_lines`` or in `make soak` both.
+`broker`, `private_broker` and the virtual hosts on them are the newest line. ``@pytest.mark.parametrize("broker",
+["4.0"], indirect=True)`` selects the line. `make soak` runs each such test on both lines and with many seeds, unless
+it selects a line. Of the tests that run on one API, half run on each; `make soak` runs all of them on both, and also
+runs publishers and `run_async` on uvloop. `any_broker` is the newest line; with ``@pytest.mark.both_lines`` or in
+`make soak` it is both.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ __all__ = [  # fixtures and hooks from elsewhere, for every test here
 
 treat_new_queues_as_old()
 
-# What takes longest comes first, so that no process is left with it when the others have nothing more to do. The first
-# are files whose tests go to any process, one by one; those of any other file go to one, with the servers they share.
+# The slowest tests come first, so that no process is left with one at the end. The tests of the files in `_SPLIT` go
+# to any process, one by one. The tests of any other file go to one process, with the servers that they share.
 _SPLIT = (
     "test_consumer_connection_faults.py",
     "test_examples.py",
@@ -134,8 +134,8 @@ _LONGEST = (
     "test_stream_ranges.py",
 )
 _APIS = ("sync", "aio")
-_CLUSTER = "cluster"  # the directory of tests that share one, and take longer than any file
-_OLD_LINE = "4.0"  # whose tests share one broker
+_CLUSTER = "cluster"  # the directory of the tests that share a cluster, and take longer than any file
+_OLD_LINE = "4.0"  # the tests on this line share one broker
 _TESTS_BETWEEN_FREEZES = 20
 _tests_begun = count(1)
 
@@ -143,15 +143,15 @@ _tests_begun = count(1)
 # -- collecting and reporting ------------------------------------------------------------------------------------------
 
 
-@pytest.hookimpl(tryfirst=True)  # before the plug-in of hypothesis takes its seed
+@pytest.hookimpl(tryfirst=True)  # before the hypothesis plug-in reads its seed
 def pytest_configure(config: pytest.Config) -> None:
     properties.load(config)
     reports.load(config)
     rounds.load(config)
     config.addinivalue_line("markers", "both_lines: a test of `any_broker` that is for both lines in every run")
-    # A job that a shell runs in the background has SIGINT ignored, and so have its children; tests send it.
+    # A shell starts background jobs with SIGINT ignored, and their children inherit that. Tests send SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    seeds()  # before there are processes that take it over
+    seeds()  # sets the seeds before any process inherits them
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -172,14 +172,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 class _Scheduling(LoadFileScheduling):
-    """Of pytest-xdist: which tests go to a process together."""
+    """The scheduler of pytest-xdist: the tests that run in one process."""
 
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
         folder, _, name = file.rpartition("/")
         if _OLD_LINE in nodeid.partition("[")[2]:
             return _OLD_LINE
-        if folder.rpartition("/")[2] == _CLUSTER:  # which they share
+        if folder.rpartition("/")[2] == _CLUSTER:  # the cluster that they share
             return folder
         return nodeid if name in _SPLIT else file
 
@@ -189,7 +189,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileS
     return _Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
-@pytest.hookimpl(trylast=True)  # when hypothesis has marked its own
+@pytest.hookimpl(trylast=True)  # after hypothesis has marked its tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     properties.allow_time(items)
     ranks = {file: rank for rank, file in enumerate(_LONGEST)}
@@ -206,7 +206,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_repeated_on_mysql(item: pytest.Item) -> bool:
-    """Whether it is a test of MariaDB, on MySQL. The contracts, which are in classes, are for both."""
+    """Return whether this is a MariaDB test that runs on MySQL.
+
+    The contracts, which are in classes, run on both.
+    """
     if getattr(item, "cls", None) is not None:
         return False
     parameters: dict[str, object] = getattr(getattr(item, "callspec", None), "params", {})
@@ -219,8 +222,8 @@ def pytest_report_header() -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    # `baseline` and `run_async` collect garbage several times a test. What libraries have kept since the tests were
-    # collected is frozen: they need not look at it, and take milliseconds.
+    # `baseline` and `run_async` collect garbage several times per test. Objects that libraries have kept since the
+    # collection of the tests are frozen, so that a collection takes milliseconds.
     if next(_tests_begun) % _TESTS_BETWEEN_FREEZES == 0:
         gc.collect()
         gc.freeze()
@@ -265,18 +268,18 @@ def _brokers() -> Iterator[Callable[[str], RabbitMQ]]:
 
 @pytest.fixture(scope="session")
 def _shared_brokers() -> Iterator[Callable[[str], RabbitMQ]]:
-    """One shared broker of each line that is asked for."""
+    """The shared brokers, one per requested line."""
     with _brokers() as get:
         yield get
 
 
 @pytest.fixture(scope="session")
 def broker(request: pytest.FixtureRequest, _shared_brokers: Callable[[str], RabbitMQ]) -> RabbitMQ:
-    """The shared broker of the newest line (or of the line chosen by an indirect parameter)."""
+    """The shared broker of the newest line, or of the line of an indirect parameter."""
     return _shared_brokers(getattr(request, "param", "newest"))
 
 
-@pytest.fixture(scope="session", params=[_OLD_LINE])  # which is in the test's name then
+@pytest.fixture(scope="session", params=[_OLD_LINE])  # the line is then in the test's name
 def broker_40(request: pytest.FixtureRequest, _shared_brokers: Callable[[str], RabbitMQ]) -> RabbitMQ:
     """The shared broker of line 4.0."""
     return _shared_brokers(request.param)
@@ -290,14 +293,17 @@ def any_broker(request: pytest.FixtureRequest, _shared_brokers: Callable[[str], 
 
 @pytest.fixture(scope="session")
 def _private_brokers() -> Iterator[Callable[[str], RabbitMQ]]:
-    """One more broker of each line that is asked for: to start one takes as long as many tests."""
+    """One more broker per requested line, because starting one is slow."""
     with _brokers() as get:
         yield get
 
 
 @pytest.fixture
 def private_broker(request: pytest.FixtureRequest, _private_brokers: Callable[[str], RabbitMQ]) -> Iterator[RabbitMQ]:
-    """A broker for one test at a time, free of earlier faults when it starts: kill, pause and starve it at will."""
+    """A broker for one test at a time, without earlier faults.
+
+    The test may kill, pause and starve it.
+    """
     broker = _private_brokers(getattr(request, "param", "newest"))
     broker.heal()
     yield broker
@@ -336,7 +342,7 @@ def private_vhost(private_broker: RabbitMQ, new_vhost: Callable[[RabbitMQ], Virt
 
 @pytest.fixture(scope="session")
 def _databases() -> Iterator[dict[str, Database]]:
-    """One server of each kind that is asked for."""
+    """One server of each requested kind."""
     remove_leftovers()
     running: dict[str, Database] = {}
     yield running
@@ -346,7 +352,10 @@ def _databases() -> Iterator[dict[str, Database]]:
 
 @pytest.fixture
 def database(_databases: dict[str, Database]) -> Iterator[Callable[[str], Database]]:
-    """A function that gives the server of a kind: one of ``KINDS``. Harm it at will."""
+    """A function that returns the server of a kind, one of ``KINDS``.
+
+    The test may harm the server.
+    """
 
     def get(kind: str) -> Database:
         if kind not in _databases:
@@ -364,19 +373,19 @@ def database(_databases: dict[str, Database]) -> Iterator[Callable[[str], Databa
 
 @pytest.fixture
 def checker(audit: Audit) -> Audit:
-    """The account of one test; every line of counts is printed at the end of the run."""
+    """The account of one test; its counts are printed at the end of the run."""
     return audit
 
 
 @pytest.fixture
 def rng(seed: int) -> random.Random:
-    """All the randomness of a test, from its seed."""
+    """The random generator of a test, seeded with its seed."""
     return random.Random(seed)
 
 
 @pytest.fixture
 def publisher_api(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, _uvloop: None) -> str:
-    """Run the test on either API: what holds for one holds for the other."""
+    """Run the test on one of the APIs; the guarantees hold for both."""
     apis = {"aio": BlockingPublisher, "uvloop": UvloopPublisher}
     if request.param in apis:
         monkeypatch.setattr(request.module, "Publisher", apis[request.param])
@@ -385,7 +394,10 @@ def publisher_api(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def consumer_api(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run the test on either API, the asyncio one with coroutine handlers: what holds for one holds for the other."""
+    """Run the test on one of the APIs; coroutine handlers on asyncio.
+
+    The guarantees hold for both APIs.
+    """
     if request.param == "aio":
         monkeypatch.setattr(request.module, "Consumer", BlockingConsumer)
     return str(request.param)
@@ -393,7 +405,7 @@ def consumer_api(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def connection_api(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run the test on either API's connection, each with its own driver."""
+    """Run the test on the connection of one API, each with its own driver."""
     if request.param == "aio":
         monkeypatch.setattr(Recorded, "kind", AsyncioThread)
     return str(request.param)
@@ -401,9 +413,9 @@ def connection_api(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def baseline(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """After the test, its threads and descriptors are gone, within 10 s."""
-    start_server()  # whose socket stays
+    """Check after the test that its threads and descriptors are gone within 10 s."""
+    start_server()  # its socket stays open
     with back_to_baseline():
         yield
-        # An exception that was logged, as pika's are at DEBUG, has frames that refer to a loop and its descriptors.
+        # A logged exception, as pika logs at DEBUG, has frames that refer to a loop and its descriptors.
         caplog.get_records("call").clear()

@@ -1,10 +1,10 @@
-"""``make demo``: a broker in a container, and ``reliable-mq demo`` on it, which kills that container under the orders.
+"""``make demo``: run ``reliable-mq demo`` on a container, and kill the container.
 
-The wheel knows nothing of docker: the demo is given the commands that kill and start a broker, here these two. With
-``--observe`` (``make demo ARGS=--observe``) the same shop runs in this process, slower, and everything that watches it:
-Prometheus with the alerts, the probes, the page for dead letters. Beside it runs a small shop with what the demo lacks,
-so that every panel of the dashboards has data: an outbox, asyncio, a stage. When all orders are handled it stays up
-until Ctrl-C. The audit comes after that, so that the dead letters can be looked at.
+The wheel does not know docker: the demo gets the commands that kill and start a broker. With ``--observe`` (``make
+demo ARGS=--observe``) the same shop runs in this process, more slowly, together with its monitoring: Prometheus with
+the alerts, the probes, and the page for dead letters. A second, small shop adds the features that the demo lacks (an
+outbox, asyncio, a stage), so that every panel of the dashboards has data. When all orders are handled, everything
+stays up until Ctrl-C. The audit follows after that, so that the dead letters can be inspected.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 
 _OBSERVE = "--observe"
 _BESIDE = 20.0  # orders a second of the small shop
-_ALERTS = AlertSettings(hold="5s", window="2m", max_age="10s")  # for a broker that is dead for seconds
+_ALERTS = AlertSettings(hold="5s", window="2m", max_age="10s")  # short, because the broker is dead for seconds
 
 
 def main(arguments: list[str]) -> int:
     """Run the demo with these arguments; return its exit status."""
     observed = _OBSERVE in arguments
-    # Ctrl-C is the demo's: without --observe that is a process of its own, after which we clean up.
+    # The demo handles Ctrl-C. Without --observe it is a separate process, after which this one cleans up.
     signal.signal(signal.SIGINT, signal.default_int_handler if observed else lambda *_: None)
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # which ends what was started here, too
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # also ends the processes started here
     remove_leftovers()
     _tell("starting RabbitMQ in a container")
     with RabbitMQ() as broker:
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
 
 
 def observe(url: str, arguments: list[str], kill: str, restart: str) -> int:
-    """Run the demo in this process, with what watches it; return its exit status."""
+    """Run the demo in this process with its monitoring; return its exit status."""
     parser = argparse.ArgumentParser(prog="integration.demo")
     parser.add_argument(_OBSERVE, action="store_true", help="watch the demo")
     parser.add_argument("--messages", type=int, default=30_000, help="orders to publish")
@@ -72,14 +72,14 @@ def observe(url: str, arguments: list[str], kill: str, restart: str) -> int:
 
 
 class ObservedShop(Shop):
-    """The shop of the demo, with what watches it. A context manager.
+    """The shop of the demo with its monitoring. A context manager.
 
     When all orders are handled, leaving it waits for Ctrl-C.
 
     Args:
         url: of the broker.
-        orders: how many to publish.
-        rate: how many a second.
+        orders: number of orders to publish.
+        rate: orders per second.
     """
 
     def __init__(self, url: str, *, orders: int, rate: float) -> None:
@@ -111,7 +111,7 @@ class ObservedShop(Shop):
         super().__exit__(exc_type, exc, traceback)
 
     def _watch(self, directory: Path) -> list[str]:
-        """Start what watches the shop; return where to look."""
+        """Start the monitoring; return lines with its addresses."""
         stack, log = self._watching, directory / "shop.log"
         stack.enter_context(QueueDepths(self._broker_url, [self.queue], registry=self._registry, interval=0.5))
         served = HealthServer(self.publisher, self.consumer, port=0, registry=self._registry)
@@ -123,7 +123,7 @@ class ObservedShop(Shop):
         page = [sys.executable, "-m", "reliable_mq.cli", "web", self._broker_url, self.queues[1]]
         with log.open("ab") as out:
             options = ["--port", str(port), "--allow-changes"]
-            # In a session of its own: it stays up at Ctrl-C, until it is ended.
+            # In a separate session, so that Ctrl-C does not end it.
             process = subprocess.Popen(
                 [*page, *options], stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
             )
@@ -149,7 +149,7 @@ def _wait_for_interrupt() -> None:
 
 
 def _log_into(file: Path) -> None:
-    """Keep the shop's log out of the display of the demo."""
+    """Write the shop's log to a file, and not to the display of the demo."""
     logger = logging.getLogger("reliable_mq")
     logger.addHandler(logging.FileHandler(file))
     logger.propagate = False

@@ -1,7 +1,8 @@
-"""``make demo-cluster``: orders on three nodes, of which one after the other is killed, cut off and restarted.
+"""``make demo-cluster``: orders on three nodes, each of which suffers faults.
 
-The shop is that of ``reliable-mq demo``, and so is the audit. Orders flow until the last fault is over; then all are
-handled, and the account is closed. The exit status is 1 if it does not add up.
+Nodes are killed, cut off and restarted, one after the other. The shop and the audit are those of ``reliable-mq
+demo``. Orders flow until the last fault is over; then all are handled, and the account is closed. The exit status is
+1 if it does not add up.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ if TYPE_CHECKING:
     from reliable_mq.testing import ClusterNode
 
 _RATE = 400.0  # orders a second
-_MANY = 10**9  # orders: as many as there is time for
+_MANY = 10**9  # orders: more than there is time for
 _CALM = 4.0  # seconds of undisturbed flow before each fault
 _CUT_OFF = 8.0  # seconds for which the leader sees no other node
-_STANDSTILL = 150.0  # seconds without progress, after which something is wrong
+_STANDSTILL = 150.0  # seconds without progress that count as an error
 
 
 class Faults:
-    """The faults, one after the other, on a thread of their own.
+    """The faults, one after the other, on a separate thread.
 
     Args:
-        cluster: to be harmed.
-        shop: the orders meanwhile.
-        tell: is given a line about each event.
+        cluster: the cluster to harm.
+        shop: publishes and handles orders during the faults.
+        tell: is called with a line about each event.
 
     Attributes:
-        failure: what ended them early.
+        failure: the error that ended the faults early.
     """
 
     def __init__(self, cluster: RabbitMQCluster, shop: Shop, tell: Callable[[str], None]) -> None:
@@ -55,7 +56,7 @@ class Faults:
         self._thread.start()
 
     def end(self) -> None:
-        """Wait until they are over."""
+        """Wait until the faults are over."""
         self._thread.join()
 
     @property
@@ -74,7 +75,7 @@ class Faults:
             self._shop.end()
 
     def _calm(self) -> None:
-        """Wait until orders flow, and have done so for a while; tell the account."""
+        """Wait until orders have flowed for a while; report the account."""
         self._wait_for_more()
         threading.Event().wait(_CALM)
         self._wait_for_more()
@@ -140,7 +141,7 @@ def _growth(before: Progress, after: Progress) -> str:
 
 def main() -> int:
     """Run the demo; return its exit status."""
-    logging.getLogger("reliable_mq").setLevel(logging.CRITICAL + 1)  # the display tells the same
+    logging.getLogger("reliable_mq").setLevel(logging.CRITICAL + 1)  # the display shows the same
     remove_leftovers()
     console = Console(soft_wrap=True, highlight=False)
     console.print("starting three nodes of RabbitMQ in containers")
@@ -167,7 +168,7 @@ def main() -> int:
 
 
 def _watch(shop: Shop, faults: Faults, display: LinesDisplay, began: float) -> str | None:
-    """Show the progress until all orders are handled; return the reason if that cannot be."""
+    """Show the progress until all orders are handled; return the reason if it fails."""
     story, pause = Story(), threading.Event()
     latest, latest_at = shop.progress, 0.0
     while True:

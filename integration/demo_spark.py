@@ -1,8 +1,9 @@
-"""``make demo-spark``: orders in, aggregated, alerts out, on a real broker and a real standalone cluster of Spark.
+"""``make demo-spark``: Spark turns orders into alerts, on a real cluster.
 
-`examples/spark_orders.py` runs on the cluster, in staged mode. In the middle an executor is killed, later the whole
-application with its relay, which is then started again on the same checkpoint. At the end the account: what the alerts
-should be is known from the orders, so one that is missing, wrong or too many shows.
+`examples/spark_orders.py` runs on a standalone cluster, with a real broker, in staged mode. An executor is killed in
+the middle, and later the whole application with its relay. The application is then started again on the same
+checkpoint. At the end, the account compares the alerts with those expected from the orders: none may be missing,
+wrong or extra.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ BEGIN = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
 
 def main() -> int:
-    """Run it; 0 where the account adds up."""
+    """Run the demo; return 0 if the account adds up."""
     remove_leftovers()
     say("starting RabbitMQ in a container, and a Spark master with one worker")
     with tempfile.TemporaryDirectory(prefix="reliable-mq-spark-") as name, RabbitMQ() as broker:
@@ -49,7 +50,7 @@ def main() -> int:
 
 
 def publish(url: str) -> dict[str, int]:
-    """Publish the orders; give the alerts that they ought to lead to, by their ids."""
+    """Publish the orders; return the expected alerts by their ids."""
     rng = random.Random(2026)
     totals: Counter[str] = Counter()
     messages = []
@@ -58,7 +59,7 @@ def publish(url: str) -> dict[str, int]:
         customer, cents = f"customer-{rng.randrange(40)}", rng.randrange(100, 40_000)
         totals[f"{customer}@{int(placed.timestamp()) // 60 * 60}"] += cents
         messages.append(order(number, customer, cents, placed))
-    messages.append(order(COUNT, "nobody", 1, BEGIN + timedelta(hours=5)))  # time has passed: windows are complete
+    messages.append(order(COUNT, "nobody", 1, BEGIN + timedelta(hours=5)))  # later, so that all windows are complete
     with Publisher(url, topology=[ORDERS, ALERTS]) as publisher:
         report = publisher.publish_many(messages, routing_key=ORDERS.name)
     due = {name: cents for name, cents in totals.items() if cents > LIMIT}
@@ -68,13 +69,13 @@ def publish(url: str) -> dict[str, int]:
 
 
 def order(number: int, customer: str, cents: int, placed: datetime) -> Message:
-    """One order as a message."""
+    """Return an order as a message."""
     content = {"order": number, "customer": customer, "cents": cents, "placed": placed.isoformat()}
     return Message.json(content, message_id=f"order-{number}")
 
 
 def run(url: str, cluster: StandaloneCluster, directory: Path, expected: dict[str, int]) -> int:
-    """Run the pipeline under faults until all alerts are there; give the exit status."""
+    """Run the pipeline under faults until all alerts arrive; return the exit status."""
     checkpoint = directory / "checkpoint"
     began = time.monotonic()
     application = submit(url, cluster, directory)
@@ -118,7 +119,7 @@ account after {time.monotonic() - began:.0f} s, one executor killed, the applica
 
 
 def alerts(url: str, alive: Callable[[], bool], expected: dict[str, int]) -> Iterator[tuple[str, int]]:
-    """Receive alerts until there are as many as expected, and a little longer for any too many."""
+    """Receive the expected number of alerts, and wait a little for extra ones."""
     seen: set[str] = set()
     deadline = time.monotonic() + DEADLINE
     consumer = Consumer(url, ALERTS)
@@ -162,7 +163,7 @@ def submit(url: str, cluster: StandaloneCluster, directory: Path) -> subprocess.
 
 
 def running(application: subprocess.Popen[bytes], directory: Path) -> bool:
-    """True; or an error with the end of the log where the application has ended."""
+    """Return True; raise with the end of the log if the application has ended."""
     if application.poll() is not None:
         log = (directory / "application.log").read_text(errors="replace")
         raise RuntimeError(f"the application ended with {application.returncode}:\n{log[-5000:]}")
@@ -170,7 +171,7 @@ def running(application: subprocess.Popen[bytes], directory: Path) -> bool:
 
 
 def kill(application: subprocess.Popen[bytes]) -> None:
-    """SIGKILL the application with every process that it has started."""
+    """SIGKILL the application with all processes that it has started."""
     for pid in (application.pid, *descendants(application.pid)):
         try:
             os.kill(pid, 9)
@@ -180,7 +181,7 @@ def kill(application: subprocess.Popen[bytes]) -> None:
 
 
 def say(text: str) -> None:
-    """Say what happens."""
+    """Print the text of an event."""
     print(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
 
 

@@ -1,8 +1,8 @@
-"""``make dashboards``: the pictures of the dashboards in the manual, drawn from real data.
+"""``make dashboards``: draw the dashboards in the manual from real data.
 
-A shop runs for two and a half minutes on a broker in a container. For a part of the time the first attempts of a tenth
-of its orders fail, then the broker is killed and started again. Prometheus scrapes the shop every second. Each panel is
-drawn from the answers of Prometheus to its queries, in the place that it has in Grafana.
+A shop runs for two and a half minutes on a broker in a container. For part of the time, the first attempts of a tenth
+of its orders fail; then the broker is killed and started again. Prometheus scrapes the shop every second. Each panel
+is drawn from the answers of Prometheus to its queries, at its place in Grafana.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from reliable_mq.testing import RabbitMQ, remove_leftovers
 
 IMAGES = Path(__file__).parents[1] / "docs" / "_static"
 SECONDS = 150.0
-FAILING, WELL, KILLED = 30.0, 60.0, 75.0  # seconds after the begin
+FAILING, WELL, KILLED = 30.0, 60.0, 75.0  # seconds after the start
 INTERVALS = {"rate_interval": "8s", "over": f"{SECONDS:.0f}s"}
-COLUMN, LINE = 0.56, 0.36  # inches of a unit of Grafana's grid
+COLUMN, LINE = 0.56, 0.36  # inches per unit of Grafana's grid
 COLORS = {"green": "#37872d", "yellow": "#e0b400", "red": "#c4162a"}
 PALETTE = 64
 
 
 def main() -> int:
-    """Run the shop, and draw."""
+    """Run the shop and draw the dashboards."""
     remove_leftovers()
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -121,7 +121,7 @@ def draw_number(axes: Any, panel: dict[str, Any], prometheus: Prometheus, variab
 
 
 def draw_lines(axes: Any, panel: dict[str, Any], prometheus: Prometheus, variables: list[str]) -> None:
-    """Draw each series, and dashed lines at the thresholds that are in sight."""
+    """Draw each series, and the visible thresholds as dashed lines."""
     defaults = panel["fieldConfig"]["defaults"]
     highest, number = 0.0, 0
     for target in panel["targets"]:

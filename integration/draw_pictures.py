@@ -1,9 +1,9 @@
-"""``make pictures``: a trace, probes, tokens, failing fast, alerts, dead letters: pictures in the manual, of real runs.
+"""``make pictures``: draw the pictures in the manual from real runs.
 
-Each runs on a broker in a container. The trace is drawn from the spans that were exported, the answers of the probes
-are those that the command line printed, the tokens are those that were issued, the publishes those that were made. The
-alerts are a page of Prometheus. The dead letters are on the page for them; they are published with the headers that
-consumers write, since they are days old.
+They show a trace, probes, tokens, failing fast, alerts and dead letters. Each run has a broker in a container. The
+trace is drawn from the exported spans, the answers of the probes from the output of the command line, the tokens and
+publishes from the measured times. The alerts are a page of Prometheus. The dead letters are on the page for them;
+they are published with the headers of consumers, because they have to be days old.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ LIFETIME = 10.0  # seconds of a token
 RENEWALS = 4
 PAUSE = 0.1  # seconds between two publishes
 ALL_FAILED = "5 of 5 attempts failed"
-BEFORE, DEAD, AFTER = 4.0, 5.0, 4.0  # seconds of a broker
+BEFORE, DEAD, AFTER = 4.0, 5.0, 4.0  # seconds before, during and after the outage
 
 
 def main() -> int:
-    """Run everything, and draw."""
+    """Run everything and draw the pictures."""
     remove_leftovers()
     with RabbitMQ() as broker:
         draw_trace(trace(broker.url))
@@ -87,13 +87,13 @@ def save(figure: Any, name: str) -> None:
 
 
 def reduce(file: Path) -> None:
-    """Leave as few colours as the picture needs."""
+    """Reduce a picture to the colours that it needs."""
     Image.open(file).convert("RGB").quantize(PALETTE).save(file, optimize=True)
     print(f"{file.name}: {file.stat().st_size // 1000} kB", file=sys.stderr)
 
 
 def plain(axes: Axes) -> None:
-    """Leave out what carries no data."""
+    """Remove lines that carry no data."""
     axes.tick_params(labelsize=8, length=2)
     axes.grid(linewidth=0.3)
     axes.set_axisbelow(True)
@@ -105,7 +105,7 @@ def plain(axes: Axes) -> None:
 
 
 def trace(url: str) -> list[ReadableSpan]:
-    """Return the spans of an order whose first attempt fails, and of the request that published it."""
+    """Return the spans of an order whose first attempt fails, and of its request."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracing = Tracing(tracer_provider=provider)
@@ -170,7 +170,7 @@ _TOLD = ("reliable_mq.attempt", "reliable_mq.attempts", "error.type")
 
 @dataclass
 class Call:
-    """A publish, in seconds since the begin."""
+    """A publish: its times in seconds since the start."""
 
     began: float
     seconds: float = 0.0
@@ -178,7 +178,10 @@ class Call:
 
 
 def outage(broker: RabbitMQ) -> tuple[list[str], dict[str, list[Call]]]:
-    """Kill the broker for some seconds; return the answers of the probes, and the publishes with each option."""
+    """Kill the broker for some seconds; return the probes' answers and the publishes.
+
+    The publishes are by option.
+    """
     answers: list[str] = []
     clock, over, began = threading.Event(), threading.Event(), time.monotonic()
     calls: dict[str, list[Call]] = {"wait": [], "raise": []}
@@ -234,7 +237,7 @@ def outage(broker: RabbitMQ) -> tuple[list[str], dict[str, list[Call]]]:
 
 
 def asked(url: str, path: str) -> list[str]:
-    """Return what the command line prints about a probe, with the command."""
+    """Return a probe command and its output."""
     command = [sys.executable, "-m", "reliable_mq.cli", "health", f"{url}{path}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     shown = url.rpartition(":")[2]
@@ -257,7 +260,7 @@ def draw_answers(lines: Sequence[str]) -> None:
 
 
 def draw_calls(calls: dict[str, list[Call]]) -> None:
-    """Draw how long each publish took, with each option."""
+    """Draw the duration of each publish, with each option."""
     figure, both = plt.subplots(2, 1, figsize=(9, 4.2), sharex=True, sharey=True)
     for axes, (option, found) in zip(both, calls.items(), strict=True):
         for refused, color, label in ((False, GOOD, "confirmed"), (True, BAD, "PublishDisconnected")):
@@ -278,7 +281,7 @@ def draw_calls(calls: dict[str, list[Call]]) -> None:
 
 
 def tokens() -> tuple[list[float], list[float], float]:
-    """Return when each token was issued, when each message was confirmed, and the number of reconnects."""
+    """Return issue times of tokens, confirm times of messages, and the reconnects."""
     issuer, registry = Issuer(LIFETIME), CollectorRegistry()
     issued: list[float] = []
     confirmed: list[float] = []
@@ -301,7 +304,7 @@ def tokens() -> tuple[list[float], list[float], float]:
 
 
 def draw_tokens(issued: Sequence[float], confirmed: Sequence[float], reconnects: float) -> None:
-    """Draw the life of each token, and below the messages that were confirmed meanwhile."""
+    """Draw the life of each token, and the messages confirmed during it."""
     figure, (above, below) = plt.subplots(2, 1, figsize=(9, 3.8), sharex=True, height_ratios=(2, 1))
     end = confirmed[-1]
     for number, at in enumerate(issued):
@@ -330,8 +333,8 @@ def draw_tokens(issued: Sequence[float], confirmed: Sequence[float], reconnects:
 
 
 def show_alerts() -> None:
-    """Take the page of Prometheus while alerts fire, in a browser."""
-    settings = AlertSettings(hold="5s", window="2m", max_age="10s")  # for a broker that is dead for seconds
+    """Take a picture of the Prometheus page while alerts fire."""
+    settings = AlertSettings(hold="5s", window="2m", max_age="10s")  # short, because the broker is dead for seconds
     with (
         tempfile.TemporaryDirectory() as directory,
         RabbitMQ() as broker,
@@ -358,12 +361,12 @@ def show_alerts() -> None:
 
 
 class Cause(NamedTuple):
-    """What orders died of.
+    """A cause of dead letters.
 
     Attributes:
-        count: of the orders.
-        exception: the class that the last attempt raised, and its text; empty for none.
-        hours: over which they died, until now.
+        count: number of orders.
+        exception: class and text of the last attempt's exception; empty for none.
+        hours: the time until now in which the orders died.
     """
 
     count: int
@@ -382,7 +385,7 @@ CAUSES = (
 
 
 def show_dead_letters() -> None:
-    """Take the page for dead letters in a browser."""
+    """Take a picture of the page for dead letters in a browser."""
     dead = f"{ORDERS.name}.dead"
     file = IMAGES / "dead-letters.png"
     with RabbitMQ() as broker, chromium() as browser:

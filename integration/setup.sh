@@ -1,30 +1,30 @@
 #!/usr/bin/env bash
-# Everything that the Makefile needs beyond this repository. Idempotent: what is there already is used as it is.
+# Sets up everything that the Makefile needs beyond this repository. Idempotent: parts that exist are used unchanged.
 #
 #   setup.sh venv              .venv with this package (editable) and all its extras
-#   setup.sh compiled          the tests, compiled
+#   setup.sh compiled          the bytecode of the tests
 #   setup.sh docker            a docker daemon that answers
 #   setup.sh image newest|4.0  the broker image reliable-mq/rabbitmq:newest or :4.0
 #   setup.sh databases         the images reliable-mq/databases:latest, with Redis, PostgreSQL and MariaDB, and :mysql
 #   setup.sh python            an image with the newest Python of Debian sid; prints its name
-#   setup.sh java              a Java that Spark runs on (17 or newer), and .venv/spark, from which it starts faster
-#   setup.sh faketime          libfaketime, for programs whose wall clock jumps; prints where the library is
-#   setup.sh strace            strace, for what a program has synchronised with the disk
+#   setup.sh java              Java for Spark (17 or newer), and .venv/spark, which lets Spark start faster
+#   setup.sh faketime          libfaketime, for programs whose wall clock jumps; prints the path of the library
+#   setup.sh strace            strace, to trace when a program syncs files to the disk
 #   setup.sh chromium          Chromium, for the tests of the web page
 #   setup.sh prometheus        Prometheus and promtool, for the alerts and dashboards
 #   setup.sh all               all of the above, both broker images
 #
 # Settings (environment):
-#   RELIABLE_MQ_BROKER_IMAGE     RabbitMQ image to take for `newest`, e.g. rabbitmq:4-management
+#   RELIABLE_MQ_BROKER_IMAGE     RabbitMQ image to use for `newest`, e.g. rabbitmq:4-management
 #   RELIABLE_MQ_BROKER_IMAGE_40  the same for `4.0`, e.g. rabbitmq:4.0-management
 #   RELIABLE_MQ_DATABASES_IMAGE  image with Debian's redis-server, postgresql and mariadb-server, for `databases`
 #   RELIABLE_MQ_MYSQL_IMAGE      image with MySQL's server, for `databases`
 #   PYTHON                       interpreter for .venv (default python3; 3.11 or newer)
 #
-# Without a setting an image is looked for in this order: a local official one; one pulled from the registry that the
-# docker daemon knows; one made from Debian's packages with debootstrap, through the mirror and proxy that apt is set to.
-# Where something must be installed, it is with apt-get, and only as root on Debian or a derivative; elsewhere the
-# script says what is missing and exits 69 (EX_UNAVAILABLE).
+# Without a setting, the script uses the first image that is available: a local official image; an official image from
+# the docker daemon's registry; an image built from Debian's packages with debootstrap, through apt's mirror and proxy.
+# Missing programs are installed with apt-get, only as root on Debian or a derivative. Elsewhere the script says what is
+# missing and exits with 69 (EX_UNAVAILABLE).
 set -euo pipefail
 
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -36,7 +36,7 @@ PULL_DEADLINE=300       # seconds for one image from a registry
 DEBIAN_PACKAGES=rabbitmq-server,ca-certificates
 DATABASES_DIR=$HERE/databases
 DATABASE_PACKAGES=redis-server,postgresql,mariadb-server
-MYSQL_PACKAGES=mysql-server-core  # of Debian sid alone
+MYSQL_PACKAGES=mysql-server-core  # only in Debian sid
 PYTHON_PACKAGES=python3-all-venv,ca-certificates
 
 main() {
@@ -66,7 +66,7 @@ apt_install() {  # apt_install WHAT-FOR PACKAGE...
     can_apt || die "$purpose needs $*: install that, or run this as root on Debian or a derivative."
     say "installing $* ($purpose)"
     apt-get update -q >&2 || say "apt-get update failed; going on with the lists that are there"
-    # Tests side by side may each install something: the others wait.
+    # Parallel tests may each install something, so wait for the lock.
     DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 install -q -y --no-install-recommends "$@" >&2 </dev/null
 }
 
@@ -88,9 +88,9 @@ ensure_venv() {
     printf '%s\n' "$want" >"$stamp"
 }
 
-# -- the tests, compiled ---------------------------------------------------------------------------------------------
+# -- compiled tests --------------------------------------------------------------------------------------------------
 
-# Once: otherwise each of many processes does it at its start, in ten seconds.
+# Compile once. Otherwise each of many processes compiles the tests at its start, which takes ten seconds.
 ensure_compiled() {
     ensure_venv
     local stamp=$ROOT/.venv/.compiled suite
@@ -120,7 +120,7 @@ ensure_java() {
 
 # -- libfaketime -----------------------------------------------------------------------------------------------------
 
-faketime_library() {  # where Debian puts it, or anything else that the dynamic linker finds
+faketime_library() {  # the path of the library, from Debian's package or a local installation
     local found
     for found in /usr/lib/*/faketime/libfaketimeMT.so.1 /usr/local/lib/faketime/libfaketimeMT.so.1; do
         [ -e "$found" ] && echo "$found" && return
@@ -170,8 +170,8 @@ ensure_docker() {
     if [ -d /run/systemd/system ]; then
         systemctl start docker || true
     else
-        # No init system to ask (a container, a minimal machine): by hand, detached from this terminal and its signals.
-        # A port of a container is reached through the kernel alone: a proxy process for each costs a tenth of the CPU time.
+        # Without an init system (a container, a minimal machine), start the daemon here, detached from this terminal
+        # and its signals. The kernel alone forwards container ports: proxies would cost a tenth of the CPU time.
         say "starting dockerd, log in $DAEMON_LOG"
         setsid dockerd --userland-proxy=false >"$DAEMON_LOG" 2>&1 </dev/null &
     fi
@@ -255,7 +255,7 @@ ensure_python() {
     echo "$name"
 }
 
-debootstrap_image() (  # debootstrap_image SUITE NAME PACKAGES [CHANGE...]; a subshell, so that its traps are its own
+debootstrap_image() (  # debootstrap_image SUITE NAME PACKAGES [CHANGE...]; a subshell, so that its traps stay local
     suite=$1 name=$2 packages=$3 changes=()
     shift 3
     for change in "$@"; do changes+=(--change "$change"); done
@@ -267,7 +267,7 @@ debootstrap_image() (  # debootstrap_image SUITE NAME PACKAGES [CHANGE...]; a su
     [ -e "$script" ] || script=/usr/share/debootstrap/scripts/sid
     apt_proxy
     say "debootstrap of $suite (about a minute)"
-    # Where apt knows no mirror of Debian's, the empty name makes debootstrap take its own default.
+    # If apt has no Debian mirror, the name is empty and debootstrap uses its default.
     debootstrap --variant=minbase --include="$packages" "$suite" "$directory/root" \
         "$(debian_mirror)" "$script" >"$directory/log" 2>&1 </dev/null || {
         tail -n 5 "$directory/log" >&2
@@ -278,12 +278,12 @@ debootstrap_image() (  # debootstrap_image SUITE NAME PACKAGES [CHANGE...]; a su
     tar -c --one-file-system . | docker import "${changes[@]}" - "$name" >/dev/null
 )
 
-debian_mirror() {  # the mirror that apt on this machine takes Debian's own packages from
+debian_mirror() {  # the mirror from which apt on this machine gets Debian's packages
     apt-get indextargets --format '$(ORIGIN) $(LABEL) $(REPO_URI)' 'Created-By: Packages' |
         awk '$1 == "Debian" && $2 == "Debian" && $3 ~ /^(https?|file):/ && !found {print $3; found = 1}'
 }
 
-apt_proxy() {  # debootstrap downloads with wget, which does not know apt's settings
+apt_proxy() {  # for debootstrap, which downloads with wget and ignores apt's settings
     local found=''
     [ -n "${http_proxy:-}" ] && return
     eval "$(apt-config shell found Acquire::http::Proxy)"

@@ -1,8 +1,8 @@
-"""Where aio-pika and aiormq break, and we do not: one test for each bug of theirs about publishing, by number.
+"""Publishing bugs of aio-pika and aiormq that this library does not have.
 
-The numbers are those of the project's list of facts about aio-pika 10.2.1 and aiormq 7.2.4. Where it is cheap, a test
-shows the bug first, so that it is noticed when aio-pika heals it. What concerns consuming (4, 5, 6, 8, and the acks of
-1) is in ``test_aio_bugs_consuming.py``.
+Each test is for one bug, by its number in the project's list of facts about aio-pika 10.2.1 and aiormq 7.2.4. Where
+it is cheap, a test shows the bug first, so that a fix in aio-pika is noticed. The bugs of consuming (4, 5, 6, 8, and
+the acks of 1) are in ``test_aio_bugs_consuming.py``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ORDERS = Queue("orders", dead_letter=None)
 def test_aio_01_nothing_hangs_when_a_full_socket_is_reset(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, run_async: Any
 ) -> None:
-    """aio-pika: 18 of 18 publishes without a timeout hung for ever."""
+    """In aio-pika, 18 of 18 publishes without a timeout hung forever."""
     proxy = fault_proxy(vhost.url)
 
     async def main() -> None:
@@ -66,7 +66,7 @@ def test_aio_01_nothing_hangs_when_a_full_socket_is_reset(
 
 
 def test_aio_12_messages_are_persistent(vhost: VirtualHost, run_async: Any) -> None:
-    """aio-pika: the default delivery mode is not persistent."""
+    """The default delivery mode of aio-pika is not persistent."""
 
     async def main() -> None:
         async with AsyncPublisher(vhost.url, topology=[ORDERS]) as publisher:
@@ -79,7 +79,10 @@ def test_aio_12_messages_are_persistent(vhost: VirtualHost, run_async: Any) -> N
 def test_aio_13_a_channel_closed_under_load_costs_no_connection(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, run_async: Any
 ) -> None:
-    """aio-pika: a close-ok that finds the write queue full is dropped; using its number again ends the connection."""
+    """aio-pika drops a close-ok if the write queue is full.
+
+    Using the channel number again then ends the connection.
+    """
     proxy = fault_proxy(vhost.url)
 
     async def main() -> None:
@@ -97,7 +100,10 @@ def test_aio_13_a_channel_closed_under_load_costs_no_connection(
 
 
 def test_aio_02_of_two_messages_with_one_id_the_unroutable_fails(vhost: VirtualHost, run_async: Any) -> None:
-    """aio-pika finds a returned message by its id alone: the unroutable one was acked, the other got its error."""
+    """aio-pika finds a returned message by its id alone.
+
+    It acked the unroutable message and failed the other one.
+    """
 
     async def with_aio_pika(keys: list[str]) -> list[object]:
         async with await aio_pika.connect(vhost.url) as connection:
@@ -124,7 +130,7 @@ def test_aio_02_of_two_messages_with_one_id_the_unroutable_fails(vhost: VirtualH
 def test_aio_03_unroutable_publishes_raise_after_reconnects_too(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, run_async: Any
 ) -> None:
-    """aio-pika raises nothing by default, and its return callbacks are dead after a reconnect."""
+    """aio-pika raises nothing by default, and a reconnect drops return callbacks."""
     proxy = fault_proxy(vhost.url)
 
     async def main() -> None:
@@ -146,7 +152,7 @@ def test_aio_03_unroutable_publishes_raise_after_reconnects_too(
 def test_aio_07_an_alarm_holds_up_no_call_beyond_its_time(
     private_broker: RabbitMQ, private_vhost: VirtualHost, run_async: Any
 ) -> None:
-    """aio-pika: channel.initialize(timeout=2) took over 10 s on a connection that an alarm has blocked."""
+    """In aio-pika, channel.initialize(timeout=2) took over 10 s under an alarm."""
 
     async def main() -> None:
         publisher = AsyncPublisher(private_vhost.url, topology=[ORDERS])
@@ -156,7 +162,7 @@ def test_aio_07_an_alarm_holds_up_no_call_beyond_its_time(
             *(publisher.publish(Message(b"x"), routing_key="orders", timeout=1) for _ in range(3)),
             return_exceptions=True,
         )
-        for one in outcomes:  # they were written before the broker said that it blocks
+        for one in outcomes:  # they were written before the broker reported the block
             assert isinstance(one, Receipt) or (isinstance(one, PublishError) and one.may_have_arrived)
         await until(lambda: publisher.blocked)
         began = time.monotonic()
@@ -179,15 +185,15 @@ def test_aio_07_an_alarm_holds_up_no_call_beyond_its_time(
 def test_aio_09_channels_that_are_closed_leave_nothing_behind(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, run_async: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """aio-pika: 500 channels opened and closed on a connection left 1004 callbacks in it."""
-    monkeypatch.setattr(reconnect, "CHANNEL_BURST", 1000)  # else it would wait between so many
+    """In aio-pika, opening and closing 500 channels left 1004 callbacks."""
+    monkeypatch.setattr(reconnect, "CHANNEL_BURST", 1000)  # otherwise it would wait between the channels
     proxy = fault_proxy(vhost.url)
 
     async def main() -> None:
         async with AsyncPublisher(proxy.url, topology=[ORDERS]) as publisher:
 
             async def cycle(times: int) -> int:
-                """Have the channel closed; count what could be a callback, or a channel, on the heap then."""
+                """Close the channel repeatedly; count callbacks and channels on the heap."""
                 for _ in range(times):
                     refused = await publisher.submit(Message(b"x"), exchange="missing", routing_key="orders")
                     await publisher.flush(20)
@@ -220,7 +226,10 @@ def test_aio_09_channels_that_are_closed_leave_nothing_behind(
     ],
 )
 def test_aio_10_a_url_is_taken_at_its_word_or_refused(url: str, arguments: dict[str, Any], named: str) -> None:
-    """aio-pika: no_verify_ssl=false switches verification off, a TLS context is ignored with amqp, 30s becomes 0."""
+    """aio-pika ignores or misreads some options of a URL.
+
+    no_verify_ssl=false switches verification off, a TLS context is ignored with amqp, and 30s becomes 0.
+    """
     with pytest.raises(ConfigurationError, match=named):
         AsyncPublisher(url, **arguments)
 
@@ -228,7 +237,7 @@ def test_aio_10_a_url_is_taken_at_its_word_or_refused(url: str, arguments: dict[
 def test_aio_11_frames_with_secrets_are_not_logged(
     vhost: VirtualHost, caplog: pytest.LogCaptureFixture, run_async: Any
 ) -> None:
-    """aiormq logs every frame that it prepares to send, at DEBUG: the password of the handshake, too."""
+    """At DEBUG, aiormq logs every frame to be sent, including the password."""
     caplog.set_level(logging.DEBUG)
     logging.getLogger("aiormq").setLevel(logging.DEBUG)
 

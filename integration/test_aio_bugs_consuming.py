@@ -1,6 +1,6 @@
-"""Where aio-pika and aiormq break when they consume, and our consumer free of it, by the number of the bug.
+"""Consuming bugs of aio-pika and aiormq that this library does not have.
 
-As ``test_aio_bugs.py`` for publishing.
+Tests have the number of the bug, as in ``test_aio_bugs.py`` for publishing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ORDERS = Queue("orders")
 
 
 class Bodies:
-    """A coroutine handler that keeps the bodies that it was given."""
+    """A coroutine handler that records the bodies."""
 
     def __init__(self) -> None:
         self.handled: list[bytes] = []
@@ -45,7 +45,7 @@ async def declare(vhost: VirtualHost) -> None:
 def test_aio_01_no_ack_hangs_when_a_full_socket_is_reset(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, run_async: Any
 ) -> None:
-    """aiormq: 50 of 60 acks that waited behind a full socket hung for ever."""
+    """In aiormq, 50 of 60 acks behind a full socket hung forever."""
     proxy = fault_proxy(vhost.url)
     handler = Bodies()
 
@@ -88,7 +88,10 @@ NOT_UTF_8 = table(b"\x01nS" + struct.pack(">I", 2) + b"\xff\xfe")
 def test_aio_04_poison_costs_no_connection_and_holds_up_nothing(
     vhost: VirtualHost, run_async: Any, properties: dict[str, bytes]
 ) -> None:
-    """aio-pika reconnects over it for ever, and what is behind it is never delivered; mode 3 costs a prefetch slot."""
+    """aio-pika reconnects forever, and later messages are never delivered.
+
+    Delivery mode 3 costs a prefetch slot.
+    """
     handler = Bodies()
 
     async def main() -> None:
@@ -106,7 +109,10 @@ def test_aio_04_poison_costs_no_connection_and_holds_up_nothing(
 def test_aio_05_buffered_deliveries_of_a_loss_are_handled_once(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, run_async: Any
 ) -> None:
-    """aio-pika's RobustQueue kept it across the reconnect: it was handled twice, and the acks were refused."""
+    """aio-pika's RobustQueue kept deliveries across the reconnect.
+
+    They were handled twice, and their acks were refused.
+    """
     proxy = fault_proxy(vhost.url)
     begun = asyncio.Event()
     go_on = asyncio.Event()
@@ -131,12 +137,15 @@ def test_aio_05_buffered_deliveries_of_a_loss_are_handled_once(
             await until(lambda: consumer.statistics.acked == 50)
 
     run_async(main())
-    assert sorted(handled[1:]) == sorted(numbered(50))  # the one that ran when the connection was lost comes again
+    assert sorted(handled[1:]) == sorted(numbered(50))  # the message being handled at the loss is redelivered
     vhost.wait_for_messages("orders", 0)
 
 
 def test_aio_05_a_cancel_by_the_broker_is_not_the_end(vhost: VirtualHost, run_async: Any) -> None:
-    """After one, aio-pika's robust consumer never consumed again; ours does, or says why it cannot."""
+    """After such a cancel, aio-pika's robust consumer never consumed again.
+
+    This consumer continues, or reports why it cannot.
+    """
     handler = Bodies()
 
     async def main() -> None:
@@ -156,7 +165,10 @@ def test_aio_05_a_cancel_by_the_broker_is_not_the_end(vhost: VirtualHost, run_as
 
 
 def test_aio_06_a_cancelled_handler_costs_no_message(vhost: VirtualHost, run_async: Any) -> None:
-    """aio-pika's message.process() rejects without requeue where its task is cancelled: the message is gone."""
+    """aio-pika's message.process() rejects without requeue if its task is cancelled.
+
+    The message is then lost.
+    """
     begun = asyncio.Event()
 
     async def handle(_: Delivery) -> None:
@@ -178,7 +190,10 @@ def test_aio_06_a_cancelled_handler_costs_no_message(vhost: VirtualHost, run_asy
 
 
 def test_aio_08_work_finished_beyond_a_gap_is_acked_completely(vhost: VirtualHost, run_async: Any) -> None:
-    """aiormq drops an ack(multiple=True) whose tag was acked singly before, and the lower ones stay unacked."""
+    """aiormq drops an ack(multiple=True) whose tag was acked singly before.
+
+    Lower tags stay unacked.
+    """
     slow = asyncio.Event()
 
     async def handle(delivery: Delivery) -> None:
@@ -189,7 +204,7 @@ def test_aio_08_work_finished_beyond_a_gap_is_acked_completely(vhost: VirtualHos
         await declare(vhost)
         await asyncio.to_thread(publish, vhost, "orders", numbered(20))
         async with AsyncConsumer(vhost.url, ORDERS, handle, prefetch=20, concurrency=2, ack_every=10) as consumer:
-            await until(lambda: consumer.statistics.acked == 19)  # all but the first: singly
+            await until(lambda: consumer.statistics.acked == 19)  # all but the first, each by its own ack
             slow.set()
             await until(lambda: consumer.statistics.acked == 20)
             await asyncio.to_thread(wait_until_settled, vhost)

@@ -1,4 +1,7 @@
-"""`AsyncConsumer`: what is its own, on the event loop. What both APIs promise is tested with each in turn."""
+"""`AsyncConsumer`: behaviour on the event loop.
+
+The tests of other modules run on each API in turn.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def left(vhost: VirtualHost) -> int:
 
 
 def test_coroutine_handlers_are_awaited_and_acked(vhost: VirtualHost, run_async: Any) -> None:
-    """In order, with concurrency 1."""
+    """With concurrency 1, they run in order."""
     handled: list[bytes] = []
 
     async def handle(delivery: Delivery) -> None:
@@ -40,7 +43,7 @@ def test_coroutine_handlers_are_awaited_and_acked(vhost: VirtualHost, run_async:
 
     with Publisher(vhost.url, topology=[ORDERS]) as publisher:
         publisher.connect()
-    publish(vhost, "orders", numbered(500))  # or it would be done with each before the next one is there
+    publish(vhost, "orders", numbered(500))  # otherwise each would be acked before the next one arrives
 
     async def main() -> None:
         async with AsyncConsumer(vhost.url, ORDERS, handle) as consumer:
@@ -53,7 +56,7 @@ def test_coroutine_handlers_are_awaited_and_acked(vhost: VirtualHost, run_async:
 
 
 def test_plain_handlers_run_in_threads_and_the_loop_goes_on(vhost: VirtualHost, run_async: Any) -> None:
-    """Each of three handlers waits for the other two, and for the loop."""
+    """Each of three handlers waits for the other two and for the loop."""
 
     async def main() -> None:
         together = threading.Barrier(4)
@@ -74,7 +77,7 @@ def test_plain_handlers_run_in_threads_and_the_loop_goes_on(vhost: VirtualHost, 
 
 
 def test_a_plain_function_that_returns_a_coroutine_has_failed(vhost: VirtualHost, run_async: Any) -> None:
-    """Acking it would lose the message: nothing was done."""
+    """The message must not be acked, because nothing was done."""
     errors: list[str] = []
 
     async def work() -> None:
@@ -90,7 +93,7 @@ def test_a_plain_function_that_returns_a_coroutine_has_failed(vhost: VirtualHost
 
 
 def test_f47_a_signal_stops_every_run_and_handlers_are_restored(vhost: VirtualHost, run_async: Any) -> None:
-    """What is being handled is finished; then the handlers of before are there again."""
+    """Running handlers finish, then the earlier signal handlers are restored."""
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     done: list[bytes] = []
 
@@ -115,7 +118,7 @@ def test_f47_a_signal_stops_every_run_and_handlers_are_restored(vhost: VirtualHo
 
 
 def test_f47_a_signal_that_is_somebody_elses_is_left_to_them(vhost: VirtualHost, run_async: Any) -> None:
-    """A server that runs the consumer has a handler of its own."""
+    """A server that runs the consumer has its own signal handler."""
     received: list[int] = []
 
     async def handle(_: Delivery) -> None: ...
@@ -138,7 +141,10 @@ def test_f47_a_signal_that_is_somebody_elses_is_left_to_them(vhost: VirtualHost,
 
 @pytest.mark.parametrize("store", [False, True])
 def test_a_run_that_is_cancelled_takes_its_handlers_along(vhost: VirtualHost, run_async: Any, store: bool) -> None:
-    """Their deliveries go back, no attempt is counted, and nothing is left."""
+    """Their deliveries are requeued, and no attempt is counted.
+
+    No task is left.
+    """
     begun: list[Delivery] = []
     ended: list[str] = []
 
@@ -175,7 +181,7 @@ def test_a_run_that_is_cancelled_takes_its_handlers_along(vhost: VirtualHost, ru
 def test_a_hanging_handler_is_cancelled_after_the_stop_timeout(
     vhost: VirtualHost, run_async: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Leaving the block takes that long and little more; its delivery is there for the next one."""
+    """Leaving the block takes about stop_timeout; the delivery is redelivered."""
 
     async def main() -> None:
         begun = asyncio.Event()
@@ -197,7 +203,7 @@ def test_a_hanging_handler_is_cancelled_after_the_stop_timeout(
 
 
 def test_a_handler_may_stop_its_consumer_and_cannot_close_it(vhost: VirtualHost, run_async: Any) -> None:
-    """Closing would wait for itself, and says so."""
+    """Closing would wait for itself, so it raises."""
     refused: list[str] = []
 
     async def main() -> None:
@@ -221,7 +227,7 @@ def test_a_handler_may_stop_its_consumer_and_cannot_close_it(vhost: VirtualHost,
 def test_f51_a_handler_that_blocks_the_loop_is_reported(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture, run_async: Any
 ) -> None:
-    """Nothing else can run meanwhile, heartbeats included; here the connection outlives it."""
+    """Nothing else can run then, heartbeats included; here the connection survives."""
     proxy = fault_proxy(vhost.url)
 
     async def handle(_: Delivery) -> None:
@@ -239,7 +245,7 @@ def test_f51_a_handler_that_blocks_the_loop_is_reported(
 
 
 def test_it_belongs_to_one_loop_and_a_forgotten_one_is_reported(vhost: VirtualHost) -> None:
-    """On another loop every call is refused; one that is not closed is a ResourceWarning."""
+    """On another loop, every call is refused; an unclosed one is a ResourceWarning."""
 
     async def handle(_: Delivery) -> None: ...
 
@@ -263,7 +269,7 @@ def test_it_belongs_to_one_loop_and_a_forgotten_one_is_reported(vhost: VirtualHo
 
 
 def test_f46_a_forked_child_refuses(vhost: VirtualHost) -> None:
-    """And closing the copy does nothing to the parent's."""
+    """Closing the copy does not affect the parent's."""
 
     async def handle(_: Delivery) -> None: ...
 
@@ -280,7 +286,7 @@ def test_f46_a_forked_child_refuses(vhost: VirtualHost) -> None:
                     code = 0
                 finally:
                     os._exit(code)
-            assert os.waitpid(child, 0)[1] == 0  # noqa: ASYNC222  # a loop that stands still is no matter here
+            assert os.waitpid(child, 0)[1] == 0  # noqa: ASYNC222  # a blocked loop does not matter here
             await asyncio.to_thread(publish, vhost, "orders", numbered(3))
             await until(lambda: consumer.statistics.acked == 3)
 
@@ -288,7 +294,7 @@ def test_f46_a_forked_child_refuses(vhost: VirtualHost) -> None:
 
 
 def test_a_pull_that_is_cancelled_takes_nothing(vhost: VirtualHost, run_async: Any) -> None:
-    """And a block that is left by cancelling requeues what it had."""
+    """Cancelling a block that has deliveries requeues them."""
 
     async def main() -> None:
         async with AsyncConsumer(vhost.url, ORDERS) as consumer:

@@ -1,7 +1,7 @@
-"""What only the asyncio API has: tasks that are cancelled, many of them at once, loops that stand still or end.
+"""Asyncio-only behaviour of publishers: cancelled or many tasks, blocked loops.
 
-What both APIs have is in the other modules about publishing, each test of which runs on either. Here, a test runs on
-asyncio's loop and on uvloop, and fails where a task is left on the loop or asyncio has something to complain of.
+Behaviour of both APIs is tested in other modules. Here, a test runs on asyncio's loop and on uvloop, and fails if a
+task is left on the loop or asyncio logs an error.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ORDERS = Queue("orders", dead_letter=None)
 def test_f50_10_000_callers_at_once_all_settle_within_the_window(
     vhost: VirtualHost, checker: Audit, run_async: Any
 ) -> None:
-    """Each of 10 000 concurrent callers gets its receipt, and no more than the window is ever outstanding."""
+    """Each of 10 000 concurrent callers gets a receipt, within the window."""
     most = 0
 
     async def main() -> None:
@@ -75,7 +75,10 @@ def test_f50_10_000_callers_at_once_all_settle_within_the_window(
 def test_f49_a_cancelled_publish_credits_nothing_to_the_next(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, run_async: Any
 ) -> None:
-    """A task cancelled while it awaits a confirm leaves each other publish its own outcome, and its own to come."""
+    """A task is cancelled while it awaits a confirm.
+
+    Other publishes get their own outcomes, and the cancelled one is still settled.
+    """
     proxy = fault_proxy(vhost.url)
 
     async def main() -> None:
@@ -102,7 +105,7 @@ def test_f49_a_cancelled_publish_credits_nothing_to_the_next(
 def test_f49_tasks_cancelled_at_any_point_leave_sequence_intact(
     vhost: VirtualHost, checker: Audit, rng: Random, run_async: Any
 ) -> None:
-    """Of 3000 tasks in a small window a third is cancelled at random; the others get what is theirs."""
+    """A third of 3000 tasks is cancelled at random; the others get their own outcomes."""
 
     async def main() -> None:
         async with AsyncPublisher(vhost.url, topology=[ORDERS], max_outstanding=50) as publisher:
@@ -134,7 +137,7 @@ def test_f49_tasks_cancelled_at_any_point_leave_sequence_intact(
             assert publisher.outstanding == 0
             with pytest.raises(PublishReturned):
                 await publisher.publish(Message(b"x"), routing_key="nowhere")
-            with suppress(PublishError):  # of those that were cancelled and could not be routed
+            with suppress(PublishError):  # errors of cancelled, unroutable messages
                 await publisher.close()
 
     run_async(main())
@@ -145,7 +148,10 @@ def test_f49_tasks_cancelled_at_any_point_leave_sequence_intact(
 def test_f49_cancels_amid_cut_connections_leave_sequence_intact(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random, run_async: Any
 ) -> None:
-    """In every call that waits, entering included; each of the others gets what is its own, then and afterwards."""
+    """Every waiting call is cancelled at random, entering the block included.
+
+    The other calls get their own outcomes, during the cuts and afterwards.
+    """
     proxy = fault_proxy(vhost.url)
     options: dict[str, Any] = {"topology": [ORDERS], "max_outstanding": 20, "reconnect_wait": tenacity.wait_fixed(0.02)}
 
@@ -191,13 +197,13 @@ def test_f49_cancels_amid_cut_connections_leave_sequence_intact(
                     checker.confirmed(message.message_id)
 
             async def connect() -> None:
-                with suppress(BrokerUnavailable):  # it was cut
+                with suppress(BrokerUnavailable):  # the connection was cut
                     await publisher.connect()
 
             async def cut() -> None:
                 nonlocal cuts
                 while True:
-                    # Ever later: on a slow machine to connect may take as long as this does at first.
+                    # The pauses grow, because on a slow machine connecting may take longer than the first ones.
                     await asyncio.sleep(rng.random() * (0.1 + 0.01 * cuts))
                     proxy.cut()
                     cuts += 1
@@ -219,7 +225,7 @@ def test_f49_cancels_amid_cut_connections_leave_sequence_intact(
             with pytest.raises(PublishReturned):
                 await publisher.publish(Message(b"x"), routing_key="nowhere")
             await one(1)
-            with suppress(PublishError):  # of those that were cancelled and could not be routed
+            with suppress(PublishError):  # errors of cancelled, unroutable messages
                 await publisher.close()
 
     run_async(main())
@@ -257,7 +263,7 @@ def test_f49_a_task_cancelled_as_it_waits_for_room_sends_nothing(
 
 @pytest.mark.parametrize("loop", ["asyncio", pytest.param("uvloop", marks=pytest.mark.soak)])
 def test_f48_a_keyboard_interrupt_ends_the_program_after_a_flush(vhost: VirtualHost, tmp_path: Path, loop: str) -> None:
-    """SIGINT cancels the main task: the publisher flushes and closes, and asyncio has nothing to say."""
+    """SIGINT cancels the main task: the publisher flushes and closes without errors."""
     program = tmp_path / "interrupted.py"
     program.write_text(
         f"import asyncio, sys, {loop}\n"
@@ -296,7 +302,10 @@ def test_f48_a_keyboard_interrupt_ends_the_program_after_a_flush(vhost: VirtualH
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork()")
 def test_f46_a_forked_publisher_refuses_and_the_parents_works(vhost: VirtualHost) -> None:
-    """After a fork the child's copy raises at once, the parent's connection is untouched, a new one works there."""
+    """In the child, the copy raises at once, and a new publisher works.
+
+    The parent's connection is not affected.
+    """
 
     async def in_child() -> None:
         async with AsyncPublisher(vhost.url) as own:
@@ -324,7 +333,7 @@ def test_f46_a_forked_publisher_refuses_and_the_parents_works(vhost: VirtualHost
                     code = 0
                 finally:
                     os._exit(code)
-            assert os.waitpid(child, 0)[1] == 0  # noqa: ASYNC222  # a loop that stands still is no matter here
+            assert os.waitpid(child, 0)[1] == 0  # noqa: ASYNC222  # a blocked loop does not matter here
             await pending
             await publisher.publish(Message(b"parent"), routing_key="orders")
 
@@ -335,7 +344,10 @@ def test_f46_a_forked_publisher_refuses_and_the_parents_works(vhost: VirtualHost
 def test_a_blocked_loop_is_reported_and_keeps_its_connection(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture, run_async: Any
 ) -> None:
-    """Code that blocks the loop for longer than half a heartbeat is told so; here the connection outlives it."""
+    """Code that blocks the loop for over half a heartbeat is logged.
+
+    Here the connection survives.
+    """
     proxy = fault_proxy(vhost.url)
 
     async def main() -> None:
@@ -353,7 +365,10 @@ def test_a_blocked_loop_is_reported_and_keeps_its_connection(
 def test_a_confirmation_can_be_awaited_again_and_never_blocks(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, run_async: Any
 ) -> None:
-    """It can be awaited by several tasks and again; result and exception never wait; callbacks run on the loop."""
+    """Several tasks can await it, repeatedly; result and exception never wait.
+
+    Callbacks run on the loop.
+    """
     proxy = fault_proxy(vhost.url)
 
     async def main() -> None:
@@ -389,7 +404,7 @@ def test_a_confirmation_can_be_awaited_again_and_never_blocks(
 
 
 def test_it_belongs_to_one_loop(vhost: VirtualHost) -> None:
-    """On another loop every call is refused, and what runs on the first is untouched."""
+    """On another loop every call is refused; calls on the first are unaffected."""
 
     async def main() -> None:
         async with AsyncPublisher(vhost.url, topology=[ORDERS]) as publisher:
@@ -434,7 +449,10 @@ def test_publish_many_takes_plain_and_asynchronous_iterables(vhost: VirtualHost,
 def test_closing_without_a_broker_ends_in_time_or_when_cancelled(
     private_broker: RabbitMQ, private_vhost: VirtualHost, run_async: Any
 ) -> None:
-    """What is outstanding is reported as unconfirmed; a close that is cancelled is taken up again."""
+    """Outstanding messages are reported as unconfirmed.
+
+    A cancelled close can be repeated.
+    """
 
     async def main() -> None:
         publisher = AsyncPublisher(private_vhost.url, topology=[ORDERS])
@@ -486,7 +504,7 @@ def test_first_calls_at_once_share_one_connection_or_one_error(
 
 
 def test_one_that_is_forgotten_is_reported(vhost: VirtualHost) -> None:
-    """There is no exit handler that could run a loop: a publisher that is not closed is a ResourceWarning."""
+    """An unclosed publisher is a ResourceWarning: no exit handler can run a loop."""
 
     async def main() -> None:
         publisher = AsyncPublisher(vhost.url, topology=[ORDERS])
@@ -500,7 +518,7 @@ def test_one_that_is_forgotten_is_reported(vhost: VirtualHost) -> None:
 
 
 def test_readings_are_those_of_the_sync_api(vhost: VirtualHost) -> None:
-    """The same families with the same labels, and one for the loop, which there is the user's."""
+    """They are the same families and labels, and one for the user's loop."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     from reliable_mq import Publisher

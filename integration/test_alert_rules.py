@@ -1,4 +1,7 @@
-"""The alert rules under promtool: each fires under its fault, when the settings say so, and is quiet without."""
+"""The alert rules under promtool: each fires under its fault, and not without.
+
+It fires after the time in the settings.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +55,10 @@ class Fault(NamedTuple):
     """A fault that begins at ten minutes.
 
     Attributes:
-        alert: that fires.
-        series: what it changes, of `HEALTHY`.
-        quiet, fires, over: seconds after its begin at which the alert is still quiet, fires, is quiet again because
-            the event has left the window (0 if it goes on firing); two minutes before that it still fires.
+        alert: the alert that fires.
+        series: the series of `HEALTHY` that it changes.
+        quiet, fires, over: seconds after its start at which the alert is still quiet, fires, and is quiet again because
+            the event has left the window (0 if it goes on firing); two minutes before `over` it still fires.
         labels: of the alert.
     """
 
@@ -247,7 +250,7 @@ def test_an_alert_names_whom_it_concerns_and_the_runbook(rules: Path) -> None:
 
 
 def test_the_settings_are_those_of_the_rules(tmp_path: Path) -> None:
-    """With short times, an alert fires after these."""
+    """With short settings, an alert fires after those times."""
     file = tmp_path / "rules.yml"
     file.write_bytes(run_cli("alerts", "--for", "30s", "--window", "1m", "--max-age", "1m30s").stdout)
     stuck = {f"reliable_mq_publisher_outstanding_oldest_age_seconds{{{PUBLISHER}}}": "0+15x100"}

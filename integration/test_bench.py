@@ -1,4 +1,7 @@
-"""The benchmark runs to its end on a real broker, every contender with it. How fast is another matter."""
+"""The benchmark runs to its end on a real broker with every contender.
+
+The tests do not check its speed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from reliable_mq.testing import VirtualHost
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_every_contender_does_its_job(vhost: VirtualHost, tmp_path: Path) -> None:
-    """All that is published is in the queue, all that is consumed is gone: the runner looks."""
+    """The runner checks that published messages arrive and consumed ones are gone."""
     ours = ["submit", "many", "publish", "consumer", "async-submit", "async-callers", "async-consumer"]
     ours += ["outbox-accept", "outbox-relay", "outbox-threads", "consumer-sqlite"]
     ours += [f"consumer-{kind}" for kind in KINDS]
@@ -46,7 +49,10 @@ def test_every_contender_does_its_job(vhost: VirtualHost, tmp_path: Path) -> Non
 
 
 def test_what_stores_answer_is_counted_key_by_key_and_in_batches() -> None:
-    """Of those that need no server; the others take their turn in `make soak`, where a bar may be missed."""
+    """The stores without a server are measured; `make soak` measures the others.
+
+    There a store may miss its target.
+    """
     with ExitStack() as stack:
         for kind in ("memory", "sqlite"):
             store = new_store(kind, stack)
@@ -59,7 +65,10 @@ def test_what_stores_answer_is_counted_key_by_key_and_in_batches() -> None:
 
 @pytest.mark.soak
 def test_what_poison_messages_cost_beside_a_requeue_loop(vhost: VirtualHost, tmp_path: Path) -> None:
-    """Ours ends after its attempts; the loop goes on for as long as it is let. Both are in the report."""
+    """This library stops after its attempts; the loop does not stop by itself.
+
+    Both are in the report.
+    """
     ours, loop = measure(vhost, 5, RetryPolicy(3, delays=(0.1,)), 1.0)
     assert (ours.deliveries, ours.over) == (3.0, True)
     assert loop.deliveries > ours.deliveries

@@ -1,4 +1,4 @@
-"""The harness itself: that its faults happen, that they end, and that the checker sees what it is there to see."""
+"""The test harness: faults begin and end, and the checker finds real errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLUGINS = {
     "rabbitmq_stream",
 }
 
-#: What every quorum queue is written with waits for a second.
+#: Suspends the log of all quorum queues for a second.
 SLOW_DISK = """
 Log = ra_log_wal,
 spawn(fun() -> sys:suspend(Log), timer:sleep(1000), sys:resume(Log) end),
@@ -79,7 +79,7 @@ def test_a_deleted_virtual_host_is_gone(broker: RabbitMQ, new_vhost: Callable[[R
 
 def test_a_killed_broker_returns_at_its_address_with_messages(private_vhost: VirtualHost) -> None:
     broker, url = private_vhost.broker, private_vhost.url
-    publish(private_vhost, "orders", ["1", "2"], kind="classic")  # a quorum queue that is new may not survive it
+    publish(private_vhost, "orders", ["1", "2"], kind="classic")  # a new quorum queue may not survive the kill
     connection = private_vhost.connect()
 
     broker.kill()
@@ -199,7 +199,7 @@ def test_only_containers_whose_owner_is_gone_are_leftovers(broker: RabbitMQ) -> 
     assert not is_orphan(owner())
     assert not is_orphan(f"elsewhere:{process}:1")
     assert is_orphan(f"{host}:{process}:{int(started) - 1}")
-    assert is_orphan(f"{host}:4194305:{started}")  # above the largest process id there can be
+    assert is_orphan(f"{host}:4194305:{started}")  # above the largest possible process id
 
 
 def test_a_leftover_may_vanish_while_leftovers_are_removed(broker: RabbitMQ, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +208,7 @@ def test_a_leftover_may_vanish_while_leftovers_are_removed(broker: RabbitMQ, mon
         client.containers.create(broker.container.image, labels={OWNER_LABEL: f"this-test:4194305:{n}"})
         for n in range(2)
     ]
-    monkeypatch.setattr(socket, "gethostname", lambda: "this-test")  # no other test process on this host takes part
+    monkeypatch.setattr(socket, "gethostname", lambda: "this-test")  # no other test process on this host is affected
     listing = docker.APIClient.containers
 
     def overtaken(api: docker.APIClient, **arguments: object) -> object:
@@ -337,14 +337,14 @@ def test_the_fault_proxy_stands_before_a_broker(vhost: VirtualHost, fault_proxy:
 
 
 def book(checker: Audit, ids: list[str]) -> None:
-    """Book messages as attempted and confirmed."""
+    """Record messages as attempted and confirmed."""
     for message_id in ids:
         checker.attempted(message_id)
         checker.confirmed(message_id)
 
 
 def publish(vhost: VirtualHost, queue: str, ids: list[str], kind: str = "quorum") -> None:
-    """Declare a queue where there is none, and publish empty messages with these ids, confirmed."""
+    """Declare a queue if it is missing; publish empty messages with these ids."""
     with vhost.connect() as connection:
         channel = connection.channel()
         channel.confirm_delivery()

@@ -75,7 +75,7 @@ FOREIGN = [
 
 
 def test_json_lines_copy_messages_to_a_queue_byte_for_byte(any_vhost: VirtualHost) -> None:
-    """Bodies that are no text, and properties that JSON does not have or that other clients have written."""
+    """Bodies are not text; properties have no JSON form, or come from other clients."""
     bodies = [b"text \xc3\xa9 \n", b"\xff\x00\n\x80", b""]
     sent = [(body, raw) for raw in FOREIGN for body in bodies]
     with Publisher(any_vhost.url, topology=[Queue("orders", dead_letter=None)]) as publisher:
@@ -90,12 +90,12 @@ def test_json_lines_copy_messages_to_a_queue_byte_for_byte(any_vhost: VirtualHos
         Consumer(any_vhost.url, "copies", None, prefetch=100) as consumer,
         consumer.get(len(sent), timeout=10) as deliveries,
     ):
-        # Of messages with one id, or none, one is outstanding at a time, so that the order may change.
+        # Of messages with the same id or none, only one is outstanding at a time, so the order may change.
         assert sorted((each.body, each.properties) for each in deliveries) == sorted(sent)
 
 
 def test_input_that_breaks_off_is_named_and_confirms_are_counted(vhost: VirtualHost, tmp_path: Path) -> None:
-    """The file opens, and cannot be read."""
+    """The file can be opened but not read."""
     good, bad = tmp_path / "good", "/proc/self/mem"
     good.write_text('{"body": "a"}\n' * 300)
     declare(vhost)
@@ -125,7 +125,7 @@ def test_json_lines_say_where_they_go(vhost: VirtualHost) -> None:
 
 
 def test_what_is_known_before_the_command_asks_is_reported_once(vhost: VirtualHost) -> None:
-    """The log has no second word on it."""
+    """The log does not repeat it."""
     program = (
         "import sys, time\n"
         "from reliable_mq.cli import main\n"
@@ -181,7 +181,7 @@ def test_what_is_not_confirmed_is_reported_by_its_line(vhost: VirtualHost) -> No
     assert "line 1:" not in report
     assert "line 6:" not in report
     stored = bodies_of(drain(vhost, "orders"))
-    assert set(stored) == {b"1", b"6"}  # perhaps twice: line 4 cost the channel
+    assert set(stored) == {b"1", b"6"}  # perhaps twice: line 4 closed the channel
 
 
 @pytest.mark.parametrize("command", ["publish", "consume"])
@@ -207,7 +207,7 @@ def test_peeking_takes_nothing(any_vhost: VirtualHost) -> None:
     run_cli("publish", any_vhost.url, "--queue", "orders", stdin=b"1\n2\n3\n")
     assert run_cli("consume", any_vhost.url, "orders", "--peek", "--count", "2").stdout == b"1\n2\n"
     assert sorted(run_cli("consume", any_vhost.url, "orders", "--peek").stdout.split()) == [b"1", b"2", b"3"]
-    any_vhost.wait_for_messages("orders", 3)  # the broker requeues when it has noticed the end of the connection
+    any_vhost.wait_for_messages("orders", 3)  # the broker requeues once it notices the end of the connection
 
 
 def test_no_more_is_taken_than_asked_for(any_vhost: VirtualHost) -> None:
@@ -221,7 +221,10 @@ def test_no_more_is_taken_than_asked_for(any_vhost: VirtualHost) -> None:
 
 
 def test_what_nobody_reads_stays_in_the_queue(vhost: VirtualHost) -> None:
-    """The other end of the pipe is closed before the first line: nothing is acked, and that is no failure."""
+    """The pipe is closed before the first line.
+
+    Nothing is acked, and the command does not fail.
+    """
     declare(vhost)
     run_cli("publish", vhost.url, "--queue", "orders", stdin=b"x\n" * 500)
     reading, writing = os.pipe()
@@ -243,7 +246,7 @@ def test_head_ends_it_and_what_was_not_written_comes_back(vhost: VirtualHost) ->
         assert process.stdout.readline() == line + b"\n"
         process.stdout.close()
         assert process.wait(30) == 0
-    # Gone is what the pipe (64 KiB) and our own buffer held.
+    # Lost lines are those in the pipe (64 KiB) and in the command's buffer.
     wait_until(lambda: ready(vhost) >= 900, timeout=30, what="messages that came back")
 
 
@@ -274,7 +277,7 @@ def test_ctrl_c_ends_a_publisher_and_says_how_far_it_came(vhost: VirtualHost) ->
 
 @pytest.mark.soak
 def test_lines_ride_over_a_kill_of_the_broker(private_broker: RabbitMQ, private_vhost: VirtualHost) -> None:
-    """What a shell pipes in is all there after the broker was killed in the middle, at least once each."""
+    """All piped messages arrive at least once, although the broker was killed."""
     declare(private_vhost)
     let_new_queues_age()
     with start_cli("publish", private_vhost.url, "--queue", "orders") as process:
@@ -291,7 +294,7 @@ def test_lines_ride_over_a_kill_of_the_broker(private_broker: RabbitMQ, private_
 
 
 def test_output_comes_as_messages_come(vhost: VirtualHost) -> None:
-    """A follower is not held up by a buffer: a line is there when its message is."""
+    """Output is not buffered: a line appears with its message."""
     declare(vhost)
     with start_cli("consume", vhost.url, "orders", "--ack") as process:
         assert process.stdout is not None

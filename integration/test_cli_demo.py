@@ -1,4 +1,4 @@
-"""``reliable-mq demo`` on a real broker: with and without its death, and when somebody has seen enough."""
+"""``reliable-mq demo`` on a real broker: with and without a kill, and interrupted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_it_adds_up_though_the_broker_is_killed(private_broker: RabbitMQ, privat
     assert any("connected again after " in line for line in lines)
     assert "The broker was killed once." in done.stdout.decode()
     assert lines[-1] == "✔ confirmed 6,000 = handled 5,988 + dead-lettered 12, lost 0"
-    assert done.stderr == b""  # reconnects are told by the display, not by logs
+    assert done.stderr == b""  # the display shows reconnects, not the log
     assert queues(private_vhost) == []
 
 

@@ -1,4 +1,4 @@
-"""``reliable-mq dlq`` as a shell uses it, on both lines; and what a kill in the middle of a replay does."""
+"""``reliable-mq dlq`` as a shell uses it, on both lines, and killed replays."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ DEAD = "orders.dead"
 
 
 def publish(vhost: VirtualHost, count: int) -> list[Message]:
-    """Dead letters as a consumer leaves them: every tenth of a timeout, the others of an error."""
+    """Publish dead letters as a consumer would, every tenth with a timeout.
+
+    The others have an error.
+    """
     letters = [
         Message(
             f"order {number}".encode(),
@@ -60,7 +63,7 @@ def ready(vhost: VirtualHost, queue: str) -> int:
 
 
 def wait_for_more_than(count: int, vhost: VirtualHost) -> None:
-    """Wait until more than so many dead letters are back in their queue."""
+    """Wait until more than `count` messages are back in their queue."""
     wait_until(lambda: ready(vhost, "orders") > count, timeout=30, what="a part of them", interval=0.005)
 
 
@@ -69,7 +72,7 @@ def test_dead_letters_are_listed_shown_and_counted(any_vhost: VirtualHost) -> No
     listed, progress = dlq("list", any_vhost, DEAD, "--limit", "12")
     assert progress == ""
     assert "12 shown; 30 messages in orders.dead" in listed
-    assert "shop.PaymentTimeout: [red]no\\n 0" in listed  # no markup, and nothing that moves a cursor
+    assert "shop.PaymentTimeout: [red]no\\n 0" in listed  # no markup, and no character that moves a cursor
     rows = [
         json.loads(line) for line in dlq("list", any_vhost, DEAD, "--json", "--exception", "*Timeout")[0].splitlines()
     ]
@@ -136,7 +139,10 @@ def test_an_export_to_a_file_is_imported_elsewhere(vhost: VirtualHost, tmp_path:
 
 
 def test_an_export_that_fails_leaves_the_file_of_an_earlier_one(vhost: VirtualHost, tmp_path: Path) -> None:
-    """No broker, no such queue, an end in the middle: it is the only copy, perhaps."""
+    """The file may be the only copy.
+
+    The export fails without a broker, without the queue, or in the middle.
+    """
     publish(vhost, 3)
     file = tmp_path / "dead.jsonl"
     dlq("export", vhost, DEAD, str(file))
@@ -153,7 +159,7 @@ def test_an_export_that_fails_leaves_the_file_of_an_earlier_one(vhost: VirtualHo
 
 
 def test_a_cut_off_dlq_export_is_quiet_and_keeps_every_message(vhost: VirtualHost) -> None:
-    """`dlq export | head -1`: the status is that of a tool which SIGPIPE ended."""
+    """`dlq export | head -1`: the status is that of a tool ended by SIGPIPE."""
     publish(vhost, 2000)
     with start_cli("dlq", "export", vhost.url, DEAD) as process:
         assert process.stdout is not None
@@ -179,7 +185,7 @@ def test_a_wrong_command_line_says_what_is_wrong(vhost: VirtualHost) -> None:
 def test_the_attempts_that_a_store_counts_are_reset(
     vhost: VirtualHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store is named as Python names it, relative to the working directory."""
+    """The store is given by its Python name, relative to the working directory."""
     publish(vhost, 1)
     (tmp_path / "shopstore.py").write_text(
         "class Store:\n"
@@ -201,18 +207,21 @@ def test_the_attempts_that_a_store_counts_are_reset(
 def test_a_replay_that_is_killed_goes_on_with_the_next(
     any_vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
 ) -> None:
-    """SIGKILL, twice: nothing is lost, what was published and not acked is there twice, a batch of it at most."""
+    """After two SIGKILLs nothing is lost.
+
+    Messages published and not acked are duplicated, at most a batch per kill.
+    """
     proxy = fault_proxy(any_vhost.url)
     letters = publish(any_vhost, 2000)
     for letter in letters:
         checker.attempted(letter.message_id)
         checker.confirmed(letter.message_id)
     for already in (50, 250):
-        # At that rate, neither kill finds all that was delivered replayed.
+        # At this rate, each kill happens before all delivered messages are replayed.
         replaying = start_cli("dlq", "replay", proxy.url, DEAD, "--rate", "300")
         try:
             wait_for_more_than(already, any_vhost)
-            proxy.hold_confirms()  # so that the kill is never between two batches, when there is nothing to duplicate
+            proxy.hold_confirms()  # so that no kill happens between two batches, without a possible duplicate
             proxy.wait_for(lambda: proxy.held_confirms > 0, timeout=30)
         finally:
             replaying.send_signal(signal.SIGKILL)
@@ -231,7 +240,7 @@ def test_a_replay_that_is_killed_goes_on_with_the_next(
 def test_a_replay_whose_connections_are_closed_goes_on_by_itself(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
 ) -> None:
-    """Again and again, that which takes as well as that which publishes: the end is the same."""
+    """Both connections are closed repeatedly, and the result is the same."""
     proxy = fault_proxy(vhost.url)
     letters = publish(vhost, 500)
     for letter in letters:
@@ -241,7 +250,7 @@ def test_a_replay_whose_connections_are_closed_goes_on_by_itself(
     closed = 0
     for already in (50, 250):
         wait_for_more_than(already, vhost)
-        proxy.hold_confirms()  # until its connections are found, it does not get done
+        proxy.hold_confirms()  # the replay cannot end before its connections are found
         closed += vhost.close_connections()
         proxy.release_confirms()
     _, errors = replaying.communicate(timeout=60)

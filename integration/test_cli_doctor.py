@@ -1,4 +1,4 @@
-"""``reliable-mq doctor`` on real brokers: what is well, what is not, what cannot be seen; it changes nothing."""
+"""``reliable-mq doctor`` on real brokers: its findings; it changes nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECRET = "canary-password"
 
 
 def doctor(vhost: VirtualHost, *options: str, url: str | None = None) -> tuple[int, list[dict[str, str]]]:
-    """The exit status and the findings, with the management API of the broker."""
+    """Return exit status and findings, with the broker's management API."""
     api = ["--management-url", vhost.broker.management.url] if url is None else []
     done = run_cli("doctor", url or vhost.url, "--json", *api, *options)
     assert done.stderr == b""
@@ -40,7 +40,10 @@ def about(findings: list[dict[str, str]], check: str) -> dict[str, str]:
 
 
 def not_well(findings: list[dict[str, str]]) -> list[tuple[str, str, str]]:
-    """Everything but what is well, and the consumer timeout, which can never be read."""
+    """Return the findings that are not ok.
+
+    The consumer timeout is left out, because it can never be read.
+    """
     return [
         (each["status"], each["subject"], each["check"])
         for each in findings
@@ -49,7 +52,7 @@ def not_well(findings: list[dict[str, str]]) -> list[tuple[str, str, str]]:
 
 
 def user(vhost: VirtualHost, name: str, *, configure: str, write: str, read: str, tags: str = "") -> str:
-    """A user of this virtual host; returns its URL."""
+    """Create a user of this virtual host; return its URL."""
     api = vhost.broker.management
     api.call("PUT", "users", name, body={"password": SECRET, "tags": tags})
     body = {"configure": configure, "write": write, "read": read}
@@ -74,7 +77,7 @@ def test_what_we_declare_is_well_on_every_version(any_vhost: VirtualHost) -> Non
 
 
 def test_it_changes_nothing(any_vhost: VirtualHost) -> None:
-    """No queue, no message, no mark on a message."""
+    """It adds no queue and no message, and does not mark messages as redelivered."""
     declare(any_vhost, "orders", queue_type="quorum")
     assert run_cli("publish", any_vhost.url, "--queue", "orders", stdin=b"x\n").returncode == 0
     doctor(any_vhost, "--queue", "orders", "--queue", "missing")
@@ -126,7 +129,10 @@ def test_a_policy_counts_like_an_argument(vhost: VirtualHost) -> None:
 
 @pytest.mark.parametrize("kind", ["quorum", "classic"])
 def test_of_a_policy_and_an_argument_the_one_in_effect_counts(any_vhost: VirtualHost, kind: str) -> None:
-    """A policy changes the overflow of a quorum queue, not that of a classic one; the lower of two limits counts."""
+    """A policy overrides the overflow of a quorum queue, not of a classic one.
+
+    The lower of two limits applies.
+    """
     policy = {"pattern": "orders", "definition": {"overflow": "drop-head", "max-length": 2}, "apply-to": "queues"}
     any_vhost.broker.management.call("PUT", "policies", any_vhost.name, "short", body=policy)
     limits = {"delivery_limit": -1} if kind == "quorum" else {}
@@ -236,7 +242,7 @@ def test_every_host_is_looked_at(vhost: VirtualHost) -> None:
 
 
 def test_a_connection_that_is_lost_costs_no_other_finding(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """At the check whether a queue exists, without the management API."""
+    """It is lost while the doctor checks a queue without the management API."""
     declare(vhost, "orders", queue_type="quorum", delivery_limit=-1)
     proxy = fault_proxy(vhost.url)
     proxy.cut_after(1, "to_broker", of="queue.declare")
@@ -299,7 +305,7 @@ def test_tls_is_verified_and_dated(
 
 
 def test_the_queues_around_a_queue_are_looked_at(any_vhost: VirtualHost) -> None:
-    """Delay queues that differ or lead nowhere, and arguments that RabbitMQ takes and ignores."""
+    """Wrong or unused delay queues, and arguments that RabbitMQ ignores, are reported."""
     sound = Queue("orders.retry.1000", message_ttl=1, dead_letter="orders")
     with Publisher(any_vhost.url, topology=[Queue("orders"), sound]) as publisher:
         publisher.connect()
@@ -315,7 +321,7 @@ def test_the_queues_around_a_queue_are_looked_at(any_vhost: VirtualHost) -> None
 
 
 def test_topic_exchanges_take_dead_letters_as_doctor_predicts(any_vhost: VirtualHost) -> None:
-    """Also with empty words, and with an empty key, which has no word."""
+    """The patterns include empty words and an empty key, which has no word."""
     patterns = ("", "#", "*", ".", "*.#", "#.*", "#.", ".#", "a", "a.", "a..b", "a.*.b", "a.#.b", "#.#", "#.b.#")
     keys = ("", ".", "a", "a.", "..", "a.b", "a..b", "a.c.b")
     declared, routed = set(), set()

@@ -1,4 +1,4 @@
-"""``reliable-mq outbox``: status, relay, retry, purge and ddl, on a file and on a database."""
+"""``reliable-mq outbox``: its commands on a file and on a database."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(params=["file", pytest.param("postgresql", marks=pytest.mark.soak)])
 def where(request: pytest.FixtureRequest, tmp_path: Path, database: Callable[[str], Database]) -> str:
-    """How the command line names an outbox."""
+    """An outbox as named on the command line."""
     path = tmp_path / "outbox"
     match request.param:
         case "file":
@@ -44,7 +44,7 @@ def where(request: pytest.FixtureRequest, tmp_path: Path, database: Callable[[st
 
 @pytest.fixture
 def outbox(where: str) -> Iterator[Outbox]:
-    """That outbox."""
+    """The outbox."""
     if "://" in where:
         engine = create_engine(where, poolclass=NullPool)
         yield SQLAlchemyOutbox(engine, create=True)
@@ -64,14 +64,14 @@ ENDS: list[tuple[int, int, list[str]]] = [
 
 
 def handles_sigterm(process: subprocess.Popen[bytes]) -> bool:
-    """Whether a process has come so far that it has a handler of its own."""
+    """Return whether a process has installed its own handler."""
     status = Path(f"/proc/{process.pid}/status").read_text()
     caught = next(line for line in status.splitlines() if line.startswith("SigCgt"))
     return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 class Relay:
-    """``reliable-mq outbox relay`` in a process of its own, from when it says that it relays."""
+    """``reliable-mq outbox relay`` in a process, from the moment that it relays."""
 
     def __init__(self, *arguments: str) -> None:
         self._process = start_cli("outbox", "relay", *arguments)
@@ -87,7 +87,7 @@ class Relay:
         self._process.communicate()
 
     def end(self, number: int) -> int:
-        """Send it a signal; return its exit status."""
+        """Send a signal; return the exit status."""
         self._process.send_signal(number)
         self._process.communicate(timeout=30)
         return self._process.returncode
@@ -104,7 +104,10 @@ def store(outbox: Outbox, queue: str, *message_ids: str) -> None:
 
 
 def test_commands_relay_an_outbox_and_settle_what_was_set_aside(vhost: VirtualHost, outbox: Outbox, where: str) -> None:
-    """Relay until it is empty, see what was set aside and why, put one back, remove the other."""
+    """The outbox is relayed, and set-aside messages are listed with reasons.
+
+    One of them is retried and the other purged.
+    """
     declare(vhost, "orders")
     store(outbox, "orders", "a", "b")
     store(outbox, "later", "c", "d")
@@ -123,7 +126,7 @@ def test_commands_relay_an_outbox_and_settle_what_was_set_aside(vhost: VirtualHo
     assert run_cli("outbox", "relay", vhost.url, where, "--until-empty").returncode == 0
     assert [one.attempts for one in outbox.set_aside()] == [2, 2]
     assert run_cli("outbox", "retry", where, "c", "unknown").returncode == 1
-    purged = run_cli("outbox", "purge", where, "d", "d")  # named twice, it is there once
+    purged = run_cli("outbox", "purge", where, "d", "d")  # named twice, deleted once
     assert (purged.returncode, purged.stdout) == (0, b"1 messages removed\n")
     declare(vhost, "later")
     assert run_cli("outbox", "relay", vhost.url, where, "--until-empty").returncode == 0
@@ -137,7 +140,10 @@ def test_commands_relay_an_outbox_and_settle_what_was_set_aside(vhost: VirtualHo
 def test_a_relay_runs_until_it_is_told_to_stop(
     vhost: VirtualHost, outbox: Outbox, where: str, number: int, code: int, tmp_path: Path
 ) -> None:
-    """It makes the outbox if asked; what is stored meanwhile is published; a signal ends it in good order."""
+    """It creates the outbox if asked, and publishes messages as they are stored.
+
+    A signal ends it cleanly.
+    """
     declare(vhost, "orders")
     assert not (tmp_path / "outbox").exists()
     with Relay(vhost.url, where, "--create") as relay:
@@ -152,7 +158,10 @@ def test_a_relay_runs_until_it_is_told_to_stop(
 def test_a_relay_whose_broker_is_away_at_its_start_waits_for_it(
     vhost: VirtualHost, outbox: Outbox, where: str, fault_proxy: FaultProxyFactory
 ) -> None:
-    """It says so, and publishes once the broker is there; a job that is to empty it ends with status 1."""
+    """It logs the outage, and publishes once the broker is there.
+
+    With --until-empty it exits with status 1.
+    """
     declare(vhost, "orders")
     store(outbox, "orders", "a")
     proxy = fault_proxy(vhost.url)
@@ -172,7 +181,10 @@ def test_a_relay_whose_broker_is_away_at_its_start_waits_for_it(
 
 @pytest.mark.parametrize("kind", ["postgresql", pytest.param("mariadb", marks=pytest.mark.soak)])
 def test_a_hanging_database_is_reported_and_a_relay_can_stop(database: Callable[[str], Database], kind: str) -> None:
-    """It accepts connections and answers nothing: no command waits for ever, and signals are heeded meanwhile."""
+    """The database accepts connections and does not answer.
+
+    Every command ends, and signals are handled.
+    """
     server = database(kind)
     where = server.fresh()
     server.pause()
@@ -196,7 +208,10 @@ def test_a_hanging_database_is_reported_and_a_relay_can_stop(database: Callable[
 def test_a_relay_that_is_told_to_stop_while_it_connects_does_so(
     outbox: Outbox, where: str, vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
-    """The broker accepts connections and answers nothing: however far the relay has come, it reports the count."""
+    """The broker accepts connections and does not answer.
+
+    The relay reports the remaining messages, whatever it is doing.
+    """
     store(outbox, "orders", "a")
     proxy = fault_proxy(vhost.url)
     proxy.black_hole()
@@ -216,7 +231,7 @@ def test_a_relay_that_is_told_to_stop_while_it_connects_does_so(
 def test_an_unconfirmed_relay_gives_up_in_time_or_on_a_signal(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, outbox: Outbox, where: str
 ) -> None:
-    """No confirm comes: the exit status says so, and the message stays."""
+    """Without a confirm the exit status is 1, and the message stays."""
     declare(vhost, "orders")
     store(outbox, "orders", "a")
     proxy = fault_proxy(vhost.url)
@@ -225,12 +240,12 @@ def test_an_unconfirmed_relay_gives_up_in_time_or_on_a_signal(
     late = run_cli("outbox", "relay", proxy.url, where, "--until-empty", "--timeout", "1")
     assert (late.returncode, b"1 messages are still in" in late.stderr) == (1, True), late.stderr
     assert time.monotonic() - began < 20
-    so_far = proxy.seen("basic.publish")  # none where a second was not enough
+    so_far = proxy.seen("basic.publish")  # none if one second was too short
     relay = start_cli("outbox", "relay", proxy.url, where, "--until-empty")
     proxy.wait_for(lambda: proxy.seen("basic.publish") > so_far, timeout=30)
     assert outbox.status().rows == 1
     relay.send_signal(signal.SIGINT)
-    proxy.release_confirms()  # which it waits for, as any publisher that is left
+    proxy.release_confirms()  # the relay waits for it, like any publisher that is closed
     _, said = relay.communicate(timeout=30)
     assert relay.returncode == 130, said
 
@@ -239,7 +254,10 @@ def test_an_unconfirmed_relay_gives_up_in_time_or_on_a_signal(
 def test_a_relay_that_is_told_to_stop_does_so_soon(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, outbox: Outbox, where: str
 ) -> None:
-    """However much there is to relay, and whatever its broker does: others take over, or the next start."""
+    """It stops soon with many messages left and any broker.
+
+    Other relays, or the next start, publish the rest.
+    """
     declare(vhost, "orders")
     store(outbox, "orders", "a")
     proxy = fault_proxy(vhost.url)
@@ -254,7 +272,7 @@ def test_a_relay_that_is_told_to_stop_does_so_soon(
 
 @pytest.mark.parametrize("where", ["file"], indirect=True)
 def test_status_reports_what_only_a_newer_version_can_relay(outbox: Outbox, where: str) -> None:
-    """The exit status of ``status`` is 1, as for what was set aside."""
+    """The exit status of ``status`` is 1, as for messages set aside."""
     store(outbox, "orders", "a")
     assert run_cli("outbox", "status", where).returncode == 0
     with closing(sqlite3.connect(where)) as connection, connection:
@@ -265,7 +283,10 @@ def test_status_reports_what_only_a_newer_version_can_relay(outbox: Outbox, wher
 
 @pytest.mark.parametrize("where", ["postgresql"], indirect=True)
 def test_f33_after_one_of_two_relays_is_killed_all_is_published(vhost: VirtualHost, outbox: Outbox, where: str) -> None:
-    """What the dead one had comes again when its lease is over; in a key nothing overtakes what was there first."""
+    """Rows of the killed relay are published once their lease ends.
+
+    Rows of a key keep their order.
+    """
     declare(vhost, "orders")
     names: list[str] = []
     in_order: list[str] = []
@@ -296,7 +317,7 @@ def test_f33_after_one_of_two_relays_is_killed_all_is_published(vhost: VirtualHo
 
 
 def test_what_is_no_outbox_is_said_without_a_password(tmp_path: Path) -> None:
-    """Nothing is made by looking, and no URL is shown."""
+    """The status command creates no outbox and shows no URL."""
     missing = run_cli("outbox", "status", str(tmp_path / "missing"))
     assert (missing.returncode, b"there is no outbox" in missing.stderr) == (1, True)
     assert not (tmp_path / "missing").exists()
@@ -316,7 +337,10 @@ def test_what_is_no_outbox_is_said_without_a_password(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["file"], indirect=True)
 def test_nothing_that_others_wrote_reaches_the_terminal_as_it_is(outbox: Outbox, where: str) -> None:
-    """Escape sequences of ids and reasons are shown, and change nothing; JSON stays JSON."""
+    """Escape sequences in ids and reasons are shown as text.
+
+    They do not affect the terminal, and JSON stays JSON.
+    """
     store(outbox, "orders", "\x1b[2Jgone", "[/evil]", "\u202eleft")
     claims = outbox.claims()
     reason = "refused: \x1b]0;title\x07\r\n\x9b31m"
@@ -344,7 +368,7 @@ def test_nothing_that_others_wrote_reaches_the_terminal_as_it_is(outbox: Outbox,
     ],
 )
 def test_numbers_and_ids_that_mean_nothing_are_refused(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    """In one line, and nothing is done."""
+    """The error is one line, and nothing is done."""
     path = tmp_path / "outbox"
     box = SQLiteOutbox(path)
     box.open()
@@ -358,7 +382,7 @@ def test_numbers_and_ids_that_mean_nothing_are_refused(tmp_path: Path, arguments
 
 
 def test_the_statements_for_a_migration_are_printed(tmp_path: Path) -> None:
-    """Without asking the database."""
+    """This does not need the database."""
     printed = run_cli("outbox", "ddl", "postgresql+psycopg://me@nowhere/db", "--table", "mine", "--schema", "messages")
     assert printed.returncode == 0, printed.stderr
     assert b"CREATE TABLE messages.mine" in printed.stdout

@@ -1,4 +1,4 @@
-"""Consumers with idempotency stores on real servers, under everything that can happen to either."""
+"""Consumers with idempotency stores on real servers, under faults of either."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from reliable_mq.testing import Audit, VirtualHost
 
 ORDERS = Queue("orders")
-UNPREPARED = {"prepare_threshold": None}  # so that each question has its text, for a proxy to know it by
+UNPREPARED = {"prepare_threshold": None}  # so that a proxy can recognise each query by its text
 servers = pytest.mark.parametrize("kind", ["redis", "postgresql"])
-# Each API and each server once, or everything.
+# Each API and each server once; in a soak all combinations.
 APIS_AND_SERVERS = (
     [(api, kind) for api in ("sync", "aio") for kind in ("redis", "postgresql")]
     if soaking()
@@ -56,10 +56,9 @@ def sha(script: str) -> str:
 
 @pytest.fixture
 def new_store(consumer_api: str, database: Callable[[str], Database], tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """A function that makes a store for the API: by the kind of its server, and the port of a proxy.
+    """A function that creates a store by the kind of its server and a proxy's port.
 
-    That of asyncio is asked on the loop of the one consumer that it is for; one that several share has a loop of its
-    own.
+    An asyncio store is used on the loop of its one consumer. A store that several consumers share has its own loop.
     """
     closers: list[Callable[[], object]] = []
 
@@ -103,7 +102,10 @@ def new_store(consumer_api: str, database: Callable[[str], Database], tmp_path: 
 def test_f36_copies_that_arrive_together_take_effect_once(
     vhost: VirtualHost, checker: Audit, new_store: Callable[..., Any], kind: str
 ) -> None:
-    """Two consumers with eight handlers each, ten copies of each message: one effect each, and every copy is acked."""
+    """Two consumers with eight handlers each get ten copies of each message.
+
+    Each message takes effect once, and every copy is acked.
+    """
     store = new_store(kind, shared=True)
     handlers = [Handler(account=checker), Handler(account=checker)]
     messages = [Message(b"%d" % number, message_id=f"m{number}") for number in range(30) for _ in range(10)]
@@ -122,9 +124,9 @@ def test_f36_copies_that_arrive_together_take_effect_once(
 def test_f41_with_the_store_dead_nothing_is_handled_or_acked(
     vhost: VirtualHost, checker: Audit, database: Callable[[str], Database], new_store: Callable[..., Any], kind: str
 ) -> None:
-    """When it is back, the consumer goes on by itself: every message takes effect once.
+    """When the store is back, the consumer continues; each message has one effect.
 
-    So does one whose handler had its effect before the server died, and ended afterwards.
+    That includes a message whose handler had its effect before the server died, and ended afterwards.
     """
     handler = Handler(account=checker)
     server = database(kind)
@@ -167,7 +169,10 @@ def test_f42_with_a_hanging_store_heartbeats_go_on_without_acks(
     fault_proxy: Any,
     kind: str,
 ) -> None:
-    """For longer than the broker waits for a heartbeat; questions end by their deadline, and the consumer recovers."""
+    """This lasts longer than the broker waits for a heartbeat.
+
+    Queries end by their deadline, and the consumer recovers.
+    """
     handler = Handler(account=checker)
     server = database(kind)
     proxy = fault_proxy(vhost.url)
@@ -197,7 +202,10 @@ def test_f42_a_cut_off_consumer_does_not_repeat_its_effect(
     fault_proxy: Any,
     kind: str,
 ) -> None:
-    """Its message comes again long before the lease ends: then the store is told what it did not answer to."""
+    """Its message is redelivered long before the lease ends.
+
+    The consumer then repeats the completion that the store did not answer.
+    """
     server = database(kind)
     proxy = fault_proxy(vhost.url)
     with Gate() as gate:
@@ -233,7 +241,7 @@ def test_f43_answers_that_are_lost_double_no_effect(
     rng: random.Random,
     kind: str,
 ) -> None:
-    """The first question of each sort, and one in five, is answered to nobody: claims, completions and releases."""
+    """Of claims, completions and releases, the first and one in five get no answer."""
     lost: Counter[str] = Counter()
 
     def loses(data: bytes) -> bool:
@@ -267,7 +275,10 @@ def test_f43_answers_that_are_lost_double_no_effect(
 def test_f44_a_duplicate_after_the_retention_takes_effect_again(
     vhost: VirtualHost, database: Callable[[str], Database], consumer_api: str, kind: str
 ) -> None:
-    """That is what the retention is documented to mean; nothing else happens, and before it is over it does not."""
+    """The retention is documented to work like this.
+
+    Before it is over, a duplicate takes no effect.
+    """
     handler = Handler()
     with ExitStack() as stack:
         subject = stack.enter_context(
@@ -287,7 +298,7 @@ def test_f44_a_duplicate_after_the_retention_takes_effect_again(
 def test_f45_store_leases_and_retention_ignore_the_wall_clock(
     database: Callable[[str], Database], tmp_path: Path, one_api: str
 ) -> None:
-    """Those of servers are by their clock; those of a file by the time since the boot of the machine."""
+    """Servers use their own clock, and files use the time since the machine booted."""
     offset_file = tmp_path / "offset"
     offset_file.write_text("+0")
     postgresql, file = database("postgresql").fresh(), tmp_path / "sql.db"
@@ -332,7 +343,7 @@ def let_die(*arguments: str, steps: Iterable[str], batch: Sequence[str] = ()) ->
 
 
 def let_finish(vhost: VirtualHost, *arguments: str, finished: Callable[[], bool], batch: Sequence[str] = ()) -> None:
-    """Have what is left consumed by a process that ends when it is told to, having acked everything."""
+    """Let a process consume the remaining messages; it ends on SIGTERM, all acked."""
     with Process(PROGRAM, *arguments, "none", *batch, stdout=1, stderr=2) as program:
         try:
             wait_until(finished, timeout=60, what="every message has taken effect")
@@ -345,7 +356,7 @@ def let_finish(vhost: VirtualHost, *arguments: str, finished: Callable[[], bool]
 
 
 def new_inbox(database: Callable[[str], Database], directory: Path, kind: str) -> str:
-    """A fresh database with the tables of a store and of effects; its URL."""
+    """Create a database with the tables of a store and of effects; return its URL."""
     url = f"sqlite:///{directory / 'orders.db'}" if kind == "sqlite" else database(kind).fresh()
     engine = create_engine(url, poolclass=NullPool)
     SQLAlchemyStore(engine).create_table()
@@ -355,7 +366,10 @@ def new_inbox(database: Callable[[str], Database], directory: Path, kind: str) -
 
 
 def check_lines(file: Path, ids: list[str], *, twice_at_most: int) -> None:
-    """An effect of what is done is one too many; one whose process died before its completion is not."""
+    """Check that no effect follows a completion.
+
+    A repeated effect is allowed if the process died before the completion.
+    """
     done: set[str] = set()
     effects: Counter[str] = Counter()
     for line in file.read_text().splitlines():
@@ -366,7 +380,7 @@ def check_lines(file: Path, ids: list[str], *, twice_at_most: int) -> None:
             assert message_id not in done, "an effect of what the store had as done"
             effects[message_id] += 1
     assert effects.keys() == set(ids)
-    assert len(done) > len(ids) / 2  # one that dies between the store's answer and its line has left none
+    assert len(done) > len(ids) / 2  # a process that dies between the store's answer and its line has written none
     assert sum(effects.values()) - len(ids) <= twice_at_most
 
 
@@ -379,7 +393,7 @@ def all_acked(vhost: VirtualHost, file: Path, ids: list[str]) -> bool:
 def test_f35_with_an_inbox_a_kill_at_any_step_leaves_one_effect(
     vhost: VirtualHost, database: Callable[[str], Database], tmp_path: Path, kind: str, api: str, driver: str
 ) -> None:
-    """Row 34 as well. One process after another dies, each at another step; the last finds what is left to do."""
+    """Row 34 as well: processes die at different steps, and the last one finishes."""
     url = new_inbox(database, tmp_path, kind)
     ids = publish_orders(vhost, 60)
     steps = STEPS if soaking() or (kind, api) == ("postgresql", "sync") else ("effect", "completed")
@@ -393,14 +407,17 @@ def test_f35_with_an_inbox_a_kill_at_any_step_leaves_one_effect(
 def test_f35_a_kill_between_completion_and_ack_leaves_one_effect(
     vhost: VirtualHost, database: Callable[[str], Database], tmp_path: Path, kind: str, api: str
 ) -> None:
-    """Row 34 as well. Where the effect is elsewhere, the kill must not fall between it and its completion."""
+    """Row 34 as well. The effect is outside of the store.
+
+    So the kill must not happen between the effect and its completion.
+    """
     url = database("redis").fresh() if kind == "redis" else f"file://{tmp_path / 'store.db'}"
     effects = tmp_path / "effects"
     ids = publish_orders(vhost, 60)
     program = (vhost.url, url, api, str(effects))
     let_die(*program, steps=("claimed", "completed"))
     let_finish(vhost, *program, finished=lambda: all_acked(vhost, effects, ids))
-    # Two handlers run at a time: what one has done when the other's completion ends the process is done again.
+    # Two handlers run at a time: the effect of one is repeated if the completion of the other ends the process.
     check_lines(effects, ids, twice_at_most=16)
 
 
@@ -413,7 +430,10 @@ def test_f35_a_kill_between_completion_and_ack_leaves_one_effect(
 def test_f34_f35_a_kill_in_a_batch_repeats_no_completed_effect(
     vhost: VirtualHost, database: Callable[[str], Database], tmp_path: Path, kind: str, api: str
 ) -> None:
-    """With an inbox, of everything. Without one, what was effected of the batch comes back, and nothing else."""
+    """With an inbox, no effect is repeated.
+
+    Without one, only effects of the unfinished batch are repeated.
+    """
     file = tmp_path / "effects"
     url = new_inbox(database, tmp_path, kind) if kind == "postgresql" else database(kind).fresh()
     ids = publish_orders(vhost, 60)
@@ -431,7 +451,7 @@ def test_f34_f35_a_kill_in_a_batch_repeats_no_completed_effect(
 
 
 def publish_orders(vhost: VirtualHost, count: int) -> list[str]:
-    """Publish to a queue that is there before its consumers are."""
+    """Publish to a queue that exists before its consumers do."""
     messages = [Message(body) for body in numbered(count)]
     with Publisher(vhost.url, topology=[ORDERS]) as publisher:
         assert publisher.publish_many(messages, routing_key="orders").ok
@@ -441,7 +461,10 @@ def publish_orders(vhost: VirtualHost, count: int) -> list[str]:
 def test_f36_eight_contending_processes_effect_each_id_once(
     database: Callable[[str], Database], tmp_path: Path, one_api: str
 ) -> None:
-    """Each id is delivered ten times, to any of them; one attempt in ten fails and is made again."""
+    """Each id is delivered ten times, to any process.
+
+    One attempt in ten fails and is repeated.
+    """
     ids, processes = (1000 if soaking() else 60), 8
     urls = [database("redis").fresh()]
     if one_api == "sync":

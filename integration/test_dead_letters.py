@@ -1,4 +1,4 @@
-"""Dead letters to work with, on both lines: looked at without a trace, replayed without a loss."""
+"""Dead letters on both lines: reading leaves no trace, and replays lose nothing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ORDERS = Queue("orders")
 
 
 class Unpaid(Exception):
-    """What the handlers here raise."""
+    """The exception of the handlers here."""
 
 
 def publish(vhost: VirtualHost, messages: Sequence[Message], queue: Queue = ORDERS, routing_key: str = "") -> None:
@@ -51,7 +51,7 @@ def publish(vhost: VirtualHost, messages: Sequence[Message], queue: Queue = ORDE
 
 
 def dead_letters(vhost: VirtualHost, messages: Sequence[Message]) -> None:
-    """Have a consumer give messages up: with even bodies for Unpaid, with others by its own decision."""
+    """Let a consumer give messages up: even bodies raise Unpaid, others DeadLetter."""
     publish(vhost, messages)
 
     def handle(delivery: Delivery) -> None:
@@ -95,7 +95,7 @@ def test_a_dead_letter_tells_what_happened(any_vhost: VirtualHost) -> None:
 
 
 def test_dead_letters_are_counted_when_the_leader_is_late(any_vhost: VirtualHost) -> None:
-    """While the leader does not respond, RabbitMQ reports no messages and no consumers."""
+    """A leader that does not respond makes RabbitMQ report no messages or consumers."""
     publish(any_vhost, numbered(5), Queue("orders.dead", dead_letter=None))
     with DeadLetterQueue(any_vhost.url, "orders.dead") as dead:
         suspend_leader(any_vhost, "orders.dead", 1.0)
@@ -103,7 +103,7 @@ def test_dead_letters_are_counted_when_the_leader_is_late(any_vhost: VirtualHost
 
 
 def test_looking_leaves_the_queue_as_it_was(any_vhost: VirtualHost) -> None:
-    """List, statistics and export, again and again: the same messages in the same order, byte for byte."""
+    """List, statistics and export repeatedly return the same messages in order."""
     dead_letters(any_vhost, numbered(230))
     exports = []
     with DeadLetterQueue(any_vhost.url, ORDERS) as dead:
@@ -125,7 +125,7 @@ def test_looking_leaves_the_queue_as_it_was(any_vhost: VirtualHost) -> None:
 def test_browsing_some_keeps_all_though_requeues_move_them(
     any_vhost: VirtualHost,
 ) -> None:
-    """What is requeued goes behind what was never taken (4.0) or was requeued before (4.3)."""
+    """Requeued messages go behind new ones (4.0) or earlier requeued ones (4.3)."""
     dead_letters(any_vhost, numbered(30))
     with DeadLetterQueue(any_vhost.url, ORDERS) as dead:
         assert [message.body for message in dead.browse(limit=5)] == [b"0", b"1", b"2", b"3", b"4"]
@@ -136,7 +136,7 @@ def test_browsing_some_keeps_all_though_requeues_move_them(
 
 @pytest.mark.parametrize("kind", ["quorum", "classic"])
 def test_a_look_asks_once_a_batch_and_not_for_every_message(any_vhost: VirtualHost, kind: str) -> None:
-    """A quorum queue goes through all gets that are not acked at each further one."""
+    """A quorum queue scans all unacked gets at each further get."""
     queue = Queue("letters", type=kind, dead_letter=None)  # type: ignore[arg-type]
     publish(any_vhost, numbered(1030), queue)
     with DeadLetterQueue(any_vhost.url, "letters") as dead:
@@ -150,7 +150,7 @@ def test_a_look_asks_once_a_batch_and_not_for_every_message(any_vhost: VirtualHo
 
 
 def cpu_seconds(vhost: VirtualHost) -> float:
-    """CPU time that this process and the broker have taken."""
+    """Return the CPU time of this process and of the broker."""
     return time.process_time() + vhost.broker.cpu_seconds
 
 
@@ -159,7 +159,7 @@ def cpu_seconds(vhost: VirtualHost) -> float:
 def test_100_000_dead_letters_are_counted_by_exception_in_time(
     any_vhost: VirtualHost, kind: str, report: Callable[[str], None]
 ) -> None:
-    """Within a minute. Their headers are those of a dead letter that a consumer has published."""
+    """This takes less than a minute, with headers as consumers publish them."""
     dead_letters(any_vhost, numbered(1))
     with DeadLetterQueue(any_vhost.url, ORDERS) as dead:
         [letter] = dead.browse()
@@ -184,7 +184,10 @@ def test_100_000_dead_letters_are_counted_by_exception_in_time(
 def test_a_classic_queue_has_its_letters_back_by_one_command(
     any_vhost: VirtualHost, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In order, behind what was acked; the channel that is closed for it is no loss."""
+    """The letters return in order, behind those that were acked.
+
+    The channel that is closed for it does not count as lost.
+    """
     publish(any_vhost, numbered(1030), Queue("letters", type="classic", dead_letter=None))
     with DeadLetterQueue(any_vhost.url, "letters") as dead:
         channel = dead._channel
@@ -200,7 +203,7 @@ def test_a_classic_queue_has_its_letters_back_by_one_command(
 
 
 def test_a_batch_of_large_letters_is_small(any_vhost: VirtualHost) -> None:
-    """Bounded in bytes, so that a look at them does not take gigabytes."""
+    """Batches are limited in bytes, so that browsing does not take gigabytes."""
     letters = [Message(bytes([number]) * 4 * 1024 * 1024) for number in range(20)]
     publish(any_vhost, letters, Queue("letters", dead_letter=None))
     read = []
@@ -212,7 +215,7 @@ def test_a_batch_of_large_letters_is_small(any_vhost: VirtualHost) -> None:
 
 
 def test_browsing_does_not_delete_an_auto_delete_queue(any_vhost: VirtualHost) -> None:
-    """It takes no consumer there, and leaves everything in its place."""
+    """The queue gets no consumer, and all messages keep their places."""
     with any_vhost.connect() as connection:
         connection.channel().queue_declare("letters", durable=True, auto_delete=True)
     with Publisher(any_vhost.url) as publisher:
@@ -226,7 +229,7 @@ def test_browsing_does_not_delete_an_auto_delete_queue(any_vhost: VirtualHost) -
 
 
 def test_a_queue_that_is_not_durable_may_be_looked_at(vhost_40: VirtualHost) -> None:
-    """RabbitMQ 4.3 has no such queues, but exclusive ones."""
+    """RabbitMQ 4.3 has only exclusive queues of this kind."""
     with vhost_40.connect() as connection:
         connection.channel().queue_declare("letters", durable=False)
     with Publisher(vhost_40.url) as publisher:
@@ -239,7 +242,7 @@ def test_a_queue_that_is_not_durable_may_be_looked_at(vhost_40: VirtualHost) -> 
 def test_who_may_not_configure_a_queue_may_look_at_it(
     any_vhost: VirtualHost, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One by one, which is said where it may take long."""
+    """Messages are read one by one, with a log line if that may take long."""
     monkeypatch.setattr("reliable_mq.deadletters.queue._MANY", 20)
     publish(any_vhost, numbered(70), Queue("letters", dead_letter=None))
     name = f"reader-{any_vhost.name}"
@@ -256,7 +259,7 @@ def test_who_may_not_configure_a_queue_may_look_at_it(
 
 
 def test_what_others_take_meanwhile_is_not_waited_for(any_vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The broker says there are 30; by then 25 of them are somebody else's."""
+    """The broker reports 30 messages, of which others take 25 before the read."""
     monkeypatch.setattr("reliable_mq.deadletters.channel._QUIET", 0.2)
     publish(any_vhost, numbered(30), Queue("letters", dead_letter=None))
     with DeadLetterQueue(any_vhost.url, "letters") as dead, any_vhost.connect() as connection:
@@ -287,7 +290,10 @@ def test_a_look_whose_connection_is_lost_loses_nothing(any_vhost: VirtualHost) -
 
 
 def test_a_replay_knows_what_was_cut_off_from_what_was_looked_at(vhost: VirtualHost) -> None:
-    """On quorum queues of RabbitMQ 4.3; what its headers said in the queue before does not count."""
+    """This is for quorum queues of RabbitMQ 4.3.
+
+    Headers that the message had before are ignored.
+    """
     known = {headers.FORMAT: 1, headers.ORIGINAL_QUEUE: "orders"}
     publish(vhost, [Message(b"%d" % number, headers=known) for number in range(30)], ORDERS, "orders.dead")
     with DeadLetterQueue(vhost.url, ORDERS) as dead:
@@ -315,7 +321,7 @@ def test_a_browse_that_is_left_early_requeues_what_it_took(vhost: VirtualHost) -
 
 
 def test_what_is_replayed_is_handled_with_all_its_attempts(any_vhost: VirtualHost) -> None:
-    """The copy is the original byte for byte but for what counts failures."""
+    """The copy is the original byte for byte, except for the counts of failures."""
     store = MemoryStore()
     failing = True
     seen: list[tuple[bytes, int, object]] = []
@@ -344,7 +350,10 @@ def test_what_is_replayed_is_handled_with_all_its_attempts(any_vhost: VirtualHos
 
 
 def test_a_replay_without_the_store_keeps_the_stored_attempts(vhost: VirtualHost) -> None:
-    """What the option is for: a store that has counted all attempts dead-letters the copy at once."""
+    """A store that has counted all attempts dead-letters the copy at once.
+
+    The option `idempotency` resets them.
+    """
     store = MemoryStore()
     calls: list[bytes] = []
 
@@ -394,7 +403,10 @@ FOREIGN = {
 
 @pytest.mark.parametrize("strategy", ["at-most-once", "at-least-once"])
 def test_dead_letters_of_others_go_back_by_what_the_broker_says(any_vhost: VirtualHost, strategy: str) -> None:
-    """Rejected by any client, dead-lettered by RabbitMQ: x-death is read, and not sent on."""
+    """A client rejected the messages, and RabbitMQ dead-lettered them.
+
+    The replay reads x-death and does not send it.
+    """
     work = {"x-queue-type": "quorum", "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "lost"}
     work |= {"x-dead-letter-strategy": strategy, "x-overflow": "reject-publish"}
     message = Message(b"\xff body", user_id="guest", expiration=3600, **FOREIGN)  # type: ignore[arg-type]
@@ -425,7 +437,10 @@ def test_dead_letters_of_others_go_back_by_what_the_broker_says(any_vhost: Virtu
 
 
 def test_what_cannot_go_back_stays(any_vhost: VirtualHost) -> None:
-    """No origin, an origin that is gone, headers of a newer version: each is told and left, the others go."""
+    """Messages without an origin, with a missing one, or of a newer version stay.
+
+    They are reported, and the others are replayed.
+    """
     newer = {headers.FORMAT: 99, headers.ORIGINAL_QUEUE: "orders"}
     gone = {headers.FORMAT: 1, headers.ORIGINAL_QUEUE: "no such queue"}
     known = {headers.FORMAT: 1, headers.ORIGINAL_QUEUE: "orders"}
@@ -445,7 +460,7 @@ def test_what_cannot_go_back_stays(any_vhost: VirtualHost) -> None:
 
 
 def test_a_replay_goes_on_after_an_ack_costs_its_connection(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """Acked once more, each of them, when they come again."""
+    """Messages whose acks were lost are acked when they are redelivered."""
     dead_letters(vhost, numbered(10))
     proxy = fault_proxy(vhost.url)
     with DeadLetterQueue(proxy.url, ORDERS) as dead:
@@ -459,7 +474,10 @@ def test_a_replay_goes_on_after_an_ack_costs_its_connection(vhost: VirtualHost, 
 def test_equal_letters_are_all_replayed_over_a_lost_connection(
     any_vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
-    """The broker has read the acks of those that were published: the letters that come again are others."""
+    """The broker has read the acks of the published letters.
+
+    Equal letters that are redelivered then are different ones.
+    """
     known = encode_properties(Message(b"", headers={headers.FORMAT: 1, headers.ORIGINAL_QUEUE: "orders"}))
     without_id = rewrite_properties(known, clear=("message_id",))
     orders = Queue("orders", dead_letter=Queue("orders.dead", type="classic", dead_letter=None))
@@ -486,7 +504,7 @@ def test_a_rate_is_kept(vhost: VirtualHost) -> None:
 def test_a_rate_is_not_exceeded_after_many_that_do_not_match(
     vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The time that these took is not made up for."""
+    """The time that other messages took is not made up for."""
     published: list[float] = []
     note = RateLimit.published
 
@@ -494,7 +512,7 @@ def test_a_rate_is_not_exceeded_after_many_that_do_not_match(
         published.append(now)
         note(limit, now)
 
-    monkeypatch.setattr(RateLimit, "published", noted)  # what is on its way may be held up, and arrive together
+    monkeypatch.setattr(RateLimit, "published", noted)  # messages on the way may be delayed and arrive together
     known = {headers.FORMAT: 1, headers.ORIGINAL_QUEUE: "orders"}
     others = [Message(b"", headers=known) for _ in range(3000)]
     meant = [Message(b"", headers={**known, "meant": True}) for _ in range(150)]
@@ -517,7 +535,10 @@ RAW = [
 
 
 def test_an_export_is_imported_byte_for_byte(any_vhost: VirtualHost) -> None:
-    """Bodies that are no text, properties that JSON does not have; whatever was looked at before."""
+    """Bodies are not text, and properties have no JSON form.
+
+    Earlier reads do not matter.
+    """
     sent = [(body, raw) for raw in RAW for body in (b"text \xc3\xa9 \n", b"\xff\x00\n\x80", b"")]
     publish(any_vhost, [Message.from_wire(body, raw) for body, raw in sent], Queue("dead", dead_letter=None))
     publish(any_vhost, [], Queue("copies", dead_letter=None))
@@ -541,7 +562,7 @@ def test_lines_that_cannot_be_imported_are_told_by_their_number(vhost: VirtualHo
         assert "not JSON" in str(failures[0][1])
         assert "CC or BCC" in str(failures[1][1])
         assert "406" in str(failures[2][1])
-        # Whoever shared a channel with what it was closed over is published again.
+        # Messages that shared the closed channel are published again.
         assert {message.body for message in dead.browse()} == {b"a"}
 
 
@@ -567,7 +588,10 @@ def test_a_wrong_argument_is_refused_by_its_name(vhost: VirtualHost) -> None:
 
 
 def test_on_40_browsing_stops_before_the_delivery_limit_drops(vhost_40: VirtualHost) -> None:
-    """RabbitMQ 4.0 counts what is requeued, and drops at 20; 4.3 does not, nor a queue without a limit."""
+    """RabbitMQ 4.0 counts requeues and drops at 20.
+
+    RabbitMQ 4.3 does not count them, and a queue without a limit drops nothing.
+    """
     with vhost_40.connect() as connection:
         connection.channel().queue_declare("limited", durable=True, arguments={"x-queue-type": "quorum"})
     for name in ("limited", "orders.dead"):

@@ -1,7 +1,7 @@
-"""The demos that are not of the command line: one that is observed, and one on a cluster.
+"""The demos outside of the command line: an observed one and one on a cluster.
 
-What ``make demo ARGS=--observe`` brings up beside the demo answers, also after the broker was killed. The account of
-``make demo-cluster`` adds up.
+The monitoring of ``make demo ARGS=--observe`` answers, also after the broker was killed. The account of ``make
+demo-cluster`` adds up.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_the_observed_demo_says_where_to_look_and_serves_it() -> None:
         try:
             wait_until(lambda: any("until Ctrl-C" in line for line in told), timeout=240, what=lambda: f"{told}{shown}")
             check("".join(told))
-        finally:  # then comes the audit
+        finally:  # the audit follows
             demo.send_signal(signal.SIGINT)
             demo.wait(60)
             for reader in readers:
@@ -93,7 +93,7 @@ def test_the_demo_on_a_cluster_loses_nothing_and_repeats_nothing() -> None:
 
 
 def check(told: str) -> None:
-    """Look where the demo says: everything shows the demo itself."""
+    """Check that each address in the output shows the demo itself."""
     addresses = dict(re.findall(r"^(\w[\w ]+): +(http[^\s,]+)", told, re.MULTILINE))
     assert "ReliableMQDeadLetters" in got(addresses["alerts"])
     prometheus = "/".join(addresses["alerts"].split("/")[:3])

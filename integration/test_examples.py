@@ -1,4 +1,4 @@
-"""Every file in ``examples/`` runs as it is, as a program of its own, and prints what its docstring says."""
+"""Every file in ``examples/`` runs unchanged and prints its docstring's output."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ EXAMPLES = ROOT / "examples"
 README = ROOT / "README.md"
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 GUIDES = ROOT / "docs" / "guides"
-# Those with a test of their own below.
+# These have their own tests below.
 SPECIAL = {"service", "asyncio_service", "tls", "test_with_faults", "test_asyncio", "test_kombu"}
-SPARK = {path.stem for path in EXAMPLES.glob("spark_*.py")}  # integration/spark has their tests
+SPARK = {path.stem for path in EXAMPLES.glob("spark_*.py")}  # tested in integration/spark
 DEADLINE = 60.0
 
 _PRINTS = re.compile(r"^Prints[^\n]*::\n\n((?:(?: {4}[^\n]*)?\n)+)", re.MULTILINE)
 
 
 def expected(example: str) -> str:
-    """What the docstring of an example says that it prints."""
+    """Return the output that the docstring of an example gives."""
     docstring = ast.get_docstring(ast.parse((EXAMPLES / f"{example}.py").read_text()), clean=True)
     found = _PRINTS.search(f"{docstring}\n")
     assert found is not None, f"{example} does not say what it prints"
@@ -57,19 +57,22 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run(*command: str, deadline: float = DEADLINE, **variables: str) -> str:
-    """Run Python in ``examples/`` to its end, which must be a good one; return what it printed."""
+    """Run Python in ``examples/`` to a successful end; return its output."""
     return output_of([sys.executable, *command], cwd=EXAMPLES, env=environment(**variables), timeout=deadline)
 
 
 def assert_prints(example: str, printed: str) -> None:
-    """Compare, where ``...`` stands for anything."""
+    """Compare the output with the docstring, where ``...`` matches anything."""
     wanted = expected(example)
     assert doctest.OutputChecker().check_output(wanted, printed, doctest.ELLIPSIS), f"{wanted}\n!=\n{printed}"
 
 
 @pytest.mark.parametrize("example", sorted({path.stem for path in EXAMPLES.glob("*.py")} - SPECIAL - SPARK))
 def test_an_example_prints_what_it_says(vhost: VirtualHost, example: str) -> None:
-    """Twice, since nothing of the first run may be in the way of the second; in a soak first in a Python of its own."""
+    """It runs twice, so the first run must not affect the second.
+
+    In a soak, the first run is in a new Python process.
+    """
     if soaking():
         assert_prints(example, run(f"{example}.py", RELIABLE_MQ_URL=vhost.url))
     for _ in range(2):
@@ -85,7 +88,10 @@ def test_an_example_prints_what_it_says(vhost: VirtualHost, example: str) -> Non
 def test_an_example_with_a_database_runs_on_postgresql(
     vhost: VirtualHost, database: Callable[[str], Database], example: str
 ) -> None:
-    """The one that is named in the environment, in place of a file that is thrown away; no table is left there."""
+    """The environment names the database that replaces the temporary file.
+
+    The example leaves no table there.
+    """
     url = database("postgresql").fresh()
     variables = {"RELIABLE_MQ_URL": vhost.url, "RELIABLE_MQ_DATABASE": url, "RELIABLE_MQ_ASYNC_DATABASE": url}
     assert_prints(example, run(f"{example}.py", **variables))
@@ -96,7 +102,7 @@ def test_an_example_with_a_database_runs_on_postgresql(
 
 @pytest.mark.parametrize("service", ["service", "asyncio_service"])
 def test_the_service_stops_in_good_order_on_sigterm(vhost: VirtualHost, service: str) -> None:
-    """The example of a service runs until SIGTERM, and ends with everything settled."""
+    """The service runs until SIGTERM and ends with everything settled."""
     wanted = expected(service).splitlines()
     printed, status = run_until(
         [f"{service}.py"], len(wanted) - 1, environment(RELIABLE_MQ_URL=vhost.url, PYTHONUNBUFFERED="1"), EXAMPLES
@@ -108,7 +114,7 @@ def test_the_service_stops_in_good_order_on_sigterm(vhost: VirtualHost, service:
 
 
 def test_the_tests_under_faults_pass(vhost: VirtualHost) -> None:
-    """The example of a user's own tests with the fault proxy passes under pytest, with nothing of this suite around."""
+    """A user's own tests with the fault proxy pass outside of this suite."""
     printed = run(
         "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:asyncio", "-c", os.devnull, "--rootdir",
         str(EXAMPLES), "test_with_faults.py", RELIABLE_MQ_URL=vhost.url,
@@ -118,7 +124,7 @@ def test_the_tests_under_faults_pass(vhost: VirtualHost) -> None:
 
 @pytest.mark.timeout(300)
 def test_the_tests_of_a_service_with_another_library_pass() -> None:
-    """The example of a service that uses kombu passes in the lab, which starts a broker of its own."""
+    """The example with kombu passes in the lab, which starts its own broker."""
     printed = run(
         "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:asyncio", "-c", os.devnull, "--rootdir",
         str(EXAMPLES), "test_kombu.py", deadline=4 * DEADLINE,
@@ -127,7 +133,7 @@ def test_the_tests_of_a_service_with_another_library_pass() -> None:
 
 
 def test_the_tests_of_asyncio_code_pass(vhost: VirtualHost) -> None:
-    """The example of tests with pytest-asyncio passes likewise."""
+    """The example of tests with pytest-asyncio passes, too."""
     printed = run(
         "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(EXAMPLES),
         "-o", "asyncio_default_fixture_loop_scope=function", "test_asyncio.py", RELIABLE_MQ_URL=vhost.url,
@@ -137,7 +143,7 @@ def test_the_tests_of_asyncio_code_pass(vhost: VirtualHost) -> None:
 
 @pytest.fixture
 def tls(tmp_path: Path) -> Iterator[Mapping[str, str]]:
-    """Environment for a broker with TLS that asks for a client's certificate."""
+    """The environment of a broker with TLS that requires a client certificate."""
     authority = Authority(tmp_path, "ca")
     own, client = authority.issue("broker", "localhost", "127.0.0.1"), authority.issue("client")
     conf = """
@@ -163,13 +169,13 @@ def tls(tmp_path: Path) -> Iterator[Mapping[str, str]]:
 
 
 def test_the_example_of_tls_prints_what_it_says(tls: Mapping[str, str]) -> None:
-    """Against a broker with certificates of its own authority."""
+    """The broker's certificates are from a private authority."""
     assert_prints("tls", run("tls.py", **tls))
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["sync", "asyncio"])
 def test_the_first_programs_of_the_readme_run(vhost: VirtualHost, tmp_path: Path, number: int) -> None:
-    """The README's first programs publish and handle until they are stopped, and leave nothing behind."""
+    """They publish and handle until stopped, and leave nothing behind."""
     programs = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
     url = '"amqp://guest:guest@localhost/"'
     assert programs[number].count(url) == 1, "the URL stands in one place, for a reader to change"
@@ -181,7 +187,7 @@ def test_the_first_programs_of_the_readme_run(vhost: VirtualHost, tmp_path: Path
 
 
 def test_the_programs_of_the_tutorial_run(vhost: VirtualHost, tmp_path: Path) -> None:
-    """The tutorial's publisher confirms ten orders, its consumer ships nine and dead-letters one."""
+    """The publisher confirms ten orders; the consumer ships nine, dead-letters one."""
     place, ship = re.findall(r"^```python\n(.*?)^```", TUTORIAL.read_text(), re.MULTILINE | re.DOTALL)[:2]
     for name, program in (("place.py", place), ("ship.py", ship)):
         (tmp_path / name).write_text(program.replace('"amqp://guest:guest@localhost/"', repr(vhost.url)))
@@ -196,7 +202,10 @@ def test_the_programs_of_the_tutorial_run(vhost: VirtualHost, tmp_path: Path) ->
 
 @pytest.mark.parametrize("library", ["pika", "aio-pika", "faststream", "celery"])
 def test_the_programs_of_each_migration_guide_run(vhost: VirtualHost, tmp_path: Path, library: str) -> None:
-    """Each program that uses this library, in the order of the page: one that consumes runs until it has shipped."""
+    """Each program that uses this library runs, in the order of the page.
+
+    A consuming program runs until it has shipped.
+    """
     blocks = re.findall(r"^```python\n(.*?)^```", (GUIDES / f"from-{library}.md").read_text(), re.MULTILINE | re.DOTALL)
     programs = [block for block in blocks if "from reliable_mq import" in block and "amqp://" in block]
     assert programs
@@ -213,7 +222,10 @@ def test_the_programs_of_each_migration_guide_run(vhost: VirtualHost, tmp_path: 
 
 @pytest.mark.parametrize(("guide", "programs"), [("publish", 2), ("consume", 5), ("retries", 1), ("outbox", 2)])
 def test_the_programs_of_a_guide_run(vhost: VirtualHost, tmp_path: Path, guide: str, programs: int) -> None:
-    """Each block with a broker that is whole, or lacks nothing but the reader's own ``ship`` and ``handle``."""
+    """Each complete block with a broker runs.
+
+    A block may lack only the reader's own ``ship`` and ``handle``.
+    """
     blocks = re.findall(r"^```python\n(.*?)^```", (GUIDES / f"{guide}.md").read_text(), re.MULTILINE | re.DOTALL)
     found = [block for block in blocks if URL in block and undefined(block) <= {"ship", "handle"}]
     assert len(found) == programs
@@ -257,7 +269,7 @@ def handle(delivery):
 
 
 def undefined(block: str) -> set[str]:
-    """The names that a block uses and does not define."""
+    """Return the names that a block uses and does not define."""
     used, defined = set(), set(dir(builtins))
     for node in ast.walk(ast.parse(block)):
         if isinstance(node, ast.Name):
@@ -278,7 +290,10 @@ def run_in(directory: Path, program: str) -> str:
 
 
 def run_until(command: list[str], lines: int, variables: Mapping[str, str], directory: Path) -> tuple[list[str], int]:
-    """Run Python until it has printed so many lines, then send SIGTERM; return all it printed, and its exit status."""
+    """Run Python until it has printed `lines` lines, then send SIGTERM.
+
+    Return its output and its exit status.
+    """
     process = subprocess.Popen(
         [sys.executable, *command],
         cwd=directory,

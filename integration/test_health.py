@@ -1,4 +1,7 @@
-"""Probes of real programs on a real broker: the way of a pod from its start to its end, as a kubelet goes it."""
+"""Probes of real programs on a real broker, over the life of a pod.
+
+The tests call them as a kubelet does.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ TERMINATION_GRACE = 60.0  # seconds
 
 
 class Pod:
-    """`integration.programs.probed`, and what a kubelet does with it."""
+    """`integration.programs.probed` and the actions of a kubelet."""
 
     def __init__(self, url: str, api: str, stop_timeout: float = 30.0) -> None:
         self.said: list[str] = []
@@ -64,7 +67,7 @@ class Pod:
                 return error.code, json.load(error)
 
     def exec_probe(self, path: str) -> int:
-        """The exit status of the command, which an exec probe runs in the container."""
+        """Return the exit status of the command that an exec probe runs."""
         command = [sys.executable, "-m", "reliable_mq.cli", "health", self.said[0] + path, "--timeout", "20"]
         return subprocess.run(command, env=environment(), capture_output=True, timeout=60, check=False).returncode
 
@@ -76,7 +79,7 @@ class Pod:
         self._process.stdin.write(b"x")
 
     def end(self) -> int:
-        """The exit status, of a process that ends in its grace."""
+        """Return the exit status of a process that ends within its grace period."""
         return self._process.wait(TERMINATION_GRACE)
 
     def _read(self) -> None:
@@ -92,7 +95,10 @@ def fill(vhost: VirtualHost) -> None:
 
 
 def test_a_terminated_pod_turns_unready_finishes_and_requeues(vhost: VirtualHost, one_api: str) -> None:
-    """Readiness is off while it drains, liveness is not; nothing is lost, and it ends in its grace."""
+    """It is live and not ready while it drains.
+
+    Nothing is lost, and it ends within its grace period.
+    """
     fill(vhost)
     with Pod(vhost.url, one_api) as pod:
         pod.wait_for("begun 0")
@@ -113,7 +119,7 @@ def test_a_terminated_pod_turns_unready_finishes_and_requeues(vhost: VirtualHost
 
 
 def test_a_pod_whose_handler_hangs_ends_within_its_grace(vhost: VirtualHost, one_api: str) -> None:
-    """After stop_timeout its delivery goes back to the queue."""
+    """After stop_timeout, its delivery is requeued."""
     fill(vhost)
     with Pod(vhost.url, one_api, stop_timeout=1.0) as pod:
         pod.wait_for("begun 0")
@@ -127,7 +133,7 @@ def test_a_pod_whose_handler_hangs_ends_within_its_grace(vhost: VirtualHost, one
 def test_a_pod_whose_broker_is_away_lives_and_is_not_ready(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, one_api: str
 ) -> None:
-    """It is not restarted for that, and ready again by itself."""
+    """It is not restarted, and becomes ready again by itself."""
     proxy = fault_proxy(vhost.url)
     with Pod(proxy.url, one_api) as pod:
         wait_until(lambda: pod.probe("/readyz")[0] == 200, timeout=60, what=lambda: f"{pod.probe('/readyz')}")

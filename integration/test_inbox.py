@@ -1,4 +1,4 @@
-"""The inbox: the record that a delivery is done, and what its handler writes, in one transaction."""
+"""The inbox: a handler's writes and the record of the delivery in one transaction."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ QUICK = RetryPolicy(5, delays=(0.05,))
 
 
 class Inbox:
-    """A store, and a table of effects beside its own."""
+    """A store, with a table of effects in its database."""
 
     def __init__(self, url: str) -> None:
         self.engine = create_engine(url)
@@ -58,12 +58,12 @@ def inbox(request: pytest.FixtureRequest, database: Callable[[str], Database], t
 
 
 def once(inbox: Inbox) -> dict[str, Any]:
-    """Options of a consumer whose keys begin with ``test|orders|``."""
+    """Return options of a consumer whose keys begin with ``test|orders|``."""
     return {"idempotency": inbox.store, "idempotency_namespace": "test"}
 
 
 def test_effects_are_committed_with_their_records_or_not_at_all(vhost: VirtualHost, inbox: Inbox) -> None:
-    """A handler that fails after it has written has written nothing; one that succeeds has, once."""
+    """A failed handler has written nothing; a successful one has written once."""
     attempts: dict[str, int] = {}
 
     def handle(delivery: Delivery) -> None:
@@ -84,7 +84,7 @@ def test_effects_are_committed_with_their_records_or_not_at_all(vhost: VirtualHo
 
 
 def test_a_handler_that_outlived_its_lease_commits_nothing(vhost: VirtualHost, inbox: Inbox) -> None:
-    """Its message was taken over meanwhile: the one effect is that of the other holder."""
+    """Another holder has taken the message over, and has the only effect."""
     taken_over = threading.Event()
     calls: list[Any] = []
     refusals: list[str] = []
@@ -106,7 +106,7 @@ def test_a_handler_that_outlived_its_lease_commits_nothing(vhost: VirtualHost, i
             handle(delivery)
         except IdempotencyStoreError as error:
             refusals.append(str(error))
-            with inbox.engine.begin() as connection:  # the other holder dies
+            with inbox.engine.begin() as connection:  # as if the other holder died
                 connection.execute(text("UPDATE reliable_mq_claims SET lease_ends = 0"))
             raise
 
@@ -127,7 +127,7 @@ def test_a_handler_that_outlived_its_lease_commits_nothing(vhost: VirtualHost, i
 
 
 def test_a_batch_is_one_transaction(vhost: VirtualHost, inbox: Inbox) -> None:
-    """The first one fails when it has written most: nothing of it is there, and nothing of it is done."""
+    """The first attempt fails in the middle: nothing is written, nothing is done."""
     left: list[tuple[int, set[ClaimStatus]]] = []
 
     def handle(batch: list[Delivery]) -> None:
@@ -156,7 +156,7 @@ def test_a_batch_is_one_transaction(vhost: VirtualHost, inbox: Inbox) -> None:
 
 
 def test_a_transaction_of_the_users_own_takes_the_record_in(vhost: VirtualHost, inbox: Inbox) -> None:
-    """By a session, or by a connection; what it rolls back is claimed again."""
+    """It is a session or a connection; after its rollback, the claim is free again."""
     sessions = sessionmaker(inbox.engine)
     calls: list[Any] = []
 
@@ -213,7 +213,7 @@ def test_the_users_own_sessions_are_used(vhost: VirtualHost, inbox: Inbox) -> No
 def test_a_coroutine_has_the_same_on_its_loop(
     vhost: VirtualHost, database: Callable[[str], Database], tmp_path: Path, run_async: Any, kind: str, driver: str
 ) -> None:
-    """One delivery at a time, and a connection of its own."""
+    """Handlers get one delivery at a time and their own connection."""
     url = f"sqlite:///{tmp_path / 'orders.db'}" if kind == "sqlite" else database(kind).fresh()
     inbox = Inbox(url)
 

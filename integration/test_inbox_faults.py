@@ -1,4 +1,4 @@
-"""The inbox while its server hangs, loses its answer to COMMIT, or is new to a whole fleet."""
+"""The inbox with a hanging server, a lost answer to COMMIT, or a new table."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TIMEOUT = 0.5
 
 
 def prepared(url: str) -> str:
-    """Make the tables in a fresh database."""
+    """Create the tables in a fresh database; return its URL."""
     engine = create_engine(url, poolclass=NullPool)
     SQLAlchemyStore(engine).create_table()
     with engine.begin() as connection:
@@ -54,14 +54,14 @@ def effects(url: str) -> Counter[str]:
 
 @pytest.fixture
 def new_store(consumer_api: str) -> Iterator[Callable[..., Any]]:
-    """A function that makes the store of the API at a URL."""
+    """A function that creates the store of the API at a URL."""
     closers: list[Callable[[], object]] = []
 
     def new(url: str, **options: Any) -> Any:
         if consumer_api == "aio":
             loops = create_async_engine(with_driver(url, "asyncmy") if url.startswith("mysql") else url)
             return ends_with_its_consumer(AsyncSQLAlchemyStore(loops, **options), loops.dispose)
-        plain = {"ssl_disabled": True} if url.startswith("mysql") else {}  # or no proxy could read it
+        plain = {"ssl_disabled": True} if url.startswith("mysql") else {}  # otherwise a proxy could not read the data
         engine = create_engine(url, connect_args=plain)
         store = SQLAlchemyStore(engine, **options)
         closers.extend([store.close, engine.dispose])
@@ -73,7 +73,7 @@ def new_store(consumer_api: str) -> Iterator[Callable[..., Any]]:
 
 
 def writing(api: str, then: Callable[[Delivery], object]) -> Callable[[Delivery], object]:
-    """A handler of the API that writes an effect, and does something else before the end of its transaction."""
+    """Return a handler that writes an effect and calls `then` in its transaction."""
 
     def handle(one: Delivery) -> None:
         with one.transaction() as session:
@@ -95,7 +95,10 @@ def test_f42_a_server_hanging_in_a_transaction_blocks_no_handler(
     consumer_api: str,
     fault_proxy: Any,
 ) -> None:
-    """It ends within the timeout, while the server hangs; heartbeats go on; then every effect is there once."""
+    """The handler ends within the timeout, and heartbeats continue.
+
+    Afterwards every effect is there once.
+    """
     server = database("postgresql")
     url = prepared(server.fresh())
     inside, frozen = threading.Event(), threading.Event()
@@ -125,14 +128,17 @@ def test_f42_a_server_hanging_in_a_transaction_blocks_no_handler(
         assert time.monotonic() - begun < 40 * TIMEOUT
         proxy.wait_for(lambda: proxy.seen("heartbeat", "to_broker") >= before + 2, timeout=30)
         server.unpause()
-        # Not all acked: so is a message that waits for its next attempt.
+        # Not a check of acks: a message that waits for its next attempt is acked, too.
         wait_until(lambda: consumer.statistics.handled == 20, timeout=60, what="all handled")
         assert (consumer.reconnects, consumer.statistics.dead_lettered) == (0, 0)
     assert effects(url) == Counter(ids)
 
 
 def losing_one_commit(armed: threading.Event) -> Callable[[bytes], bool]:
-    """A test for the data whose answer is lost: of the next ``COMMIT`` once it is armed."""
+    """Return a test that matches the next ``COMMIT`` once it is armed.
+
+    Its answer is lost.
+    """
 
     def loses(data: bytes) -> bool:
         if armed.is_set() and b"COMMIT" in data:
@@ -151,7 +157,7 @@ def test_f43_a_commit_whose_answer_is_lost_is_no_attempt(
     consumer_api: str,
     kind: str,
 ) -> None:
-    """With one attempt for each message, none is dead-lettered whose effect is committed."""
+    """With one attempt per message, none with a committed effect is dead-lettered."""
     server = database(kind)
     direct = prepared(server.fresh())
     armed = threading.Event()
@@ -175,7 +181,10 @@ def test_f43_a_commit_whose_answer_is_lost_is_no_attempt(
 def trying_twice(
     api: str, handle: Callable[[Delivery], Any], refused: list[IdempotencyStoreError]
 ) -> Callable[[Delivery], object]:
-    """A handler that calls another, and once more if that raises; ``refused`` gets what the store refuses then."""
+    """Return a handler that calls another one, and again if that raises.
+
+    ``refused`` gets the store's errors of the second call.
+    """
 
     def try_twice(one: Delivery) -> None:
         with contextlib.suppress(Exception):
@@ -206,7 +215,7 @@ def test_f43_a_retry_in_the_handler_repeats_no_lost_commit(
     consumer_api: str,
     kind: str,
 ) -> None:
-    """The handler tries each transaction that fails again, with the same delivery."""
+    """The handler repeats each failed transaction with the same delivery."""
     server = database(kind)
     direct = prepared(server.fresh())
     armed = threading.Event()
@@ -241,19 +250,19 @@ def held(claim: Any, transaction: Any) -> Delivery:
 
 
 def in_time(begun: float) -> None:
-    assert time.monotonic() - begun < TIMEOUT + 20.0  # while the server is frozen, it takes for ever
+    assert time.monotonic() - begun < TIMEOUT + 20.0  # a frozen server would never answer
 
 
 @pytest.mark.parametrize("kind", ["postgresql", "mariadb", "mysql"])
 def test_f42_a_transaction_begins_ends_and_rolls_back_in_time(database: Callable[[str], Database], kind: str) -> None:
-    """So is a transaction of the user's own that takes the record in."""
+    """This includes a user's own transaction that contains the record."""
     server = database(kind)
     engine = create_engine(prepared(server.fresh()))
-    store = SQLAlchemyStore(engine, timeout=4 * TIMEOUT)  # in which a transaction begins on a busy machine, too
+    store = SQLAlchemyStore(engine, timeout=4 * TIMEOUT)  # long enough to begin a transaction on a busy machine
     connect(engine)
     keys = ["begin", "end", "roll back", "inbox"]
     begin, end, back, own = (held(claim, store.transaction) for claim in store.claim_many(keys, 2.0))
-    engine.dispose()  # or it would begin on a connection that is there, which asks nothing
+    engine.dispose()  # otherwise it would begin on an open connection, without a query
     server.pause()
     begun = time.monotonic()
     with pytest.raises(IdempotencyStoreError, match="no answer within"), begin.transaction():
@@ -285,13 +294,16 @@ def test_f42_a_transaction_begins_ends_and_rolls_back_in_time(database: Callable
 
 
 def connect(engine: Engine) -> None:
-    """Have a connection in the pool: to make one takes longer than the timeout, on a busy machine."""
+    """Put a connection into the pool.
+
+    Opening one takes longer than the timeout on a busy machine.
+    """
     with engine.connect() as connection:
         connection.execute(text("SELECT 1"))
 
 
 def frozen(server: Database, session: Session) -> float:
-    """Write an effect, freeze the server, and say when."""
+    """Write an effect, freeze the server, and return the time."""
     session.execute(INSERT, {"id": "lost"})
     server.pause()
     return time.monotonic()
@@ -346,7 +358,7 @@ def test_f42_a_loops_transaction_begins_ends_rolls_back_in_time(
         in_time(caught.value.args[0])
         server.unpause()
         await connect_async(engine)
-        with contextlib.suppress(SQLAlchemyError):  # it may find its connection closed
+        with contextlib.suppress(SQLAlchemyError):  # its connection may be closed
             async with AsyncSession(engine) as session:
                 begun = await frozen_async(server, session)
                 with pytest.raises(IdempotencyStoreError, match="no answer within"):
@@ -374,7 +386,7 @@ async def frozen_async(server: Database, session: AsyncSession) -> float:
 
 @pytest.mark.parametrize("kind", ["postgresql", "mariadb", "mysql"])
 def test_a_fleet_that_starts_creates_its_table_at_once(database: Callable[[str], Database], kind: str) -> None:
-    """Eight processes, say; on asyncio, too. None fails, however often."""
+    """Eight processes, or tasks of asyncio, create the table without an error."""
     server = database(kind)
     for _ in range(3):
         url = server.fresh()

@@ -1,6 +1,6 @@
-"""Publisher and consumer at work for a long time: memory, threads and descriptors stay where they are.
+"""Memory, threads and descriptors stay flat while publisher and consumer work.
 
-Part of `make soak` alone, which looks for an hour (``RELIABLE_MQ_SOAK_SECONDS``).
+This runs only in `make soak`, for an hour (``RELIABLE_MQ_SOAK_SECONDS``).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("baseline", "publisher_api", "consumer_api")
 
 SECONDS = float(os.environ.get("RELIABLE_MQ_SOAK_SECONDS", "3600"))
-ROUND = 2000  # messages between two looks at a failure and a reconnect
-MOST_GROWTH = 16 * 1024 * 1024  # bytes of RSS: what the allocator keeps, independent of the time that passes
+ROUND = 2000  # messages per failure and reconnect
+MOST_GROWTH = 16 * 1024 * 1024  # bytes of RSS: memory that the allocator keeps, whatever the duration
 
 
 def rss() -> int:
-    """Resident memory of this process, in bytes."""
+    """Return the resident memory of this process in bytes."""
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -39,9 +39,12 @@ def rss() -> int:
 def test_f55_memory_is_flat_amid_failures_and_lost_connections(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Thousands of messages a second, one in a hundred failing once, and a reconnect every round leave no trace."""
+    """Thousands of messages a second, failures and reconnects leave no trace.
+
+    One message in a hundred fails once, and every round reconnects.
+    """
     for name, value in {"propagate": False, "handlers": [logging.NullHandler()]}.items():
-        monkeypatch.setattr(logging.getLogger("reliable_mq"), name, value)  # pytest would keep what is logged
+        monkeypatch.setattr(logging.getLogger("reliable_mq"), name, value)  # pytest would keep the records
     proxy = fault_proxy(vhost.url)
     orders = Queue("orders")
     left: set[bytes] = set()
@@ -58,7 +61,10 @@ def test_f55_memory_is_flat_amid_failures_and_lost_connections(
         rounds = 0
 
         def work() -> None:
-            """Cut in the middle of the handling; the next round begins when all is handled, or the queue would grow."""
+            """Publish a round and cut the connection while it is handled.
+
+            The next round starts when all messages are handled, because the queue would grow otherwise.
+            """
             nonlocal rounds
             rounds += 1
             bodies = [

@@ -1,4 +1,4 @@
-"""The dashboards and alerts on a real Prometheus that scrapes real publishers and consumers."""
+"""Dashboards and alerts on a real Prometheus with real publishers and consumers."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def test_every_query_of_every_panel_has_data_under_load(vhost: VirtualHost, tmp_
 
 
 class Faults:
-    """A fault for each alert, with a publisher or consumer of its own that is called as the alert.
+    """A fault for each alert, with a publisher or consumer named like the alert.
 
-    Each method opens that publisher or consumer, which is well, and returns a function that brings the fault about.
+    Each method opens that publisher or consumer without a fault, and returns a function that causes the fault.
     """
 
     def __init__(self, url: str, directory: Path, proxies: FaultProxyFactory, stack: ExitStack) -> None:
@@ -66,7 +66,7 @@ class Faults:
         stack.enter_context(self._sender)
 
     def of(self, alert: str) -> Callable[[], object]:
-        """Open what the fault of an alert concerns; return the function that brings it about."""
+        """Open the publisher or consumer of an alert; return the function with its fault."""
         methods: dict[str, Callable[[str], Callable[[], object]]] = {
             "ReliableMQOldestOutstanding": self._confirms_held,
             "ReliableMQNothingConfirmed": self._confirms_held,
@@ -243,7 +243,7 @@ class Down(MemoryStore):
 
 
 def fired(prometheus: Prometheus) -> set[tuple[str, str]]:
-    """The names of the alerts that fire, each with whom it concerns."""
+    """Return each firing alert with the name of the publisher or consumer."""
     found = set()
     for alert in prometheus.alerts():
         labels = alert["labels"]
@@ -259,7 +259,7 @@ def fired(prometheus: Prometheus) -> set[tuple[str, str]]:
 def test_each_alert_fires_under_its_fault_beside_what_is_well(
     vhost: VirtualHost, tmp_path: Path, fault_proxy: FaultProxyFactory
 ) -> None:
-    """Nothing fires while all is well. Then each fault fires its alert, and what is well beside it stays quiet."""
+    """No alert fires without a fault, and each fault fires only its own alert."""
     with (
         ExitStack() as stack,
         MonitoredShop(vhost.url, tmp_path, rate=20) as shop,
@@ -306,7 +306,7 @@ def test_each_alert_fires_under_its_fault_beside_what_is_well(
 def test_a_broker_in_trouble_fires_alerts_until_it_is_well(
     private_broker: RabbitMQ, private_vhost: VirtualHost, tmp_path: Path
 ) -> None:
-    """A memory alarm, then the death of the broker; afterwards every alert ends by itself."""
+    """A memory alarm and a kill of the broker fire alerts, which end by themselves."""
     rules = run_cli("alerts", *SHORT).stdout.decode()
     with (
         MonitoredShop(private_vhost.url, tmp_path, rate=20) as shop,

@@ -1,4 +1,4 @@
-"""A SQLite outbox on a disk that is full, and one whose files were torn in the middle of a write."""
+"""A SQLite outbox on a full disk, and with files torn in the middle of a write."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 def test_f39_a_full_disk_refuses_new_messages_publishes_old_ones(
     one_api: str, vhost: VirtualHost, tmp_path: Path, checker: Audit
 ) -> None:
-    """Refused in time, with the reason; what was accepted arrives, rows are removed, and then there is room again."""
+    """New messages are refused in time with the reason; accepted messages arrive.
+
+    Their rows are removed, so that there is space again.
+    """
     directory = tmp_path / "small"
     directory.mkdir()
     program = [sys.executable, "-m", "integration.programs.full_disk", vhost.url, str(directory), one_api]
@@ -48,7 +51,10 @@ def test_f39_a_full_disk_refuses_new_messages_publishes_old_ones(
 
 
 def test_what_is_accepted_is_on_the_disk_before_publish_returns(one_api: str, tmp_path: Path) -> None:
-    """A power cut forgets what was not synchronised; one synchronisation serves all that came in meanwhile."""
+    """A power cut loses data that was not synced.
+
+    One sync serves all messages that arrived in the meantime.
+    """
     path = tmp_path / "outbox"
     said = traced("syncing", str(path), one_api, directory=tmp_path)
     synchronised = f"sync {path}-wal"
@@ -70,7 +76,7 @@ def test_what_is_accepted_is_on_the_disk_before_publish_returns(one_api: str, tm
 
 
 class Files(NamedTuple):
-    """The two files of an outbox, after a commit."""
+    """The two files of an outbox after a commit."""
 
     database: bytes
     log: bytes
@@ -85,9 +91,12 @@ class Files(NamedTuple):
 
 
 def torn(before: bytes, after: bytes, rng: random.Random) -> bytes:
-    """What a write leaves that is cut off at some byte: the new up to there; behind it the old, nothing, or rubbish."""
+    """Return the file after a write that is cut off at some byte.
+
+    It has new data up to that byte, and then old data, nothing, or random bytes.
+    """
     same, limit = 0, min(len(before), len(after))
-    for step in (4096, 1):  # what was on disk before is not written again
+    for step in (4096, 1):  # unchanged data is not written again
         while same < limit and before[same : same + step] == after[same : same + step]:
             same += step
     same = min(same, limit)
@@ -103,7 +112,7 @@ def torn(before: bytes, after: bytes, rng: random.Random) -> bytes:
 
 
 def stored(path: Path) -> list[bytes]:
-    """The bodies in an outbox, as a relay gets them."""
+    """Return the bodies in an outbox in the order of a relay."""
     outbox = SQLiteOutbox(path)
     claims = outbox.claims()
     try:
@@ -117,9 +126,9 @@ def stored(path: Path) -> list[bytes]:
 
 
 def test_f40_an_outbox_torn_at_any_byte_recovers_the_accepted(tmp_path: Path, rng: random.Random) -> None:
-    """Cut off in the log: all earlier commits are there, the last one wholly or not at all.
+    """A torn log keeps all earlier commits; the last one is complete or missing.
 
-    Cut off in the database, while the log is copied into it: everything is there.
+    A torn database, from copying the log into it, loses nothing.
     """
     path, copy = tmp_path / "outbox", tmp_path / "copy"
     outbox = SQLiteOutbox(path)
@@ -146,7 +155,7 @@ def test_f40_an_outbox_torn_at_any_byte_recovers_the_accepted(tmp_path: Path, rn
             if before.database == after.database:
                 log = torn(before.log, after.log, rng)
                 Files(after.database, log).write(copy)
-            else:  # this commit has copied the log into the database, after it was on disk
+            else:  # this commit copied the log into the database after syncing it
                 checkpoints += 1
                 at = rng.randrange(len(after.database) + 1)
                 Files(after.database[:at] + before.database[at:], after.log).write(copy)
@@ -164,7 +173,7 @@ def test_f40_an_outbox_torn_at_any_byte_recovers_the_accepted(tmp_path: Path, rn
 
 
 def test_a_damaged_or_foreign_outbox_file_is_refused_clearly(tmp_path: Path) -> None:
-    """Nothing is overwritten."""
+    """The file is not overwritten."""
     path = tmp_path / "text"
     path.write_bytes(b"this is no database, and long enough to see that" * 100)
     with pytest.raises(OutboxError, match="no SQLite database, or damaged"):
@@ -188,7 +197,7 @@ def test_a_damaged_or_foreign_outbox_file_is_refused_clearly(tmp_path: Path) -> 
 
 
 def test_f58_a_row_of_a_newer_format_is_left_for_a_newer_relay(tmp_path: Path) -> None:
-    """It is neither given to a relay nor changed, it holds its key, and it is counted."""
+    """The row is not claimed or changed, holds its key, and is counted."""
     outbox = SQLiteOutbox(tmp_path / "outbox")
     rows = [NewRow(Message(b"%d" % number), "", "orders", True, key) for number, key in enumerate(["k", "k", None])]
     outbox.write(rows, [])

@@ -1,4 +1,7 @@
-"""An outbox whose database is frozen: it accepts connections, keeps those that it has, and answers nothing."""
+"""An outbox whose database is frozen.
+
+It accepts connections, keeps the existing ones, and answers nothing.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("baseline")
 
 ORDERS = Queue("orders", type="classic", dead_letter=None)
 DEADLINE = 1.0
-GRACE = 10.0  # seconds beyond a deadline: each thread that hangs is given two
+GRACE = 10.0  # seconds beyond a deadline: each hanging thread gets two
 
 
 @contextmanager
@@ -42,7 +45,7 @@ def in_time() -> Iterator[None]:
 def new_publisher(
     request: pytest.FixtureRequest, database: Callable[[str], Database]
 ) -> Iterator[Callable[[str], Any]]:
-    """Makes a publisher with an outbox in a database, of either API, with an engine of its kind."""
+    """A function that creates a publisher of either API with an outbox in a database."""
     if request.param != "sync":
         engine = create_async_engine(with_driver(database("postgresql").fresh(), request.param))
         yield lambda url: BlockingPublisher(url, outbox=SQLAlchemyOutbox(engine, create=True), topology=[ORDERS])
@@ -56,7 +59,10 @@ def new_publisher(
 def test_f42_calls_on_an_outbox_whose_database_hangs_end_in_time(
     vhost: VirtualHost, database: Callable[[str], Database], new_publisher: Callable[[str], Any]
 ) -> None:
-    """Publishing, flushing, closing and opening; what was accepted is published when it answers again."""
+    """This is for publishing, flushing, closing and opening.
+
+    Accepted messages are published when the database answers again.
+    """
     server = database("postgresql")
     publisher, another = new_publisher(vhost.url), new_publisher(vhost.url)
     publisher.publish(Message(b"before"), routing_key="orders")
@@ -88,7 +94,10 @@ def test_f42_calls_on_an_outbox_whose_database_hangs_end_in_time(
 def test_an_outbox_goes_on_when_its_connections_fall_silent(
     vhost: VirtualHost, database: Callable[[str], Database], kind: str, api: str, driver: str
 ) -> None:
-    """The host behind them has vanished, and another one answers: calls fail in time, on every such connection."""
+    """Their host is gone, and another one answers.
+
+    Calls on such connections fail in time.
+    """
     server = database(kind)
     with LossyProxy(server.port) as proxy:
         url = make_url(server.fresh()).set(port=proxy.port)

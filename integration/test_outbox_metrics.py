@@ -1,4 +1,4 @@
-"""What a scrape shows of an outbox, on either API and of the command line's relay."""
+"""The metrics of an outbox, on either API and of the command line's relay."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def scraped(registry: CollectorRegistry) -> Callable[..., float | None]:
 def test_a_scrape_shows_what_waits_and_what_became_of_the_rest(
     vhost: VirtualHost, tmp_path: Path, fault_proxy: FaultProxyFactory
 ) -> None:
-    """While the broker is away, rows wait and grow old; when it is back they go, but for what is set aside."""
+    """Without a broker, rows wait and age; afterwards all but set-aside rows go."""
     registry = CollectorRegistry()
     value = scraped(registry)
     proxy = fault_proxy(vhost.url)
@@ -80,7 +80,7 @@ def test_a_scrape_shows_what_waits_and_what_became_of_the_rest(
 
 
 def test_the_command_line_serves_the_metrics_of_its_relay(vhost: VirtualHost, tmp_path: Path) -> None:
-    """On a port of its own choice, which it tells; the count of confirmed rows is the relay's."""
+    """The command picks a port and prints it; the relay counts confirmed rows."""
     with vhost.connect() as connection:
         connection.channel().queue_declare("orders")
     outbox = SQLiteOutbox(tmp_path / "outbox")

@@ -1,4 +1,4 @@
-"""An outbox in a database: messages join a user's transaction, and relays share the rows."""
+"""An outbox in a database: messages join a transaction, and relays share rows."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path, database: Calla
 
 @pytest.fixture
 def new_engine(database_url: str) -> Iterator[Callable[[], Engine]]:
-    """Makes engines to that database. To open a connection takes tens of milliseconds: they keep theirs."""
+    """A function that creates engines for that database.
+
+    They keep their connections, because opening one takes tens of milliseconds.
+    """
     engines: list[Engine] = []
 
     def new() -> Engine:
@@ -66,13 +69,13 @@ def new_engine(database_url: str) -> Iterator[Callable[[], Engine]]:
 
 @pytest.fixture
 def engine(new_engine: Callable[[], Engine]) -> Engine:
-    """To that database."""
+    """An engine for that database."""
     return new_engine()
 
 
 @pytest.fixture
 def outbox(engine: Engine) -> SQLAlchemyOutbox:
-    """With its table."""
+    """An outbox with its table."""
     outbox = SQLAlchemyOutbox(engine, lease=2)
     outbox.create_table()
     return outbox
@@ -88,7 +91,7 @@ def store(outbox: SQLAlchemyOutbox, count: int, *, key: str | None = None, first
 def test_a_message_is_published_only_if_its_transaction_commits(
     vhost: VirtualHost, engine: Engine, outbox: SQLAlchemyOutbox
 ) -> None:
-    """Commit and rollback decide about the message as about everything else in the transaction."""
+    """Commit and rollback apply to the message as to the rest of the transaction."""
     with engine.begin() as connection:
         connection.execute(text("CREATE TABLE orders (number INTEGER)"))
     with Session(engine) as session:
@@ -128,7 +131,7 @@ def test_a_message_is_published_only_if_its_transaction_commits(
 def test_an_asyncio_session_adds_messages_its_engine_relays(
     vhost: VirtualHost, database_url: str, driver: str, outbox: SQLAlchemyOutbox
 ) -> None:
-    """``add`` is the same; what relays uses connections of its own, and none is left."""
+    """``add`` works as before; the relay uses its own connections and leaves none."""
 
     async def main() -> None:
         engine = create_async_engine(with_driver(database_url, driver))
@@ -153,7 +156,7 @@ def test_an_asyncio_session_adds_messages_its_engine_relays(
 def test_a_connection_goes_back_to_its_pool_as_it_came(
     vhost: VirtualHost, database_url: str, outbox: SQLAlchemyOutbox
 ) -> None:
-    """A relay reads at another level than the engine's."""
+    """A relay reads at another isolation level than the engine's."""
     engine = create_engine(database_url, pool_size=1, max_overflow=0)
     with Publisher(vhost.url, topology=[ORDERS], outbox=SQLAlchemyOutbox(engine)) as publisher:
         publisher.publish(Message(b"x"), routing_key="orders")
@@ -166,7 +169,7 @@ def test_a_connection_goes_back_to_its_pool_as_it_came(
 
 @pytest.mark.parametrize("database_url", ["mariadb", "mysql"], indirect=True)
 def test_a_message_above_max_allowed_packet_fails_alone(engine: Engine, outbox: SQLAlchemyOutbox) -> None:
-    """Those that were submitted at the same time are stored."""
+    """Messages submitted at the same time are stored."""
     with engine.connect() as connection:
         limit = connection.execute(text("SELECT @@max_allowed_packet")).scalar_one()
     bodies = [b"before", bytes(limit), b"after"]
@@ -195,9 +198,9 @@ def test_relays_share_the_rows_and_none_is_published_twice(
     outbox: SQLAlchemyOutbox,
     fault_proxy: FaultProxyFactory,
 ) -> None:
-    """Three relays empty one table together; each row goes to one of them, and keys keep their order."""
+    """Three relays empty a table; each row goes to one, and keys keep their order."""
     proxy = fault_proxy(vhost.url)
-    proxy.hold_confirms()  # or the first one may be done before the others begin
+    proxy.hold_confirms()  # otherwise the first may finish before the others start
     store(outbox, 900)
     for key in ("a", "b", "c"):
         store(outbox, 40, key=key, first=10_000)
@@ -208,7 +211,7 @@ def test_relays_share_the_rows_and_none_is_published_twice(
             )
             for _ in range(3)
         ]
-        proxy.wait_for(lambda: proxy.seen("basic.publish") > 50, timeout=30)  # more than one may have
+        proxy.wait_for(lambda: proxy.seen("basic.publish") > 50, timeout=30)  # more than one may publish
         proxy.release_confirms()
         with ThreadPoolExecutor(3) as pool:
             list(pool.map(lambda publisher: publisher.flush(60), publishers))
@@ -224,8 +227,8 @@ def test_relays_share_the_rows_and_none_is_published_twice(
 def test_rows_of_a_key_are_published_in_order_by_several_relays(
     vhost: VirtualHost, new_engine: Callable[[], Engine], outbox: SQLAlchemyOutbox
 ) -> None:
-    """While rows are being added and three relays take them, no row of a key overtakes another."""
-    count = 400 if soaking() else 100  # a row of a key waits for the one before, with a look at the table each
+    """Rows are added while three relays publish; no row of a key overtakes another."""
+    count = 400 if soaking() else 100  # each row of a key waits for the one before, with a query each
     with ExitStack() as stack:
         for _ in range(3):
             relayed = SQLAlchemyOutbox(new_engine(), poll_interval=0.01)
@@ -240,7 +243,10 @@ def test_rows_of_a_key_are_published_in_order_by_several_relays(
 def test_f33_a_relay_killed_at_any_line_loses_no_row(
     vhost: VirtualHost, database_url: str, outbox: SQLAlchemyOutbox, checker: Audit, rng: random.Random
 ) -> None:
-    """A SIGKILL at seeded lines of relays; when their leases are over, others publish what they had, in order."""
+    """Relays are killed at seeded lines.
+
+    When their leases end, others publish their rows in order.
+    """
     in_order: list[str] = []
 
     def attempt(count: int) -> None:
@@ -283,7 +289,10 @@ def test_f33_kills_at_any_line_lose_no_accepted_message(
     checker: Audit,
     rng: random.Random,
 ) -> None:
-    """On asyncio with an ``AsyncEngine``; what a dead one had claimed is published when its lease is over."""
+    """On asyncio the outbox uses an ``AsyncEngine``.
+
+    Rows of a killed process are published when its lease ends.
+    """
     killed = Killed(vhost, with_driver(database_url, driver), api, checker)
     killed.run_and_be_killed(8, 25 if soaking() else 3, rng)
     with Publisher(vhost.url, topology=[ORDERS], outbox=outbox) as publisher:
@@ -297,7 +306,7 @@ def test_f33_kills_at_any_line_lose_no_accepted_message(
 def test_an_unpublishable_row_is_set_aside_for_a_decision(
     vhost: VirtualHost, outbox: SQLAlchemyOutbox, engine: Engine
 ) -> None:
-    """An unroutable row holds its key; retry puts it back, purge lets the others pass."""
+    """An unroutable row holds its key; retry requeues it, purge frees the key."""
     with Session(engine) as session:
         outbox.add(session, Message(b"0", message_id="a"), routing_key="nowhere", ordering_key="k")
         outbox.add(session, Message(b"1"), routing_key="orders", ordering_key="k")
@@ -320,7 +329,7 @@ def test_an_unpublishable_row_is_set_aside_for_a_decision(
 def test_f58_a_row_of_a_newer_format_is_left_for_a_newer_relay(
     vhost: VirtualHost, outbox: SQLAlchemyOutbox, engine: Engine
 ) -> None:
-    """It is neither published nor changed, it holds its key, and it is counted."""
+    """The row is not published or changed, holds its key, and is counted."""
     store(outbox, 2, key="k")
     store(outbox, 1)
     with engine.begin() as connection:
@@ -335,7 +344,7 @@ def test_f58_a_row_of_a_newer_format_is_left_for_a_newer_relay(
 
 
 def description(engine: Engine, table: str) -> list[str]:
-    """What the database says of a table, without its name."""
+    """Return the database's description of a table, without its name."""
     seen = inspect(engine)
     columns = [{**column, "type": repr(column["type"])} for column in seen.get_columns(table)]
     parts = (*columns, seen.get_pk_constraint(table)["constrained_columns"], *seen.get_indexes(table))
@@ -343,7 +352,7 @@ def description(engine: Engine, table: str) -> list[str]:
 
 
 def test_without_its_table_an_outbox_says_what_to_do(engine: Engine) -> None:
-    """The table is made on request, and the statements are to be had."""
+    """The table is created on request, and the error has the statements."""
     outbox = SQLAlchemyOutbox(engine)
     with pytest.raises(OutboxError, match="create_table"):
         outbox.open()
@@ -363,7 +372,10 @@ def test_without_its_table_an_outbox_says_what_to_do(engine: Engine) -> None:
 def test_a_table_that_confuses_similar_keys_works_with_a_warning(
     engine: Engine, outbox: SQLAlchemyOutbox, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As earlier versions made it; the statement in the log alters it, and the keys of its rows are apart then."""
+    """Earlier versions created such a table.
+
+    The statement in the log alters it; then the keys of its rows are distinct.
+    """
     with engine.begin() as connection:
         loose = "CHARACTER SET utf8mb4 COLLATE utf8mb4_general_ci"
         connection.execute(text(f"ALTER TABLE reliable_mq_outbox CONVERT TO {loose}"))
@@ -388,7 +400,10 @@ def test_a_table_that_confuses_similar_keys_works_with_a_warning(
 
 @pytest.mark.parametrize("database_url", ["mariadb", "mysql"], indirect=True)
 def test_rows_hold_any_text_in_a_database_of_latin1(engine: Engine) -> None:
-    """The default of MariaDB before 11.6. An outcome that cannot be written would hold up all others, for ever."""
+    """latin1 is the default of MariaDB before 11.6.
+
+    An outcome that cannot be written would block all others forever.
+    """
     with engine.begin() as connection:
         connection.execute(text("ALTER DATABASE CHARACTER SET latin1"))
     outbox = SQLAlchemyOutbox(engine)
@@ -409,7 +424,10 @@ def test_rows_hold_any_text_in_a_database_of_latin1(engine: Engine) -> None:
 
 
 def test_any_number_of_processes_may_make_the_table_at_once(new_engine: Callable[[], Engine]) -> None:
-    """As they do when a fleet starts with ``create=True``: it is there for each of them, with its index."""
+    """A fleet that starts with ``create=True`` does so.
+
+    Each process then finds the table with its index.
+    """
     engines = [new_engine() for _ in range(8)]
     for number in range(4):
         begin = Barrier(len(engines))
@@ -428,7 +446,7 @@ def test_any_number_of_processes_may_make_the_table_at_once(new_engine: Callable
 
 
 def test_wrong_arguments_are_refused_where_they_are_given(engine: Engine, outbox: SQLAlchemyOutbox) -> None:
-    """Not when the transaction is flushed, and not by the relay."""
+    """The error is not raised later, by the flush or by the relay."""
     with pytest.raises(ConfigurationError, match="engine"):
         SQLAlchemyOutbox("sqlite://")
     for autocommits in (
@@ -451,7 +469,7 @@ def test_wrong_arguments_are_refused_where_they_are_given(engine: Engine, outbox
 
 
 def test_a_message_that_no_row_can_hold_is_refused_alone(engine: Engine, outbox: SQLAlchemyOutbox) -> None:
-    """Before it goes into a transaction with others; no broker is needed to say so."""
+    """It is refused before it joins a transaction; this needs no broker."""
     keyed = SQLAlchemyOutbox(engine, ordering_key=lambda message, *_: message.body.decode("utf-8", "surrogateescape"))
     with Publisher("amqp://guest:guest@127.0.0.1:1/", outbox=keyed) as publisher:
         stored = []
@@ -466,7 +484,7 @@ def test_a_message_that_no_row_can_hold_is_refused_alone(engine: Engine, outbox:
 def test_a_lost_database_fails_publishes_and_the_relay_recovers(
     vhost: VirtualHost, database: Callable[[str], Database]
 ) -> None:
-    """Nothing that was stored is lost, and nothing hangs."""
+    """No stored message is lost, and no call hangs."""
     server = database("postgresql")
     engine = create_engine(server.fresh())
     outbox = SQLAlchemyOutbox(engine, create=True, lease=2)

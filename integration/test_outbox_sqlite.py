@@ -1,4 +1,4 @@
-"""A publisher with a SQLite outbox: what it accepted is published, whatever dies in between."""
+"""A publisher with a SQLite outbox: accepted messages survive any kill."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ORDERS = Queue("orders", type="classic", dead_letter=None)
 
 
 def assert_in_order(found: list[bytes]) -> None:
-    """First occurrences come in the order of their numbers."""
+    """Check that first occurrences are in the order of their numbers."""
     numbers = list(dict.fromkeys(int(body) for body in found))
     assert numbers == sorted(numbers)
 
@@ -40,7 +40,7 @@ def assert_in_order(found: list[bytes]) -> None:
 
 
 class Killed:
-    """Runs the program again and again on one outbox, and keeps the account of what it said."""
+    """Runs the program repeatedly on one outbox, and keeps an account of its output."""
 
     def __init__(self, vhost: VirtualHost, outbox: Path | str, api: str, checker: Audit) -> None:
         self._arguments = [vhost.url, str(outbox), api]
@@ -48,7 +48,10 @@ class Killed:
         self.accepted = 0
 
     def run(self, count: int, kill_at: int, *, kill_after: float | None = None) -> int | None:
-        """Run once; return how many lines ran, or None where it was killed: at a line, or after some seconds."""
+        """Run once, with a kill at a line or after some seconds, or none.
+
+        Return the number of lines that ran, or None if it was killed.
+        """
         process = Process("integration.programs.outboxing", *self._arguments, str(count), str(kill_at), stderr=2)
         try:
             if kill_after is not None:
@@ -69,12 +72,12 @@ class Killed:
             else:
                 lines = int(text)
         if kill_after is not None and status == -signal.SIGKILL:
-            lines = None  # it may have said so already
+            lines = None  # it may have printed the number already
         assert status == (0 if lines is not None else -signal.SIGKILL), status
         return lines
 
     def run_and_be_killed(self, count: int, deaths: int, rng: random.Random) -> None:
-        """Run once to the end, and then so often that it is killed, every third time from outside."""
+        """Run once to the end, then `deaths` times with a kill, every third from outside."""
         began = time.monotonic()
         total = self.run(count, 0)
         took = time.monotonic() - began
@@ -84,7 +87,7 @@ class Killed:
             if number % 3 == 2:
                 died += self.run(count, 0, kill_after=rng.uniform(0, took)) is None
                 continue
-            # Most of the lines belong to storing and relaying; the first few to the start, which is to be hit as well.
+            # Most lines belong to storing and relaying. Some kills are at the first lines, which belong to the start.
             limit = total if rng.random() < 0.8 else total // 20
             died += self.run(count, rng.randrange(1, limit + 1)) is None
         assert died > 0
@@ -93,7 +96,10 @@ class Killed:
 def test_f33_a_publisher_killed_at_any_line_publishes_on_restart(
     one_api: str, vhost: VirtualHost, tmp_path: Path, checker: Audit, rng: random.Random
 ) -> None:
-    """A SIGKILL at seeded lines of the outbox's code, one start after the other on one file; the same ids arrive."""
+    """SIGKILLs at seeded lines of the outbox's code; restarts use the same file.
+
+    The same ids arrive.
+    """
     killed = Killed(vhost, tmp_path / "outbox", one_api, checker)
     killed.run_and_be_killed(15, 25 if soaking() else 6, rng)
     with Publisher(vhost.url, topology=[ORDERS], outbox=SQLiteOutbox(tmp_path / "outbox")) as publisher:
@@ -108,7 +114,7 @@ def test_f33_a_publisher_killed_at_any_line_publishes_on_restart(
 def test_f33_what_a_killed_process_leaves_keeps_its_key_order(
     one_api: str, vhost: VirtualHost, tmp_path: Path, checker: Audit, rng: random.Random
 ) -> None:
-    """First occurrences of the messages of a key come in the order in which they were accepted."""
+    """First occurrences of a key's messages are in the order of their acceptance."""
     path = tmp_path / "outbox"
     outbox = SQLiteOutbox(path)
     numbers = iter(range(100_000))
@@ -131,7 +137,10 @@ def test_f33_what_a_killed_process_leaves_keeps_its_key_order(
 def test_messages_stored_without_a_broker_are_published_later(
     vhost: VirtualHost, tmp_path: Path, fault_proxy: FaultProxyFactory
 ) -> None:
-    """Publishing does not wait for a broker; a receipt says that the message is stored, and the same id arrives."""
+    """Publishing does not wait for a broker; the receipt says that it is stored.
+
+    The message later arrives with the same id.
+    """
     outbox = SQLiteOutbox(tmp_path / "outbox")
     proxy = fault_proxy(vhost.url)
     proxy.refuse_connections()
@@ -158,7 +167,10 @@ def test_messages_stored_without_a_broker_are_published_later(
 def test_leaving_without_a_broker_keeps_stored_messages(
     vhost: VirtualHost, tmp_path: Path, fault_proxy: FaultProxyFactory
 ) -> None:
-    """It does not wait for a broker that was seen to be away, and raises nothing: the message is safe."""
+    """It does not wait for a broker known to be away, and raises nothing.
+
+    The messages are safe in the outbox.
+    """
     proxy = fault_proxy(vhost.url)
     proxy.refuse_connections()
     began = time.monotonic()
@@ -174,7 +186,7 @@ def test_leaving_without_a_broker_keeps_stored_messages(
 def test_a_publisher_that_was_closed_is_left_at_once(
     vhost: VirtualHost, tmp_path: Path, fault_proxy: FaultProxyFactory
 ) -> None:
-    """What it has not got confirmed is in the outbox; nothing goes on that could be waited for."""
+    """Unconfirmed messages are in the outbox, so there is nothing to wait for."""
     with vhost.connect() as connection:
         connection.channel().queue_declare("orders")
     proxy = fault_proxy(vhost.url)
@@ -192,7 +204,10 @@ def test_a_publisher_that_was_closed_is_left_at_once(
 def test_a_timed_out_close_removes_the_rows_it_has_published(
     vhost: VirtualHost, tmp_path: Path, fault_proxy: FaultProxyFactory
 ) -> None:
-    """More waits than can be relayed in that time; nothing that stays in the outbox has been published."""
+    """More messages wait than can be relayed within the timeout.
+
+    Rows that remain in the outbox have not been published.
+    """
     outbox = SQLiteOutbox(tmp_path / "outbox")
     outbox.write([NewRow(Message(b""), "", "orders", True, None) for _ in range(3000)], [])
     with vhost.connect() as connection:
@@ -212,7 +227,10 @@ def test_a_timed_out_close_removes_the_rows_it_has_published(
 
 @pytest.mark.usefixtures("publisher_api")
 def test_what_is_unpublishable_is_set_aside_and_can_be_put_back(vhost: VirtualHost, tmp_path: Path) -> None:
-    """Unroutable and refused messages do not stop the others, nor flush; retry publishes them once that is mended."""
+    """Unroutable and refused messages stop neither the others nor flush.
+
+    Once the cause is gone, retry publishes them.
+    """
     outbox = SQLiteOutbox(tmp_path / "outbox")
     with Publisher(vhost.url, topology=[ORDERS], outbox=outbox) as publisher:
         publisher.publish(Message(b"unroutable", message_id="a"), routing_key="later")
@@ -236,7 +254,10 @@ def test_what_is_unpublishable_is_set_aside_and_can_be_put_back(vhost: VirtualHo
 
 @pytest.mark.usefixtures("publisher_api")
 def test_a_damaged_row_is_set_aside_and_the_others_are_published(vhost: VirtualHost, tmp_path: Path) -> None:
-    """Whoever has written into the file: one row cannot be read, and it is said which and why."""
+    """A row that cannot be read is reported with its number and the reason.
+
+    For example, another program has written into the file.
+    """
     outbox = SQLiteOutbox(tmp_path / "outbox")
     outbox.write([NewRow(Message(b"%d" % number), "", "orders", True, None) for number in range(3)], [])
     with closing(sqlite3.connect(tmp_path / "outbox")) as connection, connection:
@@ -252,7 +273,10 @@ def test_a_damaged_row_is_set_aside_and_the_others_are_published(vhost: VirtualH
 
 @pytest.mark.usefixtures("publisher_api")
 def test_a_key_keeps_its_order_behind_a_message_set_aside(vhost: VirtualHost, tmp_path: Path) -> None:
-    """One that is set aside holds its own key, no other; what waits goes on, in order, when it is put back."""
+    """A message set aside holds its own key only.
+
+    After a retry, the waiting messages follow in order.
+    """
     outbox = SQLiteOutbox(tmp_path / "outbox", ordering_key=lambda message, _exchange, _key: message.correlation_id)
     with Publisher(vhost.url, topology=[ORDERS], outbox=outbox) as publisher:
         publisher.publish(Message(b"0", correlation_id="held", message_id="first"), routing_key="later")
@@ -274,7 +298,7 @@ def test_a_key_keeps_its_order_behind_a_message_set_aside(vhost: VirtualHost, tm
 
 @pytest.mark.usefixtures("publisher_api")
 def test_a_nacked_message_is_tried_again_until_there_is_room(vhost: VirtualHost, tmp_path: Path) -> None:
-    """A full queue delays its own messages, and those of other queues go on."""
+    """A full queue delays its own messages, and not those of other queues."""
     full = Queue(
         "full", type="classic", dead_letter=None, arguments={"x-max-length": 1, "x-overflow": "reject-publish"}
     )
@@ -298,7 +322,10 @@ def test_a_nacked_message_is_tried_again_until_there_is_room(vhost: VirtualHost,
 
 @pytest.mark.usefixtures("publisher_api")
 def test_a_full_queue_with_many_rows_holds_no_other_queue(vhost: VirtualHost, tmp_path: Path) -> None:
-    """Its rows keep no place of the relay for the retries of the publisher, which would take over a minute here."""
+    """Its rows do not occupy the relay during the publisher's retries.
+
+    The retries would take over a minute here.
+    """
     full = Queue(
         "full", type="classic", dead_letter=None, arguments={"x-max-length": 1, "x-overflow": "reject-publish"}
     )
@@ -313,7 +340,7 @@ def test_a_full_queue_with_many_rows_holds_no_other_queue(vhost: VirtualHost, tm
 
 
 def test_f46_a_forked_outbox_publisher_refuses_the_parents_works(vhost: VirtualHost, tmp_path: Path) -> None:
-    """The child's copies raise, its end costs the parent neither the outbox nor the relay."""
+    """The child's copies raise; its end affects neither outbox nor relay."""
     outbox = SQLiteOutbox(tmp_path / "outbox")
     with Publisher(vhost.url, topology=[ORDERS], outbox=outbox) as publisher:
         publisher.publish(Message(b"parent"), routing_key="orders")
@@ -338,7 +365,10 @@ def test_f46_a_forked_outbox_publisher_refuses_the_parents_works(vhost: VirtualH
 
 
 def test_several_processes_share_one_file(vhost: VirtualHost, tmp_path: Path, checker: Audit) -> None:
-    """All that any of them stored is published once, and the one that relays hands over when it leaves."""
+    """Each stored message is published once.
+
+    When the relaying process ends, another one takes over.
+    """
     path = tmp_path / "outbox"
     programs = [Killed(vhost, path, api, checker) for api in ("sync", "aio") * 2]
     with ThreadPoolExecutor(4) as pool:

@@ -1,7 +1,8 @@
-"""Where pika breaks, and we do not: one test for each bug of its that can be provoked from outside, by number.
+"""Bugs of pika that this library does not have.
 
-The numbers are those of the project's list of facts about pika 1.4.4. Those that concern consuming (2 headers that it
-cannot decode, 3 floats in them, 7 a queue that is deleted) are tested with the consumer.
+There is one test for each bug that can be provoked from outside, by its number in the project's list of facts about
+pika 1.4.4. The bugs of consuming (2 undecodable headers, 3 floats in headers, 7 a deleted queue) are tested with the
+consumer.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ QUICK = tenacity.wait_fixed(0.1)
 def test_pika_01_an_interrupted_wait_credits_no_other_publish(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
-    """pika's BlockingChannel returned success for a nacked publish: it took the confirm of the interrupted one."""
+    """pika's BlockingChannel returned success for a nacked publish.
+
+    It used the confirm of the interrupted one.
+    """
     bound = {"x-max-length": 1, "x-overflow": "reject-publish"}
     full = Queue("full", type="classic", dead_letter=None, arguments=bound)
     proxy = fault_proxy(vhost.url)
@@ -78,12 +82,12 @@ def test_pika_01_an_interrupted_wait_credits_no_other_publish(
 def test_pika_04_a_memory_alarm_hangs_neither_publish_nor_close(
     private_broker: RabbitMQ, private_vhost: VirtualHost
 ) -> None:
-    """pika waits for ever where blocked_connection_timeout is not set, in close() too."""
+    """Without blocked_connection_timeout, pika waits forever, in close() as well."""
     publisher = Publisher(private_vhost.url, topology=[ORDERS])
     publisher.publish(Message(b"x"), routing_key="orders")
     private_broker.alarm("memory")
     began = time.monotonic()
-    with pytest.raises(PublishUnconfirmed):  # it was sent: the broker blocks a connection over a publish
+    with pytest.raises(PublishUnconfirmed):  # it was sent: the broker blocks a connection when it publishes
         publisher.publish(Message(b"x"), routing_key="orders", timeout=1)
     wait_until(lambda: publisher.blocked, timeout=20, what="the broker to say so")
     with pytest.raises(PublishBlocked, match="memory"):
@@ -95,7 +99,10 @@ def test_pika_04_a_memory_alarm_hangs_neither_publish_nor_close(
 def test_pika_05_after_a_loss_a_publish_succeeds_by_confirm_only(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
 ) -> None:
-    """pika's basic_publish returns as if all were well after its transport was aborted, and the message is nowhere."""
+    """After its transport is aborted, pika's basic_publish returns without an error.
+
+    The message is lost.
+    """
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=[ORDERS], reconnect_wait=QUICK) as publisher:
         assert book(checker, submit(checker, publisher, "orders")) is None
@@ -115,7 +122,10 @@ def test_pika_05_after_a_loss_a_publish_succeeds_by_confirm_only(
 
 
 def test_pika_06_two_threads_corrupt_nothing(vhost: VirtualHost, checker: Audit) -> None:
-    """Two threads on one pika connection interleave frames: 87 of 8000 messages were stored, and all threads died."""
+    """Two threads on one pika connection interleave frames.
+
+    Of 8000 messages, 87 were stored, and all threads died.
+    """
     bodies = [b"x" * size for size in (0, 1, 1_000, 140_000)]  # the last takes more than one frame
     with Publisher(vhost.url, topology=[ORDERS]) as publisher:
 
@@ -138,7 +148,7 @@ def test_pika_06_two_threads_corrupt_nothing(vhost: VirtualHost, checker: Audit)
 def test_pika_08_a_confirm_timeout_shows_a_half_open_connection(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
 ) -> None:
-    """pika notices it by heartbeats, after two minutes at its default; without heartbeats, never."""
+    """pika detects it only by heartbeats, after two minutes by default."""
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=[ORDERS], confirm_timeout=1, heartbeat=60) as publisher:
         assert book(checker, submit(checker, publisher, "orders")) is None
@@ -155,7 +165,10 @@ def test_pika_08_a_confirm_timeout_shows_a_half_open_connection(
 def test_pika_09_submits_while_connections_die_are_settled(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
-    """Callbacks queued with add_callback_threadsafe vanish with pika's connection, and their waiters wait for ever."""
+    """Callbacks of add_callback_threadsafe are lost with pika's connection.
+
+    Their waiters wait forever.
+    """
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=[ORDERS], reconnect_wait=QUICK) as publisher:
         publisher.connect()
@@ -184,7 +197,7 @@ def test_pika_09_submits_while_connections_die_are_settled(
 
 
 def test_pika_10_forks_neither_hang_nor_corrupt_the_stream(vhost: VirtualHost, checker: Audit) -> None:
-    """A forked child that used its copy of a pika connection hung, or wrote into its parent's stream."""
+    """A forked child hung or wrote into its parent's stream with its pika connection."""
     with Publisher(vhost.url, topology=[ORDERS]) as publisher:
         done = threading.Event()
 
@@ -222,7 +235,10 @@ def test_pika_10_forks_neither_hang_nor_corrupt_the_stream(vhost: VirtualHost, c
 
 @pytest.fixture
 def impostor(tmp_path: Path) -> Iterator[int]:
-    """The port of a TLS server with a certificate that nobody vouches for; it notes what it is told."""
+    """The port of a TLS server with an untrusted certificate.
+
+    The server records the data that it receives.
+    """
     own = Authority(tmp_path, "impostor").issue("impostor", "localhost", "127.0.0.1")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(own.cert_file, own.key_file)
@@ -261,7 +277,10 @@ def impostor(tmp_path: Path) -> Iterator[int]:
     ],
 )
 def test_pika_11_no_option_of_a_url_turns_verification_off(impostor: int, option: str) -> None:
-    """With ssl_options in its URL, PROTOCOL_TLS turned pika's verification off, and cert_reqs was ignored."""
+    """PROTOCOL_TLS in ssl_options of a URL turned pika's verification off.
+
+    cert_reqs was ignored.
+    """
     url = f"amqps://guest:guest@127.0.0.1:{impostor}/"
     with pytest.raises(ConfigurationError, match=option.partition("=")[0]):
         Publisher(f"{url}?{option}")

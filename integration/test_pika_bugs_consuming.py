@@ -1,6 +1,6 @@
-"""What breaks in plain pika 1.4.4 when it consumes, and our consumer free of it.
+"""Consuming bugs of plain pika 1.4.4 that this library does not have.
 
-Each test shows the bug first, so that it is noticed when pika heals it.
+Each test shows the bug first, so that a fix in pika is noticed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ MILLISECONDS = table(b"\x02atT" + struct.pack(">Q", 1_700_000_000_000))
     ids=["ms timestamp", "nested 2000 deep"],
 )
 def test_pika_02_undecodable_headers_do_not_cost_the_connection(vhost: VirtualHost, headers: bytes, error: str) -> None:
-    """In pika they raise before any callback, at every redelivery, and what is behind them is never delivered."""
+    """pika raises before any callback, at every redelivery.
+
+    Messages behind such a message are never delivered.
+    """
     declare(vhost)
     send(vhost, "orders", [poison(headers), *map(Message, numbered(5))])
     for _ in range(2):
@@ -62,7 +65,8 @@ def test_pika_02_undecodable_headers_do_not_cost_the_connection(vhost: VirtualHo
     handler = Handler()
     with Consumer(vhost.url, ORDERS, handler) as consumer:
         handler.wait_done(6)
-        # Six, and twice more what cost two connections and so went through quarantine, by way of a delay queue.
+        # Six, plus two acks for the message that broke two connections: it passes through quarantine by a delay
+        # queue.
         wait_until(lambda: consumer.statistics.acked == 8, timeout=10, what="all acked")
         assert consumer.statistics.quarantined == 1
         assert consumer.reconnects == 0
@@ -70,14 +74,14 @@ def test_pika_02_undecodable_headers_do_not_cost_the_connection(vhost: VirtualHo
 
 
 def take_one(vhost: VirtualHost) -> Any:
-    """What plain pika makes of the first message; it is put back."""
+    """Return plain pika's properties of the first message, which is requeued."""
     with vhost.connect() as connection:
         _, properties, _ = connection.channel().basic_get("orders")
         return properties
 
 
 def test_pika_03_float_headers_are_read_as_they_are(vhost: VirtualHost) -> None:
-    """pika reads 0.75 as 0; our consumer hands on what was sent, and so do its dead letters."""
+    """pika reads 0.75 as 0; this consumer and its dead letters have the sent value."""
     declare(vhost)
     floats = {"share": 0.75, "loss": -2.5, "tiny": 1e-300}
     send(vhost, "orders", [Message(b"x", headers=floats)])
@@ -91,7 +95,10 @@ def test_pika_03_float_headers_are_read_as_they_are(vhost: VirtualHost) -> None:
 
 
 def test_pika_07_a_queue_that_is_deleted_does_not_end_run(vhost: VirtualHost) -> None:
-    """pika's start_consuming() returns as if all were done; our run() goes on with the queue that it declares anew."""
+    """pika's start_consuming() returns without an error.
+
+    run() continues with the queue that it declares again.
+    """
     declare(vhost)
     with vhost.connect() as connection:
         channel = connection.channel()

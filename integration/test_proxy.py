@@ -1,4 +1,4 @@
-"""The fault proxy between a client and a real broker: its faults mean to both what they say."""
+"""The fault proxy between a client and a real broker: both see its faults."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def proxy(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> FaultProxy:
 
 @pytest.fixture
 def connect(proxy: FaultProxy) -> Iterator[Callable[[], pika.BlockingConnection]]:
-    """Connections through the proxy, which are closed at the end where they still can be."""
+    """Yield a function that connects through the proxy; close the connections."""
     made: list[pika.BlockingConnection] = []
 
     def connect() -> pika.BlockingConnection:
@@ -48,7 +48,7 @@ def connect(proxy: FaultProxy) -> Iterator[Callable[[], pika.BlockingConnection]
 
 @pytest.fixture
 def channel(connect: Callable[[], pika.BlockingConnection]) -> BlockingChannel:
-    """A channel in confirm mode, and a durable queue `orders`."""
+    """A channel in confirm mode, with a durable queue `orders`."""
     channel = connect().channel()
     channel.queue_declare("orders", durable=True, arguments={"x-queue-type": "quorum"})
     channel.confirm_delivery()
@@ -56,7 +56,7 @@ def channel(connect: Callable[[], pika.BlockingConnection]) -> BlockingChannel:
 
 
 def publish_in_background(channel: BlockingChannel, body: bytes) -> Callable[[], BaseException | None]:
-    """Publish with confirm in a thread. Returns a call that waits for the outcome."""
+    """Publish with confirm in a thread; return a call that waits for the outcome."""
     outcome: list[BaseException | None] = []
 
     def publish() -> None:
@@ -152,7 +152,7 @@ def test_cut_after_the_nth_publish(vhost: VirtualHost, proxy: FaultProxy, channe
         for _ in range(10):
             channel.basic_publish("", "orders", b"x")
             confirmed += 1
-    assert confirmed in (2, 3)  # the client may see the reset before it has read the third ack
+    assert confirmed in (2, 3)  # the client may see the reset before it reads the third ack
     assert proxy.forwarded("basic.ack") == 3
     vhost.wait_for_messages("orders", 3)
 
@@ -178,7 +178,7 @@ def test_the_clients_own_ack_doubled_closes_the_channel_with_406(proxy: FaultPro
 
 
 def test_a_channel_close_put_in_reaches_the_client(proxy: FaultProxy, channel: BlockingChannel) -> None:
-    # The broker knows of no close: the client's answer to it is turned into a close that the broker can answer.
+    # The broker does not know of the close, so the client's answer is turned into a close that the broker can answer.
     def answer(_: Direction, frame: Frame) -> list[Frame]:
         return [channel_close(frame.channel, 200, "bye")] if frame.name == "channel.close-ok" else [frame]
 

@@ -24,16 +24,16 @@ QUICK = tenacity.wait_fixed(0.1)
 
 
 class User:
-    """A user of the broker, with rights in one virtual host, and what a credentials callback knows of it."""
+    """A user with rights in one virtual host, and a credentials callback."""
 
     def __init__(self, vhost: VirtualHost) -> None:
         self.name = f"user-{uuid.uuid4().hex[:12]}"
-        self.known = ""  # the password that the callback gives
+        self.known = ""  # the password that the callback returns
         self.asked = 0
         self._vhost = vhost
 
     def set_password(self, password: str) -> None:
-        """On the broker."""
+        """Set the password on the broker."""
         api = self._vhost.broker.management
         api.call("PUT", "users", self.name, body={"password": password, "tags": ""})
         everything = {"configure": ".*", "write": ".*", "read": ".*"}
@@ -43,13 +43,13 @@ class User:
         self._vhost.broker.management.call("DELETE", "users", self.name)
 
     def credentials(self) -> tuple[str, str]:
-        """What a publisher asks for its credentials."""
+        """Return the credentials that the publisher asks for."""
         self.asked += 1
         return self.name, self.known
 
     @property
     def url(self) -> str:
-        """Without credentials."""
+        """Return the URL without credentials."""
         return self._vhost.url.replace("guest:guest@", "")
 
 
@@ -63,13 +63,13 @@ def user(vhost: VirtualHost) -> Iterator[User]:
 
 
 def test_f52_password_is_rotated(vhost: VirtualHost, checker: Audit, user: User) -> None:
-    """The credentials are asked for at every connect, so a new password is used by the next connection."""
+    """The next connection uses the new password, because each connect asks for it."""
     with Publisher(user.url, credentials=user.credentials, topology=[ORDERS], reconnect_wait=QUICK) as publisher:
         assert book(checker, submit(checker, publisher, "orders")) is None
         for password in ("second", "third"):
             user.set_password(password)
             user.known = password
-            assert book(checker, submit(checker, publisher, "orders")) is None  # the old connection lives on
+            assert book(checker, submit(checker, publisher, "orders")) is None  # the old connection stays open
             before = user.asked
             wait_until(vhost.close_connections, timeout=20, what="the connection to be known and closed")
             assert book(checker, submit(checker, publisher, "orders")) is None
@@ -79,7 +79,10 @@ def test_f52_password_is_rotated(vhost: VirtualHost, checker: Audit, user: User)
 
 
 def test_f52_password_is_rotated_before_the_callback_knows_it(vhost: VirtualHost, checker: Audit, user: User) -> None:
-    """Once it was connected, a refused password is asked for again until the new one is there; nothing is lost."""
+    """A password refused after a first connect is requested again until it works.
+
+    No message is lost.
+    """
     with Publisher(user.url, credentials=user.credentials, topology=[ORDERS], reconnect_wait=QUICK) as publisher:
         publisher.connect()
         user.set_password("second")
@@ -95,7 +98,10 @@ def test_f52_password_is_rotated_before_the_callback_knows_it(vhost: VirtualHost
 
 
 def test_f52_first_password_is_wrong_and_updated(user: User) -> None:
-    """A password that was never right is said at once; with the right one the same publisher works."""
+    """A wrong first password is reported at once.
+
+    The same publisher works with the right one.
+    """
     user.known = "wrong"
     publisher = Publisher(user.url, credentials=user.credentials, topology=[ORDERS])
     for call in (publisher.connect, lambda: publisher.publish(Message(b"x"), routing_key="orders")):
@@ -108,7 +114,7 @@ def test_f52_first_password_is_wrong_and_updated(user: User) -> None:
 
 
 def test_f52_callback_fails_for_a_while(user: User) -> None:
-    """A callback that raises (its vault is down, say) fails the attempt, not the publisher."""
+    """A callback that raises fails the attempt, not the publisher."""
     failures = 3
 
     def credentials() -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""A publisher that is given several hosts, of which some are dead."""
+"""A publisher with several hosts, some of which are dead."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONNECT_TIMEOUT = 1.0
 
 @pytest.fixture
 def refusing() -> str:
-    """A host on which nothing listens."""
+    """A host without a listener."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{unused.getsockname()[1]}"
@@ -34,7 +34,10 @@ def refusing() -> str:
 
 @pytest.fixture
 def swallowing() -> Iterator[str]:
-    """A host that answers no SYN, as one behind a firewall that drops packets: its queue of connections is full."""
+    """A host that answers no SYN: its queue of connections is full.
+
+    A firewall that drops packets behaves like this.
+    """
     with contextlib.ExitStack() as stack:
         full = stack.enter_context(socket.socket())
         full.bind(("127.0.0.1", 0))
@@ -61,9 +64,9 @@ def host_of(proxy: FaultProxy) -> str:
 def test_f54_one_of_two_hosts_is_dead(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, request: pytest.FixtureRequest, dead: str
 ) -> None:
-    """The next host is tried after at most the time to connect, whatever is wrong with the first."""
+    """The next host is tried after at most the connect timeout, whatever the fault."""
     match dead:
-        case "silent":  # accepts, and never says a word
+        case "silent":  # accepts and never answers
             proxy = fault_proxy(vhost.url)
             proxy.hang_connections()
             host = host_of(proxy)
@@ -79,15 +82,15 @@ def test_f54_one_of_two_hosts_is_dead(
         assert publisher.connected, "entering the block waits until every host has had its turn"
         assert time.monotonic() - began < CONNECT_TIMEOUT + 10
         assert book(checker, submit(checker, publisher, "orders")) is None
-        live.cut()  # the next host is the dead one again, and after it the live one
+        live.cut()  # the dead host is next, and then the live one
         assert book(checker, submit(checker, publisher, "orders")) is None
-    assert live.connections >= 2  # more where a busy machine does not connect within CONNECT_TIMEOUT
+    assert live.connections >= 2  # more if a busy machine does not connect within CONNECT_TIMEOUT
     checker.drain(vhost, ["orders"])
     checker.close()
 
 
 def test_f54_the_host_in_use_dies(vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory) -> None:
-    """When the host in use dies, what is outstanding is published to the next one."""
+    """Outstanding messages are published to the next host."""
     first, second = fault_proxy(vhost.url), fault_proxy(vhost.url)
     with Publisher(with_hosts(vhost, host_of(first), host_of(second)), topology=[ORDERS]) as publisher:
         publisher.connect()
@@ -103,7 +106,10 @@ def test_f54_the_host_in_use_dies(vhost: VirtualHost, checker: Audit, fault_prox
 
 
 def test_f54_all_hosts_are_dead_for_a_while(vhost: VirtualHost, fault_proxy: FaultProxyFactory, refusing: str) -> None:
-    """While no host answers, connect() says so in time and names one; publishes wait, and are confirmed in the end."""
+    """connect() fails in time and names a host.
+
+    Publishes wait, and are confirmed in the end.
+    """
     proxy = fault_proxy(vhost.url)
     proxy.refuse_connections()
     url = with_hosts(vhost, refusing, host_of(proxy))

@@ -1,4 +1,7 @@
-"""A publisher whose calls are interrupted: by exceptions of signal handlers, and by handlers that use it, too."""
+"""A publisher whose calls are interrupted by signal handlers.
+
+The handlers raise exceptions or use the publisher.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def test_f48_exceptions_of_signal_handlers_cost_only_the_call(vhost: VirtualHost, seed: int) -> None:
-    """Thousands of interruptions at random moments lose no wake-up, no place in the window and no outcome."""
+    """Thousands of random interruptions lose no wake-up, window place or outcome."""
     command = [sys.executable, "-m", "integration.programs.interrupted", vhost.url, str(seed), "5"]
     done = subprocess.run(command, check=True, timeout=60, env=environment(), stdout=subprocess.PIPE, text=True)
     print(done.stdout)
@@ -25,7 +28,7 @@ def test_f48_exceptions_of_signal_handlers_cost_only_the_call(vhost: VirtualHost
 
 
 def test_f48_signal_handlers_may_use_and_close_their_publisher(vhost: VirtualHost, seed: int) -> None:
-    """A handler that publishes, flushes or closes never waits for what it has interrupted itself."""
+    """A handler that uses the publisher never waits for the call that it interrupts."""
     command = [
         sys.executable,
         "-X",

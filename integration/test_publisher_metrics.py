@@ -1,4 +1,4 @@
-"""A publisher's metrics, as a scrape shows them, against what has happened."""
+"""A publisher's metrics in a scrape, compared with the events."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUICK = tenacity.wait_fixed(0.05)
 
 
 class Scrape:
-    """Looks into a registry, at the metrics of one publisher."""
+    """Reads the metrics of one publisher from a registry."""
 
     def __init__(self, registry: CollectorRegistry, publisher: str = "publisher") -> None:
         self._registry = registry
@@ -49,7 +49,7 @@ def registry() -> CollectorRegistry:
 def test_a_scrape_shows_what_became_of_each_message(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, registry: CollectorRegistry
 ) -> None:
-    """Every outcome is counted, once, and so is what led to it."""
+    """Every outcome and its causes are counted once."""
     scrape = Scrape(registry)
     proxy = fault_proxy(vhost.url)
     publisher = Publisher(
@@ -99,7 +99,7 @@ def test_a_scrape_shows_what_became_of_each_message(
 def test_a_scrape_shows_the_blocked_state_and_its_time(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, registry: CollectorRegistry
 ) -> None:
-    """The time for which the broker blocks grows while it does, and stays afterwards."""
+    """The blocked time grows during the block and remains afterwards."""
     scrape = Scrape(registry)
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=[ORDERS], registry=registry) as publisher:
@@ -116,7 +116,10 @@ def test_a_scrape_shows_the_blocked_state_and_its_time(
 
 
 def test_two_publishers_share_a_registry(vhost: VirtualHost, registry: CollectorRegistry) -> None:
-    """Of different names they are told apart; counts of the same name are added up; closed ones are not forgotten."""
+    """Different names are separate; counts of one name are added up.
+
+    Counts of closed publishers are kept.
+    """
 
     def publish(name: str, count: int) -> None:
         with Publisher(vhost.url, topology=[ORDERS], registry=registry, name=name) as publisher:
@@ -131,7 +134,7 @@ def test_two_publishers_share_a_registry(vhost: VirtualHost, registry: Collector
         for number, publisher in enumerate((first, second, third), 1):
             publisher.publish_many((Message(b"x") for _ in range(number)), routing_key="orders")
         assert (orders.settled()["confirmed"], invoices.settled()["confirmed"]) == (3, 3)
-        assert (orders("connected"), invoices("connected")) == (1, 1)  # 0 as soon as one of a name is not
+        assert (orders("connected"), invoices("connected")) == (1, 1)  # 0 as soon as one publisher of the name is not
     publish("orders", 5)
     assert orders.settled()["confirmed"] == 8
 
@@ -139,7 +142,7 @@ def test_two_publishers_share_a_registry(vhost: VirtualHost, registry: Collector
 def test_a_publisher_never_opened_leaves_its_registry_unchanged(
     vhost: VirtualHost, registry: CollectorRegistry
 ) -> None:
-    """Closing it takes it out again; a registry that is none is refused."""
+    """Closing removes it from the registry; an invalid registry is refused."""
     Publisher(vhost.url, registry=registry).close()
     assert list(registry.collect()) == []
     with pytest.raises(ConfigurationError, match="registry"):
@@ -149,7 +152,10 @@ def test_a_publisher_never_opened_leaves_its_registry_unchanged(
 def test_an_outage_is_logged_once_per_attempt_in_our_words(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One line for the loss, one for each attempt that fails, without tracebacks; the driver says nothing."""
+    """There is a line for the loss and for each failed attempt, without tracebacks.
+
+    The driver logs nothing.
+    """
     caplog.set_level(logging.INFO)
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=[ORDERS], reconnect_wait=QUICK) as publisher:
@@ -172,7 +178,7 @@ def test_an_outage_is_logged_once_per_attempt_in_our_words(
 def test_failures_that_nobody_waits_for_are_logged_now_and_then(
     vhost: VirtualHost, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Thousands of them are a line or two, and one error at the end that counts them all."""
+    """Thousands of failures give one or two lines, and an error with the total."""
     publisher = Publisher(vhost.url)
     publisher.connect()
     caplog.clear()

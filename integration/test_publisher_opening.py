@@ -38,7 +38,7 @@ QUICK = tenacity.wait_fixed(0.1)
 
 
 def test_construction_connects_to_nothing(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """Neither making a publisher nor closing one that was never used opens a connection."""
+    """Neither constructing a publisher nor closing an unused one connects."""
     proxy = fault_proxy(vhost.url)
     publisher = Publisher(proxy.url, topology=[ORDERS])
     assert (publisher.connected, publisher.outstanding, publisher.blocked) == (False, 0, None)
@@ -50,7 +50,7 @@ def test_construction_connects_to_nothing(vhost: VirtualHost, fault_proxy: Fault
 def test_many_threads_that_publish_first_make_one_connection(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
-    """Whoever comes first opens it; the others wait for that."""
+    """The first thread opens the connection, and the others wait for it."""
     proxy = fault_proxy(vhost.url)
     publisher = Publisher(proxy.url, topology=[ORDERS])
     with ThreadPoolExecutor(20) as pool:
@@ -63,7 +63,7 @@ def test_many_threads_that_publish_first_make_one_connection(
 def test_the_first_publish_keeps_its_deadline_with_no_answer(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
-    """Opening counts: a publish with a second to live ends after a second, whatever the time to connect."""
+    """A timeout of one second includes connecting, whatever the connect timeout is."""
     proxy = fault_proxy(vhost.url)
     proxy.hang_connections()
     publisher = Publisher(proxy.url, topology=[ORDERS], connect_timeout=20)
@@ -79,7 +79,7 @@ def test_the_first_publish_keeps_its_deadline_with_no_answer(
 
 
 def test_closing_ends_an_opening_that_nothing_answers(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """close() from another thread ends connect(), publish() and the publisher in time."""
+    """close() in another thread ends connect(), publish() and the publisher."""
     proxy = fault_proxy(vhost.url)
     proxy.hang_connections()
     publisher = Publisher(proxy.url, topology=[ORDERS], connect_timeout=20)
@@ -96,9 +96,9 @@ def test_closing_ends_an_opening_that_nothing_answers(vhost: VirtualHost, fault_
 
 
 def test_what_cannot_be_healed_is_raised_every_time_anew(vhost: VirtualHost) -> None:
-    """A publisher that cannot be opened says so at every call, and may be opened once the cause is gone."""
+    """Every call raises; the publisher can be opened once the cause is gone."""
     with vhost.connect() as connection:
-        connection.channel().queue_declare("orders", durable=True)  # a classic one
+        connection.channel().queue_declare("orders", durable=True)  # a classic queue
     publisher = Publisher(vhost.url, topology=[ORDERS])
     for call in (publisher.connect, lambda: publisher.publish(Message(b"x"), routing_key="orders")):
         with pytest.raises(TopologyMismatch, match="x-queue-type"):
@@ -114,7 +114,7 @@ def test_what_cannot_be_healed_is_raised_every_time_anew(vhost: VirtualHost) -> 
 def test_an_error_that_is_raised_again_and_again_does_not_grow(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
-    """A publisher that has given up raises its reason at every call; each time with a traceback of its own."""
+    """A publisher that has given up raises its reason with a new traceback each time."""
     proxy = fault_proxy(vhost.url)
     stop = tenacity.stop_after_attempt(2)
     publisher = Publisher(proxy.url, topology=[ORDERS], reconnect_wait=QUICK, reconnect_stop=stop)
@@ -136,7 +136,7 @@ def test_an_error_that_is_raised_again_and_again_does_not_grow(
 
 
 class Mistaken(wait_base):
-    """A wait with a mistake in it."""
+    """A wait that raises."""
 
     def __call__(self, retry_state: tenacity.RetryCallState) -> float:
         raise ValueError("a mistake of the user's")
@@ -145,7 +145,7 @@ class Mistaken(wait_base):
 def test_a_mistake_in_a_wait_of_the_users_costs_no_reconnect(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where reconnect_wait raises it is said so, and the default wait is taken."""
+    """The error of reconnect_wait is logged, and the default wait is used."""
     proxy = fault_proxy(vhost.url)
     proxy.refuse_connections()
     publisher = Publisher(proxy.url, topology=[ORDERS], reconnect_wait=Mistaken())
@@ -161,7 +161,7 @@ def test_a_mistake_in_a_wait_of_the_users_costs_no_reconnect(
 def test_connect_may_fail_while_a_publish_waits_for_a_connection(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
-    """connect() says that there is no connection now; a publish in another thread waits on, and is confirmed."""
+    """connect() raises; a publish in another thread waits and is confirmed."""
     proxy = fault_proxy(vhost.url)
     proxy.refuse_connections()
     publisher = Publisher(proxy.url, topology=[ORDERS], reconnect_wait=QUICK)
@@ -177,7 +177,10 @@ def test_connect_may_fail_while_a_publish_waits_for_a_connection(
 
 
 def test_an_interrupted_block_is_not_entered_and_leaves_nothing(vhost: VirtualHost) -> None:
-    """Ctrl-C while a with block is entered ends the program with KeyboardInterrupt, and nothing goes on behind it."""
+    """Ctrl-C while entering a with block raises KeyboardInterrupt.
+
+    No thread stays behind.
+    """
     program = (
         "import sys, threading\n"
         "from reliable_mq import Publisher\n"
@@ -234,15 +237,15 @@ def test_a_wrong_argument_is_named_at_once(argument: str, value: object) -> None
 
 
 def test_unknown_arguments_are_refused() -> None:
-    """A misspelt option is no option."""
+    """A misspelt option is an error."""
     with pytest.raises(TypeError, match="confirm_time"):
         Publisher("amqp://guest:guest@localhost/", confirm_time=3)
 
 
 def test_a_signal_handler_may_not_use_a_starting_publisher(vhost: VirtualHost) -> None:
-    """There is nothing yet that it could use, and waiting would be for ever: it is told so."""
+    """The publisher is not usable yet, and waiting would never end, so it raises."""
     publisher = Publisher(vhost.url, topology=[ORDERS])
-    with publisher._lock:  # as in a handler, which runs on the thread that holds it
+    with publisher._lock:  # as in a handler, which runs on the thread that holds the lock
         publisher._state = PublisherState.STARTING
         with pytest.raises(UsageError, match="signal handler"):
             publisher.publish(Message(b"x"), routing_key="orders")

@@ -1,4 +1,4 @@
-"""A publisher among threads, signals, forks and exits, and where it runs its callbacks."""
+"""A publisher with threads, signals, forks and exits, and its callbacks' threads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ ORDERS = Queue("orders", dead_letter=None)
 
 
 def test_f46_a_forked_publisher_refuses_and_the_parents_works(vhost: VirtualHost) -> None:
-    """After a fork the child's copy raises at once, the parent's works on, and a new one in the child works."""
+    """In the child, the copy raises at once, and a new publisher works.
+
+    The parent's publisher continues.
+    """
     with Publisher(vhost.url, topology=[ORDERS]) as publisher:
         publisher.publish(Message(b"parent"), routing_key="orders")
         pending = publisher.submit(Message(b"parent"), routing_key="orders")
@@ -58,7 +61,7 @@ def test_f46_a_forked_publisher_refuses_and_the_parents_works(vhost: VirtualHost
 
 
 def test_f48_an_interrupted_wait_credits_no_later_publish(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """A KeyboardInterrupt while waiting for one confirm leaves the next publish with its own outcome."""
+    """After a KeyboardInterrupt in a wait, the next publish gets its own outcome."""
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=[ORDERS]) as publisher:
         publisher.connect()
@@ -82,7 +85,7 @@ def test_f48_an_interrupted_wait_credits_no_later_publish(vhost: VirtualHost, fa
 
 
 def test_callbacks_run_off_the_io_thread_and_may_publish(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """A done-callback may publish and wait for its confirm; closing from one is refused."""
+    """A done-callback may publish and wait for its confirm; it may not close."""
     outcome: list[object] = []
     done = threading.Event()
     proxy = fault_proxy(vhost.url)
@@ -97,7 +100,7 @@ def test_callbacks_run_off_the_io_thread_and_may_publish(vhost: VirtualHost, fau
                 outcome.append(error)
             done.set()
 
-        proxy.hold_confirms()  # a callback that comes too late is called at once, by who gives it
+        proxy.hold_confirms()  # a callback added too late is called at once, by the thread that adds it
         publisher.submit(Message(b"first"), routing_key="orders").add_done_callback(on_confirmed)
         proxy.release_confirms()
         assert done.wait(20)
@@ -106,7 +109,7 @@ def test_callbacks_run_off_the_io_thread_and_may_publish(vhost: VirtualHost, fau
 
 
 def test_what_a_forgotten_publisher_holds_is_published_at_exit(vhost: VirtualHost, tmp_path: Path) -> None:
-    """A program that ends without close() still gets its submitted messages confirmed."""
+    """A program that ends without close() gets its messages confirmed."""
     program = tmp_path / "forgetful.py"
     program.write_text(
         "import sys\n"

@@ -1,4 +1,7 @@
-"""A publisher used from many threads at once, with windows as small as they get, closed and forgotten at any moment."""
+"""A publisher used by many threads, with the smallest windows.
+
+It is closed and forgotten at any moment.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ QUICK = tenacity.wait_fixed(0.05)
 def test_the_smallest_windows_let_everything_through(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, count: int, size: int
 ) -> None:
-    """However small the window, and through a loss of the connection, every message gets its turn."""
+    """With any window, and a lost connection, every message is confirmed."""
     proxy = fault_proxy(vhost.url)
     with Publisher(
         proxy.url, topology=[ORDERS], max_outstanding=count, max_outstanding_bytes=size, reconnect_wait=QUICK
@@ -72,7 +75,7 @@ def test_the_smallest_windows_let_everything_through(
 def test_a_large_message_is_not_kept_out_by_small_ones(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
 ) -> None:
-    """Places that are freed one by one are kept for the one that waits for several, and came first."""
+    """Bytes freed one by one are kept for a large message that came first."""
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=[ORDERS], max_outstanding_bytes=1000, delivery_timeout=20) as publisher:
         publisher.connect()
@@ -105,7 +108,7 @@ def test_a_large_message_is_not_kept_out_by_small_ones(
 def test_a_window_that_is_mostly_stuck_lets_the_rest_through(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
-    """What waits for a nacked message's next attempt does not keep others from the places that are free."""
+    """Messages that wait for a retry do not block free places of the window."""
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=[ORDERS], max_outstanding=10) as publisher:
         publisher.connect()
@@ -117,7 +120,7 @@ def test_a_window_that_is_mostly_stuck_lets_the_rest_through(
             vhost.wait_for_messages("orders", 10)
 
             def two_are_free() -> bool:
-                """A confirm may be of all ten, or of one."""
+                """Return whether two places are free; a confirm may be for one or all ten."""
                 return publisher.statistics.confirmed >= 2 or proxy.release_confirms(1) < 0
 
             wait_until(two_are_free, timeout=10, what="two places")
@@ -128,7 +131,7 @@ def test_a_window_that_is_mostly_stuck_lets_the_rest_through(
 
 
 def test_a_deadline_of_nothing_is_over_at_once(vhost: VirtualHost) -> None:
-    """With timeout=0 a publish is given up before it is sent, and its place is free again."""
+    """With timeout=0, a publish fails before it is sent and frees its place."""
     with Publisher(vhost.url, topology=[ORDERS], max_outstanding=5) as publisher:
         for _ in range(50):
             with pytest.raises(PublishUnconfirmed) as caught:
@@ -147,7 +150,7 @@ def test_a_deadline_of_nothing_is_over_at_once(vhost: VirtualHost) -> None:
 def test_a_submit_that_races_with_a_close_is_settled_or_refused(
     vhost: VirtualHost, checker: Audit, rng: Random
 ) -> None:
-    """Whatever moment close() comes at: a submit returns a confirmation that is settled, or raises."""
+    """At any moment of close(), a submit returns a settled confirmation or raises."""
     for _ in range(15):
         publisher = Publisher(vhost.url, topology=[ORDERS], max_outstanding=20)
         confirmations: list[Confirmation] = []
@@ -182,7 +185,10 @@ def test_a_submit_that_races_with_a_close_is_settled_or_refused(
 
 
 def test_close_gives_up_what_it_must_and_says_so_once(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """Outstanding publishes, blocked submits and flushes in other threads all end with a close that gives up."""
+    """Outstanding publishes, blocked submits and flushes end with a close.
+
+    close() raises when it gives messages up, and only once.
+    """
     proxy = fault_proxy(vhost.url)
     publisher = Publisher(proxy.url, topology=[ORDERS], max_outstanding=10)
     publisher.connect()
@@ -206,7 +212,7 @@ def test_close_gives_up_what_it_must_and_says_so_once(vhost: VirtualHost, fault_
 def test_closing_an_idle_publisher_is_quick_on_a_silent_broker(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
-    """A closing handshake that is not answered is not waited for as long as messages would be."""
+    """A closing handshake without an answer times out sooner than messages would."""
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=[ORDERS]) as publisher:
         publisher.publish(Message(b"x"), routing_key="orders")
@@ -216,7 +222,7 @@ def test_closing_an_idle_publisher_is_quick_on_a_silent_broker(
 
 
 def test_an_interrupted_close_can_be_taken_up_again(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """Ctrl-C in close() leaves the messages outstanding; closing again waits for them."""
+    """After Ctrl-C in close(), messages stay outstanding; closing again waits."""
     proxy = fault_proxy(vhost.url)
     publisher = Publisher(proxy.url, topology=[ORDERS])
     publisher.connect()
@@ -244,7 +250,7 @@ def test_an_interrupted_close_can_be_taken_up_again(vhost: VirtualHost, fault_pr
 
 
 def test_looking_twice_at_a_confirmed_message_is_no_failure(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """Waiting for a confirm and asking for a callback afterwards changes no count of failures."""
+    """Waiting and then adding a callback changes no count of failures."""
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=[ORDERS]) as publisher:
         publisher.connect()
@@ -262,7 +268,10 @@ def test_looking_twice_at_a_confirmed_message_is_no_failure(vhost: VirtualHost, 
 
 
 def test_failures_too_many_to_be_remembered_are_still_counted(vhost: VirtualHost) -> None:
-    """Of 150 failures the last hundred are kept; where those have been looked at, the other 50 are still reported."""
+    """Of 150 failures, the last hundred are kept.
+
+    If those were looked at, close() still reports the other 50.
+    """
     publisher = Publisher(vhost.url)
     publisher.connect()
     confirmations = [publisher.submit(Message(b"x"), routing_key="nowhere") for _ in range(150)]
@@ -275,7 +284,7 @@ def test_failures_too_many_to_be_remembered_are_still_counted(vhost: VirtualHost
 def test_callbacks_may_raise_and_exit_and_harm_no_other(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each callback is called once, in order, whatever those before it do."""
+    """Each callback is called once, in order, whatever the others do."""
     called: list[int] = []
 
     def callback(number: int) -> None:
@@ -288,7 +297,7 @@ def test_callbacks_may_raise_and_exit_and_harm_no_other(
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=[ORDERS]) as publisher:
         for number in range(5):
-            proxy.hold_confirms()  # or it may be called here, and those before it wait for their thread
+            proxy.hold_confirms()  # otherwise it may be called here, before earlier ones on their thread
             publisher.submit(Message(b"x"), routing_key="orders").add_done_callback(
                 lambda _, number=number: callback(number)
             )
@@ -296,8 +305,8 @@ def test_callbacks_may_raise_and_exit_and_harm_no_other(
             publisher.flush(10)
         settled = publisher.submit(Message(b"x"), routing_key="orders")
         publisher.flush(10)
-        wait_until(lambda: len(called) == 5, timeout=10, what="the callbacks before it")  # which run on a thread
-        settled.add_done_callback(lambda _: callback(1))  # and this one here, at once
+        wait_until(lambda: len(called) == 5, timeout=10, what="the callbacks before it")  # these run on a thread
+        settled.add_done_callback(lambda _: callback(1))  # this one is called here, at once
     assert called == [0, 1, 2, 3, 4, 1]
     assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ValueError, SystemExit, ValueError]
 
@@ -319,7 +328,7 @@ def test_callbacks_may_do_all_but_close_their_publisher(vhost: VirtualHost, faul
             except UsageError as error:
                 outcomes.append(type(error))
 
-        proxy.hold_confirms()  # or the callback may be called here
+        proxy.hold_confirms()  # otherwise the callback may be called here
         publisher.submit(Message(b"x"), routing_key="orders").add_done_callback(callback)
         proxy.release_confirms()
         assert done.wait(20)
@@ -328,7 +337,10 @@ def test_callbacks_may_do_all_but_close_their_publisher(vhost: VirtualHost, faul
 
 
 def test_slow_callbacks_hold_up_publishes_and_bound_memory(vhost: VirtualHost) -> None:
-    """As many callbacks may wait as the window has places; then submit waits, too, and says what for."""
+    """As many callbacks may wait as the window has places.
+
+    Then submit waits as well, and its error says so.
+    """
     release = threading.Event()
     called = at_once = 0
 
@@ -361,11 +373,11 @@ def test_slow_callbacks_hold_up_publishes_and_bound_memory(vhost: VirtualHost) -
 def test_an_endless_callback_delays_close_only_to_its_timeout(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
-    """close() waits for callbacks as for messages: up to its timeout."""
+    """close() waits for callbacks up to its timeout, as for messages."""
     release = threading.Event()
     proxy = fault_proxy(vhost.url)
     publisher = Publisher(proxy.url, topology=[ORDERS])
-    proxy.hold_confirms()  # or the callback may be called here
+    proxy.hold_confirms()  # otherwise the callback may be called here
     publisher.submit(Message(b"x"), routing_key="orders").add_done_callback(lambda _: release.wait(30))
     proxy.release_confirms()
     publisher.flush(10)
@@ -384,7 +396,10 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_threads_that_publish_while_the_interpreter_exits(vhost: VirtualHost) -> None:
-    """Daemon threads are cut off, others are waited for; what was submitted is published, and nothing hangs."""
+    """Daemon threads are cut off, other threads finish.
+
+    Submitted messages are published, and nothing hangs.
+    """
     program = (
         "import sys, threading\n"
         "from reliable_mq import Message, Publisher, Queue, UsageError\n"
@@ -414,7 +429,10 @@ def test_threads_that_publish_while_the_interpreter_exits(vhost: VirtualHost) ->
 def test_an_exit_during_an_outage_reconnects_calls_back_and_ends(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
-    """Also while the interpreter exits, and takes no new threads, names are resolved and callbacks called."""
+    """Names are resolved and callbacks called during the interpreter's exit.
+
+    New threads cannot start then.
+    """
     proxy = fault_proxy(vhost.url)
     program = (
         "import sys, threading\n"
@@ -448,7 +466,7 @@ def test_an_exit_during_an_outage_reconnects_calls_back_and_ends(
 
 
 def test_a_forked_childs_exit_is_silent_on_the_parents_publisher(vhost: VirtualHost) -> None:
-    """The child's exit neither closes nor complains about what is not its own."""
+    """The child's exit neither closes the publisher nor warns about it."""
     program = (
         "import os, sys\n"
         "from reliable_mq import Message, Publisher, Queue\n"
@@ -460,17 +478,17 @@ def test_a_forked_childs_exit_is_silent_on_the_parents_publisher(vhost: VirtualH
         "    publisher.publish(Message(b'x'), routing_key='orders')\n"
         "    publisher.close()\n"
     )
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program, vhost.url]  # that it has forked
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program, vhost.url]  # the fork's warning
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr == ""
     vhost.wait_for_messages("orders", 2)
 
 
-# -- being forgotten ---------------------------------------------------------------------------------------------------
+# -- forgotten publishers ----------------------------------------------------------------------------------------------
 
 
 def test_a_closed_publisher_is_collected(vhost: VirtualHost) -> None:
-    """Neither an unused publisher nor a closed one is kept alive by anything of the package's."""
+    """The package keeps neither an unused publisher nor a closed one alive."""
     unused = Publisher(vhost.url)
     used = Publisher(vhost.url, topology=[ORDERS])
     used.publish(Message(b"x"), routing_key="orders")
@@ -489,7 +507,7 @@ def test_a_closed_publisher_is_collected(vhost: VirtualHost) -> None:
 
 
 def test_an_open_publisher_that_is_forgotten_goes_on(vhost: VirtualHost) -> None:
-    """What it holds is published though nobody refers to it; it is closed when the interpreter exits."""
+    """Its messages are published, and it is closed at the interpreter's exit."""
     publisher = Publisher(vhost.url, topology=[ORDERS])
     for _ in range(1000):
         publisher.submit(Message(b"x"), routing_key="orders")

@@ -1,4 +1,4 @@
-"""A publisher over TLS: the broker's certificate is verified, at the first connect and at every later one."""
+"""A publisher over TLS: every connect verifies the broker's certificate."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def url(vhost: VirtualHost, user: str = "guest:guest@", host: str = "localhost")
 def test_f53_good_certificate_is_accepted(
     tls_vhost: VirtualHost, checker: Audit, authority: Authority, host: str
 ) -> None:
-    """With the right authority everything works as without TLS, large messages and reconnects included."""
+    """Everything works as without TLS, including large messages and reconnects."""
     with Publisher(
         url(tls_vhost, host=host), tls=TLSOptions(ca_file=authority.file), topology=[ORDERS], reconnect_wait=QUICK
     ) as publisher:
@@ -124,7 +124,7 @@ def test_f53_good_certificate_is_accepted(
 def test_the_fault_proxy_holds_confirms_and_cuts_over_tls(
     tls_vhost: VirtualHost, checker: Audit, authority: Authority, fault_proxy: FaultProxyFactory
 ) -> None:
-    """What was published, and not known to be, is published again through it."""
+    """Messages whose confirms were not received are published again."""
     own, trusting = authority.issue("proxy", "127.0.0.1"), TLSOptions(ca_file=authority.file)
     proxy = fault_proxy(url(tls_vhost), cert_file=own.cert_file, key_file=own.key_file, tls=trusting)
     assert proxy.url.startswith("amqps://")
@@ -145,7 +145,7 @@ def test_the_fault_proxy_holds_confirms_and_cuts_over_tls(
 
 
 def test_f53_certificate_says_who_the_client_is(tls_vhost: VirtualHost, authority: Authority) -> None:
-    """SASL EXTERNAL: no password, the user is the common name of the client's certificate."""
+    """SASL EXTERNAL needs no password: the certificate's common name is the user."""
     own = authority.issue("guest")
     tls = TLSOptions(ca_file=authority.file, cert_file=own.cert_file, key_file=own.key_file)
     with Publisher(url(tls_vhost, user="") + "?auth_mechanism=external", tls=tls, topology=[ORDERS]) as publisher:
@@ -153,7 +153,7 @@ def test_f53_certificate_says_who_the_client_is(tls_vhost: VirtualHost, authorit
 
 
 def test_f53_certificate_of_nobody_the_broker_knows(tls_vhost: VirtualHost, authority: Authority) -> None:
-    """SASL EXTERNAL with a valid certificate for a user that the broker does not have is refused for good."""
+    """A valid certificate for an unknown user is refused permanently."""
     own = authority.issue("nobody")
     tls = TLSOptions(ca_file=authority.file, cert_file=own.cert_file, key_file=own.key_file)
     publisher = Publisher(url(tls_vhost, user="") + "?auth_mechanism=external", tls=tls)
@@ -163,7 +163,7 @@ def test_f53_certificate_of_nobody_the_broker_knows(tls_vhost: VirtualHost, auth
 
 
 def test_spark_reads_the_certificates_that_its_options_name(tls_vhost: VirtualHost, authority: Authority) -> None:
-    """A sink and a range, each on its own connection."""
+    """A sink and a range use their own connections."""
     own = authority.issue("guest")
     given = {
         "url": url(tls_vhost, user="") + "?auth_mechanism=external", "connection.caFile": str(authority.file),
@@ -183,7 +183,7 @@ def test_spark_reads_the_certificates_that_its_options_name(tls_vhost: VirtualHo
 def test_queries_read_the_certificates_that_their_options_name(
     tls_vhost: VirtualHost, authority: Authority, mode: dict[str, str]
 ) -> None:
-    """The reader of a queue; or the relay of a stage, who reads its offsets, and a task."""
+    """The reader of a queue uses them; so do relay, offset reader and task of a stage."""
     with Publisher(url(tls_vhost), tls=TLSOptions(ca_file=authority.file), topology=[ORDERS]) as publisher:
         message = Message(b"x")
         assert publisher.publish_many([message], routing_key="orders").ok
@@ -202,7 +202,7 @@ def test_queries_read_the_certificates_that_their_options_name(
 def test_f53_bad_certificate_is_refused(
     tls_vhost: VirtualHost, authority: Authority, bad: Certificate, reason: str
 ) -> None:
-    """At the first connect a certificate that does not verify is an error at once, and nothing is sent."""
+    """A certificate that does not verify fails the first connect; nothing is sent."""
     tls_vhost.broker.change_certificate(files(authority, bad))
     publisher = Publisher(url(tls_vhost), tls=TLSOptions(ca_file=authority.file), topology=[ORDERS])
     for call in (publisher.connect, lambda: publisher.publish(Message(b"x"), routing_key="orders")):
@@ -216,7 +216,7 @@ def test_f53_bad_certificate_is_refused(
 def test_f53_certificate_goes_bad_and_is_renewed(
     tls_vhost: VirtualHost, checker: Audit, authority: Authority, good: Certificate, bad: Certificate, reason: str
 ) -> None:
-    """Once it was connected, a certificate that went bad is refused, and asked for again until it is renewed."""
+    """After a first connect, a bad certificate is retried until it is renewed."""
     with Publisher(
         url(tls_vhost), tls=TLSOptions(ca_file=authority.file), topology=[ORDERS], reconnect_wait=QUICK
     ) as publisher:
@@ -235,7 +235,7 @@ def test_f53_certificate_goes_bad_and_is_renewed(
 
 
 def test_f53_no_authority_given_means_the_systems(tls_vhost: VirtualHost) -> None:
-    """Without options the system's authorities are asked, which do not know ours: refused, not trusted."""
+    """The system's authorities do not know the test's, so the broker is refused."""
     with pytest.raises(BrokerUnavailable, match="verify") as caught:
         Publisher(url(tls_vhost)).connect()
     assert caught.value.permanent
@@ -244,7 +244,7 @@ def test_f53_no_authority_given_means_the_systems(tls_vhost: VirtualHost) -> Non
 def test_f53_verification_can_be_off_only_in_code_and_loudly(
     tls_vhost: VirtualHost, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """verify=False connects to anybody, and says so at every connect."""
+    """verify=False connects to any server and logs a warning at every connect."""
     with Publisher(url(tls_vhost), tls=TLSOptions(verify=False), topology=[ORDERS]) as publisher:
         publisher.publish(Message(b"x"), routing_key="orders")
     assert "TLS verification is off" in caplog.text

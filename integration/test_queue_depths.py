@@ -1,4 +1,4 @@
-"""`QueueDepths` on a real broker: what a scrape shows of queues that fill, go, and come back."""
+"""`QueueDepths` on a real broker: queues that fill, disappear and come back."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def registry() -> CollectorRegistry:
 def test_the_depths_of_a_queue_and_of_its_dead_letter_queue_show(
     any_vhost: VirtualHost, registry: CollectorRegistry
 ) -> None:
-    """Messages that are ready count; consumers, too."""
+    """The depths count ready messages and consumers."""
     value = scraped(registry)
 
     def fail(_delivery: object) -> None:
@@ -60,7 +60,10 @@ def test_the_depths_of_a_queue_and_of_its_dead_letter_queue_show(
 def test_a_queue_that_does_not_exist_spoils_no_other(
     vhost: VirtualHost, registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its gauge is not there, the failures are counted and logged once; when it is declared, its depth shows."""
+    """Its gauge is missing, and the failures are counted and logged once.
+
+    Once the queue is declared, its depth appears.
+    """
     value = scraped(registry)
     with vhost.connect() as connection:
         connection.channel().queue_declare("there")
@@ -92,7 +95,7 @@ def test_a_user_who_may_only_read_may_measure(any_vhost: VirtualHost, registry: 
 def test_it_goes_on_when_the_broker_is_back(
     vhost: VirtualHost, registry: CollectorRegistry, fault_proxy: FaultProxyFactory
 ) -> None:
-    """Entering does not wait for the broker. While that is away, no gauge is made up."""
+    """Entering does not wait for the broker; during an outage there is no gauge."""
     value = scraped(registry)
     proxy = fault_proxy(vhost.url)
     with vhost.connect() as connection:

@@ -1,4 +1,4 @@
-"""Relays of one table on real servers, which lock rows, and pass over what is locked."""
+"""Relays of one table on servers that lock rows and skip locked ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(params=["postgresql", "mariadb", "mysql"])
 def table(request: pytest.FixtureRequest, database: Callable[[str], Database]) -> Iterator[TableOutbox]:
-    """In an empty database."""
+    """A table in an empty database."""
     engine = create_engine(database(request.param).fresh())
     with TableOutbox(engine) as made:
         yield made
@@ -41,7 +41,10 @@ def table(request: pytest.FixtureRequest, database: Callable[[str], Database]) -
 
 class TestRowLeases(RowLeasesContract):
     def test_a_relay_waits_for_no_open_transaction_of_a_user(self, table: TableOutbox) -> None:
-        """In a table so small that a server would rather read all of it, and wait for the rows that others have."""
+        """The table is so small that a server would prefer to scan all of it.
+
+        It would then wait for rows that others have locked.
+        """
         outbox, claims = table.outbox, table.outbox.claims()
         store(outbox, *map(str, range(300)))
         taken: list[OutboxRow] = []
@@ -84,14 +87,14 @@ def waiting_for_no_lock(engine: Engine) -> Iterator[None]:
 
 
 def report(outbox: SQLAlchemyOutbox, claims: RowLeases, rows: Sequence[OutboxRow], outcome: RowOutcome) -> None:
-    """Write the outcome of rows that were taken."""
+    """Write the outcome of claimed rows."""
     settlements = [RowSettlement(row, outcome) for row in rows]
     outbox.write([], settlements)
     claims.written(settlements)
 
 
 def test_a_relay_passes_over_rows_that_another_has_locked(table: TableOutbox) -> None:
-    """A transaction that hangs in the middle of taking rows holds up its own rows, and no relay."""
+    """A transaction that hangs while it claims rows blocks only its own rows."""
     store(table.outbox, *"abcde")
     store(table.outbox, "0", "1", key="key")
     columns = table.outbox.table.c
@@ -110,7 +113,10 @@ def test_a_relay_passes_over_rows_that_another_has_locked(table: TableOutbox) ->
 def test_f45_outbox_leases_and_delays_ignore_the_wall_clock(
     database: Callable[[str], Database], tmp_path: Path
 ) -> None:
-    """A row is another relay's when the lease of a dead one is over, neither earlier nor later; likewise a delay."""
+    """Another relay gets the row when the lease of a dead one ends, at that time.
+
+    The same holds for a delay.
+    """
     offset_file = tmp_path / "offset"
     offset_file.write_text("+0")
     servers = [database(kind) for kind in ("postgresql", "mariadb", "mysql")]
@@ -125,7 +131,10 @@ def test_f45_outbox_leases_and_delays_ignore_the_wall_clock(
 
 
 def test_the_lease_clock_does_not_go_back_as_summer_time_ends(database: Callable[[str], Database]) -> None:
-    """In a session whose local time has just begun an hour anew. MySQL takes it for the one before."""
+    """The session's local hour is the second of two equal ones.
+
+    MySQL interprets it as the first one.
+    """
     engine = create_engine(database("mysql").fresh())
     with engine.begin() as connection:
         for statement in _SUMMER_TIME_HAS_ENDED:
@@ -158,7 +167,7 @@ class TestOutbox(OutboxContract):
 
     @pytest.fixture
     def subject(self, table: TableOutbox) -> OutboxUnderTest:
-        """Time passes in the table: the clock is the server's."""
+        """Time passes in the table, because the server has the clock."""
 
         def empty() -> None:
             with table.engine.begin() as connection:

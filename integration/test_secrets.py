@@ -1,7 +1,7 @@
-"""No password, no body and no header in any log, repr, error or traceback, whatever goes wrong.
+"""No log, repr, error or traceback contains a password, body or header.
 
-Every value that must not show is a canary: a word that occurs nowhere else. Everything that a program could print or
-log is collected, with every logger at DEBUG, the driver's included, and tracebacks with the values of local variables.
+Every secret is a canary: a word that occurs nowhere else. The tests collect everything that a program could print or
+log, with every logger at DEBUG, including the driver's, and tracebacks with the values of local variables.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def canary(what: str) -> str:
 
 
 class Collector(logging.Handler):
-    """Everything that could be seen, as text."""
+    """Collects all visible output as text."""
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
@@ -67,30 +67,30 @@ class Collector(logging.Handler):
             self.error(record.exc_info[1])
 
     def error(self, error: BaseException, *, local_variables: bool = True) -> None:
-        """An exception, as text, and as a traceback with all causes."""
+        """Add an exception as text, and as a traceback with all causes."""
         self.seen += [str(error), repr(error), repr(vars(error))]
         formatted = traceback.TracebackException.from_exception(error, capture_locals=local_variables)
         self.seen.extend(formatted.format())
 
     def show(self, *things: object) -> None:
-        """What a program might print."""
+        """Add values that a program might print."""
         for thing in things:
             self.seen += [str(thing), repr(thing)]
 
     def expect(self, kind: type[BaseException] | tuple[type[BaseException], ...], call: Callable[[], Any]) -> None:
-        """Call it, and look at the error that it must raise."""
+        """Call it, and add the error that it must raise."""
         with pytest.raises(kind) as caught:
             call()
-        # Of a wrong argument the local variables are the argument itself.
+        # For a wrong argument, the local variables include the argument itself.
         self.error(caught.value, local_variables=not isinstance(caught.value, ConfigurationError))
 
     def check(self, *canaries: str) -> None:
-        """None of the canaries was seen, in no encoding."""
+        """Check that no canary was seen in any encoding."""
         assert len(self.seen) > 20, "hardly anything was collected"
         text = "\n".join(self.seen)
         for word in canaries:
             encodings = {word, base64.b64encode(word.encode()).decode().rstrip("="), word.encode().hex()}
-            for offset in (1, 2):  # as part of something longer
+            for offset in (1, 2):  # as part of a longer text
                 encodings.add(base64.b64encode(word.encode()[offset:]).decode().rstrip("=")[:-2])
             for encoding in encodings:
                 where = text.find(encoding)
@@ -99,7 +99,7 @@ class Collector(logging.Handler):
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    """Collects from every logger, at DEBUG."""
+    """A collector of every logger, at DEBUG."""
     collector = Collector()
     root = logging.getLogger()
     former = {logger: logger.level for logger in (root, *map(logging.getLogger, ("reliable_mq", "pika")))}
@@ -140,7 +140,10 @@ def user(vhost: VirtualHost) -> Iterator[User]:
 def test_no_password_shows_through_a_publishers_life(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, user: User, collector: Collector, source: str
 ) -> None:
-    """Connecting, being refused, reconnecting, failing and closing show no password, wherever it came from."""
+    """Connecting, refusals, reconnects, failures and closing show no password.
+
+    Its source does not matter.
+    """
     proxy = fault_proxy(vhost.url)
     wrong = canary("wrong")
     bare = proxy.url.replace("guest:guest@", "")
@@ -180,7 +183,10 @@ def test_no_password_shows_through_a_publishers_life(
 
 
 def test_no_secret_of_a_credentials_callback_that_fails_shows(vhost: VirtualHost, collector: Collector) -> None:
-    """What a callback raises may hold anything, and so may what it returns where that is no credentials."""
+    """The exception of a callback may contain anything.
+
+    So may a result that is not valid credentials.
+    """
     word = canary("token")
 
     def raises() -> tuple[str, str]:
@@ -209,7 +215,7 @@ def test_no_secret_of_a_credentials_callback_that_fails_shows(vhost: VirtualHost
     ],
 )
 def test_no_password_in_the_error_of_a_malformed_url(malformed: str) -> None:
-    """A URL that is not understood is not printed: what looks like a host may be part of a password."""
+    """An invalid URL is not printed: part of the password may look like a host."""
     word = canary("password")
     with pytest.raises(ConfigurationError) as caught:
         Publisher(malformed.format(word))
@@ -221,7 +227,7 @@ def test_no_password_in_the_error_of_a_malformed_url(malformed: str) -> None:
 def test_no_body_or_header_shows_for_any_outcome_of_a_message(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, collector: Collector
 ) -> None:
-    """Confirmed, returned, nacked, refused, given up, republished, unwatched: messages are known by their ids."""
+    """All outcomes of a message show only its id."""
     body, value, correlation = canary("body"), canary("header"), canary("correlation")
 
     def message(**properties: Any) -> Message:
@@ -276,7 +282,7 @@ def test_no_body_or_header_shows_for_any_outcome_of_a_message(
 def test_an_undecodable_frame_shows_no_body_and_no_header(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, collector: Collector
 ) -> None:
-    """A broken frame costs the connection; what is said of it shows nothing of what it carried."""
+    """A broken frame closes the connection; the error shows none of its data."""
     body, value = canary("body"), canary("header")
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=TOPOLOGY, reconnect_wait=QUICK) as publisher:

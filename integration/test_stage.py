@@ -1,4 +1,4 @@
-"""The relay into a stage against real brokers: fault rows 68, 69 and 70, and messages byte for byte."""
+"""The relay into a stage on real brokers: fault rows 68, 69 and 70, and fidelity."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def message_of(delivery: RawDelivery) -> Message:
 
 @pytest.mark.parametrize("kind", ["quorum", "classic"])
 def test_a_relay_moves_a_queue_into_a_stream(any_vhost: VirtualHost, kind: str) -> None:
-    """Each message once, in order; the queue is empty afterwards."""
+    """Each message is moved once, in order; the queue is empty afterwards."""
     publish(any_vhost.url, "orders", 2000, type=kind)
     with relaying(any_vhost.url) as relay:
         assert relay.wait_moved(DEADLINE)
@@ -63,7 +63,10 @@ def test_a_relay_moves_a_queue_into_a_stream(any_vhost: VirtualHost, kind: str) 
 
 
 def test_messages_come_back_byte_for_byte(any_vhost: VirtualHost) -> None:
-    """Tables, lists, decimals, broken properties and large headers included: a stream carries none of them."""
+    """This includes tables, lists, decimals, invalid properties and large headers.
+
+    A stream carries none of them.
+    """
     with any_vhost.connect() as connection:
         channel = connection.channel()
         channel.queue_declare("orders", durable=True)
@@ -109,7 +112,7 @@ def test_messages_come_back_byte_for_byte(any_vhost: VirtualHost) -> None:
 
 
 def test_a_super_stream_puts_messages_into_their_keys_partition(vhost: VirtualHost) -> None:
-    """A header's value decides; the partitions are found by their exchange."""
+    """A header's value decides; the exchange gives the partitions."""
     with Publisher(vhost.url, topology=[Queue("orders")], new_queue_grace=0) as publisher:
         messages = [Message(b"x", message_id=f"m{n}", headers={"customer": f"c{n % 7}"}) for n in range(210)]
         assert publisher.publish_many(messages, routing_key="orders").ok
@@ -130,7 +133,7 @@ def test_a_super_stream_puts_messages_into_their_keys_partition(vhost: VirtualHo
 def test_f68_a_killed_relay_moves_each_message_once(
     any_vhost: VirtualHost, kind: str, checker: Audit, rng: random.Random
 ) -> None:
-    """SIGKILL at random moments, under load: 0 lost, 0 twice in the stage."""
+    """SIGKILLs at random moments under load lose and repeat nothing in the stage."""
     kills = 12 if soaking() else 4
     total = 0
     publish(any_vhost.url, "orders", 1, first=1_000_000, type=kind)
@@ -156,7 +159,10 @@ def test_f68_a_killed_relay_moves_each_message_once(
 def test_f68_two_hundred_kills_spend_no_message(
     vhost: VirtualHost, rng: random.Random, report: Callable[[str], None]
 ) -> None:
-    """On a queue with the delivery limit of 20: each life moves some, so none comes back that often."""
+    """With the delivery limit of 20, each life of the relay moves some messages.
+
+    No message is redelivered that often.
+    """
     kills = 200 if soaking() else 16
     arguments = {
         "x-queue-type": "quorum",
@@ -188,7 +194,10 @@ def test_f68_two_hundred_kills_spend_no_message(
 
 @pytest.mark.parametrize("kind", ["quorum", pytest.param("classic", marks=pytest.mark.soak)])
 def test_f68_a_killed_broker_costs_and_repeats_nothing(private_vhost: VirtualHost, kind: str) -> None:
-    """A classic queue forgets its last acks, and delivers those messages again: they are in the tail."""
+    """A classic queue forgets its last acks and redelivers those messages.
+
+    The relay finds them in the tail of the stage.
+    """
     publish(private_vhost.url, "orders", 3000, type=kind)
     with relaying(private_vhost.url, new_stage_grace=2.0) as relay:
         wait_until(lambda: relay.statistics.moved > 500, timeout=DEADLINE, what="some messages moved")
@@ -201,7 +210,7 @@ def test_f68_a_killed_broker_costs_and_repeats_nothing(private_vhost: VirtualHos
 
 
 def test_messages_are_ready_though_the_leader_does_not_respond(vhost: VirtualHost) -> None:
-    """RabbitMQ reports none then."""
+    """RabbitMQ reports no messages then."""
     publish(vhost.url, "orders", 300, type="quorum")
     suspend_leader(vhost, "orders", 2)
     with relaying(vhost.url, max_outstanding=50) as relay:
@@ -211,7 +220,7 @@ def test_messages_are_ready_though_the_leader_does_not_respond(vhost: VirtualHos
 
 
 def test_f68_a_cut_connection_repeats_nothing(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """Between publish and confirm, and between confirm and ack."""
+    """The cuts are between publish and confirm, and between confirm and ack."""
     publish(vhost.url, "orders", 4000, type="quorum")
     with fault_proxy(vhost.url) as proxy, relaying(proxy.url) as relay:
         for cut in range(1, 4):
@@ -224,7 +233,7 @@ def test_f68_a_cut_connection_repeats_nothing(vhost: VirtualHost, fault_proxy: F
 
 
 def test_f69_an_alarm_stops_the_relay_with_everything_unacked(private_vhost: VirtualHost) -> None:
-    """It goes on when the alarm is over."""
+    """It continues when the alarm is over."""
     publish(private_vhost.url, "orders", 100, type="classic")
     private_vhost.broker.alarm("disk")
     with relaying(private_vhost.url) as relay:
@@ -238,7 +247,7 @@ def test_f69_an_alarm_stops_the_relay_with_everything_unacked(private_vhost: Vir
 
 
 def test_f69_a_deleted_stage_is_not_made_anew_in_silence(vhost: VirtualHost) -> None:
-    """What was not read is lost; the relay ends with an error, and acks nothing more."""
+    """Unread messages are lost; the relay ends with an error and acks no more."""
     publish(vhost.url, "orders", 10, type="quorum")
     with relaying(vhost.url, missing_queue_timeout=1.0) as relay:
         assert relay.wait_moved(DEADLINE)
@@ -251,7 +260,7 @@ def test_f69_a_deleted_stage_is_not_made_anew_in_silence(vhost: VirtualHost) -> 
 
 
 def test_a_differing_stage_ends_the_relay_naming_the_options(vhost: VirtualHost) -> None:
-    """By the names that the user knows; the queue is left alone."""
+    """The error uses the user's names of the options; the queue is unchanged."""
     publish(vhost.url, "orders", 10, type="quorum")
     with vhost.connect() as connection:
         arguments = {"x-queue-type": "stream", "x-max-age": "86400s"}
@@ -264,7 +273,7 @@ def test_a_differing_stage_ends_the_relay_naming_the_options(vhost: VirtualHost)
 
 
 def test_a_queue_that_is_deleted_ends_the_relay_by_name(vhost: VirtualHost) -> None:
-    """After a while: it may come back."""
+    """It ends after a timeout, because the queue may come back."""
     publish(vhost.url, "orders", 10, type="quorum")
     with relaying(vhost.url, missing_queue_timeout=1.0) as relay:
         assert relay.wait_moved(DEADLINE)
@@ -274,7 +283,7 @@ def test_a_queue_that_is_deleted_ends_the_relay_by_name(vhost: VirtualHost) -> N
 
 
 def test_f70_of_two_relays_one_moves_and_the_other_takes_over(vhost: VirtualHost) -> None:
-    """The second one waits, and moves nothing."""
+    """The second relay waits and moves nothing."""
     publish(vhost.url, "orders", 500, type="quorum")
     with relaying(vhost.url) as first:
         assert first.wait_moved(DEADLINE)
@@ -291,7 +300,7 @@ def test_f70_of_two_relays_one_moves_and_the_other_takes_over(vhost: VirtualHost
 
 @pytest.mark.parametrize("kind", ["quorum", "classic"])
 def test_two_stages_of_one_queue_are_warned_of(vhost: VirtualHost, kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    """By both relays, once each; not by two relays of one stage, of which one waits."""
+    """Both relays warn once each; two relays of one stage do not."""
     publish(vhost.url, "orders", 3000, type=kind)
 
     def warned() -> list[str]:
@@ -315,7 +324,10 @@ def test_two_stages_of_one_queue_are_warned_of(vhost: VirtualHost, kind: str, ca
 def test_two_stages_of_a_single_active_queue_get_a_part_each(
     vhost: VirtualHost, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As soon as the active one changes. A quorum queue does not count the other, so its relays cannot warn."""
+    """The second one moves messages as soon as it is the active consumer.
+
+    A quorum queue does not count waiting consumers, so its relays cannot warn.
+    """
     publish(vhost.url, "orders", 1000, type=kind, single_active_consumer=True)
 
     def warned() -> set[str]:
@@ -340,7 +352,10 @@ def test_two_stages_of_a_single_active_queue_get_a_part_each(
 def test_a_shovel_in_place_of_the_relay_loses_nothing(
     private_vhost: VirtualHost, private_broker: RabbitMQ, report: Callable[[str], None]
 ) -> None:
-    """Killed with its broker: at least once. Headers that are lists go; exchange and routing key are the shovel's."""
+    """After a kill with its broker, the shovel has moved messages at least once.
+
+    Headers that are lists are lost; exchange and routing key are those of the shovel.
+    """
     publish(private_vhost.url, "orders", 20_000, type="quorum")
     with Publisher(private_vhost.url, topology=[Queue("stage", type="stream")]) as publisher:
         publisher.publish(Message(b"x", message_id="headers", headers={"n": 1, "items": [1, 2]}), routing_key="orders")
@@ -362,7 +377,10 @@ def test_a_shovel_in_place_of_the_relay_loses_nothing(
 
 @pytest.mark.soak
 def test_a_confirm_covers_a_binding_in_place_of_the_relay(private_vhost: VirtualHost, private_broker: RabbitMQ) -> None:
-    """What is confirmed is in the queue and in the stage, once, also when the broker is killed then."""
+    """Confirmed messages are once in the queue and once in the stage.
+
+    This holds even if the broker is killed right after the confirm.
+    """
     exchange, orders, stage = Exchange("shop"), Queue("orders"), Queue("stage", type="stream")
     bindings = [Binding(exchange, queue, routing_key="order") for queue in (orders, stage)]
     with Publisher(private_vhost.url, topology=[exchange, orders, stage, *bindings], new_queue_grace=2) as publisher:
@@ -378,7 +396,7 @@ def test_a_confirm_covers_a_binding_in_place_of_the_relay(private_vhost: Virtual
 
 
 def test_a_message_without_id_ends_the_relay(vhost: VirtualHost) -> None:
-    """It and those behind it stay in the queue."""
+    """That message and all later ones stay in the queue."""
     publish(vhost.url, "orders", 1, type="quorum")
     with vhost.connect() as connection:
         connection.channel().basic_publish("", "orders", b"no id")
@@ -392,7 +410,7 @@ def test_a_message_without_id_ends_the_relay(vhost: VirtualHost) -> None:
 
 
 def test_a_stage_of_a_newer_version_ends_the_relay(vhost: VirtualHost) -> None:
-    """With an error that says what to install, and with the queue as it was."""
+    """The error says what to install; the queue is unchanged."""
     publish(vhost.url, "orders", 1, type="quorum")
     with relaying(vhost.url) as relay:
         assert relay.wait_moved(DEADLINE)
@@ -408,7 +426,7 @@ def test_a_stage_of_a_newer_version_ends_the_relay(vhost: VirtualHost) -> None:
 
 
 def test_the_command_moves_queues_until_sigterm(vhost: VirtualHost) -> None:
-    """Two of them; it serves metrics, and drains."""
+    """It moves two queues, serves metrics, and drains."""
     publish(vhost.url, "orders", 300, type="quorum")
     publish(vhost.url, "invoices", 300, type="classic")
     command = ["stage", vhost.url, "orders", "orders.stage", "invoices", "invoices.stage", "--metrics-port", "0"]
@@ -437,7 +455,7 @@ def test_an_interrupted_stage_command_drains_and_exits_with_130(vhost: VirtualHo
 
 
 def test_the_command_ends_with_the_error_of_a_relay(vhost: VirtualHost) -> None:
-    """A queue that does not exist for as long as it may be missing."""
+    """The queue stays missing for longer than its timeout."""
     process = start_cli("stage", vhost.url, "nowhere", "stage", "--missing-queue-timeout", "1")
     _, said = process.communicate(timeout=30)
     assert process.returncode == 1

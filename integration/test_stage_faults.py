@@ -1,4 +1,7 @@
-"""The relay into a stage under load: a stage that does not confirm, or nacks; an alarm; large bodies; SIGTERM."""
+"""The relay into a stage under load, with faults.
+
+The stage does not confirm or nacks; an alarm; large bodies; SIGTERM.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,17 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("baseline")
 
-CONFIRM = Struct(">QB")  # tag and multiple of a basic.ack, behind its name
+CONFIRM = Struct(">QB")  # tag and multiple of a basic.ack, after its method number
 LARGE = 256 * 1024
 
 
 def test_f69_while_the_stage_does_not_confirm_nothing_is_acked(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
-    """All is back in the queue when the relay connects anew; then each message is moved once, by what the stage has."""
+    """All messages are requeued when the relay reconnects.
+
+    Then the content of the stage ensures that each message is moved once.
+    """
     publish(vhost.url, "orders", 1, type="quorum")
     with fault_proxy(vhost.url) as proxy, relaying(proxy.url, confirm_timeout=3.0) as relay:
         wait_until(lambda: relay.statistics.moved == 1, timeout=DEADLINE, what="the first one moved")
@@ -53,7 +59,7 @@ def test_f69_while_the_stage_does_not_confirm_nothing_is_acked(
 def test_f69_a_nack_of_the_stage_loses_and_repeats_nothing(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whether the stage has a copy that was nacked is looked up: here it has."""
+    """The relay checks whether the stage has a nacked copy; here it has."""
     publish(vhost.url, "orders", 1, type="quorum")
     nacked: list[int] = []
 
@@ -81,7 +87,7 @@ def test_f69_a_nack_of_the_stage_loses_and_repeats_nothing(
 def test_f69_an_alarm_while_messages_move_is_waited_for(
     private_vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The connection is kept, for longer than confirms may take, and the relay goes on where it was."""
+    """The connection stays open beyond the confirm timeout, and the relay continues."""
     publish(private_vhost.url, "orders", 3000, type="quorum")
     with fault_proxy(private_vhost.url) as proxy:
         proxy.throttle(40_000)
@@ -102,7 +108,10 @@ def test_f69_an_alarm_while_messages_move_is_waited_for(
 
 
 def test_the_bytes_that_a_relay_holds_are_bounded(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """It has learned to read far ahead of small messages when large ones come: it pauses, and reads on with fewer."""
+    """The relay reads far ahead while messages are small.
+
+    When large ones arrive, it pauses and then reads ahead less.
+    """
     small, large, at_once = 4000, 80, 32
     publish(vhost.url, "orders", small, type="quorum")
     held: list[int] = []
@@ -115,7 +124,7 @@ def test_the_bytes_that_a_relay_holds_are_bounded(vhost: VirtualHost, fault_prox
         proxy.hold_confirms()
         messages = [Message(bytes(LARGE), message_id=f"large-{number}") for number in range(large)]
         with Publisher(vhost.url) as publisher:
-            proxy.stop_reading("to_client")  # so that many are on their way before the relay knows of one
+            proxy.stop_reading("to_client")  # so that many are on the way before the relay knows of one
             assert publisher.publish_many(messages[:at_once], routing_key="orders").ok
             wait_until(lambda: ready(vhost, "orders") == 0, timeout=DEADLINE, what="large messages on their way")
             proxy.resume("to_client")
@@ -142,7 +151,10 @@ def test_the_bytes_that_a_relay_holds_are_bounded(vhost: VirtualHost, fault_prox
 
 
 def test_a_terminated_stage_command_leaves_the_rest_queued(vhost: VirtualHost) -> None:
-    """Staged and ready are what was published, and none is in both. Its metrics are served until then."""
+    """Each published message is either staged or ready.
+
+    The metrics are served until the end.
+    """
     published = 30_000
     publish(vhost.url, "orders", published, type="quorum")
     with running_cli("stage", vhost.url, "orders", "stage", "--metrics-port", "0") as process:

@@ -1,4 +1,4 @@
-"""What a `SQLiteStore` does to its disk, and does without one."""
+"""The disk access of a `SQLiteStore`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def test_completions_are_synced_before_the_answer_once_per_batch(tmp_path: Path) -> None:
-    """A claim, or a release, waits for no disk: it need not survive the machine."""
+    """Claims and releases need no sync, because they may be lost with the machine."""
     path = tmp_path / "store.db"
     events = traced("syncing_store", str(path), directory=tmp_path)
     synced = f"sync {path}-wal"
@@ -31,6 +31,9 @@ def test_completions_are_synced_before_the_answer_once_per_batch(tmp_path: Path)
 
 
 def test_f39_a_store_on_a_full_disk_refuses_and_later_goes_on(tmp_path: Path) -> None:
-    """No claim, so no effect; what was done before is known, what was held can be completed."""
+    """Without a claim there is no effect.
+
+    Earlier completions are known, and held claims can be completed.
+    """
     program = [sys.executable, "-m", "integration.programs.full_store", str(tmp_path)]
     assert output_of(["unshare", "--user", "--map-root-user", "--mount", *program]) == "end\n"

@@ -1,4 +1,4 @@
-"""What every store must do, against real servers; and what only a server can do to a store."""
+"""The contract of stores on real servers, and faults of the servers."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
     from integration.support.databases import Database
 
-# A database, or a database and a driver of another than its usual one.
+# A database, with a driver if it is not the usual one.
 KINDS = ("redis", "redis+asyncio", "postgresql", "postgresql+psycopg_async", "mariadb", "mysql")
-BOTH_APIS = [{"redis", "postgresql"}, {"redis+asyncio", "postgresql+psycopg_async"}]  # of one server
+BOTH_APIS = [{"redis", "postgresql"}, {"redis+asyncio", "postgresql+psycopg_async"}]  # on one server
 MORE_DRIVERS = ("postgresql+asyncpg", "postgresql+psycopg2", "mariadb+asyncmy", "mysql+asyncmy")
 EVERY_KIND = [*KINDS, *(pytest.param(kind, marks=pytest.mark.soak) for kind in MORE_DRIVERS)]
 _AGE = """
@@ -60,7 +60,7 @@ redis.call('SET', key, '2' .. string.sub(redis.call('GET', key), 2), 'KEEPTTL')
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Outside of a soak half of the tests of a server run on each API."""
+    """Outside of a soak, half of a server's tests run on each API."""
     left = set() if soaking() else BOTH_APIS[crc32(metafunc.function.__name__.encode()) % 2]
     kinds = [kind for kind in EVERY_KIND if not isinstance(kind, str) or kind not in left]
     for name in ("subject", "breakable"):
@@ -108,7 +108,7 @@ class TestStores(StoreContract):
         return 5 * soak_seeds()
 
 
-# -- rows that are over ------------------------------------------------------------------------------------------------
+# -- expired rows ------------------------------------------------------------------------------------------------------
 
 IN_SQL = ("postgresql", "postgresql+psycopg_async", "mariadb", "mysql")
 
@@ -119,7 +119,7 @@ def test_a_table_holds_what_is_not_over_and_little_more(subject: Subject) -> Non
 
 
 def over(engine: Engine, count: int = 300) -> None:
-    """Put rows into the table that are over."""
+    """Insert expired rows into the table."""
     rows = ", ".join(f"('over-{number}', 1, 2, 1, 0, 0, 1, {number})" for number in range(count))
     with engine.begin() as connection:
         connection.execute(text(f"INSERT INTO reliable_mq_claims VALUES {rows}"))
@@ -129,7 +129,7 @@ def over(engine: Engine, count: int = 300) -> None:
 def two_stores(
     request: pytest.FixtureRequest, database: Callable[[str], Database]
 ) -> Iterator[tuple[SQLAlchemyStore, Engine]]:
-    """A store whose questions have a second, and an engine of somebody else."""
+    """A store with a timeout of one second, and a separate engine."""
     url = database(request.param).fresh()
     engine, other = create_engine(url), create_engine(url)
     store = SQLAlchemyStore(engine, timeout=1.0)
@@ -141,10 +141,10 @@ def two_stores(
 
 
 def test_claims_do_not_wait_for_a_purge(two_stores: tuple[SQLAlchemyStore, Engine]) -> None:
-    """Of keys that are new, whenever their rows will be over; as long as its transaction takes."""
+    """The claims are for new keys, with any expiry, during an open purge."""
     store, other = two_stores
     with other.connect() as purging:
-        over(other, 200)  # and what is behind them is the end of the index
+        over(other, 200)  # the index ends behind them
         statements_of_a_purge(store, purging)
         assert purging.scalar(text("SELECT count(*) FROM reliable_mq_claims")) == 0, "not committed yet"
         claims = store.claim_many([f"key-{number}" for number in range(64)], LEASE)
@@ -152,7 +152,7 @@ def test_claims_do_not_wait_for_a_purge(two_stores: tuple[SQLAlchemyStore, Engin
 
 
 def test_a_purge_does_not_wait_for_rows_that_others_have(two_stores: tuple[SQLAlchemyStore, Engine]) -> None:
-    """A handler's transaction that is open for long, say; nor do claims."""
+    """For example, a handler's transaction is open; claims do not wait either."""
     store, other = two_stores
     over(other)
     with other.connect() as holding:
@@ -168,7 +168,7 @@ def test_a_purge_does_not_wait_for_rows_that_others_have(two_stores: tuple[SQLAl
 def test_unheld_keys_do_not_wait_for_a_key_that_somebody_holds(
     two_stores: tuple[SQLAlchemyStore, Engine],
 ) -> None:
-    """In a table so small that the server would rather read all of it, and lock what it reads."""
+    """The table is so small that the server would prefer to scan and lock all of it."""
     store, other = two_stores
     held, *claims = store.claim_many([f"key-{number:03}" for number in range(200)], LEASE)
     with other.connect() as holding:
@@ -181,7 +181,10 @@ def test_unheld_keys_do_not_wait_for_a_key_that_somebody_holds(
 
 
 def test_a_purge_reads_what_is_over_by_the_index(two_stores: tuple[SQLAlchemyStore, Engine]) -> None:
-    """Of a table that is large, whether it was analyzed or not; then its rows are looked up by their keys."""
+    """This holds for a large table, analyzed or not.
+
+    The rows are then looked up by their keys.
+    """
     store, other = two_stores
     over(other, 5000)
     with other.begin() as connection:
@@ -198,12 +201,12 @@ def test_a_purge_reads_what_is_over_by_the_index(two_stores: tuple[SQLAlchemySto
             plans = statements_of_a_purge(store, connection)
         assert "reliable_mq_claims_expires" in plans[0], plans[0]
         assert not any("Seq Scan" in plan or "Sort" in plan or "filesort" in plan for plan in plans), plans
-        if len(plans) > 1:  # of a DELETE with its hint, MySQL tells no plan
+        if len(plans) > 1:  # MySQL shows no plan for a DELETE with its hint
             assert all("PRIMARY" in plan or "not executable" in plan for plan in plans[1:]), plans
 
 
 def statements_of_a_purge(store: SQLAlchemyStore, connection: Connection) -> list[str]:
-    """Carry them out, in a transaction that is left open, and return the server's plan for each."""
+    """Run the statements in a transaction left open; return the plan of each."""
     plans: list[str] = []
     steps = store._sql.purge(250, now=0)
     ask = next(steps)
@@ -217,7 +220,7 @@ def statements_of_a_purge(store: SQLAlchemyStore, connection: Connection) -> lis
     return plans
 
 
-# -- what happens to servers -------------------------------------------------------------------------------------------
+# -- faults of servers -------------------------------------------------------------------------------------------------
 
 
 class Breakable:
@@ -267,7 +270,7 @@ class Breakable:
 
 
 def all_returned(pool: Any) -> None:
-    """Whatever a connection went through, its place in the pool is free again."""
+    """Wait until every connection has returned its place in the pool."""
     wait_until(lambda: pool.checkedout() == 0, timeout=20, what=pool.status)
 
 
@@ -279,7 +282,7 @@ def breakable(request: pytest.FixtureRequest, database: Callable[[str], Database
 
 
 def test_f41_a_store_fails_with_its_server_and_recovers_with_it(breakable: Breakable) -> None:
-    """What was claimed and completed is known after the restart; nobody has to make a new store."""
+    """Claims and completions survive the restart, and the store works again."""
     done, held = breakable.claim("done", "held")
     assert breakable.store.complete_many([done]) == [True]
     breakable.server.kill()
@@ -294,7 +297,10 @@ def test_f41_a_store_fails_with_its_server_and_recovers_with_it(breakable: Break
 
 
 def test_f42_a_hanging_store_fails_in_time_and_finds_its_claim(breakable: Breakable) -> None:
-    """The frozen server may still carry out what it was asked: nobody waits for the lease of that claim."""
+    """The frozen server may still execute the claim.
+
+    The next claim does not wait for that lease.
+    """
     [done] = breakable.claim("done")
     breakable.server.pause()
     begun = time.monotonic()
@@ -310,7 +316,10 @@ def test_f42_a_hanging_store_fails_in_time_and_finds_its_claim(breakable: Breaka
 
 
 def answered_again(call: Callable[[], list[Any]]) -> list[Any]:
-    """The first answers after a freeze, or a start, may be late: what was asked before it may still hold its locks."""
+    """Call again while answers are late.
+
+    After a freeze or a start, earlier queries may still hold locks.
+    """
     for _ in range(10):
         try:
             return call()
@@ -325,9 +334,9 @@ def answered_again(call: Callable[[], list[Any]]) -> list[Any]:
 def test_f43_claims_whose_answers_are_lost_are_linearizable(
     database: Callable[[str], Database], rng: random.Random, kind: str
 ) -> None:
-    """Each answer may be that of a store which has, or has not, done what it did not answer to."""
+    """A query without an answer may or may not have been executed."""
     name = kind.partition("+")[0]
-    share = 0.3 if name == "redis" else 0.1  # one to the others has several parts
+    share = 0.3 if name == "redis" else 0.1  # a query to the others has several parts
     losing = threading.Event()
     with (
         LossyProxy(database(name).port, lambda _: losing.is_set() and rng.random() < share) as proxy,
@@ -345,7 +354,10 @@ def test_f43_claims_whose_answers_are_lost_are_linearizable(
 def test_f43_a_lost_answer_to_the_last_query_costs_no_pool_place(
     database: Callable[[str], Database],
 ) -> None:
-    """psycopg2 asks the server to put the level of isolation back; more often than the pool has places, in vain."""
+    """psycopg2 asks the server to reset the isolation level.
+
+    That answer is lost more often than the pool has places.
+    """
     kind = "postgresql+psycopg2"
     with (
         LossyProxy(database("postgresql").port, lambda question: b"SET default_transaction" in question) as proxy,
@@ -354,12 +366,12 @@ def test_f43_a_lost_answer_to_the_last_query_costs_no_pool_place(
         for number in range(40):
             [claim] = made.claim(f"key {number}")
             assert claim.status is ClaimStatus.NEW
-        assert proxy.lost > 15  # where a connection is new, there is nothing to put back
+        assert proxy.lost > 15  # a new connection has nothing to reset
 
 
 @pytest.mark.parametrize("driver", ["psycopg", "psycopg2"])
 def test_a_connection_goes_back_to_its_pool_as_it_came(database: Callable[[str], Database], driver: str) -> None:
-    """What others do on it is a transaction, of the level that the engine was made with."""
+    """Others get transactions at the engine's own isolation level."""
     engine = create_engine(
         with_driver(database("postgresql").fresh(), driver), pool_size=1, max_overflow=0, isolation_level="SERIALIZABLE"
     )
@@ -375,17 +387,17 @@ def test_a_connection_goes_back_to_its_pool_as_it_came(database: Callable[[str],
     engine.dispose()
 
 
-# -- what a question costs --------------------------------------------------------------------------------------------
+# -- round trips -------------------------------------------------------------------------------------------------------
 
-# Of a claim, a completion and a release. MariaDB's and MySQL's are a change and a look at it, a look and a change, and
-# COMMIT; then SQLAlchemy rolls back what it takes back into its pool; psycopg2 puts the level of isolation back each
-# time.
+# For a claim, a completion and a release. MariaDB and MySQL need a change and a read, a read and a change, and
+# COMMIT. Then SQLAlchemy rolls back the connection that it returns to its pool, and psycopg2 resets the isolation
+# level each time.
 ROUND_TRIPS = {"mariadb": (4, 4, 4), "mysql": (4, 4, 4), "postgresql+psycopg2": (2, 2, 2)}
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
 def test_64_keys_are_one_round_trip(database: Callable[[str], Database], kind: str) -> None:
-    """Counted on the way to the server, once what is asked is known there."""
+    """Round trips are counted once the server knows the statements or the script."""
     name = kind.partition("+")[0]
     with (
         LossyProxy(database(name).port) as proxy,
@@ -393,9 +405,9 @@ def test_64_keys_are_one_round_trip(database: Callable[[str], Database], kind: s
     ):
         pace = getattr(getattr(made.store, "store", made.store), "_pace", None)
         if pace is not None:
-            pace._not_before = math.inf  # a purge is asked for beside them
+            pace._not_before = math.inf  # no purge, which would be counted as well
         counted: list[tuple[int, ...]] = []
-        for number in range(12):  # of statements, psycopg prepares the sixth
+        for number in range(12):  # psycopg prepares the sixth statement
             keys = [f"{number}-{key}" for key in range(64)]
             before = proxy.round_trips
             claims = made.claim(*keys)
@@ -409,7 +421,10 @@ def test_64_keys_are_one_round_trip(database: Callable[[str], Database], kind: s
 
 @pytest.mark.parametrize("kind", ["redis", "redis+asyncio"])
 def test_thousands_of_keys_are_sent_to_redis_at_once(database: Callable[[str], Database], kind: str) -> None:
-    """Without a question first whether the script is there; where it is not, it is brought, and they are sent again."""
+    """The store does not ask first whether the script is there.
+
+    If it is missing, the store loads it and sends the keys again.
+    """
     seen: list[bytes] = []
 
     def look(data: bytes) -> bool:
@@ -435,7 +450,10 @@ def test_thousands_of_keys_are_sent_to_redis_at_once(database: Callable[[str], D
     "breakable", ["redis", "postgresql", pytest.param("mariadb", marks=pytest.mark.soak)], indirect=True
 )
 def test_f42_a_long_hang_of_the_server_uses_bounded_threads(breakable: Breakable) -> None:
-    """Callers by the dozen: each fails within the deadline, and what they leave behind ends with the freeze."""
+    """Dozens of callers fail within the deadline.
+
+    Threads that they leave behind end with the freeze.
+    """
     before = threading.active_count()
     breakable.claim("x")
     breakable.server.pause()
@@ -457,7 +475,7 @@ def test_f42_a_long_hang_of_the_server_uses_bounded_threads(breakable: Breakable
     assert max(slowest) < 12
     assert threading.active_count() - before <= 64
     breakable.server.unpause()
-    # Each of them was asked for in the name of another holder, and one of these has it: they are tried in turn.
+    # Each claim had its own holder, and one of them has the key; this tries them in turn.
     wait_until(
         lambda: answered_again(partial(breakable.claim, "a"))[0].status is ClaimStatus.NEW,
         timeout=20,
@@ -467,7 +485,7 @@ def test_f42_a_long_hang_of_the_server_uses_bounded_threads(breakable: Breakable
 
 
 def test_a_database_without_the_table_says_how_to_get_it(database: Callable[[str], Database]) -> None:
-    """In the text of the error, with the statements."""
+    """The error text has the statements."""
     engine = create_engine(database("postgresql").fresh())
     store = SQLAlchemyStore(engine)
     with pytest.raises(IdempotencyStoreError, match=r"create_table\(\)"):

@@ -1,4 +1,7 @@
-"""Tokens that expire, on a real broker with the OAuth 2 plugin: renewed on the open connection, on both APIs."""
+"""Expiring tokens on a real broker with the OAuth 2 plugin, on both APIs.
+
+They are renewed on the open connection.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from reliable_mq.testing.waiting import wait_until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-LIFETIME = 5.0  # seconds of a token; RabbitMQ's clock of tokens is in whole seconds
+LIFETIME = 5.0  # seconds; RabbitMQ checks tokens by whole seconds
 ROTATIONS = 10
 ORDERS = Queue("orders", type="classic", dead_letter=None)
 
@@ -61,7 +64,7 @@ def renewals_of_consumer(registry: CollectorRegistry, outcome: str) -> float:
 def test_connections_outlive_ten_rotations_and_log_no_token(
     url: str, issuer: Issuer, kinds: tuple[Any, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Publisher and consumer go on on the connections that they began with, each token longer dead than they."""
+    """Publisher and consumer keep their first connections across all tokens."""
     caplog.set_level(logging.DEBUG)
     new_publisher, new_consumer = kinds
     registry = CollectorRegistry()
@@ -106,7 +109,7 @@ def test_connections_outlive_ten_rotations_and_log_no_token(
 def test_a_refused_token_is_reported_and_a_good_one_reconnects(
     url: str, issuer: Issuer, kinds: tuple[Any, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The broker closes the connection; until a good token comes, nothing is connected, and then everything is."""
+    """The broker closes the connection; a good token reconnects everything."""
     registry = CollectorRegistry()
     with kinds[0](
         url,
@@ -133,7 +136,7 @@ def test_a_refused_token_is_reported_and_a_good_one_reconnects(
 def test_a_callback_without_a_token_is_tried_again_in_time(
     url: str, issuer: Issuer, kinds: tuple[Any, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A failure of the identity provider costs no connection as long as the token lives."""
+    """A failing identity provider closes no connection while the token is valid."""
     registry = CollectorRegistry()
     issuer.lifetime = 20.0
     try:

@@ -1,4 +1,7 @@
-"""One trace from the publish over retries in a delay queue, the dead letter and its replay, on both APIs."""
+"""One trace over publish, retries in a delay queue, dead letter and replay.
+
+This holds for both APIs.
+"""
 
 from __future__ import annotations
 
@@ -79,14 +82,14 @@ def test_retries_dead_letter_and_replay_are_in_one_trace(vhost: VirtualHost, run
     attempts = [span for span in spans if span.name.startswith("process")]
     assert [(span.attributes or {})["reliable_mq.outcome"] for span in attempts] == ["failed"] * 3 + ["handled"]
     creation = context_of(recorder.named("send orders")).span_id
-    for before, after in itertools.pairwise(attempts):  # the last one over the replay
+    for before, after in itertools.pairwise(attempts):  # the last pair spans the replay
         assert [link.context.span_id for link in after.links] == [creation, context_of(before).span_id]
     assert names().count("send orders.retry.200") == 2
     assert names().count("send orders.dead") == 1
 
 
 def take_and_lose(vhost: VirtualHost) -> None:
-    """As a consumer does that is killed by its message."""
+    """Get the message and lose it, as a consumer killed by its message does."""
     vhost.wait_for_messages("orders", 1)
     with vhost.connect() as connection:
         assert connection.channel().basic_get("orders")[0] is not None
@@ -97,7 +100,10 @@ def take_and_lose(vhost: VirtualHost) -> None:
 def test_a_suspect_goes_through_quarantine_in_its_trace(
     vhost: VirtualHost, run: Callable[..., None], failed_before: bool
 ) -> None:
-    """Its attempt there links to the one before, if one ended; those that killed their consumer left no span."""
+    """Its attempt there links to the last one that ended.
+
+    Attempts that killed their consumer left no span.
+    """
     recorder = Recorder()
     handled = threading.Event()
 
@@ -121,7 +127,7 @@ def test_a_suspect_goes_through_quarantine_in_its_trace(
     first, *copies = [span for span in spans if span.name.startswith("send")]
     *before, last = [span for span in spans if span.name.startswith("process")]
     assert {context_of(span).trace_id for span in spans} == {context_of(first).trace_id}
-    # It waits in a delay queue after an attempt that failed, and before quarantine.
+    # It waits in a delay queue after a failed attempt and before quarantine.
     waits = ["send orders.retry.200"] * (len(before) + 1)
     assert [span.name for span in copies] == [*waits, "send orders.quarantine"]
     assert len(before) == failed_before

@@ -1,4 +1,4 @@
-"""A publisher and a consumer whose wall clock jumps."""
+"""A publisher and a consumer while the wall clock jumps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def test_f45_wall_clock_jumps_by_an_hour(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, tmp_path: Path, one_api: str
 ) -> None:
-    """No deadline, wait or heartbeat looks at the wall clock: a jump of an hour either way changes nothing."""
+    """A jump of an hour either way affects no deadline, wait or heartbeat."""
     proxy = fault_proxy(vhost.url)
     offset_file = tmp_path / "offset"
     offset_file.write_text("+0")
@@ -36,5 +36,5 @@ def test_f45_wall_clock_jumps_by_an_hour(
             program.stdin.write("done\n")
             program.stdin.flush()
     assert (line, program.returncode) == ("end", 0)
-    # The publisher's first one, one after each cut, the consumer's, and that of what it is given.
+    # The first connection of the publisher, one after each cut, the consumer's, and that of its publisher.
     assert proxy.connections == 5

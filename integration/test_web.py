@@ -1,4 +1,7 @@
-"""The page for dead letters in a browser: by keyboard, with axe, against hostile messages, while brokers die."""
+"""The page for dead letters in a browser.
+
+It is tested by keyboard, with axe, with hostile messages, and while brokers die.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
     from integration.support.processes import Process
     from reliable_mq.testing import Audit, VirtualHost
 
-pytestmark = pytest.mark.timeout(600)  # a browser on a machine that is busy
+pytestmark = pytest.mark.timeout(600)  # a browser on a busy machine
 ORDERS = Queue("orders")
 DEAD = "orders.dead"
 LETTERS = f"/letters?queue={DEAD}"
@@ -92,7 +95,7 @@ def started(vhost: VirtualHost, *options: str) -> Iterator[tuple[Process, str]]:
 
 
 def asked(address: str, path: str, form: dict[str, str] | None = None, **headers: str) -> tuple[int, str, str]:
-    """Request a page as a program does, or send a form; return the status, the address it leads to, and the page."""
+    """Request a page or send a form; return status, final address and page."""
     connection = http.client.HTTPConnection("127.0.0.1", urlsplit(address).port, timeout=60)
     data = None if form is None else urlencode(form)
     sent = {"Content-Type": "application/x-www-form-urlencoded", "Sec-Fetch-Site": "same-origin", **headers}
@@ -105,7 +108,7 @@ def asked(address: str, path: str, form: dict[str, str] | None = None, **headers
 
 @pytest.mark.soak
 def test_each_task_is_done_by_keyboard_alone(vhost: VirtualHost, browser: Browser, tmp_path: Path) -> None:
-    """Look, filter, open, export, dry run, replay one, edit, delete: Tab, Enter, Space, and letters."""
+    """Browse, filter, open, export, replay, edit and delete by key presses."""
     publish(vhost, letters(12))
     log = tmp_path / "audit.jsonl"
     options = {"allow_changes": True, "allow_editing": True, "audit_log": log}
@@ -176,7 +179,11 @@ def test_each_task_is_done_by_keyboard_alone(vhost: VirtualHost, browser: Browse
 
 @pytest.mark.soak
 def test_every_other_task_is_done_by_keyboard_alone(vhost: VirtualHost, browser: Browser) -> None:
-    """Sign in, open, turn pages, choose a group, replay with all options, stop, read again, a selection, sign out."""
+    """The remaining tasks work by key presses, too.
+
+    These are signing in, opening, turning pages, choosing a group, replaying with all options, stopping, reading
+    again, selecting, and signing out.
+    """
     publish(vhost, letters(60))
     with Publisher(vhost.url, topology=[Queue("retries")]):
         pass
@@ -263,7 +270,7 @@ def test_every_other_task_is_done_by_keyboard_alone(vhost: VirtualHost, browser:
 @pytest.mark.parametrize("size", ["narrow", "wide"])
 @pytest.mark.parametrize("dark", [True, False])
 def test_axe_finds_nothing(vhost: VirtualHost, browser: Browser, dark: bool, size: str) -> None:
-    """On every page and in every state; no page is wider than the window."""
+    """No page, in any state, is wider than the window."""
     publish(vhost, letters(60))
     vhost_with_mail = [DEAD, "orders", "missing.dead"]
     passed = []
@@ -319,7 +326,10 @@ def test_axe_finds_nothing(vhost: VirtualHost, browser: Browser, dark: bool, siz
 
 
 def test_a_telephone_loses_nothing_of_a_table(vhost: VirtualHost, browser: Browser) -> None:
-    """Its rows are lists there: all can be selected, a cell without content has no label, values stand in one line."""
+    """Rows are shown as lists on a narrow screen.
+
+    All can be selected, empty cells have no label, and values are aligned.
+    """
     publish(vhost, letters(3))
     with served(vhost.url, [DEAD, "missing.dead"]) as address, Visitor(browser, address, size="narrow") as user:
         user.go(LETTERS)
@@ -338,7 +348,7 @@ def test_a_telephone_loses_nothing_of_a_table(vhost: VirtualHost, browser: Brows
 
 
 def test_hostile_messages_run_no_script(vhost: VirtualHost, browser: Browser) -> None:
-    """Wherever a sender puts them; they ask for nothing, and hide nothing."""
+    """Wherever the text is, it makes no request and hides nothing."""
     messages = []
     for text in HOSTILE:
         table: dict[str, object] = {
@@ -370,7 +380,7 @@ def test_hostile_messages_run_no_script(vhost: VirtualHost, browser: Browser) ->
         forms = [f"letter?queue={DEAD}&as=json", f"letter?queue={DEAD}&as=text", f"edit?queue={DEAD}"]
         paths = [f"/{form}&id={one}" for one in ids for form in forms]
         if not soaking():
-            del paths[::2]  # each text is in two letters, which have their turns at the forms
+            del paths[::2]  # each text is in two letters, and each form shows one of them
         for path in ["/", LETTERS, *paths]:
             user.go(path)
             pages += 1
@@ -409,7 +419,7 @@ def test_100_000_letters_are_read_in_proportion(vhost: VirtualHost, browser: Bro
 def test_a_broker_that_dies_in_mid_replay_loses_nothing(
     private_vhost: VirtualHost, browser: Browser, checker: Audit
 ) -> None:
-    """The replay goes on by itself, or says that it has ended and is begun again."""
+    """The replay continues, or reports its end and is started again."""
     messages = letters(1500)
     publish(private_vhost, messages)
     for message in messages:
@@ -437,7 +447,7 @@ def test_a_broker_that_dies_in_mid_replay_loses_nothing(
 
 
 def test_a_page_that_is_killed_in_mid_replay_loses_nothing(vhost: VirtualHost, checker: Audit) -> None:
-    """Each letter is in its queue or in its target, and a second page goes on."""
+    """Each letter is in its queue or its target, and a second page continues."""
     messages = letters(1200)
     publish(vhost, messages)
     for message in messages:
@@ -464,7 +474,10 @@ def test_a_page_that_is_killed_in_mid_replay_loses_nothing(vhost: VirtualHost, c
 
 @pytest.mark.soak
 def test_two_people_replay_at_once(vhost: VirtualHost, browser: Browser, checker: Audit) -> None:
-    """In one process one after another, in two at the same time: each letter goes back once."""
+    """Replays run one after another in a process, and together in two processes.
+
+    Each letter is replayed once.
+    """
     messages = letters(900)
     publish(vhost, messages)
     for message in messages:
@@ -502,7 +515,10 @@ def test_two_people_replay_at_once(vhost: VirtualHost, browser: Browser, checker
 
 
 def test_the_command_serves_the_page_until_a_signal(vhost: VirtualHost) -> None:
-    """Without names, the page lists what the management API knows; it ends in order on SIGTERM, and on Ctrl-C."""
+    """Without names, the page lists the queues of the management API.
+
+    It ends cleanly on SIGTERM and on Ctrl-C.
+    """
     publish(vhost, letters(3))
     management = ("--management-url", vhost.broker.management.url)
     for number, status in ((signal.SIGTERM, 0), (signal.SIGINT, 130)):
@@ -526,7 +542,7 @@ def test_the_command_listens_elsewhere_with_a_token_only(vhost: VirtualHost) -> 
 
 
 def test_the_options_of_the_command_are_in_effect(vhost: VirtualHost, tmp_path: Path) -> None:
-    """On all addresses of this machine: a token, a name, changes, editing, and an audit log."""
+    """All addresses, a token, a name, changes, editing and an audit log are set."""
     publish(vhost, letters(3))
     log, secret = tmp_path / "audit.jsonl", tmp_path / "token"
     secret.write_text(f"{TOKEN}\n")
@@ -549,7 +565,7 @@ def test_the_options_of_the_command_are_in_effect(vhost: VirtualHost, tmp_path: 
         process.terminate()
         assert process.wait(60) == 0
         assert process.stderr is not None
-        assert process.stderr.read() == b""  # what failed is on the page
+        assert process.stderr.read() == b""  # the page shows the errors
     assert vhost.bodies("orders") == [("id-1", b'{"order":1}')]
     begun, ended = map(json.loads, log.read_text().splitlines()[2:])
     assert (begun["event"], begun["operation"], begun["user"]) == ("begun", "replay", "bearer of the token (127.0.0.1)")
@@ -557,7 +573,7 @@ def test_the_options_of_the_command_are_in_effect(vhost: VirtualHost, tmp_path: 
 
 
 def test_a_button_that_is_pressed_twice_acts_once(vhost: VirtualHost, browser: Browser) -> None:
-    """A limit would be exceeded otherwise, where the first answer takes its time."""
+    """Otherwise a slow first answer would let a replay exceed its limit."""
     publish(vhost, letters(5))
     with served(vhost.url, [DEAD], allow_changes=True) as address, Visitor(browser, address) as user:
         user.go(LETTERS)
@@ -574,7 +590,7 @@ def test_a_button_that_is_pressed_twice_acts_once(vhost: VirtualHost, browser: B
 
 
 def test_a_page_says_its_server_is_gone_and_goes_on_afterwards(vhost: VirtualHost, browser: Browser) -> None:
-    """A replay that seems to run for ever would keep an operator waiting."""
+    """Otherwise an operator would wait for a replay that seems to run forever."""
     publish(vhost, letters(5))
     form = {"queue": DEAD, "choice": "", "go": "replay", "rate": "0.001"}
     with started(vhost, DEAD, "--allow-changes") as (process, address), Visitor(browser, address.rstrip("/")) as user:
@@ -588,7 +604,10 @@ def test_a_page_says_its_server_is_gone_and_goes_on_afterwards(vhost: VirtualHos
 
 
 def test_reading_counts_as_dlq_list_does(vhost_40: VirtualHost) -> None:
-    """On RabbitMQ 4.0, which counts each reading against a delivery limit: one, for any number of pages."""
+    """RabbitMQ 4.0 counts each read against a delivery limit.
+
+    Any number of pages is one read.
+    """
     with vhost_40.connect() as connection:
         arguments = {"x-queue-type": "quorum"}  # with RabbitMQ's limit of 20
         connection.channel().queue_declare(DEAD, durable=True, arguments=arguments)

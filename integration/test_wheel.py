@@ -1,4 +1,4 @@
-"""The wheel, as a user gets it: it holds what it should and nothing else, and works without the tree it came from."""
+"""The wheel as a user installs it: its content, and use outside of the tree."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the wheel installed, beside the dependencies that are here already."""
+    """A directory with the wheel, which uses the installed dependencies."""
     directory = tmp_path_factory.mktemp("site")
     pip("install", "--no-deps", "--target", str(directory), str(wheel))
     return directory
@@ -37,27 +37,30 @@ def pip(*arguments: str) -> None:
 
 
 def run(site: Path, *command: str) -> str:
-    """Run something outside of the tree, with the installed wheel."""
+    """Run a command outside of the tree with the installed wheel."""
     environment = {**os.environ, "PYTHONPATH": str(site), "NO_COLOR": "1", "COLUMNS": "200"}
     return output_of(command, cwd=site, env=environment)
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
-    """No tests, no harness; every module of the tree, the files of the web page, the marker for types, the license."""
+    """It has every module, the web files, the type marker and the license.
+
+    It has no tests and no harness.
+    """
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     tree = {str(path.relative_to(ROOT)) for path in (ROOT / "reliable_mq").rglob("*.py")}
     page = (path for part in ("static", "templates") for path in (ROOT / "reliable_mq" / "web" / part).rglob("*.*"))
     tree |= {str(path.relative_to(ROOT)) for path in page}
     tree.remove("reliable_mq/spark/autoregister.py")
-    tree.add("pyspark_reliable_mq.py")  # where Spark looks for it
+    tree.add("pyspark_reliable_mq.py")  # the module that Spark looks for
     own = {name for name in names if not name.split("/")[0].endswith(".dist-info")}
     assert own == tree | {"reliable_mq/py.typed"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
 def test_the_metadata_says_what_it_is(wheel: Path) -> None:
-    """The README is the description; the core needs what the README says, everything else is an extra."""
+    """The README is the description; dependencies beyond the README's are extras."""
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
         fields = Parser().parsestr(archive.read(metadata).decode())
@@ -67,7 +70,7 @@ def test_the_metadata_says_what_it_is(wheel: Path) -> None:
     assert fields.get_payload() == (ROOT / "README.md").read_text()
     needed = {name for name in fields.get_all("Requires-Dist", []) if "extra ==" not in name}
     assert needed == {
-        # the minor releases whose private layers the tests of the drivers look at
+        # the minor releases whose private layers the driver tests check
         "aiormq<7.3,>=7.2.4",
         "pika<1.5,>=1.4.4",
         "aio-pika<11,>=10.2",
@@ -78,7 +81,7 @@ def test_the_metadata_says_what_it_is(wheel: Path) -> None:
 
 
 def test_the_installed_package_knows_its_version(site: Path) -> None:
-    """Broker and dead letters are told it."""
+    """The broker and dead letters get it."""
     code = "import reliable_mq._util.version as identity; print(identity.__file__, identity.OWN_VERSION)"
     file, version = run(site, sys.executable, "-c", code).split()
     assert Path(file).is_relative_to(site)
@@ -86,6 +89,6 @@ def test_the_installed_package_knows_its_version(site: Path) -> None:
 
 
 def test_the_command_is_installed(site: Path) -> None:
-    """Every command that the README names is there."""
+    """Every command that the README names exists."""
     printed = run(site, str(site / "bin" / "reliable-mq"), "--help")
     assert all(command in printed for command in ("demo", "doctor", "publish", "consume"))

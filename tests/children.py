@@ -1,4 +1,4 @@
-"""Forked children, and how signals end them."""
+"""Forked child processes, and their end by a signal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Callable
 def end_of_forked_child(number: int, begin: Callable[[], object] = lambda: None) -> int:
     """Fork a child that calls ``begin``, send it a signal, and return its exit code.
 
-    That is 0 if the signal does not end it, and 1 if ``begin`` raises. No child outlives the call.
+    The exit code is 0 if the signal does not end the child, and 1 if ``begin`` raises. The child has always ended when
+    the call returns.
     """
     ready, say_ready = os.pipe()
     may_end, let_end = os.pipe()
@@ -19,7 +20,7 @@ def end_of_forked_child(number: int, begin: Callable[[], object] = lambda: None)
             os.close(let_end)
             begin()
             os.write(say_ready, b".")
-            os.read(may_end, 1)  # a signal that ends the child comes before the end of the file
+            os.read(may_end, 1)  # A signal that ends the child is delivered before the end of the file.
             os._exit(0)
         finally:
             os._exit(1)

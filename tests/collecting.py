@@ -1,7 +1,7 @@
-"""What is loaded and collected before the first test runs stays to the end: it is not looked at as garbage.
+"""Garbage collection skips objects that existed before the first test.
 
-Python would look at it again and again while tests are collected, which takes a sixth of that time, and then in each
-test that collects garbage.
+Otherwise the garbage collector scans them again and again while pytest collects the tests, which takes a sixth of that
+time, and then in every test that collects garbage.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Settings of all tests that need no broker, and what several of them share.
+"""Settings and fixtures of all tests that need no broker.
 
-Tests of the core and of the codec that are marked `traced` are what the coverage of both is measured by: no examples
-that are made up by chance, and no cost of operations, which tracing would slow down.
+The tests of the core and the codec that are marked `traced` measure the coverage of both. They contain no random
+examples and no measurements of cost, because tracing is slow.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.new_queues import treat_new_queues_as_old
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["pytest_collection"]  # a hook for every test here
+__all__ = ["pytest_collection"]  # a hook for all tests in this directory
 
 pytest.register_assert_rewrite("reliable_mq.testing.store_contract", "reliable_mq.testing.outbox_contract")
 treat_new_queues_as_old()
@@ -33,24 +33,27 @@ Cost = Callable[[], float]
 TRACED = ("tests/core/", "tests/codec/")
 
 
-@pytest.hookimpl(tryfirst=True)  # before the plug-in of hypothesis takes its seed
+@pytest.hookimpl(tryfirst=True)  # before the plug-in of hypothesis reads its seed
 def pytest_configure(config: pytest.Config) -> None:
     properties.load(config)
     reports.load(config)
-    # A job that a shell runs in the background has SIGINT ignored, and so have its children; tests send it.
+    # Background jobs of a shell and their children ignore SIGINT, which tests send.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(trylast=True)  # when hypothesis has marked its own
+@pytest.hookimpl(trylast=True)  # after hypothesis has marked its own tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     properties.allow_time(items)
-    # Modules whose tests wait and those whose tests compute are mixed, so that the processors are busy to the end.
+    # Mix modules that wait with modules that compute, so that all processors are busy until the end.
     items.sort(key=lambda item: crc32(item.nodeid.partition("::")[0].encode()))
     _begin_with_slow_tests(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 
 
 def _begin_with_slow_tests(items: list[pytest.Item], processes: int) -> None:
-    """Put slow tests first in the part of each process, since pytest-xdist deals out equal parts at the beginning."""
+    """Put slow tests first for each process.
+
+    pytest-xdist assigns equal parts of the list to the processes at the start.
+    """
     slow = [item for item in items if item.get_closest_marker("slow")]
     others = iter([item for item in items if not item.get_closest_marker("slow")])
     size, larger = divmod(len(items), processes)
@@ -84,10 +87,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[pytest.TestReport]:
 
 
 class Lines:
-    """Counts the lines of Python that are carried out between two looks at it, as a clock of a test's module.
+    """A clock that counts the executed lines of Python between two calls.
 
-    They are the same on any machine, whatever else it does. What the interpreter does itself, such as copying a list,
-    is one line however long it takes.
+    Replaces the clock of a test module. The count does not depend on the machine or its load. An operation inside the
+    interpreter, such as copying a list, is one line however long it takes.
     """
 
     def __init__(self) -> None:
@@ -112,11 +115,11 @@ class Lines:
 
 @pytest.fixture
 def assert_same_cost(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Cost, Cost], None]:
-    """Assert that a message costs the same among few and among many others.
+    """Assert that the cost of a message does not depend on the number of others.
 
-    First in lines of Python, by which many may cost a fifth more at most. Then in CPU time, for what the interpreter
-    does in one line: a ratio of 8 leaves room for processor caches, and what is not O(1) is slower by a hundred times.
-    Other processes can only add to a time, so the least of several counts.
+    First it counts lines of Python: with many messages, one may cost at most a fifth more. Then it measures CPU time,
+    for operations inside the interpreter: a ratio of 8 allows for processor caches, and anything that is not O(1) is a
+    hundred times slower. Other processes can only increase a time, so the smallest of several times counts.
     """
 
     def check(few: Cost, many: Cost) -> None:

@@ -1,4 +1,4 @@
-"""Exceptions of handlers that do not bear to be described."""
+"""Exceptions of handlers that cannot be formatted."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ __all__ = ["NotYet", "Textless"]
 
 
 class NotYet(RetryLater):
-    """Without the constructor of `RetryLater`."""
+    """Skips the constructor of `RetryLater`."""
 
     def __init__(self) -> None:
         pass
 
 
 class Textless(Exception):
-    """Its text ends the thread that asks for it."""
+    """Ends the thread that formats it."""
 
     def __str__(self) -> str:
         raise SystemExit(3)

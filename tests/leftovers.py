@@ -1,4 +1,4 @@
-"""What a test leaves behind at once, where no thread of its own has to end first."""
+"""A check for threads and file descriptors that a block of a test leaves open."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def nothing_left() -> Iterator[None]:
-    """Check, at the regular end of the block, that it left no thread and no file descriptor.
+    """Check that the block leaves no new thread and no new file descriptor open.
 
-    What was there before may end meanwhile: a daemon thread of an earlier test, say.
+    The check is skipped if the block raises. Older threads, such as a daemon thread of an earlier test, may end during
+    the block.
     """
     threads, descriptors = set(threading.enumerate()), _descriptors()
     yield

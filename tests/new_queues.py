@@ -1,8 +1,8 @@
-"""The one switch of all test suites: queues that tests have just made are treated as if they were old.
+"""Disables `new_queue_grace` for all test suites.
 
-Nearly every test makes its queues and publishes into them at once, which would take `new_queue_grace` each time. The
-tests of that grace, and those that kill a broker, say ``new_queue_grace=2.0`` themselves. Called by the `conftest` of
-each suite and by every program that a test runs as a process of its own (`integration.programs`).
+Nearly every test declares its queues and publishes into them at once, which would take `new_queue_grace` each time. The
+tests of that grace, and those that kill a broker, pass ``new_queue_grace=2.0``. Called by the `conftest` of each suite
+and by every program that a test runs in a separate process (`integration.programs`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# parts.sh TARGET...: make every target, whatever became of those before it. At the end tell what became of each, and
-# exit with 1 if one failed.
+# parts.sh TARGET...: make every target, even if an earlier one has failed. At the end, print the result of each, and
+# exit with 1 if one has failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 trap 'exit 130' INT

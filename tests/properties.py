@@ -1,8 +1,8 @@
-"""How many examples a property gets, and which ones.
+"""The number and the seed of the examples of property tests.
 
-The examples of a plain run are the same every time: their seed is 0. A soak explores: it takes many times the
-examples, from a seed that is drawn anew and printed. An example that fails is kept in ``.hypothesis/examples``, and
-every later run on the same checkout, of either kind, tries it first, until it passes.
+A plain run uses the same examples every time: their seed is 0. A soak run uses many times as many examples, from a
+random seed that it prints. A failing example is stored in ``.hypothesis/examples``, and every later run of either kind
+on the same checkout tries it first until it passes.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from integration.support.seeds import SEED, SOAK, seeds, soak_seeds, soaking
 
 __all__ = ["allow_time", "examples", "header_lines", "load", "machine", "tell_how_to_repeat"]
 
-_TIMEOUT = 120  # seconds for a property with as many examples as a plain run has
+_TIMEOUT = 120  # seconds for a property with the number of examples of a plain run
 FOUND = Path(__file__).parent.parent / ".hypothesis" / "examples"
 
 
 def load(config: pytest.Config) -> None:
-    """Set what holds for every property: which examples it gets, and that none is too slow.
+    """Set the examples of all properties, and disable the deadline of an example.
 
-    How long an example takes says nothing about it on a busy machine. A seed of the command line
+    On a busy machine the duration of an example is not significant. A seed from the command line
     (``--hypothesis-seed``) is kept.
     """
     settings.register_profile(
         "any machine",
-        settings.get_profile("default"),  # not the one that hypothesis takes of its own accord where CI is set
+        settings.get_profile("default"),  # not the profile that hypothesis uses if CI is set
         max_examples=50 * soak_seeds(),
         derandomize=False,
         database=DirectoryBasedExampleDatabase(FOUND),
@@ -53,7 +53,7 @@ def machine(examples: int, *, steps: int) -> settings:
 
 
 def allow_time(items: list[pytest.Item]) -> None:
-    """Give the properties of a soak the time that so many examples need; those with a fixture ``examples``, too."""
+    """Extend the timeout of tests with examples in a soak run."""
     for item in items:
         property_based = item.get_closest_marker("hypothesis") or "examples" in getattr(item, "fixturenames", ())
         if soaking() and property_based and not item.get_closest_marker("timeout"):
@@ -61,12 +61,12 @@ def allow_time(items: list[pytest.Item]) -> None:
 
 
 def header_lines() -> list[str]:
-    """Return what a run prints of its seed."""
+    """Return the header lines of a run, with the seed of a soak run."""
     return [f"property tests: {SEED}={seeds()[0]}, {soak_seeds()} times the examples"] if soaking() else []
 
 
 def tell_how_to_repeat(item: pytest.Item, report: pytest.TestReport) -> None:
-    """Add to the report of a property that failed in a soak the command that repeats it."""
+    """Add the command that repeats a failed property of a soak run to the report."""
     if soaking() and report.failed and item.get_closest_marker("hypothesis"):
         command = f"{SOAK}={soak_seeds()} {SEED}={seeds()[0]} .venv/bin/python -m pytest '{item.nodeid}'"
         kept = f"kept in {FOUND}: every run tries it first; add it as an @example with the mend"

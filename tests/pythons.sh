@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # pythons.sh: run the tests that need no broker on every Python from 3.11 on that is found here, and on those of Debian
-# sid in a container. All of them run, whatever became of those before; at the end tell what became of each.
+# sid in a container. All of them run, even if an earlier one has failed. At the end, print the result of each.
 #
-# Found are pyenv's versions and python3.N on the PATH; of a minor version, one. Each has a virtual environment in
-# .pythons, made here.
+# The script finds pyenv's versions and python3.N on the PATH, and uses one of each minor version. It creates a virtual
+# environment for each in .pythons.
 #
 # Settings (environment):
-#   PYTHONS  which ones, such as "3.12 sid", in place of all
+#   PYTHONS  the versions to use, such as "3.12 sid", instead of all
 #   JOBS     processes per run (default 4)
 set -uo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -53,14 +53,14 @@ run_on() {
     run_tests "$ROOT/.pythons/$name"
 }
 
-run_tests() {  # with $python, in a virtual environment of its own
+run_tests() {  # with $python, in its virtual environment
     local venv=$1
     install || return
     "${in_place[@]}" "$venv/bin/python" -VV
     PYTHONPATH=$ROOT "${in_place[@]}" "$venv/bin/python" -m pytest tests -q -n "${JOBS:-4}" -p no:cacheprovider
 }
 
-install() {  # into $venv, unless it has been done
+install() {  # into $venv, unless it is already done
     local want
     want=$(sha256sum <pyproject.toml)\ $("${in_place[@]}" "$python" -VV)
     [ "$(cat "$venv/.installed" 2>/dev/null)" = "$want" ] && return
@@ -69,7 +69,7 @@ install() {  # into $venv, unless it has been done
         printf '%s\n' "$want" >"$venv/.installed"
 }
 
-in_container() {  # sets in_place: the words that a command runs behind, in this directory, with this machine's registries
+in_container() {  # sets in_place, the prefix of commands that run in this directory, with this machine's registries
     local image variable
     image=$(integration/setup.sh python) || return
     in_place=(docker run --rm --init --network host --user "$(id -u):$(id -g)" --env HOME=/tmp --env PYTHONPATH

@@ -1,4 +1,4 @@
-"""Threads that cannot be started, as in a process that has as many as it may have."""
+"""Threads that cannot be started, as if the process had reached its limit."""
 
 from __future__ import annotations
 

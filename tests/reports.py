@@ -1,7 +1,7 @@
-"""Figures of tests, printed at the end of a run: the fixture `report`, and the hook that prints.
+"""A plug-in that prints figures of tests at the end of a run.
 
-A plug-in of all suites, which the `conftest` of each loads: once where several run together. The fixtures of the
-package print figures, too. They are imported late: pytest rewrites their assertions once a test loads them as a
+The `conftest` of each suite loads it; it is registered once if several suites run together. The fixtures of the package
+print figures, too. They are imported late, so that pytest can still rewrite their assertions if a test loads them as a
 plug-in.
 """
 
@@ -19,13 +19,13 @@ __all__ = ["load", "pytest_terminal_summary", "report"]
 
 
 def load(config: pytest.Config) -> None:
-    """Have the figures of tests printed."""
+    """Register this plug-in."""
     if not config.pluginmanager.has_plugin(__name__):
         config.pluginmanager.register(sys.modules[__name__], __name__)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the figures, unless the fixtures of the package are a plug-in that does."""
+    """Print the figures, unless the fixtures of the package are a plug-in."""
     from reliable_mq.testing import fixtures
 
     if not terminalreporter.config.pluginmanager.has_plugin(fixtures.__name__):
@@ -34,7 +34,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture
 def report(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """A function that has a line printed at the end of the run."""
+    """Return a function that adds a line to the end of the run."""
     from reliable_mq.testing.fixtures import ACCOUNT
 
     return lambda line: request.node.user_properties.append((ACCOUNT, line))

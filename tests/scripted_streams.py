@@ -1,4 +1,4 @@
-"""A channel on which streams are read without a broker: replicas that lag, or that have just started."""
+"""A scripted channel that reads streams: replicas that lag or have just started."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Replica:
     """The replica of the stream ``events`` on one node.
 
-    Each look at its end takes the next of the ends and counts that are given; the last ones stay. It delivers nothing,
-    and counts nothing, before it was waited for long enough.
+    Each read of its end takes the next of the given pairs of end and count; the last pair stays. It delivers nothing
+    and counts nothing until the channel has waited for `silent_for` seconds.
     """
 
     def __init__(self, *looks: tuple[int, int], first: int = 0, silent_for: float = 0.0) -> None:
@@ -33,11 +33,11 @@ class Replica:
 
 
 class ScriptedChannel:
-    """A channel on the node of the first host that answers."""
+    """A channel on the node of the first host that responds."""
 
     replicas: Mapping[str, Replica] = {}
     usable = True
-    waited = 0.0  # seconds, in which no time passes
+    waited = 0.0  # simulated seconds
 
     def __init__(self, settings: ConnectionSettings, *, name: str) -> None:
         answering = [endpoint.host for endpoint in settings.endpoints if endpoint.host in self.replicas]
@@ -64,7 +64,7 @@ class ScriptedChannel:
         if offset == "last":
             self.replica.look()
         places = {"first": self.replica.first, "last": self.replica.end - 1}
-        at = offset if isinstance(offset, int) else places.get(str(offset), self.replica.end)  # no message is so new
+        at = offset if isinstance(offset, int) else places.get(str(offset), self.replica.end)  # no message is that new
         self._tags += 1
         if self.replica.first <= at < self.replica.end:
             value = b"\x0fx-stream-offsetl" + at.to_bytes(8)

@@ -1,4 +1,7 @@
-"""The linter of queue arguments: misspellings, versions, contradictions; and what a Queue makes of them."""
+"""The linter of queue arguments, and the arguments that a Queue declares.
+
+The linter finds misspellings, arguments of other versions, and contradictions.
+"""
 
 from __future__ import annotations
 
@@ -141,6 +144,6 @@ def test_a_queue_warns_of_what_may_be_meant_where_it_is_made() -> None:
 
 
 def test_fields_named_in_the_table_are_those_of_a_queue() -> None:
-    """A row that names a field which `Queue` does not have would fail at the first declaration."""
+    """A row with an unknown field would fail at the first declaration."""
     fields = {field.name for field in dataclasses.fields(Queue)}
     assert {argument.field for argument in ARGUMENTS.values() if argument.field} <= fields

@@ -1,4 +1,4 @@
-"""Whoever knows one API knows the other: the same names, arguments and defaults."""
+"""Both APIs have the same names, arguments and defaults."""
 
 from __future__ import annotations
 
@@ -76,5 +76,5 @@ def test_options_have_the_defaults_of_the_publisher() -> None:
 
 
 def _plain(default: object) -> object:
-    """A default that can be compared: policies are not, but by what they say of themselves."""
+    """Return a default that can be compared: a policy is compared by its repr."""
     return default if isinstance(default, str | int | float | bool | tuple | type(None)) else repr(default)

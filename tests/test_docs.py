@@ -1,6 +1,6 @@
-"""The manual is true: what it names exists, its code compiles, its defaults and lists are those of the code.
+"""The manual matches the code: names, links, code blocks, defaults and lists.
 
-A page is the README, and each Markdown file in ``docs/``.
+A page is the README or a Markdown file in ``docs/``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CONTRIBUTING = DOCS / "contributing.md"
 MATRIX = DOCS / "explanation" / "faults.md"
 PROXY = DOCS / "guides" / "testing.md"
 
-NOT_INSTALLED = ("celery",)  # a guide shows programs of it
+NOT_INSTALLED = ("celery",)  # used by the programs of a guide
 
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -58,14 +58,14 @@ def links(page: Path) -> list[tuple[str, str]]:
 
 
 def inline(*pages: Path) -> set[str]:
-    """All that stands in backticks outside of code blocks."""
+    """Return all texts in backticks outside of code blocks."""
     texts = (re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL) for page in pages)
     return {found for text in texts for found in _INLINE.findall(text)}
 
 
 @cache
 def names_in(path: Path) -> set[str]:
-    """The names that pytest collects from a file: functions, and classes that are assigned or defined."""
+    """Return the functions and classes that a file defines or assigns."""
     names: set[str] = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -89,7 +89,7 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_somewhere(page: Path) -> None:
-    """A link leads to a file, and its anchor to a heading."""
+    """The file of a link exists, and so does the heading of its anchor."""
     for _text, target in links(page):
         if "://" not in target:
             path, _, anchor = target.partition("#")
@@ -99,14 +99,14 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 
 def test_every_page_is_in_the_table_of_contents() -> None:
-    """A page that no toctree names cannot be reached."""
+    """A page in no toctree cannot be reached."""
     blocks = re.findall(r"^```\{toctree\}\n(.*?)^```", (DOCS / "index.md").read_text(), re.MULTILINE | re.DOTALL)
     named = {line for block in blocks for line in block.splitlines() if line and not line.startswith(":")}
     assert named == {str(page.relative_to(DOCS).with_suffix("")) for page in MANUAL} - {"index"}
 
 
 def test_the_readme_is_short_and_stands_alone() -> None:
-    """A package index shows it without the files beside it, so no link of it is relative."""
+    """A package index shows the README alone, so it has no relative links."""
     assert len(README.read_bytes()) <= 8000
     assert all("://" in target or target.startswith("#") for _text, target in links(README))
 
@@ -120,7 +120,7 @@ def test_the_paths_that_the_readme_names_exist() -> None:
 
 @pytest.mark.parametrize("page", [ARCHITECTURE, CONTRIBUTING], ids=lambda page: page.stem)
 def test_every_file_that_the_pages_for_contributors_name_exists(page: Path) -> None:
-    """Files of the package are named from its root, the others from the root of the repository."""
+    """Files are named from the root of the package or of the repository."""
     files = {name for name in inline(page) if re.fullmatch(r"[\w/.]+\.(py|sh|md|toml)", name)} - {"stores/NAME.py"}
     assert len(files) > 5
     for name in files:
@@ -129,7 +129,7 @@ def test_every_file_that_the_pages_for_contributors_name_exists(page: Path) -> N
 
 @pytest.mark.slow
 def test_every_table_of_transitions_is_drawn() -> None:
-    """A diagram has every state of its table, and a change ends in one of them."""
+    """A diagram has every state of its table, and each change ends in one of them."""
     spec = importlib.util.spec_from_file_location("state_machines", DOCS / "_ext" / "state_machines.py")
     assert spec is not None
     assert spec.loader is not None
@@ -145,7 +145,7 @@ def test_every_table_of_transitions_is_drawn() -> None:
 
 @pytest.mark.slow
 def test_every_test_that_is_named_exists() -> None:
-    """A link to a file of tests has the name of a test in it as its text."""
+    """The text of a link to a file of tests is the name of a test in it."""
     named = [
         (text, (page.parent / target).resolve())
         for page in PAGES
@@ -159,7 +159,7 @@ def test_every_test_that_is_named_exists() -> None:
 
 
 def test_every_row_of_the_fault_matrix_that_has_a_test_is_named() -> None:
-    """The number in the name of a test is its row."""
+    """The number in the name of a test is the number of its row."""
     rows = re.findall(r"^\| ([\d, ]+) \| .* \| (.*) \|$", section(MATRIX, "The fault matrix"), re.MULTILINE)
     told = {int(number) for numbers, _ in rows for number in numbers.split(",")}
     tested: set[int] = set()
@@ -174,7 +174,7 @@ def test_every_row_of_the_fault_matrix_that_has_a_test_is_named() -> None:
 
 @pytest.mark.parametrize("driver", ["pika", "aio"])
 def test_every_known_bug_of_the_drivers_has_its_tests_named(driver: str) -> None:
-    """Thirteen each; the number in the name of a test is the bug's."""
+    """There are thirteen for each driver, and the names of tests have their numbers."""
     table = section(MATRIX, "Bugs of the drivers").partition(f"\n| {driver}")[2].partition("\n\n")[0]
     rows = {int(number): tests for number, tests in re.findall(r"^\| (\d+) \| .* \| (.*) \|$", table, re.MULTILINE)}
     assert list(rows) == list(range(1, 14))
@@ -189,7 +189,7 @@ def test_every_known_bug_of_the_drivers_has_its_tests_named(driver: str) -> None
 
 @pytest.mark.slow
 def test_python_blocks_in_the_docs_compile_and_import_real_names() -> None:
-    """A reader copies Python, and it imports names that exist."""
+    """Readers copy these blocks."""
     blocks = [(page, block) for page in PAGES for block in _BLOCK.findall(page.read_text())]
     assert len(blocks) >= 3
     for page, block in blocks:
@@ -202,7 +202,7 @@ def test_python_blocks_in_the_docs_compile_and_import_real_names() -> None:
 
 
 def test_every_public_name_that_is_named_exists() -> None:
-    """Anything in backticks that looks like one of our classes is one."""
+    """A text in backticks that looks like a class of the package is one."""
     public = ("reliable_mq.settings", "reliable_mq.stores", "reliable_mq.testing", "prometheus_client", "datetime")
     places: list[ModuleType] = [reliable_mq, *map(importlib.import_module, public), builtins]
     for text in inline(README, SETTINGS, METRICS, ERRORS):
@@ -213,13 +213,13 @@ def test_every_public_name_that_is_named_exists() -> None:
 
 @cache
 def texts_of_the_package() -> str:
-    """Every text in the source, with a line of its own; of a formatted one its fixed parts."""
+    """Return every string of the source on a line; of an f-string, its fixed parts."""
     nodes = (node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
     return "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
 def test_every_public_class_of_errors_is_in_the_index() -> None:
-    """With what happened, and what to do."""
+    """Each row has the reason and the remedy."""
     table = ERRORS.read_text().partition("## By class")[2].partition("\n## ")[0]
     rows = {name: cells for name, *cells in re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \|$", table, re.MULTILINE)}
     public = {
@@ -235,7 +235,7 @@ def test_every_public_class_of_errors_is_in_the_index() -> None:
 
 @pytest.mark.slow
 def test_every_error_that_the_index_explains_has_such_a_text() -> None:
-    """The fixed parts of each text, between the values that ``…`` stands for, are in the source."""
+    """The fixed parts between the ``…`` of each text are in the source."""
     index = ERRORS.read_text().partition("## By message text")[2].partition("## All texts")[0]
     explained = re.findall(r"^\| `([^`]+)` \|", index, re.MULTILINE)
     assert len(explained) > 40
@@ -245,7 +245,7 @@ def test_every_error_that_the_index_explains_has_such_a_text() -> None:
 
 
 def test_the_reference_has_every_public_name() -> None:
-    """The page of the API documents ``__all__`` of every package that a user imports from."""
+    """The API page documents ``__all__`` of every public package."""
     documented = set(re.findall(r"^\.\. auto\w+:: (\w+)$", API.read_text(), re.MULTILINE))
     packages = (
         "reliable_mq",
@@ -265,7 +265,7 @@ def test_the_reference_has_every_public_name() -> None:
 
 
 def test_the_reference_has_what_a_class_inherits() -> None:
-    """A method that a base class adds, such as ``Consumer.stop``, is in the manual as its own methods are."""
+    """Inherited methods, such as ``Consumer.stop``, are documented like own methods."""
     blocks = dict(re.findall(r"^\.\. autoclass:: (\w+)\n((?:   :.+\n)*)", API.read_text(), re.MULTILINE))
     checked = 0
     for package in ("reliable_mq", "reliable_mq.stores", "reliable_mq.outbox", "reliable_mq.deadletters"):
@@ -281,7 +281,7 @@ def test_the_reference_has_what_a_class_inherits() -> None:
 
 @pytest.mark.parametrize("owner", [Publisher, Consumer])
 def test_defaults_are_those_of_the_code(owner: type[Publisher | Consumer]) -> None:
-    """The tables of settings name parameters, and their defaults where these are plain values."""
+    """The tables of settings name parameters and their plain default values."""
     table = SETTINGS.read_text().partition(f"| `{owner.__name__}` |")[2].partition("\n\n")[0]
     rows = re.findall(r"^\| (`.+?`) \| (.+?) \|", table, re.MULTILINE)
     assert len(rows) >= 8
@@ -301,7 +301,7 @@ def test_defaults_are_those_of_the_code(owner: type[Publisher | Consumer]) -> No
 
 
 def test_every_metric_is_listed_and_no_other() -> None:
-    """The tables are made from the families of the code, by the first word of their names."""
+    """The tables are generated from the families by the first word of their names."""
     tables = re.findall(r"^```\{metrics\} (\w+)$", METRICS.read_text(), re.MULTILINE)
     assert len(tables) == len(set(tables))
     assert {family.name.partition("_")[0] for family in FAMILIES.values()} <= set(tables)
@@ -311,20 +311,20 @@ def test_every_metric_is_listed_and_no_other() -> None:
 
 
 def test_every_example_is_listed_and_no_other() -> None:
-    """The table of examples is the directory."""
+    """The table of examples matches the directory."""
     listed = {target for _text, target in links(EXAMPLES) if "/examples/" in target}
     assert listed == {f"../../examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}
 
 
 def test_every_control_of_the_fault_proxy_exists() -> None:
-    """The list of what the proxy can do names its methods."""
+    """The list of controls names methods of the proxy."""
     names = {name for name in _INLINE.findall(section(PROXY, "Controls")) if name.isidentifier()}
     assert len(names) > 15
     assert names <= set(dir(FaultProxy))
 
 
 def test_every_header_of_ours_that_is_named_exists() -> None:
-    """A header that a reader looks for is written by the code."""
+    """Every header that the manual names is written by the code."""
     ours = {envelope.HEADER, *(value for value in vars(headers).values() if isinstance(value, str))}
     named = {name for name in inline(*PAGES) if name.startswith(headers.PREFIX)}
     assert named
@@ -332,7 +332,7 @@ def test_every_header_of_ours_that_is_named_exists() -> None:
 
 
 def test_make_targets_that_are_named_exist() -> None:
-    """What a reader is told to type is in the Makefile."""
+    """Every make target that a reader should run is in the Makefile."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(
         re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)", README.read_text() + CONTRIBUTING.read_text(), re.MULTILINE)
@@ -342,7 +342,7 @@ def test_make_targets_that_are_named_exist() -> None:
 
 
 def test_all_is_sorted_complete_and_importable() -> None:
-    """``reliable_mq.__all__`` is what the package defines, in the order of the alphabet."""
+    """``reliable_mq.__all__`` is complete and in alphabetical order."""
     names = reliable_mq.__all__
     assert names == sorted(names)
     assert len(names) == len(set(names))

@@ -1,4 +1,4 @@
-"""Durations as users give them."""
+"""Durations in the arguments of users."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def test_what_is_no_duration_is_refused_by_its_name(given: object) -> None:
 
 @pytest.mark.parametrize("given", [0, 0.0, timedelta()])
 def test_zero_is_refused_where_a_positive_duration_is_needed(given: float | timedelta) -> None:
-    """Zero is a duration, but not every wait may be none."""
+    """Zero is a duration, but some waits must be positive."""
     with pytest.raises(ConfigurationError, match="above 0"):
         seconds("interval", given, positive=True)

@@ -1,4 +1,4 @@
-"""The tree of errors: what its docstring draws is what there is, and every error survives being copied and pickled."""
+"""The tree of errors matches its docstring, and errors can be copied and pickled."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ EXAMPLES: list[errors.ReliableMQError] = [
 
 
 def test_there_is_an_example_of_every_error() -> None:
-    """The list above is complete, so that the tests below speak of all."""
+    """The list above is complete, so the tests below cover every error."""
     assert {type(error).__name__ for error in EXAMPLES} == set(errors.__all__)
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))])
 @pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
 def test_an_error_can_be_copied_and_pickled(error: errors.ReliableMQError, duplicate: object) -> None:
-    """A worker process can hand any error to its parent, with all that it says."""
+    """A worker process can send any error to its parent without loss."""
     assert callable(duplicate)
     again = duplicate(error)
     assert type(again) is type(error)
@@ -55,13 +55,13 @@ def test_an_error_can_be_copied_and_pickled(error: errors.ReliableMQError, dupli
 
 
 def test_every_error_is_drawn_in_the_tree() -> None:
-    """The module's docstring names each of them."""
+    """The docstring of the module names each of them."""
     drawn = inspect.getdoc(errors) or ""
     assert [name for name in errors.__all__ if name not in drawn] == []
 
 
 def test_the_text_of_an_error_has_nothing_that_does_not_print() -> None:
-    """It may hold words of a broker, and ends in logs and on terminals."""
+    """The text may come from a broker, and ends in logs and on terminals."""
     error = errors.BrokerUnavailable("refused: é\n\x1b[2J\udcff")
     assert str(error) == "refused: é\\n\\x1b[2J\\udcff"
     assert str(errors.BrokerUnavailable("refused: é")) == "refused: é"

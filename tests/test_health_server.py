@@ -1,4 +1,4 @@
-"""The probes over HTTP, from a thread of their own and as an ASGI application."""
+"""The probes over HTTP: the server thread and the ASGI application."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WELL = Health(live=True, ready=True, progressing=True, since=1_800_000_000.0)
 
 
 class Part:
-    """What is asked, and answers as it is told."""
+    """A part whose health the test sets."""
 
     def __init__(self) -> None:
         self.answer: Any = WELL
@@ -144,7 +144,7 @@ def test_other_requests_are_refused() -> None:
 
 @pytest.mark.slow
 def test_slow_clients_hold_up_no_probe_and_are_dropped() -> None:
-    """Neither one that sends nothing, nor one that sends too much."""
+    """This covers clients that send nothing and clients that send too much."""
     with HealthServer(Part(), port=0) as server:
         address = "127.0.0.1", urlsplit(server.url).port or 0
         silent = [socket.create_connection(address, timeout=30) for _ in range(20)]
@@ -162,7 +162,7 @@ def test_slow_clients_hold_up_no_probe_and_are_dropped() -> None:
 
 
 def test_many_silent_clients_hold_up_no_probe() -> None:
-    """More of them than the server keeps: the oldest goes, not the probe."""
+    """If the connections exceed the limit, the server closes the oldest one."""
     with HealthServer(Part(), port=0) as server:
         address = "127.0.0.1", urlsplit(server.url).port or 0
         silent = [socket.create_connection(address, timeout=30) for _ in range(150)]
@@ -175,7 +175,7 @@ def test_many_silent_clients_hold_up_no_probe() -> None:
 
 @pytest.mark.slow
 def test_a_client_that_does_not_read_its_answer_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or each would hold a copy of all metrics, for as long as it likes."""
+    """Otherwise each client could hold a copy of all metrics indefinitely."""
     monkeypatch.setattr("reliable_mq.health._PATIENCE", 1.0)
     registry = CollectorRegistry()
     Counter("large", "x" * 20_000_000, registry=registry)
@@ -184,8 +184,8 @@ def test_a_client_that_does_not_read_its_answer_is_dropped(monkeypatch: pytest.M
         client.settimeout(30)
         client.connect(("127.0.0.1", urlsplit(server.url).port or 0))
         client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
-        assert client.recv(4)  # it is answered
-        # Not until the client reads it or leaves: the server has no connection any more.
+        assert client.recv(4)  # the server has responded
+        # The server closes the connection before the client reads the response or disconnects.
         wait_until(lambda: not _connected_to(server), timeout=30, what="the end of the connection")
 
 
@@ -233,7 +233,7 @@ def test_a_port_in_use_is_named() -> None:
 
 
 def test_it_answers_until_publishers_have_ended_at_exit() -> None:
-    """At exit, hooks of publishers run while the probe still answers; then the process ends."""
+    """Hooks of publishers run at exit while the probe responds."""
     program = """
         import sys, urllib.request, urllib.error
         from reliable_mq._util.hooks import ExitStage, at_exit
@@ -374,7 +374,7 @@ def test_no_answer_shows_a_password() -> None:
 
 
 def test_the_manual_manifest_is_valid_and_uses_existing_paths() -> None:
-    """Liveness never asks for readiness, and the grace is longer than all that ends in it."""
+    """Liveness does not use readiness, and the grace period covers the shutdown."""
     page = (Path(__file__).parent.parent / "docs/guides/kubernetes.md").read_text()
     manifest = yaml.safe_load(re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0])
     pod = manifest["spec"]["template"]["spec"]

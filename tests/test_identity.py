@@ -1,4 +1,4 @@
-"""What a connection tells the broker about itself."""
+"""The identity that a connection reports to the broker."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The language of the source: names from the glossary, plain docstrings, class names that occur once, sizes of modules.
+"""The language of the source: names, docstrings, class names, and module sizes.
 
-Each rule has a budget: the number of places that break it today. A change may lower a number and never raises one;
-where a number is 0, the rule holds.
+Each rule has a budget: the number of places that break it today. A change may lower the number but must not raise it. A
+rule with the budget 0 holds everywhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BANNED_NAMES: Final = re.compile(
 BANNED_WORDS: Final = re.compile(
     r"\b(faces?|lanes?|roster|ladders?|pumps?|hand(?:s|ed|ing)?(?: \w+)? back|see the module)\b", re.IGNORECASE
 )
-#: Not the name of an argument or a label: ``what``, "what:".
+#: Allows the name of an argument or a label: ``what``, "what:".
 NOUN_WHAT: Final = re.compile(r"(?<!`)\bwhat\b(?![`:])", re.IGNORECASE)
 BANNED_VERBS: Final = re.compile(r"(Answers?|Gives?(?! up)|Says?|Have|Has|Tells?)\b")
 LONGEST_FIRST_LINE: Final = 80
@@ -38,7 +38,7 @@ LONGEST_TEST_NAME: Final = 60
 DRIVERS: Final = ("connection/interfaces.py", "connection/pika_driver/", "connection/aiormq_driver/")
 TEST: Final = re.compile(r"\s*(?:async )?def (test_\w+)")
 SMALLEST, LARGEST = 80, 600
-#: Modules that users import, or that are the whole of their subject.
+#: Modules that users import, or that cover their subject completely.
 SMALL_MODULES: Final = frozenset(
     {
         "_util/boottime.py", "_util/validation.py", "_util/version.py", "cli/__main__.py", "core/publisher/trace.py",
@@ -60,7 +60,7 @@ BUDGET: Final = {
 
 
 class Place(NamedTuple):
-    """Where a rule is broken."""
+    """A place that breaks a rule."""
 
     file: str
     line: int
@@ -110,7 +110,7 @@ def banned_names() -> Iterator[Place]:
 
 
 def banned_words() -> Iterator[Place]:
-    """In comments and docstrings, which hold nothing that a user sees."""
+    """In comments and docstrings, which users do not see."""
     for source in sources():
         for line, text in prose(source):
             for match in BANNED_WORDS.finditer(text):
@@ -118,7 +118,7 @@ def banned_words() -> Iterator[Place]:
 
 
 def noun_whats() -> Iterator[Place]:
-    """A noun names the thing better: "what is on the wire" is "the unconfirmed publishes"."""
+    """A noun is more precise: "the unconfirmed publishes", not "what is on the wire"."""
     for source in sources():
         for line, text in prose(source):
             for match in NOUN_WHAT.finditer(text):
@@ -127,7 +127,7 @@ def noun_whats() -> Iterator[Place]:
 
 @cache
 def prose(source: Source) -> list[tuple[int, str]]:
-    """The comments and docstrings of a module, each in one line."""
+    """Return the comments and docstrings of a module, each as one line."""
     return [(line, " ".join(text.split())) for line, text in [*comments(source), *docstrings(source)]]
 
 
@@ -161,7 +161,7 @@ def docstring_lengths() -> Iterator[Place]:
 
 
 def class_names() -> Iterator[Place]:
-    """A leading underscore does not make a name another one."""
+    """Names that differ only in a leading underscore count as equal."""
     found = defaultdict(list)
     for source in sources():
         for node in definitions(source):
@@ -208,7 +208,7 @@ def test_the_source_keeps_its_language() -> None:
 
 
 def test_what_the_rules_find() -> None:
-    """A rule that finds nothing any more because of its own flaw would hold for ever."""
+    """A pattern that matches nothing would make its rule pass forever."""
     assert all(BANNED_NAMES.search(snake_case(name)) for name in ("_pump", "SyncLane", "hand_back", "takenBack"))
     assert not any(BANNED_NAMES.search(snake_case(name)) for name in ("Plane", "always", "interface", "mistaken"))
     assert BANNED_WORDS.search("both faces")

@@ -1,4 +1,7 @@
-"""Message: whatever is wrong is said at construction; what exists can be sent, copied, and never changes."""
+"""Message: errors are raised at construction, and a message never changes.
+
+A constructed message can be sent and copied.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ def test_every_property_is_shown_as_it_was_given() -> None:
 
 @pytest.mark.parametrize("name", sorted(EVERYTHING.keys() - {"message_id"}))
 def test_each_property_alone_is_sent(name: str) -> None:
-    """None of them is taken for absent where it is the only one."""
+    """Each value counts as present even if it is the only one set."""
     given: Any = {name: EVERYTHING[name]}  # type: ignore[literal-required]
     message = Message(b"", **given)
     assert getattr(message, name) == given[name]
@@ -176,14 +179,14 @@ PLAIN_PROPERTIES = encode_properties(Message(b"", priority=1))
     ],
 )
 def test_a_damaged_pickle_is_refused_and_the_field_named(state: tuple[object, ...], field: str) -> None:
-    """No message comes out of a pickle that could not be sent."""
+    """Unpickling never returns a message that could not be sent."""
     make, _ = Message(b"").__reduce__()
     with pytest.raises(ConfigurationError, match=f"a pickled message is damaged: .*{field}"):
         make(*state)
 
 
 def test_a_pickle_keeps_what_came_from_the_wire() -> None:
-    """Without an id on the wire, and with one that we track it by."""
+    """Once without an id on the wire, and once with an id that only tracks it."""
     for tracked in ("", "tracked\0"):
         message = Message._from_wire(b"body", PLAIN_PROPERTIES, tracked)
         other = pickle.loads(pickle.dumps(message))
@@ -191,7 +194,7 @@ def test_a_pickle_keeps_what_came_from_the_wire() -> None:
 
 
 class Boasting(bytes):
-    """Bytes that say something else of themselves."""
+    """Bytes that report a wrong length and wrong content."""
 
     __slots__ = ()
 
@@ -290,7 +293,7 @@ def test_a_delivery_can_be_published_again_byte_for_byte() -> None:
     raw = join_properties({"message_id": b"\2id", "timestamp": b"\xff" * 8})
     message = Message.from_wire(b"body", raw)
     assert (message.body, message.message_id, encode_properties(message)) == (b"body", "id", raw)
-    assert Message.from_wire(b"", b"\0\0").message_id == ""  # nothing is made up
+    assert Message.from_wire(b"", b"\0\0").message_id == ""  # no id is generated
 
 
 def test_what_is_no_properties_is_refused() -> None:
@@ -327,7 +330,7 @@ def test_ids_are_uuids_of_version_7_in_the_order_of_time() -> None:
         assert before <= parsed.int >> 80 <= time_ns() // 1_000_000
         ids.append(message_id)
     assert len(set(ids)) == 1000
-    # The clock may not have moved between two ids; then chance orders them.
+    # Ids from the same clock tick are ordered randomly.
     moments = [message_id[:18] for message_id in ids]
     assert moments == sorted(moments)
 
@@ -341,7 +344,7 @@ def test_ids_are_ordered_within_a_millisecond(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_threads_never_get_the_same_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even at the same instant."""
+    """This holds even at the same instant."""
     monkeypatch.setattr(module, "time_ns", lambda: 1_700_000_000_000_000_000)
     ids: list[str] = []
     start = threading.Barrier(8)
@@ -360,7 +363,7 @@ def test_threads_never_get_the_same_id(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_forked_child_makes_other_ids_than_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "time_ns", lambda: 1_700_000_000_000_000_000)
-    new_message_id()  # so that there are digits prepared, which the child must not use
+    new_message_id()  # prepares digits that the child must not use
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
@@ -383,7 +386,7 @@ def test_headers_in_the_message_are_those_of_the_table() -> None:
 
 
 def test_a_message_that_was_refused_can_be_looked_at() -> None:
-    """Whoever formats the traceback of a refused constructor sees a half-made message, not another error."""
+    """A traceback may format a partly constructed message."""
     with pytest.raises(ConfigurationError) as caught:
         Message(b"body", headers={"h": object()})
     traceback.TracebackException.from_exception(caught.value, capture_locals=True)

@@ -1,4 +1,4 @@
-"""The package as a whole: what its metadata promises, and what importing it costs."""
+"""The package as a whole: its metadata and the cost of its import."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def test_every_script_is_a_function_of_the_package() -> None:
 
 
 def test_every_module_can_be_imported() -> None:
-    """With all extras there, nothing is left behind that only works by the order of imports."""
+    """With all extras installed, no module depends on the order of imports."""
     for module in pkgutil.walk_packages(reliable_mq.__path__, "reliable_mq."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
 
 
 def test_importing_the_package_needs_no_extra_and_no_other_api() -> None:
-    """What a user did not ask for is neither needed nor loaded, and importing starts no thread."""
+    """Extras and the other API are not loaded, and no thread is started."""
     code = "import reliable_mq, sys, threading; print(*sys.modules); assert threading.active_count() == 1"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True

@@ -1,4 +1,4 @@
-"""Retry policies: the schedule, its repr, and what is refused."""
+"""Retry policies: schedule, repr, and refused arguments."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_nonsense_is_refused_by_name(wrong: dict[str, Any], named: str) -> None:
 
 
 def test_the_schedule_asks_the_backoff_once_for_each_attempt() -> None:
-    """A backoff that breaks later, or answers something else, harms nothing."""
+    """A backoff that later fails or returns another value has no effect."""
     asked: list[int] = []
 
     def once(state: tenacity.RetryCallState) -> float:
@@ -164,7 +164,7 @@ def test_what_a_handler_may_raise() -> None:
 
 
 class OrderLocked(RetryLater):
-    """A verdict with a constructor of its own."""
+    """A verdict with its own constructor."""
 
     def __init__(self, order: int, *, holder: str) -> None:
         super().__init__(order)
@@ -183,7 +183,7 @@ class OrderRefused(DeadLetter):
 )
 @pytest.mark.parametrize("again", [lambda one: pickle.loads(pickle.dumps(one)), copy.copy, copy.deepcopy])
 def test_verdicts_can_be_pickled_and_copied(verdict: Exception, again: Callable[[Exception], Exception]) -> None:
-    """As when they are raised in a process pool, which an exception that cannot be made again breaks."""
+    """A process pool breaks if it cannot unpickle an exception."""
     verdict.add_note("in the pool")
     other = again(verdict)
     assert type(other) is type(verdict)

@@ -1,4 +1,4 @@
-"""Connection settings: ranges, credentials, and no secret in any text of theirs."""
+"""Connection settings: ranges, credentials, and hidden secrets."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_what_the_callback_raises_is_wrapped_without_its_text() -> None:
 
 
 def test_the_callback_may_make_credentials_that_are_refused() -> None:
-    """A token that has expired is named, and the callback is called again."""
+    """The error names the expired token, and the callback is called again."""
     with pytest.raises(BrokerUnavailable, match=r"raised ConfigurationError: expires_in must be .*, not -3") as caught:
         settings(credentials=lambda: Credentials("u", CANARY, expires_in=-3)).resolve_credentials()
     assert not caught.value.permanent

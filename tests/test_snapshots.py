@@ -1,7 +1,7 @@
-"""Promises that users build on, written down: a change of one is seen in a diff, and is meant.
+"""Public promises as text: a change appears in a diff and has to be intended.
 
-Each promise is a text in ``tests/snapshots``, as an interpreter of its own prints it, which no setting of the tests has
-changed. ``RELIABLE_MQ_UPDATE_SNAPSHOTS=1 make t T=tests/test_snapshots.py`` writes them anew.
+Each promise is a text in ``tests/snapshots``, printed by a separate interpreter without the settings of the tests.
+``RELIABLE_MQ_UPDATE_SNAPSHOTS=1 make t T=tests/test_snapshots.py`` writes the texts again.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ PUBLIC = [
 
 
 def api() -> Iterator[str]:
-    """Every public name: its signature, the first line of its docstring, and the public attributes of a class."""
+    """Yield all public names.
+
+    Each has its signature, the first line of its docstring, and the public attributes of a class.
+    """
     for module in PUBLIC:
         yield f"# {module}"
         namespace = importlib.import_module(module)
@@ -66,7 +69,7 @@ def api() -> Iterator[str]:
 
 
 def of_name(name: str, value: Any) -> Iterator[str]:
-    if get_origin(value) is not None:  # how Python shows one depends on its version
+    if get_origin(value) is not None:  # the repr of an alias depends on the version of Python
         yield f"{name}: type alias"
         return
     if not inspect.isclass(value):
@@ -88,7 +91,7 @@ def of_name(name: str, value: Any) -> Iterator[str]:
 
 
 def is_inner(kind: type, attribute: str) -> bool:
-    """Whether it is a slot of a base class that is not public, such as what a confirmation keeps for its publisher."""
+    """Return whether a slot belongs to a base class that is not public."""
     owner = next(base for base in kind.__mro__ if attribute in vars(base))
     return owner is not kind and inspect.ismemberdescriptor(vars(owner)[attribute])
 
@@ -108,7 +111,7 @@ def of_attribute(name: str, value: Any) -> Iterator[str]:
 
 
 def summary(value: Any, indent: str = "    ") -> Iterator[str]:
-    """The first line of a docstring that somebody wrote here: neither Python's, nor a dataclass's own."""
+    """Yield the first line of a docstring, unless Python or a dataclass made it."""
     text = (value.__doc__ or "").partition("\n")[0]
     ours = str(getattr(value, "__module__", "")).startswith("reliable_mq")
     if ours and text and not text.startswith(f"{value.__name__}("):
@@ -116,10 +119,10 @@ def summary(value: Any, indent: str = "    ") -> Iterator[str]:
 
 
 def signature(value: Callable[..., object]) -> str:
-    """Annotations are as written: those that are only there for a type checker cannot be resolved."""
+    """Return annotations as written: type-checking imports cannot be resolved."""
     try:
         text = str(inspect.signature(value))
-    except ValueError:  # of a built-in method
+    except ValueError:  # a built-in method
         return "(...)"
     return re.sub(r" at 0x[0-9a-f]+", "", text).replace("'", "")
 
@@ -151,7 +154,7 @@ def of_command(path: str, command: Any) -> Iterator[str]:
 
 
 def storage(directory: Path) -> Iterator[str]:
-    """The tables of the stores and outboxes, which are on users' disks."""
+    """Yield the tables of the stores and outboxes, which exist on users' disks."""
     for url in (f"sqlite:///{directory / 'tables'}", "postgresql+psycopg://h/d", "mysql+pymysql://h/d"):
         engine = create_engine(url)
         yield f"# SQLAlchemyStore, {engine.dialect.name}"

@@ -1,4 +1,4 @@
-"""Threads start in few modules: each is known here, and so is the way in which its threads end."""
+"""The modules that start threads: each is listed with the purpose of its threads."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ STARTS: Final = {
     "start_daemon",
     "call_in_background",
 }
-#: The timers of both drivers' loops have the name of threading's.
+#: The timers of both drivers' loops have the same name as those of `threading`.
 LOOPS: Final = {"connection/aiormq_driver/loop.py", "connection/pika_driver/loop.py"}
-#: Module -> for what. Pools and callbacks of `_util/threads.py` start their threads there.
+#: Module -> purpose. Pools and callbacks of `_util/threads.py` start their threads there.
 MODULES: Final = {
     "_util/sqlalchemy.py": "the event loop of an asynchronous engine",
     "_util/threads.py": "pools, callbacks and calls in the background",
@@ -52,7 +52,7 @@ MODULES: Final = {
 
 
 def starts_threads(path: Path) -> bool:
-    """Whether a module calls or subclasses one of `STARTS`."""
+    """Return whether a module calls or subclasses one of `STARTS`."""
     for node in ast.walk(ast.parse(path.read_text())):
         used = [node.func] if isinstance(node, ast.Call) else node.bases if isinstance(node, ast.ClassDef) else []
         for name in used:

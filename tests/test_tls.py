@@ -1,4 +1,4 @@
-"""The context that TLSOptions builds, against a TLS server on loopback and certificates made here."""
+"""The context of TLSOptions, with test certificates and a server on loopback."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEADLINE = 30.0
 
 
 class Authority:
-    """A certificate authority whose files lie in one directory."""
+    """A certificate authority with its files in one directory."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self.directory = directory
@@ -78,7 +78,7 @@ class Authority:
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - 30 * DAY)
             .not_valid_after(now + ends_in)
-            # A context that is strict, as Python's own are from 3.13 on, asks for both.
+            # A strict context requires both; the defaults of Python are strict since 3.13.
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key()), False)
         )
@@ -114,7 +114,10 @@ def good(authority: Authority) -> Issued:
 
 @contextmanager
 def broker(certificate: Issued, *, client_authority: Authority | None = None) -> Iterator[int]:
-    """A TLS server that greets one client with the common name of the client's certificate; yields its port."""
+    """Run a TLS server that sends one client the common name of its certificate.
+
+    Yield the port.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate.cert_file, certificate.key_file)
     if client_authority is not None:
@@ -131,7 +134,7 @@ def broker(certificate: Issued, *, client_authority: Authority | None = None) ->
                     name = dict(pair for (pair,) in peer["subject"])["commonName"] if peer else "nobody"
                     secured.sendall(name.encode())
         except OSError:
-            pass  # the client turned away, or was turned away: what it saw is what is tested
+            pass  # one side refused the other; the test checks the error of the client
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(DEADLINE)
@@ -145,7 +148,7 @@ def broker(certificate: Issued, *, client_authority: Authority | None = None) ->
 
 
 def greeting(port: int, options: TLSOptions, host: str = "localhost") -> str:
-    """Connect as a driver does; return what the server says to us."""
+    """Connect as a driver does, and return the greeting of the server."""
     context = options.build_context()
     with (
         socket.create_connection(("127.0.0.1", port), DEADLINE) as plain,
@@ -154,7 +157,7 @@ def greeting(port: int, options: TLSOptions, host: str = "localhost") -> str:
         return secured.recv(100).decode()
 
 
-# -- who is let through ------------------------------------------------------------------------------------------------
+# -- accepted and refused servers --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
@@ -208,7 +211,7 @@ def test_authorities_can_be_given_as_data_and_as_a_directory(
     for data in (authority.pem.decode(), ssl.PEM_cert_to_DER_cert(authority.pem.decode())):
         with broker(good) as port:
             assert greeting(port, TLSOptions(ca_data=data)) == "nobody"
-    # A directory holds what it holds: without hashed names OpenSSL finds nothing in it, and the data still counts.
+    # OpenSSL finds no certificate in a directory without hashed names, and `ca_data` still counts.
     with broker(good) as port:
         assert greeting(port, TLSOptions(ca_path=tmp_path, ca_data=authority.pem.decode())) == "nobody"
     with broker(good) as port, pytest.raises(ssl.SSLCertVerificationError):
@@ -221,7 +224,7 @@ def test_old_versions_of_tls_are_not_spoken(authority: Authority) -> None:
     assert newer.build_context().minimum_version is ssl.TLSVersion.TLSv1_3
 
 
-# -- who we are --------------------------------------------------------------------------------------------------------
+# -- client certificates -----------------------------------------------------------------------------------------------
 
 
 def test_mutual_tls_shows_the_clients_certificate(authority: Authority, good: Issued) -> None:
@@ -273,7 +276,7 @@ def test_files_are_read_at_every_connect(authority: Authority, good: Issued, tmp
             assert greeting(port, options) == name
 
 
-# -- verification off, and contexts of the user's ----------------------------------------------------------------------
+# -- verification off, and contexts of the user ------------------------------------------------------------------------
 
 
 def test_each_connect_without_verification_logs_a_warning(

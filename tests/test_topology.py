@@ -1,4 +1,4 @@
-"""Topology as data: what each declaration sends, in which order, what is refused, and what a mismatch says."""
+"""Topology as data: declarations, their order, refused values, and mismatches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def names(topology: Any) -> list[str]:
     return [item.name for item in declarations(topology) if not isinstance(item, Binding)]
 
 
-# -- what a queue declares ---------------------------------------------------------------------------------------------
+# -- declarations of queues --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", [V4_0, V4_3, (4,)])
@@ -121,7 +121,7 @@ def test_a_queue_with_a_length_limit_rejects_publishes_when_full(kind: Any, limi
     assert dropping.arguments_for(V4_3)["x-overflow"] == "drop-head"
 
 
-# -- a user's arguments ------------------------------------------------------------------------------------------------
+# -- arguments of the user ---------------------------------------------------------------------------------------------
 
 
 def test_a_users_arguments_win_over_ours_and_none_leaves_one_out() -> None:
@@ -186,7 +186,7 @@ def test_arguments_arrive_as_they_were_given(arguments: dict[str, Any]) -> None:
     assert sent == {name: value for name, value in arguments.items() if value is not None}
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- refused values ----------------------------------------------------------------------------------------------------
 
 DEEP: Any = []
 for _ in range(40):
@@ -379,11 +379,11 @@ def test_a_queue_and_an_exchange_may_share_a_name() -> None:
     assert names([Queue("same", dead_letter=None), Exchange("same")]) == ["same", "same"]
 
 
-# -- what the broker says ----------------------------------------------------------------------------------------------
+# -- errors of the broker ----------------------------------------------------------------------------------------------
 
 IN_VHOST = "in vhost '/': received"
 
-# As RabbitMQ 4.0.5 and 4.3.6 both sent them to pika; other clients send integers of other types.
+# As RabbitMQ 4.0.5 and 4.3.6 both sent them to pika; other clients send other integer types.
 INEQUIVALENT = [
     ("queue", "x-queue-type", "quorum", "classic", "'quorum' but current is 'classic'"),
     ("queue", "x-queue-type", "classic", "quorum", "'classic' but current is 'quorum'"),
@@ -472,7 +472,7 @@ def test_any_text_gives_a_mismatch(text: str, prefix: str) -> None:
 
 
 def test_delayed_retry_is_three_arguments() -> None:
-    """In milliseconds; only what failed is delayed."""
+    """The times are in milliseconds, and only failed messages are delayed."""
     declared = Queue("orders", delayed_retry=(0.5, timedelta(minutes=1))).arguments_for((4, 3))
     assert {name: value for name, value in declared.items() if name.startswith("x-delayed")} == {
         "x-delayed-retry-type": "failed",

@@ -1,4 +1,7 @@
-"""AMQP URLs: what is accepted, what each error names, and that no error and no log shows a password."""
+"""AMQP URLs: accepted forms, error messages, and hidden passwords.
+
+No error and no log line shows a password.
+"""
 
 from __future__ import annotations
 
@@ -346,7 +349,7 @@ def test_no_error_shows_any_part_of_a_password(before: str, after: str, scheme: 
 
 
 def said_about(url: str | list[str]) -> str:
-    """Everything that parsing says: the error, or the settings."""
+    """Return the text of the parse result: the error or the settings."""
     try:
         settings = parse_url(url)
     except ConfigurationError as error:
@@ -379,7 +382,7 @@ def test_any_text_is_parsed_or_refused(text: str, prefix: str) -> None:
         ("sqlite:////var/lib/orders.db", "sqlite:////var/lib/orders.db"),
         ("redis://:secret@[::1]:6379/0", "redis://:***@[::1]:6379/0"),
         ("amqp://u:secret@h1:5672,h2/v", "amqp://u:***@h1:5672,h2/v"),
-        # Not well-formed: nothing is shown that may be a part of the password.
+        # Malformed: every part that may belong to the password is hidden.
         ("redis://:S3cret/x@h/0", "redis://:***@h/0"),
         ("redis://h/x?password=secret@y", "redis://***@y"),
         ("postgresql://u:se@cr?et@h/x", "postgresql://u:***@h/x"),
@@ -405,7 +408,7 @@ ALPHABET: Final = "aA01:/?#@,[]%&=+-. \t\n\u00e9\u2100"
 
 @pytest.mark.timeout(60 + INPUTS // 500)
 def test_no_broken_url_is_shown_with_part_of_its_password(report: Callable[[str], None]) -> None:
-    """A million in a soak, from a seed of its own."""
+    """A soak run tries a million URLs, from a random seed."""
     seed = seeds()[0]
     rng = random.Random(seed)
 

@@ -1,4 +1,4 @@
-"""Checks of state machines against their tables ``TRANSITIONS``."""
+"""Checks of state machines against their ``TRANSITIONS`` tables."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ __all__ = ["changes", "follows"]
 
 
 def changes(transitions: Mapping[str, Mapping[Any, set[Any]]]) -> set[tuple[Any, Any]]:
-    """Return every change of a table: the state before, and the one after."""
+    """Return every change in a table, as a pair of states."""
     return {(before, after) for table in transitions.values() for before, afters in table.items() for after in afters}
 
 
 def follows(transitions: Mapping[str, Mapping[Any, set[Any]]], attribute: str = "state") -> Any:
-    """Return a base class that refuses a change of the attribute that is not in the table, and notes the others.
+    """Return a base class that refuses changes that are not in the table.
 
-    The first state is free, unless the table has changes from None.
+    It checks one attribute and records the allowed changes in `seen`. The first state is not checked, unless the table
+    has changes from None.
     """
     allowed = changes(transitions)
     born = any(before is None for before, _ in allowed)

@@ -1,4 +1,7 @@
-"""``python -m integration.bench``: measure, show, and write ``report.md``, ``report.json`` and ``curves.png``."""
+"""``python -m integration.bench``: run the benchmark, show and write its report.
+
+The report is written to ``report.md``, ``report.json`` and ``curves.png``.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,10 @@ def main() -> int:
 def measure(
     options: argparse.Namespace, registry: Registry, only: list[str], broker: BenchBroker, screen: Terminal
 ) -> tuple[Report, bool]:
-    """Run everything; returns the report of what was measured until the end, or until an interrupt."""
+    """Run all contenders; return the report and whether the run was interrupted.
+
+    An interrupted run has a report of its measurements so far.
+    """
     plan = planned(options)
     facts = environment(broker.version)
     runner = Runner(
@@ -97,7 +103,7 @@ def measure(
 
 
 def show(report: Report, screen: Terminal, output: Path) -> None:
-    """Show the report, and write it."""
+    """Show the report, and write its files."""
     for table in report.tables():
         screen.table(table)
     for line in (*report.notes(), *[f"FAILED: {failure}" for failure in report.failures]):

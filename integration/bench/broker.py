@@ -1,4 +1,4 @@
-"""The broker of a run, started here or given by URL; its queues; and waiting until it has come to rest.
+"""The broker of a run, started here or given by URL, and its queues.
 
 Invariant: every wait is for a condition, and has a deadline.
 """
@@ -23,7 +23,7 @@ AMQP_PORT = 5672
 ANSWER_DEADLINE = 60.0
 DEPTH_DEADLINE = 20.0
 REST_INTERVAL = 0.25
-REST_SHARE = 0.15  # of the machine's CPU time; a broker and a client at work take most of two cores
+REST_SHARE = 0.15  # of the machine's CPU time; a busy broker and client use most of two cores
 PROC_STAT = Path("/proc/stat")
 
 
@@ -32,22 +32,25 @@ class BrokerError(Exception):
 
 
 class BenchBroker:
-    """A broker by its URL. Each call opens a connection and closes it, so that none idles beside a measurement."""
+    """A broker, given by its URL.
+
+    Each call opens and closes a connection, so that no idle connection is open during a measurement.
+    """
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
-        # The default virtual host in full: clients differ in what they take an empty path for.
+        # Name the default virtual host explicitly, because clients interpret an empty path differently.
         self.url = urlunsplit(parts._replace(path="/%2F")) if parts.path in {"", "/"} else url
 
     @property
     def version(self) -> str:
-        """What the broker calls itself, such as ``RabbitMQ 4.3.6``."""
+        """The broker's product and version, such as ``RabbitMQ 4.3.6``."""
         with self._connection() as connection:
             properties = connection._impl.server_properties
             return f"{properties['product']} {properties['version']}"
 
     def make_queue(self, name: str, queue_type: str) -> None:
-        """Delete the queue, if there is one, and make it again, durable and empty."""
+        """Delete the queue, if it exists, and declare it again, durable and empty."""
         with self._channel() as channel:
             channel.queue_delete(name)
             channel.queue_declare(name, durable=True, arguments={"x-queue-type": queue_type})
@@ -61,10 +64,10 @@ class BenchBroker:
             channel.exchange_delete(name)
 
     def wait_for_depth(self, name: str, messages: int) -> None:
-        """Wait until exactly so many messages are ready in a queue.
+        """Wait until exactly `messages` messages are ready in a queue.
 
         Raises:
-            BrokerError: there are not, in time.
+            BrokerError: If this does not happen in time.
         """
         with self._channel() as channel:
 
@@ -78,10 +81,10 @@ class BenchBroker:
                 raise BrokerError(f"{depth()} messages are ready in queue {name}, not {messages}") from error
 
     def wait_for_first_delivery(self, name: str, messages: int) -> None:
-        """Wait until fewer messages are ready in a queue than there were.
+        """Wait until fewer than `messages` messages are ready in a queue.
 
         Raises:
-            TimeoutError: there are not, in time.
+            TimeoutError: If this does not happen in time.
         """
         with self._channel() as channel:
             wait_until(
@@ -90,10 +93,10 @@ class BenchBroker:
             )  # fmt: skip
 
     def wait_until_it_answers(self) -> None:
-        """Wait until the broker lets us in.
+        """Wait until the broker accepts a connection.
 
         Raises:
-            BrokerError: it does not, in time.
+            BrokerError: If this does not happen in time.
         """
         cause: BrokerError | None = None
 
@@ -112,7 +115,7 @@ class BenchBroker:
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[Any]:
-        """Connect; what the broker or the network refuses inside the block is a BrokerError."""
+        """Open a connection; raise errors of the broker and the network as BrokerError."""
         connection = None
         try:
             connection = pika.BlockingConnection(pika.URLParameters(self.url))
@@ -132,10 +135,10 @@ class BenchBroker:
 
 @contextlib.contextmanager
 def started(line: str) -> Iterator[BenchBroker]:
-    """Run a broker of the line ``newest`` or ``4.0`` in a container of its own, for the time of the block.
+    """Run a broker of the line ``newest`` or ``4.0`` in a container during the block.
 
-    Its address on the container network is used where this machine can reach it: docker's proxy for ports published on
-    loopback would take CPU time from everyone who is measured.
+    The URL has the address on the container network if this machine can reach it: docker's proxy for ports published on
+    loopback would use CPU time during the measurements.
     """
     from integration.support.set_up import broker_image
     from reliable_mq.testing import RabbitMQ, remove_leftovers
@@ -157,10 +160,12 @@ def listens(address: str) -> bool:
 
 
 def wait_for_rest(timeout: float) -> float:
-    """Wait up to `timeout` seconds until this machine has little to do: what ran before, the broker's part included.
+    """Wait up to `timeout` seconds until this machine is nearly idle.
+
+    By then the previous run is over, also in the broker.
 
     Returns:
-        The share of CPU time in use when it ended; above `REST_SHARE` where the machine did not come to rest in time.
+        The share of CPU time in use at the end. It is above `REST_SHARE` if the machine did not become idle in time.
     """
     share, before = 0.0, cpu_ticks()
 
@@ -179,7 +184,7 @@ def wait_for_rest(timeout: float) -> float:
 
 
 def cpu_ticks() -> tuple[int, int]:
-    """Return how long the machine's CPUs have been busy, and how long they have been there; zeros where not known."""
+    """Return the busy and the total time of the machine's CPUs; zeros if unknown."""
     if not PROC_STAT.exists():
         return 0, 0
     user, nice, system, idle, waiting, *rest = map(int, PROC_STAT.read_text().split("\n", 1)[0].split()[1:9])

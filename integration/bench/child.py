@@ -1,4 +1,4 @@
-"""The process of one contender: the command line that all of them share, and one line of JSON as the answer."""
+"""The process of one contender: a common command line, and a line of JSON output."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def main(contenders: Sequence[Contender], arguments: Sequence[str] | None = None
 
 
 def measure_publishing(publish: Callable[[int], object], job: Job) -> Sample:
-    """Measure ``publish(count)``, which returns when `count` messages are confirmed, after a warm-up of the same."""
+    """Warm up with ``publish(count)``, and measure it.
+
+    ``publish`` returns when `count` messages are confirmed.
+    """
     if job.warmup:
         publish(job.warmup)
     meter = Meter()

@@ -1,11 +1,11 @@
-"""What a contender is, what it is asked to do, and what it answers.
+"""Contenders, their jobs and their results.
 
 Invariants:
 
-- a contender runs in a process of its own and shares nothing with the others but the broker;
-- everything it publishes is persistent and confirmed, everything it consumes is acked by hand; the runner checks this
+- a contender runs in a separate process and shares only the broker with the others;
+- everything it publishes is persistent and confirmed, everything it consumes is acked manually; the runner checks this
   afterwards, by the number of messages in the queue;
-- what is measured lies between `Meter.start` and `Meter.stop`: connecting, importing and warming up do not count.
+- only the time between `Meter.start` and `Meter.stop` is measured: connecting, importing and warming up do not count.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ class Unavailable(Exception):
 
 
 class Role(enum.StrEnum):
-    """What a contender does."""
+    """The role of a contender."""
 
-    PUBLISHER = "publisher"  # publishes job.messages, and knows that each was confirmed
-    CONSUMER = "consumer"  # consumes job.messages that are in the queue, and acks each
-    STREAM = "stream"  # reads job.messages that are in the stream, from its first on
-    MEMORY = "memory"  # holds job.messages outstanding on a peer that confirms only the last, when it has come
+    PUBLISHER = "publisher"  # publishes job.messages, and checks that each is confirmed
+    CONSUMER = "consumer"  # consumes job.messages from the queue, and acks each
+    STREAM = "stream"  # reads job.messages from the beginning of the stream
+    MEMORY = "memory"  # keeps job.messages outstanding on a peer that confirms only the last one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One run of a contender; its fields are the options of the command line that all contenders share.
+    """One run of a contender. Its fields are the common command-line options.
 
     Attributes:
-        url: of the broker.
-        queue: where to; it exists, and is durable.
-        messages: how many are measured.
-        size: bytes of each body.
-        window: how many may be outstanding.
-        prefetch: of a consumer.
-        ack_every: a consumer acks so many deliveries at a time.
-        warmup: messages to publish before the clock starts.
+        url: The URL of the broker.
+        queue: The name of the queue, which exists and is durable.
+        messages: The number of messages to measure.
+        size: The size of each body, in bytes.
+        window: The maximum number of outstanding messages.
+        prefetch: The prefetch of a consumer.
+        ack_every: The number of deliveries that a consumer acks at a time.
+        warmup: The number of messages to publish before the clock starts.
     """
 
     url: str
@@ -64,7 +64,7 @@ class Job:
         return b"x" * self.size
 
     def arguments(self) -> list[str]:
-        """Return this as command line options."""
+        """Return the job as command-line options."""
         return [
             word
             for field in fields(self)
@@ -74,13 +74,13 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What one run measured.
+    """The result of one run.
 
     Attributes:
-        messages: how many.
-        wall_seconds, cpu_seconds: for all of them; CPU is user and system time of all threads of the client.
-        peak_rss_bytes: of the client's process, from its start.
-        rss_growth_bytes: of a memory contender, what its outstanding messages added, their bodies left out.
+        messages: The number of messages.
+        wall_seconds, cpu_seconds: For all messages. CPU time is the user and system time of all threads of the client.
+        peak_rss_bytes: For the client's process, since its start.
+        rss_growth_bytes: For a memory contender, the growth by its outstanding messages, without their bodies.
     """
 
     messages: int
@@ -91,7 +91,7 @@ class Sample:
 
 
 class Measure(enum.Enum):
-    """What is compared."""
+    """A measure by which contenders are compared."""
 
     RATE = "msg/s"
     CPU = "µs CPU/message"
@@ -107,20 +107,20 @@ class Measure(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A measure's least or greatest allowed value: a number, or a multiple of another contender's value."""
+    """The limit of a measure: a number, or a multiple of another contender's value."""
 
     measure: Measure
     value: float
     of: str | None = None
 
     def keeps(self, value: float) -> bool:
-        """Whether a value, or the ratio that was measured, is within this."""
+        """Return whether a measured value or ratio is within the limit."""
         return value >= self.value if self.measure is Measure.RATE else value <= self.value
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """What a contender has to reach: at least one of the limits."""
+    """A requirement for a contender: it must reach at least one of the limits."""
 
     contender: str
     any_of: tuple[Limit, ...]
@@ -131,16 +131,16 @@ class Contender:
     """One way to publish or to consume.
 
     Attributes:
-        name: short and unique, for the command line and for bars.
-        label: for tables.
-        role: what it does.
-        run: does a job, in a fresh interpreter.
-        program: in place of `run`: makes a program that takes the common options, and returns its command line; it
-            runs once, before anything is measured. Raises Unavailable.
-        one_by_one: it waits for the broker at every message, and so gets fewer of them.
-        identified: the messages that it consumes have a ``message_id`` each.
-        reference: others of its role are compared with it, in a column under this heading.
-        curve: it is in the plots over window and message size.
+        name: A short and unique name, for the command line and for bars.
+        label: The label in tables.
+        role: The role.
+        run: Does a job, in a fresh interpreter.
+        program: In place of `run`. Builds a program that takes the common options, and returns its command line. Called
+            once, before anything is measured. Raises Unavailable.
+        one_by_one: Whether it waits for the broker after every message, and so gets fewer messages.
+        identified: Whether the messages that it consumes have a ``message_id`` each.
+        reference: The heading of a column that compares others of the same role with it. Empty for no column.
+        curve: Whether it is in the plots over window and message size.
     """
 
     name: str
@@ -155,10 +155,10 @@ class Contender:
 
 
 class Meter:
-    """Wall clock and CPU time, between the last `start` and `stop`.
+    """Measures wall clock and CPU time between the last `start` and `stop`.
 
     Args:
-        cpu_seconds: tells the CPU time; by default that of this process.
+        cpu_seconds: Returns the CPU time. By default that of this process.
     """
 
     def __init__(self, cpu_seconds: Callable[[], float] | None = None) -> None:
@@ -169,7 +169,7 @@ class Meter:
         self._wall, self._cpu = time.perf_counter(), self._cpu_seconds()
 
     def look(self) -> None:
-        """Have the CPU time told, where it is of processes that may be gone at the end."""
+        """Read the CPU time, because some of the processes may have ended before `stop`."""
         self._cpu_seconds()
 
     def stop(self, messages: int) -> Sample:
@@ -181,7 +181,7 @@ def rss() -> int:
     """Return the resident set size of this process, in bytes.
 
     Raises:
-        Unavailable: this system has no /proc.
+        Unavailable: If this system has no /proc.
     """
     return _status("VmRSS")
 
@@ -191,7 +191,7 @@ def peak_rss() -> int:
     try:
         return _status("VmHWM")
     except Unavailable:
-        # Where there is /proc, this is the wrong number: it starts at the peak of the process that spawned this one.
+        # With /proc, this number is wrong: it starts at the peak of the process that spawned this one.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -1,9 +1,14 @@
-"""``python -m integration.bench.outboxes [ROWS]``: what a backlog costs an outbox, a million rows where none are named.
+"""``python -m integration.bench.outboxes [ROWS]``: the cost of a backlog.
 
-Of a file: how long counting takes, of one key and of a thousand. Of each kind: how many rows a second one relay takes
-and removes, without a broker, where the rows have no key, three keys, or a thousand. With keys it must be a tenth of
-that without at least. Of PostgreSQL and MariaDB: how many messages a second a publisher brings from there to a quorum
-queue of a broker, 30,000 of three keys; it must be a thousand at least. Exits with 1 where one of them is missed.
+The backlog has a million rows by default. The benchmark measures:
+
+- of a file: the time to count the rows, with one key and with a thousand;
+- of each kind of outbox: how many rows per second one relay takes and removes, without a broker, with no keys, with
+  three and with a thousand. With keys, the rate must be at least a tenth of the rate without;
+- of PostgreSQL and MariaDB: how many messages per second a publisher sends from there to a quorum queue of a broker,
+  for 30,000 messages with three keys. The rate must be at least a thousand.
+
+Exits with 1 if a rate is too low.
 """
 
 from __future__ import annotations
@@ -37,12 +42,12 @@ COUNTED_KEYS = (1, 1000)
 PUBLISHED_KINDS = ("postgresql", "mariadb")
 PUBLISHED = 30_000
 PUBLISHED_KEYS = 3
-PUBLISHED_BAR = 1000.0  # messages a second
-PATIENCE = 2 * PUBLISHED / PUBLISHED_BAR  # seconds for them
+PUBLISHED_BAR = 1000.0  # messages per second
+PATIENCE = 2 * PUBLISHED / PUBLISHED_BAR  # seconds for all of them
 
 
 def new_outbox(kind: str, stack: ExitStack) -> Outbox:
-    """One of a kind, empty."""
+    """Return an empty outbox of this kind."""
     if kind == "file":
         file = SQLiteOutbox(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "outbox")
         stack.callback(file.close)
@@ -55,7 +60,7 @@ def new_outbox(kind: str, stack: ExitStack) -> Outbox:
 
 
 def fill(outbox: Outbox, rows: int, keys: int) -> None:
-    """Store small messages, of so many keys in turn."""
+    """Store small messages, with `keys` keys in turn, or without keys if it is 0."""
     for start in range(0, rows, AT_A_TIME):
         numbers = range(start, min(start + AT_A_TIME, rows))
         outbox.write(
@@ -64,7 +69,7 @@ def fill(outbox: Outbox, rows: int, keys: int) -> None:
 
 
 def rate(outbox: Outbox, seconds: float) -> float:
-    """Rows a second that a relay takes and removes."""
+    """Return the rows per second that a relay takes and removes."""
     claims = outbox.claims()
     done, begun = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - begun) < seconds:
@@ -81,7 +86,10 @@ def rate(outbox: Outbox, seconds: float) -> float:
 
 
 def counted(rows: int, keys: int) -> str:
-    """How long a file takes to count them: the CPU time of this process, in which SQLite works."""
+    """Measure how long a file takes to count its rows.
+
+    This is the CPU time of this process, in which SQLite runs.
+    """
     with ExitStack() as stack:
         outbox = new_outbox("file", stack)
         fill(outbox, rows, keys)
@@ -95,14 +103,17 @@ def counted(rows: int, keys: int) -> str:
 
 
 def published(kind: str, broker: BenchBroker) -> float:
-    """Messages a second that a publisher brings from an outbox to a broker, each confirmed and its row removed."""
+    """Return the messages per second that a publisher sends from an outbox.
+
+    A message counts when it is confirmed and its row is removed.
+    """
     broker.make_queue(QUEUE, "quorum")
     with ExitStack() as stack:
         outbox = new_outbox(kind, stack)
         fill(outbox, PUBLISHED, PUBLISHED_KEYS)
         begun = time.perf_counter()
         with Publisher(broker.url, outbox=outbox) as publisher:
-            with suppress(TimeoutError):  # far below the bar
+            with suppress(TimeoutError):  # the rate is far below the bar
                 publisher.flush(PATIENCE)
             left, ended = outbox.backlog()[0], time.perf_counter()
     return (PUBLISHED - left) / (ended - begun)

@@ -1,4 +1,4 @@
-"""Where the benchmark writes."""
+"""The directories of the benchmark."""
 
 from __future__ import annotations
 

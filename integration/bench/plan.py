@@ -1,4 +1,4 @@
-"""What a run measures: how many messages, how many rounds, which points of the curves."""
+"""The plan of a run: the numbers of messages and rounds, and the points of curves."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One point of a curve: a window and a message size, and how many messages are published there."""
+    """One point of a curve: window, message size, and the number of messages."""
 
-    axis: str  # "window" or "size": what varies
+    axis: str  # "window" or "size", whichever varies
     window: int
     size: int
     messages: int
@@ -32,15 +32,15 @@ class Plan:
     """The size of a run.
 
     Attributes:
-        rounds: how often everyone runs; medians are reported.
-        published: messages of a pipelined publisher.
-        published_one_by_one: of one that waits at every message.
-        consumed: by a consumer.
-        held: outstanding messages of a memory contender.
-        windows, sizes: the points of the curves.
-        curve_rounds: how often each point is measured.
-        curve_messages, curve_bytes: at most so many at a point; a window of 1 gets `published_one_by_one`.
-        rest: seconds to wait before each process until the machine has nothing else to do.
+        rounds: How often each contender runs. Medians are reported.
+        published: Messages of a pipelined publisher.
+        published_one_by_one: Messages of a publisher that waits after every message.
+        consumed: Messages of a consumer.
+        held: Outstanding messages of a memory contender.
+        windows, sizes: The points of the curves.
+        curve_rounds: How often each point is measured.
+        curve_messages, curve_bytes: The maximum at a point. A window of 1 gets at most `published_one_by_one` messages.
+        rest: Maximum seconds to wait before each process until the machine is idle.
     """
 
     rounds: int
@@ -75,7 +75,10 @@ class Plan:
 
 
 def rotated(items: Sequence[T], number: int) -> list[T]:
-    """Return the items in the order of round `number`: another first each time, and every other time backwards."""
+    """Return the items in the order of round `number`.
+
+    Each round starts with another item, and every other round runs backwards.
+    """
     order = list(items) if number % 2 == 0 else list(reversed(items))
     shift = number // 2 % len(order) if order else 0
     return order[shift:] + order[:shift]

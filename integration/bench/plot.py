@@ -1,4 +1,4 @@
-"""Throughput and CPU per message against window and message size, as a picture."""
+"""Plots throughput and CPU time per message over window and message size."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["draw"]
 
 COLUMNS = {"window": "window (outstanding messages)", "size": "message size (bytes)"}
 ROWS = {Measure.RATE: "messages/s", Measure.CPU: "client CPU per message (µs)"}
-LINES = ("-", "--", ":")  # one for each type of queue
+LINES = ("-", "--", ":")  # one for each queue type
 
 
 def draw(registry: Registry, results: Results, target: Path) -> None:
     """Draw the curves of a run as PNG.
 
     Raises:
-        Unavailable: matplotlib is not installed, or no curve was measured.
+        Unavailable: If matplotlib is not installed, or no curve was measured.
     """
     if not results.curves:
         raise Unavailable("no curve was measured")

@@ -1,11 +1,12 @@
-"""``python -m integration.bench.poison``: what messages cost that no handler can process, ours beside a requeue loop.
+"""``python -m integration.bench.poison``: the cost of messages that always fail.
 
-The loop is what comes to mind first: a handler that fails, and ``basic.nack`` with ``requeue``. RabbitMQ 4.3 counts no
-failure then, so it goes on until somebody looks. Ours tries again after delays, and dead-letters after the last
-attempt. Counted are deliveries, and the CPU time of the broker, less that of an idle one over the same time.
+It compares our consumer with the simplest solution: a handler that fails, and ``basic.nack`` with ``requeue``. RabbitMQ
+4.3 does not count such a failure, so this loop does not end by itself. Our consumer retries after delays, and
+dead-letters after the last attempt. Measured are the deliveries and the CPU time of the broker, minus the CPU time of
+an idle broker over the same time.
 
-What was measured is added to the report of the benchmark (``report.md``, ``report.json``), in place of what an earlier
-run has added.
+The results are added to the report of the benchmark (``report.md``, ``report.json``), and replace those of an earlier
+run.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ BODY = b"x" * 1024
 
 
 class Cost(NamedTuple):
-    """What the poison messages of one contender cost.
+    """The cost of the poison messages of one contender.
 
     Attributes:
-        label: of the contender.
-        deliveries: of each message, on average.
-        cpu_seconds: of the broker, per message.
-        seconds: for which it was measured.
-        over: whether they are dead-lettered by then. Else it goes on like this.
+        label: The label of the contender.
+        deliveries: Deliveries of each message, on average.
+        cpu_seconds: CPU time of the broker per message.
+        seconds: How long it was measured.
+        over: Whether all messages are dead-lettered by then. Otherwise the deliveries continue.
     """
 
     label: str
@@ -57,7 +58,7 @@ class Cost(NamedTuple):
 
 
 def ours(url: str, count: int, policy: RetryPolicy) -> tuple[int, float, bool]:
-    """Consume until all are dead-lettered; answers with the deliveries, the seconds, and that it is over."""
+    """Consume until all are dead-lettered; return deliveries, seconds, and True."""
     calls = 0
 
     def handle(_delivery: Delivery) -> None:
@@ -72,7 +73,7 @@ def ours(url: str, count: int, policy: RetryPolicy) -> tuple[int, float, bool]:
 
 
 def requeue_loop(vhost: VirtualHost, seconds: float) -> tuple[int, float, bool]:
-    """Fail, and requeue, for so long."""
+    """Requeue every delivery for `seconds`; return deliveries, seconds, and False."""
     deliveries = 0
     with vhost.connect() as connection:
         channel = connection.channel()
@@ -106,7 +107,7 @@ def measure(vhost: VirtualHost, count: int, policy: RetryPolicy, loop_seconds: f
 
 
 def table(costs: list[Cost]) -> Table:
-    """Show them."""
+    """Return the table of the costs."""
     rows = (
         (
             cost.label,
@@ -120,7 +121,7 @@ def table(costs: list[Cost]) -> Table:
 
 
 def add_to_report(costs: list[Cost], output: Path) -> None:
-    """Add them to the report of a run, which need not be there."""
+    """Add the costs to the report of a run, which is created if it is missing."""
     output.mkdir(parents=True, exist_ok=True)
     page, data = output / "report.md", output / "report.json"
     before = page.read_text().partition(f"\n## {TITLE}\n")[0] if page.exists() else "# Benchmark\n"
@@ -137,7 +138,7 @@ def _cpu(broker: RabbitMQ, run: Callable[[], T]) -> tuple[float, T]:
 
 
 def main(count: int, seconds: int) -> None:
-    logging.getLogger("reliable_mq").setLevel(logging.CRITICAL)  # each poison message is a line, and that is not asked
+    logging.getLogger("reliable_mq").setLevel(logging.CRITICAL)  # log lines are not part of the measurement
     with RabbitMQ(broker_image("newest")) as broker:
         vhost = VirtualHost(broker, "bench")
         vhost.create()

@@ -1,12 +1,12 @@
-"""``python -m integration.bench.recovery``: how long messages stand still after a fault, ours beside others.
+"""``python -m integration.bench.recovery``: how long faults interrupt messages.
 
-In each round every contender publishes into a quorum queue of its own and consumes from it, all at the same time; the
-queues have their leader on one node, and the clients are connected to one. Then that node is harmed. Each contender
-waits for a confirm before it publishes the next message, some twenty a second.
+In each round all contenders run at the same time. Each publishes into its own quorum queue and consumes from it. The
+queues have their leader on one node, and the clients are connected to one node, which is then harmed. Each contender
+waits for a confirm before it publishes the next message, about twenty per second.
 
-Counted are the seconds of the longest silence after the fault: of confirms, and of handled deliveries. Each contender
-is used with the settings of its library, but for heartbeats of 5 s. `pika` stands for the loop that comes to mind
-first: connect to the next host and begin again. aio-pika's `connect_robust` takes one host, which is the harmed one.
+The result is the longest silence after the fault, in seconds: of confirms, and of handled deliveries. Each contender
+uses the default settings of its library, except for heartbeats of 5 s. `pika` is the simplest loop: connect to the next
+host and start again. aio-pika's `connect_robust` takes one host, which is the harmed node.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ if TYPE_CHECKING:
     from reliable_mq.testing import ClusterNode
 
 _PAUSE: Final = 0.05  # seconds between two publishes of a contender
-_LASTS: Final = 12.0  # seconds
-_SETTLED: Final = 3.0  # seconds, after which a queue is not new any more
-_AGAIN: Final = 150.0  # seconds, within which messages have to flow again
+_LASTS: Final = 12.0  # seconds that a fault lasts
+_SETTLED: Final = 3.0  # seconds until a queue is no longer new
+_AGAIN: Final = 150.0  # seconds within which messages must flow again
 _HEARTBEAT: Final = 5
 
 
 class Contender:
-    """A publisher and a consumer on threads of their own, and when they had a confirm and a delivery.
+    """A publisher and a consumer on threads, and the times of confirms and deliveries.
 
     Args:
-        hosts: in the order in which they are tried: ``host:port``.
-        vhost: the virtual host.
+        hosts: ``host:port`` of each node, in the order in which they are tried.
+        vhost: The name of the virtual host.
     """
 
     label: str
@@ -66,7 +66,7 @@ class Contender:
         self._threads = [threading.Thread(target=run, name=self.label, daemon=True) for run in self.runs()]
 
     def runs(self) -> list[Callable[[], None]]:
-        """Return the functions that publish and consume until it is `over`."""
+        """Return the functions that publish and consume until `over` is true."""
         return [self.publish, self.consume]
 
     def publish(self) -> None:
@@ -84,7 +84,7 @@ class Contender:
         return self._over.is_set()
 
     def pause(self, seconds: float = _PAUSE) -> bool:
-        """Wait; return whether it is over."""
+        """Wait; return whether the contender must stop."""
         return self._over.wait(seconds)
 
     def was_confirmed(self, *_: object) -> None:
@@ -131,7 +131,7 @@ class Ours(Contender):
 
 
 class OnLoop(Contender):
-    """Coroutines, on a loop of their own each."""
+    """A contender with coroutines, each on a separate loop."""
 
     def publish(self) -> None:
         self.until_over(self.publish_on_loop())
@@ -180,7 +180,7 @@ class OursAsync(OnLoop):
 
 
 class Robust(OnLoop):
-    """aio-pika's robust connection, whose publish is given up after 10 s."""
+    """aio-pika's robust connection. A publish has a timeout of 10 s."""
 
     label = "aio-pika connect_robust"
 
@@ -197,7 +197,7 @@ class Robust(OnLoop):
                 await asyncio.sleep(_PAUSE)
                 try:
                     await channel.default_exchange.publish(message, self.queue, timeout=10)
-                except Exception:  # its own, aiormq's, those of asyncio and of the system
+                except Exception:  # from aio-pika, aiormq, asyncio or the system
                     continue
                 self.was_confirmed()
 
@@ -217,7 +217,7 @@ class Robust(OnLoop):
 
 
 class PikaLoop(Contender):
-    """pika's blocking connection: at an error, connect to the next host."""
+    """pika's blocking connection. After an error, it connects to the next host."""
 
     label = "pika, a loop that reconnects"
 
@@ -260,7 +260,7 @@ CONTENDERS: Final = (Ours, OursAsync, Robust, PikaLoop)
 
 
 class Faults:
-    """The faults of the matrix: `(row, what, harm, whether the leader lives elsewhere)`."""
+    """The faults of the matrix: `(row, what, harm, whether the leader is elsewhere)`."""
 
     def __init__(self, cluster: RabbitMQCluster) -> None:
         self._cluster = cluster
@@ -306,7 +306,7 @@ class Faults:
 def measure(
     cluster: RabbitMQCluster, harm: Callable[[ClusterNode, VirtualHost], None], rng: random.Random, *, elsewhere: bool
 ) -> dict[str, tuple[float, float]]:
-    """Return the seconds until confirms and deliveries came again, by contender."""
+    """Return the seconds without confirms and without deliveries, by contender."""
     nodes = rng.sample(cluster.nodes, len(cluster.nodes))
     victim = nodes[0]
     vhost = VirtualHost(cluster, f"recovery-{rng.getrandbits(32):08x}")
@@ -338,7 +338,10 @@ def measure(
 
 
 def _flow(contenders: Sequence[Contender], *, timeout: float) -> None:
-    """Wait until each has had ten more confirms and ten more deliveries; leave out those that have none in time."""
+    """Wait until each contender has had ten more confirms and ten more deliveries.
+
+    After the timeout, report the contenders that have not, and return.
+    """
     before = {each.label: (len(each.confirmed), len(each.handled)) for each in contenders}
 
     def behind() -> list[str]:
@@ -355,7 +358,7 @@ def _flow(contenders: Sequence[Contender], *, timeout: float) -> None:
 
 
 def _silence(moments: Sequence[float], since: float, until: float) -> float:
-    """Return the seconds of the longest silence; infinite if none of these moments ended it."""
+    """Return the seconds of the longest silence; infinite if it did not end."""
     after = [moment for moment in list(moments) if since < moment <= until]
     begin, end = max(pairwise([since, *after, until]), key=lambda gap: gap[1] - gap[0])
     return float("inf") if end == until and end - begin > _LASTS else end - begin

@@ -1,4 +1,7 @@
-"""Finds the contenders: every module of `integration.bench.contenders` that can be imported here."""
+"""Finds the contenders in the modules of `integration.bench.contenders`.
+
+Modules that cannot be imported here are reported as missing.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A contender that cannot run on this machine, or (without a role) a module that cannot be imported."""
+    """A contender that cannot run here, or a module that cannot be imported (no role)."""
 
     name: str
     label: str
@@ -39,9 +42,9 @@ class Registry:
     """All contenders.
 
     Attributes:
-        entries: those that can run, by name, in the order of their modules.
-        bars: what they have to reach.
-        missing: those that cannot run, and why.
+        entries: The contenders that can run, by name, in the order of their modules.
+        bars: The bars of all modules.
+        missing: The contenders that cannot run, and why.
     """
 
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -50,7 +53,7 @@ class Registry:
 
 
 def discover() -> Registry:
-    """Import every contender, and make the programs of those that are programs of their own."""
+    """Import all contenders, and build those that are separate programs."""
     registry = Registry()
     for module_name in sorted(module.name for module in pkgutil.iter_modules(contenders.__path__)):
         path = f"{contenders.__name__}.{module_name}"

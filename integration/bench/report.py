@@ -1,6 +1,6 @@
-"""The report of a run as tables, which a terminal, Markdown and JSON show alike.
+"""The report of a run as tables, for a terminal, Markdown and JSON.
 
-Invariant: what is shown was measured in this run; what was not measured is a row that says why.
+Invariant: all figures were measured in this run. A contender that was not measured has a row that says why.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ TITLES = {
     Role.STREAM: "Readers",
     Role.MEMORY: "Memory of outstanding messages",
 }
-_KINDS = {Role.MEMORY: MEMORY, Role.STREAM: STREAM}  # of those that are not measured on each type of queue
+_KINDS = {Role.MEMORY: MEMORY, Role.STREAM: STREAM}  # of roles that are not measured on each queue type
 MIB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A title, a header and rows of text; all columns but the first are numbers or short."""
+    """A title, a header and rows of text. All columns but the first are short."""
 
     title: str
     header: tuple[str, ...]
@@ -49,11 +49,11 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that a run has to say.
+    """The report of a run.
 
     Attributes:
-        only: names of the contenders that were asked for.
-        environment: of the run: machine, versions.
+        only: The names of the selected contenders.
+        environment: The machine and the versions.
     """
 
     registry: Registry
@@ -65,17 +65,17 @@ class Report:
 
     @property
     def judgements(self) -> list[Judgement]:
-        """Return what came of every bar of the contenders that were asked for."""
+        """The results of all bars of the selected contenders."""
         return list(self._judgements())
 
     @property
     def failures(self) -> list[str]:
-        """Runs that failed, and modules of contenders that cannot be imported."""
+        """The failed runs, and the contender modules that cannot be imported."""
         broken = [item for item in self.registry.missing if item.role is None and item.name in self.only]
         return [f"{item.label}: {item.reason}" for item in broken] + self.results.failures
 
     def tables(self) -> list[Table]:
-        """Return all tables that have something to show."""
+        """Return all tables that are not empty."""
         tables = [self._role_table(role, kind) for role in (Role.PUBLISHER, Role.CONSUMER) for kind in self.queue_types]
         tables += [self._role_table(Role.STREAM, STREAM), self._memory_table()]
         tables += [self._bar_table()] if self.results.samples else []
@@ -83,7 +83,7 @@ class Report:
         return [table for table in tables if table.rows]
 
     def notes(self) -> list[str]:
-        """Return what has to be known to read the tables."""
+        """Return the notes that explain the tables."""
         plan = self.plan
         first = (
             f"All confirmed, persistent, mandatory; bodies of {plan.size} bytes, durable queues; window {plan.window}. "
@@ -253,7 +253,7 @@ def number(value: float | None, digits: int = 0) -> str:
 
 
 def environment(broker_version: str) -> dict[str, str]:
-    """Return what the figures depend on."""
+    """Return the facts on which the figures depend."""
     facts = {
         "broker": broker_version,
         "python": f"{platform.python_implementation()} {platform.python_version()}",

@@ -1,4 +1,4 @@
-"""What a run has measured so far."""
+"""The measurements of a run so far."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from integration.bench.plan import Point
 
 __all__ = ["MEMORY", "STREAM", "Results"]
 
-MEMORY = "memory"  # stands where others have a queue type: outstanding messages are measured without a queue
-STREAM = "stream"  # the type of the queue that readers of streams are given
+MEMORY = "memory"  # in place of a queue type: outstanding messages are measured without a queue
+STREAM = "stream"  # the queue type of stream readers
 
 
 @dataclass(slots=True)
 class Results:
-    """What was measured.
+    """The measurements.
 
     Attributes:
-        samples: by queue type and contender, one for each round.
-        curves: by queue type, contender and point.
-        failures: what failed, in words.
-        busy: how many runs began while the machine was not at rest.
+        samples: By queue type and contender, one for each round.
+        curves: By queue type, contender and point.
+        failures: Descriptions of the failures.
+        busy: How many runs began while the machine was not idle.
     """
 
     samples: dict[tuple[str, str], list[Sample]] = field(default_factory=dict)

@@ -1,10 +1,11 @@
-"""Runs the contenders one after the other, each in a fresh process on a fresh queue, and keeps what they measured.
+"""Runs the contenders one after the other, and collects their results.
 
 Invariants:
 
-- a run that fails or takes too long is recorded and does not stop the others; its process is gone before the next;
-- before each run the queue is new, filled to the message where it is to be consumed, and the machine at rest;
-- after each run the queue holds exactly what was confirmed, or nothing where all was acked; else the run has failed.
+- each run has a new process and a new queue;
+- a run that fails or times out is recorded and does not stop the others; its process has ended before the next run;
+- before each run, the queue has exactly the messages to consume, and the machine is idle;
+- after each run, the queue has exactly the confirmed messages, or none if all were acked; otherwise the run has failed.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ QUEUE = "reliable-mq-bench"
 FILLERS = ("rabbitmq-c", "pika-select")
 FILLERS_WITH_IDS = ("ours-many",)
 WARMUP_SHARE = 0.02
-# The last line of a traceback; an exception of Spark's goes on for a page, with the one of Python in the middle.
+# The last line of a traceback. A Spark exception is a page long, with the Python exception in the middle.
 _RAISED = re.compile(r"^(?:(?:[A-Za-z_]\w*\.)+[A-Za-z_]\w*|\w*(?:Error|Exception)): ")
 
 
 class RunFailed(Exception):
-    """One run of a contender; the message says how it failed."""
+    """A run of a contender has failed; the message says how."""
 
 
 class Runner:
     """Measures `entries` by `plan` on `broker`.
 
     Args:
-        progress: is told of each run: its number, of how many, and what came of it.
-        deadline: seconds for one process.
+        progress: Called after each run with its number, the total number of runs, and the outcome.
+        deadline: Seconds for one process.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Runner:
         self._done = self._total = 0
 
     def run(self, *, table: bool = True, curves: bool = True) -> None:
-        """Measure everything that was asked for."""
+        """Measure the selected contenders."""
         by_role = {role: [entry for entry in self._entries if entry.contender.role is role] for role in Role}
         on_curves = [entry for entry in by_role[Role.PUBLISHER] if entry.contender.curve] if curves else []
         measured = by_role[Role.PUBLISHER] + by_role[Role.CONSUMER] if table else []
@@ -94,7 +95,7 @@ class Runner:
                         for entry in rotated(on_curves, number + index):
                             self._measure_point(entry, queue_type, point)
         finally:
-            with contextlib.suppress(BrokerError):  # where it is gone, the runs have said so
+            with contextlib.suppress(BrokerError):  # if the broker is gone, the runs have reported it
                 self._broker.delete_queue(QUEUE)
 
     def _measure(self, entry: Entry, queue_type: str) -> None:
@@ -146,7 +147,7 @@ class Runner:
         if wait_for_rest(self._plan.rest) > REST_SHARE:
             self.results.busy += 1
         sample = self._process(entry, job)
-        if queue_type != STREAM:  # which keeps what was read, and counts late
+        if queue_type != STREAM:  # a stream keeps the messages that were read, and counts late
             self._broker.wait_for_depth(QUEUE, 0 if consuming else job.messages + job.warmup)
         return sample
 
@@ -178,6 +179,6 @@ class Runner:
 
 
 def reason_in(stderr: str) -> str:
-    """Why a process has ended with an error: the last exception that it names, or the last thing that it said."""
+    """Return the last exception in the output of a failed process, or its last line."""
     lines = stderr.strip().splitlines() or ["nothing on stderr"]
     return next((line for line in reversed(lines) if _RAISED.match(line)), lines[-1])

@@ -1,7 +1,8 @@
-"""A stand-in for a broker that keeps its confirms back: it takes publishes, and confirms the last one only.
+"""A substitute for a broker that accepts publishes and confirms only the last one.
 
-``python -m integration.bench.silent_peer N`` prints its port and serves one connection, so that a publisher can be
-looked at with N - 1 messages outstanding, all of them written, and the N-th confirmed as the sign that all have come.
+``python -m integration.bench.silent_peer N`` prints its port and serves one connection. A publisher can then be
+measured with N - 1 outstanding messages, all of them written. The confirm of the N-th message shows that all have
+arrived.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ ANSWERS = {
 
 
 def serve(connection: socket.socket, messages: int) -> None:
-    """Speak with one client until it closes; confirm publish number `messages`."""
+    """Serve one client until it closes; confirm publish number `messages`."""
     published = 0
     data = bytearray()
     while len(data) < PROTOCOL_HEADER_SIZE:
@@ -101,7 +102,7 @@ def receive(connection: socket.socket) -> bytes:
 
 @contextlib.contextmanager
 def serving(messages: int) -> Iterator[str]:
-    """Run this peer in a process of its own for the time of the block, and give its URL."""
+    """Run this peer in a separate process during the block; yield its URL."""
     command = [sys.executable, "-m", "integration.bench.silent_peer", str(messages)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as peer:
         try:

@@ -1,7 +1,7 @@
-"""``python -m integration.bench.stores``: what idempotency stores answer in a second, key by key and in batches.
+"""``python -m integration.bench.stores``: the throughput of idempotency stores.
 
-A claim and its completion, on servers whose commits wait for the disk. In batches a store must be five times as fast as
-key by key where there is a server to ask: exits with 1 where one is not.
+The benchmark measures claims and completions per second, key by key and in batches, on servers whose commits wait for
+the disk. Redis and PostgreSQL must be five times as fast in batches as key by key. Otherwise it exits with 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BARRED = ("redis", "postgresql")
 
 
 def rates(store: IdempotencyStore, together: int, seconds: float, name: str) -> tuple[float, float]:
-    """Claims and completions a second."""
+    """Return the claims and the completions per second."""
     claiming = completing = 0.0
     done = 0
     while claiming + completing < seconds:

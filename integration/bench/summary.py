@@ -1,6 +1,6 @@
-"""From samples to figures: medians, ratios, and whether the bars are reached.
+"""Computes medians and ratios from samples, and checks the bars.
 
-A ratio is that of two medians over the same rounds of the same run, on the same type of queue.
+A ratio is the ratio of two medians over the same rounds of the same run, on the same queue type.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Verdict(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What came of one bar on one type of queue.
+    """The result of one bar on one queue type.
 
     Attributes:
-        values: what was measured for each limit of the bar; None where it was not.
+        values: The measured value for each limit of the bar. None if not measured.
     """
 
     bar: Bar
@@ -36,7 +36,7 @@ class Judgement:
 
 
 def figure(samples: Sequence[Sample], measure: Measure) -> float | None:
-    """Return the median of what was measured, or None where nothing was."""
+    """Return the median of a measure, or None without samples."""
     return statistics.median(measure.of(sample) for sample in samples) if samples else None
 
 
@@ -45,7 +45,7 @@ def ratio(value: float | None, of: float | None) -> float | None:
 
 
 def judge(bar: Bar, queue_type: str, samples: Mapping[str, Sequence[Sample]]) -> Judgement:
-    """Judge a bar by the samples of one type of queue, given by contender."""
+    """Judge a bar by the samples of one queue type, given by contender."""
 
     def measured(limit: Limit) -> float | None:
         value = figure(samples.get(bar.contender, ()), limit.measure)

@@ -1,4 +1,4 @@
-"""What a run shows while it goes on and at its end: with rich where it is installed, as plain text otherwise."""
+"""The output of a run, with rich if it is installed, as plain text otherwise."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["Terminal", "terminal"]
 
 
 class Terminal(Protocol):
-    """Where a run shows what it does. A context manager."""
+    """Shows the progress and the results of a run. A context manager."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *exc_info: object) -> None: ...
 
     def progress(self, done: int, total: int, text: str) -> None:
-        """One more run is over."""
+        """Show that one more run is over."""
 
     def table(self, table: Table) -> None: ...
 
@@ -62,7 +62,7 @@ class RichTerminal:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         self._console = Console(highlight=False)
-        # Tables are wider than what a file or a pipe is taken for.
+        # Tables are wider than rich's default width for a file or a pipe.
         if not self._console.is_terminal:
             self._console = Console(highlight=False, width=200)
         columns: list[Any] = [TextColumn("benchmark"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]

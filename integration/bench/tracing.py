@@ -1,9 +1,9 @@
-"""``python -m integration.bench.tracing``: the cost of traces, in CPU time of the client and in messages per second.
+"""``python -m integration.bench.tracing``: the cost of traces.
 
-Publisher and consumer, sync and asyncio, run against one broker without traces and with each kind of traces in turn,
-several rounds. Of the CPU times of a kind the least counts: what else the machine does only adds to it; of the rates
-the median. CPU time is that of this process, all threads; the broker's is not in it. Spans go to a batch processor
-whose exporter drops them.
+The benchmark measures CPU time of the client and messages per second. Publisher and consumer, sync and asyncio, run
+against one broker in several rounds, without traces and with each kind of traces in turn. For CPU time, the minimum
+over all rounds counts, because other load on the machine can only add to it; for rates, the median. CPU time is the
+time of all threads of this process, without the broker. Spans go to a batch processor whose exporter drops them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Drop(SpanExporter):
 
 
 def provider_with(sampler: Sampler) -> TracerProvider:
-    """Return a provider that drops its spans, in batches; the sampler is asked about roots."""
+    """Return a provider that drops spans in batches; the sampler decides for roots."""
     provider = TracerProvider(sampler=ParentBased(sampler))
     provider.add_span_processor(BatchSpanProcessor(_Drop(), max_queue_size=100_000))
     return provider
@@ -60,11 +60,11 @@ def _tracing(*, sampled: bool = True, root_ratio: float = 1.0) -> Tracing:
 
 
 class Spent(NamedTuple):
-    """What a run took.
+    """The time of a run.
 
     Attributes:
-        cpu: seconds of this process, all threads.
-        wall: seconds on the clock.
+        cpu: CPU seconds of this process, all threads.
+        wall: Seconds on the clock.
     """
 
     cpu: float
@@ -75,10 +75,12 @@ class Kind(NamedTuple):
     """One kind of traces.
 
     Attributes:
-        label: in the table.
-        tracing: makes it; None for none.
-        parents: of so many messages one has a parent that is sampled; 0 for none, None for no parent at all.
-        each: whether each message has a context of its own; else the sampled ones share one, and the others.
+        label: The label in the table.
+        tracing: Creates the tracing. None for no traces.
+        parents: One in this many messages has a sampled parent. 0 if no parent is sampled, None if there are no
+            parents.
+        each: Whether each message has a separate context. Otherwise the sampled messages share one, and the others
+            another.
     """
 
     label: str
@@ -87,14 +89,14 @@ class Kind(NamedTuple):
     each: bool = False
 
     def parent(self, number: int) -> SpanContext | None:
-        """Return the span that is current where a message is published."""
+        """Return the span that is current when a message is published."""
         if self.parents is None:
             return None
         flags = TraceFlags(bool(self.parents) and number % self.parents == 0)
         return SpanContext(_TRACE, _SPAN + self.each * number, True, flags)
 
     def contexts(self, count: int) -> list[Context]:
-        """Return the contexts that messages are published in."""
+        """Return the contexts in which messages are published."""
         known: dict[tuple[int, int] | None, Context] = {}
         contexts = []
         for number in range(count):
@@ -108,7 +110,7 @@ class Kind(NamedTuple):
         return contexts
 
     def message(self, number: int) -> Message:
-        """Return a message as a consumer gets it: with the context of its publisher, if there is one."""
+        """Return a message as a consumer gets it, with the context of its publisher."""
         parent = self.parent(number)
         if parent is None:
             return Message(BODY)
@@ -131,7 +133,7 @@ KINDS = (
 
 
 class _Watch:
-    """Measures from its making on."""
+    """Measures the time since its creation."""
 
     def __init__(self) -> None:
         self._wall, self._cpu = time.perf_counter(), time.process_time()
@@ -141,7 +143,7 @@ class _Watch:
 
 
 def publish(url: str, kind: Kind, count: int) -> Spent:
-    """Return the seconds of ``count`` confirmed messages, pipelined."""
+    """Return the time to publish ``count`` messages, pipelined, with confirms."""
     tracing = None if kind.tracing is None else kind.tracing()
     contexts = kind.contexts(count)
     with Publisher(url, topology=[ORDERS], tracing=tracing, new_queue_grace=0) as publisher:
@@ -156,7 +158,7 @@ def publish(url: str, kind: Kind, count: int) -> Spent:
 
 
 def publish_on_asyncio(url: str, kind: Kind, count: int) -> Spent:
-    """As `publish`."""
+    """Do the same as `publish`, with asyncio."""
 
     async def run() -> Spent:
         tracing = None if kind.tracing is None else kind.tracing()
@@ -181,7 +183,7 @@ def _fill(url: str, kind: Kind, count: int) -> None:
 
 
 def consume(url: str, kind: Kind, count: int) -> Spent:
-    """Return the seconds of ``count`` deliveries, handled and acked."""
+    """Return the time to handle and ack ``count`` deliveries."""
     _fill(url, kind, count)
     left, over = count, threading.Event()
 
@@ -200,7 +202,7 @@ def consume(url: str, kind: Kind, count: int) -> Spent:
 
 
 def consume_on_asyncio(url: str, kind: Kind, count: int) -> Spent:
-    """As `consume`."""
+    """Do the same as `consume`, with asyncio."""
     _fill(url, kind, count)
 
     async def run() -> Spent:
@@ -230,7 +232,7 @@ WORK = {
 
 
 def tables(spent: dict[tuple[str, str], list[Spent]], count: int) -> tuple[Table, Table]:
-    """Return the tables of what was measured, per kind: CPU time with the ratio to its base, and the throughput."""
+    """Return the tables of CPU time and throughput, by kind, with ratios to the base."""
     times, rates = [], []
     for kind in KINDS:
         base = KINDS[0] if kind.parents is None else KINDS[3]
@@ -252,7 +254,7 @@ def _share(kind: Kind, ratio: float) -> str:
 
 
 def main(count: int, rounds: int) -> None:
-    """Measure, and print and add the tables."""
+    """Measure; print the tables, and write them to a file."""
     spent: dict[tuple[str, str], list[Spent]] = {(work, kind.label): [] for work in WORK for kind in KINDS}
     with RabbitMQ(broker_image("newest")) as broker:
         for turn in range(rounds):

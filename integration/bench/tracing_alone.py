@@ -1,10 +1,10 @@
-"""``python -m integration.bench.tracing_alone``: the cost of traces without a broker, beside that of the SDK alone.
+"""``python -m integration.bench.tracing_alone``: traces without a broker.
 
-CPU time of this process, in µs per message. All kinds take turns in short rounds, of which the fastest counts: what
-else runs on the machine slows some rounds down, not all. The publisher is a real one whose connection takes every frame
-and acks a hundred at a time; a handler does nothing. "SDK" is the same work without our traces, with the calls to
-OpenTelemetry's SDK made in their place: spans, and contexts written into headers. A span takes twice as long there as
-in a loop of its own.
+The benchmark measures the cost of our traces and of the SDK alone, as CPU time of this process in µs per message. All
+kinds take turns in short rounds. The fastest round counts, because other load on the machine slows down only some
+rounds. The publisher is a real one. Its connection accepts every frame and acks a hundred messages at a time. The
+handler does nothing. "SDK" is the same work without our traces, with direct calls to OpenTelemetry's SDK: spans, and
+contexts written into headers. A span takes twice as long there as in an isolated loop.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 TITLE = "Traces without a broker: CPU time, in µs per message"
-MESSAGES = 2000  # of a round: as many as a busy publisher sends between two looks at the spans that have ended
+MESSAGES = 2000  # per round; as many as a busy publisher sends between two passes over ended spans
 ENDED = 0.06  # seconds after which the spans of a round have ended
 
 
@@ -56,10 +56,10 @@ class Kind(NamedTuple):
     """One kind of traces.
 
     Attributes:
-        label: in the table.
-        context: of a message, by its number.
-        sampler: of messages without a parent; None for no traces.
-        root_ratio: as of `Tracing`.
+        label: The label in the table.
+        context: Returns the context of a message, by its number.
+        sampler: The sampler for messages without a parent. None for no traces.
+        root_ratio: As in `Tracing`.
     """
 
     label: str
@@ -85,7 +85,7 @@ KINDS = (
 
 
 class _Connection:
-    """Takes every frame."""
+    """A connection that accepts every frame."""
 
     peer = Endpoint("127.0.0.1", 5672)
 
@@ -120,7 +120,7 @@ class Publishing:
         self._published = 0
 
     def round(self) -> float:
-        """Return the CPU seconds of all messages, confirmed, and of the ends of their spans."""
+        """Return the CPU seconds to publish and confirm all messages, and end their spans."""
         channel, submit, sdk = self._channel, self._publisher.submit, self._sdk
         work = [(self._kind.context(number), Message(BODY)) for number in range(MESSAGES)]
         began = time.process_time()
@@ -140,7 +140,10 @@ class Publishing:
 
 
 class Handling:
-    """Rounds of a handler that does nothing, one ack for a hundred deliveries; traced, or with the SDK alone."""
+    """Rounds of a handler that does nothing, traced or with the SDK alone.
+
+    A hundred deliveries are acked at a time.
+    """
 
     def __init__(self, kind: Kind, sdk: SDK | None = None) -> None:
         self._kind = kind
@@ -187,11 +190,11 @@ def _headers(context: Context) -> dict[str, Any]:
 
 
 class SDK:
-    """The calls to the SDK that a kind makes.
+    """The calls to the SDK for one kind of traces.
 
     Args:
-        kind: of traces.
-        consuming: whether to attach the span and to link it, in place of writing its context.
+        kind: The kind of traces.
+        consuming: Whether to attach the span and to link it, in place of writing its context.
     """
 
     def __init__(self, kind: Kind, *, consuming: bool) -> None:
@@ -213,7 +216,7 @@ class SDK:
             self._last = context
 
     def acked(self, contexts: Sequence[Context]) -> None:
-        """Make the span of an ack, if a message of these is sampled."""
+        """Create the span of an ack, if one of these messages is sampled."""
         links = [Link(_REMOTE) for context in contexts if context is _SAMPLED]
         if links:
             self._tracer.start_span("ack orders", _SAMPLED, SpanKind.CLIENT, self._attributes, links).end()

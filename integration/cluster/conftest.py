@@ -1,4 +1,4 @@
-"""A cluster of three nodes, which all tests here share, and traffic on it."""
+"""A cluster of three nodes that all tests here share, and traffic on it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def rabbitmq_image() -> str:
 def cluster_vhost(
     rabbitmq_cluster: RabbitMQCluster, new_vhost: Callable[[RabbitMQCluster], VirtualHost]
 ) -> VirtualHost:
-    """A fresh virtual host on the cluster, which is well."""
+    """A fresh virtual host on the healthy cluster."""
     return new_vhost(rabbitmq_cluster)
 
 

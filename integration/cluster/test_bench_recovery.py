@@ -1,4 +1,7 @@
-"""``make bench-recovery`` measures every fault that it names. How long messages stand still is another matter."""
+"""``make bench-recovery`` measures every fault that it names.
+
+The recovery times are only compared with a generous limit.
+"""
 
 from __future__ import annotations
 

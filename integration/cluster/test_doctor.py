@@ -1,4 +1,4 @@
-"""``reliable-mq doctor`` on a cluster: what is said of nodes, hosts, leaders and copies."""
+"""Findings of ``reliable-mq doctor`` on the nodes and queues of a cluster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OF_CLUSTERS = ("nodes", "hosts", "leaders", "copies", "members")
 
 
 def findings(url: str, asked: ClusterNode) -> set[tuple[str, str, str]]:
-    """Status, subject and check of what concerns the cluster."""
+    """Return status, subject and check of each finding about the cluster."""
     done = run_cli("doctor", url, "--json", "--management-url", asked.management.url)
     return {
         (each["status"], each["subject"], each["check"])
@@ -44,7 +44,7 @@ def test_the_doctor_looks_at_the_nodes_of_a_cluster(
         rabbitmq_cluster.transfer_leader(queue.name, first, cluster_vhost.name)
     together = {("warning", "broker", "leaders"), ("warning", "queue 'old'", "copies")}
     one_host = ("warning", "broker", "hosts")
-    # The management API learns of leaders and members after a while.
+    # The management API shows new leaders and members with a delay.
     wait_until(
         lambda: findings(cluster_vhost.url, first) == {("ok", "broker", "nodes"), *together},
         timeout=90,

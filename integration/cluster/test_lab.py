@@ -1,4 +1,4 @@
-"""The lab's cluster: that its faults happen, that clients on the host see them as they should, and that they end."""
+"""The faults of the lab's cluster: they begin, clients see them, and they end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def connect(node: ClusterNode, vhost: VirtualHost) -> pika.BlockingConnection:
 
 
 def is_confirmed(node: ClusterNode, vhost: VirtualHost, within: float) -> bool:
-    """Whether a publish by way of a node is confirmed within some seconds."""
+    """Return whether a publish through a node is confirmed within some seconds."""
     confirmed: list[int] = []
     with connect(node, vhost) as connection:
         channel = connection.channel()
@@ -100,12 +100,12 @@ def test_an_isolated_leader_keeps_clients_and_confirms_nothing(
 
     rabbitmq_cluster.partition(alone, one_way=one_way)
 
-    # The broker's failure detector needs some 10 s, and for nodes that have just met up to 75 s (net_ticktime).
+    # The broker's failure detector needs about 10 s, and up to 75 s for nodes that have just met (net_ticktime).
     leader = rabbitmq_cluster.leader_of("orders", orders.name, timeout=150)
     assert leader is not alone
     assert is_confirmed(leader, orders, within=120)
     assert alone.answers()
-    if not one_way:  # where the others hear it, a leader of before may hand over what it was given
+    if not one_way:  # in a one-way partition, the old leader may pass messages on
         assert not is_confirmed(alone, orders, within=3)
     rabbitmq_cluster.heal()
     assert is_confirmed(alone, orders, within=120)
@@ -124,7 +124,7 @@ def test_a_node_that_lost_its_disk_gets_copies_of_every_queue(
     assert node.status() == "exited"
     assert is_confirmed(leader, orders, within=30)
     rabbitmq_cluster.heal()
-    rabbitmq_cluster.transfer_leader("orders", node, orders.name)  # which needs a copy that is up to date
+    rabbitmq_cluster.transfer_leader("orders", node, orders.name)  # needs an up-to-date copy
     orders.wait_for_messages("orders", 2)
 
 
@@ -150,7 +150,7 @@ def test_what_was_confirmed_is_there_when_all_nodes_were_dead(
 def test_a_node_that_starts_while_it_is_cut_off_stays_cut_off(
     rabbitmq_cluster: RabbitMQCluster, orders: VirtualHost
 ) -> None:
-    """It waits for the others, and takes no clients before it finds them."""
+    """The node waits for the others, and accepts no clients until it finds them."""
     alone, *others = rabbitmq_cluster.nodes
     rabbitmq_cluster.partition(alone)
     alone.kill()

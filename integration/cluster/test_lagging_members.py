@@ -1,6 +1,6 @@
-"""A consumer's deliveries come from its node's own member of a quorum queue, which may lag behind the leader.
+"""A consumer's deliveries come from its node's own member of a quorum queue.
 
-The leader counts a message as delivered long before it comes then.
+That member may lag behind the leader, which counts a message as delivered long before it arrives.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(600)
 
 LAG = 4.0  # seconds
-COUNT = 1  # the first prefetch, so that none is ready
+COUNT = 1  # equals the first prefetch, so that no message stays ready
 
 
 @pytest.fixture
 def node(rabbitmq_cluster: RabbitMQCluster, cluster_vhost: VirtualHost) -> ClusterNode:
-    """A node that does not lead the queue, which has messages."""
+    """A node that does not lead the queue. The queue has messages."""
     publish(cluster_vhost.url, "orders", COUNT, type="quorum")
     leader = rabbitmq_cluster.leader_of("orders", cluster_vhost.name)
     return next(node for node in rabbitmq_cluster.nodes if node is not leader)
@@ -47,7 +47,7 @@ def source(node: ClusterNode, cluster_vhost: VirtualHost) -> Iterator[QueueSourc
 
 
 def read_all(source: QueueSource) -> int:
-    """Play Spark with trigger(availableNow=True). Return the number of messages."""
+    """Read as Spark does with availableNow; return the number of messages."""
     source.prepareForTriggerAvailableNow()
     start, end = None, source.initialOffset()
     while end != start:
@@ -67,14 +67,14 @@ def test_available_now_waits_for_the_deliveries_of_its_node(
 def test_available_now_waits_for_them_after_a_count_in_doubt(
     node: ClusterNode, cluster_vhost: VirtualHost, source: QueueSource
 ) -> None:
-    """The leader does not respond when the query begins, and the member of its node does so last."""
+    """At first the leader does not respond; the node's own member responds last."""
     suspend_member(node, cluster_vhost, "orders", 2 * LAG)
     suspend_leader(cluster_vhost, "orders", LAG / 2)
     assert read_all(source) == COUNT
 
 
 def test_a_relay_waits_for_the_deliveries_of_its_node(node: ClusterNode, cluster_vhost: VirtualHost) -> None:
-    """The lag is longer than three of its counts."""
+    """The member lags for longer than the relay takes for three counts."""
     with relaying(node.url_of(cluster_vhost.name)) as relay:
         wait_until(lambda: relay.statistics.moved == COUNT, timeout=DEADLINE, what="the first messages moved")
     publish(cluster_vhost.url, "orders", COUNT, first=COUNT)

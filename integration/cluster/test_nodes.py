@@ -1,4 +1,7 @@
-"""Nodes of a cluster die, freeze, lose their disks, are cut off, drained and restarted, while messages flow."""
+"""Faults of cluster nodes while messages flow.
+
+Nodes are killed, frozen, cut off, drained and restarted, or lose their disks.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +24,17 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.usefixtures("baseline"), pytest.mark.timeout(900)]
 
-GOES_ON = 15.0  # seconds, within which publishing goes on behind the death of a leader, beside what `Lag` has measured
-AT_ONCE = 5.0  # seconds, within which all are connected to another node behind the death of theirs; the same
-MINUTES = "RELIABLE_MQ_MIXED_MINUTES"  # for which a soak mixes faults
+GOES_ON = 15.0  # seconds without a confirm that are allowed after a leader is killed, plus `Lag.worst`
+AT_ONCE = 5.0  # seconds until all clients of a killed node are connected to another one, plus `Lag.worst`
+MINUTES = "RELIABLE_MQ_MIXED_MINUTES"  # the minutes for which a soak mixes faults
 
 
 def lasts(seconds: float) -> None:
-    """A fault lasts for a time, in which nothing is waited for."""
+    """Let a fault last for some seconds."""
     Event().wait(seconds)
 
 
-# Each is over when it returns: all nodes are back, and messages flow.
+# When one of these functions returns, its fault is over: all nodes are back, and messages flow.
 
 
 def leaders_are_killed(flow: Traffic, rng: Random) -> None:
@@ -45,7 +48,7 @@ def leaders_are_killed(flow: Traffic, rng: Random) -> None:
 
 
 def a_node_without_leaders_is_killed(flow: Traffic, rng: Random, node: ClusterNode | None = None) -> None:
-    """Clients that are connected to it connect to the next host at once."""
+    """The clients that were connected to it connect to the next host at once."""
     node = node or rng.choice(flow.cluster.nodes)
     others = [each for each in flow.cluster.nodes if each is not node]
     for queue in (ORDERS.name, PLAIN.name):
@@ -58,7 +61,7 @@ def a_node_without_leaders_is_killed(flow: Traffic, rng: Random, node: ClusterNo
 
 
 def a_majority_is_killed(flow: Traffic, rng: Random, seconds: float = 10) -> None:
-    """Calls end by their deadlines meanwhile; all others settle when it is back."""
+    """Calls with a deadline end by it; all others settle once the majority is back."""
     flow.fault(21, "majority killed")
     for node in rng.sample(flow.cluster.nodes, 2):
         node.kill()
@@ -68,7 +71,10 @@ def a_majority_is_killed(flow: Traffic, rng: Random, seconds: float = 10) -> Non
 
 
 def the_leader_is_cut_off(flow: Traffic, rng: Random, seconds: float = 8) -> None:
-    """Clients are on both sides, and may stay there. One knows the leader alone, and has nothing confirmed."""
+    """A publisher that knows only the leader gets no confirms.
+
+    Other clients are on both sides of the partition, and may stay there.
+    """
     leader = flow.cluster.leader_of(ORDERS.name, flow.vhost.name)
     with flow.only_on(leader) as alone:
         flow.fault(22, "leader cut off")
@@ -79,7 +85,7 @@ def the_leader_is_cut_off(flow: Traffic, rng: Random, seconds: float = 8) -> Non
 
 
 def each_node_is_restarted(flow: Traffic, rng: Random) -> None:
-    """One of them is drained before."""
+    """One node is drained first."""
     flow.fault(23, "node drained, each restarted")
     node = rng.choice(flow.cluster.nodes)
     flow.cluster.drain(node)
@@ -101,7 +107,7 @@ def the_leader_is_frozen(flow: Traffic, rng: Random) -> None:
 
 
 def a_node_loses_its_disk(flow: Traffic, rng: Random) -> None:
-    """What it has copied when it has joined again is a majority together with one other node."""
+    """The node that has rejoined and one other node form a majority."""
     leader = flow.cluster.leader_of(ORDERS.name, flow.vhost.name)
     node = rng.choice([node for node in flow.cluster.nodes if node is not leader])
     flow.fault(63, "disk lost")
@@ -135,7 +141,7 @@ FAULTS = (
 
 
 def in_turn(rng: Random) -> Iterator[Callable[[Traffic, Random], None]]:
-    """Each fault once; in a soak again and again, for as long as the environment says."""
+    """Yield each fault once; a soak repeats them for the configured minutes."""
     until = time.monotonic() + 60 * float(os.environ.get(MINUTES, "0"))
     yield from rng.sample(FAULTS, len(FAULTS))
     while time.monotonic() < until:
@@ -150,7 +156,7 @@ def settle(flow: Traffic) -> None:
 
 @pytest.mark.timeout(900 + 120 * float(os.environ.get(MINUTES, "0")))
 def test_f20_to_f23_f62_to_f64_and_f67_one_after_the_other(traffic: Callable[..., Traffic], rng: Random) -> None:
-    """`RELIABLE_MQ_MIXED_MINUTES=60` mixes them for an hour."""
+    """`RELIABLE_MQ_MIXED_MINUTES=60` mixes the faults for an hour."""
     with traffic() as flow:
         for fault in in_turn(rng):
             fault(flow, rng)
@@ -184,7 +190,7 @@ def test_f21_nothing_is_confirmed_without_a_majority(
 def test_f22_a_leader_cut_off_with_its_clients_confirms_nothing(
     rabbitmq_cluster: RabbitMQCluster, cluster_vhost: VirtualHost, traffic: Callable[..., Traffic], one_way: bool
 ) -> None:
-    """Those of the majority go on; those of the minority do once it is healed."""
+    """Clients of the minority continue after the partition; the others never stop."""
 
     def leader() -> ClusterNode:
         return rabbitmq_cluster.leader_of(ORDERS.name, cluster_vhost.name)
@@ -192,7 +198,8 @@ def test_f22_a_leader_cut_off_with_its_clients_confirms_nothing(
     def pinned() -> dict[str, list[ClusterNode]]:
         alone = leader()
         others = [node for node in rabbitmq_cluster.nodes if node is not alone]
-        # Of each queue a consumer stays with either side: one whose node is cut off gets nothing until it is healed.
+        # Each queue has one consumer on each side. A consumer whose node is cut off gets nothing until the partition
+        # heals.
         apart = {name: [alone] for name in (DIRECT[0], "sync orders", "sync plain")}
         return apart | dict.fromkeys((DIRECT[1], "asyncio orders", "asyncio plain"), others)
 

@@ -1,4 +1,4 @@
-"""A single active consumer on a cluster fails over, with its node and without."""
+"""Failover of a single active consumer that loses its connection or its node."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def test_f66_one_consumer_is_active_at_a_time_and_order_is_kept(
     report: Callable[[str], None],
     record_round: Callable[[Round], None],
 ) -> None:
-    """But for redeliveries. First the active one loses its connection, then the next one its node."""
+    """Redeliveries are exempt from the order.
+
+    First the active consumer loses its connection, then its successor loses its node.
+    """
     history = History(checker)
     nodes = list(rabbitmq_cluster.nodes)
     rng.shuffle(nodes)
@@ -88,7 +91,7 @@ def test_f66_one_consumer_is_active_at_a_time_and_order_is_kept(
             with BlockingConsumer(
                 url_of(cluster_vhost, [doomed, third]), ORDERS, partial(handle, "asyncio"), name="asyncio", **options
             ):
-                threading.Event().wait(GRACE)  # in which the queue is no longer new
+                threading.Event().wait(GRACE)  # until the queue no longer counts as new
                 assert handled["asyncio"] == 0
                 with history.disturbed(after=5):
                     proxy.cut()

@@ -1,6 +1,7 @@
-"""A relay on a node that loses its link to the queue's leader: the queue takes its deliveries back.
+"""A relay whose node loses its link to the queue's leader.
 
-RabbitMQ 4.3 does so after a minute, earlier versions at once. A link that closes again and again shows both.
+The queue requeues the relay's deliveries: RabbitMQ 4.3 after a minute, earlier versions at once. The test closes the
+link repeatedly, which covers both.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ PATIENCE = "application:set_env(rabbit, consumer_disconnected_timeout, {})"
 
 @contextmanager
 def impatient(cluster: RabbitMQCluster) -> Iterator[None]:
-    """Queues that are declared meanwhile take deliveries back at once, whatever the version."""
+    """Make queues declared in this block requeue at once, on every version."""
     for node in cluster.nodes:
         node.evaluate(PATIENCE.format(1))
     try:
@@ -51,7 +52,7 @@ def break_link(leader: ClusterNode, node: ClusterNode) -> None:
 def test_f68_broken_links_of_nodes_move_each_message_once(
     rabbitmq_cluster: RabbitMQCluster, cluster_vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
-    """The relay's channel lives on, and the leader delivers again on it, with new delivery tags."""
+    """The relay's channel survives; the leader redelivers on it with new tags."""
     with impatient(rabbitmq_cluster):
         publish(cluster_vhost.url, "orders", 1, type="quorum")
     leader, near, _ = rabbitmq_cluster.nodes
@@ -76,6 +77,6 @@ def test_f68_broken_links_of_nodes_move_each_message_once(
             wait_until(lambda n=before: more_than(n), timeout=DEADLINE, what="more deliveries", interval=2.0)  # type: ignore[misc]
             proxy.release_confirms()
             wait_until(lambda n=number: moved(relay) > n * PART, timeout=DEADLINE, what="all moved")  # type: ignore[misc]
-    home = rabbitmq_cluster.leader_of("stage", cluster_vhost.name)  # a replica elsewhere may have to start again
+    home = rabbitmq_cluster.leader_of("stage", cluster_vhost.name)  # a replica on another node may still have to start
     check_each_once(home.url_of(cluster_vhost.name), "stage", count=1 + LINKS * PART)
     assert relay.statistics.moved_before >= 8

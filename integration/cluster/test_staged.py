@@ -1,4 +1,7 @@
-"""A query in staged mode on a cluster: leaders die under it, and files have each message once."""
+"""A query in staged mode on a cluster whose leaders die.
+
+The files have each message once.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,16 @@ def test_f20_kills_of_leaders_leave_all_once_in_staged_files(
     rng: Random,
     report: Callable[[str], None],
 ) -> None:
-    """Those of the queue, the stage and its lock; each is back before the next one dies."""
+    """The leaders of the queue, the stage and its lock are killed.
+
+    Each node is back before the next one dies.
+    """
     pipeline = Pipeline(cluster_vhost, tmp_path, rng)
     killed = rng.sample(["orders", "orders.stage", "orders.stage.relay"] * (KILLS // 3), KILLS)
     with pipeline.apart(tmp_path / "log") as (running, _):
         for number in pipeline.moments(KILLS, running, broker=True):
             rabbitmq_cluster.leader_of(killed[number], cluster_vhost.name).kill()
-            Event().wait(rng.uniform(0.0, 10.0))  # others are elected, or not yet
+            Event().wait(rng.uniform(0.0, 10.0))  # other leaders may or may not be elected by then
             rabbitmq_cluster.start()
             rabbitmq_cluster.wait_ready()
     assert pipeline.restarts == 0

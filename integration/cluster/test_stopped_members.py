@@ -1,4 +1,7 @@
-"""A consumer on a node whose own member of the queue does not run: the leader leaves its deliveries to that member."""
+"""A consumer on a node whose own member of the queue is stopped.
+
+The leader leaves the deliveries of such a consumer to that member.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ _MEMBER = """
 def test_a_consumer_leaves_a_node_whose_member_is_stopped(
     rabbitmq_cluster: RabbitMQCluster, cluster_vhost: VirtualHost, rng: Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More messages than its prefetch are published: some stay ready, so that it connects to another node."""
+    """The consumer connects to another node because some messages stay ready.
+
+    More messages are published than its prefetch.
+    """
     monkeypatch.setattr(delivery_watch, "LOOK_EVERY", 1.0)
     leader, stopped, third = rng.sample(list(rabbitmq_cluster.nodes), 3)
     handled: list[bytes] = []

@@ -1,4 +1,7 @@
-"""A stream on a cluster: a replica lags, or its leader dies meanwhile, and what is read is what is there."""
+"""Reads of a stream on a cluster with a lagging replica or a killed leader.
+
+They return exactly the messages that the stream has.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,10 @@ MORE = 100 if soaking() else 30  # messages between two steps
 
 
 def content(vhost: VirtualHost) -> list[tuple[int, bytes]]:
-    """Offset and body of every message of the stream, read with plain pika; a replica that starts is waited for."""
+    """Read offset and body of every message of the stream with plain pika.
+
+    A replica that is still starting is waited for.
+    """
 
     def read_all() -> list[tuple[int, bytes]] | None:
         try:
@@ -67,7 +73,7 @@ def _content(vhost: VirtualHost) -> list[tuple[int, bytes]]:
 
 
 def read(url: str, end: int, **options: str) -> list[tuple[int, bytes]]:
-    """Offset and body of what a task of Spark's source reads, up to an offset."""
+    """Return offset and body of the rows that a Spark task reads up to an offset."""
     chosen = read_options({"url": url, "stream": EVENTS.name, **options}, streaming=False)
     reader = RangeReader(chosen, StreamRange(EVENTS.name, 0, end), ("offset", "body"), patience=300)  # type: ignore[arg-type]
     return [(row["offset"], row["body"]) for batch in reader.batches() for row in batch.to_pylist()]
@@ -87,9 +93,9 @@ def test_f65_reads_after_a_leaders_death_give_what_is_there(
     report: Callable[[str], None],
     record_round: Callable[[Round], None],
 ) -> None:
-    """By a consumer, and by a task of Spark's source.
+    """A consumer and a task of the Spark source read all messages of the stream.
 
-    RabbitMQ confirms once a majority has a message, before any of them has it on disk. What it loses is counted.
+    RabbitMQ confirms a message once a majority has it, before any node has it on disk. The test counts lost messages.
     """
     seen: list[tuple[int | None, bytes]] = []
     over = threading.Event()
@@ -127,7 +133,7 @@ def test_f65_reads_after_a_leaders_death_give_what_is_there(
             leader = rabbitmq_cluster.leader_of(EVENTS.name, cluster_vhost.name)
             lagging = rng.choice([node for node in rabbitmq_cluster.nodes if node is not leader])
             lagging.pause()
-            threading.Event().wait(GRACE)  # in which the others go on, or find out that one is gone
+            threading.Event().wait(GRACE)  # for the others to continue, or to detect that one is gone
             leader.kill()
             lagging.unpause()
             wait_for_more()
@@ -155,7 +161,10 @@ def test_f65_reads_after_a_leaders_death_give_what_is_there(
 def test_f65_filtered_reads_from_a_lagging_replica_miss_nothing(
     rabbitmq_cluster: RabbitMQCluster, cluster_vhost: VirtualHost, rng: Random, fault: str
 ) -> None:
-    """A filter leaves offsets out, so only the replica's own end shows that it has the range; the task waits for it."""
+    """The tasks wait until the replica's own end shows that it has the range.
+
+    A filter skips offsets, so the offsets read do not show it.
+    """
     values, part = ["a", "b", "c"], 5000
 
     def publish(url: str) -> None:
@@ -184,7 +193,7 @@ def test_f65_filtered_reads_from_a_lagging_replica_miss_nothing(
         rare = threads.submit(read, behind, end, streamFilter="nobody has it")
         whole = threads.submit(read, behind, end)
         try:
-            threading.Event().wait(5)  # in which a task may not take the replica's end for the end of the range
+            threading.Event().wait(5)  # a task must not take the replica's end for the end of the range
             assert not any(task.done() for task in (filtered, rare, whole))
         finally:
             rabbitmq_cluster.heal()
@@ -197,7 +206,10 @@ def test_f65_filtered_reads_from_a_lagging_replica_miss_nothing(
 def test_a_query_on_a_lagging_replica_reads_nothing_again(
     rabbitmq_cluster: RabbitMQCluster, cluster_vhost: VirtualHost, rng: Random, allowed: str
 ) -> None:
-    """It waits, whether data loss is an error or not; and the plan of a batch has what the other nodes have."""
+    """The query waits for the replica, whether or not data loss is an error.
+
+    The plan of a batch includes the messages that other nodes have.
+    """
 
     def publish(url: str) -> None:
         with Publisher(url, topology=[EVENTS], **OPTIONS) as publisher:

@@ -1,4 +1,7 @@
-"""The connection of either API against real brokers: what it reports, in which order, and that it always ends."""
+"""The connection of either API against real brokers.
+
+The tests check its events, their order, and that the connection always ends.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,10 @@ def one(step: Step) -> Generator[Step, Any, Any]:
 
 
 def test_it_connects_sets_up_and_says_to_whom(any_vhost: VirtualHost) -> None:
-    """`ready` names generation, channel, frame size and broker; what was published is confirmed; `lost` ends it."""
+    """`ready` reports generation, channel, frame size and broker.
+
+    A published message is confirmed, and `lost` is the last event.
+    """
     queue = Queue("q", dead_letter=None)
     with Recorded(any_vhost.url, lambda server: publisher_setup([queue], server.version_tuple)) as recorded:
         generation, channel, frame_max, server = recorded.client.wait_for("ready")
@@ -66,7 +72,7 @@ def test_it_connects_sets_up_and_says_to_whom(any_vhost: VirtualHost) -> None:
 
 
 def test_no_delivery_comes_before_ready(vhost: VirtualHost) -> None:
-    """Deliveries that follow consume-ok in the same read wait for the rest of the set-up, and none is lost."""
+    """Deliveries that arrive during set-up are reported after `ready`; none is lost."""
     with Recorded(vhost.url, lambda server: publisher_setup([Queue("q", type="classic")], ())) as publisher:
         publisher.client.wait_for("ready")
         for number in range(300):
@@ -76,7 +82,7 @@ def test_no_delivery_comes_before_ready(vhost: VirtualHost) -> None:
     def setup(_server: ServerInfo) -> SetupGenerator:
         yield SetPrefetch(0)
         yield Consume("q", "tag")
-        for _ in range(5):  # more round trips, while deliveries come in
+        for _ in range(5):  # more round trips, while deliveries arrive
             yield CheckQueue("q")
 
     with Recorded(vhost.url, setup) as recorded:
@@ -91,7 +97,10 @@ def bodies(recorded: Recorded) -> list[bytes]:
 
 
 def test_one_write_may_be_larger_than_any_buffer(vhost: VirtualHost) -> None:
-    """What the socket does not take at once is sent later, in order, and its end is reported."""
+    """Data that the socket does not accept at once is sent later, in order.
+
+    `write_drained` reports that all of it is sent.
+    """
     body = bytes(range(256)) * 32768  # 8 MiB
     with Recorded(vhost.url, lambda server: publisher_setup([Queue("q", type="classic")], ())) as recorded:
         recorded.client.wait_for("ready")
@@ -115,7 +124,10 @@ def acked_to(recorded: Recorded) -> int:
 def test_a_channel_the_broker_closes_reopens_on_its_connection(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
-    """Thirty closes in a row cost no wait, as finding the one bad publish among many needs."""
+    """Thirty closes in a row need no wait.
+
+    Finding the one bad publish among many closes the channel repeatedly.
+    """
     proxy = fault_proxy(vhost.url)
     with Recorded(proxy.url, wait=tenacity.wait_fixed(60)) as recorded:
         began = time.monotonic()
@@ -184,7 +196,10 @@ def test_a_connection_that_breaks_is_replaced(vhost: VirtualHost, fault_proxy: F
 
 
 def test_a_reset_in_the_handshake_is_no_wrong_password(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """pika guesses at wrong credentials where a connection breaks while authenticating; only the broker can say so."""
+    """Only the broker's reply shows that the credentials are wrong.
+
+    If a connection breaks while it authenticates, pika guesses that they are.
+    """
     proxy = fault_proxy(vhost.url)
     for frames in range(1, 8):  # start, tune, open-ok, channel.open-ok, declare-ok twice, select-ok
         proxy.cut_after(frames, "to_client")
@@ -197,7 +212,7 @@ def test_a_reset_in_the_handshake_is_no_wrong_password(vhost: VirtualHost, fault
 
 
 def test_discard_replaces_the_connection_at_once(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """No event of the old channel comes after the discard, even where confirms were on their way."""
+    """The old channel reports no event after the discard, even with confirms pending."""
     proxy = fault_proxy(vhost.url)
     setup = lambda server: publisher_setup([Queue("q")], server.version_tuple)  # noqa: E731
     with Recorded(proxy.url, setup, wait=tenacity.wait_fixed(60)) as recorded:
@@ -219,7 +234,7 @@ def test_discard_replaces_the_connection_at_once(vhost: VirtualHost, fault_proxy
 def test_a_channel_discarded_while_read_reports_nothing_more(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
-    """What the same read brought behind the event in which the client gave up belongs to nobody."""
+    """Later events of the read in which the client discarded the channel are dropped."""
     proxy = fault_proxy(vhost.url)
     setup = [Queue("q", dead_letter=None)]
     with Recorded(proxy.url, lambda server: publisher_setup(setup, server.version_tuple), wait=QUICK) as recorded:
@@ -260,7 +275,10 @@ def test_a_vanished_peer_is_noticed_by_heartbeats(vhost: VirtualHost, fault_prox
 
 
 def test_heartbeats_count_what_goes_past_the_driver(vhost: VirtualHost, connection_api: str) -> None:
-    """A connection on which only content flows is alive: its bytes count as signs of life."""
+    """A connection that carries only content counts as alive.
+
+    The bytes of the content count as signs of life.
+    """
     with Recorded(
         vhost.url, lambda server: publisher_setup([Queue("q")], server.version_tuple), heartbeat=60
     ) as recorded:
@@ -282,7 +300,7 @@ def test_heartbeats_count_what_goes_past_the_driver(vhost: VirtualHost, connecti
 def test_ready_and_lost_alternate_under_any_faults(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
-    """Faults at random moments, from all sides: no generation is used twice, no event comes outside of one."""
+    """After random faults, generations never repeat, and events belong to one."""
     proxy = fault_proxy(vhost.url)
     setup = [Queue("q", dead_letter=None)]
     with Recorded(
@@ -358,7 +376,7 @@ def test_a_permanent_refusal_at_the_start_ends_all_attempts(
 def test_a_refused_password_is_tried_again_once_something_worked(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
-    """Credentials are asked for at every connect, so a rotated password is met by the next attempt."""
+    """Credentials are requested at every connect, so a rotated password is used."""
     proxy = fault_proxy(vhost.url)
     answers = iter([("guest", "guest"), ("guest", "stale"), ("guest", "guest")])
     options: dict[str, Any] = {"credentials": lambda: next(answers), "wait": QUICK}
@@ -389,7 +407,10 @@ def test_a_credentials_callback_that_raises_is_a_failed_attempt(vhost: VirtualHo
 
 
 def test_a_credentials_callback_that_hangs_holds_up_nothing(vhost: VirtualHost) -> None:
-    """The attempt ends in time, few calls are made meanwhile, the late answer is used, `call_soon` goes on."""
+    """The attempt times out, and the callback is called only a few times.
+
+    Its late answer is used, and `call_soon` works while it hangs.
+    """
     go_on = threading.Event()
     calls: list[int] = []
 
@@ -410,7 +431,7 @@ def test_a_credentials_callback_that_hangs_holds_up_nothing(vhost: VirtualHost) 
 
 
 def test_a_host_that_does_not_answer_is_left_for_the_next(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """Every host gets its time, no more, and the next one is tried without a wait."""
+    """Every host gets its timeout and no more; the next one is tried without a wait."""
     silent, dead = fault_proxy(vhost.url), fault_proxy(vhost.url)
     silent.hang_connections()
     dead.refuse_connections()
@@ -467,7 +488,10 @@ def mismatch(url: str, *topology: Queue | Exchange) -> TopologyMismatch:
 
 @pytest.mark.parametrize("kind", ["quorum", "classic", "stream"])
 def test_every_argument_in_which_a_queue_differs_is_named(any_vhost: VirtualHost, kind: QueueType) -> None:
-    """With both values; on one connection, and the queue is what it was."""
+    """The error has both values of each.
+
+    One connection is enough, and the queue is not changed.
+    """
     declared = Queue("q", type="classic", max_length=5, message_ttl=1, dead_letter=None)
     arguments: dict[str, object] = {"x-queue-type": kind}
     if kind != "stream":
@@ -478,7 +502,7 @@ def test_every_argument_in_which_a_queue_differs_is_named(any_vhost: VirtualHost
     error = mismatch(any_vhost.url, declared)
     found = {difference.argument: difference[1:] for difference in error.differences}
     expected = {"x-message-ttl": ("1000", "none"), "x-overflow": ("reject-publish", "none")}
-    if kind == "stream":  # which has none of these arguments: it is not compared in them
+    if kind == "stream":  # a stream has none of these arguments, so they are not compared
         expected = {"x-queue-type": ("classic", "stream")}
     else:
         expected |= {
@@ -569,7 +593,7 @@ def test_a_set_up_that_hangs_ends_in_time(vhost: VirtualHost, fault_proxy: Fault
     stop = proxy.rewrite(lambda _, frame: [] if frame.name == "channel.open-ok" else [frame], "to_client")
     with Recorded(proxy.url, wait=QUICK, connect_timeout=1) as recorded:
         failed = lambda: recorded.client.all("failed")  # noqa: E731
-        # A busy machine may need all the time to connect.
+        # A busy machine may need all of the timeout to connect.
         wait_until(lambda: any("setting up" in str(error) for error, _ in failed()), timeout=15, what="a set-up hangs")
         assert all(will_retry for _, will_retry in failed())
         stop()
@@ -677,7 +701,7 @@ def test_an_unencodable_step_is_an_error_and_costs_nothing(vhost: VirtualHost) -
 def test_a_memory_alarm_is_reported_and_close_works_under_it(
     private_broker: RabbitMQ, private_vhost: VirtualHost
 ) -> None:
-    """pika's own close waits for ever here."""
+    """pika's own close would wait forever here."""
     setup = lambda server: publisher_setup([Queue("q")], server.version_tuple)  # noqa: E731
     with Recorded(private_vhost.url, setup) as recorded, Recorded(private_vhost.url, setup) as closed:
         recorded.client.wait_for("ready")
@@ -707,11 +731,11 @@ def test_a_connection_that_is_lost_is_not_blocked_any_more(vhost: VirtualHost, f
 def test_a_blocked_connection_is_exempt_from_connect_timeout(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
-    """It answers nothing then; a new connection would only be blocked in its turn."""
+    """A blocked connection answers nothing; a new one would be blocked as well."""
     proxy = fault_proxy(vhost.url)
     with Recorded(proxy.url, wait=QUICK, connect_timeout=0.5) as recorded:
         recorded.client.wait_for("ready")
-        failed = len(recorded.client.all("failed"))  # where this machine is too busy for the time to connect
+        failed = len(recorded.client.all("failed"))  # this machine may be too busy to connect within the timeout
         proxy.inject("to_client", connection_blocked("low on memory"))
         recorded.client.wait_for("blocked")
         stop = proxy.rewrite(lambda _, frame: [] if frame.name == "channel.open-ok" else [frame], "to_client")
@@ -798,7 +822,10 @@ def test_an_exception_of_a_queued_call_or_a_timer_skips_no_other(vhost: VirtualH
 
 
 def test_calls_queued_while_connections_die_all_run_once(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """Callbacks that are queued with pika's connection vanish with it; these are queued with the loop."""
+    """They are queued with the loop.
+
+    Callbacks queued with pika's connection would be lost with it.
+    """
     proxy = fault_proxy(vhost.url)
     ran: list[int] = []
     count = 5000
@@ -821,7 +848,7 @@ def test_calls_queued_while_connections_die_all_run_once(vhost: VirtualHost, fau
 
 
 def test_it_closes_at_any_moment_of_connecting(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """Whatever frame it waits for when it is closed, it ends at once and leaves nothing open."""
+    """Whichever frame it waits for when closed, it ends at once with nothing open."""
     for frames in range(8):
         proxy = fault_proxy(vhost.url)
         if frames == 0:
@@ -835,7 +862,10 @@ def test_it_closes_at_any_moment_of_connecting(vhost: VirtualHost, fault_proxy: 
 
 
 def swallow_from(proxy: FaultProxy, frames: int) -> threading.Event:
-    """Let `frames` - 1 frames of the broker pass; the event is set by the next, which is lost as are all after it."""
+    """Pass `frames` - 1 frames of the broker, and drop all later ones.
+
+    The returned event is set by the first frame that is dropped.
+    """
     reached = threading.Event()
     seen: list[Frame] = []
 
@@ -914,7 +944,7 @@ def test_it_starts_once(vhost: VirtualHost) -> None:
 def test_no_log_of_ours_or_of_the_driver_holds_a_password(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture, connection_api: str
 ) -> None:
-    """With every logger at DEBUG, through connect, refusal, reset, reconnect and close."""
+    """All loggers are at DEBUG through connect, refusal, reset, reconnect and close."""
     driver = "aiormq" if connection_api == "aio" else "pika"
     canary = "canary-0f7c9e"
     broker = vhost.broker

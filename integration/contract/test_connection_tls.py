@@ -1,4 +1,4 @@
-"""The I/O thread over TLS, against a real broker that asks for a certificate."""
+"""The I/O thread over TLS, against a real broker that requires a certificate."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_more_than_any_buffer_holds_goes_both_ways(
 ) -> None:
     queue = f"q-{connection_api}"
     url = f"amqps://guest:guest@localhost:{tls_broker.tls_port}/"
-    large = [bytes(range(256)) * 4096 * 8] * 2  # MiB, each more than a kernel takes at once
+    large = [bytes(range(256)) * 4096 * 8] * 2  # MiB, each more than a kernel accepts at once
     tls = options(authority, client)
     with Recorded(url, lambda _: publisher_setup([Queue(queue, type="classic")], ()), tls=tls) as recorded:
         recorded.client.wait_for("ready")
@@ -110,7 +110,10 @@ def test_a_broker_of_an_unknown_authority_is_refused(tls_broker: RabbitMQ, clien
 def test_a_client_without_a_valid_certificate_is_told_so(
     tls_broker: RabbitMQ, authority: Authority, given: str
 ) -> None:
-    """The broker's refusal is an alert after our side of the handshake; a file can be renewed, so it is tried again."""
+    """The refusal is not permanent, because a certificate file can be renewed.
+
+    The broker refuses with an alert that arrives after the client's side of the handshake.
+    """
     tls = TLSOptions(ca_file=authority.file)
     if given == "expired":
         tls = options(authority, authority.issue("expired", ends_in=-DAY))

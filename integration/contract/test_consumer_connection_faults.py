@@ -1,4 +1,4 @@
-"""A consumer whose broker or connection dies: the rows of the fault matrix about the network, on its side."""
+"""A consumer whose broker or connection dies: the fault matrix on the network."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 
-GRACE = 2.0  # a broker is killed
+GRACE = 2.0  # for tests that kill a broker
 ORDERS = Queue("orders")
 SOON = tenacity.wait_fixed(0.1)
 
@@ -48,9 +48,10 @@ SOON = tenacity.wait_fixed(0.1)
 def test_f01_f02_broker_dies_while_messages_are_handled(
     private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Audit, rng: Random, graceful: bool
 ) -> None:
-    """Whether it is killed or restarted, everything confirmed is handled in the end; duplicates are allowed.
+    """After a kill or a restart, everything confirmed is handled.
 
-    It dies with acks under way, three handlers running, and dozens of deliveries waiting behind them.
+    Duplicates are allowed. The broker dies with outstanding acks, three running handlers, and dozens of waiting
+    deliveries.
     """
     bodies = numbered(4000)
     when = rng.randrange(100, 3900)
@@ -81,7 +82,10 @@ def test_f01_f02_broker_dies_while_messages_are_handled(
 def test_f03_connection_is_reset_after_frame_n(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
-    """Wherever a reset falls, in the handshake or among deliveries and acks, everything is handled in the end."""
+    """All messages are handled, wherever in the connection a reset happens.
+
+    That is in the handshake or among deliveries and acks.
+    """
     proxy = fault_proxy(vhost.url)
     with Publisher(vhost.url, topology=[ORDERS]) as publisher:
         publisher.connect()
@@ -102,7 +106,10 @@ def test_f03_connection_is_reset_after_frame_n(
 def test_f03_deliveries_of_a_lost_channel_never_reach_a_handler(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
-    """While a handler runs the connection is lost: what waited behind it is not handled before it comes again."""
+    """The connection is lost while a handler runs.
+
+    Deliveries that wait behind it are not handled before they are redelivered.
+    """
     proxy = fault_proxy(vhost.url)
     with Gate() as gate:
         handler = Handler(then=gate)
@@ -128,7 +135,7 @@ def test_f03_deliveries_of_a_lost_channel_never_reach_a_handler(
 def test_f04_connection_is_reset_between_publish_and_ack(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
-    """Messages that were published twice, since their acks were lost, are delivered twice and take effect once."""
+    """Messages published twice because their confirms were lost take effect once."""
     proxy = fault_proxy(vhost.url)
     confirmed, twice = rng.randrange(100), rng.randint(1, 200)
     with Publisher(proxy.url, topology=[ORDERS]) as publisher:
@@ -156,10 +163,10 @@ def test_f04_connection_is_reset_between_publish_and_ack(
 def test_f04_connection_is_reset_between_effect_and_ack(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
-    """What was handled, but whose acks never arrived, is delivered again and takes effect once."""
+    """Messages whose acks were lost are redelivered and take effect once."""
     proxy = fault_proxy(vhost.url)
     handler = Handler(account=checker)
-    before, lost = rng.randrange(200), rng.randint(1, 200)  # no more than the prefetch: no ack lets more come
+    before, lost = rng.randrange(200), rng.randint(1, 200)  # at most the prefetch: no ack makes the broker deliver more
     with Consumer(proxy.url, ORDERS, handler, idempotency=MemoryStore(), reconnect_wait=SOON) as consumer:
         publish(vhost, "orders", numbered(before), checker)
         wait_until(lambda: vhost.live_counts()["orders"] == 0, timeout=30, what="acked, for the broker")
@@ -176,7 +183,10 @@ def test_f04_connection_is_reset_between_effect_and_ack(
 def test_f04_no_ack_is_sent_before_its_handler_has_ended(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
-    """As the proxy sees them: handlers end out of order, an ack is for several, and connections are cut meanwhile."""
+    """The proxy sees no ack before its handler has ended.
+
+    Handlers end out of order, an ack covers several messages, and connections are cut.
+    """
     history = History(checker)
     proxy, acks = fault_proxy(vhost.url), Acks(history)
     proxy.rewrite(acks)
@@ -203,7 +213,7 @@ def test_f04_no_ack_is_sent_before_its_handler_has_ended(
 def test_f05_connection_is_reset_in_the_middle_of_a_body(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
-    """A delivery of which half a body came is none; it comes again whole."""
+    """A delivery with half a body is dropped and redelivered whole."""
     proxy = fault_proxy(vhost.url)
     wanted = [rng.randbytes(300_000) for _ in range(20)]
     handler = Handler(account=checker)
@@ -218,7 +228,7 @@ def test_f05_connection_is_reset_in_the_middle_of_a_body(
     assert checker.close().left == 0
 
 
-# pika takes twice as long as aiormq to notice, so outside of `make soak` it has fewer turns.
+# pika takes twice as long as aiormq to detect it, so it has fewer rounds outside of `make soak`.
 @pytest.mark.parametrize(
     ("consumer_api", "direction"),
     list(product(["sync", "aio"], ["both", "to_broker", "to_client"]))
@@ -234,8 +244,8 @@ def test_f06_f07_connection_is_a_black_hole(
     direction: str,
     consumer_api: str,
 ) -> None:
-    """Heartbeats notice it, whichever way nothing arrives, and the connection is replaced."""
-    # pika grants five seconds on top; then a question that is not answered in ten tells as much.
+    """Heartbeats detect it in either direction, and the connection is replaced."""
+    # pika allows five more seconds; then a request without an answer for ten seconds shows it as well.
     patience = 15 if consumer_api == "aio" else 30
     proxy = fault_proxy(vhost.url)
     handler = Handler(account=checker)
@@ -255,9 +265,9 @@ def test_f06_f07_connection_is_a_black_hole(
 def test_f06_a_stop_on_a_dead_connection_ends_in_time(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
-    """The broker does not answer the cancel: stop_timeout and the closing grace are all that it costs.
+    """A stop takes no longer than stop_timeout and the closing grace.
 
-    Idle or amid the work, whichever way nothing arrives.
+    The broker does not answer the cancel. The consumer is idle or busy, and traffic fails in either direction.
     """
     proxy = fault_proxy(vhost.url)
     count, direction = rng.randint(1, 1000), rng.choice(["both", "to_broker", "to_client"])
@@ -273,7 +283,7 @@ def test_f06_a_stop_on_a_dead_connection_ends_in_time(
 def test_f08_slow_and_jittery_network(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, seed: int
 ) -> None:
-    """200 ms of delay with jitter bring everything once, and replace no connection."""
+    """A delay of 200 ms with jitter repeats no message and replaces no connection."""
     proxy = fault_proxy(vhost.url, seed=seed)
     proxy.delay(0.2, jitter=0.1)
     handler = Handler(account=checker)
@@ -288,7 +298,7 @@ def test_f08_slow_and_jittery_network(
 def test_f08_network_that_loses_packets(
     private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Audit, rng: Random
 ) -> None:
-    """Of all packets 5 % are lost, each way, whichever they are: all comes once, and no connection is replaced."""
+    """With 5 % packet loss each way, no message repeats and no connection breaks."""
     handler = Handler(account=checker)
     bodies = [b"%d/" % number + rng.randbytes(rng.randrange(100, 20_000)) for number in range(1000)]
     private_broker.lose_packets(0.05)
@@ -303,7 +313,10 @@ def test_f08_network_that_loses_packets(
 
 
 def test_f09_narrow_network(vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random) -> None:
-    """At 64 kbit/s this side holds what was prefetched, and not the queue; heartbeats get through."""
+    """At 64 kbit/s the client holds only the prefetched messages.
+
+    Heartbeats get through.
+    """
     proxy = fault_proxy(vhost.url)
     bodies = [b"%d/" % number + rng.randbytes(rng.randrange(200, 2000)) for number in range(40)]
     handler = Handler(account=checker)
@@ -323,7 +336,10 @@ def test_f09_narrow_network(vhost: VirtualHost, checker: Audit, fault_proxy: Fau
 def test_f09_what_this_side_holds_is_no_more_than_was_prefetched(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
-    """Behind a way back that is narrow for acks: of 20 MB in the queue, memory holds a tenth."""
+    """Of 20 MB in the queue, the client holds a tenth in memory.
+
+    The connection is slow for the acks.
+    """
     proxy = fault_proxy(vhost.url)
     handled: set[int] = set()
     with Publisher(vhost.url, topology=[ORDERS]) as publisher:
@@ -353,7 +369,10 @@ def test_f09_what_this_side_holds_is_no_more_than_was_prefetched(
 def test_f10_peer_stops_reading_then_resets(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
-    """Acks and dead letters stuck behind a full socket hang nothing; what they were for comes again."""
+    """Acks and dead letters stuck in a full socket block nothing.
+
+    The broker redelivers their messages.
+    """
     proxy = fault_proxy(vhost.url)
     stuck = Gate()
 
@@ -387,10 +406,10 @@ def test_f10_peer_stops_reading_then_resets(
 def test_f11_broker_is_frozen(
     private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Audit, rng: Random, seconds: int
 ) -> None:
-    """Silence amid the work: what is handled meanwhile is acked when it thaws, or comes again.
+    """Handlers that run during the freeze have their messages acked or redelivered.
 
-    It freezes while a handler runs and other messages are its own still. What the consumer had been given is handled
-    while it is frozen; nothing more comes, and after it everything does.
+    The broker freezes while a handler runs and other deliveries wait. The consumer handles its deliveries during the
+    freeze; no more arrive until it thaws, and then all messages do.
     """
     prefetch = rng.randint(1, 200)
     when = rng.randrange(1000)
@@ -418,7 +437,10 @@ def test_f11_broker_is_frozen(
 def test_f13_after_a_double_ack_from_outside_consuming_resumes(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
 ) -> None:
-    """406 PRECONDITION_FAILED costs the channel, not the connection, and no message."""
+    """406 PRECONDITION_FAILED closes the channel, not the connection.
+
+    No message is lost.
+    """
     proxy = fault_proxy(vhost.url)
     handler = Handler(account=checker)
     with Consumer(proxy.url, ORDERS, handler) as consumer:
@@ -438,7 +460,10 @@ def test_f13_after_a_double_ack_from_outside_consuming_resumes(
 def test_f14_a_locked_exclusive_queue_is_retried_until_free(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """405 on a quick reconnect: the broker still has the old connection. The consumer waits, and gets in."""
+    """The consumer waits while the broker still has its old connection.
+
+    After a quick reconnect, the broker answers 405 until it has noticed.
+    """
     proxy = fault_proxy(vhost.url)
     handler = Handler()
     mine = Queue("mine", type="classic", exclusive=True)
@@ -457,7 +482,7 @@ def test_f14_a_locked_exclusive_queue_is_retried_until_free(
 def test_f14_an_exclusive_consumer_waits_for_the_one_before(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """403 in exclusive use: likewise, and for another consumer that it stands behind."""
+    """The same with 403 "in exclusive use", also for a second consumer."""
     proxy = fault_proxy(vhost.url)
     handler, other = Handler(), Handler()
     orders = Queue("orders", type="classic")
@@ -480,7 +505,10 @@ def test_f14_an_exclusive_consumer_waits_for_the_one_before(
 def test_f37_f38_unfinished_work_returns_late_results_are_stale(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, graceful: bool
 ) -> None:
-    """Completions with gaps: what is unfinished is never acked; its late result from the old channel is not either."""
+    """Unfinished deliveries between finished ones are not acked.
+
+    Their late results from the old channel ack nothing either.
+    """
     proxy = fault_proxy(vhost.url)
     held = {b"3", b"7", b"8"}
 
@@ -509,7 +537,10 @@ def test_f37_f38_unfinished_work_returns_late_results_are_stale(
 
 
 def test_f38_a_late_result_acks_nothing_on_the_new_channel(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """The broker counts delivery tags from 1 again: each late result has the tag of a delivery that is unfinished."""
+    """Each late result has the delivery tag of an unfinished delivery.
+
+    The broker counts tags from 1 again on the new channel.
+    """
     proxy = fault_proxy(vhost.url)
     bodies = numbered(8)
     with (
@@ -537,7 +568,7 @@ def test_f38_a_late_result_acks_nothing_on_the_new_channel(vhost: VirtualHost, f
 def test_f51_a_handler_that_blocks_for_long_keeps_the_connection(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, batch: bool
 ) -> None:
-    """Heartbeats are the I/O thread's, and user code never runs on it."""
+    """Heartbeats run on the I/O thread, where user code never runs."""
     proxy = fault_proxy(vhost.url)
     with Gate() as gate:
         handler = Handler(then=gate)
@@ -560,11 +591,11 @@ def test_f51_a_handler_that_blocks_for_long_keeps_the_connection(
 def test_a_waiting_retry_keeps_its_time_and_count_over_a_loss(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
-    """What waits for its next attempt comes at its time, on the next channel."""
+    """A message that waits for its retry is delivered in time on the next channel."""
     proxy = fault_proxy(vhost.url)
 
     def fail(delivery: Delivery) -> None:
-        if delivery.attempt == 1:  # or its second one could begin before the loss
+        if delivery.attempt == 1:  # otherwise its second attempt could begin before the loss
             proxy.black_hole("to_client", new_connections=False)
         if delivery.attempt < 3:
             raise ValueError("not yet")
@@ -574,7 +605,7 @@ def test_a_waiting_retry_keeps_its_time_and_count_over_a_loss(
     with Consumer(proxy.url, ORDERS, handler, retry=policy, reconnect_wait=SOON) as consumer:
         publish(vhost, "orders", numbered(1))
         wait_until(lambda: consumer.statistics.delayed == 1, timeout=10, what="put into its delay queue")
-        # Or a cut would fall between that and the ack, and it would rightly come twice.
+        # Otherwise a cut could happen before the ack, and the message would rightly be delivered twice.
         wait_until(lambda: sum(vhost.live_counts().values()) == 1, timeout=10, what="acked")
         proxy.cut()
         handler.wait_done(1)
@@ -585,7 +616,10 @@ def test_a_waiting_retry_keeps_its_time_and_count_over_a_loss(
 def test_a_flapping_connection_loses_nothing(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Many resets while several handlers run, some of which fail: all is handled or dead-lettered."""
+    """After many resets, all messages are handled or dead-lettered.
+
+    Several handlers run during them, and some fail.
+    """
     caplog.set_level(logging.CRITICAL)
     proxy = fault_proxy(vhost.url)
 

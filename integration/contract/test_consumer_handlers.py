@@ -1,4 +1,4 @@
-"""What a handler is given, what it may say, and what becomes of its delivery."""
+"""The input of a handler, its verdicts, and their effect on the delivery."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def raises(error: BaseException) -> Callable[[Delivery], None]:
 
 
 def test_a_delivery_shows_what_was_published(any_vhost: VirtualHost) -> None:
-    """Body, headers and every property; where it came from; and that this is the first attempt."""
+    """Body, headers, every property and the source; this is the first attempt."""
     message = Message.json(
         {"order": 1},
         headers={"tenant": "a", "share": 0.25},
@@ -74,7 +74,7 @@ def test_a_delivery_shows_what_was_published(any_vhost: VirtualHost) -> None:
 
 @pytest.mark.parametrize("answer", [None, False, 0, Ack, [Ack], ValueError("no")])
 def test_a_handlers_result_is_ignored_unless_it_is_a_verdict(vhost: VirtualHost, answer: object) -> None:
-    """Returning is success, whatever else is returned."""
+    """A handler that returns has succeeded, whatever else it returns."""
     with Consumer(vhost.url, ORDERS, lambda _: answer) as consumer:
         publish(vhost, "orders", numbered(2))
         wait_until(lambda: consumer.statistics.acked == 2, timeout=10, what="acked")
@@ -82,7 +82,7 @@ def test_a_handlers_result_is_ignored_unless_it_is_a_verdict(vhost: VirtualHost,
 
 
 def test_handlers_run_side_by_side_as_many_as_told(vhost: VirtualHost) -> None:
-    """Each waits until all four are at it; a fifth does not begin."""
+    """Four handlers run at once, and a fifth does not start."""
     together = threading.Barrier(5)
     handler = Handler(then=lambda _: together.wait(30))
     with Consumer(vhost.url, ORDERS, handler, concurrency=4) as consumer:
@@ -106,11 +106,14 @@ def test_one_handler_at_a_time_keeps_the_order(vhost: VirtualHost) -> None:
         assert handler.bodies == numbered(500)
 
 
-# Trying again
+# Retries
 
 
 def test_a_failing_handler_is_retried_then_dead_lettered(any_vhost: VirtualHost) -> None:
-    """Attempts are counted and shown, on every broker; the original is acked when its dead letter is confirmed."""
+    """Attempts are counted on every broker.
+
+    The original is acked when its dead letter is confirmed.
+    """
     times: list[float] = []
 
     def fail(_delivery: Delivery) -> None:
@@ -140,7 +143,10 @@ def test_a_failing_handler_is_retried_then_dead_lettered(any_vhost: VirtualHost)
 
 
 def test_retry_later_chooses_the_delay_but_counts(vhost: VirtualHost) -> None:
-    """The policy's delay is an hour; the handler's own is not waited an hour for. After the last attempt it is over."""
+    """The handler's delay replaces the policy's, which is an hour.
+
+    After the last attempt the message is dead-lettered.
+    """
     handler = Handler(then=raises(RetryLater(0.05)))
     with Consumer(vhost.url, ORDERS, handler, retry=RetryPolicy(3, delays=(3600,))) as consumer:
         publish(vhost, "orders", numbered(1))
@@ -150,7 +156,7 @@ def test_retry_later_chooses_the_delay_but_counts(vhost: VirtualHost) -> None:
 
 @pytest.mark.parametrize("store", [False, True])
 def test_a_verdict_that_is_returned_counts_as_one_that_is_raised(vhost: VirtualHost, store: bool) -> None:
-    """The policy's delay is an hour; the handler's own is not waited an hour for."""
+    """The handler's delay replaces the policy's, which is an hour."""
     verdicts = {b"0": DeadLetter("bad"), b"1": RetryLater(0.05), b"2": None}
     handler = Handler()
 
@@ -170,7 +176,10 @@ def test_a_verdict_that_is_returned_counts_as_one_that_is_raised(vhost: VirtualH
 
 
 def test_verdicts_and_exceptions_in_a_group_are_seen(vhost: VirtualHost) -> None:
-    """As a task group in a handler raises them: a dead letter wins, then what the policy gives up on, then delays."""
+    """A dead letter wins over exceptions that the policy gives up on, then delays.
+
+    A task group in a handler raises such groups.
+    """
     raised = {
         b"0": ExceptionGroup("tasks", [RetryLater(0.05), ExceptionGroup("more", [DeadLetter("bad")])]),
         b"1": ExceptionGroup("tasks", [RetryLater(0.05), ValueError("given up on")]),
@@ -208,7 +217,7 @@ def changed() -> RetryLater:
 
 @pytest.mark.parametrize("store", [False, True])
 def test_an_undescribable_exception_costs_only_one_attempt(vhost: VirtualHost, store: bool) -> None:
-    """No worker, no task, and no connection."""
+    """Workers, tasks and the connection survive."""
     raised = {
         b"0": NotYet,
         b"1": Textless,
@@ -232,7 +241,7 @@ def test_an_undescribable_exception_costs_only_one_attempt(vhost: VirtualHost, s
 
 
 def test_retry_later_without_a_delay_follows_the_policy(vhost: VirtualHost) -> None:
-    """And success ends it."""
+    """The message is handled when an attempt succeeds."""
 
     def until_the_third(delivery: Delivery) -> None:
         if delivery.attempt < 3:
@@ -248,7 +257,7 @@ def test_retry_later_without_a_delay_follows_the_policy(vhost: VirtualHost) -> N
 
 
 def test_dead_letter_ends_it_at_once_with_its_reason(vhost: VirtualHost) -> None:
-    """On the first attempt, whatever the policy says."""
+    """This happens on the first attempt, whatever the policy is."""
     handler = Handler(then=raises(DeadLetter("customer 7 is blocked\nfor good")))
     with Consumer(vhost.url, ORDERS, handler) as consumer:
         publish(vhost, "orders", numbered(1))
@@ -268,7 +277,10 @@ def test_a_handler_that_would_end_its_thread_has_failed(vhost: VirtualHost, erro
 @pytest.mark.parametrize("store", [False, True])
 @pytest.mark.parametrize("consumer_api", ["sync"], indirect=True)
 def test_a_handler_that_raises_keyboardinterrupt_has_failed(vhost: VirtualHost, store: bool) -> None:
-    """In a thread it is the handler's own: a user's goes to the main thread. On an event loop it ends the program."""
+    """In a thread, KeyboardInterrupt comes from the handler itself.
+
+    One from the user is raised in the main thread. On an event loop, it ends the program.
+    """
     check_that_only_the_attempt_ends(vhost, KeyboardInterrupt(), store)
 
 
@@ -287,7 +299,7 @@ def check_that_only_the_attempt_ends(vhost: VirtualHost, error: BaseException, s
 
 
 def test_messages_waiting_for_a_retry_hold_up_no_others(vhost: VirtualHost) -> None:
-    """A long delay of one does not hold up the short one of another (row 56, in the process)."""
+    """A long delay does not delay a message with a short one (row 56, in the process)."""
 
     def fail_first(delivery: Delivery) -> None:
         if delivery.attempt == 1:
@@ -303,7 +315,7 @@ def test_messages_waiting_for_a_retry_hold_up_no_others(vhost: VirtualHost) -> N
 
 
 def test_redelivered_and_attempt_are_told_apart(any_vhost: VirtualHost) -> None:
-    """A message that comes again because its consumer went away is redelivered, and still at its first attempt."""
+    """A message redelivered after its consumer stopped is at its first attempt."""
     with Gate() as gate:
         first = Handler(then=gate)
         with Consumer(any_vhost.url, ORDERS, first) as consumer:
@@ -322,7 +334,7 @@ def test_redelivered_and_attempt_are_told_apart(any_vhost: VirtualHost) -> None:
 
 
 def test_f27_a_requeue_loop_ends_at_our_cap_on_every_broker(any_vhost: VirtualHost) -> None:
-    """The broker's own counts and limits do not matter: reconnects cost no attempts, failures do."""
+    """The broker's own counts and limits do not matter; only failures count."""
     handler = Handler(then=raises(ValueError("never")))
     with Consumer(any_vhost.url, ORDERS, handler, retry=RetryPolicy(6, delays=(0.01,))) as consumer:
         for round_ in range(1, 4):
@@ -335,12 +347,12 @@ def test_f27_a_requeue_loop_ends_at_our_cap_on_every_broker(any_vhost: VirtualHo
 
 
 def test_a_handler_cannot_change_what_is_published_again(vhost: VirtualHost) -> None:
-    """A handler that unpacks the body in place, and then fails: the message stays as it came."""
+    """A handler that changes the body in place, then fails, leaves the message as is."""
     bodies: list[bytes] = []
 
     def unpack(delivery: Delivery) -> None:
         bodies.append(delivery.body)
-        delivery.body = delivery.body.decode()  # type: ignore[misc, assignment]  # what must not be
+        delivery.body = delivery.body.decode()  # type: ignore[misc, assignment]  # must not be possible
 
     with Consumer(vhost.url, ORDERS, unpack, retry=QUICK) as consumer:
         send(vhost, "orders", [Message(b"as it came")])
@@ -351,7 +363,10 @@ def test_a_handler_cannot_change_what_is_published_again(vhost: VirtualHost) -> 
 
 
 def test_a_dead_letter_is_the_message_byte_for_byte(any_vhost: VirtualHost) -> None:
-    """Every property and foreign header as it came; what RabbitMQ would act upon moves to headers of ours."""
+    """Properties and foreign headers are unchanged.
+
+    Values that RabbitMQ would act upon are moved to headers of this library.
+    """
     message = Message(
         b"\x00\xff body",
         headers={"CC": ["audit"], "nested": {"a": [1, 2.5, None, {"b": b"\xff"}]}, "share": 0.1, "when": None},
@@ -390,7 +405,7 @@ def test_a_dead_letter_is_the_message_byte_for_byte(any_vhost: VirtualHost) -> N
 
 @pytest.mark.parametrize("kind", ["name", "queue"])
 def test_dead_letters_go_where_they_are_told(vhost: VirtualHost, kind: str) -> None:
-    """To a queue that is declared along, or one that exists."""
+    """They go to a queue that the consumer declares, or to an existing one."""
     bin_ = Queue("bin", type="classic", dead_letter=None)
     target, topology = ("bin", [bin_]) if kind == "name" else (bin_, [])
     handler = Handler(then=raises(DeadLetter("no")))
@@ -403,7 +418,10 @@ def test_dead_letters_go_where_they_are_told(vhost: VirtualHost, kind: str) -> N
 def test_without_a_dead_letter_queue_a_message_is_rejected(
     vhost: VirtualHost, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Said loudly at each, and not at the start, where it was asked for; the broker's own dead-lettering keeps it."""
+    """Each rejection is logged, and the broker's own dead-lettering keeps it.
+
+    There is no warning at the start, because the consumer was configured this way.
+    """
     handler = Handler(then=raises(DeadLetter("no")))
     with Consumer(vhost.url, ORDERS, handler, dead_letter=None) as consumer:
         assert "no dead-letter queue" not in caplog.text
@@ -419,7 +437,7 @@ def test_without_a_dead_letter_queue_a_message_is_rejected(
 
 
 def test_an_alarm_holds_up_dead_letters_but_not_handlers(private_broker: Any, private_vhost: VirtualHost) -> None:
-    """An alarm blocks the connection of dead letters, not that of deliveries and acks."""
+    """It blocks the connection of dead letters, not that of deliveries and acks."""
 
     def fail_odd(delivery: Delivery) -> None:
         if int(delivery.body) % 2:
@@ -445,7 +463,7 @@ def test_an_alarm_holds_up_dead_letters_but_not_handlers(private_broker: Any, pr
 
 
 class Batches:
-    """A batch handler that keeps what it was given."""
+    """A batch handler that records its batches."""
 
     def __init__(self, answer: Callable[[list[Delivery]], object] = lambda _: None) -> None:
         self.given: list[list[bytes]] = []
@@ -465,7 +483,7 @@ class Batches:
 
 
 def test_a_batch_is_full_or_has_waited_and_none_acks_all(vhost: VirtualHost) -> None:
-    """Full ones at once, the rest when batch_wait is over."""
+    """Full batches are handled at once, the rest after batch_wait."""
     handler = Batches()
     declare(vhost)
     publish(vhost, "orders", numbered(10))
@@ -478,7 +496,7 @@ def test_a_batch_is_full_or_has_waited_and_none_acks_all(vhost: VirtualHost) -> 
 
 @pytest.mark.parametrize("store", [False, True])
 def test_a_batch_handler_gives_a_verdict_per_item(vhost: VirtualHost, store: bool) -> None:
-    """Ack, None, RetryLater and DeadLetter in one answer; an item that is held for its retry comes again alone."""
+    """One answer has Ack, None, RetryLater and DeadLetter; a retried item comes alone."""
 
     def judge(deliveries: list[Delivery]) -> object:
         if len(deliveries) == 1:
@@ -499,7 +517,10 @@ def test_a_batch_handler_gives_a_verdict_per_item(vhost: VirtualHost, store: boo
 
 @pytest.mark.parametrize("store", [False, True])
 def test_a_batch_that_raises_is_tried_item_by_item(vhost: VirtualHost, checker: Audit, store: bool) -> None:
-    """Nobody knows the culprit: each item alone, its attempts counted from there; the good ones are handled once."""
+    """Each item is tried alone, because the culprit is unknown.
+
+    Attempts are counted from there, and good items are handled once.
+    """
 
     def fail(deliveries: list[Delivery]) -> None:
         if any(delivery.body == b"3" for delivery in deliveries):
@@ -534,7 +555,10 @@ TOUCHES: dict[str, Callable[[list[Delivery]], object]] = {
 def test_a_batch_handler_may_do_as_it_likes_with_its_list(
     vhost: VirtualHost, store: bool, touch: Callable[[list[Delivery]], object]
 ) -> None:
-    """It is its own. The poison message alone is dead-lettered, though its place in the list has changed."""
+    """Only the poison message is dead-lettered, even if its place has changed.
+
+    The list belongs to the handler.
+    """
 
     def handle(batch: list[Delivery]) -> list[object] | None:
         if batch[0].body == b"whole":
@@ -557,7 +581,7 @@ def test_a_batch_handler_may_do_as_it_likes_with_its_list(
 
 @pytest.mark.parametrize("answer", [[Ack], [Ack] * 9, "ok", 5, {"0": Ack}])
 def test_a_wrong_answer_of_a_batch_handler_fails_the_batch(vhost: VirtualHost, answer: object) -> None:
-    """Then item by item; an answer that stays wrong is dead-lettered with the reason."""
+    """It is tried item by item; an item with a wrong answer is dead-lettered."""
     handler = Batches(lambda deliveries: answer if len(deliveries) > 1 else None)
     with Consumer(vhost.url, ORDERS, handler, batch_size=3, batch_wait=10) as consumer:
         publish(vhost, "orders", numbered(3))
@@ -566,7 +590,7 @@ def test_a_wrong_answer_of_a_batch_handler_fails_the_batch(vhost: VirtualHost, a
 
 
 def test_batches_of_several_workers_and_the_prefetch(vhost: VirtualHost) -> None:
-    """The prefetch holds a batch for each worker; every message is in one batch."""
+    """The prefetch has room for a batch per worker; each message is in one batch."""
     together = threading.Barrier(2)
     handler = Batches(lambda _: [None] * 10 if together.wait(30) >= 0 else None)
     with Consumer(vhost.url, ORDERS, handler, batch_size=10, batch_wait=10, prefetch=20, concurrency=2) as consumer:
@@ -577,7 +601,7 @@ def test_batches_of_several_workers_and_the_prefetch(vhost: VirtualHost) -> None
 
 
 def settled(consumer: Consumer) -> int:
-    """Messages that are done with, one way or the other; those that wait for another attempt are not."""
+    """Return the number of messages handled or dead-lettered, without retries."""
     return consumer.statistics.handled + consumer.statistics.dead_lettered
 
 
@@ -585,7 +609,10 @@ def settled(consumer: Consumer) -> int:
 
 
 def test_the_metrics_of_a_run(vhost: VirtualHost) -> None:
-    """What was delivered, handled, retried, dead-lettered and acked, by how many frames; and nothing outstanding."""
+    """The metrics count deliveries, results, acks and ack frames.
+
+    Nothing is outstanding at the end.
+    """
     registry = CollectorRegistry()
 
     def fail_nines(delivery: Delivery) -> None:

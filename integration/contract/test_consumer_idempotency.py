@@ -1,4 +1,4 @@
-"""Duplicates and an idempotency store: one effect, and attempts that are counted across them."""
+"""Duplicates with an idempotency store: one effect, and attempts counted together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ ORDERS = Queue("orders")
 
 
 def copies(count: int, of: int) -> list[Message]:
-    """`of` messages, each `count` times, copies of one apart from each other or together."""
+    """Return `count` copies of each of `of` messages.
+
+    They come round by round, so copies of a message are apart.
+    """
     return [Message(b"%d" % number, message_id=f"m{number}") for _ in range(count) for number in range(of)]
 
 
@@ -33,7 +36,10 @@ def copies(count: int, of: int) -> list[Message]:
 def test_f36_each_message_is_delivered_ten_times_concurrently(
     vhost: VirtualHost, checker: Audit, together: bool
 ) -> None:
-    """Two consumers with eight workers each share a store: one effect per message, every copy acked."""
+    """Two consumers with eight workers each share a store.
+
+    Each message takes effect once, and every copy is acked.
+    """
     messages = copies(10, of=100)
     if together:
         messages.sort(key=lambda message: message.message_id)
@@ -52,7 +58,10 @@ def test_f36_each_message_is_delivered_ten_times_concurrently(
 
 @pytest.mark.parametrize("concurrency", [1, 4])
 def test_the_cap_on_attempts_is_exact_across_duplicates(any_vhost: VirtualHost, concurrency: int) -> None:
-    """Five copies of a message that always fails: three attempts in all, and every copy is dead-lettered."""
+    """Five copies of a failing message get three attempts in total.
+
+    Every copy is dead-lettered.
+    """
 
     def fail(_delivery: Delivery) -> None:
         raise ValueError("no")
@@ -76,7 +85,7 @@ def test_the_cap_on_attempts_is_exact_across_duplicates(any_vhost: VirtualHost, 
 
 
 def test_a_copy_waits_while_another_holds_the_claim(vhost: VirtualHost) -> None:
-    """It is no attempt; when the first is done, the copy is known as a duplicate."""
+    """The wait is no attempt; afterwards the copy counts as a duplicate."""
     with Gate() as gate:
         handler = Handler(then=gate)
         with Consumer(vhost.url, ORDERS, handler, concurrency=2, idempotency=MemoryStore()) as consumer:
@@ -90,7 +99,7 @@ def test_a_copy_waits_while_another_holds_the_claim(vhost: VirtualHost) -> None:
 
 
 class Noting(MemoryStore):
-    """Keeps the keys that it was asked for."""
+    """A store that records the keys that it was asked for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +113,7 @@ class Noting(MemoryStore):
 def test_equal_queue_names_in_two_virtual_hosts_share_a_store(
     vhost: VirtualHost, new_vhost: Callable[[RabbitMQ], VirtualHost]
 ) -> None:
-    """An id that is done in one of them is not done in the other; keys name the virtual host."""
+    """Keys name the virtual host: an id done in one is not done in the other."""
     store = Noting()
     vhosts = [vhost, new_vhost(vhost.broker)]
     for place in vhosts:
@@ -120,7 +129,10 @@ def test_equal_queue_names_in_two_virtual_hosts_share_a_store(
 def test_a_namespace_of_ones_own_is_one_for_several_places(
     vhost: VirtualHost, new_vhost: Callable[[RabbitMQ], VirtualHost]
 ) -> None:
-    """As where a cluster takes over from another one: what is done there is done here."""
+    """A message handled in one place is a duplicate in the other.
+
+    One use is a cluster that takes over from another.
+    """
     store = MemoryStore()
     for place, handled in ((vhost, 1), (new_vhost(vhost.broker), 0)):
         options: dict[str, Any] = {"idempotency": store, "idempotency_namespace": "shop"}
@@ -131,7 +143,7 @@ def test_a_namespace_of_ones_own_is_one_for_several_places(
 
 
 def test_a_dead_holders_claim_is_taken_over_at_the_lease_end(vhost: VirtualHost) -> None:
-    """The store is asked again until then."""
+    """The consumer asks the store again until then."""
     now = 0.0
     store = MemoryStore(clock=lambda: now)
     store.claim_many(["test|orders|m0"], lease=1.0)
@@ -146,7 +158,7 @@ def test_a_dead_holders_claim_is_taken_over_at_the_lease_end(vhost: VirtualHost)
 
 
 class Flaky(MemoryStore):
-    """Fails as often as it is told."""
+    """A store that fails a given number of times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +184,10 @@ class Flaky(MemoryStore):
 
 @pytest.mark.parametrize("what", ["claim", "complete"])
 def test_a_store_that_fails_closes_the_way_until_it_is_back(vhost: VirtualHost, checker: Audit, what: str) -> None:
-    """No ack, no attempt, no second effect while it does not answer; the consumer recovers by itself."""
+    """While the store fails, there is no ack, no attempt and no second effect.
+
+    The consumer recovers by itself.
+    """
     store = Flaky()
     store.failing[what] = 2
     handler = Handler(account=checker)
@@ -188,7 +203,10 @@ def test_a_store_that_fails_closes_the_way_until_it_is_back(vhost: VirtualHost, 
 def test_f35_a_loss_before_completion_costs_no_second_effect(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
 ) -> None:
-    """The handler that outlives its channel completes its claim: the redelivery is a duplicate."""
+    """The handler completes its claim although its channel is lost.
+
+    The redelivery is then a duplicate.
+    """
     proxy = fault_proxy(vhost.url)
     with Gate() as gate:
         handler = Handler(then=gate, account=checker)

@@ -1,4 +1,4 @@
-"""How a consumer takes deliveries: prefetch, batched acks, automatic acks, and what is refused."""
+"""Prefetch, batched acks, automatic acks, and rejected options of a consumer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def seen_by_the_broker(vhost: VirtualHost) -> list[tuple[str, int, bool]]:
 
 @pytest.mark.parametrize("kind", ["quorum", "classic"])
 def test_the_prefetch_may_change_in_flight(any_vhost: VirtualHost, kind: str) -> None:
-    """The broker knows the new one, delivers as far as it allows, and nothing is lost, doubled or interrupted."""
+    """The broker uses the new prefetch; no message is lost, repeated or interrupted."""
     orders = Queue("orders", type=kind)
     with Gate() as gate:
         handler = Handler(then=gate)
@@ -55,7 +55,7 @@ def test_the_prefetch_may_change_in_flight(any_vhost: VirtualHost, kind: str) ->
 
 
 def test_the_last_prefetch_set_holds_over_a_reconnect(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """Set before it starts, while it is away, and in quick succession: the last one counts."""
+    """The last one of several counts, set before the start or during an outage."""
     proxy = fault_proxy(vhost.url)
     consumer = Consumer(proxy.url, ORDERS, Handler(), prefetch=5)
     consumer.prefetch = 6
@@ -76,7 +76,7 @@ def test_the_last_prefetch_set_holds_over_a_reconnect(vhost: VirtualHost, fault_
 def test_a_prefetch_that_is_set_while_it_subscribes_takes_effect(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
-    """Between basic.qos and consume-ok: it subscribes anew once it is ready."""
+    """It is set between basic.qos and consume-ok; the consumer subscribes again."""
     proxy = fault_proxy(vhost.url)
     consumer = Consumer(proxy.url, ORDERS, Handler(), prefetch=5)
 
@@ -100,7 +100,7 @@ def test_a_prefetch_that_does_not_fit_is_refused_without_effect(vhost: VirtualHo
 
 
 def test_a_prefetch_of_one_gives_one_at_a_time(vhost: VirtualHost) -> None:
-    """The most conservative: the next one comes when the last is acked."""
+    """The next message is delivered when the last one is acked."""
     handler = Handler()
     with Consumer(vhost.url, ORDERS, handler, prefetch=1) as consumer:
         publish(vhost, "orders", numbered(50))
@@ -121,7 +121,7 @@ def test_no_prefetch_is_warned_of(vhost: VirtualHost, caplog: pytest.LogCaptureF
 
 
 def test_acks_are_batched_by_count(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """Thousands of deliveries, dozens of ack frames."""
+    """Thousands of deliveries need only dozens of ack frames."""
     proxy = fault_proxy(vhost.url)
     handler = Handler()
     with Consumer(proxy.url, ORDERS, handler, prefetch=300, ack_every=100) as consumer:
@@ -136,7 +136,7 @@ def test_acks_are_batched_by_count(vhost: VirtualHost, fault_proxy: FaultProxyFa
 
 @pytest.mark.parametrize("store", [False, True])
 def test_acks_do_not_wait_for_the_next_handler(vhost: VirtualHost, store: bool) -> None:
-    """What is finished is acked within ack_interval, while the next handler takes its time."""
+    """A finished delivery is acked within ack_interval while the next one runs."""
     with Gate(lambda delivery: delivery.body == b"3") as gate:
         handler = Handler(then=gate)
         options: dict[str, Any] = {"idempotency": MemoryStore()} if store else {}
@@ -149,7 +149,7 @@ def test_acks_do_not_wait_for_the_next_handler(vhost: VirtualHost, store: bool) 
 
 
 def test_each_may_be_acked_by_itself(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """Each ack is a frame of its own, which has left before the next handler ends."""
+    """Each ack is a frame that is sent before the next handler ends."""
     proxy = fault_proxy(vhost.url)
 
     def acked_before(delivery: Any) -> None:
@@ -170,7 +170,7 @@ def test_each_may_be_acked_by_itself(vhost: VirtualHost, fault_proxy: FaultProxy
 
 
 def test_automatic_acks_are_at_most_once(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """The broker forgets what it sends: no ack leaves, and a failure is said and not tried again."""
+    """No ack is sent, and a failure is counted and not retried."""
     proxy = fault_proxy(vhost.url)
 
     def fail_even(delivery: Any) -> None:
@@ -194,7 +194,10 @@ def test_automatic_acks_are_at_most_once(vhost: VirtualHost, fault_proxy: FaultP
 def test_automatically_acked_work_is_handled_after_channel_end(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, end: str
 ) -> None:
-    """It would never come again: a stop and a loss leave it to the handlers."""
+    """A stop or a loss leaves the deliveries to the handlers.
+
+    They would not be redelivered.
+    """
     proxy = fault_proxy(vhost.url)
     with Gate() as gate:
         handler = Handler(then=gate)
@@ -212,14 +215,14 @@ def test_automatically_acked_work_is_handled_after_channel_end(
 
 
 def test_what_does_not_go_with_automatic_acks_is_refused() -> None:
-    """Before anything is connected; the rest of what is refused is in the unit tests."""
+    """The error is raised before connecting; unit tests cover the other options."""
     for option in ({"retry": RetryPolicy()}, {"idempotency": MemoryStore()}, {"batch_size": 5}):
         with pytest.raises(ConfigurationError, match="does not go with ack_mode='automatic'"):
             Consumer("amqp://guest:guest@127.0.0.1:1/", ORDERS, Handler(), ack_mode="automatic", **option)
 
 
 def test_handlers_that_cannot_be_called_here_are_refused() -> None:
-    """A coroutine function would be acked without ever having run."""
+    """A coroutine function would be acked without having run."""
 
     async def handle(_delivery: object) -> None: ...
 
@@ -236,7 +239,7 @@ def test_handlers_that_cannot_be_called_here_are_refused() -> None:
         Consumer(url, ORDERS, Handler(), reconnect_wait=5)  # type: ignore[arg-type]
 
 
-# Running once
+# Starting and stopping
 
 
 def test_a_consumer_runs_once(vhost: VirtualHost) -> None:
@@ -256,7 +259,7 @@ def test_a_consumer_runs_once(vhost: VirtualHost) -> None:
 
 
 def test_what_can_be_seen(vhost: VirtualHost) -> None:
-    """The state, without a secret; counts before, during and after."""
+    """The repr shows the state and no secret; counts work at any time."""
     consumer = Consumer(vhost.url, ORDERS, Handler(), name="billing")
     assert "not connected" in repr(consumer)
     assert consumer.statistics.delivered == 0

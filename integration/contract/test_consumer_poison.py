@@ -1,4 +1,7 @@
-"""Messages that cannot be decoded, parsed or taken: they end up in the dead-letter queue, and their neighbours flow."""
+"""Messages that cannot be decoded, parsed or accepted.
+
+They are dead-lettered, and other messages are handled.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ def wire(message_id: str, **segments: bytes) -> bytes:
 
 MILLISECONDS = struct.pack(">Q", 1_700_000_000_000)
 
-#: What pika or aiormq cannot decode, and what is in it for whoever can.
+#: Headers and properties that pika or aiormq cannot decode, and the expected values.
 POISON: dict[str, tuple[dict[str, bytes], Callable[[Delivery], object], object]] = {
     "ms timestamp in a header": (
         {"headers": table(entry(b"at", b"T", MILLISECONDS))},
@@ -106,7 +109,10 @@ POISON: dict[str, tuple[dict[str, bytes], Callable[[Delivery], object], object]]
 
 @pytest.mark.parametrize("name", POISON)
 def test_f29_headers_that_drivers_cannot_decode_are_read(any_vhost: VirtualHost, name: str) -> None:
-    """The handler gets what is in them, and messages before and behind flow; nothing is redelivered."""
+    """The handler reads the values, and nothing is redelivered.
+
+    Messages before and after it are handled.
+    """
     segments, read, expected = POISON[name]
     found: list[object] = []
 
@@ -126,7 +132,10 @@ def test_f29_headers_that_drivers_cannot_decode_are_read(any_vhost: VirtualHost,
 
 @pytest.mark.parametrize("reads", [False, True], ids=["unread", "read"])
 def test_f29_nesting_that_nobody_can_decode(any_vhost: VirtualHost, reads: bool) -> None:
-    """2000 levels deep: handled where the handler does not look, else quarantined at once, with its properties kept."""
+    """A message nested 2000 levels deep is handled unless the handler reads it.
+
+    Otherwise it is dead-lettered at once, with its properties.
+    """
 
     def look(delivery: Delivery) -> None:
         if reads:
@@ -149,7 +158,7 @@ def test_f29_nesting_that_nobody_can_decode(any_vhost: VirtualHost, reads: bool)
 
 
 def test_f29_a_routing_key_that_is_not_utf_8(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """It arrives with surrogate escapes, and a dead letter keeps it as bytes."""
+    """The key is read with surrogate escapes, and a dead letter keeps its bytes."""
     proxy = fault_proxy(vhost.url)
     placeholder = b"KEY!"
 
@@ -180,7 +189,10 @@ def refuse_odd_keys(delivery: Delivery) -> None:
 
 
 def test_f30_an_unparsable_body_is_dead_lettered_with_a_reason(any_vhost: VirtualHost, checker: Audit) -> None:
-    """After as many attempts as there may be; the body is untouched, and the good ones are handled meanwhile."""
+    """This happens after the last attempt; the body is unchanged.
+
+    Good messages are handled at the same time.
+    """
     handler = Handler(then=lambda delivery: delivery.json()["number"], account=checker)
     body = b"\x00not json\xff"
     good = [Message.json({"number": number}) for number in range(10)]
@@ -208,7 +220,7 @@ def test_f30_an_unparsable_body_is_dead_lettered_with_a_reason(any_vhost: Virtua
 
 
 def test_f32_what_is_above_the_limits_is_quarantined_unseen(any_vhost: VirtualHost, checker: Audit) -> None:
-    """A body or headers that are too large reach no handler, cost no attempt, and do not harm the consumer."""
+    """A body or headers above the limits reach no handler and cost no attempt."""
     handler = Handler(account=checker)
     large_body = Message(b"x" * 100_001, message_id="large body")
     large_headers = Message(b"y", headers={"h": "x" * 50_000}, message_id="large headers")
@@ -233,7 +245,10 @@ def test_f32_what_is_above_the_limits_is_quarantined_unseen(any_vhost: VirtualHo
 
 
 def test_f32_an_oversized_body_is_dead_lettered_by_the_broker(any_vhost: VirtualHost, checker: Audit) -> None:
-    """Byte for byte, though the consumer has never had it in memory; its neighbours are handled."""
+    """The dead letter is identical, byte for byte, and other messages are handled.
+
+    The consumer never has the body in memory.
+    """
     handler = Handler(account=checker)
     body = bytes(range(256)) * 40_000
     with Consumer(any_vhost.url, ORDERS, handler, max_body_bytes=100_000) as consumer:
@@ -250,7 +265,7 @@ def test_f32_an_oversized_body_is_dead_lettered_by_the_broker(any_vhost: Virtual
 
 
 def test_f32_headers_larger_than_a_frame_cost_no_connection(any_vhost: VirtualHost) -> None:
-    """RabbitMQ sends properties in one frame, however small the frames are that this connection has agreed on."""
+    """RabbitMQ sends properties in one frame, whatever frame size was negotiated."""
     handler = Handler()
     large = Message(b"large", headers={"h": "x" * 100_000}, message_id="large")
     with Consumer(any_vhost.url + "?frame_max=8192", ORDERS, handler) as consumer:
@@ -262,7 +277,7 @@ def test_f32_headers_larger_than_a_frame_cost_no_connection(any_vhost: VirtualHo
 
 
 def test_f28_foreign_claims_of_earlier_attempts_are_not_trusted(any_vhost: VirtualHost) -> None:
-    """x-death, x-delivery-count and an attempt out of range, sent by a client: the first attempt is the first."""
+    """A client's x-death, x-delivery-count or attempt header changes no attempt."""
     spoofs: list[dict[str, object]] = [
         {"x-delivery-count": 99},
         {"x-acquired-count": 99},
@@ -281,7 +296,7 @@ def test_f28_foreign_claims_of_earlier_attempts_are_not_trusted(any_vhost: Virtu
 
 
 def test_f58_a_newer_header_format_is_dead_lettered_not_misread(vhost: VirtualHost) -> None:
-    """With a reason that says so; no handler sees it."""
+    """The reason of the dead letter says so; no handler sees the message."""
     handler = Handler()
     newer = {"x-reliable-mq-format": 2, "x-reliable-mq-attempt": {"number": 2}}
     with Consumer(vhost.url, ORDERS, handler) as consumer:
@@ -294,7 +309,7 @@ def test_f58_a_newer_header_format_is_dead_lettered_not_misread(vhost: VirtualHo
 
 
 def test_with_a_store_a_message_without_an_id_is_dead_lettered(vhost: VirtualHost) -> None:
-    """With a store, unless a key function gives it one."""
+    """A key function would give it one."""
     nameless = [Message.from_wire(b"%d" % number, join_properties({"delivery_mode": b"\x02"})) for number in range(2)]
     handler = Handler()
     with Consumer(vhost.url, ORDERS, handler, idempotency=MemoryStore()) as consumer:
@@ -315,7 +330,7 @@ def test_with_a_store_a_message_without_an_id_is_dead_lettered(vhost: VirtualHos
 
 
 def test_headers_that_the_broker_adds_do_not_hold_up_anything(vhost: VirtualHost) -> None:
-    """What the broker dead-lettered itself carries x-death; it is an ordinary message here."""
+    """A message with x-death that the broker dead-lettered is handled as any other."""
     first = Queue("first", message_ttl=0.05, dead_letter=ORDERS)
     handler = Handler()
     with Consumer(vhost.url, ORDERS, handler, topology=[first]):

@@ -1,4 +1,4 @@
-"""A consumer among signals, threads and exits, and what it leaves behind."""
+"""A consumer with signals, threads and exits, and the resources it leaves behind."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ORDERS = Queue("orders")
 
 
 class Program:
-    """``integration.programs.consuming`` as a process, and what it has said."""
+    """``integration.programs.consuming`` as a process, and its output."""
 
     def __init__(
         self, url: str, api: str = "sync", *, stop_timeout: float = 30, passes: int = 0, queue: str = "shared"
@@ -67,7 +67,7 @@ class Program:
         self._process.send_signal(number)
 
     def let_through(self) -> None:
-        """End one handler."""
+        """Let one handler end."""
         assert self._process.stdin is not None
         self._process.stdin.write(b"\n")
         self._process.stdin.flush()
@@ -92,7 +92,10 @@ def left(vhost: VirtualHost) -> int:
 def test_f47_a_signal_finishes_the_handler_and_requeues_others(
     any_vhost: VirtualHost, number: signal.Signals, consumer_api: str
 ) -> None:
-    """Finished or requeued, never dropped: the process ends by itself, with what it has done acked."""
+    """Running handlers finish and are acked; the other deliveries are requeued.
+
+    The process ends by itself.
+    """
     declare(any_vhost)
     publish(any_vhost, "orders", numbered(10))
     with Program(any_vhost.url, consumer_api) as program:
@@ -111,7 +114,7 @@ def test_f47_a_signal_finishes_the_handler_and_requeues_others(
 
 
 def test_f47_a_second_signal_does_not_wait_for_the_handler(vhost: VirtualHost, consumer_api: str) -> None:
-    """What it was at comes again."""
+    """The delivery is requeued."""
     declare(vhost)
     publish(vhost, "orders", numbered(10))
     with Program(vhost.url, consumer_api) as program:
@@ -126,7 +129,7 @@ def test_f47_a_second_signal_does_not_wait_for_the_handler(vhost: VirtualHost, c
 
 
 def test_f47_a_hanging_handler_is_given_the_stop_timeout(vhost: VirtualHost, consumer_api: str) -> None:
-    """Then the process ends without it, and its delivery comes again."""
+    """Then the process ends, and the broker redelivers the message."""
     declare(vhost)
     publish(vhost, "orders", numbered(10))
     with Program(vhost.url, consumer_api, stop_timeout=0.5) as program:
@@ -140,7 +143,7 @@ def test_f47_a_hanging_handler_is_given_the_stop_timeout(vhost: VirtualHost, con
 def test_f47_a_signal_while_the_broker_is_away_ends_it_too(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, consumer_api: str
 ) -> None:
-    """There is nothing to wait for."""
+    """There are no handlers to wait for."""
     proxy = fault_proxy(vhost.url)
     proxy.refuse_connections()
     with Program(proxy.url, consumer_api) as program:
@@ -150,7 +153,7 @@ def test_f47_a_signal_while_the_broker_is_away_ends_it_too(
 
 
 def test_f34_after_a_sigkill_only_what_was_not_acked_comes_back(any_vhost: VirtualHost, consumer_api: str) -> None:
-    """Three were handled and acked; the fourth was in work, the others waited."""
+    """Three were acked; the fourth was being handled, and the others waited."""
     declare(any_vhost)
     publish(any_vhost, "orders", numbered(10))
     with Program(any_vhost.url, consumer_api, passes=3) as program:
@@ -167,7 +170,7 @@ def test_f34_after_a_sigkill_only_what_was_not_acked_comes_back(any_vhost: Virtu
 
 
 def test_f34_after_a_sigkill_the_next_active_one_keeps_order(any_vhost: VirtualHost, consumer_api: str) -> None:
-    """Nothing is skipped, and nothing but what was not acked is handled twice."""
+    """No message is skipped, and only unacked messages are handled twice."""
     orders = Queue("orders", single_active_consumer=True)
     with Program(any_vhost.url, consumer_api, passes=3, queue="single") as program:
         program.wait_for("consuming from queue")
@@ -185,7 +188,7 @@ def test_f34_after_a_sigkill_the_next_active_one_keeps_order(any_vhost: VirtualH
 
 @pytest.mark.parametrize("acks", ["batched", "each"])
 def test_a_stop_amid_the_work_loses_and_repeats_nothing(any_vhost: VirtualHost, acks: str) -> None:
-    """Whatever is handled is acked before the connection is closed; what is not is there for the next consumer."""
+    """Handled messages are acked before the close; the next consumer gets the rest."""
     declare(any_vhost)
     publish(any_vhost, "orders", numbered(3000))
     handled: list[bytes] = []
@@ -208,7 +211,7 @@ def test_a_stop_amid_the_work_loses_and_repeats_nothing(any_vhost: VirtualHost, 
 def test_a_stop_ends_the_subscription_before_it_requeues(
     any_vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
-    """The other way round, the broker would deliver here again what was requeued."""
+    """In the other order, the broker would redeliver the requeued messages here."""
     proxy = fault_proxy(any_vhost.url)
     frames: list[str] = []
 
@@ -234,7 +237,10 @@ def test_a_stop_ends_the_subscription_before_it_requeues(
 
 @pytest.mark.parametrize("consumer_api", ["sync"], indirect=True)
 def test_a_handler_may_stop_its_consumer(vhost: VirtualHost) -> None:
-    """Its own delivery is acked, the rest is requeued; closing would wait for itself, and says so."""
+    """Its own delivery is acked, the rest are requeued.
+
+    close() in the handler would wait for itself, so it raises.
+    """
     errors: list[Exception] = []
 
     def stop_at_three(delivery: Delivery) -> None:
@@ -263,7 +269,7 @@ def test_a_handler_may_stop_its_consumer(vhost: VirtualHost) -> None:
 
 @pytest.mark.parametrize("consumer_api", ["sync"], indirect=True)
 def test_run_returns_though_a_handler_never_does(vhost: VirtualHost, caplog: pytest.LogCaptureFixture) -> None:
-    """After stop_timeout its delivery is left to the broker, and that is said."""
+    """After stop_timeout the delivery is left to the broker, and a log line says so."""
     with Gate() as gate:
         handler = Handler(then=gate)
         consumer = Consumer(vhost.url, ORDERS, handler, stop_timeout=0.3)
@@ -283,7 +289,7 @@ def test_run_returns_though_a_handler_never_does(vhost: VirtualHost, caplog: pyt
 def test_a_stop_during_a_loss_lets_work_end_without_subscribing(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
-    """The connection is lost while it stops: it may come back, but nothing is delivered to it."""
+    """If the connection is lost during a stop, the new one gets no deliveries."""
     proxy = fault_proxy(vhost.url)
     with Gate() as gate:
         handler = Handler(then=gate)
@@ -304,7 +310,7 @@ def test_a_stop_during_a_loss_lets_work_end_without_subscribing(
 
 @pytest.mark.parametrize("consumer_api", ["sync"], indirect=True)
 def test_run_off_the_main_thread_leaves_signals_alone(vhost: VirtualHost) -> None:
-    """And on it, gives them back."""
+    """On the main thread, run() restores the signal handlers."""
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     handler = Handler()
     declare(vhost)
@@ -321,7 +327,7 @@ def test_run_off_the_main_thread_leaves_signals_alone(vhost: VirtualHost) -> Non
 
 @pytest.mark.parametrize("consumer_api", ["sync"], indirect=True)
 def test_run_on_the_main_thread_is_stopped_by_a_signal(vhost: VirtualHost) -> None:
-    """Here, with a handler at work that sends it."""
+    """The signal is sent by a running handler."""
     handler = Handler(then=lambda _: os.kill(os.getpid(), signal.SIGTERM))
     declare(vhost)
     publish(vhost, "orders", numbered(1))
@@ -332,7 +338,10 @@ def test_run_on_the_main_thread_is_stopped_by_a_signal(vhost: VirtualHost) -> No
 
 @pytest.mark.parametrize("consumer_api", ["sync"], indirect=True)
 def test_a_consumer_that_was_forgotten_is_closed_at_exit(vhost: VirtualHost, tmp_path: Path) -> None:
-    """A script that ends after get(), or with a consumer connected: what is done is acked, the rest is requeued."""
+    """Acked deliveries of a script that just ends stay acked; the rest are requeued.
+
+    The script ends after get(), with a connected consumer.
+    """
     declare(vhost)
     publish(vhost, "orders", numbered(10))
     program = tmp_path / "forgetful.py"
@@ -350,7 +359,10 @@ def test_a_consumer_that_was_forgotten_is_closed_at_exit(vhost: VirtualHost, tmp
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork()")
 @pytest.mark.parametrize("consumer_api", ["sync"], indirect=True)
 def test_a_forked_consumer_refuses_and_the_parents_works_on(vhost: VirtualHost) -> None:
-    """The child's copy raises at once, closing it does nothing, and a new one in the child works."""
+    """The copy in the child raises at once, and closing it does nothing.
+
+    A new consumer in the child works.
+    """
     publish_to: list[bytes] = []
     handler = Handler(then=lambda delivery: publish_to.append(delivery.body))
     with Consumer(vhost.url, ORDERS, handler) as consumer, Consumer(vhost.url, ORDERS) as pulling:
@@ -378,7 +390,7 @@ def test_a_forked_consumer_refuses_and_the_parents_works_on(vhost: VirtualHost) 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_f55_200_starts_and_stops_leave_nothing_behind(vhost: VirtualHost) -> None:
-    """No thread, no descriptor, and no object per cycle."""
+    """No cycle leaves a thread, a descriptor or an object."""
     cycles, warm_up = (1000, 50) if soaking() else (200, 30)
 
     def cycle() -> None:
@@ -404,7 +416,7 @@ def test_f55_200_starts_and_stops_leave_nothing_behind(vhost: VirtualHost) -> No
 
 @contextmanager
 def without_logs() -> Iterator[None]:
-    """Nothing is logged in the block: pytest keeps every record."""
+    """Disable logging in the block, because pytest keeps every record."""
     logging.disable()
     try:
         yield

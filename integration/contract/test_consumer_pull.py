@@ -44,7 +44,7 @@ def count(vhost: VirtualHost, queue: str = "orders") -> int:
 
 
 def test_it_gives_what_is_there_and_acks_at_the_end_of_the_block(any_vhost: VirtualHost) -> None:
-    """In order, up to as many as asked for; the rest stays."""
+    """Deliveries come in order, up to the given number; the rest stay in the queue."""
     with Consumer(any_vhost.url, ORDERS) as consumer:
         publish(any_vhost, "orders", numbered(10))
         with consumer.get(4) as deliveries:
@@ -59,7 +59,7 @@ def test_it_gives_what_is_there_and_acks_at_the_end_of_the_block(any_vhost: Virt
 
 
 def test_it_waits_for_the_first_and_no_longer_than_told(vhost: VirtualHost) -> None:
-    """An empty queue: what comes first within the timeout, or nothing."""
+    """On an empty queue, get() returns the first message within the timeout, or none."""
     with Consumer(vhost.url, ORDERS) as consumer:
         started = time.monotonic()
         with consumer.get(5, timeout=0.3) as deliveries:
@@ -75,7 +75,7 @@ def test_it_waits_for_the_first_and_no_longer_than_told(vhost: VirtualHost) -> N
 
 
 def test_without_with_the_first_call_connects_and_close_ends_it(vhost: VirtualHost) -> None:
-    """Declared, connected, consumed, closed; and then it is over."""
+    """get() connects and declares; a closed consumer cannot be used again."""
     consumer = Consumer(vhost.url, ORDERS)
     with consumer.get(5) as deliveries:
         assert deliveries == []
@@ -90,7 +90,7 @@ def test_without_with_the_first_call_connects_and_close_ends_it(vhost: VirtualHo
 
 
 def test_after_an_exception_all_that_was_not_settled_is_requeued(any_vhost: VirtualHost) -> None:
-    """Redelivered, in its place, and no attempt is counted."""
+    """They are redelivered in their place, and no attempt is counted."""
     with Consumer(any_vhost.url, ORDERS) as consumer:
         publish(any_vhost, "orders", numbered(4))
 
@@ -108,7 +108,7 @@ def test_after_an_exception_all_that_was_not_settled_is_requeued(any_vhost: Virt
 
 
 def test_each_delivery_may_be_settled_by_itself(vhost: VirtualHost) -> None:
-    """Acked, tried again later, dead-lettered with a reason, requeued; the rest is acked at the end."""
+    """Deliveries are acked, retried, dead-lettered or requeued; the rest are acked."""
     with Consumer(vhost.url, ORDERS, retry=RetryPolicy(3, delays=(0.1,))) as consumer:
         publish(vhost, "orders", numbered(5))
         with consumer.get(5) as deliveries:
@@ -133,7 +133,7 @@ def test_each_delivery_may_be_settled_by_itself(vhost: VirtualHost) -> None:
 
 
 def test_retries_end_in_a_dead_letter(any_vhost: VirtualHost) -> None:
-    """By the policy, as with a handler."""
+    """The policy applies as with a handler."""
     attempts: list[int] = []
     with Consumer(any_vhost.url, ORDERS, retry=RetryPolicy(3, delays=(0.05,))) as consumer:
         publish(any_vhost, "orders", numbered(1))
@@ -148,7 +148,7 @@ def test_retries_end_in_a_dead_letter(any_vhost: VirtualHost) -> None:
 
 
 def test_a_delay_may_be_chosen(vhost: VirtualHost) -> None:
-    """Instead of the policy's, which would be an hour."""
+    """It replaces the policy's delay, which would be an hour."""
     with Consumer(vhost.url, ORDERS, retry=RetryPolicy(3, delays=(3600,))) as consumer:
         publish(vhost, "orders", numbered(1))
         with consumer.get(1) as [delivery]:
@@ -158,7 +158,10 @@ def test_a_delay_may_be_chosen(vhost: VirtualHost) -> None:
 
 
 def test_no_more_are_unsettled_than_the_prefetch(vhost: VirtualHost) -> None:
-    """The broker does not hold back basic.get; we do, what is held for a retry included."""
+    """The consumer enforces the limit, because basic.get ignores the prefetch.
+
+    Messages held for a retry count.
+    """
     with Consumer(vhost.url, ORDERS, prefetch=5, retry=HELD) as consumer:
         publish(vhost, "orders", numbered(20))
         with consumer.get(5) as first:
@@ -186,7 +189,10 @@ def test_without_a_prefetch_there_is_no_limit(vhost: VirtualHost) -> None:
 
 
 def test_a_lost_channel_makes_deliveries_stale(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """Nothing can be acked on another channel: settling says so, and the broker delivers again."""
+    """A delivery cannot be acked on another channel: settling it raises.
+
+    The broker redelivers it.
+    """
     proxy = fault_proxy(vhost.url)
     with Consumer(proxy.url, ORDERS, reconnect_wait=SOON) as consumer:
         publish(vhost, "orders", numbered(3))
@@ -207,7 +213,10 @@ def test_a_lost_channel_makes_deliveries_stale(vhost: VirtualHost, fault_proxy: 
 
 @pytest.mark.parametrize("consumer_api", ["sync"], indirect=True)
 def test_a_close_inside_get_requeues_and_the_block_says_so(vhost: VirtualHost) -> None:
-    """They are waited for as a handler would be; then they go back, and the end of the block says so."""
+    """close() waits for them as for handlers, then requeues them.
+
+    The end of the block raises StaleDelivery.
+    """
     consumer = Consumer(vhost.url, ORDERS, stop_timeout=0.3)
     consumer.connect()
     publish(vhost, "orders", numbered(2))
@@ -220,7 +229,7 @@ def test_a_close_inside_get_requeues_and_the_block_says_so(vhost: VirtualHost) -
 
 
 def test_a_request_survives_the_loss_of_its_channel(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """Whoever waits gets what comes on the next one."""
+    """A waiting caller gets the deliveries of the next channel."""
     proxy = fault_proxy(vhost.url)
     with Consumer(proxy.url, ORDERS, reconnect_wait=SOON) as consumer:
         got: list[bytes] = []
@@ -242,7 +251,7 @@ def test_a_request_survives_the_loss_of_its_channel(vhost: VirtualHost, fault_pr
 
 
 def test_get_asks_again_for_answers_lost_with_their_channel(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """The connection is cut behind the first of ten answers."""
+    """The connection is cut after the first of ten answers."""
     proxy = fault_proxy(vhost.url)
     with Consumer(proxy.url, ORDERS, reconnect_wait=SOON) as consumer:
         publish(vhost, "orders", numbered(10))
@@ -320,7 +329,7 @@ def test_several_threads_take_turns(vhost: VirtualHost, checker: Audit) -> None:
 
 
 def test_a_deleted_queue_is_declared_again(vhost: VirtualHost) -> None:
-    """404 closes the channel of the request; the next one declares the queue."""
+    """The 404 closes the channel; the next request declares the queue."""
     with Consumer(vhost.url, ORDERS, reconnect_wait=SOON) as consumer:
         vhost.delete_queue("orders")
         with consumer.get(1, timeout=0.5) as deliveries:
@@ -332,7 +341,10 @@ def test_a_deleted_queue_is_declared_again(vhost: VirtualHost) -> None:
 
 
 def test_f24_a_deleted_foreign_queue_is_reported_until_remade(vhost: VirtualHost) -> None:
-    """At once where there is no time to wait, else when the time is over: the queue may come back meanwhile."""
+    """get() raises at once without a timeout, otherwise after it.
+
+    The queue may come back until then.
+    """
 
     def publish_first(body: bytes) -> None:
         with Publisher(vhost.url, topology=[Queue("foreign", dead_letter=None)]) as publisher:
@@ -356,7 +368,7 @@ def test_f24_a_deleted_foreign_queue_is_reported_until_remade(vhost: VirtualHost
 
 
 def test_a_stream_cannot_be_asked(vhost: VirtualHost) -> None:
-    """By a Queue it is refused at once; by its name, when the broker says so."""
+    """A Queue is refused at once, a name when the broker refuses it."""
     events = Queue("events", type="stream")
     with Publisher(vhost.url, topology=[events]) as publisher:
         publisher.connect()
@@ -367,7 +379,7 @@ def test_a_stream_cannot_be_asked(vhost: VirtualHost) -> None:
 
 
 def test_what_does_not_go_together(vhost: VirtualHost) -> None:
-    """A handler and get(); no handler and run(); numbers that are none; a consumer that was stopped."""
+    """A handler with get(), run() without one, invalid numbers, a stopped consumer."""
     with Consumer(vhost.url, ORDERS, Handler()) as consumer, pytest.raises(UsageError), consumer.get():
         pass
     with pytest.raises(UsageError, match="needs a handler"):
@@ -383,7 +395,7 @@ def test_what_does_not_go_together(vhost: VirtualHost) -> None:
 
 
 def test_what_was_got_is_requeued_when_the_consumer_is_left(vhost: VirtualHost) -> None:
-    """What was got and held for a retry is requeued at the end."""
+    """Deliveries that were held for a retry are requeued as well."""
     with Consumer(vhost.url, ORDERS, retry=HELD) as consumer:
         publish(vhost, "orders", numbered(3))
         with consumer.get(3) as deliveries:

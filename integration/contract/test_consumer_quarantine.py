@@ -1,4 +1,7 @@
-"""Messages that kill their consumer: moved aside after two returns, bounded, and their neighbours flow."""
+"""Messages that kill their consumer are quarantined after two redeliveries.
+
+Their deaths are bounded, and other messages are handled.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
     from reliable_mq.testing import Audit, VirtualHost
 
 ORDERS = Queue("orders")
-CLAIM_WAIT = 1.0  # seconds until a consumer looks again at a message that another one had claimed
+CLAIM_WAIT = 1.0  # seconds until a consumer retries a message that another one has claimed
 LOST = "by the loss of their consumer"
 REASON = "x-reliable-mq-dead-letter-reason"
 
@@ -35,7 +38,10 @@ def declare(vhost: VirtualHost) -> None:
 def test_f27_killers_are_dead_lettered_and_neighbours_handled(
     any_vhost: VirtualHost, tmp_path: Path, checker: Audit, consumer_api: str
 ) -> None:
-    """Each killer is handed out twice, and ``max_attempts`` times from quarantine; no neighbour is given up."""
+    """Each killer is delivered twice, and ``max_attempts`` times from quarantine.
+
+    No other message is given up.
+    """
     bodies = [f"good-{number}" for number in range(100)]
     bodies.insert(10, "kill-1")
     messages = [Message(body.encode(), message_id=body) for body in bodies]
@@ -57,9 +63,9 @@ def test_f27_killers_are_dead_lettered_and_neighbours_handled(
 
 
 def test_restarts_in_good_order_are_no_crashes(any_vhost: VirtualHost, consumer_api: str) -> None:
-    """What is requeued as a consumer stops is suspect of nothing; all is handled, and no attempt is counted.
+    """Messages requeued by a stop are not suspect, and count no attempt.
 
-    Up to 4.2 the broker counts it as it does crashes: there the third consumer moves it to quarantine.
+    Up to 4.2 the broker counts such requeues like crashes, so the third consumer moves the messages to quarantine.
     """
     counted = any_vhost.broker.version.startswith("4.0.")
     declare(any_vhost)
@@ -84,11 +90,11 @@ def test_restarts_in_good_order_are_no_crashes(any_vhost: VirtualHost, consumer_
     assert not any_vhost.live_counts(["orders.dead"])["orders.dead"]
 
 
-# -- all of it at once -------------------------------------------------------------------------------------------------
+# -- all kinds at once -------------------------------------------------------------------------------------------------
 
 
 class Load(NamedTuple):
-    """Messages at a steady rate, and who handles them."""
+    """Messages at a steady rate, and the settings of their consumers."""
 
     messages: int
     rate: int  # a second
@@ -96,7 +102,10 @@ class Load(NamedTuple):
     settings: Settings
 
     def bodies(self, rng: random.Random) -> list[str]:
-        """5 % poison, 10 % that fail once, the killers, in no order; all others are good."""
+        """Return bodies in random order: 5 % poison, 10 % flaky, killers, the rest good.
+
+        Flaky messages fail once.
+        """
         poison, flaky = self.messages // 20, self.messages // 10
         kinds = ["poison"] * poison + ["flaky"] * flaky + ["kill"] * self.killers
         kinds += ["good"] * (self.messages - len(kinds))
@@ -105,20 +114,23 @@ class Load(NamedTuple):
 
 
 SMALL = Load(600, 300, 1, Settings(attempts=2, delay=0.2, prefetch=20, work=0.002, workers=3))
-SLOWER = 150  # a second, where a file is written for each
-# With retries 480 handler calls a second, of 190 that a worker manages. A killer takes two of its first queue's workers
-# within moments: of four, the two that are left could not keep up whatever anybody does, and good ones would wait for
-# capacity; of six, four are left.
+SLOWER = 150  # a second, with a store that writes to its file for each message
+# With retries this is 480 handler calls a second; a worker manages 190. A killer takes two workers of its first queue
+# within moments. With four workers, the remaining two could never keep up, and good messages would wait for capacity.
+# With six workers, four remain.
 WHOLE = Load(20_000, 400, 10, Settings(attempts=3, delay=0.5, prefetch=20, work=0.005, workers=6))
 
 
 def publish_steadily(vhost: VirtualHost, bodies: list[str], rate: int, checker: Audit) -> dict[str, float]:
-    """Publish, confirmed; returns when each was, in seconds since 1970."""
+    """Publish at a steady rate; return the times of publishing, in seconds since 1970.
+
+    All messages are confirmed.
+    """
     sent: dict[str, float] = {}
     began = time.monotonic()
     with Publisher(vhost.url, topology=[ORDERS], name="test-publisher") as publisher:
         for number, body in enumerate(bodies):
-            time.sleep(max(0.0, began + number / rate - time.monotonic()))  # the rate is what is asked for
+            time.sleep(max(0.0, began + number / rate - time.monotonic()))  # keeps the given rate
             checker.attempted(body)
             sent[body] = time.time()
             publisher.submit(Message(body.encode(), message_id=body), routing_key="orders")
@@ -129,11 +141,12 @@ def publish_steadily(vhost: VirtualHost, bodies: list[str], rate: int, checker: 
 
 
 def run(vhost: VirtualHost, bodies: list[str], load: Load, log: Path, checker: Audit) -> tuple[Killed, float]:
-    """Publish and handle; answers with the 99th percentile of the time until a good message was handled first.
+    """Publish and handle the messages; return the program and a 99th percentile.
 
-    Its handler's own time is in it: published by the clock to consumers that nothing happens to, a message waits for
-    nobody at all, and to be behind a single other one would be several times that. The consumers are there when it
-    begins: a second of theirs to start would be more than that percentile.
+    The percentile is of the time from publishing to the first handler call of a good message, plus the time of that
+    handler. That time is included because messages published at regular intervals, to consumers without faults, do
+    not wait at all; waiting for a single other message would take several times as long. The consumers are started
+    before publishing begins: their start takes longer than the percentile.
     """
     dead = sum(body.startswith(("poison", "kill")) for body in bodies)
     declare(vhost)
@@ -152,13 +165,13 @@ def run(vhost: VirtualHost, bodies: list[str], load: Load, log: Path, checker: A
 
 
 def check(program: Killed, bodies: list[str], load: Load, dead: list[dict[str, Any]]) -> str:
-    """Look at the handler's calls, and at the dead letters; say what they were.
+    """Check the handler calls and the dead letters; return a summary.
 
-    A message of which there are two, since its consumer was killed before it had acked what it had just published
-    again, is handed out for both. One whose handler ran beside quarantine, which killed its process, has lost no
-    attempt; one that was in quarantine when something else killed the process has lost one, and its dead letter says
-    so. There are few of each: less than two for a death. An attempt that a death interrupts is made again, of one
-    message twice at most: then it is in quarantine itself.
+    A message has two copies if its consumer was killed before it had acked the message that it had just published
+    again; both copies are delivered. If a killer in quarantine kills the process of a running handler, that handler's
+    message loses no attempt. A message in quarantine loses one attempt if its process is killed by something else;
+    its dead letter says so. Both are rare: fewer than two per death. An attempt that a death interrupts is repeated,
+    at most twice per message: then the message itself is in quarantine.
     """
     copies = Counter(one["properties"]["message_id"] for one in dead)
     lost = {one["properties"]["message_id"] for one in dead if LOST in one["properties"]["headers"][REASON]}
@@ -174,7 +187,7 @@ def check(program: Killed, bodies: list[str], load: Load, dead: list[dict[str, A
     assert all(most <= len(calls) <= (most + 2) * copies[body] for body, calls in killed.items()), killed
     poison = {body: attempts[body] for body in bodies if body.startswith("poison")}
     odd = {body: calls for body, calls in poison.items() if set(calls) != set(range(1, most + 1))}
-    # One process counts the attempts of both copies of a message together while it has both.
+    # A process that has both copies of a message counts their attempts together.
     shared = {body for body, calls in odd.items() if set(calls) == set(range(1, max(calls) + 1))}
     assert all(max(odd[body]) <= most * copies[body] for body in shared), odd
     assert odd.keys() <= lost | shared, odd
@@ -195,12 +208,13 @@ def check(program: Killed, bodies: list[str], load: Load, dead: list[dict[str, A
 def test_f27_f30_poison_killers_and_failures_spare_neighbours(
     vhost: VirtualHost, tmp_path: Path, checker: Audit, consumer_api: str, load: Load, store: str
 ) -> None:
-    """At a steady rate, all at once: nothing is lost, what must is dead-lettered, within bounds, and good ones flow.
+    """With poison, killers and failures at a steady rate, good messages are handled.
 
-    Their 99th percentile is within twice that of a run without any of it, by the whole load: a few seconds have no such
-    percentile. With a store, what a killed consumer had claimed waits for the end of its lease, and then some: so much
-    more. Broker lines, APIs, with a store and without are in the names of the whole ones: ``make soak JOBS=1
-    ARGS="-k 'poison_killers and whole and 4.0 and aio and idempotent'"``.
+    Nothing is lost, and bad messages are dead-lettered within their limits. With the whole load, the 99th percentile
+    is at most twice that of a run without bad messages; a small load is too short for a percentile. With a store,
+    claims of a killed consumer expire with their lease, so that time and the claim wait are added. To select one of
+    the whole loads by broker line, API and store: ``make soak JOBS=1 ARGS="-k 'poison_killers and whole and 4.0 and
+    aio and idempotent'"``.
     """
     shared = str(tmp_path / store) if store else ""
     load = load._replace(settings=replace(load.settings, api=consumer_api, store=shared))
@@ -215,5 +229,5 @@ def test_f27_f30_poison_killers_and_failures_spare_neighbours(
     print(f"{told}; 99th percentile {percentile * 1000:.0f} ms, without any of it {clean * 1000:.0f} ms")
     checker.drain(vhost, ["orders", "orders.quarantine"], dead_letters=["orders.dead"])
     checker.close()
-    if clean:  # last: a machine that is too busy for the rate says nothing of what was lost
+    if clean:  # last, because a machine that is too busy for the rate shows nothing about losses
         assert percentile <= 2 * clean + (LEASE + CLAIM_WAIT if store else 0.0)

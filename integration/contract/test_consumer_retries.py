@@ -1,4 +1,7 @@
-"""Retries on every backend: the same attempts, the same message, never early; and where the backends differ."""
+"""Retries on every backend: equal attempts, an unchanged message, never early.
+
+Other tests cover the differences between the backends.
+"""
 
 from __future__ import annotations
 
@@ -50,14 +53,14 @@ BACKENDS = pytest.mark.parametrize(
     indirect=["any_broker"],
 )
 PREFIX = headers.PREFIX
-LATE = 1.0  # seconds, by which a retry may be late; or a tenth of its delay, of those above ten seconds
-HOPS = 5  # of the dozen threads and processes that hand a retry on, those that may run late together
+LATE = 1.0  # seconds that a retry may be late; above ten seconds of delay, a tenth of it
+HOPS = 5  # of the dozen threads and processes that a retry passes through, those that may be late at once
 SAID = ("attempts", "dead-letter-reason", "exception-type")
 BY_THE_BROKER = {b"x-delivery-count", b"x-acquired-count"}
 
 
 class Attempts:
-    """A handler that fails, and keeps when it was called with what."""
+    """A handler that fails and records its calls."""
 
     def __init__(self, failures: int = 100, error: Exception | None = None) -> None:
         self.seen: list[tuple[float, bytes, int, bool, str, str, bytes]] = []
@@ -90,7 +93,10 @@ class Attempts:
 
 
 def entries(properties: bytes) -> tuple[dict[str, bytes], set[bytes]]:
-    """The properties but the headers, and the headers as the bytes of each, but for what the broker counts in."""
+    """Return the properties without headers, and each header as bytes.
+
+    Headers in which the broker counts are left out.
+    """
     segments = split_properties(properties)
     table = segments.pop("headers", b"\0\0\0\0")
     found = {table[start:end] for _, start, end in walk_table(table, 4, len(table))}
@@ -110,7 +116,7 @@ def header(name: bytes, value: bytes) -> bytes:
 
 
 def foreign() -> bytes:
-    """The properties of a message with all that does not survive being published again."""
+    """Return properties that the publishing of a copy would not preserve."""
     table = b"".join(
         (
             header(b"CC", b"A" + struct.pack(">I", 9) + b"S" + struct.pack(">I", 4) + b"copy"),
@@ -140,20 +146,23 @@ def foreign() -> bytes:
 
 
 def check_gaps(gaps: Sequence[float], asked: Sequence[float], lag: Lag) -> None:
-    """Check that no retry was early, nor later than it may be, beside the time in which threads had to wait."""
+    """Check that no retry was early or too late, apart from the delay of threads."""
     late = [gap - delay for gap, delay in zip(gaps, asked, strict=True)]
     assert min(late) >= 0, gaps
     assert max(late) < LATE + HOPS * lag.worst, f"{gaps}, while threads ran late by {lag.worst:.3f} s"
 
 
 def backend_of(name: Any, *, max_attempts: int = 3) -> tuple[Queue, RetryPolicy]:
-    """The queue and the policy with which a backend delays by 0.2, then 0.4 s."""
+    """Return the queue and policy that make a backend delay by 0.2, then 0.4 s."""
     return DELAYED if name == "broker" else ORDERS, RetryPolicy(max_attempts, delays=(0.2, 0.4), backend=name)
 
 
 @BACKENDS
 def test_a_retried_message_is_the_same_message_and_never_early(any_vhost: VirtualHost, backend: str) -> None:
-    """CC, user_id, expiration, float headers, exchange and routing key: each attempt sees what the first one saw."""
+    """CC, user_id, expiration, float headers, exchange and routing key are unchanged.
+
+    Every attempt sees the same values as the first one.
+    """
     shop = Exchange("shop", type="topic")
     queue, retry = backend_of(backend)
     topology = [shop, Binding(shop, queue, "new.*"), Binding(shop, Queue("copy", dead_letter=None), "copy")]
@@ -175,7 +184,10 @@ def test_a_retried_message_is_the_same_message_and_never_early(any_vhost: Virtua
 
 @BACKENDS
 def test_a_message_of_another_user_is_retried_and_dead_lettered(any_vhost: VirtualHost, backend: str) -> None:
-    """Published again with its user_id, it would close the channel: 406, it is not the connection's user."""
+    """The message's user_id is not the connection's user.
+
+    Publishing the message again with that user_id would close the channel with 406.
+    """
     any_vhost.add_user("worker")
     handler = Attempts(failures=1)
     queue, retry = backend_of(backend, max_attempts=2)
@@ -196,9 +208,9 @@ def test_a_message_of_another_user_is_retried_and_dead_lettered(any_vhost: Virtu
 def test_f27_f30_the_cap_holds_and_the_dead_letter_says_why(
     any_vhost: VirtualHost, backend: str, checker: Audit
 ) -> None:
-    """Poison among good messages: ``max_attempts`` calls of the handler for each, one dead letter, nothing else moves.
+    """Each poison message gets ``max_attempts`` calls and one dead letter.
 
-    A handler that has chosen (``DeadLetter``) is not asked again.
+    No other message moves. A handler that raises ``DeadLetter`` is called once.
     """
 
     def handle(delivery: Delivery) -> None:
@@ -233,7 +245,10 @@ def test_f27_f30_the_cap_holds_and_the_dead_letter_says_why(
 
 @BACKENDS
 def test_f28_f58_headers_of_ours_from_elsewhere_are_not_misread(any_vhost: VirtualHost, backend: str) -> None:
-    """A count that a client made up costs no attempt; a format that is newer than ours is dead-lettered unseen."""
+    """An attempt count forged by a client is ignored.
+
+    A format newer than this library's is dead-lettered without a handler call.
+    """
     handler = Attempts(failures=2)
     queue, retry = backend_of(backend)
     spoofed = {"x-death": [{"count": 99}], "x-delivery-count": 99, "x-acquired-count": 99, PREFIX + "attempt": 10**6}
@@ -247,7 +262,10 @@ def test_f28_f58_headers_of_ours_from_elsewhere_are_not_misread(any_vhost: Virtu
 
 
 def test_a_delay_that_no_queue_has_goes_through_several(vhost: VirtualHost) -> None:
-    """RetryLater(delay): never early, within a second; the queues for it are declared when it is first needed."""
+    """RetryLater(delay) is never early and at most a second late.
+
+    The queues are declared when they are first needed.
+    """
     handler = Attempts(failures=3, error=RetryLater(2.3))
     with Lag() as lag, Consumer(vhost.url, ORDERS, handler, retry=RetryPolicy(5, delays=(60,))) as consumer:
         send(vhost, "orders", [Message(b"x")])
@@ -257,9 +275,10 @@ def test_a_delay_that_no_queue_has_goes_through_several(vhost: VirtualHost) -> N
 
 
 def test_f56_mixed_delays_do_not_wait_for_each_other(vhost: VirtualHost, checker: Audit) -> None:
-    """Short ones behind long ones come back in their own time: nothing blocks at a head.
+    """Messages with short delays return in time behind those with long ones.
 
-    A retry goes to the end of the queue: one that is due before all messages have begun is late from then on.
+    No queue blocks at its head. A retry goes to the end of the work queue, so one that is due before all first
+    attempts have begun is counted as late from that moment.
     """
     back: dict[bytes, float] = {}
     gone: dict[bytes, float] = {}
@@ -295,7 +314,7 @@ def test_f56_mixed_delays_do_not_wait_for_each_other(vhost: VirtualHost, checker
 
 
 def test_f57_a_delay_queue_that_was_deleted_is_declared_again(vhost: VirtualHost) -> None:
-    """The retry is returned, its original stays unacked until the queue is there again."""
+    """The retry is returned; its original stays unacked until the queue is back."""
     handler = Attempts(failures=1)
     with Consumer(vhost.url, ORDERS, handler, retry=RetryPolicy(2, delays=(0.2,))) as consumer:
         vhost.delete_queue("orders.retry.200")
@@ -306,7 +325,7 @@ def test_f57_a_delay_queue_that_was_deleted_is_declared_again(vhost: VirtualHost
 
 
 def test_a_delay_queue_that_differs_is_said_at_the_start(vhost: VirtualHost) -> None:
-    """As any other queue that is declared."""
+    """A differing delay queue is an error at the start, like any declared queue."""
     with Publisher(vhost.url, topology=[Queue("orders.retry.200", dead_letter=None)]) as publisher:
         publisher.connect()
     consumer = Consumer(vhost.url, ORDERS, Attempts(), retry=RetryPolicy(2, delays=(0.2,)))
@@ -317,7 +336,10 @@ def test_a_delay_queue_that_differs_is_said_at_the_start(vhost: VirtualHost) -> 
 def test_a_differing_delay_queue_needed_later_is_left_alone(
     vhost: VirtualHost, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The delay of a RetryLater: the log names every difference, the message is held, one channel is lost over it."""
+    """The log names every difference, and the message is held in the process.
+
+    The delay is that of a RetryLater. The refused declaration costs one channel.
+    """
     with Publisher(vhost.url, topology=[Queue("orders.retry.2000", max_length=3, dead_letter=None)]) as publisher:
         publisher.connect()
     handler = Attempts(failures=1, error=RetryLater(2))
@@ -334,7 +356,10 @@ def test_a_differing_delay_queue_needed_later_is_left_alone(
 
 
 def test_attempts_survive_the_process_in_delay_queues(vhost: VirtualHost) -> None:
-    """The count is in the message: another consumer goes on from there, and knows when it first failed."""
+    """The count is in the message, so another consumer continues it.
+
+    It also knows the time of the first failure.
+    """
     policy = RetryPolicy(3, delays=(0.5,))
     first = Attempts()
     with Consumer(vhost.url, ORDERS, first, retry=policy, name="first") as consumer:
@@ -353,7 +378,7 @@ def test_attempts_survive_the_process_in_delay_queues(vhost: VirtualHost) -> Non
 
 
 def test_a_plain_name_gets_no_queues_beside_it(vhost: VirtualHost) -> None:
-    """What exists and is not declared is left alone: retries are held in the process."""
+    """Only a Queue is declared, so retries of a named queue are held in the process."""
     with Publisher(vhost.url, topology=[Queue("named", dead_letter=None)]) as publisher:
         publisher.connect()
     handler = Attempts(failures=2)
@@ -365,7 +390,10 @@ def test_a_plain_name_gets_no_queues_beside_it(vhost: VirtualHost) -> None:
 
 
 def test_f28_a_forged_path_of_delays_declares_no_delay_queues(vhost: VirtualHost) -> None:
-    """And without delay queues, such messages take nobody's place for longer than a retry would."""
+    """Without delay queues, such a message is held no longer than a retry.
+
+    It occupies its place in the prefetch for that time.
+    """
     ways = [Message(b"x", headers={headers.FORMAT: 1, headers.RETRY: {"path": [301 + way]}}) for way in range(5)]
     retry = RetryPolicy(3, delays=(0.2,))
     with Consumer(vhost.url, ORDERS, Attempts(failures=0), retry=retry) as consumer:
@@ -380,7 +408,10 @@ def test_f28_a_forged_path_of_delays_declares_no_delay_queues(vhost: VirtualHost
 
 
 def test_the_policy_decides_by_the_exception(vhost: VirtualHost) -> None:
-    """What is given up on is dead-lettered at once, and the reason says so; a handler's own word goes first."""
+    """Exceptions that the policy gives up on are dead-lettered with the reason.
+
+    A verdict of the handler wins.
+    """
 
     def handle(delivery: Delivery) -> None:
         if delivery.body == b"hopeless":
@@ -410,10 +441,10 @@ def test_the_policy_decides_by_the_exception(vhost: VirtualHost) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("alarm", ["memory", "disk"])
 def test_f18_f19_retries_go_on_under_an_alarm(private_vhost: VirtualHost, checker: Audit, alarm: str) -> None:
-    """Publishing is blocked: what fails is held and tried again; what is given up is left to the broker to dead-letter.
+    """Failed messages are held and retried although publishing is blocked.
 
-    Neighbours flow meanwhile, and nothing is lost. What was on its way when the alarm
-    began is waited for first, a minute.
+    Messages that are given up are rejected, so that the broker dead-letters them. Other messages are handled, and
+    nothing is lost. Publishes outstanding when the alarm began are waited for first, up to a minute.
     """
     vhost = private_vhost
 
@@ -424,7 +455,7 @@ def test_f18_f19_retries_go_on_under_an_alarm(private_vhost: VirtualHost, checke
     handler = Handler(then=handle, account=checker)
     bodies = [f"{kind}-{number}".encode() for number in range(10) for kind in ("good", "flaky", "poison")]
     with Consumer(vhost.url, ORDERS, handler, retry=RetryPolicy(2, delays=(0.2,)), prefetch=200) as consumer:
-        send(vhost, "orders", [Message(b"poison-first"), Message(b"flaky-first")], checker)  # so that it has connected
+        send(vhost, "orders", [Message(b"poison-first"), Message(b"flaky-first")], checker)  # so that it is connected
         handler.wait_done(1)
         wait_until(lambda: consumer.statistics.dead_lettered == 1, timeout=20, what="one dead letter")
         with Gate() as gate:
@@ -449,7 +480,10 @@ DELAYED_FOR_LONG = Queue("orders", delayed_retry=(0.5, 1.0))
 
 @pytest.mark.parametrize("broker", ["newest"], indirect=True)
 def test_f27_the_brokers_own_delayed_retry(vhost: VirtualHost) -> None:
-    """Linear, up to the longest; the cap holds, the dead letter says why; the message is never published again."""
+    """The delay is linear up to a maximum, and the message is never published again.
+
+    The cap holds, and the dead letter says why.
+    """
     handler = Attempts()
     retry = RetryPolicy(4, backend="broker")
     with Lag() as lag, Consumer(vhost.url, DELAYED_FOR_LONG, handler, retry=retry) as consumer:
@@ -466,19 +500,25 @@ def test_f27_the_brokers_own_delayed_retry(vhost: VirtualHost) -> None:
 
 
 def test_f27_delayed_retry_by_an_older_broker_is_refused(vhost_40: VirtualHost) -> None:
-    """It would take the arguments and requeue at once: said at the start."""
+    """The error is raised at the start.
+
+    Such a broker would accept the arguments and requeue at once.
+    """
     with pytest.raises(TopologyMismatch, match=r"knows from 4\.3 on"):
         Consumer(vhost_40.url, DELAYED, Attempts()).connect()
 
 
 def test_a_consumer_pauses_when_all_handlers_fail_and_resumes(vhost: VirtualHost) -> None:
-    """Nothing is lost, and most messages keep their attempts: what has not begun waits for a probe that succeeds."""
+    """No message is lost, and most keep their attempts.
+
+    Messages that have not begun wait for a successful probe.
+    """
     down = threading.Event()
     down.set()
 
     def handle(_delivery: Delivery) -> None:
         if down.is_set():
-            time.sleep(0.01)  # as a service takes that is down
+            time.sleep(0.01)  # as a failing service would take
             raise ConnectionError("the service is down")
 
     handler = Handler(then=handle)

@@ -1,4 +1,4 @@
-"""One active consumer of a queue: order, what happens when it goes, and what does not give the role away."""
+"""One active consumer of a queue: order, failover, and keeping the role."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def orders(request: pytest.FixtureRequest) -> Iterator[Queue]:
 
 
 def active(vhost: VirtualHost) -> list[tuple[str, int]]:
-    """The tags of the active consumers of the queue, with their prefetch."""
+    """Return tag and prefetch of the queue's active consumers."""
     return subscribed(vhost, lambda one: one["active"])
 
 
@@ -54,7 +54,7 @@ def test_one_consumer_gets_all_in_order_then_the_next_goes_on(any_vhost: Virtual
 def test_after_a_lost_connection_the_next_active_keeps_order(
     any_vhost: VirtualHost, orders: Queue, fault_proxy: FaultProxyFactory
 ) -> None:
-    """From the oldest message that was not acked; the first one waits for the role when it is back."""
+    """The next one starts at the oldest unacked message; the first waits for the role."""
     proxy = fault_proxy(any_vhost.url)
     with Gate(lambda delivery: delivery.body == b"5") as gate:
         one, other = Handler(then=gate), Handler()
@@ -79,7 +79,7 @@ def test_after_a_lost_connection_the_next_active_keeps_order(
 
 
 def test_when_the_active_one_stops_the_next_goes_on_in_order(any_vhost: VirtualHost, orders: Queue) -> None:
-    """What it holds and has not begun comes before what it was never given; also what came in while it stopped."""
+    """Deliveries that have not begun come before undelivered and new messages."""
     with Gate(lambda delivery: delivery.body == b"5") as gate:
         one, other = Handler(then=gate), Handler()
         with (
@@ -103,7 +103,10 @@ def test_when_the_active_one_stops_the_next_goes_on_in_order(any_vhost: VirtualH
 def test_a_new_prefetch_keeps_the_role_while_a_handler_runs(
     any_vhost: VirtualHost, orders: Queue, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It takes effect once nothing is unacked; until then nobody else is given a message, and the order holds."""
+    """The prefetch takes effect once nothing is unacked.
+
+    Until then no other consumer is active, and the order holds.
+    """
     caplog.set_level(logging.INFO)
     with Gate() as gate:
         one, other = Handler(then=gate), Handler()

@@ -1,4 +1,4 @@
-"""Consuming a stream: where it begins, and where it goes on."""
+"""Consuming a stream: the start offset, and resuming."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def offsets(handler: Handler) -> list[int]:
 
 
 def test_from_the_first_every_time(any_vhost: VirtualHost) -> None:
-    """A stream keeps what was consumed: a second consumer gets it again, with its offsets."""
+    """A second consumer gets all messages again, with their offsets."""
     declare(any_vhost)
     publish(any_vhost, "events", numbered(50))
     for _ in range(2):
@@ -50,7 +50,7 @@ def test_from_the_first_every_time(any_vhost: VirtualHost) -> None:
 
 @pytest.mark.parametrize("given", ["next", None])
 def test_from_what_comes_next(any_vhost: VirtualHost, given: str | None) -> None:
-    """Which is what RabbitMQ does by default."""
+    """This is the default of RabbitMQ."""
     declare(any_vhost)
     publish(any_vhost, "events", numbered(10))
     handler = Handler()
@@ -61,7 +61,7 @@ def test_from_what_comes_next(any_vhost: VirtualHost, given: str | None) -> None
 
 
 def test_from_an_offset(any_vhost: VirtualHost) -> None:
-    """Exactly there, in the middle of a chunk."""
+    """The start is exact, in the middle of a chunk."""
     declare(any_vhost)
     publish(any_vhost, "events", numbered(100))
     handler = Handler()
@@ -71,7 +71,7 @@ def test_from_an_offset(any_vhost: VirtualHost) -> None:
 
 
 def test_from_the_last_chunk(any_vhost: VirtualHost) -> None:
-    """Which ends with the last message."""
+    """The last chunk ends with the last message."""
     declare(any_vhost)
     for number in range(5):
         publish(any_vhost, "events", [b"%d" % number])
@@ -82,7 +82,7 @@ def test_from_the_last_chunk(any_vhost: VirtualHost) -> None:
 
 
 def test_from_a_time(any_vhost: VirtualHost) -> None:
-    """Chunk by chunk, whole seconds."""
+    """The time is in whole seconds, and the start is that of a chunk."""
     declare(any_vhost)
     publish(any_vhost, "events", numbered(5))
     earlier = time.time()
@@ -98,7 +98,7 @@ def test_from_a_time(any_vhost: VirtualHost) -> None:
 def test_after_a_loss_it_goes_on_where_it_was(
     any_vhost: VirtualHost, fault_proxy: FaultProxyFactory, rng: Random, concurrency: int
 ) -> None:
-    """Nothing is left out, and it does not begin anew: what was in work comes twice, at most the prefetch."""
+    """No message is skipped, and at most a prefetch is repeated per loss."""
     proxy = fault_proxy(any_vhost.url)
     declare(any_vhost)
     publish(any_vhost, "events", numbered(3000))
@@ -116,7 +116,10 @@ def test_after_a_loss_it_goes_on_where_it_was(
 
 
 def test_a_stream_resumes_at_the_first_message_not_yet_done(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """One handler is held up and one has failed while those behind them are done: after a loss both come again."""
+    """A held-up message and a failed one are redelivered after a loss.
+
+    Messages behind them had been handled.
+    """
     proxy = fault_proxy(vhost.url)
     declare(vhost)
 
@@ -145,7 +148,7 @@ def test_a_stream_resumes_at_the_first_message_not_yet_done(vhost: VirtualHost, 
 def test_what_is_given_up_is_not_in_the_way(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is rejected, or dead-lettered where that was asked for; the stream itself keeps it."""
+    """It is rejected, or dead-lettered if that is configured; the stream keeps it."""
     proxy = fault_proxy(vhost.url)
     declare(vhost)
 
@@ -185,7 +188,7 @@ def test_what_is_given_up_is_not_in_the_way(
 
 
 def test_the_prefetch_may_change_in_flight(any_vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """It subscribes anew behind what has come: nothing is left out or repeated."""
+    """The consumer subscribes again; no message is skipped or repeated."""
     proxy = fault_proxy(any_vhost.url)
     declare(any_vhost)
     with Gate(lambda delivery: delivery.body == b"900") as gate:
@@ -203,7 +206,7 @@ def test_the_prefetch_may_change_in_flight(any_vhost: VirtualHost, fault_proxy: 
 
 
 def test_after_a_stop_a_stream_goes_on_without_loss_or_repeat(vhost: VirtualHost) -> None:
-    """A consumer that is told where the last one was goes on there."""
+    """The next consumer starts after the last offset."""
     declare(vhost)
     publish(vhost, "events", numbered(500))
     first = Handler()
@@ -221,7 +224,7 @@ def test_after_a_stop_a_stream_goes_on_without_loss_or_repeat(vhost: VirtualHost
 def test_with_a_store_a_stream_takes_effect_once(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
-    """However often it is cut."""
+    """This holds for any number of cuts."""
     proxy = fault_proxy(vhost.url)
     declare(vhost)
     handler = Handler()

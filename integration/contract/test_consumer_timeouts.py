@@ -1,4 +1,7 @@
-"""The broker's consumer timeout: a handler that hangs is warned of, its message bounded, and the consumer goes on."""
+"""The broker's consumer timeout: a hanging handler is logged and bounded.
+
+The consumer continues to consume.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +24,19 @@ pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 ORDERS = Queue("orders")
 TIMEOUT = 3.0  # seconds
 PREFIX = "x-reliable-mq-"
-PERSISTENT = b"\x10\x00\x02"  # properties with a delivery mode alone
+PERSISTENT = b"\x10\x00\x02"  # properties with only a delivery mode
 
 
 @pytest.fixture
 def impatient(any_vhost: VirtualHost) -> Iterator[VirtualHost]:
-    """A virtual host whose queues have a short consumer timeout, on a broker whose channels look often.
+    """A virtual host with a short consumer timeout that the broker checks often.
 
-    Before 4.3 a channel compares ages once a minute, and the timeout with it.
+    Before 4.3, a channel checks the timeout only once a minute.
     """
     broker: RabbitMQ = any_vhost.broker
     policy = {"pattern": ".*", "definition": {"consumer-timeout": int(TIMEOUT * 1000)}, "apply-to": "queues"}
     broker.management.call("PUT", "policies", any_vhost.name, "impatient", body=policy)
-    usual = broker.evaluate("application:get_env(rabbit, channel_tick_interval, 60000)")  # no channel opens without one
+    usual = broker.evaluate("application:get_env(rabbit, channel_tick_interval, 60000)")  # channels need a value
     broker.evaluate("application:set_env(rabbit, channel_tick_interval, 250)")
     yield any_vhost
     broker.evaluate(f"application:set_env(rabbit, channel_tick_interval, {usual})")
@@ -42,7 +45,10 @@ def impatient(any_vhost: VirtualHost) -> Iterator[VirtualHost]:
 def test_f26_a_message_that_hangs_is_bounded_and_neighbours_flow(
     impatient: VirtualHost, checker: Audit, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each timeout is a failed attempt: after ``max_attempts`` it is dead-lettered as one that timed out."""
+    """Each timeout is a failed attempt; after ``max_attempts``, it is dead-lettered.
+
+    The dead letter gives the timeout as the exception.
+    """
     vhost = impatient
     with Gate(lambda delivery: delivery.body == b"hangs") as gate:
         handler = Handler(then=gate, account=checker)
@@ -74,7 +80,10 @@ def test_f26_a_message_that_hangs_is_bounded_and_neighbours_flow(
 @pytest.mark.soak
 @pytest.mark.timeout(120)
 def test_f26_returns_bound_a_hanging_message_without_an_id(impatient: VirtualHost) -> None:
-    """Nothing is remembered of it: after two timeouts it is moved to quarantine, where each is a failed attempt."""
+    """After two timeouts it is moved to quarantine, where each is a failed attempt.
+
+    The consumer cannot count the attempts of a message without an id.
+    """
     handler = Handler(then=lambda _: time.sleep(2 * TIMEOUT))
     retry = RetryPolicy(2, delays=(0.1,))
     with Consumer(impatient.url, ORDERS, handler, concurrency=4, retry=retry, consumer_timeout=TIMEOUT) as consumer:

@@ -39,7 +39,7 @@ def declare(vhost: VirtualHost, *queues: Queue) -> None:
 
 
 def subscriptions(vhost: VirtualHost) -> list[int]:
-    """The prefetch of each."""
+    """Return the prefetch of each subscription."""
     return [one["prefetch_count"] for one in consumers(vhost) if one["queue_name"] == "orders"]
 
 
@@ -51,7 +51,7 @@ def fail(_delivery: Delivery) -> None:
 def test_f24_a_declared_queue_that_is_deleted_is_declared_again(
     vhost: VirtualHost, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
-    """The cancel from the broker is reported, and the consumer goes on with a new queue of that name."""
+    """The broker's cancel is reported; the consumer continues with a new queue."""
     handler = Handler()
     orders = Queue("orders", type=kind)
     with Consumer(vhost.url, orders, handler, reconnect_wait=SOON) as consumer:
@@ -67,7 +67,10 @@ def test_f24_a_declared_queue_that_is_deleted_is_declared_again(
 
 
 def test_f24_a_named_queue_that_is_deleted_is_waited_for(vhost: VirtualHost, caplog: pytest.LogCaptureFixture) -> None:
-    """A plain name is not declared: the consumer reports that it is missing, and resumes when somebody made it."""
+    """The consumer reports that the queue is missing, and resumes when it exists.
+
+    A plain name is not declared.
+    """
     declare(vhost, ORDERS)
     handler = Handler()
     with running(Consumer(vhost.url, "orders", handler, reconnect_wait=SOON)) as run:
@@ -83,7 +86,7 @@ def test_f24_a_named_queue_that_is_deleted_is_waited_for(vhost: VirtualHost, cap
 
 
 def test_f24_a_queue_deletion_lets_the_running_handler_finish(vhost: VirtualHost) -> None:
-    """Deliveries that wait are dropped (they went with the queue); the handler that runs is not interrupted."""
+    """Waiting deliveries are dropped (they went with the queue)."""
     with Gate() as gate:
         handler = Handler(then=gate)
         with Consumer(vhost.url, ORDERS, handler) as consumer:
@@ -100,7 +103,7 @@ def test_f24_a_queue_deletion_lets_the_running_handler_finish(vhost: VirtualHost
 
 
 def test_f24_a_hanging_handler_does_not_block_resubscribing(vhost: VirtualHost) -> None:
-    """It is waited for as long as for a stop; then its channel is given up."""
+    """The consumer waits for it as long as for a stop, then gives up its channel."""
     with Gate(lambda delivery: delivery.body == b"0") as gate:
         handler = Handler(then=gate)
         with Consumer(vhost.url, ORDERS, handler, concurrency=2, stop_timeout=0.3) as consumer:
@@ -115,7 +118,10 @@ def test_f24_a_hanging_handler_does_not_block_resubscribing(vhost: VirtualHost) 
 
 
 def test_f24_a_queue_that_is_deleted_again_and_again(vhost: VirtualHost) -> None:
-    """Each time, also while the prefetch is being changed, the consumer comes back, with one subscription."""
+    """The consumer comes back with one subscription each time.
+
+    The prefetch is changed at the same time.
+    """
     handler = Handler()
     with Consumer(vhost.url, ORDERS, handler, reconnect_wait=SOON) as consumer:
         for times in range(1, 9):
@@ -152,7 +158,7 @@ def test_f25_a_queue_remade_differently_raises_topology_mismatch(
 
 @pytest.mark.parametrize("start", ["run", "with", "get", "connect"])
 def test_f25_a_queue_with_other_arguments_is_said_at_the_start(vhost: VirtualHost, start: str) -> None:
-    """However the consumer is started."""
+    """Every way to start the consumer raises."""
     declare(vhost, Queue("orders", type="classic", max_length=3))
     consumer = Consumer(vhost.url, ORDERS, None if start == "get" else Handler())
     begin = {
@@ -169,20 +175,20 @@ def test_f25_a_queue_with_other_arguments_is_said_at_the_start(vhost: VirtualHos
 
 
 def test_a_named_queue_that_does_not_exist_is_said_at_the_start(vhost: VirtualHost) -> None:
-    """With what to do about it."""
+    """The error says what to do about it."""
     error = run_to_its_error(Consumer(vhost.url, "nowhere", Handler()), TopologyMismatch)
     assert "create the queue, or give a Queue" in str(error)
 
 
 def test_a_virtual_host_that_does_not_exist_is_said_at_the_start(vhost: VirtualHost) -> None:
-    """It is no use to try again: run() raises at once."""
+    """run() raises at once, because a retry would not help."""
     error = run_to_its_error(Consumer(vhost.broker.url_of("nowhere"), "orders", Handler()), BrokerUnavailable)
     assert isinstance(error, BrokerUnavailable)
     assert error.permanent
 
 
 def test_a_broker_that_is_given_up_on_ends_run(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """With reconnect_stop, and only then: at the start, and after a loss."""
+    """run() ends only with reconnect_stop, at the start or after a loss."""
     proxy = fault_proxy(vhost.url)
     proxy.refuse_connections()
     stop = tenacity.stop_after_attempt(3)
@@ -203,7 +209,10 @@ def test_a_broker_that_is_given_up_on_ends_run(vhost: VirtualHost, fault_proxy: 
 def test_connect_reports_an_unreachable_broker_and_with_waits(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
-    """connect() raises at once and leaves nothing running; a with block begins all the same and goes on trying."""
+    """connect() raises at once and leaves nothing running.
+
+    A with block starts anyway and keeps trying.
+    """
     proxy = fault_proxy(vhost.url)
     proxy.refuse_connections()
     handler = Handler()
@@ -220,7 +229,7 @@ def test_connect_reports_an_unreachable_broker_and_with_waits(
 
 
 def test_connect_begins_what_run_goes_on_with(vhost: VirtualHost) -> None:
-    """After connect() the consumer consumes; run() and with take it from there."""
+    """After connect() the consumer consumes; ``run()`` and ``with`` continue it."""
     declare(vhost, ORDERS)
     publish(vhost, "orders", numbered(3))
     handler = Handler()
@@ -240,7 +249,10 @@ def test_connect_begins_what_run_goes_on_with(vhost: VirtualHost) -> None:
 def test_f57_without_a_dead_letter_queue_no_original_is_acked(
     vhost: VirtualHost, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A named dead-letter queue that is missing: tried again and again, reported, and the message stays."""
+    """The named dead-letter queue is missing.
+
+    Publishing is retried and the failure is logged, while the message stays.
+    """
     caplog.set_level(logging.INFO)
     orders = Queue("orders", dead_letter=None)
     handler = Handler(then=fail)
@@ -261,7 +273,10 @@ def test_f57_without_a_dead_letter_queue_no_original_is_acked(
 
 
 def test_f57_a_restored_dead_letter_queue_gets_what_waited(vhost: VirtualHost, checker: Audit) -> None:
-    """Deleted under the consumer: neighbours flow, and when it is back, what was given up arrives there."""
+    """The dead-letter queue is deleted while the consumer runs.
+
+    Other messages are handled. When it is back, messages that were given up arrive there.
+    """
 
     def fail_even(delivery: Delivery) -> None:
         if int(delivery.body) % 2 == 0:
@@ -282,7 +297,7 @@ def test_f57_a_restored_dead_letter_queue_gets_what_waited(vhost: VirtualHost, c
 
 
 def test_f57_a_full_dead_letter_queue_keeps_the_originals(vhost: VirtualHost) -> None:
-    """Nacks for the dead letters: the originals stay until there is room."""
+    """Dead letters are nacked, and the originals stay until the queue has room."""
     bin_ = Queue("bin", type="classic", max_length=1, dead_letter=None)
     handler = Handler(then=fail)
     with Consumer(vhost.url, ORDERS, handler, retry=ONCE, dead_letter=bin_) as consumer:

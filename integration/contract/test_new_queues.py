@@ -1,6 +1,7 @@
-"""Row 61: a broker killed while a quorum queue, or a stream, is younger than a second and a half.
+"""Row 61: a broker is killed while a quorum queue or stream is brand new.
 
-The tests of the grace give it themselves: elsewhere the suites treat new queues as if they were old.
+That is younger than a second and a half. Tests here set the grace themselves; all other suites treat new queues as
+old.
 """
 
 from __future__ import annotations
@@ -42,25 +43,29 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("baseline")
 
 GRACE = 2.0
-CONNECT = 4.0  # seconds that a connection may take
-AMPLE = 6.0  # seconds of grace for a test that does something within them
+CONNECT = 4.0  # seconds that are allowed for a connection
+AMPLE = 6.0  # seconds of grace, enough for the actions of a test
 ORDERS = Queue("orders", dead_letter=None)
 SOON = tenacity.wait_fixed(0.1)
 LETTERS = 50
-PLENTY = 100  # seconds for a broker that is started again under load, and for what waits for it
-# Seconds after which a delay queue dead-letters again what it has sent to a queue without a leader, as 4.0 leaves it.
+PLENTY = 100  # seconds for a broker to start under load, and for later steps
+# Seconds after which a delay queue repeats its dead-lettering to a queue without a leader. RabbitMQ 4.0 leaves such
+# queues.
 DEAD_LETTERED_AGAIN = 180
 
 
 def made_before(vhost: VirtualHost, *queues: Queue) -> None:
-    """Make queues, in the manner of another process: old ones."""
+    """Declare queues as another process would have, and let them age."""
     with Publisher(vhost.url, topology=queues) as publisher:
         publisher.connect()
     let_new_queues_age()
 
 
 def kill_and_start(broker: RabbitMQ) -> None:
-    """And do what an operator of RabbitMQ 4.0 has to do, or nothing more is confirmed in a queue that it has lost."""
+    """Kill and start the broker; elect leaders on RabbitMQ 4.0.
+
+    An operator has to do that on 4.0, or a queue that it has lost confirms no messages.
+    """
     broker.kill()
     broker.start()
     if broker.version.startswith("4.0."):
@@ -69,10 +74,13 @@ def kill_and_start(broker: RabbitMQ) -> None:
 
 @pytest.mark.soak
 def test_a_broker_loses_confirmed_messages_in_a_brand_new_queue(private_vhost: VirtualHost) -> None:
-    """What the grace is for. Where this fails, RabbitMQ is mended, and the grace is needed up to that version only."""
+    """The grace exists for this loss.
+
+    If this test fails, RabbitMQ is fixed, and only earlier versions need the grace.
+    """
     broker = private_vhost.broker
     lost = 0
-    for name in ("one", "two", "three"):  # it saves twice a second, so one may be in time
+    for name in ("one", "two", "three"):  # the broker saves twice a second, so one may be in time
         with Publisher(private_vhost.url, topology=[Queue(name, dead_letter=None)], new_queue_grace=0) as publisher:
             publisher.publish(Message(b"confirmed"), routing_key=name)
             kill_and_start(broker)
@@ -89,9 +97,12 @@ def test_a_broker_loses_confirmed_messages_in_a_brand_new_queue(private_vhost: V
 def test_rabbitmq_4_0_leaves_a_queue_it_lost_without_a_leader(
     private_vhost: VirtualHost, publisher_api: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing is confirmed before an operator helps, and nothing confirmed is lost. Where this fails, 4.0 is mended."""
+    """No message is confirmed before an operator helps, and no confirmed one is lost.
+
+    If this test fails, 4.0 is fixed.
+    """
     broker = private_vhost.broker
-    for name in ("one", "two", "three"):  # it saves twice a second, so one may be in time
+    for name in ("one", "two", "three"):  # the broker saves twice a second, so one may be in time
         with Publisher(
             private_vhost.url,
             topology=[Queue(name, dead_letter=None)],
@@ -121,7 +132,10 @@ def test_rabbitmq_4_0_leaves_a_queue_it_lost_without_a_leader(
 def test_f61_the_broker_is_killed_while_the_work_queue_is_new(
     private_vhost: VirtualHost, publisher_api: str, rng: Random, checker: Audit
 ) -> None:
-    """And once more when it is back: a queue that it has lost is made again as it starts, and is new again."""
+    """The broker is killed again once it is back.
+
+    A lost queue is declared again at the reconnect, and is new again.
+    """
     broker = private_vhost.broker
     with (
         Publisher(private_vhost.url, topology=[ORDERS], new_queue_grace=GRACE, reconnect_wait=SOON) as publisher,
@@ -141,7 +155,10 @@ def test_f61_the_broker_is_killed_while_the_work_queue_is_new(
 
 
 def test_f61_the_broker_is_killed_while_its_first_stream_is_new(publisher_api: str, rng: Random) -> None:
-    """RabbitMQ makes with it the process that knows of all streams, and may lose that: the stream is no stream then."""
+    """RabbitMQ then also creates the process that knows all streams.
+
+    If it loses that process, the stream is not usable as a stream.
+    """
     events = Queue("events", type="stream")
     with RabbitMQ(broker_image("newest")) as broker:
         with Publisher(
@@ -155,14 +172,17 @@ def test_f61_the_broker_is_killed_while_its_first_stream_is_new(publisher_api: s
             failures = [one.exception(PLENTY) for one in confirmations]
         assert {type(failure) for failure in failures} <= {type(None), PublishUnconfirmed}
         confirmed = {one.message_id for one in confirmations if one.exception() is None}
-        if confirmed:  # it was saved in time
+        if confirmed:  # the stream was saved in time
             found: set[str | None] = set()
             with Consumer(broker.url, events, lambda delivery: found.add(delivery.message_id), offset="first"):
                 wait_until(lambda: confirmed <= found, timeout=PLENTY, what="what was confirmed")
 
 
 class Failing:
-    """A handler that fails first attempts in a way of its own, and books what it handles."""
+    """A handler that fails first attempts with a given exception.
+
+    It records the messages that it handles.
+    """
 
     def __init__(self, checker: Audit, failure: Exception | None) -> None:
         self.calls = 0
@@ -178,7 +198,7 @@ class Failing:
 
 
 def returned_twice(vhost: VirtualHost, queue: str) -> None:
-    """Have messages rejected twice, so that they are suspect: RabbitMQ 4.3 counts no nack."""
+    """Reject messages twice, so that they are suspect. RabbitMQ 4.3 counts no nack."""
     with vhost.connect() as connection:
         for _ in range(2):
             with suppress(pika.exceptions.ChannelClosed):
@@ -195,10 +215,11 @@ def returned_twice(vhost: VirtualHost, queue: str) -> None:
 def test_f61_a_kill_while_a_consumers_queue_is_new_loses_nothing(
     private_vhost: VirtualHost, consumer_api: str, kind: str, rng: Random, checker: Audit
 ) -> None:
-    """The work queue is old. The consumer acks originals when their copies are safe, and not before.
+    """The consumer acks originals only when their copies are safe.
 
-    Without a grace the case of the dead-letter queue does not fail: that queue is declared with the subscription, so
-    that it is 0.3 s old when the first original is acked, and neither line has lost one of that age so far.
+    The work queue is old. The dead-letter case does not fail without a grace: that queue is declared with the
+    subscription and is 0.3 s old at the first ack of an original. Neither broker line has lost a queue of that age so
+    far.
     """
     broker = private_vhost.broker
     queue = Queue("work", dead_letter=None)
@@ -206,7 +227,7 @@ def test_f61_a_kill_while_a_consumers_queue_is_new_loses_nothing(
     publish(private_vhost, "work", numbered(LETTERS), checker)
     failure: Exception | None = None
     if kind == "delay queue":
-        failure = RetryLater(2.0)  # no delay of the policy's: its queue is declared in use
+        failure = RetryLater(2.0)  # not a delay of the policy, so its queue is declared when needed
     elif kind == "dead-letter queue":
         failure = DeadLetter("as the test wants it")
     else:
@@ -226,14 +247,14 @@ def test_f61_a_kill_while_a_consumers_queue_is_new_loses_nothing(
         time.sleep(rng.uniform(0.0, 1.3))
         kill_and_start(broker)
         if kind == "dead-letter queue":
-            letters = partial(private_vhost.live_counts, ["letters"])  # what was not lost is there twice
+            letters = partial(private_vhost.live_counts, ["letters"])  # those that were not lost are there twice
             wait_until(lambda: letters()["letters"] >= LETTERS, timeout=PLENTY, what="dead letters", interval=0.5)
         else:
             patience = PLENTY + (DEAD_LETTERED_AGAIN if broker.version.startswith("4.0.") else 0)
             try:
                 wait_until(lambda: checker.balance().handled >= LETTERS, timeout=patience, what="all handled")
             except TimeoutError:
-                # In a delay queue that 4.0 has lost, and that an operator has revived, messages may never expire.
+                # Messages may never expire in a delay queue that 4.0 lost and an operator revived.
                 if not broker.version.startswith("4.0."):
                     raise
             else:
@@ -248,7 +269,7 @@ def test_f61_a_kill_while_a_consumers_queue_is_new_loses_nothing(
 def test_f61_an_original_is_acked_once_its_letters_queue_is_old(
     vhost: VirtualHost, consumer_api: str, fault_proxy: FaultProxyFactory
 ) -> None:
-    """The confirm of the dead letter comes at once, and is not final before that."""
+    """The confirm of the dead letter is immediate, but not final before that."""
     queue = Queue("work", dead_letter=None)
     made_before(vhost, queue)
     publish(vhost, "work", numbered(1))
@@ -273,7 +294,10 @@ def test_f61_an_original_is_acked_once_its_letters_queue_is_old(
 def test_making_1_200_queues_may_outlast_the_connect_timeout(
     publisher_api: str, fault_proxy: FaultProxyFactory, report: Callable[[str], None]
 ) -> None:
-    """The broker answers all the time. It is one of its own: the queues go with it."""
+    """The broker answers all the time.
+
+    It is a separate broker, because the queues are deleted with it.
+    """
     queues = [Queue(f"orders-{number}", dead_letter=None) for number in range(1200)]
     with RabbitMQ(broker_image("newest")) as broker:
         proxy = fault_proxy(broker.url)
@@ -306,14 +330,14 @@ def test_a_publish_into_a_queue_that_was_made_waits(vhost: VirtualHost, publishe
 
 
 def test_a_publish_into_a_queue_that_was_found_does_not_wait(vhost: VirtualHost, publisher_api: str) -> None:
-    with Publisher(vhost.url, topology=[ORDERS], new_queue_grace=0) as publisher:  # tells nobody of what it makes
+    with Publisher(vhost.url, topology=[ORDERS], new_queue_grace=0) as publisher:  # does not record the queue as new
         publisher.connect()
     with Publisher(vhost.url, topology=[ORDERS], new_queue_grace=60) as publisher:
         publisher.publish(Message(b"x"), routing_key="orders", timeout=30)
 
 
 def test_a_second_publisher_skips_the_grace_of_a_proven_queue(vhost: VirtualHost, publisher_api: str) -> None:
-    """A queue is new once in its life, not once for each publisher of a process."""
+    """The grace applies once to a queue, not once per publisher."""
     with Publisher(vhost.url, topology=[ORDERS], new_queue_grace=AMPLE) as publisher:
         publisher.publish(Message(b"x"), routing_key="orders")
     with Publisher(vhost.url, topology=[ORDERS], new_queue_grace=AMPLE) as publisher:
@@ -323,7 +347,10 @@ def test_a_second_publisher_skips_the_grace_of_a_proven_queue(vhost: VirtualHost
 
 
 def test_all_connections_of_a_process_know_of_its_new_queues(vhost: VirtualHost, publisher_api: str) -> None:
-    """Whoever made it: a publisher without a topology, say, publishes into what a consumer declares."""
+    """It does not matter which connection declared a queue.
+
+    Here, a publisher without a topology publishes to a queue of a consumer.
+    """
     began = time.monotonic()
     with (
         Consumer(vhost.url, ORDERS, lambda _delivery: None, new_queue_grace=60) as consumer,
@@ -337,7 +364,7 @@ def test_all_connections_of_a_process_know_of_its_new_queues(vhost: VirtualHost,
 def test_a_lost_connection_republishes_messages_of_a_new_queue(
     vhost: VirtualHost, publisher_api: str, fault_proxy: FaultProxyFactory
 ) -> None:
-    """Nobody knows whether the broker lives."""
+    """After the loss, it is unknown whether the broker is alive."""
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=[ORDERS], new_queue_grace=AMPLE, reconnect_wait=SOON) as publisher:
         confirmation = publisher.submit(Message(b"x"), routing_key="orders")
@@ -353,7 +380,7 @@ def test_a_lost_connection_republishes_messages_of_a_new_queue(
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_f61_a_freeze_and_kill_with_a_new_queue_loses_nothing(private_vhost: VirtualHost, publisher_api: str) -> None:
-    """Time passes for the publisher alone: a broker that does not answer has not saved its queue."""
+    """A frozen broker does not save its queue, though time passes for the publisher."""
     broker = private_vhost.broker
     for number in range(5):
         queue = Queue(f"orders-{number}", dead_letter=None)
@@ -364,7 +391,7 @@ def test_f61_a_freeze_and_kill_with_a_new_queue_loses_nothing(private_vhost: Vir
             confirmation = publisher.submit(Message(b"x"), routing_key=queue.name)
             private_vhost.wait_for_messages(queue.name, 1)
             broker.pause()
-            if time.monotonic() - began > AMPLE:  # a busy machine: the queue may have been old when the broker froze
+            if time.monotonic() - began > AMPLE:  # on a busy machine, the queue may have been old when the broker froze
                 broker.unpause()
                 continue
             with pytest.raises(TimeoutError):
@@ -380,9 +407,12 @@ def test_f61_a_freeze_and_kill_with_a_new_queue_loses_nothing(private_vhost: Vir
 
 @pytest.mark.timeout(300)
 def test_f61_a_kill_at_the_thaw_with_a_new_queue_loses_nothing(private_vhost: VirtualHost, publisher_api: str) -> None:
-    """It runs again after the grace, and dies with the first confirm: it has run for less time than a queue needs."""
+    """The broker resumes after the grace and is killed at the first confirm.
+
+    It has then run for less time than a queue needs.
+    """
     broker = private_vhost.broker
-    for number in range(3 if soaking() else 1):  # it saves twice a second, so a queue may be saved as soon as it runs
+    for number in range(3 if soaking() else 1):  # the broker saves twice a second, so it may save at once
         queue = Queue(f"orders-{number}", dead_letter=None)
         with (
             signals_at_once(broker) as send_signal,
@@ -406,7 +436,7 @@ def test_f61_a_kill_at_the_thaw_with_a_new_queue_loses_nothing(private_vhost: Vi
 def test_f61_a_broker_vanished_with_a_new_queue_is_noticed(
     private_vhost: VirtualHost, publisher_api: str, fault_proxy: FaultProxyFactory
 ) -> None:
-    """Its host sends no reset, so the connection stands."""
+    """The broker's host sends no reset, so the connection stays open."""
     broker = private_vhost.broker
     old = Queue("old", dead_letter=None)
     made_before(private_vhost, old)
@@ -428,12 +458,15 @@ def test_f61_a_broker_vanished_with_a_new_queue_is_noticed(
 def test_a_queue_is_old_once_its_connections_broker_has_answered(
     vhost: VirtualHost, publisher_api: str, fault_proxy: FaultProxyFactory
 ) -> None:
-    """Where nothing was published, too: it is not new again when the connection is lost later."""
+    """This also holds for a queue without publishes.
+
+    A later loss of the connection does not make it new again.
+    """
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=[ORDERS], new_queue_grace=GRACE, reconnect_wait=SOON) as publisher:
         publisher.connect()
         proxy.wait_for(lambda: proxy.forwarded("confirm.select-ok") == 1 + 7, 30, what="the answers that prove its age")
-        proxy.cut(reset=False)  # behind the answer, which the publisher reads first
+        proxy.cut(reset=False)  # after the answer, which the publisher reads first
         proxy.heal()
         wait_until(lambda: proxy.connections == 2 and publisher.connected, timeout=30, what="connected again")
         asked = proxy.seen("confirm.select-ok")

@@ -1,4 +1,4 @@
-"""A publisher of either API: what its calls return and raise, how it is left, among threads and over time."""
+"""A publisher of either API: results, errors, closing, threads and memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ORDERS = Queue("orders", dead_letter=None)
 
 
 def test_f50_32_threads_share_a_publisher(vhost: VirtualHost, checker: Audit) -> None:
-    """32 threads publish through one publisher, by every method; nothing is corrupted, lost or doubled."""
+    """32 threads use all methods of one publisher; no message is lost or doubled."""
     with Publisher(vhost.url, topology=[ORDERS], max_outstanding=100) as publisher:
 
         def work(number: int) -> None:
@@ -67,8 +67,8 @@ def test_f50_32_threads_share_a_publisher(vhost: VirtualHost, checker: Audit) ->
 def test_f55_reconnects_leave_memory_and_descriptors_flat(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, publisher_api: str
 ) -> None:
-    """Neither memory nor descriptors grow with the number of reconnects and publishes."""
-    limit = 100_000 if publisher_api == "sync" else 250_000  # caches of asyncio and aiormq fill up, once
+    """Memory and descriptors do not grow with reconnects and publishes."""
+    limit = 100_000 if publisher_api == "sync" else 250_000  # the caches of asyncio and aiormq fill up once
     proxy = fault_proxy(vhost.url)
     messages = 10
     cycles, warm_up = (1000, 100) if soaking() else (50, 10)
@@ -108,7 +108,7 @@ def descriptors() -> int:
 
 @contextmanager
 def without_logs() -> Iterator[None]:
-    """Nothing is logged in the block: pytest keeps every record."""
+    """Disable logging in the block, because pytest keeps every record."""
     logging.disable()
     try:
         yield
@@ -117,7 +117,7 @@ def without_logs() -> Iterator[None]:
 
 
 def test_publish_returns_a_receipt_and_publish_many_a_report(vhost: VirtualHost) -> None:
-    """publish says how the message was stored; publish_many says which messages failed, and why."""
+    """A receipt says how a message was stored; a report lists failures and reasons."""
     with Publisher(vhost.url, topology=[ORDERS]) as publisher:
         message = Message(b"x")
         receipt = publisher.publish(message, routing_key="orders")
@@ -131,7 +131,7 @@ def test_publish_returns_a_receipt_and_publish_many_a_report(vhost: VirtualHost)
 
 
 def test_leaving_the_block_raises_what_nobody_has_seen(vhost: VirtualHost) -> None:
-    """A failure that nobody looked at is raised on leaving; one that was looked at is not."""
+    """A failure is raised on leaving the block unless it was looked at."""
 
     def fail(times: int) -> None:
         with Publisher(vhost.url, topology=[ORDERS]) as publisher:
@@ -149,7 +149,7 @@ def test_leaving_the_block_raises_what_nobody_has_seen(vhost: VirtualHost) -> No
 
 
 def test_leaving_the_block_never_masks_the_bodys_own_exception(vhost: VirtualHost) -> None:
-    """An exception of the body comes out, though messages failed too."""
+    """The body's exception is raised even if messages failed as well."""
 
     def fail() -> None:
         with Publisher(vhost.url, topology=[ORDERS]) as publisher:
@@ -161,7 +161,7 @@ def test_leaving_the_block_never_masks_the_bodys_own_exception(vhost: VirtualHos
 
 
 def test_use_after_close_is_refused(vhost: VirtualHost) -> None:
-    """A closed publisher refuses every call that would publish; closing it again does nothing."""
+    """Every publishing call raises; closing again does nothing."""
     with Publisher(vhost.url, topology=[ORDERS]) as publisher:
         publisher.publish(Message(b"x"), routing_key="orders")
     with pytest.raises(UsageError, match="closed"):
@@ -176,7 +176,7 @@ def test_use_after_close_is_refused(vhost: VirtualHost) -> None:
 def test_closing_during_an_outage_ends_in_time_and_reports(
     private_broker: RabbitMQ, private_vhost: VirtualHost
 ) -> None:
-    """close() while the broker is away gives up after its timeout, and the messages are reported as unconfirmed."""
+    """close() gives up after its timeout and reports the unconfirmed messages."""
     publisher = Publisher(private_vhost.url, topology=[ORDERS])
     publisher.connect()
     private_broker.kill()
@@ -192,7 +192,7 @@ def test_closing_during_an_outage_ends_in_time_and_reports(
 def test_connect_reports_an_unreachable_broker_and_with_waits(
     private_broker: RabbitMQ, private_vhost: VirtualHost
 ) -> None:
-    """connect() raises at once; a with block starts all the same, and its publishes wait for the broker."""
+    """connect() raises at once; publishes in a with block wait for the broker."""
     private_broker.kill()
     publisher = Publisher(private_vhost.url, topology=[ORDERS])
     with pytest.raises(BrokerUnavailable, match=r"127\.0\.0\.1"):
@@ -205,7 +205,7 @@ def test_connect_reports_an_unreachable_broker_and_with_waits(
 
 
 def test_a_full_window_blocks_submit_and_times_out(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """At max_outstanding submit waits; at its timeout it says that the message was never sent."""
+    """After its timeout, submit raises that the message was never sent."""
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=[ORDERS], max_outstanding=10) as publisher:
         publisher.connect()

@@ -1,4 +1,7 @@
-"""Everything at once: messages with every outcome, from several threads, over a network that fails by a seed."""
+"""Messages with every outcome, from several threads, over a network with faults.
+
+A seed determines the faults.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +46,9 @@ BOUND = {"x-max-length": 20, "x-overflow": "reject-publish"}
 FULL = Queue("full", type="classic", dead_letter=None, arguments=BOUND)
 THREADS, MESSAGES = 4, 200
 DEADLINE = 8.0
-LATE = 6.0  # seconds, by which a busy machine may be late
+LATE = 6.0  # seconds that a busy machine may add
 
-# Exchange and routing key → how it may end, None for confirmed; that it is too late is always possible.
+# Exchange and routing key → possible outcomes, None for confirmed. A message may always be too late.
 OUTCOMES: dict[tuple[str, str], set[type[PublishError] | None]] = {
     ("", "orders"): {None},
     ("", "nowhere"): {PublishReturned},
@@ -57,7 +60,7 @@ TOO_LATE = {PublishUnconfirmed, PublishBlocked}
 
 
 def block(proxy: FaultProxy) -> None:
-    with suppress(UsageError):  # no connection is live
+    with suppress(UsageError):  # if no connection is live
         proxy.inject("to_client", connection_blocked("chaos"))
 
 
@@ -67,7 +70,10 @@ def unblock(proxy: FaultProxy) -> None:
 
 
 def faults(proxy: FaultProxy, rng: Random) -> list[Callable[[], object]]:
-    """What the network does, each for a moment. A frame is never lost without its connection, as with TCP."""
+    """Return the network's faults, each of which lasts a moment.
+
+    As with TCP, a frame is never lost without its connection.
+    """
     return [
         proxy.cut,
         lambda: proxy.cut(reset=False),
@@ -96,7 +102,10 @@ def faults(proxy: FaultProxy, rng: Random) -> list[Callable[[], object]]:
 def test_every_message_ends_right_and_in_time_on_any_network(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, seed: int
 ) -> None:
-    """No outcome is wrong, none is late, none is lost; what was confirmed is in the queues, once or more."""
+    """No outcome is wrong, late or lost.
+
+    Confirmed messages are in their queues, once or more.
+    """
     proxy = fault_proxy(vhost.url, seed=seed)
     over = threading.Event()
 
@@ -161,7 +170,7 @@ def test_every_message_ends_right_and_in_time_on_any_network(
                 assert end in allowed or end in TOO_LATE, f"{confirmation}: {error}"
                 ends[end.__name__ if end else "confirmed"] = ends.get(end.__name__ if end else "confirmed", 0) + 1
         assert publisher.outstanding == 0
-        # However it ended, it works on.
+        # Whatever the outcomes, the publisher still works.
         for _ in range(100):
             message = Message(b"afterwards")
             checker.attempted(message.message_id)

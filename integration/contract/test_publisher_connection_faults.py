@@ -1,4 +1,7 @@
-"""A publisher whose connection dies, hangs or crawls: the rows of the fault matrix about the network and the broker."""
+"""A publisher whose connection dies, hangs or is slow.
+
+These are the rows of the fault matrix about the network and the broker.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ QUICK = {"confirm_timeout": 1.5, "connect_timeout": 3.0, "heartbeat": 5}
 
 
 def bodies(rng: Random, count: int, *, least: int = 1, most: int = 400) -> Iterator[bytes]:
-    """Make bodies, of so many bytes."""
+    """Yield random bodies of `least` to `most` bytes."""
     for _ in range(count):
         yield rng.randbytes(rng.randint(least, most))
 
@@ -39,10 +42,10 @@ def wait_for_confirms(load: Load, count: int) -> None:
 def test_f01_broker_is_killed_while_messages_are_outstanding(
     private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Audit, rng: Random
 ) -> None:
-    """After a SIGKILL of the broker everything unconfirmed is published again, and nothing confirmed is lost."""
+    """Unconfirmed messages are published again, and no confirmed message is lost."""
     with Publisher(private_vhost.url, topology=[ORDERS], new_queue_grace=2.0) as publisher:
         with Load(checker, publisher, "orders") as load:
-            for _ in range(3):  # where this process has just been kept waiting, nothing was outstanding
+            for _ in range(3):  # repeated if nothing was outstanding because this process was delayed
                 wait_for_confirms(load, load.confirmed + rng.randrange(500, 8000))
                 private_broker.kill()
                 private_broker.start()
@@ -58,7 +61,7 @@ def test_f01_broker_is_killed_while_messages_are_outstanding(
 def test_f02_broker_is_restarted_gracefully(
     private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Audit, rng: Random
 ) -> None:
-    """A graceful restart of the broker costs no message and fails none."""
+    """No message is lost, and no publish fails."""
     with Publisher(private_vhost.url, topology=[ORDERS]) as publisher:
         with Load(checker, publisher, "orders") as load:
             wait_for_confirms(load, rng.randrange(500, 8000))
@@ -72,7 +75,10 @@ def test_f02_broker_is_restarted_gracefully(
 def test_f03_connection_is_reset_after_frame_n(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
-    """Wherever a reset falls, in the handshake or among publishes, everything is confirmed in the end."""
+    """Everything is confirmed, wherever the reset happens in the connection.
+
+    That is in the handshake or among publishes.
+    """
     proxy = fault_proxy(vhost.url)
     frames = [*range(1, 12), *(rng.randrange(12, 600) for _ in range(6))]
     for frame in frames:
@@ -88,16 +94,16 @@ def test_f03_connection_is_reset_after_frame_n(
 def test_f04_each_confirm_settles_its_own_message(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
 ) -> None:
-    """Three of six confirms arrive before the connection is lost: the other three messages are published again.
+    """Three of six confirms arrive before the connection is lost.
 
-    Each message is counted as confirmed once.
+    The other three messages are published again. Each message is counted as confirmed once.
     """
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=[ORDERS], new_queue_grace=0) as publisher:
         publisher.connect()
         proxy.hold_confirms()
         confirmations = []
-        for number in range(1, 7):  # one by one, for a confirm each
+        for number in range(1, 7):  # one by one, to get a confirm each
             confirmations.append(submit(checker, publisher, "orders"))
             proxy.wait_for(lambda number=number: proxy.held_confirms == number, timeout=30)
         proxy.release_confirms(3)
@@ -114,7 +120,10 @@ def test_f04_each_confirm_settles_its_own_message(
 def test_f04_connection_is_reset_between_publish_and_ack(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
-    """When acks are lost with the connection, the messages are published again: duplicates, marked, and none lost."""
+    """Messages whose acks are lost are published again and marked as duplicates.
+
+    None is lost.
+    """
     count = rng.randrange(20, 300)
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=[ORDERS]) as publisher:
@@ -138,7 +147,10 @@ def test_f04_connection_is_reset_between_publish_and_ack(
 def test_f04_without_a_connection_new_messages_may_fail_at_once(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
 ) -> None:
-    """With on_disconnected="raise" they are refused, and what was accepted before is confirmed in the end."""
+    """With on_disconnected="raise", new messages are refused.
+
+    Messages accepted before are confirmed in the end.
+    """
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=[ORDERS], on_disconnected="raise", delivery_timeout=60.0) as publisher:
         publisher.connect()
@@ -161,7 +173,7 @@ def test_f04_without_a_connection_new_messages_may_fail_at_once(
 def test_f05_connection_is_reset_in_the_middle_of_a_body(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
-    """A message of which half a body was sent is published again whole."""
+    """A message is published again if half of its body was sent."""
     proxy = fault_proxy(vhost.url)
     body = rng.randbytes(300_000)
     with Publisher(proxy.url, topology=[ORDERS]) as publisher:
@@ -184,9 +196,9 @@ def test_f05_connection_is_reset_in_the_middle_of_a_body(
 def test_f06_f07_connection_is_a_black_hole(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random, direction: str
 ) -> None:
-    """A connection on which nothing arrives is noticed within the confirm timeout and replaced; no call hangs.
+    """The publisher replaces the connection within the confirm timeout.
 
-    It becomes one among messages under way, or before the first one.
+    No call hangs. The fault begins before the first message or with messages outstanding.
     """
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=[ORDERS], **QUICK) as publisher:
@@ -208,7 +220,7 @@ def test_f06_f07_connection_is_a_black_hole(
 def test_f06_every_connection_is_a_black_hole(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
-    """While no connection works at all, publishes end with an error at their deadline, and so does the publisher."""
+    """Publishes end with an error at their deadline, and closing does not hang."""
     proxy = fault_proxy(vhost.url)
     started = time.monotonic()
     with Publisher(proxy.url, topology=[ORDERS], delivery_timeout=5, **QUICK) as publisher:
@@ -227,7 +239,7 @@ def test_f06_every_connection_is_a_black_hole(
 def test_f08_slow_and_jittery_network(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, seed: int
 ) -> None:
-    """200 ms of delay with jitter fail nothing and replace no connection."""
+    """A delay of 200 ms with jitter fails no publish and replaces no connection."""
     proxy = fault_proxy(vhost.url, seed=seed)
     proxy.delay(0.2, jitter=0.1)
     with Publisher(proxy.url, topology=[ORDERS]) as publisher:
@@ -242,7 +254,7 @@ def test_f08_slow_and_jittery_network(
 def test_f08_network_that_loses_packets(
     private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Audit, rng: Random
 ) -> None:
-    """Of all packets 5 % are lost, each way, whichever they are: that fails nothing and replaces no connection."""
+    """With 5 % packet loss each way, no publish fails and no connection is replaced."""
     private_broker.lose_packets(0.05)
     with Publisher(private_broker.direct_url_of(private_vhost.name), topology=[ORDERS]) as publisher:
         confirmations = [submit(checker, publisher, "orders", body) for body in bodies(rng, 1000, most=20_000)]
@@ -255,7 +267,7 @@ def test_f08_network_that_loses_packets(
 
 
 def test_f09_narrow_network(vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random) -> None:
-    """At 64 kbit/s the window, not the memory, takes up what does not fit through."""
+    """At 64 kbit/s, the window limits the memory for messages that cannot be sent yet."""
     proxy = fault_proxy(vhost.url)
     confirmations: list[Confirmation] = []
     with (
@@ -285,7 +297,7 @@ def test_f09_narrow_network(vhost: VirtualHost, checker: Audit, fault_proxy: Fau
 def test_f10_peer_stops_reading_then_resets(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
-    """Publishes stuck behind a full socket are published again on the next connection."""
+    """Publishes stuck in a full socket are published again on the next connection."""
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=[ORDERS]) as publisher:
         publisher.connect()
@@ -305,7 +317,7 @@ def test_f10_peer_stops_reading_then_resets(
 def test_f11_broker_is_frozen(
     private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Audit, rng: Random, seconds: int
 ) -> None:
-    """A frozen broker leaves outcomes unknown; when it thaws they are resolved, and nothing hangs."""
+    """Unknown outcomes are resolved after the thaw, and no call hangs."""
     with Publisher(private_vhost.url, topology=[ORDERS], **QUICK) as publisher:
         with Load(checker, publisher, "orders", body=rng.randbytes(rng.randint(1, 2000))) as load:
             wait_for_confirms(load, rng.randrange(1, 3000))

@@ -1,4 +1,7 @@
-"""What the broker says of single messages: nacks, returns, refusals, alarms; and what is refused before it is sent."""
+"""The broker's verdicts on single messages: nacks, returns, refusals, alarms.
+
+Other tests check messages that are refused before they are sent.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,10 @@ ORDERS = Queue("orders", dead_letter=None)
 def test_f12_channel_is_closed_over_some_of_100_messages(
     vhost: VirtualHost, checker: Audit, culprits: list[int]
 ) -> None:
-    """A 404 fails the messages to the missing exchange alone; all others are confirmed, on the same connection."""
+    """A 404 fails only the messages to the missing exchange.
+
+    All others are confirmed on the same connection.
+    """
     with Publisher(vhost.url, topology=[ORDERS]) as publisher:
         publisher.connect()
         confirmations = []
@@ -59,7 +65,7 @@ def test_f12_channel_is_closed_over_some_of_100_messages(
     copies = vhost.live_counts()["orders"]
     checker.drain(vhost, ["orders"])
     balance = checker.close()
-    # What came before a culprit may be there twice, since its confirm is lost with the channel; nothing else is.
+    # Only messages before a culprit may be duplicated, because their confirms are lost with the channel.
     ids = [one.message_id for one in confirmations]
     assert balance.duplicated <= set(ids[: culprits[-1]])
     assert copies == balance.drained + len(balance.duplicated)
@@ -68,13 +74,13 @@ def test_f12_channel_is_closed_over_some_of_100_messages(
 def test_f12_messages_to_a_missing_exchange_hold_up_no_others(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
 ) -> None:
-    """An error that names the exchange costs a few channels, not one for each message to it."""
+    """An error that names the exchange costs a few channels, not one per message."""
     count = 300
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=[ORDERS]) as publisher:
         publisher.connect()
         proxy.hold_confirms()
-        proxy.stop_reading("to_broker")  # the broker has seen none when the last one is submitted
+        proxy.stop_reading("to_broker")  # the broker has not read any message when the last one is submitted
         good, wrong = [], []
         for _ in range(count):
             good.append(submit(checker, publisher, "orders"))
@@ -91,7 +97,10 @@ def test_f12_messages_to_a_missing_exchange_hold_up_no_others(
 
 
 def test_f12_a_crash_over_a_single_publish_does_not_refuse_it(broker: RabbitMQ, vhost: VirtualHost) -> None:
-    """The broker closes the connection with 541, and has the message all the same: it is a duplicate, no refusal."""
+    """The broker closes the connection with 541, but still stores the message.
+
+    The second copy is a duplicate.
+    """
     orders = Queue("orders", type="classic", dead_letter=None)
     queue = (
         f'{{ok, Q}} = rabbit_amqqueue:lookup(rabbit_misc:r(<<"{vhost.name}">>, queue, <<"orders">>)), '
@@ -103,7 +112,7 @@ def test_f12_a_crash_over_a_single_publish_does_not_refuse_it(broker: RabbitMQ, 
     )
     with Publisher(vhost.url, topology=[orders]) as publisher:
         publisher.connect()
-        broker.evaluate(f"{queue}sys:suspend(Pid)")  # it takes the message later
+        broker.evaluate(f"{queue}sys:suspend(Pid)")  # the queue accepts the message later
         try:
             confirmation = publisher.submit(Message(b"x"), routing_key="orders")
             waiting = (
@@ -119,7 +128,10 @@ def test_f12_a_crash_over_a_single_publish_does_not_refuse_it(broker: RabbitMQ, 
 
 
 def test_a_channel_that_missed_the_end_of_a_full_queue_heals(broker: RabbitMQ, vhost: VirtualHost) -> None:
-    """A channel that takes its queue for full nacks for ever; another one does not, and nothing is a duplicate."""
+    """A channel that believes its queue is full nacks forever; another one does not.
+
+    No message is a duplicate.
+    """
     full = (
         f'Name = rabbit_misc:r(<<"{vhost.name}">>, queue, <<"orders">>), '
         "{ok, Q} = rabbit_amqqueue:lookup(Name), Event = {amqqueue:get_pid(Q), {machine, {queue_status, "
@@ -137,7 +149,7 @@ def test_a_channel_that_missed_the_end_of_a_full_queue_heals(broker: RabbitMQ, v
 
 
 def test_f12_a_refused_property_fails_its_message_alone(vhost: VirtualHost) -> None:
-    """A foreign user_id (406) fails its own message and no other."""
+    """A foreign user_id (406) fails only its own message."""
     with Publisher(vhost.url, topology=[ORDERS]) as publisher:
         before = [publisher.submit(Message(b"x"), routing_key="orders") for _ in range(20)]
         foreign = publisher.submit(Message(b"x", user_id="somebody else"), routing_key="orders")
@@ -162,7 +174,10 @@ TEXTS = {
 
 @pytest.mark.parametrize("flaw", TEXTS)
 def test_f12_the_brokers_text_names_the_culprit(any_vhost: VirtualHost, flaw: str) -> None:
-    """One further channel is enough, and what came after the culprit is published once; on each line of the broker."""
+    """One more channel is enough, and later messages are published once.
+
+    This holds for every broker line.
+    """
     make, exchange, code = TEXTS[flaw]
     limit = 64 * 1024 * 1024
     with any_vhost.connect() as connection:
@@ -182,9 +197,9 @@ def test_f12_the_brokers_text_names_the_culprit(any_vhost: VirtualHost, flaw: st
 
 @pytest.mark.parametrize("queue_type", ["classic", "quorum"])
 def test_f15_nacked_messages_are_exactly_those_reported(vhost: VirtualHost, checker: Audit, queue_type: str) -> None:
-    """A full queue nacks; after the retries exactly the nacked messages are reported, the others are in the queue.
+    """A full queue nacks; after the retries, exactly those messages are reported.
 
-    A quorum queue notices that it is full with some delay, hence the number.
+    The others are in the queue. A quorum queue notices with a delay that it is full, hence the number of messages.
     """
     count = 5000
     full = Queue(
@@ -208,7 +223,7 @@ def test_f15_nacked_messages_are_exactly_those_reported(vhost: VirtualHost, chec
 
 
 def test_f15_a_nacked_message_is_confirmed_once_there_is_room(vhost: VirtualHost, checker: Audit) -> None:
-    """A nack is followed by another attempt, which succeeds when the queue has room again; it is no duplicate."""
+    """A retry after the nack succeeds once the queue has room; it is no duplicate."""
     full = Queue(
         "full", type="classic", dead_letter=None, arguments={"x-max-length": 1, "x-overflow": "reject-publish"}
     )
@@ -226,7 +241,10 @@ def test_f15_a_nacked_message_is_confirmed_once_there_is_room(vhost: VirtualHost
 
 
 def test_f16_unroutable_messages_fail_and_others_do_not(vhost: VirtualHost) -> None:
-    """A mandatory message without a queue is reported with the broker's code and text, though the broker acks it."""
+    """An unroutable mandatory message fails with the broker's code and text.
+
+    The broker acks it anyway.
+    """
     with Publisher(vhost.url, topology=[ORDERS]) as publisher:
         confirmations = {
             number: publisher.submit(Message(b"x"), routing_key="nowhere" if number % 3 == 0 else "orders")
@@ -243,7 +261,10 @@ def test_f16_unroutable_messages_fail_and_others_do_not(vhost: VirtualHost) -> N
 
 
 def test_f16_unroutable_among_equal_message_ids(vhost: VirtualHost) -> None:
-    """Of two outstanding messages with the same id, the unroutable one fails, whichever came first."""
+    """Of two outstanding messages with one id, the unroutable one fails.
+
+    The order does not matter.
+    """
     with Publisher(vhost.url, topology=[ORDERS]) as publisher:
         for keys in (["nowhere", "orders"], ["orders", "nowhere"], ["orders", "nowhere", "orders"]):
             confirmations = [publisher.submit(Message(b"x", message_id="same"), routing_key=key) for key in keys]
@@ -252,7 +273,7 @@ def test_f16_unroutable_among_equal_message_ids(vhost: VirtualHost) -> None:
 
 
 def test_f16_unroutable_message_is_dropped_where_not_mandatory(vhost: VirtualHost) -> None:
-    """Without mandatory the broker confirms what it drops; that is what was asked for."""
+    """Without mandatory, the broker confirms the message that it drops."""
     with Publisher(vhost.url, topology=[ORDERS], mandatory=False) as publisher:
         assert publisher.publish(Message(b"x"), routing_key="nowhere").status == "confirmed"
 
@@ -260,7 +281,7 @@ def test_f16_unroutable_message_is_dropped_where_not_mandatory(vhost: VirtualHos
 def test_f17_unroutable_messages_are_reported_after_a_reconnect(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
-    """Returns work on the second connection as on the first."""
+    """Returns are matched on the second connection as on the first."""
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=[ORDERS]) as publisher:
         publisher.publish(Message(b"x"), routing_key="orders")
@@ -271,7 +292,10 @@ def test_f17_unroutable_messages_are_reported_after_a_reconnect(
 
 
 def test_f17_a_return_whose_ack_was_lost_is_asked_for_again(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """A connection lost between return and ack: the message is published again, to a queue that has come up since."""
+    """The connection is lost between return and ack.
+
+    The message is published again, to a queue that exists by then.
+    """
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=[ORDERS]) as publisher:
         publisher.connect()
@@ -289,7 +313,10 @@ def test_f17_a_return_whose_ack_was_lost_is_asked_for_again(vhost: VirtualHost, 
 def test_f18_f19_alarm_blocks_publishing(
     private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Audit, alarm: str
 ) -> None:
-    """Under an alarm the state shows, publishes fail in time and say whether they were sent, and close works."""
+    """The state shows the alarm, publishes fail in time, and close works.
+
+    The errors say whether the message was sent.
+    """
     with Publisher(private_vhost.url, topology=[ORDERS], delivery_timeout=4) as publisher:
         assert book(checker, submit(checker, publisher, "orders")) is None
         private_broker.alarm(alarm)
@@ -313,7 +340,7 @@ def test_f18_f19_alarm_blocks_publishing(
 def test_f18_publishing_goes_on_when_the_alarm_is_over(
     private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Audit
 ) -> None:
-    """What waits out an alarm is confirmed after it, and is no failure."""
+    """Messages that wait for the end of an alarm are confirmed after it."""
     with Publisher(private_vhost.url, topology=[ORDERS], confirm_timeout=1) as publisher:
         publisher.connect()
         private_broker.alarm("memory")
@@ -330,7 +357,7 @@ def test_f18_publishing_goes_on_when_the_alarm_is_over(
 def test_f18_a_connection_lost_under_an_alarm_costs_no_message(
     private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
 ) -> None:
-    """Messages that were on the wire are published again, on a connection that the broker blocks, too."""
+    """Outstanding messages are published again, even on a blocked connection."""
     proxy = fault_proxy(private_vhost.url)
     with Publisher(proxy.url, topology=[ORDERS]) as publisher:
         publisher.connect()
@@ -346,7 +373,7 @@ def test_f18_a_connection_lost_under_an_alarm_costs_no_message(
 
 
 def test_f18_blocked_may_be_raised_at_once(private_broker: RabbitMQ, private_vhost: VirtualHost) -> None:
-    """With on_blocked="raise" a new message is refused at once while the broker blocks."""
+    """With on_blocked="raise", a new message is refused at once."""
     with Publisher(private_vhost.url, topology=[ORDERS], on_blocked="raise") as publisher:
         publisher.connect()
         private_broker.alarm("memory")
@@ -361,7 +388,10 @@ def test_f18_blocked_may_be_raised_at_once(private_broker: RabbitMQ, private_vho
 def test_f31_oversize_messages_are_refused_before_they_are_sent(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
-    """A body over the limit, or headers over a frame, fail their own publish; the connection lives."""
+    """A body over the limit, or headers over a frame, fail only their own publish.
+
+    The connection stays open.
+    """
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=[ORDERS], max_message_bytes=1000) as publisher:
         with pytest.raises(PublishRefused, match="max_message_bytes"):
@@ -377,7 +407,7 @@ def test_f31_oversize_messages_are_refused_before_they_are_sent(
 def test_f31_the_largest_accepted_headers_can_be_republished(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, frame_max: int
 ) -> None:
-    """What is refused and what is taken meet at one byte, and what is taken has room for the header of a duplicate."""
+    """The limit is exact to the byte, and leaves room for the duplicate header."""
     proxy = fault_proxy(vhost.url)
 
     def submit_headers(publisher: Publisher, size: int) -> Confirmation:
@@ -407,12 +437,15 @@ def test_f31_the_largest_accepted_headers_can_be_republished(
 
 
 def test_a_message_that_cannot_be_encoded_fails_alone(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """One among a full window: it is refused, the others are confirmed on the same connection, no place is lost."""
+    """The message is refused; all others are confirmed on the same connection.
+
+    Its place in the window is freed.
+    """
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=[ORDERS], max_outstanding=10) as publisher:
         for number in range(15):
             before = [publisher.submit(Message(b"x"), routing_key="orders") for _ in range(5)]
-            message = Unencodable.after(1, b"x", f"broken {number}")  # the first time is the check of its size
+            message = Unencodable.after(1, b"x", f"broken {number}")  # the first call checks the size
             broken = publisher.submit(message, routing_key="orders")
             after = [publisher.submit(Message(b"x"), routing_key="orders") for _ in range(5)]
             error = broken.exception(20)
@@ -426,7 +459,7 @@ def test_a_message_that_cannot_be_encoded_fails_alone(vhost: VirtualHost, fault_
 def test_f31_too_large_headers_are_refused_before_connecting(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
-    """The size of a frame that the settings allow is known before a broker is."""
+    """The frame size that the settings allow is known before connecting."""
     proxy = fault_proxy(vhost.url)
     proxy.refuse_connections()
     with Publisher(f"{proxy.url}?frame_max=8192", topology=[ORDERS]) as publisher:
@@ -438,7 +471,7 @@ def test_f31_too_large_headers_are_refused_before_connecting(
 
 
 def test_f31_a_body_over_the_brokers_own_limit_fails_alone(vhost: VirtualHost) -> None:
-    """Where the broker's limit is lower than ours, its 406 fails the one message."""
+    """If the broker's limit is lower than the client's, its 406 fails one message."""
     with Publisher(vhost.url, topology=[ORDERS], max_message_bytes=64 * 1024 * 1024) as publisher:
         small = [publisher.submit(Message(b"x"), routing_key="orders") for _ in range(10)]
         large = publisher.submit(Message(b"x" * (17 * 1024 * 1024)), routing_key="orders")
@@ -459,7 +492,7 @@ def test_f31_a_body_over_the_brokers_own_limit_fails_alone(vhost: VirtualHost) -
 def test_wrong_arguments_are_named_before_anything_is_sent(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, make: Callable[[], dict[str, object]], field: str
 ) -> None:
-    """A wrong argument raises an error that names it, and the broker sees nothing of it."""
+    """The error names the argument, and nothing is sent."""
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=[ORDERS]) as publisher:
         with pytest.raises(ConfigurationError, match=field):
@@ -469,7 +502,7 @@ def test_wrong_arguments_are_named_before_anything_is_sent(
 
 
 def test_topology_is_declared_with_exchanges_and_bindings(vhost: VirtualHost) -> None:
-    """Exchanges, queues and bindings given as topology exist once the publisher is connected."""
+    """The exchanges, queues and bindings exist once the publisher is connected."""
     events = Exchange("events", type="topic")
     with Publisher(vhost.url, topology=[events, ORDERS, Binding(events, ORDERS, routing_key="order.*")]) as publisher:
         publisher.publish(Message(b"x"), exchange="events", routing_key="order.created")
@@ -478,7 +511,7 @@ def test_topology_is_declared_with_exchanges_and_bindings(vhost: VirtualHost) ->
 
 
 def test_a_channel_is_confirming_and_never_transactional(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """Publishing selects confirms on its channel and sends no method of the tx class."""
+    """The publisher selects confirms and sends no method of the tx class."""
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=[ORDERS]) as publisher:
         publisher.publish(Message(b"x"), routing_key="orders")

@@ -1,4 +1,4 @@
-"""Programs that tests run as processes of their own."""
+"""Programs that tests run in separate processes."""
 
 from tests.new_queues import treat_new_queues_as_old
 

@@ -1,8 +1,8 @@
-"""Consumes until it is told to stop; each handler waits for a byte on the standard input before it ends.
+"""Consume until stopped; each handler waits for a byte on standard input.
 
-Usage: ``python -m integration.programs.consuming URL STOP_TIMEOUT PASSES API QUEUE``: the handlers of the first PASSES
-deliveries do not wait; API is ``sync`` or ``aio``; QUEUE is ``shared`` or ``single``, for one active consumer. Says on
-the standard output what it does; ends with ``returned`` when ``run()`` has.
+Usage: ``python -m integration.programs.consuming URL STOP_TIMEOUT PASSES API QUEUE``. The handlers of the first
+PASSES deliveries do not wait. API is ``sync`` or ``aio``. QUEUE is ``shared``, or ``single`` for a single active
+consumer. Prints its steps, and ``returned`` when ``run()`` has returned.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main(url: str, stop_timeout: float, passes: int, api: str, queue: str) -> No
     def handle(delivery: Delivery) -> None:
         say(f"begun {delivery.body.decode()}")
         if int(delivery.body) >= passes:
-            os.read(0, 1)  # not sys.stdin: its lock would abort an interpreter that exits meanwhile
+            os.read(0, 1)  # not sys.stdin: its lock would abort an interpreter that is exiting
         say(f"done {delivery.body.decode()}")
 
     if api == "sync":

@@ -1,9 +1,9 @@
-"""Eight threads, or tasks, that are each delivered some messages of many, and effect what a store lets them.
+"""Handle deliveries in eight threads or tasks that compete for their claims.
 
-Usage: ``python -m integration.programs.contending API NUMBER OF IDS EFFECTS STORE_URL...``: it is process NUMBER of
-OF, with eight threads where API is ``sync``, with an event loop and eight tasks where it is ``aio``. Each of IDS ids
-is delivered ten times, to threads or tasks of all processes. For each store an effect is a line in the file EFFECTS.
-Every delivery is seen through until its id is done.
+Usage: ``python -m integration.programs.contending API NUMBER OF IDS EFFECTS STORE_URL...``. This is process NUMBER of
+OF. If API is ``sync``, it has eight threads; if API is ``aio``, an event loop with eight tasks. Each of IDS ids is
+delivered ten times, to threads or tasks of all processes. An effect is a line in a file per store: EFFECTS.0,
+EFFECTS.1, and so on. Every delivery is retried until its id is done.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOGETHER = 8
 
 
 class Awaited:
-    """A sync store as an asyncio one, for a loop that has nothing else to do."""
+    """A sync store with an async interface, for a loop that runs nothing else."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -39,7 +39,7 @@ class Awaited:
 
 
 def deliveries(caller: int, of: int, ids: int) -> list[str]:
-    """What a thread or task is delivered; the same for all who ask."""
+    """Return the deliveries of a thread or task; the same in every process."""
     everything = [f"id-{number}" for number in range(ids) for _ in range(10)]
     random.Random(7).shuffle(everything)
     return everything[caller::of]

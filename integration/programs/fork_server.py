@@ -1,15 +1,16 @@
-"""Runs modules and files as programs, each in a child that is forked when what most of them import has been imported.
+"""Run modules and files as programs, each in a forked child.
 
-Started by `integration.support.processes`, with the number of a socket. A request is a JSON object in one packet:
+The server imports the modules that most programs need before it forks. `integration.support.processes` starts it with
+the number of a socket. A request is a JSON object in one packet:
 
 - ``{"run": [KIND, NAME, ARGUMENT...], "cwd": PATH, "environment": {...}}`` with three descriptors, which become its
   standard streams. KIND is ``module`` or ``file``. The answer is its process id.
-- ``{"wait": PROCESS}`` for one that has ended. The answer is its exit status, negative for a signal.
+- ``{"wait": PROCESS}`` for a process that has ended. The answer is its exit status, negative for a signal.
 
-Each request has a ``number``, which stands in front of the answer.
+Each request has a ``number``, which precedes the answer.
 
-A child is what ``python -m NAME`` is, from its arguments and streams to its exit. It is no place for what is read from
-the environment while Python starts, or while one of the modules below is imported.
+A child behaves like ``python -m NAME``, from its arguments and streams to its exit. It does not suit a program that
+depends on environment variables that are read while Python starts, or while one of the modules below is imported.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _IMPORTED = (
 
 
 def serve(requests: socket.socket) -> dict[str, Any] | None:
-    """Fork children until whoever asks for them is gone; return in each child, with its request."""
+    """Fork children until the client disconnects; in each child, return its request."""
     while True:
         packet, streams, _flags, _address = socket.recv_fds(requests, 1 << 20, 3)
         if not packet:
@@ -55,7 +56,7 @@ def serve(requests: socket.socket) -> dict[str, Any] | None:
 
 
 def become(request: dict[str, Any]) -> None:
-    """Have the directory, the environment, the streams and the arguments of a request."""
+    """Apply the directory, environment, streams and arguments of a request."""
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -76,7 +77,7 @@ if __name__ == "__main__":
         importlib.import_module(name)
     gc.freeze()
     _request = serve(socket.socket(fileno=int(sys.argv[1])))
-    if _request is not None:  # a child: from here on it is nothing but its program
+    if _request is not None:  # a child, which only runs its program from here on
         become(_request)
         _kind, _name = _request["run"][:2]
         sys.path[0] = _request["cwd"] if _kind == "module" else os.path.dirname(os.path.abspath(_name))  # noqa: PTH100, PTH120

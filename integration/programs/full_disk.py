@@ -1,4 +1,4 @@
-"""Fills a small file system with a SQLite outbox while there is no broker; then there is one.
+"""Fill a small file system with a SQLite outbox without a broker; then flush it.
 
 Usage: ``unshare --mount python -m integration.programs.full_disk URL DIRECTORY API``. Mounts a tmpfs of 24 MB on
 DIRECTORY. Writes ``attempt ID``, ``accepted ID`` and ``refused ID`` for each message to stdout.
@@ -19,7 +19,7 @@ NOBODY = "amqp://guest:guest@127.0.0.1:1/"
 
 
 def fill(publisher: Publisher | BlockingPublisher, size: int) -> int:
-    """Publish until it is refused ten times; return how many were accepted."""
+    """Publish until ten messages are refused; return the number of accepted ones."""
     accepted = refused = 0
     while refused < 10:
         message = Message(b"x" * size)
@@ -43,11 +43,11 @@ def main(url: str, directory: str, api: str) -> None:
     outbox = SQLiteOutbox(Path(directory) / "outbox")
     with kind(NOBODY, outbox=outbox) as publisher:
         accepted = fill(publisher, 100_000)
-        accepted += fill(publisher, 1)  # until not even the smallest fits
+        accepted += fill(publisher, 1)  # until not even the smallest message fits
     assert accepted > 50, accepted
     assert outbox.status().rows == accepted
     with kind(url, topology=[ORDERS], outbox=outbox) as publisher:
-        publisher.flush(30)  # which has to remove rows where there is no room
+        publisher.flush(30)  # has to remove rows on a full disk
         assert outbox.status().rows == 0
         message = Message(b"room again")
         tell("attempt", message)

@@ -1,4 +1,4 @@
-"""A `SQLiteStore` on a file system that fills up, and then has room again.
+"""Use a `SQLiteStore` on a file system that fills up and then has space again.
 
 Usage: ``unshare --mount python -m integration.programs.full_store DIRECTORY``. Mounts a tmpfs of 4 MB on DIRECTORY.
 """
@@ -21,7 +21,7 @@ def fill(ballast: Path) -> None:
 
 
 def refused(store: SQLiteStore, number: int) -> bool:
-    """Whether a question about a hundred keys is, for want of room."""
+    """Return whether a claim of a hundred keys fails because the disk is full."""
     try:
         store.claim_many([f"{number} {key}" for key in range(100)], 60.0)
     except IdempotencyStoreError as error:

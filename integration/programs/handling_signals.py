@@ -1,7 +1,7 @@
-"""Publishes while a signal handler, at random moments, uses the same publisher; SIGTERM's handler closes it.
+"""Publish while a signal handler uses the same publisher at random moments.
 
-Usage: ``python -m integration.programs.handling_signals URL SEED``. Prints how many messages were confirmed when the
-handler of SIGTERM has closed the publisher.
+Usage: ``python -m integration.programs.handling_signals URL SEED``. The handler of SIGTERM closes the publisher and
+prints the number of confirmed messages.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Publishes, interrupted at random moments by exceptions out of a signal handler; then checks the publisher.
+"""Publish while a signal handler raises exceptions; then check the publisher.
 
-Usage: ``python -m integration.programs.interrupted URL SEED SECONDS``. Prints what happened; fails where the publisher
-lost count of anything.
+Usage: ``python -m integration.programs.interrupted URL SEED SECONDS``. The exceptions are raised at random moments.
+Prints a summary; fails if the publisher lost count of anything.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WINDOW = 20
 
 
 class Interrupted(Exception):
-    """What the signal handler raises, as it would KeyboardInterrupt."""
+    """The exception that the signal handler raises, like KeyboardInterrupt."""
 
 
 def interrupt(_number: int, _frame: FrameType | None) -> None:
@@ -31,7 +31,7 @@ def interrupt(_number: int, _frame: FrameType | None) -> None:
 
 
 def use(publisher: Publisher, rng: random.Random, confirmations: list[Confirmation]) -> None:
-    """Do one thing out of those that a program does with a publisher."""
+    """Make one random call as a program would."""
     match rng.randrange(10):
         case 0:
             publisher.publish(Message(b"published"), routing_key="orders")

@@ -1,8 +1,9 @@
-"""Publishes and consumes while the wall clock jumps by an hour, forwards and back; checks that nothing noticed.
+"""Publish and consume while the wall clock jumps by an hour, forwards and back.
 
-Usage: ``python -m integration.programs.jumping_clock sync|aio URL OFFSET_FILE``, under libfaketime, which takes the
-offset of the wall clock from that file and leaves the monotonic clock alone. Whoever runs it does what it asks for on
-its standard output (``hold``, ``release``, ``cut``: of the proxy that URL leads to) and answers each with a line.
+Usage: ``python -m integration.programs.jumping_clock sync|aio URL OFFSET_FILE``, under libfaketime, which reads the
+offset of the wall clock from that file and leaves the monotonic clock unchanged. The program fails if the jumps
+affect anything. It prints requests (``hold``, ``release`` and ``cut``, for the proxy that URL leads to); the parent
+process carries out each one and answers with a line.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class WallClock:
         self._offset_file = Path(offset_file)
 
     def jump(self, offset: int) -> None:
-        """Set it to `offset` seconds off the true time, and see that it has jumped."""
+        """Set the clock to `offset` seconds off the true time; check that it jumped."""
         before, ticks = time.time(), time.monotonic()
         former = int(self._offset_file.read_text())
         self._offset_file.write_text(f"{offset:+d}")
@@ -63,7 +64,7 @@ def publish(publisher_of_api: type[Publisher], url: str, clock: WallClock) -> No
             assert publisher.publish_many(batch, routing_key="orders").ok, "publishing"
         assert len(ids) == 80, "message ids"
 
-        # No deadline comes early, whichever way the clock jumps while publishes are outstanding ...
+        # No deadline is early, whichever way the clock jumps while publishes are outstanding.
         ask("hold")
         outstanding = [publisher.submit(message, routing_key="orders") for message in messages(50)]
         for offset in (HOUR, -HOUR, 0):
@@ -76,7 +77,7 @@ def publish(publisher_of_api: type[Publisher], url: str, clock: WallClock) -> No
             else:
                 raise AssertionError("settled without a confirm")
         assert publisher.statistics.in_doubt == 0, "the confirm timeout"
-        # ... and none is late.
+        # No deadline is late either.
         for offset in (HOUR, -HOUR):
             began = time.monotonic()
             confirmation = publisher.submit(Message(b"x"), routing_key="orders", timeout=1)
@@ -104,7 +105,7 @@ def publish(publisher_of_api: type[Publisher], url: str, clock: WallClock) -> No
 
 
 def consume(consumer_of_api: type[Consumer], url: str, clock: WallClock) -> None:
-    """Go through what was published; then messages that fail once, while the clock jumps."""
+    """Handle the messages of `publish`, then messages that fail while it jumps."""
     handled: Queued[tuple[float, Delivery]] = Queued()
 
     def handle(delivery: Delivery) -> None:
@@ -127,7 +128,7 @@ def consume(consumer_of_api: type[Consumer], url: str, clock: WallClock) -> None
 
 
 def failed(handled: Queued[tuple[float, Delivery]]) -> float:
-    """When the message that fails was next handled."""
+    """Return when the failing message was next handled."""
     while True:
         when, delivery = handled.get(timeout=20)
         if delivery.body == b"fails":

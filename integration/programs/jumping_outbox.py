@@ -1,7 +1,9 @@
-"""Relays of outboxes in a process whose wall clock jumps by an hour: leases and delays take as long as they are to.
+"""Relay outboxes while the wall clock of the process jumps by an hour.
 
-Usage: ``python -m integration.programs.jumping_outbox OFFSET_FILE OUTBOX...``, under libfaketime. An OUTBOX is the path
-of a SQLite file, or a database URL whose table is there.
+Leases and delays must take their usual time.
+
+Usage: ``python -m integration.programs.jumping_outbox OFFSET_FILE OUTBOX...``, under libfaketime. An OUTBOX is the
+path of a SQLite file, or the URL of a database that has the table.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ def new_outbox(where: str) -> Outbox:
 
 def wait_for_row(claims: RowLeases) -> OutboxRow:
     while not (rows := claims.take(1).rows):
-        threading.Event().wait(0.02)  # libfaketime does not let time.sleep() be
+        threading.Event().wait(0.02)  # libfaketime changes time.sleep(), too
     return rows[0]
 
 
@@ -57,7 +59,7 @@ def main(offset_file: str, places: list[str]) -> None:
             delayed_at[where] = time.monotonic()
             [second] = relay.take(1).rows
             claimed_at[where] = time.monotonic()
-            if "://" not in where:  # no lease: there is one relay, until its process ends
+            if "://" not in where:  # no lease: SQLite has one relay, until its process ends
                 outbox.write([], [RowSettlement(second, RowOutcome.CONFIRMED)])
                 del claimed_at[where]
         clock.jump(offset)
@@ -66,7 +68,7 @@ def main(offset_file: str, places: list[str]) -> None:
             again = wait_for_row(relays[where])
             check(began, DELAY, f"the delay in {where}")
             outboxes[where].write([], [RowSettlement(again, RowOutcome.CONFIRMED)])
-        for where in claimed_at:  # its holder dies: it renews no more
+        for where in claimed_at:  # the last renewal, as if the holder died here
             relays[where].keep()
             claimed_at[where] = time.monotonic()
         others = {where: outboxes[where].claims() for where in claimed_at}

@@ -1,4 +1,6 @@
-"""A store whose process has a wall clock that jumps by hours: leases and retention go on as if nothing had happened.
+"""Use a store while the wall clock of the process jumps by hours.
+
+Leases and retention must not be affected.
 
 Usage: ``python -m integration.programs.jumping_store OFFSET_FILE API STORE_URL...``, under libfaketime.
 """
@@ -15,7 +17,7 @@ from reliable_mq.testing.store_contract import StoreOnThread
 
 
 def new(url: str, api: str) -> Any:
-    """A store that is asked as a sync one, whichever API it is of."""
+    """Return a store with the sync interface, whichever API it belongs to."""
     return new_store(url) if api == "sync" else StoreOnThread(lambda: new_store(url, api))
 
 
@@ -27,7 +29,7 @@ def main(offset_file: str, api: str, urls: list[str]) -> None:
         assert store.complete_many([done]) == [True], url
         for offset in (HOUR, -HOUR, 48 * HOUR, -48 * HOUR, 0):
             clock.jump(offset)
-            other = new(url, api)  # a process that starts now has no other time
+            other = new(url, api)  # a process that starts now must see the same time
             for one in (store, other):
                 made = [claim.status for claim in one.claim_many(["held", "done"], 60.0)]
                 assert made == [ClaimStatus.IN_PROGRESS, ClaimStatus.DONE], (url, offset, made)

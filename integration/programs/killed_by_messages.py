@@ -1,12 +1,11 @@
-"""Consumers that some messages kill: run as a program, started again by a test, or by itself, whenever they die.
+"""Run consumers that some messages kill, and that are restarted when they die.
 
-``python -m integration.programs.killed_by_messages URL LOG [--option value ...]``, see `Settings`. A body that begins
-with ``kill`` ends its process with SIGKILL, one that begins with ``poison`` always fails, one that begins with
-``flaky`` fails at its first attempt. Each handler call is a line in the log before anything happens: body, attempt and
-time.
+Usage: ``python -m integration.programs.killed_by_messages URL LOG [--option value ...]``, see `Settings`. A body that
+begins with ``kill`` ends the process with SIGKILL, ``poison`` always fails, and ``flaky`` fails at its first attempt.
+Before that, each handler call writes a line to the log: body, attempt and time.
 
-With ``--workers`` there are so many consumers, each a fork of this process that is replaced when it was killed, as a
-server that forks its workers in advance does; each death is a line ``died`` in the log.
+Without ``--workers``, the test restarts the program. With it, the program forks that many consumers and replaces
+those that are killed, like a pre-forking server. Each death is a line ``died`` in the log.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ from reliable_mq import AsyncConsumer, Consumer, Delivery, Queue, RetryPolicy
 from reliable_mq.stores import SQLiteStore
 
 ORDERS = Queue("orders")
-LEASE = 1.0  # seconds: what a killed consumer had claimed is free after it
+LEASE = 1.0  # seconds until the claims of a killed consumer are free
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What may be set.
+    """The options of the program.
 
     Attributes:
-        attempts: in all.
-        delay: seconds between them.
+        attempts: maximum number of attempts, the first one included.
+        delay: seconds between attempts.
         prefetch: of each consumer.
         api: ``sync`` or ``aio``.
         work: seconds that a handler takes.
-        workers: how many consumers; 0 for one, in this process.
-        store: the file of an idempotency store that they share; empty for none.
+        workers: number of consumers; 0 for one, in this process.
+        store: file of an idempotency store that the consumers share; empty for none.
     """
 
     attempts: int = 3
@@ -79,7 +78,7 @@ def consume(url: str, log: Path, settings: Settings) -> None:
 
 
 def supervise(url: str, log: Path, settings: Settings) -> None:
-    """Fork consumers, and again for each that was killed, until SIGTERM; then end them."""
+    """Fork consumers and replace killed ones until SIGTERM; then end them."""
     workers = set()
     ending = False
 
@@ -108,7 +107,7 @@ def supervise(url: str, log: Path, settings: Settings) -> None:
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
             with log.open("a") as file:
                 file.write(f"died 0 {time.time():.3f}\n")
-        elif status and not (ending and status == signal.SIGTERM):  # which ends one that has only begun to start
+        elif status and not (ending and status == signal.SIGTERM):  # SIGTERM ends a starting consumer
             raise SystemExit(f"a consumer ended by itself, with {status}")
 
 

@@ -1,9 +1,9 @@
-"""Publishes through an outbox and is killed at a line of the outbox's own code, in whichever thread comes to it.
+"""Publish through an outbox and die at a given line of the outbox's code.
 
-Arguments: URL OUTBOX API COUNT KILL_AT. OUTBOX is the path of a SQLite
-file, or a database URL; on the API ``aio`` that is used with an ``AsyncEngine``. Writes ``attempt ID`` before and
-``accepted ID`` after each publish to stdout, unbuffered, and at the end ``lines N``: how many lines of the modules
-below ran. At the line of that number that KILL_AT says, the process sends itself SIGKILL; 0 is never.
+Arguments: URL OUTBOX API COUNT KILL_AT. OUTBOX is the path of a SQLite file, or a database URL; with the API ``aio``,
+the database is used with an ``AsyncEngine``. Writes ``attempt ID`` before and ``accepted ID`` after each publish to
+stdout, unbuffered, and at the end ``lines N``, the number of executed lines of the modules below. At line number
+KILL_AT, in whichever thread runs it, the process sends itself SIGKILL; 0 means never.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from reliable_mq.sync import publisher as sync_publisher
 if TYPE_CHECKING:
     from types import FrameType
 
-# Of the package `outbox` every module, and of the others those that a stored message passes.
+# Every module of the package `outbox`, and the other modules that a stored message passes through.
 TRACED = (
-    os.path.dirname(outbox_package.__file__),  # noqa: PTH120  # compared with the file names of code
+    os.path.dirname(outbox_package.__file__),  # noqa: PTH120  # compared with file names of code objects
     core_outbox.__file__,
     outbox_channel.__file__,
     sync_outbox_channel.__file__,
@@ -43,11 +43,11 @@ TRACED = (
 )
 ORDERS = Queue("orders", type="classic", dead_letter=None)
 THREADS = 3
-LEASE = 1.0  # seconds, of a database
+LEASE = 1.0  # seconds, for a database
 
 
 class Killer:
-    """Counts the lines that run in the modules above; kills the process at one of them."""
+    """Count the lines that run in the modules above, and kill the process at one."""
 
     def __init__(self, kill_at: int) -> None:
         self.lines = 0
@@ -79,7 +79,10 @@ def tell(what: str, message: Message | str) -> None:
 
 
 def messages(thread: int, count: int) -> list[Message]:
-    """Every other one has a key, which is its correlation id; bodies have numbers to see the order by."""
+    """Return messages with numbered bodies.
+
+    The numbers show the order. Every second message has an ordering key, which is its correlation id.
+    """
     return [
         Message(b"%d" % number, correlation_id=f"{os.getpid()}-{thread}" if number % 2 else None)
         for number in range(count)
@@ -87,7 +90,7 @@ def messages(thread: int, count: int) -> list[Message]:
 
 
 def publish(publisher: Publisher, thread: int, count: int) -> None:
-    """One after the other in one thread, pipelined in the others."""
+    """Publish one by one in the first thread, and pipelined in the others."""
     confirmations = []
     for message in messages(thread, count):
         tell("attempt", message)

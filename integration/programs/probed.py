@@ -1,7 +1,8 @@
-"""A consumer and a publisher with probes; each handler waits for a byte on the standard input before it ends.
+"""Run a consumer and a publisher with probes.
 
-Usage: ``python -m integration.programs.probed URL STOP_TIMEOUT API``, with API ``sync`` or ``aio``. Says on the
-standard output the URL of its probes, what its handlers do, and ``returned`` at the end.
+Usage: ``python -m integration.programs.probed URL STOP_TIMEOUT API``, with API ``sync`` or ``aio``. Each handler
+waits for a byte on standard input before it ends. Prints the URL of the probes, the steps of the handlers, and
+``returned`` at the end.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Relays the outbox in a database until it is empty, and is killed at a line of the outbox's own code.
+"""Relay the outbox in a database until it is empty; die at a given line.
 
-Arguments: URL DATABASE_URL LEASE KILL_AT. At the end it writes ``lines N``: how many lines of the modules of
-`integration.programs.outboxing` ran. At the line of that number that KILL_AT says, the process sends itself SIGKILL; 0
-is never.
+Arguments: URL DATABASE_URL LEASE KILL_AT. At the end it writes ``lines N``, the number of executed lines of the
+modules that `integration.programs.outboxing` traces. At line number KILL_AT, the process sends itself SIGKILL; 0
+means never.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""A client of a Spark Connect server: writes and reads RabbitMQ, and says what it saw.
+"""Write and read RabbitMQ as a client of a Spark Connect server.
 
 Usage: ``python -m integration.programs.spark_connect JSON``, with ``remote`` (``sc://...``), ``url``, ``directory``
-(for checkpoints and files; the server is on this host) and ``registered``. If that is false, this package cannot be
-imported here, and the server is to find the format by itself: then it only reads the queue ``orders`` into ``done``.
-Else it writes the stream ``events``, too, and reads it in both ways. At the end it says a JSON object.
+(for checkpoints and files; the server is on this host) and ``registered``. If ``registered`` is false, this package
+cannot be imported here and the server has to find the format by itself; the program then only copies the queue
+``orders`` to ``done``. Otherwise it also writes the stream ``events``, and reads it in a query and in a batch. At the
+end it prints its results as a JSON object.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def error_of(act: Callable[[], object]) -> str:
-    """What the user is told; nothing where it works."""
+    """Return the error message that the user sees, or an empty string."""
     try:
         act()
     except PySparkException as error:
@@ -57,7 +58,7 @@ def error_of(act: Callable[[], object]) -> str:
 
 
 class Client:
-    """What it does with a session."""
+    """The client's operations on a session."""
 
     def __init__(self, spark: SparkSession, settings: dict[str, Any]) -> None:
         self._spark = spark
@@ -65,7 +66,7 @@ class Client:
         self._directory = settings["directory"]
 
     def queue_to_queue(self) -> object:
-        """Read the orders, and publish them under their own ids; give the end offset of the last progress."""
+        """Copy the orders under their own ids; return the end offset of the last batch."""
         rows = self._spark.readStream.format("rabbitmq").options(url=self._url, queue="orders").load()
         query = (
             rows.select("body", "message_id")
@@ -97,7 +98,7 @@ class Client:
         )
 
     def events(self) -> list[tuple[int, str]]:
-        """Read the stream in a batch; give offsets and bodies."""
+        """Read the stream in a batch; return offsets and bodies."""
         rows = self._spark.read.format("rabbitmq").options(url=self._url, stream="events").load()
         return [(row.offset, bytes(row.body).decode()) for row in rows.select("offset", "body").collect()]
 
@@ -108,7 +109,7 @@ class Client:
 
 
 def ended(query: StreamingQuery) -> StreamingQuery:
-    """Wait for its end."""
+    """Wait until a query ends; return it."""
     assert query.awaitTermination(120), "the query did not end"
     return query
 

@@ -1,14 +1,19 @@
-"""A Spark application: reads queues or streams and writes, until it is killed, or there is no more.
+"""A Spark application that reads queues or streams until it is killed or done.
 
-It writes Parquet files, or to RabbitMQ.
+It writes Parquet files, or publishes to RabbitMQ.
 
-Usage: ``python -m integration.programs.spark_queries JSON``, with ``sources`` (by name of a query, the options, with
-``url`` and ``queue`` or ``stream``), ``directory`` (for what Spark writes, and, in one of the query's name, for its
-output and its checkpoint), ``to`` (options of our sink, in place of files), ``drain`` (whether to end when all is
-read), ``pause`` (seconds for a row and task), ``straggler`` (whether that is for the first attempt of the first task
-alone), ``master``, ``spark`` (settings of Spark), ``register`` and ``held`` (whether to wait, with everything ready,
-for a line on the standard input). With a pause, every row that a task has begun with leaves a file
-``reading-PARTITION-ATTEMPT-*``.
+Usage: ``python -m integration.programs.spark_queries JSON``, with:
+
+- ``sources``: by the name of a query, its options, with ``url`` and ``queue`` or ``stream``;
+- ``directory``: for Spark's own files, and for a directory per query with its output and its checkpoint;
+- ``to``: options of the RabbitMQ sink, which replaces the files;
+- ``drain``: whether to end when everything is read;
+- ``pause``: seconds per row in each task;
+- ``straggler``: whether to pause only in the first attempt of the first task;
+- ``master``, ``spark`` (Spark settings) and ``register``;
+- ``held``: whether to wait, with everything ready, for a line on standard input.
+
+With a pause, each row that a task starts to process leaves a file ``reading-PARTITION-ATTEMPT-*``.
 """
 
 from __future__ import annotations
@@ -61,12 +66,12 @@ def start(spark: SparkSession, settings: dict[str, Any]) -> list[StreamingQuery]
 
 
 def source(spark: SparkSession, options: dict[str, str]) -> DataFrame:
-    """What is read. Nothing is connected."""
+    """Return the rows of a source. Does not connect."""
     return spark.readStream.format("rabbitmq").options(**options).load().select(*COLUMNS)
 
 
 def warm_up(spark: SparkSession, directory: Path) -> None:
-    """Have done once what costs much the first time: Python workers, code generation, a Parquet file."""
+    """Run the slow first steps: Python workers, code generation, a Parquet file."""
     rows = spark.range(0, 2, 1, 2).selectExpr("cast(id as string) as body")
     rows.select(udf(str.strip, "string", useArrow=False)("body").alias("body")).write.parquet(
         str(directory / f"warm-up-{os.getpid()}")
@@ -74,7 +79,7 @@ def warm_up(spark: SparkSession, directory: Path) -> None:
 
 
 def written(rows: DataFrame, directory: Path, settings: dict[str, Any]) -> StreamingQuery:
-    """Start to write them."""
+    """Start to write the rows."""
     pause, straggler, noted = settings.get("pause", 0.0), settings.get("straggler", False), str(directory)
     directory.mkdir(exist_ok=True)
 

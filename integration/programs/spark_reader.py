@@ -1,16 +1,21 @@
-"""Plays Spark for a reader of queue mode: the same calls in the same order, a checkpoint, a sink, and a death on time.
+"""Call a reader in queue mode as Spark does, with a checkpoint, a sink and kills.
 
-Usage: ``python -m integration.programs.spark_reader JSON``, with ``url``, ``queue``, ``directory``, ``options`` of the
-source, ``most`` (rows of a batch), ``phase`` and ``batch`` (where it kills itself; none for never), ``idle`` (seconds
-without a message after which it stops; none for never) and ``until`` (how many messages its sink must have before it
-does). If ``hold`` is given, says ``reading`` and waits with a batch in its hands until the standard input ends. At its
-end, it says ``peak`` and the most bytes that it has had in memory.
+Usage: ``python -m integration.programs.spark_reader JSON``, with:
 
-Given a list of such settings, it lives and dies as often, and writes how each life has ended into ``endings`` of that
-directory: an exit status, negative for a signal.
+- ``url``, ``queue``, ``directory`` and ``options`` of the source;
+- ``most``: the maximum number of rows of a batch;
+- ``phase`` and ``batch``: where the process kills itself; not set for never;
+- ``idle``: seconds without a message after which it stops; not set for never;
+- ``until``: the number of messages that its sink must have before it stops;
+- ``hold``: whether to print ``reading`` and keep a batch unwritten until standard input ends.
 
-The sink is a file of lines ``batch message-id``. A batch that is in there is written again by nobody who has seen its
-commit; without one it is, as any sink that Spark writes to may be.
+At the end it prints ``peak`` and its peak memory in bytes.
+
+Given a list of such settings, it runs each in a child process, one after the other. It writes the exit status of each
+child, negative for a signal, into ``endings`` of that directory.
+
+The sink is a file of lines ``batch message-id``. A batch is not written again once its commit is in the checkpoint.
+Without a commit it is written again, as may happen to any sink of Spark.
 """
 
 from __future__ import annotations
@@ -71,7 +76,7 @@ def main(settings: dict[str, Any]) -> None:
             sink.writelines(f"{commits} {row}\n" for row in rows)
         phase("sink written")
 
-    if len(offsets) > commits:  # Spark begins with the batch that was not committed
+    if len(offsets) > commits:  # Spark starts with the uncommitted batch
         process(offsets[commits])
         start, commits = offsets[commits], commits + 1
         record()
@@ -100,7 +105,7 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def one_after_the_other(lives: list[dict[str, Any]]) -> int:
-    """Run each in a process of its own, which has all imports already; give the status of the last one."""
+    """Run each in a forked child, with all imports done; return the last status."""
     status = 0
     for settings in lives:
         pid = os.fork()
@@ -113,7 +118,7 @@ def one_after_the_other(lives: list[dict[str, Any]]) -> int:
 
 
 def live(settings: dict[str, Any]) -> None:
-    """Be the child; does not return."""
+    """Run in the child, and exit."""
     try:
         main(settings)
     except BaseException:

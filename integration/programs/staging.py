@@ -1,4 +1,7 @@
-"""A relay into a stage, in a process that a test kills: URL, queue and stage; it prints a line once it is active."""
+"""A relay into a stage, in a process that a test kills.
+
+Arguments: URL, queue and stage. Prints a line once the relay is active.
+"""
 
 from __future__ import annotations
 

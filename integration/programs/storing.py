@@ -1,10 +1,10 @@
-"""Consumes with an idempotency store, and dies by SIGKILL where it is told to.
+"""Consume with an idempotency store, and die by SIGKILL at a given step.
 
-Arguments: AMQP_URL STORE_URL API EFFECTS STEP [BATCH]. An effect is a row
-in the table ``effects`` of the store's own database, in one transaction with the claim, where EFFECTS is ``inbox``;
-else a line ``effect ID`` in the file EFFECTS, and ``done ID`` there says that the store has taken its completion. With
-BATCH, handlers are given that many at a time. STEP is one of ``claim``, ``claimed``, ``effect``, ``completed``,
-``acking`` (see `Dying`), or ``none``: then it ends with SIGTERM.
+Arguments: AMQP_URL STORE_URL API EFFECTS STEP [BATCH]. If EFFECTS is ``inbox``, an effect is a row in the table
+``effects`` of the store's own database, in one transaction with the claim. Otherwise it is a line ``effect ID`` in
+the file EFFECTS, and ``done ID`` there means that the store has accepted the completion. With BATCH, handlers get
+batches of that size. STEP is one of ``claim``, ``claimed``, ``effect``, ``completed`` and ``acking`` (see `Dying`),
+or ``none`` for a process that SIGTERM ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ORDERS = Queue("orders")
 
 
 def new_store(url: str, api: str = "sync") -> Any:
-    """A store by its URL: ``redis://``, ``file://`` for SQLite, or one of SQLAlchemy's."""
+    """Return the store at a URL: ``redis://``, ``file://`` (SQLite), or SQLAlchemy's."""
     if url.startswith("redis://"):
         return RedisStore(url) if api == "sync" else AsyncRedisStore(url)
     if url.startswith("file://"):
@@ -44,10 +44,11 @@ def new_store(url: str, api: str = "sync") -> Any:
 
 
 class Dying:
-    """A store whose process dies at a step, when three messages have come that far.
+    """A store whose process dies once three messages have reached a step.
 
-    ``claim``: before a claim is asked for; ``claimed``: when it was granted; ``effect``: by the handler, between its
-    effect and the end of its transaction; ``completed``: when it was completed; ``acking``: soon after that.
+    ``claim``: before the store is asked for a claim; ``claimed``: after the claim was granted; ``effect``: in the
+    handler, between its effect and the end of its transaction; ``completed``: after the completion; ``acking``:
+    shortly after that.
     """
 
     def __init__(self, store: Any, step: str, where: str) -> None:
@@ -122,7 +123,7 @@ _EFFECT = text("INSERT INTO effects (id) VALUES (:id)")
 
 
 class Effects:
-    """What handlers do, of one delivery or of a batch."""
+    """The effects of handlers, for one delivery or for a batch."""
 
     def __init__(self, store: Dying) -> None:
         self._store = store

@@ -1,7 +1,7 @@
-"""Stores in a SQLite outbox, one by one and many at once, and says on its standard output what it is about to do.
+"""Store messages in a SQLite outbox, one by one and many at once.
 
-Usage: ``python -m integration.programs.syncing PATH API``; API is ``sync`` or ``aio``. Each line is one call of
-``write``: ``publish``, ``published``, ``submit``, ``stored``, ``write``, ``written``. No broker is there.
+Usage: ``python -m integration.programs.syncing PATH API``; API is ``sync`` or ``aio``. Prints each step as a line, in
+one ``write`` call: ``publish``, ``published``, ``submit``, ``stored``, ``write``, ``written``. There is no broker.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(path: str, api: str) -> None:
             publisher.publish(Message(b"x"), routing_key="orders")
             say("published")
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
-            other.execute("BEGIN IMMEDIATE")  # the writer waits, and what comes in meanwhile is one group
+            other.execute("BEGIN IMMEDIATE")  # makes the writer wait, so that the messages below form one group
             say("submit")
             submitted = [publisher.submit(Message(b"x"), routing_key="orders") for _ in range(GROUP)]
             other.execute("ROLLBACK")

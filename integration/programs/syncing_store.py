@@ -1,6 +1,6 @@
-"""Asks a `SQLiteStore` one question after the other, and says when each has its answer, a line per write.
+"""Call a `SQLiteStore` step by step, and print a line after each step.
 
-Usage: ``python -m integration.programs.syncing_store PATH``.
+Usage: ``python -m integration.programs.syncing_store PATH``. Each line is one ``write`` call.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Fixtures for Spark: a session that all tests of one process share.
 
 ===================  =========  ========================================================================================
-fixture              scope      what it is
+fixture              scope      value
 ===================  =========  ========================================================================================
-`spark`              session    ``local[2]``, tasks are tried three times; ``format("rabbitmq")`` is registered
+`spark`              session    ``local[2]``, three attempts per task; ``format("rabbitmq")`` is registered
 `checkpoint`         test       a directory for a query's checkpoint
 ===================  =========  ========================================================================================
 """
@@ -38,8 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))
             item.add_marker(pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))
             if item.get_closest_marker("timeout") is None:
-                # On a busy machine Spark's start alone takes a minute, and a test that is interrupted within a call of
-                # Spark's leaves the session unusable for those after it.
+                # On a busy machine, starting Spark takes a minute. A test that is interrupted within a call to Spark
+                # leaves the session unusable for later tests.
                 item.add_marker(pytest.mark.timeout(400))
 
 
@@ -56,5 +56,5 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> str:
-    """Where a query keeps what it has done."""
+    """The directory of a query's checkpoint."""
     return str(tmp_path / "checkpoint")

@@ -1,4 +1,7 @@
-"""Queues and streams on clusters: executors in processes of their own, which import the package."""
+"""Queues and streams on Spark clusters.
+
+Executors are separate processes, which import the package.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def settings(vhost: VirtualHost, directory: Path, master: str, **kind: str) -> d
 
 @pytest.mark.parametrize("found", [False, True], ids=["registered", "found by Spark"])
 def test_a_local_cluster_reads_a_queue_to_its_end(vhost: VirtualHost, tmp_path: Path, found: bool) -> None:
-    """Registered by hand, or found as the module that the wheel brings."""
+    """The source is registered by the program, or found through the wheel's module."""
     expected = published(vhost, 1000)
     given = {**settings(vhost, tmp_path, "local-cluster[1,2,1024]", queue="orders"), "register": not found}
     with Application("spark_queries", given, tmp_path / "log", discovered=found) as application:
@@ -72,7 +75,10 @@ def test_executors_read_a_stage_in_parallel_bypassing_the_driver(
     report: Callable[[str], None],
     executors: Callable[[Path], AbstractContextManager[str]],
 ) -> None:
-    """By Spark's own log of its tasks: both executors have rows; the driver may send or get 1 MiB, of 20."""
+    """Both executors read rows, and the driver sees at most 1 MiB of 20.
+
+    Spark's event log of tasks shows it.
+    """
     expected = published(vhost, 1000, padding=bytes(20_000))
     log = tmp_path / "events"
     log.mkdir()
@@ -114,9 +120,12 @@ def test_executors_read_a_stage_in_parallel_bypassing_the_driver(
 
 
 def test_a_provider_of_credentials_is_called_on_the_executors(vhost: VirtualHost, tmp_path: Path) -> None:
-    """It is installed there, as the package is. Nobody else may log in, and tasks of both executors do."""
+    """The provider is installed on the executors, as the package is.
+
+    No other user may log in, and tasks of both executors do.
+    """
     expected = published(vhost, 1000)
-    user = "vault-of-tests"  # and its password
+    user = "vault-of-tests"  # also the password
     vhost.add_user(user)
     vhost.broker.rabbitmqctl("clear_permissions", "-p", vhost.name, "guest")
     calls = tmp_path / "calls"
@@ -147,7 +156,10 @@ def test_a_provider_of_credentials_is_called_on_the_executors(vhost: VirtualHost
 
 @pytest.mark.parametrize("kind", ["queue", "stream"])
 def test_f59_an_executor_killed_in_mid_task_loses_nothing(vhost: VirtualHost, tmp_path: Path, kind: str) -> None:
-    """On a standalone cluster: its tasks run again elsewhere, with the same messages, and nothing is read twice."""
+    """Its tasks run on another executor with the same messages.
+
+    The cluster is a standalone one. No message is read twice.
+    """
     queue = ORDERS if kind == "queue" else EVENTS
     expected = published(vhost, 1000, queue)
     source = {kind: queue.name} | ({"startingOffsets": "earliest"} if kind == "stream" else {})
@@ -171,9 +183,12 @@ def test_f59_an_executor_killed_in_mid_task_loses_nothing(vhost: VirtualHost, tm
 def test_a_speculative_task_reads_what_the_first_one_reads(
     vhost: VirtualHost, tmp_path: Path, kind: str, to: str
 ) -> None:
-    """Beside it, on another host. Files have each row once; what a sink publishes again has the same id."""
+    """The speculative task runs at the same time on another host.
+
+    Files have each row once; messages that a sink publishes twice have the same id.
+    """
     queue = ORDERS if kind == "queue" else EVENTS
-    expected = published(vhost, 1600, queue, bytes(4096))  # Spark passes rows on when it has 64 KiB of them
+    expected = published(vhost, 1600, queue, bytes(4096))  # Spark passes rows on once it has 64 KiB of them
     source = {kind: queue.name, "maxMessagesPerTrigger": "1600", "minPartitions": "4"}
     source |= {"startingOffsets": "earliest"} if kind == "stream" else {}
     speculation = {

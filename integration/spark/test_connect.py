@@ -1,4 +1,7 @@
-"""Spark Connect: a server of its own, whose Python has the package, and a client that has it, or has not."""
+"""A Spark Connect server whose Python has the package.
+
+Its client has the package or not.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def publish_orders(vhost: VirtualHost) -> dict[str, bytes]:
 
 
 def run(remote: str, vhost: VirtualHost, directory: Path, *, registered: bool) -> dict[str, Any]:
-    """Run the client, and give what it said."""
+    """Run the client and return its output."""
     given = {"remote": remote, "url": vhost.url, "directory": str(directory), "registered": registered}
     program = [sys.executable, "-m", "integration.programs.spark_connect", json.dumps(given)]
     said: dict[str, Any] = json.loads(output_of(program, timeout=300))
@@ -41,7 +44,7 @@ def run(remote: str, vhost: VirtualHost, directory: Path, *, registered: bool) -
 
 
 def assert_moved(vhost: VirtualHost, published: dict[str, bytes]) -> None:
-    """All orders are in the other queue, once, and none is left."""
+    """Check that the other queue has each order once, and that none is left."""
     taken = drain(vhost, "done")
     assert len(taken) == ORDERS
     assert {properties.message_id: body for properties, body in taken} == published
@@ -51,7 +54,10 @@ def assert_moved(vhost: VirtualHost, published: dict[str, bytes]) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_client_registers_the_format_and_reads_and_writes(vhost: VirtualHost, tmp_path: Path) -> None:
-    """Queue to queue, a batch into a stream, the stream into files and as a batch; errors say what they always do."""
+    """The client copies a queue and reads and writes a stream.
+
+    The stream is read by a query into files, and as a batch. Errors have their usual texts.
+    """
     published = publish_orders(vhost)
     with ConnectServer(tmp_path, discovered=False) as server:
         said = run(server.url, vhost, tmp_path, registered=True)
@@ -72,7 +78,7 @@ def test_a_client_registers_the_format_and_reads_and_writes(vhost: VirtualHost, 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_client_without_the_package_uses_what_the_server_finds(vhost: VirtualHost, tmp_path: Path) -> None:
-    """Where the wheel is installed, nothing is registered."""
+    """With the wheel installed on the server, nothing has to be registered."""
     published = publish_orders(vhost)
     with ConnectServer(tmp_path, discovered=True) as server:
         run(server.url, vhost, tmp_path, registered=False)

@@ -1,4 +1,7 @@
-"""On a cluster of three nodes, leaders are SIGKILLed under live queries: a queue to a queue, and a stream."""
+"""Leaders on a cluster of three nodes are SIGKILLed under running queries.
+
+One query copies a queue to a queue, and one reads a stream.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ __all__ = ["_session_rabbitmq_cluster", "rabbitmq_cluster"]
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
-PATIENCE = 180.0  # seconds, for a step of a query on a busy machine
+PATIENCE = 180.0  # seconds for a step of a query on a busy machine
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +47,10 @@ def cluster_vhost(
 def test_f20_leaders_killed_under_live_queries_lose_nothing(
     spark: SparkSession, rabbitmq_cluster: RabbitMQCluster, cluster_vhost: VirtualHost, checker: Audit, tmp_path: Path
 ) -> None:
-    """That of the queue, then that of the stream. Neither query fails; a batch of the queue may come twice."""
+    """The queue's leader dies, then the stream's; neither query fails.
+
+    A batch of the queue may be delivered twice.
+    """
     live = LiveQueries(spark, cluster_vhost, checker, tmp_path)
     came, offsets = live.came, live.offsets
     killed, whole, killed_again = threading.Event(), threading.Event(), threading.Event()
@@ -63,7 +69,7 @@ def test_f20_leaders_killed_under_live_queries_lose_nothing(
             assert whole.wait(PATIENCE)
             kill_leader(EVENTS)
             killed_again.set()
-        offsets.update(row.offset for row in rows.select("offset").collect())  # a leader is gone, or just elected
+        offsets.update(row.offset for row in rows.select("offset").collect())  # the leader is gone or just elected
 
     read = live.read(collect)
 

@@ -1,4 +1,4 @@
-"""The memory of Spark's Python processes while a queue holds far more than a batch may."""
+"""The memory of Spark's Python processes with far more than a batch in the queue."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIMIT = 8 * MIB
 
 
 def peaks() -> dict[int, int]:
-    """The most that each Python process of Spark's has had in memory, in bytes, by process."""
+    """Return the peak memory in bytes of each Python process of Spark, by pid."""
     found = {}
     for pid in descendants(os.getpid()):
         try:
@@ -41,7 +41,10 @@ def peaks() -> dict[int, int]:
 
 
 def peak_of_reading(read: DataFrame, checkpoint: str, count: int) -> int:
-    """The most that a process has had in memory which this query has brought into being: its reader above all."""
+    """Return the peak memory of the processes that the query starts.
+
+    The largest of them is the reader.
+    """
     before, most = peaks().keys(), 0
     writer = read.writeStream.format("noop").option("checkpointLocation", checkpoint)
     query = writer.trigger(availableNow=True).start()
@@ -57,11 +60,14 @@ def peak_of_reading(read: DataFrame, checkpoint: str, count: int) -> int:
     return most
 
 
-@pytest.mark.soak  # half a minute, most of it for Spark; the reader without it is below
+@pytest.mark.soak  # half a minute, most of it for Spark; the test below runs the reader without Spark
 def test_the_memory_of_the_reader_is_bounded_by_the_byte_limit(
     spark: SparkSession, vhost: VirtualHost, tmp_path: Path
 ) -> None:
-    """128 MiB wait in the queue, prefetch 2000, 8 MiB a batch: eight times that at most, beyond what it has anyhow."""
+    """The peak is at most eight times the byte limit above that of a small queue.
+
+    128 MiB are in the queue, the prefetch is 2000, and the limit is 8 MiB per batch.
+    """
     read = spark.readStream.format("rabbitmq").options(url=vhost.url, queue="orders", maxBytesPerTrigger=str(LIMIT))
     with Publisher(vhost.url, topology=[ORDERS]) as publisher:
         publisher.publish(Message(b"small"), routing_key="orders")
@@ -73,7 +79,7 @@ def test_the_memory_of_the_reader_is_bounded_by_the_byte_limit(
 
 
 def test_the_readers_memory_alone_is_bounded_by_the_byte_limit(vhost: VirtualHost, tmp_path: Path) -> None:
-    """The same, by a process that is called as Spark calls it: eight times the byte limit at most."""
+    """The same limit holds for a process that calls the reader as Spark does."""
 
     def peak(name: str, count: int) -> int:
         (tmp_path / name).mkdir()

@@ -1,4 +1,7 @@
-"""Metrics of real Spark processes, in text files: of the driver's readers, and of the workers that read and publish."""
+"""Metrics of real Spark processes in text files.
+
+They come from the driver's readers, and from the workers that read and publish.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,17 @@ ORDERS, COPIES, EVENTS = Queue("orders"), Queue("copies"), Queue("events", type=
 
 
 def texts(directory: Path) -> Iterator[str]:
-    """Of the files that are there: a process that begins removes those of dead ones."""
+    """Yield the existing files. A new process removes those of dead ones."""
     for path in directory.glob("*.prom"):
         with contextlib.suppress(FileNotFoundError):
             yield path.read_text()
 
 
 def totals(directory: Path) -> dict[str, float]:
-    """Samples of all files, summed over processes; a file with a sample twice would be refused by the exporter."""
+    """Return samples of all files, summed over processes.
+
+    A file must not have a sample twice: the exporter would refuse it.
+    """
     found: dict[str, float] = defaultdict(float)
     seen: set[tuple[str, str]] = set()
     for text in texts(directory):
@@ -49,7 +55,10 @@ def totals(directory: Path) -> dict[str, float]:
 def test_readers_and_workers_leave_their_metrics_in_files(
     spark: SparkSession, vhost: VirtualHost, tmp_path: Path, checkpoint: str
 ) -> None:
-    """From a queue through Spark to a queue, and a stream: what was read, acked, published and confirmed; no secret."""
+    """The files count messages read, acked, published and confirmed.
+
+    Messages go from a queue through Spark to a queue, and to a stream. No file has a secret.
+    """
     vhost.broker.management.call("PUT", "users", "measured", body={"password": "s3cr3t-pass", "tags": ""})
     vhost.broker.management.call(
         "PUT", "permissions", vhost.name, "measured", body={"configure": ".*", "write": ".*", "read": ".*"}

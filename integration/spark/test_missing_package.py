@@ -1,4 +1,7 @@
-"""Where the package cannot be imported, in all of Spark's Pythons or in those of tasks: what the user is told."""
+"""Error messages if the package cannot be imported by Spark's Python processes.
+
+It is missing in all of them, or only in tasks.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
     from reliable_mq.testing import VirtualHost
 
 EVENTS = Queue("events", type="stream")
-# Stands before the package on the workers' path: it is not there, or only not in tasks.
+# This module precedes the package on the workers' path. It hides the package everywhere, or only in tasks.
 MISSING = """
 import importlib, os, sys
 from pyspark import TaskContext
@@ -38,7 +41,7 @@ def missing(spark: SparkSession, tmp_path: Path) -> Iterator[Callable[[bool], No
 
     def hide(everywhere: bool) -> None:
         (tmp_path / "reliable_mq.py").write_text(MISSING.format(everywhere=everywhere))
-        environment.update(PYTHONPATH=str(tmp_path), PYTHONSAFEPATH="1")  # the latter: not from where the test runs
+        environment.update(PYTHONPATH=str(tmp_path), PYTHONSAFEPATH="1")  # the latter: without the working directory
         register(spark)
 
     yield hide
@@ -70,7 +73,7 @@ def test_a_missing_package_error_says_where_and_what_to_install(
     everywhere: bool,
     act: Callable[[SparkSession, str], None],
 ) -> None:
-    """At the first source or sink that is used, and in a task's failure; nothing in it shows the URL."""
+    """The first source or sink raises it, or a failing task; the URL is not shown."""
     with Publisher(vhost.url, topology=[EVENTS, Queue("orders")]) as publisher:
         for name in ("events", "orders"):
             publisher.publish(Message(b"0"), routing_key=name)

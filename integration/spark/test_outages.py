@@ -1,4 +1,7 @@
-"""The broker is SIGKILLed and started again under live queries: a queue to a queue, and a stream."""
+"""The broker is SIGKILLed and restarted under running queries.
+
+One query copies a queue to a queue, and one reads a stream.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ if TYPE_CHECKING:
 def test_f01_a_broker_killed_under_live_queries_loses_nothing(
     spark: SparkSession, private_vhost: VirtualHost, private_broker: RabbitMQ, checker: Audit, tmp_path: Path
 ) -> None:
-    """Neither query fails. What was in a batch of the queue may come twice; a batch of the stream is read on."""
+    """Neither query fails, and the stream is read without a gap or repeat.
+
+    Messages in a batch of the queue may be delivered twice.
+    """
     live = LiveQueries(spark, private_vhost, checker, tmp_path)
     came, offsets = live.came, live.offsets
     killed = threading.Event()
@@ -36,7 +42,7 @@ def test_f01_a_broker_killed_under_live_queries_loses_nothing(
             wait_until(lambda: copying[0].lastProgress, timeout=60, what="a batch of the other query")
             private_broker.kill()
             killed.set()
-        offsets.update(row.offset for row in rows.select("offset").collect())  # the broker is gone, or just back
+        offsets.update(row.offset for row in rows.select("offset").collect())  # the broker is gone or just back
 
     read = live.read(collect)
     with Consumer(private_vhost.url, COPIES, lambda copy: came.update([copy.message_id])):

@@ -1,4 +1,7 @@
-"""A Spark application that reads a queue and a stream is SIGKILLed in every phase of a batch, and loses nothing."""
+"""A Spark application is SIGKILLed in every phase of a batch and loses nothing.
+
+It reads a queue and a stream.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +41,10 @@ def publish(vhost: VirtualHost, queue: Queue) -> list[str]:
 def test_f60_an_application_killed_in_any_phase_loses_nothing(
     spark: SparkSession, vhost: VirtualHost, tmp_path: Path, checker: Audit, rng: random.Random, aimed_at: str
 ) -> None:
-    """Restarted on the same checkpoints until all is read: 0 lost, and of the stream 0 twice, in a file sink.
+    """The application is restarted on the same checkpoints until all is read.
 
-    Of the queue, what was in a batch may come twice, and nothing else. Both queries run, the deaths are aimed at the
-    phases of one of them.
+    No message is lost. In a file sink, no message of the stream is repeated; of the queue, only messages of an
+    interrupted batch may be. Both queries run, and each kill is aimed at a phase of one of them.
     """
     for message_id in publish(vhost, ORDERS):
         checker.attempted(message_id)
@@ -66,7 +69,7 @@ def test_f60_an_application_killed_in_any_phase_loses_nothing(
     balance = checker.close()
     assert balance.left == 0
     assert balance.dead_lettered == 0
-    assert len(balance.duplicated) <= len(PHASES) * PER_BATCH  # a batch each
+    assert len(balance.duplicated) <= len(PHASES) * PER_BATCH  # a batch per kill
 
 
 @pytest.mark.soak
@@ -77,7 +80,10 @@ def test_f60_an_application_killed_in_any_phase_loses_nothing(
 def test_f60_behind_a_killed_pipeline_each_effect_happens_once(
     spark: SparkSession, vhost: VirtualHost, tmp_path: Path, rng: random.Random, mode: dict[str, str]
 ) -> None:
-    """From a queue to a queue with the ids of the messages, to a consumer with an idempotency store."""
+    """Spark copies a queue to a queue under the message ids.
+
+    A consumer with an idempotency store handles the copies.
+    """
     orders = publish(vhost, ORDERS)
     with Publisher(vhost.url, topology=[COPIES]) as publisher:
         publisher.connect()

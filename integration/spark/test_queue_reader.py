@@ -1,7 +1,6 @@
-"""The reader of queue mode in a process of its own, called as Spark calls it, by a program that can die on time.
+"""The reader of queue mode, called as Spark does by a program that kills itself.
 
-What Spark adds to it is in the other tests of queue mode; here are the deaths, the outages and the limits, for which
-Spark is slow.
+These tests cover kills, outages and limits, for which Spark is slow. Other tests of queue mode use Spark.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def source_of(url: str, **options: object) -> QueueSource:
 
 
 class Query:
-    """Plays Spark in this process, one batch at a time."""
+    """Call the reader in this process as Spark does, one batch at a time."""
 
     def __init__(self, url: str, most: int = 40, **options: object) -> None:
         self.source = source_of(url, **options)
@@ -78,7 +77,7 @@ class Query:
         """Read and commit a batch, if there is one."""
         end = self.source.latestOffset(self.position, ReadMaxRows(self._most))
         if end == self.position:
-            return 0  # and no commit: that comes with the next batch only
+            return 0  # without a commit, which comes with the next batch
         self.source.commit(self.position)
         read = [
             row
@@ -93,7 +92,7 @@ class Query:
         return len(read)
 
     def until(self, distinct: int, timeout: float = 60) -> None:
-        """Read on until so many different messages were read, and one more time for the last acks."""
+        """Read until `distinct` messages were read, then once more for the last acks."""
         wait_until(
             lambda: self.batch() < 0 or len(self.rows) >= distinct,
             timeout=timeout, what=lambda: f"{len(self.rows)} of {distinct}", interval=0,
@@ -139,7 +138,7 @@ def run_to_its_end(process: subprocess.Popen[bytes], expected: int, directory: P
 
 
 def endings(directory: Path) -> list[int]:
-    """The exit status of each life, negative for a signal."""
+    """Return the exit status of each life, negative for a signal."""
     return [int(line) for line in (directory / "endings").read_text().splitlines()]
 
 
@@ -152,7 +151,10 @@ def book_sink(directory: Path, checker: Audit) -> None:
 def test_f60_a_reader_killed_between_any_calls_loses_nothing(
     vhost: VirtualHost, tmp_path: Path, checker: Audit, rng: random.Random
 ) -> None:
-    """Every phase of a batch, on one checkpoint; each death costs a batch at most, which comes again."""
+    """The reader is killed in every phase of a batch, on one checkpoint.
+
+    Each kill repeats at most one batch.
+    """
     publish(vhost, 500, checker)
     deaths = [life(vhost, tmp_path, phase=phase, batch=rng.randrange(2)) for phase in rng.sample(PHASES, len(PHASES))]
     run_to_its_end(started(tmp_path, [*deaths, life(vhost, tmp_path, idle=3, until=500)]), 0, tmp_path)
@@ -161,15 +163,18 @@ def test_f60_a_reader_killed_between_any_calls_loses_nothing(
     checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
     balance = checker.close()
     assert balance.left == balance.dead_lettered == 0
-    assert len(balance.duplicated) <= 3 * 40  # of the five, three die after the sink is written or while it may be
+    assert len(balance.duplicated) <= 3 * 40  # three of the five phases end after the sink may be written
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["ours", "limited"])
 def test_f60_two_hundred_restarts_lose_nothing(vhost: VirtualHost, tmp_path: Path, checker: Audit, kind: str) -> None:
-    """On our own queue; and on a foreign one with a delivery limit, which next to nothing reaches."""
-    first = seeds()[0]  # one for each line and kind: a run takes minutes
+    """The queue is the library's own, or a foreign one with a delivery limit.
+
+    Almost no message reaches that limit.
+    """
+    first = seeds()[0]  # one per broker line and kind, because a run takes minutes
     print(f"seed {first}")
     rng = random.Random(first)
     dead = ["orders.dead"] if kind == "limited" else []
@@ -183,7 +188,7 @@ def test_f60_two_hundred_restarts_lose_nothing(vhost: VirtualHost, tmp_path: Pat
             arguments = {**limited, "x-dead-letter-routing-key": "orders.dead", "x-overflow": "reject-publish",
                          "x-dead-letter-strategy": "at-least-once"}  # fmt: skip
             channel.queue_declare("orders", durable=True, arguments=arguments)
-    for first in range(0, RESTARTS, 10):  # messages for the next lives, each of which needs some to die with
+    for first in range(0, RESTARTS, 10):  # messages for the next lives, because each needs some before it is killed
         publish(vhost, 400, checker, declared=kind == "ours")
         deaths = [
             life(vhost, tmp_path, phase=rng.choice(PHASES), batch=rng.randrange(2), idle=60, most=20)
@@ -204,14 +209,14 @@ def test_f60_two_hundred_restarts_lose_nothing(vhost: VirtualHost, tmp_path: Pat
 def test_sigterm_requeues_what_was_read_and_counts_no_delivery(
     vhost: VirtualHost, tmp_path: Path, signals: int
 ) -> None:
-    """As Spark ends a query: once or twice, in the middle of a batch, without a word before."""
+    """Spark ends a query with one or two signals in the middle of a batch."""
     publish(vhost, 100)
     process = reader(vhost, tmp_path, hold=True)
     assert process.stdout is not None
     assert process.stdout.readline() == b"reading\n"
     for _ in range(signals):
         process.send_signal(signal.SIGTERM)
-    with process:  # its standard input stays open, so that the batch stays in its hands
+    with process:  # its standard input stays open, so that it keeps the batch
         assert process.wait(30) == 0
     vhost.wait_for_messages("orders", 100)
     counts = {message["properties"].get("headers", {}).get("x-delivery-count") for message in vhost.peek("orders")}
@@ -219,7 +224,10 @@ def test_sigterm_requeues_what_was_read_and_counts_no_delivery(
 
 
 def test_the_reader_s_stop_requeues_the_last_batch_as_well(vhost: VirtualHost, query: Callable[..., Query]) -> None:
-    """Spark calls it where the driver is gone. That a batch is committed is said when the next one is asked for."""
+    """Spark calls stop() when the driver is gone.
+
+    A batch counts as committed when the next one is requested.
+    """
     publish(vhost, 100)
     reading = query(vhost.url)
     assert reading.batch() > 0
@@ -228,7 +236,7 @@ def test_the_reader_s_stop_requeues_the_last_batch_as_well(vhost: VirtualHost, q
 
 
 def test_commit_alone_acks_what_lies_before_it(vhost: VirtualHost, query: Callable[..., Query]) -> None:
-    """As Spark calls it where an earlier process has planned the next batch."""
+    """Spark calls it like this if an earlier process has planned the next batch."""
     publish(vhost, 30)
     reading = query(vhost.url, most=100)
     wait_until(lambda: reading.batch() < 0 or len(reading.rows) == 30, timeout=20, what="all read")
@@ -241,13 +249,19 @@ def test_commit_alone_acks_what_lies_before_it(vhost: VirtualHost, query: Callab
 def test_f03_a_connection_cut_in_mid_batch_loses_nothing(
     vhost: VirtualHost, checker: Audit, fault_proxy: Callable[..., FaultProxy], query: Callable[..., Query]
 ) -> None:
-    """What was in the batch comes again, what was not is dropped, and no old tag is acked."""
+    """Messages of the batch are redelivered, and no old tag is acked.
+
+    Messages outside of a batch are dropped.
+    """
     publish(vhost, 400, checker)
     proxy = fault_proxy(vhost.url)
     reading = query(proxy.url, prefetch=80)
 
     def cut() -> None:
-        """Seen by the reader before the batch is committed: acks that are written meanwhile are not known to be old."""
+        """Cut the connection, and wait until the reader notices.
+
+        Acks written before it notices would not be known to be stale.
+        """
         reader = reading.source._reader
         assert reader is not None
         before = reader.statistics.reconnects
@@ -271,7 +285,7 @@ def test_f03_a_connection_cut_in_mid_batch_loses_nothing(
 def test_available_now_leaves_a_queue_once_it_has_what_was_ready(
     vhost: VirtualHost, query: Callable[..., Query]
 ) -> None:
-    """One of two queues goes on filling; what comes into it later does not keep the other from being read."""
+    """One of two queues keeps filling; its new messages do not delay the other."""
     publish(vhost, 20)
     other = Queue("other")
     with Publisher(vhost.url, topology=[other]) as publisher:
@@ -287,7 +301,7 @@ def test_available_now_leaves_a_queue_once_it_has_what_was_ready(
 
 
 def test_available_now_waits_for_a_leader_that_responds(vhost: VirtualHost, query: Callable[..., Query]) -> None:
-    """RabbitMQ reports no messages for a quorum queue without one."""
+    """Without a leader, RabbitMQ reports no messages for a quorum queue."""
     publish(vhost, 100)
     suspend_leader(vhost, "orders", 2)
     reading = query(vhost.url, prefetch=40)
@@ -300,7 +314,7 @@ def test_available_now_waits_for_a_leader_that_responds(vhost: VirtualHost, quer
 def test_available_now_ends_over_a_lost_connection_too(
     vhost: VirtualHost, query: Callable[..., Query], fault_proxy: Callable[..., FaultProxy]
 ) -> None:
-    """What was in a batch then comes again, and what was ready when it began is read, and no more."""
+    """The batch is redelivered; only messages ready at the start are read."""
     publish(vhost, 200)
     proxy = fault_proxy(vhost.url)
     reading = query(proxy.url, prefetch=80)
@@ -310,7 +324,7 @@ def test_available_now_ends_over_a_lost_connection_too(
     while reading.batch():
         continue
     assert reading.source._reader.statistics.reconnects == 1
-    assert 200 <= len(reading.rows) <= 240  # later ones, in place of those that came again: they are further back
+    assert 200 <= len(reading.rows) <= 240  # newer ones may replace redelivered ones, which are further back
     assert 200 <= sum(reading.rows.values()) <= 240
     vhost.wait_for_messages("orders", 250 - len(reading.rows), timeout=10)
 
@@ -318,7 +332,7 @@ def test_available_now_ends_over_a_lost_connection_too(
 def test_risks_of_a_queue_are_logged_when_it_is_read(
     vhost: VirtualHost, query: Callable[..., Query], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Deliveries that count, batches that must not take long; and that nothing can be known without permission."""
+    """The log warns of a delivery limit, a consumer timeout, and missing permissions."""
     dead = {"x-queue-type": "quorum", "x-delivery-limit": 3, "x-dead-letter-exchange": ""}
     with vhost.connect() as connection:
         channel = connection.channel()
@@ -342,7 +356,7 @@ def test_risks_of_a_queue_are_logged_when_it_is_read(
 def test_a_prefetch_below_the_batch_size_does_not_stop_the_query(
     vhost: VirtualHost, query: Callable[..., Query]
 ) -> None:
-    """What is committed is acked before the next batch is planned, not after."""
+    """Committed messages are acked before the next batch is planned."""
     publish(vhost, 50)
     reading = query(vhost.url, most=40, prefetch=10)
     reading.until(50, timeout=30)
@@ -352,7 +366,10 @@ def test_a_prefetch_below_the_batch_size_does_not_stop_the_query(
 def test_f51_heartbeats_go_on_however_long_a_batch_takes(
     vhost: VirtualHost, query: Callable[..., Query], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Three heartbeats without a call of Spark's: the connection is the same, and the batch is acked."""
+    """Over three heartbeats without a call by Spark, the connection stays open.
+
+    The batch is acked.
+    """
     publish(vhost, 10)
     reading = query(vhost.url + "?heartbeat=2", prefetch=80)
     with caplog.at_level(logging.WARNING, "reliable_mq.spark"):
@@ -365,7 +382,7 @@ def test_f51_heartbeats_go_on_however_long_a_batch_takes(
 
 
 def test_f24_a_deleted_queue_is_read_again_when_it_is_back(vhost: VirtualHost, query: Callable[..., Query]) -> None:
-    """The broker cancels; the query waits."""
+    """The broker cancels the consumer, and the query waits."""
     publish(vhost, 5)
     reading = query(vhost.url)
     reading.until(5)
@@ -376,7 +393,10 @@ def test_f24_a_deleted_queue_is_read_again_when_it_is_back(vhost: VirtualHost, q
 
 
 def test_f24_a_cancelled_queue_is_read_again_beside_a_busy_one(vhost: VirtualHost, query: Callable[..., Query]) -> None:
-    """It waits for batches that have something of it, not for a moment without any batch."""
+    """The queue is subscribed to again once no batch has messages of it.
+
+    There need not be a moment without any batch.
+    """
     publish(vhost, 5000)
     other = Queue("other")
 
@@ -404,7 +424,10 @@ def test_f24_a_cancelled_queue_is_read_again_beside_a_busy_one(vhost: VirtualHos
 def test_f26_only_a_batch_over_the_consumer_timeout_comes_again(
     vhost: VirtualHost, query: Callable[..., Query]
 ) -> None:
-    """The broker requeues it and cancels; what waited is requeued, and is read once, after the batch."""
+    """The broker requeues the batch and cancels the consumer.
+
+    Waiting messages are requeued as well, and are read once, after the batch.
+    """
     timeout = Queue("orders", arguments={"x-consumer-timeout": 1500})
     with Publisher(vhost.url, topology=[timeout]) as publisher:
         assert publisher.publish_many([Message(b"x") for _ in range(60)], routing_key="orders").ok
@@ -423,15 +446,18 @@ def test_f26_only_a_batch_over_the_consumer_timeout_comes_again(
 def test_the_first_batch_fills_up_once_message_sizes_are_known(
     vhost: VirtualHost, fault_proxy: Callable[..., FaultProxy], query: Callable[..., Query]
 ) -> None:
-    """Also where the broker is far away: it is asked for one, then for more, which takes it four answers."""
+    """This also holds with a distant broker.
+
+    The reader asks for one message and then for more, which takes four round trips.
+    """
     publish(vhost, 500)
     proxy = fault_proxy(vhost.url)
-    proxy.delay(0.01)  # 20 ms for each answer, of the 100 ms that a batch waits
+    proxy.delay(0.01)  # 20 ms per answer; a batch waits for 100 ms
 
     def first_batch() -> int:
         reading = query(proxy.url, most=1000)
         rows = reading.batch()
-        reading.source.stop()  # which hands all of it back
+        reading.source.stop()  # requeues all messages
         return rows
 
     assert any(first_batch() > 64 for _ in range(12)), "a machine that stalls cuts one short, not twelve"
@@ -439,7 +465,10 @@ def test_the_first_batch_fills_up_once_message_sizes_are_known(
 
 @pytest.mark.timeout(240)
 def test_bytes_that_are_held_are_bounded_whatever_the_prefetch(vhost: VirtualHost, query: Callable[..., Query]) -> None:
-    """Messages of 256 KiB with a prefetch of 2000, 64 MiB of them, and 4 MiB a batch: 8 MiB are held, and a read."""
+    """The reader holds at most 8 MiB, plus one read.
+
+    The queue has 64 MiB in messages of 256 KiB; the prefetch is 2000, and a batch has 4 MiB.
+    """
     publish(vhost, 256, body=bytes(256 * 1024))
     reading = query(vhost.url, most=2000, maxBytesPerTrigger=4 * 2**20, prefetch=2000)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -449,14 +478,14 @@ def test_bytes_that_are_held_are_bounded_whatever_the_prefetch(vhost: VirtualHos
         assert reading.batch(lambda: held.append(reading.source._reader._batches.held)) <= 17
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     print(f"held at most {max(held) / 2**20:.1f} MiB, the process grew by {grown / 1024:.0f} MiB")
-    assert max(held) <= 1.1 * 8 * 2**20  # the first ones, too
+    assert max(held) <= 1.1 * 8 * 2**20  # also for the first batches
     assert sorted(held)[len(held) // 2] <= 8 * 2**20 + 64 * 2**10
 
 
 def test_the_defaults_read_ahead_without_a_delivery_limit(
     vhost: VirtualHost, query: Callable[..., Query], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As far as the limit of bytes goes, whatever is in the batch; the log says why."""
+    """Only the byte limit bounds the messages read ahead; the log says why."""
     publish(vhost, 12_000)
     reading = query(vhost.url, most=65535)
     wait_until(reading.batch, timeout=60, what="a batch")
@@ -469,7 +498,10 @@ def test_the_defaults_read_ahead_without_a_delivery_limit(
 
 
 def test_a_batch_waits_for_as_many_messages_as_it_shall_have(vhost: VirtualHost, query: Callable[..., Query]) -> None:
-    """For ``maxTriggerDelay`` at most; a query with AvailableNow, or one that can hold no more, does not wait."""
+    """It waits for ``maxTriggerDelay`` at most.
+
+    A query with AvailableNow, or one that can hold no more, does not wait.
+    """
     publish(vhost, 20)
     for options in ({"maxTriggerDelay": "100ms"}, {"maxBytesPerTrigger": 100}):
         reading = query(vhost.url, minMessagesPerTrigger=30, **options)
@@ -488,7 +520,10 @@ def test_a_batch_waits_for_as_many_messages_as_it_shall_have(vhost: VirtualHost,
 
 
 def test_a_batch_has_all_that_came_in_since_the_one_before(vhost: VirtualHost, query: Callable[..., Query]) -> None:
-    """However long Spark waits with it, as it does for a trigger interval, and however it came in."""
+    """The time until Spark asks, as with a trigger interval, does not matter.
+
+    The rate of the messages does not matter either.
+    """
     publish(vhost, 10)
     reading = query(vhost.url, most=65535)
     reading.until(10)
@@ -502,13 +537,13 @@ def test_a_batch_has_all_that_came_in_since_the_one_before(vhost: VirtualHost, q
 def test_a_query_whose_full_batches_come_seldom_is_told_once(
     vhost: VirtualHost, query: Callable[..., Query], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After three of them in a row while messages wait."""
+    """The warning comes after three such batches in a row, if messages wait."""
     monkeypatch.setattr("reliable_mq.spark.queue_reader._SELDOM", 60.0)
     publish(vhost, 100)
     reading = query(vhost.url, most=10, prefetch=10)
 
     def late_batch() -> None:
-        """Once more messages are known to wait, and a tenth of a second has passed."""
+        """Read a batch once more messages are known to wait, at least 0.1 s later."""
         reader, until = reading.source._reader, time.monotonic() + 0.1
         wait_until(
             lambda: reading.source.reportLatestOffset() and any(reader._ready.values()) and time.monotonic() > until,
@@ -531,7 +566,10 @@ def test_a_query_whose_full_batches_come_seldom_is_told_once(
 
 
 def test_a_batch_is_never_larger_than_the_prefetch(vhost: VirtualHost, query: Callable[..., Query]) -> None:
-    """Nor are the deliveries of a queue that are unacked, also while the first sizes become known."""
+    """The same limit holds for the unacked deliveries of a queue.
+
+    It also holds while the first message sizes become known.
+    """
     publish(vhost, 3000)
     reading = query(vhost.url, most=65535, prefetch=1000)
     unacked = []
@@ -550,7 +588,7 @@ def test_a_batch_is_never_larger_than_the_prefetch(vhost: VirtualHost, query: Ca
 def test_f24_a_queue_that_stays_deleted_fails_the_query_by_name(
     vhost: VirtualHost, query: Callable[..., Query]
 ) -> None:
-    """After ``missingQueueTimeout``; until then the query waits."""
+    """The query waits for ``missingQueueTimeout`` first."""
     publish(vhost, 5)
     reading = query(vhost.url, missingQueueTimeout="2s")
     reading.until(5)
@@ -564,7 +602,10 @@ def test_f24_a_queue_that_stays_deleted_fails_the_query_by_name(
 def test_two_readers_of_one_queue_in_an_application_are_refused(
     vhost: VirtualHost, query: Callable[..., Query], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They would share its messages. Another queue, another application, and one after the other are no such case."""
+    """Two readers would share the messages of the queue.
+
+    Another queue, another application, or a later reader is accepted.
+    """
     application = tmp_path / "blockmgr-1"
     application.mkdir()
     monkeypatch.setenv("SPARK_LOCAL_DIRS", str(application))
@@ -591,7 +632,7 @@ def test_two_readers_of_one_queue_in_an_application_are_refused(
 def test_queue_mode_takes_a_consumer_that_is_the_only_active_one(
     vhost: VirtualHost, query: Callable[..., Query]
 ) -> None:
-    """A query that stands by reads nothing, and takes over when the other ends."""
+    """A standby query reads nothing, and takes over when the other ends."""
     single = Queue("orders", single_active_consumer=True)
     with Publisher(vhost.url, topology=[single]) as publisher:
         assert publisher.publish_many([Message(b"x") for _ in range(50)], routing_key="orders").ok

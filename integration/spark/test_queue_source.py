@@ -1,4 +1,4 @@
-"""Queue mode with real queues: what is read, when it is acked, and what is refused."""
+"""Queue mode with real queues: rows, acks and refused options."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def read(spark: SparkSession, url: str, queue: str = "orders", **options: object
 
 
 class Seen:
-    """Rows, as ``foreachBatch`` was given them."""
+    """The rows that ``foreachBatch`` was given."""
 
     def __init__(self, hold: Callable[[int], None] = lambda _batch: None) -> None:
         self.batches: list[list[Row]] = []
@@ -82,7 +82,7 @@ def running(rows: DataFrame, checkpoint: str, seen: Seen, **trigger: Any) -> Str
 
 
 def test_a_message_becomes_a_row_with_all_that_it_had(spark: SparkSession, vhost: VirtualHost, checkpoint: str) -> None:
-    """Every property has its column, in its type; what a message does not have is null."""
+    """Every property has a column of its type; missing properties are null."""
     when = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
     headers = {"n": 1, "t": "\N{SNOWMAN}", "l": [1, "a"], "none": None, "yes": True, "at": when, "f": 0.75}
     texts = {name: str(value) for name, value in headers.items()}
@@ -112,10 +112,13 @@ def test_a_message_becomes_a_row_with_all_that_it_had(spark: SparkSession, vhost
 def test_available_now_ends_at_what_was_ready_beside_a_consumer(
     spark: SparkSession, vhost: VirtualHost, checkpoint: str
 ) -> None:
-    """It takes what is there and is not taken by others, in as many batches as the limit asks for, and ends."""
+    """The query reads the messages that the other consumer does not take, and ends.
+
+    The limit determines the number of batches.
+    """
     publish(vhost, ORDERS, numbered(500))
     others: list[int] = []
-    begun = threading.Event()  # Spark is at its first batch
+    begun = threading.Event()  # Spark has begun its first batch
 
     def handle(delivery: Delivery) -> None:
         if begun.wait(240):
@@ -135,7 +138,7 @@ def test_available_now_ends_at_what_was_ready_beside_a_consumer(
 
 
 def test_an_application_says_how_far_it_reads_ahead_and_why(vhost: VirtualHost, tmp_path: Path) -> None:
-    """In its error stream, once, not with each batch, whatever it does about logging."""
+    """The line is in its error stream once, whatever the logging settings are."""
     with Publisher(vhost.url, topology=[Queue("orders")]) as publisher:
         assert publisher.publish_many([Message(b"x"), Message(b"y")], routing_key="orders").ok
     sources = {"read": {"url": vhost.url, "queue": "orders", "maxMessagesPerTrigger": "1"}}
@@ -150,7 +153,10 @@ def test_an_application_says_how_far_it_reads_ahead_and_why(vhost: VirtualHost, 
 def test_available_now_leaves_what_comes_later_to_others(
     spark: SparkSession, vhost: VirtualHost, checkpoint: str
 ) -> None:
-    """Messages that are published while it runs are not read, and wait in the queue, not counted as delivered."""
+    """Messages published during the query stay in the queue.
+
+    They are not counted as delivered.
+    """
     publish(vhost, ORDERS, numbered(60))
     more = iter([numbered(200, 60)])
     seen = Seen(lambda _batch: publish(vhost, ORDERS, next(more, [])))
@@ -164,7 +170,7 @@ def test_available_now_leaves_what_comes_later_to_others(
 
 
 def test_several_queues_are_read_as_one(spark: SparkSession, vhost: VirtualHost, checkpoint: str) -> None:
-    """Each row says where it is from; each queue is acked."""
+    """Each row has the name of its queue; each queue is acked."""
     publish(vhost, ORDERS, numbered(150))
     publish(vhost, PAYMENTS, numbered(150, 1000))
     rows = read(spark, vhost.url, "orders, payments", maxMessagesPerTrigger=70, minPartitions=3)
@@ -178,7 +184,10 @@ def test_several_queues_are_read_as_one(spark: SparkSession, vhost: VirtualHost,
 def test_nothing_is_acked_before_its_commit_and_a_stop_requeues(
     spark: SparkSession, vhost: VirtualHost, checkpoint: str
 ) -> None:
-    """A query that is stopped in mid-batch gives everything back at once, and no delivery is counted."""
+    """A query stopped in the middle of a batch requeues everything at once.
+
+    No delivery is counted.
+    """
     publish(vhost, ORDERS, numbered(300))
     with vhost.connect() as connection:
         channel = connection.channel()
@@ -205,13 +214,16 @@ def test_nothing_is_acked_before_its_commit_and_a_stop_requeues(
 def batches_committed(checkpoint: str) -> int:
     from pathlib import Path
 
-    return max(0, batches_in(Path(checkpoint), "commits") - 1)  # the last one is acked with the next
+    return max(0, batches_in(Path(checkpoint), "commits") - 1)  # the last batch is acked with the next one
 
 
 def test_f59_a_task_that_fails_is_tried_again_with_the_same_rows(
     spark: SparkSession, vhost: VirtualHost, checkpoint: str, tmp_path: Path
 ) -> None:
-    """The messages travel with the task: its second attempt has the same ones, with the same ids, and none is lost."""
+    """The messages are part of the task, so its second attempt has the same ones.
+
+    The ids are the same, and no message is lost.
+    """
     publish(vhost, ORDERS, numbered(200))
     rows = failing_once(read(spark, vhost.url, maxMessagesPerTrigger=200), tmp_path, after=30)
     seen = available_now(rows, checkpoint)
@@ -228,7 +240,10 @@ def test_a_connection_cut_in_mid_batch_loses_nothing(
     checker: Audit,
     fault_proxy: Callable[..., FaultProxy],
 ) -> None:
-    """What was in the batch comes again, no old tag is acked, and the query goes on by itself."""
+    """Messages of the batch are redelivered, and no old tag is acked.
+
+    The query continues by itself.
+    """
     publish(vhost, ORDERS, numbered(300), checker)
     proxy = fault_proxy(vhost.url)
     cuts = iter((1, 3))
@@ -256,7 +271,7 @@ def test_a_connection_cut_in_mid_batch_loses_nothing(
 
 
 def test_the_backlog_is_in_the_progress(spark: SparkSession, vhost: VirtualHost, checkpoint: str) -> None:
-    """``latestOffset`` counts what waits in the queue, too."""
+    """``latestOffset`` includes the messages that wait in the queue."""
     publish(vhost, ORDERS, numbered(500))
     seen = Seen()
     query = running(read(spark, vhost.url, maxMessagesPerTrigger=50, prefetch=60), checkpoint, seen)
@@ -281,7 +296,7 @@ def test_the_backlog_is_in_the_progress(spark: SparkSession, vhost: VirtualHost,
 def test_a_wrong_option_is_an_error_that_names_it(
     spark: SparkSession, vhost: VirtualHost, checkpoint: str, options: dict[str, str | None], says: str
 ) -> None:
-    """At the latest when the query starts; and no error shows the password."""
+    """The error is raised when the query starts at the latest, without the password."""
     given = {"url": vhost.url, "queue": "orders"} | options
     source = spark.readStream.format("rabbitmq").options(**{k: v for k, v in given.items() if v is not None})
     with pytest.raises(PySparkException) as raised:
@@ -291,7 +306,7 @@ def test_a_wrong_option_is_an_error_that_names_it(
 
 
 def test_what_spark_could_not_do_safely_is_refused(spark: SparkSession, vhost: VirtualHost, checkpoint: str) -> None:
-    """Batch reads of a queue, trigger(once), overwriting, "complete", progress that is tracked asynchronously.
+    """Batch reads, trigger(once), overwriting, "complete" and async progress fail.
 
     Each error says what to do instead.
     """
@@ -311,7 +326,7 @@ def test_what_spark_could_not_do_safely_is_refused(spark: SparkSession, vhost: V
         complete.option("checkpointLocation", f"{checkpoint}-complete").start().awaitTermination(240)
     tracked = read(spark, vhost.url).select("body").writeStream.format("rabbitmq").options(**to_orders)
     tracked = tracked.option("asyncProgressTrackingEnabled", "true")
-    with pytest.raises(PySparkException, match="does not support async progress tracking"):  # says Spark itself
+    with pytest.raises(PySparkException, match="does not support async progress tracking"):  # Spark's own error
         tracked.option("checkpointLocation", f"{checkpoint}-async").start().awaitTermination(240)
     vhost.wait_for_messages("orders", 5)
 
@@ -319,7 +334,7 @@ def test_what_spark_could_not_do_safely_is_refused(spark: SparkSession, vhost: V
 def test_a_queue_that_would_lose_messages_is_refused_with_a_fix(
     spark: SparkSession, vhost: VirtualHost, tmp_path: Path
 ) -> None:
-    """A delivery limit without a dead-letter exchange; a queue that goes with its reader; a stream."""
+    """A delivery limit without dead-lettering, an auto-delete queue and a stream fail."""
     with vhost.connect() as connection:
         channel = connection.channel()
         channel.queue_declare("limited", durable=True, arguments={"x-queue-type": "quorum"})
@@ -357,7 +372,7 @@ def publish_plain(vhost: VirtualHost, queue: str, count: int) -> None:
 def test_the_password_is_nowhere_to_be_seen(
     spark: SparkSession, vhost: VirtualHost, checkpoint: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Not in a plan, the progress, the checkpoint, a description or the log."""
+    """It is in no plan, progress, checkpoint, description or log."""
     publish(vhost, ORDERS, numbered(5))
     broker = vhost.broker
     broker.management.call("PUT", "users", "reader", body={"password": "s3cr3t-pass", "tags": ""})
@@ -381,7 +396,10 @@ def test_the_password_is_nowhere_to_be_seen(
 def test_a_queue_that_is_joined_with_itself_is_refused(
     spark: SparkSession, vhost: VirtualHost, checkpoint: str
 ) -> None:
-    """Spark makes two sources of it, which would share the messages: no row joined, and everything acked."""
+    """Spark would make two sources that share the messages.
+
+    No rows would be joined, and all messages would be acked.
+    """
     publish(vhost, ORDERS, numbered(100))
     rows = read(spark, vhost.url).select("message_id")
     joined = rows.alias("one").join(rows.alias("other"), expr("one.message_id = other.message_id"))
@@ -392,7 +410,10 @@ def test_a_queue_that_is_joined_with_itself_is_refused(
 
 
 def test_a_table_is_refused_and_a_view_named(spark: SparkSession) -> None:
-    """When it is created; with columns of its own, of which Spark asks nobody, when it is read."""
+    """A table is refused when it is created, one with columns when it is read.
+
+    Spark does not ask the source for the columns of the second kind.
+    """
     options = "OPTIONS (url 'amqp://guest:guest@localhost/', stream 'events')"
     with pytest.raises(PySparkException, match="CREATE TEMPORARY VIEW"):
         spark.sql(f"CREATE TABLE events USING rabbitmq {options}")

@@ -1,4 +1,4 @@
-"""The sink in real tasks: everything confirmed, ids that stay, and errors that say which row."""
+"""The sink in real tasks: confirms, stable ids, and errors that name the row."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write(rows: DataFrame, vhost: VirtualHost, **options: str) -> None:
 
 
 def test_a_batch_is_there_when_the_write_returns(spark: SparkSession, vhost: VirtualHost) -> None:
-    """Every row of every partition, persistent, each with an id of its own."""
+    """Every row of every partition is a persistent message with its own id."""
     write(numbers(spark, 3000, 3), vhost, routingKey="orders")
     taken = drain(vhost, "orders")
     assert sorted(int(body) for body in bodies_of(taken)) == list(range(3000))
@@ -54,13 +54,13 @@ def test_a_batch_is_there_when_the_write_returns(spark: SparkSession, vhost: Vir
 def test_a_write_does_not_return_before_the_broker_has_confirmed(
     spark: SparkSession, vhost: VirtualHost, fault_proxy: Callable[..., FaultProxy]
 ) -> None:
-    """That the broker has the messages is not enough: nobody knows it yet."""
+    """The write waits for the confirms, even if the broker has the messages."""
     proxy = fault_proxy(vhost.url)
     proxy.hold_confirms()
     returned = threading.Event()
 
     def confirm_late() -> bool:
-        """Whether the write had returned before."""
+        """Return whether the write returned too early; release the confirms."""
         vhost.wait_for_messages("orders", 100, timeout=60)
         early = returned.wait(1)
         proxy.release_confirms()
@@ -76,7 +76,10 @@ def test_a_write_does_not_return_before_the_broker_has_confirmed(
 
 
 def test_traces_pass_through_source_and_sink(spark: SparkSession, vhost: VirtualHost) -> None:
-    """From a header into its column and back; what a row has, in the column or its headers, comes before the option."""
+    """A trace goes from a header into its column and back.
+
+    A trace in a row's column or headers takes precedence over the option.
+    """
     events, trace = Queue("events", type="stream"), "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     with Publisher(vhost.url, topology=[events]) as publisher:
         publisher.publish(Message(b"1", headers={"traceparent": trace}), routing_key="events")
@@ -105,7 +108,7 @@ def test_traces_pass_through_source_and_sink(spark: SparkSession, vhost: Virtual
 def test_an_unwritable_schema_is_refused_before_anything_is_sent(
     spark: SparkSession, vhost: VirtualHost, columns: str, options: dict[str, str], named: str
 ) -> None:
-    """On the driver, with an error that names the column."""
+    """The driver raises an error that names the column."""
     rows = spark.range(5).selectExpr(*columns.split(", ", 1))
     with pytest.raises(PySparkException, match=named) as refused:
         write(rows, vhost, **options)
@@ -114,7 +117,7 @@ def test_an_unwritable_schema_is_refused_before_anything_is_sent(
 
 
 def test_an_unroutable_row_fails_its_task_with_id_and_reason(spark: SparkSession, vhost: VirtualHost) -> None:
-    """And the batch with it; no credentials are in the error."""
+    """The batch fails as well; the error has no credentials."""
     rows = spark.createDataFrame([("a", "id-a")], "body string, message_id string").coalesce(1)
     with pytest.raises(PySparkException, match=r"row 0: message id-a .*312 NO_ROUTE") as failed:
         write(rows, vhost, routingKey="nowhere")
@@ -122,7 +125,10 @@ def test_an_unroutable_row_fails_its_task_with_id_and_reason(spark: SparkSession
 
 
 def test_rows_that_cannot_be_sent_do_not_end_a_query(spark: SparkSession, vhost: VirtualHost, tmp_path: Path) -> None:
-    """With onUnsendableRow=deadLetter: their letters say why, and the batch is committed."""
+    """With onUnsendableRow=deadLetter, the rows are dead-lettered with the reason.
+
+    The batch is committed.
+    """
     source = tmp_path / "source"
     spark.range(0, 50, 1, 2).selectExpr(
         "cast(id as string) as body", "cast(id as string) as message_id",
@@ -149,7 +155,10 @@ def test_rows_that_cannot_be_sent_do_not_end_a_query(spark: SparkSession, vhost:
 
 
 def test_headers_of_any_type_go_out_and_come_back(spark: SparkSession, vhost: VirtualHost, tmp_path: Path) -> None:
-    """Lists, tables, numbers and times, as a struct; ``CC``, which is a list, routes to a second queue."""
+    """Headers are a struct of lists, tables, numbers and times.
+
+    ``CC``, which is a list, routes to a second queue.
+    """
     with Publisher(vhost.url, topology=[Queue("copies", dead_letter=None)]) as publisher:
         publisher.connect()
     headers = (
@@ -178,7 +187,10 @@ def test_headers_of_any_type_go_out_and_come_back(spark: SparkSession, vhost: Vi
 def test_f59_a_task_that_is_retried_publishes_the_same_ids(
     spark: SparkSession, vhost: VirtualHost, tmp_path: Path
 ) -> None:
-    """At least once: nothing is missing, what is there twice has one id, and equal rows have two."""
+    """Delivery is at least once, with stable ids.
+
+    No message is missing, copies of a row have one id, and equal rows have different ids.
+    """
     rows = numbers(spark, 4000).selectExpr("rpad(cast(cast(body as int) % 1500 as string), 1000, ' ') as body")
     with small_arrow_batches(spark):
         write(interrupted(rows, tmp_path, after=1500), vhost, routingKey="orders")
@@ -191,7 +203,7 @@ def test_f59_a_task_that_is_retried_publishes_the_same_ids(
 
 
 def test_f59_a_worker_killed_in_mid_task_loses_nothing(spark: SparkSession, vhost: VirtualHost, tmp_path: Path) -> None:
-    """SIGKILL: Spark runs the task again, in another worker, and the ids are the same."""
+    """After SIGKILL, Spark runs the task again in another worker with the same ids."""
     with small_arrow_batches(spark):
         write(interrupted(numbers(spark, 2000), tmp_path, after=600, kill=True), vhost, routingKey="orders")
     taken = drain(vhost, "orders")
@@ -203,7 +215,7 @@ def test_f59_a_worker_killed_in_mid_task_loses_nothing(spark: SparkSession, vhos
 def test_f59_a_repeated_micro_batch_publishes_the_same_ids(
     spark: SparkSession, vhost: VirtualHost, tmp_path: Path
 ) -> None:
-    """After a query has failed between its sink and its commit log, and is started again on its checkpoint."""
+    """The query fails between sink and commit log, and restarts on its checkpoint."""
     source = tmp_path / "source"
     spark.range(0, 500, 1, 2).selectExpr("cast(id as string) as body").write.parquet(str(source))
 

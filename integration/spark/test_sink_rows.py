@@ -1,4 +1,4 @@
-"""What a task of the sink does with its rows, against a real broker, without a session around it."""
+"""The rows of a sink task against a real broker, without a Spark session."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def write(vhost: VirtualHost, batch: pa.RecordBatch, **options: Any) -> WrittenP
 
 
 def test_columns_become_the_properties_of_their_names(vhost: VirtualHost) -> None:
-    """All of them; null leaves one out."""
+    """Every property has a column; null leaves the property out."""
     when = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
     batch = pa.RecordBatch.from_pydict(
         {
@@ -82,7 +82,7 @@ def test_columns_become_the_properties_of_their_names(vhost: VirtualHost) -> Non
 
 
 def test_columns_direct_each_row_unless_an_option_overrides(vhost: VirtualHost) -> None:
-    """As with the topic of Spark's Kafka sink."""
+    """The options work as the topic of Spark's Kafka sink does."""
     other, events = Queue("other", dead_letter=None), Exchange("events", type="direct")
     declare(vhost, Binding(events, ORDERS, "o"), Binding(events, other, "x"))
     batch = pa.RecordBatch.from_pydict(
@@ -96,7 +96,7 @@ def test_columns_direct_each_row_unless_an_option_overrides(vhost: VirtualHost) 
 
 
 def test_an_unroutable_row_is_an_error_with_its_id_and_reason(vhost: VirtualHost) -> None:
-    """The rows beside it stay published, and are published again by the next attempt."""
+    """Other rows stay published, and are published again by the next attempt."""
     batch = pa.RecordBatch.from_pydict(
         {
             "body": ["a", "b", "c"],
@@ -113,7 +113,7 @@ def test_an_unroutable_row_is_an_error_with_its_id_and_reason(vhost: VirtualHost
 
 
 def test_a_publisher_takes_the_options_of_the_sink(vhost: VirtualHost) -> None:
-    """Without ``mandatory``, RabbitMQ drops a row that no queue is bound for, and the task ends."""
+    """Without ``mandatory``, RabbitMQ drops unroutable rows and the task succeeds."""
     batch = pa.RecordBatch.from_pydict({"body": ["a", "b"], "routing_key": ["orders", "nowhere"]})
     write(vhost, batch, publisher=(("mandatory", False), ("max_outstanding", 1)))
     assert bodies_of(drain(vhost, "orders")) == [b"a"]
@@ -122,8 +122,8 @@ def test_a_publisher_takes_the_options_of_the_sink(vhost: VirtualHost) -> None:
 def test_a_nacked_row_is_an_error_with_its_id_and_the_reason(
     vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A queue that is full refuses, and goes on refusing for as long as the publisher tries again."""
-    impatient = partial(Publisher, retry=RetryPolicy(max_attempts=3, delays=(0.1,)))  # by default it takes ten seconds
+    """A full queue nacks every attempt of the publisher."""
+    impatient = partial(Publisher, retry=RetryPolicy(max_attempts=3, delays=(0.1,)))  # not the default of ten seconds
     monkeypatch.setattr(sink, "Publisher", impatient)
     declare(
         vhost, Queue("full", type="classic", dead_letter=None, max_length=2, arguments={"x-overflow": "reject-publish"})
@@ -135,7 +135,10 @@ def test_a_nacked_row_is_an_error_with_its_id_and_the_reason(
 
 
 def test_rows_behind_a_slow_one_do_not_fill_the_memory(vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The queue of the first row is full; rows behind it are kept with their bodies until it is settled."""
+    """The first row's queue is full.
+
+    Rows after it are kept with their bodies until it is settled, so their number is limited.
+    """
     monkeypatch.setattr(sink, "_WAITED_FOR_BEYOND", 100)
     monkeypatch.setattr(sink, "Publisher", partial(Publisher, retry=RetryPolicy(max_attempts=2, delays=(1.0,))))
     bound = {"x-max-length": 0, "x-overflow": "reject-publish"}
@@ -156,7 +159,7 @@ def test_rows_behind_a_slow_one_do_not_fill_the_memory(vhost: VirtualHost, monke
 
 
 def test_a_refused_row_is_an_error_and_the_others_are_published(vhost: VirtualHost) -> None:
-    """An exchange that does not exist closes the channel: the culprit alone fails."""
+    """A missing exchange closes the channel, but only the row for it fails."""
     batch = pa.RecordBatch.from_pydict(
         {"body": ["a", "b", "c"], "exchange": ["", "missing", ""], "routing_key": ["orders", "orders", "orders"]}
     )
@@ -179,7 +182,7 @@ def test_a_refused_row_is_an_error_and_the_others_are_published(vhost: VirtualHo
 def test_a_row_that_cannot_be_a_message_is_named_and_not_sent(
     vhost: VirtualHost, column: str, values: pa.Array, reason: str
 ) -> None:
-    """What came before it has been published."""
+    """Rows before it have been published."""
     batch = pa.RecordBatch.from_pydict({"body": ["a", "b"], column: values})
     with pytest.raises(PublishError, match=r"1 of 2 rows of partition 0 .* row 1.*" + reason):
         write(vhost, batch, **({} if column == "routing_key" else {"routing_key": "orders"}))
@@ -187,7 +190,7 @@ def test_a_row_that_cannot_be_a_message_is_named_and_not_sent(
 
 
 def test_a_row_without_a_body_is_named(vhost: VirtualHost) -> None:
-    """Null is no message; an empty one is."""
+    """Null is not a message; an empty body is."""
     batch = pa.RecordBatch.from_pydict({"body": pa.array([b"", None])})
     with pytest.raises(PublishError, match="row 1: column body is null"):
         write(vhost, batch, routing_key="orders")
@@ -195,7 +198,7 @@ def test_a_row_without_a_body_is_named(vhost: VirtualHost) -> None:
 
 
 def dead_letters(vhost: VirtualHost, queue: str = "dead") -> dict[str, DeadMessage]:
-    """The dead letters of a queue, by their bodies' first eight bytes."""
+    """Return the dead letters of a queue by the first eight bytes of their bodies."""
     with DeadLetterQueue(vhost.url, queue) as letters:
         return {letter.body[:8].decode(): letter for letter in letters.browse()}
 
@@ -209,7 +212,7 @@ def metrics(tmp_path: Path) -> Iterator[Exporter]:
 
 
 def test_unsendable_rows_are_dead_lettered_the_others_written(vhost: VirtualHost, metrics: Exporter) -> None:
-    """Of each kind: no message can be made of it, it has no queue, no exchange, or is too large for the broker."""
+    """Rows are invalid, unroutable, for a missing exchange, or too large."""
     raw = pa.array([b"x"] * 5 + [b"\xff"] + [b"x"] * 4, pa.binary())
     batch = pa.RecordBatch.from_pydict(
         {
@@ -249,7 +252,10 @@ def test_unsendable_rows_are_dead_lettered_the_others_written(vhost: VirtualHost
 
 
 def test_rows_that_fit_a_letter_only_in_part_are_dead_lettered(vhost: VirtualHost) -> None:
-    """A header's name with a NUL; a direct reply, which RabbitMQ refuses where nobody consumes replies."""
+    """One has a NUL in a header name, one a direct reply.
+
+    RabbitMQ refuses direct replies if no client consumes replies.
+    """
     named = pa.map_(pa.string(), pa.string())
     batch = pa.RecordBatch.from_pydict(
         {
@@ -268,7 +274,7 @@ def test_rows_that_fit_a_letter_only_in_part_are_dead_lettered(vhost: VirtualHos
 
 
 def test_a_wrong_routing_key_for_all_rows_dead_letters_none(vhost: VirtualHost) -> None:
-    """Headers decide nothing at the default exchange: the task fails, as it does without them."""
+    """Headers do not affect routing by the default exchange, so the task fails."""
     named = pa.map_(pa.string(), pa.string())
     batch = pa.RecordBatch.from_pydict({"body": ["a"], "headers": pa.array([[("fine", "1")]], named)})
     with pytest.raises(PublishError, match="312 NO_ROUTE"):
@@ -279,7 +285,7 @@ def test_a_wrong_routing_key_for_all_rows_dead_letters_none(vhost: VirtualHost) 
 def test_a_row_that_fits_no_letter_fails_its_task_by_number(
     vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With both reasons."""
+    """The error has both reasons."""
 
     def refused(*_given: object) -> NoReturn:
         raise ConfigurationError("no letter")
@@ -291,11 +297,15 @@ def test_a_row_that_fits_no_letter_fails_its_task_by_number(
 
 
 def test_dead_letters_of_rows_are_replayed(vhost: VirtualHost) -> None:
-    """Once what was missing is there: to the queue, or the exchange, with the id of the row."""
+    """Replay works once the missing queue or exchange exists.
+
+    The messages have the ids of their rows.
+    """
     batch = pa.RecordBatch.from_pydict(
         {"body": ["a", "b"], "message_id": ["id-a", "id-b"], "exchange": ["", "events"], "routing_key": ["late", "l"]}
     )
-    # One after the other: the missing exchange costs the channel, and a dead letter on it would come twice.
+    # One after the other, because the missing exchange closes the channel, and a dead letter on it would be published
+    # twice.
     for row in range(len(batch)):
         write(vhost, batch.slice(row, 1), dead_letter_queue="dead")
     late = Queue("late", dead_letter=None)
@@ -314,7 +324,7 @@ def test_dead_letters_of_rows_are_replayed(vhost: VirtualHost) -> None:
 def test_what_the_options_name_and_is_not_there_fails_the_task(
     vhost: VirtualHost, options: dict[str, str], reason: str
 ) -> None:
-    """Each row would be dead-lettered over one mistake."""
+    """Otherwise one mistake would dead-letter every row."""
     batch = pa.RecordBatch.from_pydict({"body": ["a"]})
     with pytest.raises(PublishError, match=reason):
         write(vhost, batch, dead_letter_queue="dead", **options)
@@ -324,7 +334,10 @@ def test_what_the_options_name_and_is_not_there_fails_the_task(
 def test_a_dead_letter_that_is_not_confirmed_fails_the_task(
     vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch, metrics: Exporter
 ) -> None:
-    """Its queue is full, say: the row is neither here nor there, the error has both reasons, and it is not counted."""
+    """The error has both reasons, and the row is not counted.
+
+    For example, the dead-letter queue is full, so the row is stored nowhere.
+    """
     impatient = partial(Publisher, retry=RetryPolicy(max_attempts=2, delays=(0.1,)))
     monkeypatch.setattr(sink, "Publisher", impatient)
     bound = {"x-max-length": 1, "x-overflow": "reject-publish"}
@@ -338,7 +351,7 @@ def test_a_dead_letter_that_is_not_confirmed_fails_the_task(
 def test_connections_cut_in_the_middle_lose_nothing(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
-    """What is unconfirmed is published again, with the same ids; the task does not fail."""
+    """Unconfirmed rows are published again with the same ids, and the task succeeds."""
     proxy = fault_proxy(vhost.url)
     cuts = set(rng.sample(range(1, 20), 4))
 
@@ -356,7 +369,7 @@ def test_connections_cut_in_the_middle_lose_nothing(
 
 
 def test_an_error_of_what_gives_the_rows_is_passed_on(vhost: VirtualHost) -> None:
-    """And leaves no connection behind."""
+    """No connection stays open."""
 
     def batches() -> Iterator[pa.RecordBatch]:
         yield pa.RecordBatch.from_pydict({"body": ["a"]})
@@ -373,7 +386,7 @@ def test_a_partition_without_rows_does_not_connect(vhost: VirtualHost) -> None:
 
 
 def test_a_worker_that_is_used_again_keeps_its_publisher(vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One connection for task after task; none stays where a task has failed."""
+    """Successive tasks share one connection; a failed task closes it."""
     monkeypatch.setenv("SPARK_REUSE_WORKER", "1")
     batch = pa.RecordBatch.from_pydict({"body": ["a", "b"]})
     options = WriteOptions(url=vhost.url, routing_key="orders")

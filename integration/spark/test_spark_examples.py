@@ -1,4 +1,4 @@
-"""The examples with Spark run as they are and print what their docstrings say."""
+"""The Spark examples run unchanged and print the output in their docstrings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 NAMES = ("spark_files", "spark_once")
 
-# One after the other in one program: each starts a session and stops it, and they share the JVM, whose start is dear.
+# They run in one program, one after the other. Each starts and stops a session, and all share the JVM, which is slow
+# to start.
 PROGRAM = """
 import runpy, sys
 for name in sys.argv[1:]:
@@ -35,7 +36,7 @@ for name in sys.argv[1:]:
 
 @pytest.mark.timeout(400)
 def test_the_examples_print_what_they_say(vhost: VirtualHost) -> None:
-    """On sessions that they start themselves."""
+    """They start their own sessions."""
     output = output_of(
         [sys.executable, "-c", PROGRAM, *NAMES],
         cwd=EXAMPLES,
@@ -44,7 +45,7 @@ def test_the_examples_print_what_they_say(vhost: VirtualHost) -> None:
             "PYTHONPATH": str(ROOT),
             "RELIABLE_MQ_URL": vhost.url,
             "PYSPARK_PYTHON": sys.executable,
-            "JDK_JAVA_OPTIONS": JAVA_OPTIONS,  # for the start of it
+            "JDK_JAVA_OPTIONS": JAVA_OPTIONS,  # for the start of the JVM
         },
         timeout=350,
     )
@@ -55,7 +56,10 @@ def test_the_examples_print_what_they_say(vhost: VirtualHost) -> None:
 def test_orders_become_alerts_and_a_duplicate_order_counts_once(
     spark: SparkSession, vhost: VirtualHost, checkpoint: str
 ) -> None:
-    """Of a customer who has ordered for more than the limit within a minute; others get none."""
+    """A customer whose orders exceed the limit within a minute causes an alert.
+
+    Other customers cause none.
+    """
     minute = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
 
     def order(customer: str, cents: int, placed: datetime = minute) -> Message:

@@ -1,4 +1,7 @@
-"""Staged mode with real Spark: rows whole and once, and as the batches were; `test_staged_kills` kills its parts."""
+"""Staged mode with real Spark: complete rows, once each, in stable batches.
+
+`test_staged_kills` kills the parts of a query.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,10 @@ def ready(vhost: VirtualHost) -> int:
 def test_what_was_ready_is_moved_and_read_and_the_query_ends(
     spark: SparkSession, vhost: VirtualHost, tmp_path: Path
 ) -> None:
-    """Rows are those of queue mode, lists and tables in headers included; a second run reads what came since."""
+    """Rows are those of queue mode, with lists and tables in headers.
+
+    A second run reads the messages that were published since.
+    """
     first = publish(vhost, 300)
     rows = spark.readStream.format("rabbitmq").options(url=vhost.url, stagePartitions="2", **STAGED).load()
 
@@ -85,7 +91,10 @@ def test_available_now_waits_for_what_another_relay_moves(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As long as the queue sinks: everything that was ready is read. One that moves nothing is not waited for."""
+    """A run waits while the other relay moves messages, and reads all that were ready.
+
+    It does not wait for a relay that moves none.
+    """
     monkeypatch.setattr("reliable_mq.spark.staged_source._ACTIVE", 3.0)
     with fault_proxy(vhost.url) as proxy:
         options = StageOptions(url=proxy.url, queue="orders", stage="orders.stage", max_outstanding=5)
@@ -113,12 +122,15 @@ def test_available_now_waits_for_what_another_relay_moves(
 
 
 def test_f69_a_stage_deleted_between_runs_is_not_silently_remade(vhost: VirtualHost) -> None:
-    """Each run fails and leaves the queue alone; with failOnDataLoss=false the new stage is read whole."""
+    """Each run fails and leaves the queue unchanged.
+
+    With failOnDataLoss=false, the new stage is read from its start.
+    """
     first = publish(vhost, 20)
     rows, at = ended(vhost, None)
     assert sorted(rows) == sorted(first)
     vhost.delete_queue("orders.stage")
-    second = publish(vhost, 60)  # more than were read before: the offsets of a new stage would tell nothing
+    second = publish(vhost, 60)  # more than were read before: the offsets of a new stage would not show it
     for _ in range(2):
         with pytest.raises(ConsumeError, match=r"stage 'orders\.stage' is gone: orders\.stage was deleted after"):
             ended(vhost, at)
@@ -129,7 +141,7 @@ def test_f69_a_stage_deleted_between_runs_is_not_silently_remade(vhost: VirtualH
 
 @pytest.mark.parametrize(("before", "after"), [("", "2"), ("2", ""), ("3", "2")])
 def test_a_stage_with_streams_unlike_the_checkpoints_is_refused(vhost: VirtualHost, before: str, after: str) -> None:
-    """Before anything is moved, where no query reads; with the streams of before it goes on."""
+    """The query fails before it moves messages, and works with the old streams."""
     old, new = ({"stagePartitions": each} if each else {} for each in (before, after))
     publish(vhost, 20)
     _, at = ended(vhost, None, **old)
@@ -142,7 +154,10 @@ def test_a_stage_with_streams_unlike_the_checkpoints_is_refused(vhost: VirtualHo
 
 
 def test_a_query_goes_on_with_more_partitions(vhost: VirtualHost) -> None:
-    """New ones are read from their first message; a stream of the stage's own name is none of them."""
+    """New partitions are read from their first message.
+
+    A stream with the stage's own name is not a partition.
+    """
     publish(vhost, 1, Queue("orders.stage", type="stream"))
     first = publish(vhost, 20)
     rows, at = ended(vhost, None, stagePartitions="2")
@@ -154,10 +169,10 @@ def test_a_query_goes_on_with_more_partitions(vhost: VirtualHost) -> None:
 
 
 def test_options_of_stream_mode_hold_for_a_stage(vhost: VirtualHost) -> None:
-    """A time to start at, and the most messages of a task, of what the stage has by then."""
+    """The start time and the maximum of a task apply to the messages in the stage."""
     publish(vhost, 20)
     _, at = ended(vhost, None)
-    boundary = int(time.time()) + 2  # times in AMQP are whole seconds
+    boundary = int(time.time()) + 2  # AMQP times are whole seconds
     wait_until(lambda: time.time() > boundary + 0.1, timeout=10, what="two seconds to pass")
     second = publish(vhost, 20)
     ended(vhost, at)
@@ -169,7 +184,7 @@ def test_options_of_stream_mode_hold_for_a_stage(vhost: VirtualHost) -> None:
 
 
 def test_a_batch_of_a_stage_waits_for_its_minimum_of_messages(vhost: VirtualHost) -> None:
-    """For those that the relay has moved."""
+    """It waits for messages that the relay has moved."""
     publish(vhost, 5)
     made = RabbitMQDataSource({"url": vhost.url, **STAGED, "minMessagesPerTrigger": "10"})
     source: Any = made.streamReader(made.schema())
@@ -177,7 +192,7 @@ def test_a_batch_of_a_stage_waits_for_its_minimum_of_messages(vhost: VirtualHost
     def follow() -> None:
         at = source.latestOffset(source.initialOffset(), ReadMaxRows(1000))
         wait_until(
-            lambda: look(at) == at and source.reportLatestOffset()["orders.stage"] > 5,  # with the relay's marker
+            lambda: look(at) == at and source.reportLatestOffset()["orders.stage"] > 5,  # includes the relay's marker
             timeout=60, what="five seen, and no batch",
         )  # fmt: skip
         publish(vhost, 5)
@@ -188,7 +203,7 @@ def test_a_batch_of_a_stage_waits_for_its_minimum_of_messages(vhost: VirtualHost
         return end
 
     try:
-        with ThreadPoolExecutor(1) as thread:  # the main thread would have its signals handled
+        with ThreadPoolExecutor(1) as thread:  # on the main thread, the source would handle its signals
             thread.submit(follow).result()
     finally:
         source.stop()
@@ -197,7 +212,7 @@ def test_a_batch_of_a_stage_waits_for_its_minimum_of_messages(vhost: VirtualHost
 def test_a_query_stopped_between_triggers_has_nothing_twice(
     spark: SparkSession, vhost: VirtualHost, tmp_path: Path
 ) -> None:
-    """Started again, it goes on behind its last batch, which queue mode would have again."""
+    """After a restart, it continues after its last batch; queue mode would repeat it."""
     rows = spark.readStream.format("rabbitmq").options(url=vhost.url, **STAGED).load()
     writer = rows.writeStream.format("parquet").option("path", f"{tmp_path}/output")
     writer = writer.option("checkpointLocation", f"{tmp_path}/checkpoint")
@@ -223,7 +238,10 @@ def committed(directory: Path) -> Counter[str]:
 
 
 def test_a_stage_is_joined_with_itself(spark: SparkSession, vhost: VirtualHost, tmp_path: Path) -> None:
-    """Spark makes two readers with a relay each, of which one waits; both read all, and each row finds itself."""
+    """Spark makes two readers with a relay each, and one of the relays waits.
+
+    Both readers read everything, and each row is joined with itself.
+    """
     published = publish(vhost, 200)
     rows = spark.readStream.format("rabbitmq").options(url=vhost.url, **STAGED).load()
     joined = rows.select("message_id", "offset").join(rows.select("message_id", rows.body.alias("again")), "message_id")
@@ -240,7 +258,7 @@ def test_a_stage_is_joined_with_itself(spark: SparkSession, vhost: VirtualHost, 
 def test_f60_a_staged_query_killed_in_any_phase_loses_nothing(
     spark: SparkSession, vhost: VirtualHost, tmp_path: Path, rng: random.Random
 ) -> None:
-    """A batch that runs again has the same rows."""
+    """A repeated batch has the same rows."""
     orders = publish(vhost, 600)
     options = {"url": vhost.url, "maxMessagesPerTrigger": "40", "minPartitions": "2", **STAGED}
     settings = {"sources": {"queue": options}, "pause": 0.003}
@@ -254,7 +272,10 @@ def test_f60_a_staged_query_killed_in_any_phase_loses_nothing(
 def test_without_a_relay_a_query_reads_what_a_binding_stages(
     spark: SparkSession, vhost: VirtualHost, tmp_path: Path
 ) -> None:
-    """As stream mode reads it: without headers that are lists or tables. The queue has a copy for others."""
+    """Rows are those of stream mode, without headers that are lists or tables.
+
+    The queue keeps a copy for other consumers.
+    """
     placed, stage = Exchange("placed", type="fanout"), Queue("orders.stage", type="stream")
     messages = [Message(b"%d" % number, headers={"n": number, "items": [1]}) for number in range(50)]
     with Publisher(vhost.url, topology=[Binding(placed, ORDERS), Binding(placed, stage)]) as publisher:
@@ -271,7 +292,7 @@ def test_without_a_relay_a_query_reads_what_a_binding_stages(
 
 
 def test_a_stage_that_a_binding_fills_is_filtered_by_the_broker(vhost: VirtualHost) -> None:
-    """It has the header of the filter, which the copies of a relay do not."""
+    """These messages have the filter header, which a relay does not copy."""
     shop, stage = Exchange("shop"), Queue("orders.stage", type="stream")
     bindings = [Binding(shop, queue, routing_key="order") for queue in (ORDERS, stage)]
     messages = [
@@ -294,7 +315,10 @@ def test_without_a_relay_a_query_reads_what_a_shovel_moves(
     tmp_path: Path,
     report: Callable[[str], None],
 ) -> None:
-    """The broker is killed meanwhile: the query outlives it, and what the shovel repeats is there twice."""
+    """The query survives a kill of the broker.
+
+    Files have duplicates only if the shovel publishes them.
+    """
     published = publish(private_vhost, 20_000)
     published += publish(private_vhost, 1, Queue("orders.stage", type="stream"))
     source = {"url": private_vhost.url, "stageBy": "none", "maxMessagesPerTrigger": "2000", **STAGED}
@@ -319,9 +343,9 @@ def test_without_a_relay_a_query_reads_what_a_shovel_moves(
 
 
 class Watched:
-    """A query of a stage, looked at as Spark would, with what it warns of.
+    """A query of a stage, called as Spark would, and its warnings.
 
-    Every call looks at the retention. Its metrics are those of this process.
+    Every call checks the retention. The metrics are those of this process.
     """
 
     def __init__(self, vhost: VirtualHost, directory: Path, caplog: pytest.LogCaptureFixture, **options: str) -> None:
@@ -337,13 +361,13 @@ class Watched:
         return self.metrics.streams.begin.get("orders.stage")
 
     def planned(self, position: int) -> int:
-        """Where a batch from a position ends."""
+        """Return the end of a batch that starts at a position."""
         self._caplog.clear()
         end: int = self.source.latestOffset({"orders.stage": position}, ReadMaxRows(1000))["orders.stage"]
         return end
 
     def warned(self) -> bool:
-        """Whether the last batch came with a warning; the metric has it, too."""
+        """Return whether the last batch logged a warning; check the metric as well."""
         self.metrics.write()
         [line] = [each for each in self.metrics.path.read_text().splitlines() if "spark_stage_at_risk{" in each]
         found = "is about to drop messages that the query has not read" in self._caplog.text
@@ -351,7 +375,7 @@ class Watched:
         return found
 
     def filled(self) -> int:
-        """Have the relay move all; return the end of the stage."""
+        """Wait until the relay has moved everything; return the end of the stage."""
         self.source.initialOffset()
         while not self.source._relay.wait_moved(60):
             pass
@@ -360,7 +384,7 @@ class Watched:
 
     def run(self, follow: Callable[[], None]) -> None:
         try:
-            with ThreadPoolExecutor(1) as thread:  # the main thread would have its signals handled
+            with ThreadPoolExecutor(1) as thread:  # on the main thread, the source would handle its signals
                 thread.submit(follow).result()
         finally:
             self.source.stop()
@@ -369,7 +393,10 @@ class Watched:
 
 @pytest.fixture
 def hundred(vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The ids of 100 messages of 60 kB in the queue; the retention is looked at with every batch."""
+    """The ids of 100 messages of 60 kB in the queue.
+
+    The retention is checked with every batch.
+    """
     monkeypatch.setattr("reliable_mq.spark.staged_source._LOOK_EVERY", 0.0)
     messages = [Message(bytes(60_000)) for _ in range(100)]
     with Publisher(vhost.url, topology=[ORDERS]) as publisher:
@@ -381,7 +408,10 @@ def hundred(vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_f69_a_stage_without_drops_is_warned_of_by_its_bytes(
     vhost: VirtualHost, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """6 MB are unread, and the stage keeps 7 for certain: the first segment that goes would be an unread one."""
+    """6 MB are unread, and only 7 MB are certain to be kept.
+
+    The next segment to be dropped would be an unread one.
+    """
     query = Watched(vhost, tmp_path, caplog, stageMaxBytes="8000000")
 
     def follow() -> None:
@@ -400,7 +430,10 @@ def test_f69_a_stage_without_drops_is_warned_of_by_its_bytes(
 def test_f69_a_stage_without_drops_is_warned_of_by_its_age(
     vhost: VirtualHost, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Unread messages near the end of their retention; not messages that were just moved."""
+    """Unread messages near the end of their retention cause a warning.
+
+    Messages that were just moved do not.
+    """
     query = Watched(vhost, tmp_path, caplog, stageRetention="30s")
 
     def follow() -> None:
@@ -418,8 +451,11 @@ def test_f69_a_stage_without_drops_is_warned_of_by_its_age(
 def test_f69_dropping_unread_messages_is_warned_of_and_an_error(
     vhost: VirtualHost, tmp_path: Path, caplog: pytest.LogCaptureFixture, hundred: list[str]
 ) -> None:
-    """Near the oldest message there is a warning; one that is behind it fails. Also where something else fills it."""
-    # RabbitMQ writes what comes together in one piece; a piece larger than the stage may be would be dropped at once.
+    """A query near the oldest message warns, and one behind it fails.
+
+    This also holds for a stage that is not filled by the query.
+    """
+    # RabbitMQ writes messages that arrive together in one chunk, and drops a chunk larger than the stage at once.
     small = {"publisher.maxOutstanding": "10"}
     query = Watched(vhost, tmp_path / "relay", caplog, stageMaxBytes="2000000", **small)
     other = Watched(vhost, tmp_path / "none", caplog, stageBy="none")
@@ -470,7 +506,7 @@ def test_the_error_of_a_refused_query_is_ours_alone(
     trigger: dict[str, Any],
     text: str,
 ) -> None:
-    """PySpark raises another one in its place where a reader cannot be made."""
+    """Otherwise PySpark replaces the error if a reader cannot be made."""
     reader = spark.readStream.format("rabbitmq").options(url="amqp://localhost/", **options)
     rows = (reader if schema is None else reader.schema(schema)).load()
     query = rows.writeStream.format("noop").option("checkpointLocation", checkpoint).trigger(**trigger).start()
@@ -480,7 +516,7 @@ def test_the_error_of_a_refused_query_is_ours_alone(
 
 
 def test_a_batch_read_of_a_stage_is_refused_with_the_way_out(spark: SparkSession, vhost: VirtualHost) -> None:
-    """It reads the stream."""
+    """The error says to read the stream."""
     with pytest.raises(Exception, match=r"option stream='orders\.stage'") as raised:
         spark.read.format("rabbitmq").options(url=vhost.url, **STAGED).load().collect()
     assert ConfigurationError.__name__ in str(raised.value)

@@ -1,6 +1,7 @@
-"""The kill matrix of staged mode: parts of a running query die at random moments; files have each message once.
+"""The kill matrix of staged mode: files have each message once.
 
-Part of `make soak` alone, which kills each part at 20 moments or more, all seeds together.
+Parts of a running query are killed at random moments. The tests run only in `make soak`, which kills each part at 20
+moments or more, all seeds together.
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ MOMENTS = 20  # for each kind of kill, in `make soak`
 
 
 def moments() -> int:
-    """How often a test kills, so that all seeds together have `MOMENTS`."""
+    """Return the kills per test that give `MOMENTS` over all seeds."""
     return max(MOMENTS // soak_seeds(), 2)
 
 
 @contextmanager
 def relays(url: str) -> Iterator[Callable[[], None]]:
-    """Run a relay as a service, which moves; what is yielded kills it, and starts the next one."""
+    """Run a relay as a service; yield a function that kills and replaces it.
+
+    The relay is active when the block starts.
+    """
     running: list[Process] = []
 
     def launch() -> None:
@@ -69,7 +73,10 @@ def test_f68_parts_of_a_query_are_killed_and_files_have_all_once(
     rng: random.Random,
     report: Callable[[str], None],
 ) -> None:
-    """Reader, relay, worker and broker, in some order; the query has a relay, and another one waits, or moves."""
+    """Reader, relay, worker and broker are killed in random order.
+
+    The query has its own relay, and another one waits or moves.
+    """
     pipeline = Pipeline(private_vhost, tmp_path, rng)
     parts = rng.sample(("reader", "relay", "worker", "broker"), 4)
     with relays(private_vhost.url) as kill_relay, pipeline.in_session(spark) as running:
@@ -91,7 +98,7 @@ def test_f68_parts_of_a_query_are_killed_and_files_have_all_once(
 def test_f60_an_application_is_killed_and_files_have_all_once(
     spark: SparkSession, vhost: VirtualHost, tmp_path: Path, rng: random.Random, report: Callable[[str], None]
 ) -> None:
-    """With its reader, or without: that has a moment left then."""
+    """The reader is killed as well, or has a moment left."""
     pipeline = Pipeline(vhost, tmp_path, rng)
     with pipeline.apart(tmp_path / "log") as (running, application):
         for _ in pipeline.moments(moments(), running):
@@ -104,7 +111,7 @@ def test_f60_an_application_is_killed_and_files_have_all_once(
 def test_f68_kills_of_reader_and_relay_leave_all_once_in_files(
     spark: SparkSession, vhost: VirtualHost, tmp_path: Path, rng: random.Random, report: Callable[[str], None]
 ) -> None:
-    """The query fails, and is started again."""
+    """The query fails and is restarted."""
     pipeline = Pipeline(vhost, tmp_path, rng, kind=rng.choice(["quorum", "classic"]))
     with pipeline.in_session(spark) as running:
         for _ in pipeline.moments(moments(), running):
@@ -118,7 +125,7 @@ def test_f68_kills_of_reader_and_relay_leave_all_once_in_files(
 def test_f68_kills_of_a_relay_service_leave_all_once_in_files(
     spark: SparkSession, vhost: VirtualHost, tmp_path: Path, rng: random.Random, report: Callable[[str], None]
 ) -> None:
-    """The query does not notice."""
+    """The query is not affected."""
     pipeline = Pipeline(vhost, tmp_path, rng, kind=rng.choice(["quorum", "classic"]))
     with relays(vhost.url) as kill_relay, pipeline.in_session(spark, stageBy="none") as running:
         for _ in pipeline.moments(moments(), running):
@@ -132,7 +139,7 @@ def test_f68_kills_of_a_relay_service_leave_all_once_in_files(
 def test_f59_an_executor_is_killed_and_files_have_all_once(
     spark: SparkSession, vhost: VirtualHost, tmp_path: Path, rng: random.Random, report: Callable[[str], None]
 ) -> None:
-    """On a standalone cluster."""
+    """The cluster is a standalone one."""
     pipeline = Pipeline(vhost, tmp_path, rng)
     with StandaloneCluster(tmp_path) as cluster:
         spare = {"spark.task.maxFailures": "100", "spark.stage.maxConsecutiveAttempts": "100"}
@@ -155,9 +162,9 @@ def test_f68_kills_of_the_broker_leave_all_once_in_files(
     report: Callable[[str], None],
     kind: str,
 ) -> None:
-    """It comes back, and the query reads on.
+    """The query continues after each restart of the broker.
 
-    It has an older stream. The first stream of a broker is not there again after a kill in its first second: row 61.
+    The broker has an older stream. The first stream of a broker may be lost by a kill in its first second: row 61.
     """
     with Publisher(private_vhost.url, topology=[Queue("older", type="stream")]) as publisher:
         publisher.publish(Message(b"confirmed for good"), routing_key="older")

@@ -1,4 +1,4 @@
-"""Queries over streams: what a file sink holds, and what a batch read gives."""
+"""Queries over streams with a file sink, and batch reads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def publish(vhost: VirtualHost, checker: Audit, count: int) -> None:
 def test_a_query_goes_on_where_its_checkpoint_ends(
     spark: SparkSession, vhost: VirtualHost, tmp_path: Path, checker: Audit
 ) -> None:
-    """Two runs with availableNow: each message once, by several tasks, under a limit, with progress that counts."""
+    """Two runs with availableNow read each message once.
+
+    Several tasks read under a limit, and the progress counts the messages.
+    """
     source = {"url": vhost.url, "stream": EVENTS.name, "startingOffsets": "earliest"}
     source |= {"maxMessagesPerTrigger": "100", "minPartitions": "2"}
     settings = {"sources": {"events": source}, "directory": str(tmp_path), "drain": True}
@@ -48,7 +51,7 @@ def test_a_query_goes_on_where_its_checkpoint_ends(
 
 
 def test_a_batch_read_is_split_among_tasks(spark: SparkSession, vhost: VirtualHost, checker: Audit) -> None:
-    """All columns, or those that a schema asks for."""
+    """The rows have all columns, or those of a given schema."""
     publish(vhost, checker, 1000)
     source = spark.read.format("rabbitmq").options(url=vhost.url, stream="events", minPartitions="4")
     rows = source.load()
@@ -61,7 +64,7 @@ def test_a_batch_read_is_split_among_tasks(spark: SparkSession, vhost: VirtualHo
 def test_spark_pushes_a_filter_on_the_offset_into_a_batch_read(
     spark: SparkSession, vhost: VirtualHost, checker: Audit
 ) -> None:
-    """A task for the last ten of a hundred messages, in place of ten for all of them."""
+    """One task reads the last ten of a hundred messages, instead of ten tasks for all."""
     publish(vhost, checker, 100)
     source = spark.read.format("rabbitmq").options(url=vhost.url, stream="events", maxRecordsPerPartition="10")
     assert source.load().where("offset >= 90").rdd.getNumPartitions() == 10
@@ -77,7 +80,10 @@ def test_spark_pushes_a_filter_on_the_offset_into_a_batch_read(
 def test_a_provider_logs_in_the_driver_and_the_executors(
     spark: SparkSession, vhost: VirtualHost, checker: Audit
 ) -> None:
-    """Sink, plan and tasks have no password in their URL, and call the function wherever they connect."""
+    """The URL of sink, plan and tasks has no password.
+
+    They call the function wherever they connect.
+    """
     publish(vhost, checker, 10)
     scheme, _, rest = vhost.url.partition("://")
     given = {
@@ -92,7 +98,10 @@ def test_a_provider_logs_in_the_driver_and_the_executors(
 
 
 def test_a_stream_is_read_by_sql_alone(spark: SparkSession, vhost: VirtualHost, checker: Audit) -> None:
-    """As a temporary view, which has what the stream had at its first query. The URL shows in no plan."""
+    """A temporary view has the messages of the stream at its first query.
+
+    The URL is in no plan.
+    """
     publish(vhost, checker, 100)
     view = f"CREATE OR REPLACE TEMPORARY VIEW events USING rabbitmq OPTIONS (url '{vhost.url}', stream 'events')"
     spark.sql(view)

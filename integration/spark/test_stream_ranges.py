@@ -1,4 +1,7 @@
-"""Stream mode against a real broker, without a session around it: ends, plans, ranges, what is gone."""
+"""Stream mode against a real broker, without a Spark session.
+
+The tests cover ends, plans, ranges and data loss.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ ANY = ReadMaxRows(2**62)
 
 @pytest.fixture(scope="module")
 def quick_counts(broker: RabbitMQ) -> None:
-    """RabbitMQ counts the messages of streams five times a second, in place of every five seconds."""
+    """Make RabbitMQ count stream messages every 0.2 s instead of every five seconds."""
     broker.evaluate(
         "sys:replace_state(rabbit_osiris_metrics, fun (State) -> setelement(2, State, 200) end), "
         "rabbit_osiris_metrics ! tick"
@@ -83,13 +86,13 @@ def numbered(start: int, end: int) -> list[tuple[int, bytes]]:
 
 
 def restored(offset: dict[str, Any]) -> dict[str, Any]:
-    """An offset as it comes back from the checkpoint."""
+    """Return an offset as restored from the checkpoint."""
     back: dict[str, Any] = json.loads(json.dumps(offset))
     return back
 
 
 def ranges_from(reader: StreamSource, start: dict[str, Any]) -> list[StreamRange]:
-    """What a query reads that goes on at ``start``, in batch after batch, until nothing is new."""
+    """Return the ranges that a query reads from ``start`` until nothing is new."""
     ranges: list[StreamRange] = []
     while (end := restored(reader.latestOffset(start, reader.getDefaultReadLimit()))) != start:
         ranges += reader.partitions(start, end)  # type: ignore[arg-type]
@@ -104,7 +107,10 @@ def ranges_from(reader: StreamSource, start: dict[str, Any]) -> list[StreamRange
     ("start", "end", "prefetch"), [(0, 5000, "2000"), (1, 2, "1"), (2499, 3777, "7"), (4999, 5000, "100")]
 )
 def test_a_range_is_read_exactly(vhost: VirtualHost, start: int, end: int, prefetch: str) -> None:
-    """From the middle of a chunk to the middle of another, in order, each message once; as often as it is asked for."""
+    """Ranges start and end inside chunks.
+
+    A range has each message once, in order, however often it is read.
+    """
     publish(vhost, 5000)
     for _ in range(2):
         assert read(
@@ -115,8 +121,8 @@ def test_a_range_is_read_exactly(vhost: VirtualHost, start: int, end: int, prefe
 def test_a_filter_reads_the_messages_of_its_values_and_no_other(
     vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The broker leaves whole chunks out, and the reader what else is in the others; to the end, whatever it holds."""
-    values = ["a", "b", "c", None, "a", "b", "a", "a"]  # by chunk; every tenth message is of another
+    """The broker skips whole chunks, and the reader filters the rest to the end."""
+    values = ["a", "b", "c", None, "a", "b", "a", "a"]  # one per chunk; every tenth message has another one
     with Publisher(vhost.url, topology=[EVENTS]) as publisher:
         for chunk, value in enumerate(values):
             of = [value if number % 10 else "ab"[chunk % 2] for number in range(100)]
@@ -147,7 +153,7 @@ def test_a_filter_reads_the_messages_of_its_values_and_no_other(
 def test_a_range_is_read_exactly_over_lost_connections(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
-    """It goes on behind the last message that it has given."""
+    """The reader continues after the last message that it returned."""
     publish(vhost, 6000, size=300)
     proxy = fault_proxy(vhost.url)
     reader = RangeReader(options(proxy.url, prefetch="200"), StreamRange("events", 10, 5990), COLUMNS)
@@ -165,7 +171,7 @@ def test_a_range_is_read_exactly_over_lost_connections(
 def test_slow_row_processing_does_not_use_up_broker_patience(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
-    """A connection that is lost meanwhile is made again."""
+    """The connection is lost during the processing, and the reader reconnects."""
     publish(vhost, 1000)
     proxy = fault_proxy(vhost.url)
     reader = RangeReader(options(proxy.url, prefetch="100"), StreamRange("events", 0, 1000), COLUMNS, patience=5)
@@ -180,7 +186,7 @@ def test_slow_row_processing_does_not_use_up_broker_patience(
 
 
 def test_a_task_asks_for_as_many_messages_as_it_can_hold(vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a few, until it knows how large they are; then for 32 MiB of them, or for the prefetch."""
+    """It asks for a few until it knows their size, then for 32 MiB or the prefetch."""
     asked: list[int] = []
     consume = StreamChannel.consume
 
@@ -198,7 +204,7 @@ def test_a_task_asks_for_as_many_messages_as_it_can_hold(vhost: VirtualHost, mon
 
 
 def test_a_range_that_cannot_be_filled_is_an_error(vhost: VirtualHost) -> None:
-    """The stream ends before its end; it never just ends early."""
+    """The stream ends before the range does; the task must not just return less."""
     publish(vhost, 10)
     reader = RangeReader(options(vhost.url), StreamRange("events", 5, 20), COLUMNS, patience=1.5)
     with pytest.raises(ConsumeError, match=r"offsets 10 to 19 of stream 'events' are not there: .*ends at offset 9"):
@@ -208,7 +214,7 @@ def test_a_range_that_cannot_be_filled_is_an_error(vhost: VirtualHost) -> None:
 
 
 def test_a_deleted_streams_range_is_empty_if_data_may_be_lost(vhost: VirtualHost) -> None:
-    """A batch in the checkpoint has it still, when the option stream names it no more."""
+    """A checkpoint may have a range of a stream that the option no longer names."""
     publish(vhost, 10)
     vhost.delete_queue("events")
     deleted = StreamRange("events", 5, 10)
@@ -221,7 +227,10 @@ def test_a_deleted_streams_range_is_empty_if_data_may_be_lost(vhost: VirtualHost
 def test_a_late_message_of_a_stream_is_never_passed_over(
     vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch, end: int, said: str
 ) -> None:
-    """A broker that is slow is no data loss, whatever is allowed; nor where more was asked for than there is."""
+    """A slow broker is not data loss, whatever failOnDataLoss says.
+
+    That also holds if the range ends after the stream.
+    """
     publish(vhost, 10)
     monkeypatch.setattr(StreamChannel, "take", lambda *_: [])
     monkeypatch.setattr(stream_reader, "end_of", lambda *_: StreamEnd(10, 0.0))
@@ -231,23 +240,26 @@ def test_a_late_message_of_a_stream_is_never_passed_over(
 
 
 def test_a_dropped_range_of_a_stream_is_an_error_unless_allowed(vhost: VirtualHost) -> None:
-    """RabbitMQ begins later without a word; a range that begins in front of the first message is data loss."""
+    """A range that begins before the first message is data loss.
+
+    RabbitMQ silently starts at a later offset.
+    """
     short = Queue(
         "events", type="stream", arguments={"x-max-length-bytes": 200_000, "x-stream-max-segment-size-bytes": 100_000}
     )
     publish(vhost, 3000, queue=short, size=500)
 
     def truncated() -> list[tuple[int, bytes]]:
-        publish(vhost, 50, queue=short, first=10**6, size=500)  # retention is looked at when a segment is rolled
+        publish(vhost, 50, queue=short, first=10**6, size=500)  # RabbitMQ checks the retention when it rolls a segment
         lenient = options(vhost.url, failOnDataLoss="false")
         rows, again = (read(RangeReader(lenient, StreamRange("events", 0, 3000), COLUMNS)) for _ in range(2))
-        settled = rows == again and rows[:1] != [(0, b"0")]  # it may drop a segment in the middle of a look
+        settled = rows == again and rows[:1] != [(0, b"0")]  # it may drop a segment between the two reads
         return [(-1, b""), *rows] if settled else []
 
     left = wait_until(truncated, timeout=30, what="the stream drops its first segment")[1:]
     offsets = [offset for offset, _ in left]
     assert offsets == sorted(set(offsets))
-    assert all(0 < offset < 3000 for offset in offsets)  # behind bodies: rolling segments leaves gaps
+    assert all(0 < offset < 3000 for offset in offsets)  # higher than the bodies, because rolled segments leave gaps
     bodies = [int(body) for _, body in left if int(body) < 10**6]
     assert bodies == list(range(min(bodies, default=0), max(bodies, default=-1) + 1))
     with pytest.raises(ConsumeError, match=r"are gone, at least up to \d+: .* failOnDataLoss"):
@@ -255,7 +267,10 @@ def test_a_dropped_range_of_a_stream_is_an_error_unless_allowed(vhost: VirtualHo
 
 
 def test_the_beginning_is_that_of_the_replica_that_is_read(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """Each replica drops its own segments, and another connection may lead to another node."""
+    """The reader keeps its connection, because another may lead to another replica.
+
+    Each replica drops its own segments.
+    """
     rolled = Queue("events", type="stream", arguments={"x-stream-max-segment-size-bytes": 100_000})
     publish(vhost, 1000, queue=rolled, size=500)
     end = batch(vhost.url).partitions()[0].end  # type: ignore[attr-defined]
@@ -285,7 +300,10 @@ def test_a_plain_queue_is_refused_and_keeps_its_messages(vhost: VirtualHost) -> 
 
 
 def test_a_batch_is_what_is_there_when_it_is_planned(vhost: VirtualHost) -> None:
-    """From the first message to the newest; split where more partitions are wanted."""
+    """A batch has the messages from the first to the newest at planning time.
+
+    It is split if more partitions are requested.
+    """
     publish(vhost, 100)
     assert batch(vhost.url).partitions() == [StreamRange("events", 0, 100)]
     assert batch(vhost.url, minPartitions="3").partitions() == [
@@ -300,7 +318,7 @@ def test_a_batch_is_what_is_there_when_it_is_planned(vhost: VirtualHost) -> None
 
 
 def test_an_end_that_is_not_there_yet_is_refused(vhost: VirtualHost) -> None:
-    """A batch does not wait for messages to come."""
+    """A batch does not wait for future messages."""
     publish(vhost, 10)
     with pytest.raises(
         ConfigurationError, match="endingOffsets of stream 'events' is 11, and its newest message has offset 9"
@@ -309,7 +327,7 @@ def test_an_end_that_is_not_there_yet_is_refused(vhost: VirtualHost) -> None:
 
 
 def test_an_end_that_is_the_latest_of_one_stream_may_grow(vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages that come in while a batch is planned are no error, and no part of it."""
+    """Messages that arrive during planning are no error and not in the batch."""
     publish(vhost, 10)
     ends = _Planner.ends
 
@@ -324,7 +342,10 @@ def test_an_end_that_is_the_latest_of_one_stream_may_grow(vhost: VirtualHost, mo
 
 @pytest.mark.parametrize("given", [{}, {"endingOffsets": '{"events": 5}'}])
 def test_a_beginning_behind_the_end_is_refused(vhost: VirtualHost, given: dict[str, str]) -> None:
-    """Whether that is an option, too, or what there is: the batch would be empty without a word."""
+    """The end is an option or the end of the stream.
+
+    Otherwise the batch would silently be empty.
+    """
     publish(vhost, 10)
     with pytest.raises(ConfigurationError, match="startingOffsets of stream 'events' is 11, and the batch ends before"):
         batch(vhost.url, startingOffsets='{"events": 11}', **given).partitions()
@@ -332,15 +353,15 @@ def test_a_beginning_behind_the_end_is_refused(vhost: VirtualHost, given: dict[s
 
 
 def test_a_stream_without_messages_is_an_empty_batch(vhost: VirtualHost) -> None:
-    """Which it is known to be after some seconds."""
+    """After some seconds, the stream is known to be empty."""
     publish(vhost, 0)
     assert batch(vhost.url).partitions() == []
 
 
 def test_a_time_to_start_at(vhost: VirtualHost) -> None:
-    """The chunk that the time lies in, and what follows; beyond the newest message nothing."""
+    """It starts at the chunk of the time; a time after the newest message has none."""
     publish(vhost, 10)
-    boundary = int(time.time()) + 2  # times in AMQP are whole seconds
+    boundary = int(time.time()) + 2  # AMQP times are whole seconds
     wait_until(lambda: time.time() > boundary + 0.1, timeout=10, what="two seconds to pass")
     publish(vhost, 10, first=10)
     since = batch(vhost.url, startingTimestamp=str(boundary * 1000))
@@ -348,7 +369,7 @@ def test_a_time_to_start_at(vhost: VirtualHost) -> None:
     by_stream = json.dumps({"events": boundary * 1000})
     assert batch(vhost.url, startingOffsetsByTimestamp=by_stream).partitions() == since.partitions()
     until = batch(vhost.url, endingTimestamp=str(boundary * 1000))
-    assert until.partitions() == [StreamRange("events", 0, 10)]  # two batches that meet there leave nothing out
+    assert until.partitions() == [StreamRange("events", 0, 10)]  # two batches that meet at a time skip nothing
     assert batch(vhost.url, endingOffsetsByTimestamp=by_stream).partitions() == until.partitions()
     future = str(int((time.time() + 3600) * 1000))
     assert batch(vhost.url, endingTimestamp=future).partitions() == [StreamRange("events", 0, 20)]
@@ -363,7 +384,10 @@ def test_a_time_to_start_at(vhost: VirtualHost) -> None:
 
 
 def test_filters_of_a_batch_become_ranges(vhost: VirtualHost) -> None:
-    """Spark applies them again; a reader without the option has no method that Spark would refuse."""
+    """Spark applies them again.
+
+    A reader without the option must not have a method that Spark would refuse.
+    """
     publish(vhost, 100)
     filtered = batch(vhost.url, filterPushdown="true")
     filters = [GreaterThanOrEqual(("offset",), 90), EqualTo(("type",), "x"), EqualTo(("queue",), "of the original")]
@@ -378,7 +402,10 @@ def test_a_task_has_no_more_messages_than_it_may(vhost: VirtualHost) -> None:
 
 
 def test_a_super_stream_is_its_partitions(vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found by their names, or some of them named; what is neither is an error that says so."""
+    """Partitions are found by their names, or some of them are named.
+
+    An unknown name is an error.
+    """
     monkeypatch.setattr("reliable_mq.spark.stream_source._CERTAIN", 3.0)
     for number in range(3):
         publish(vhost, number, queue=Queue(f"orders-{number}", type="stream"))
@@ -395,7 +422,10 @@ def test_a_super_stream_is_its_partitions(vhost: VirtualHost, monkeypatch: pytes
 
 
 def test_empty_partitions_are_waited_for_together(vhost: VirtualHost) -> None:
-    """It takes seconds until one is known to be empty: so it is for all of them, and a trigger waits less."""
+    """They are checked together, because an empty one takes seconds to detect.
+
+    A trigger waits for less time.
+    """
     orders = [Queue(f"orders-{number}", type="stream") for number in range(12)]
     with Publisher(vhost.url, topology=orders) as publisher:
         publisher.connect()
@@ -410,7 +440,7 @@ def test_empty_partitions_are_waited_for_together(vhost: VirtualHost) -> None:
 
 
 def bind(vhost: VirtualHost, partitions: dict[str, int]) -> None:
-    """Bind streams to the super stream ``orders``, each with a message, in the order that is given."""
+    """Bind streams to the super stream ``orders`` in order, with a message each."""
     for name, order in partitions.items():
         queue = Queue(name, type="stream")
         publish(vhost, 1, queue=queue)
@@ -420,7 +450,10 @@ def bind(vhost: VirtualHost, partitions: dict[str, int]) -> None:
 
 
 def test_partitions_are_found_by_their_bindings(vhost: VirtualHost) -> None:
-    """With the management API: whatever they are called, in the order that the bindings have."""
+    """The management API gives the partitions, whatever their names.
+
+    They have the order of their bindings.
+    """
     bind(vhost, {"orders-de": 2, "orders-at": 1, "orders-ch": 0})
     api = vhost.broker.management.url
     settings = parse_url(vhost.url)
@@ -442,7 +475,10 @@ def test_partitions_are_found_by_their_bindings(vhost: VirtualHost) -> None:
 def test_a_new_partition_is_read_by_a_query_that_runs(
     vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch, by_bindings: bool
 ) -> None:
-    """From its first message, after a batch that pins that; the others go on where they were."""
+    """An empty batch pins its start; then it is read from its first message.
+
+    The other partitions continue.
+    """
     monkeypatch.setattr(stream_broker, "_LOOK_AGAIN", 0.0)
     bind(vhost, {"orders-0": 0, "orders-1": 1})
     given = {"managementUrl": vhost.broker.management.url} if by_bindings else {}
@@ -460,7 +496,7 @@ def test_a_new_partition_is_read_by_a_query_that_runs(
 
 
 def test_a_query_begins_where_it_is_told_to(vhost: VirtualHost) -> None:
-    """At an offset, or at a time, which may be in the future: then at what comes next."""
+    """The start is an offset or a time; a future time starts at the next message."""
     publish(vhost, 10)
     later = str(int((time.time() + 3600) * 1000))
     at_the_end = {"startingTimestamp": later, "startingOffsetsByTimestampStrategy": "latest"}
@@ -472,7 +508,7 @@ def test_a_query_begins_where_it_is_told_to(vhost: VirtualHost) -> None:
 
 
 def test_a_batch_waits_for_as_many_messages_as_it_shall_have(vhost: VirtualHost) -> None:
-    """For ``maxTriggerDelay`` at most; a query with AvailableNow does not wait."""
+    """It waits for ``maxTriggerDelay`` at most; AvailableNow does not wait."""
     publish(vhost, 10)
     given = {"startingOffsets": '{"events": 5}', "minMessagesPerTrigger": "6"}
     reader, hurried, ending = (
@@ -492,7 +528,10 @@ def test_a_batch_waits_for_as_many_messages_as_it_shall_have(vhost: VirtualHost)
 
 
 def test_the_first_batch_is_empty_and_pins_the_start_of_a_query(vhost: VirtualHost) -> None:
-    """With "latest", a restart in the middle of it would otherwise begin elsewhere, and lose what came between."""
+    """Otherwise a restart during the first batch could lose messages with "latest".
+
+    The restarted query would begin at a later offset.
+    """
     publish(vhost, 10)
     reader = source(vhost.url)
     initial = restored(reader.initialOffset())
@@ -501,7 +540,7 @@ def test_the_first_batch_is_empty_and_pins_the_start_of_a_query(vhost: VirtualHo
     assert pinned == {"events": 10}
     assert initial != pinned, "Spark would not write a batch down in which nothing is new"
     publish(vhost, 3, first=12)
-    again = source(vhost.url)  # after a crash: another process, which asks for the beginning anew
+    again = source(vhost.url)  # after a crash, as another process that asks for the start again
     assert list(again.partitions(restored(again.initialOffset()), pinned)) == []
     wait_until(lambda: again.latestOffset(pinned, ANY) == {"events": 15}, timeout=10, what="what came since")
     assert again.partitions(pinned, {"events": 15}) == [StreamRange("events", 10, 15)]
@@ -511,7 +550,7 @@ def test_the_first_batch_is_empty_and_pins_the_start_of_a_query(vhost: VirtualHo
 
 
 def test_a_batch_ends_where_its_limit_says(vhost: VirtualHost) -> None:
-    """Messages exactly; bytes by what messages have weighed lately."""
+    """A limit of messages is exact; one of bytes uses their recent average size."""
     publish(vhost, 1000, size=1000)
     reader = source(vhost.url, maxMessagesPerTrigger="300")
     assert reader.getDefaultReadLimit() == ReadMaxRows(300)
@@ -525,7 +564,7 @@ def test_a_batch_ends_where_its_limit_says(vhost: VirtualHost) -> None:
 
 
 def test_available_now_ends_at_what_was_there(vhost: VirtualHost) -> None:
-    """However much comes meanwhile, and in as many batches as the limit makes of it."""
+    """It ends there however many messages arrive; the limit determines the batches."""
     publish(vhost, 100)
     reader = source(vhost.url, maxMessagesPerTrigger="60")
     reader.prepareForTriggerAvailableNow()
@@ -538,7 +577,7 @@ def test_available_now_ends_at_what_was_there(vhost: VirtualHost) -> None:
 
 
 def test_available_now_at_latest_ends_though_messages_come_in(vhost: VirtualHost) -> None:
-    """Spark asks for the end of the query first, and for its beginning, which then lies behind it, later."""
+    """Spark asks for the end of the query before its start, which may then be later."""
     publish(vhost, 5)
     reader = source(vhost.url)
     reader.prepareForTriggerAvailableNow()
@@ -549,14 +588,17 @@ def test_available_now_at_latest_ends_though_messages_come_in(vhost: VirtualHost
 
 
 def test_trigger_once_is_refused(vhost: VirtualHost) -> None:
-    """It would read the first batch of a query, which is empty, and end."""
+    """It would only read the first batch of a query, which is empty."""
     reader = source(vhost.url)
     with pytest.raises(ConfigurationError, match=r"trigger\(availableNow=True\)"):
         reader.latestOffset({"events": 0}, ReadAllAvailable())
 
 
 def test_a_query_cannot_begin_at_an_offset_that_is_not_there_yet(vhost: VirtualHost) -> None:
-    """It would pass for data loss at the next batch. The end itself is where "latest" is."""
+    """The next batch would report it as data loss.
+
+    The end of the stream itself is allowed: it is the same as "latest".
+    """
     publish(vhost, 5)
     reader = source(vhost.url, startingOffsets='{"events": 6}')
     with pytest.raises(ConfigurationError, match=r"startingOffsets of stream 'events' is 6, .* offset 5"):
@@ -568,7 +610,7 @@ def test_a_query_cannot_begin_at_an_offset_that_is_not_there_yet(vhost: VirtualH
 
 
 def test_a_copy_of_a_stream_that_lags_behind_is_waited_for(vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another node of a cluster may not have all yet that the query has read; that is no data loss."""
+    """Another node may not have all messages that were read; that is not data loss."""
     publish(vhost, 5)
     looks: list[StreamEnd] = []
 
@@ -585,7 +627,7 @@ def test_a_copy_of_a_stream_that_lags_behind_is_waited_for(vhost: VirtualHost, m
 
 
 def test_a_stream_that_was_made_anew_is_data_loss(vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its offsets begin again at 0; with failOnDataLoss=false it is read from there."""
+    """Its offsets restart at 0; failOnDataLoss=false reads it from there."""
     monkeypatch.setattr("reliable_mq.spark.stream_source._CERTAIN", 1.0)
     publish(vhost, 5)
     reader = source(vhost.url)
@@ -601,7 +643,7 @@ def test_a_stream_that_was_made_anew_is_data_loss(vhost: VirtualHost, monkeypatc
 
 
 def test_a_stream_made_anew_is_data_loss_for_available_now(vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would end well otherwise, time after time, until the new stream is longer than the old one was."""
+    """Otherwise each run would succeed without data until the new stream is longer."""
     monkeypatch.setattr("reliable_mq.spark.stream_source._CERTAIN", 1.0)
     publish(vhost, 5)
     reader = source(vhost.url)
@@ -619,7 +661,10 @@ def test_a_stream_made_anew_is_data_loss_for_available_now(vhost: VirtualHost, m
 def test_a_stream_that_was_made_anew_and_is_empty_is_data_loss(
     vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch, available_now: bool
 ) -> None:
-    """Once it is certain; nothing would tell when it has grown."""
+    """The error is raised once it is certain that the stream is empty.
+
+    Later, when the stream has grown, it would not be detectable.
+    """
     monkeypatch.setattr("reliable_mq.spark.stream_source._CERTAIN", 1.0)
     with Publisher(vhost.url, topology=[EVENTS]) as publisher:
         publisher.connect()
@@ -636,7 +681,7 @@ def test_a_stream_that_was_made_anew_and_is_empty_is_data_loss(
 
 @pytest.mark.parametrize("available_now", [False, True])
 def test_a_stream_that_is_new_is_read_from_its_first_message(vhost: VirtualHost, available_now: bool) -> None:
-    """As with a new partition of a topic."""
+    """Spark's Kafka source treats new partitions of a topic in the same way."""
     publish(vhost, 5)
     publish(vhost, 7, queue=Queue("more", type="stream"))
     reader = source(vhost.url, stream="events,more", maxMessagesPerTrigger="4")
@@ -650,7 +695,7 @@ def test_a_stream_that_is_new_is_read_from_its_first_message(vhost: VirtualHost,
 
 
 def test_while_the_broker_is_away_nothing_is_new(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """A query outlives it; it would end with an error otherwise."""
+    """The query survives; otherwise it would end with an error."""
     publish(vhost, 5)
     proxy = fault_proxy(vhost.url)
     reader = source(proxy.url)
@@ -667,7 +712,7 @@ def test_while_the_broker_is_away_nothing_is_new(vhost: VirtualHost, fault_proxy
 def test_available_now_does_not_end_because_the_broker_is_away(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
-    """Spark takes it for the end that nothing is new."""
+    """Spark would take an unchanged offset for the end."""
     publish(vhost, 5)
     publish(vhost, 7, queue=Queue("more", type="stream"))
     proxy = fault_proxy(vhost.url)

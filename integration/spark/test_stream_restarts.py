@@ -1,4 +1,7 @@
-"""Stream mode while its broker dies and starts, again and again: AMQP is up before the replicas of the streams are."""
+"""Stream mode while its broker dies and starts repeatedly.
+
+AMQP is up before the replicas of the streams are.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def publish(vhost: VirtualHost) -> None:
 def test_f01_reads_outlive_a_broker_that_restarts_repeatedly(
     private_broker: RabbitMQ, private_vhost: VirtualHost
 ) -> None:
-    """A query that plans, and tasks that read, all the time: neither ever ends with an error."""
+    """A query plans and tasks read all the time; none ends with an error."""
     publish(private_vhost)
     names = ",".join(stream.name for stream in STREAMS)
     options: Any = read_options({"url": private_vhost.url, "stream": names}, streaming=True)
@@ -66,7 +69,7 @@ def test_f01_reads_outlive_a_broker_that_restarts_repeatedly(
     def run(what: Any) -> None:
         try:
             what()
-        except BaseException as error:  # handed to the test
+        except BaseException as error:  # passed to the test
             errors.append(error)
 
     threads = [threading.Thread(target=run, args=(what,)) for what in (plan, read, read)]

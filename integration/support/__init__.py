@@ -1,1 +1,1 @@
-"""What the integration tests stand on: real brokers in containers, and the accounts that are kept of what they did."""
+"""Support code for the integration tests: servers in containers, clients, audits."""

@@ -1,4 +1,7 @@
-"""The acks of a consumer, as they pass a fault proxy: what it tells the broker, and not what it tells a test."""
+"""Records the acks of a consumer as they pass through a fault proxy.
+
+These are the acks that the consumer sends to the broker, not those that it reports to a test.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +21,24 @@ if TYPE_CHECKING:
 
 
 class Acks:
-    """Records each ack of a message, for `FaultProxy.rewrite`; changes nothing.
+    """A `FaultProxy.rewrite` callback that records acks and changes nothing.
 
-    Of the connections through the proxy, one is open at a time.
+    Only one connection through the proxy is open at a time.
 
     Args:
-        history: where they are recorded.
-        by: the name of the consumer.
+        history: Where the acks are recorded.
+        by: The name of the consumer.
 
     Attributes:
-        count: how many messages were acked.
+        count: The number of acked messages.
     """
 
     def __init__(self, history: History, by: str = "") -> None:
         self.count = 0
         self._history = history
         self._by = by
-        self._unacked: dict[tuple[int, int], str] = {}  # by channel and delivery tag, in their order
-        self._delivered: tuple[int, int] | None = None  # whose content header comes next
+        self._unacked: dict[tuple[int, int], str] = {}  # message ids by channel and delivery tag, in order
+        self._delivered: tuple[int, int] | None = None  # the delivery whose content header is next
 
     def __call__(self, direction: Direction, frame: Frame) -> Iterable[Frame]:
         _, channel, value = pamqp.frame.unmarshal(frame.raw)

@@ -1,4 +1,4 @@
-"""What Python code allocates while a test looks, and does not free."""
+"""Measures the memory that Python code allocates during a test."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["Allocations"]
 
 
 class Allocations:
-    """Counts the bytes that are allocated in the block, in all threads. What is allocated costs several times as much.
+    """Counts the bytes that all threads allocate within the block.
 
-    It is not what the kernel has in its buffers of sockets.
+    Tracing makes each allocation take several times as long. Socket buffers in the kernel are not counted.
     """
 
     def __enter__(self) -> Self:
@@ -25,5 +25,5 @@ class Allocations:
         tracemalloc.stop()
 
     def peak(self) -> int:
-        """Return the most bytes that were held at one time since the block began."""
+        """Return the largest number of bytes held at one time since the block began."""
         return tracemalloc.get_traced_memory()[1] - self._before

@@ -1,4 +1,7 @@
-"""An asyncio loop on a thread with an `AsyncConnection` on it, called as one calls an `IOThread`: one test for both."""
+"""Runs an `AsyncConnection` on a thread, with the methods of an `IOThread`.
+
+One test can then cover both.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ if TYPE_CHECKING:
 
 
 class AsyncioThread:
-    """An `AsyncConnection` with the methods of an `IOThread`. `close` fails the test if the loop has a task left."""
+    """An `AsyncConnection` with the methods of an `IOThread`.
+
+    `close` fails the test if a task is left on the loop.
+    """
 
     def __init__(self, *, name: str, **arguments: Any) -> None:
         self._make = partial(AsyncConnection, name=name, **arguments)
@@ -100,5 +106,5 @@ class AsyncioThread:
         await self.connector.close(self._grace)
         with self._lock:
             self._ended = True
-        await asyncio.sleep(0)  # what was queued before still runs
+        await asyncio.sleep(0)  # callbacks that are already queued still run
         self.left = {task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()}

@@ -1,4 +1,4 @@
-"""Threads and file descriptors return to where they were: nothing that a test opened is left behind."""
+"""Checks that a test leaves no threads or file descriptors behind."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 @contextmanager
 def back_to_baseline(timeout: float = 10) -> Iterator[None]:
-    """Check, at the regular end of the block, that its threads and descriptors are gone within `timeout` seconds.
+    """Check that the threads and descriptors of the block are gone at its end.
 
-    Descriptors are counted, since numbers are used again; threads are compared one by one.
+    The check waits up to `timeout` seconds. It is skipped if the block raises. Descriptors are counted, because their
+    numbers are reused; threads are compared one by one.
 
     Raises:
-        AssertionError: names the threads and descriptors that are left.
+        AssertionError: If threads or descriptors are left. The message names them.
     """
     gc.collect()
     threads_before = set(threading.enumerate())
@@ -52,6 +53,6 @@ def _descriptors() -> dict[int, str]:
     for link in Path("/proc/self/fd").iterdir():
         try:
             found[int(link.name)] = str(link.readlink())
-        except OSError:  # the descriptor of the listing itself
+        except OSError:  # the descriptor that lists the directory
             continue
     return found

@@ -1,6 +1,7 @@
-"""`AsyncPublisher` called as one calls `Publisher`: on an event loop in a thread, so that one test is for both.
+"""Runs `AsyncPublisher` on an event loop thread, with the methods of `Publisher`.
 
-It adds nothing: each call is the call of the same name and arguments, waited for. Calls end in time or fail the test.
+One test can then cover both APIs. Each method calls the method of the same name with the same arguments and waits for
+the result. A call that exceeds the deadline fails the test.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ if TYPE_CHECKING:
     from reliable_mq.aio.confirmation import AsyncConfirmation
     from reliable_mq.core.statistics import PublisherStatistics
 
-_DEADLINE = 100.0  # seconds, beyond which a call hangs
+_DEADLINE = 100.0  # seconds until a call counts as hanging
 
 
 class Loop:
-    """An event loop in a thread. Whatever asyncio complains of is collected: nothing is to be left when it ends.
+    """An event loop in a thread.
+
+    It collects the errors that asyncio reports. `stop` fails the test if there are any, or if a task is left.
 
     Args:
-        factory: makes the loop; None for asyncio's.
+        factory: Creates the loop. None for asyncio's loop.
     """
 
     def __init__(self, factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> None:
@@ -51,11 +54,11 @@ class Loop:
         except concurrent.futures.CancelledError as error:
             raise AssertionError("a call was cancelled") from error
         except BaseException:
-            future.cancel()  # of the waiting, where this thread was interrupted
+            future.cancel()  # if this thread was interrupted or timed out while it waited
             raise
 
     def stop(self) -> None:
-        """End the loop; fail where a task is left on it or asyncio has complained."""
+        """End the loop; fail if a task is left or asyncio has reported an error."""
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(20)
@@ -77,7 +80,7 @@ class Loop:
 
 
 class BlockingConfirmation:
-    """A confirmation, waited for from another thread."""
+    """A confirmation that another thread can wait for."""
 
     def __init__(self, loop: Loop, confirmation: AsyncConfirmation) -> None:
         self._loop = loop
@@ -115,7 +118,7 @@ class BlockingConfirmation:
 
 
 class BlockingPublisher:
-    """An `AsyncPublisher` on a loop of its own thread, with the methods of a `Publisher`."""
+    """An `AsyncPublisher` on its own loop thread, with the methods of a `Publisher`."""
 
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
 
@@ -183,7 +186,7 @@ class BlockingPublisher:
             if (
                 publisher._started_channel is publisher._outbox_channel is None
                 or publisher._state is PublisherState.CLOSED
-            ):  # there is nothing that runs
+            ):  # nothing is running
                 self._stop()
 
     def _stop(self) -> None:
@@ -193,6 +196,6 @@ class BlockingPublisher:
 
 
 class UvloopPublisher(BlockingPublisher):
-    """The same on uvloop's event loop."""
+    """A `BlockingPublisher` on uvloop's event loop."""
 
     loop_factory = staticmethod(uvloop.new_event_loop)

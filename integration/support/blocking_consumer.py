@@ -1,11 +1,11 @@
-"""`AsyncConsumer` called as one calls `Consumer`: on an event loop in a thread, so that one test is for both.
+"""Runs `AsyncConsumer` on an event loop thread, with the methods of `Consumer`.
 
-It adds nothing: each call is the call of the same name and arguments, waited for. A test's handler may block, so it is
-called on a thread of its own, which a coroutine handler waits for: what the consumer sees is a coroutine that awaits.
-A coroutine function is given to it as it is.
+One test can then cover both APIs. Each method calls the method of the same name with the same arguments and waits for
+the result. The handler of a test may block, so it runs on a separate thread, and the consumer gets a coroutine handler
+that waits for it. A coroutine function is passed on unchanged.
 
-An asyncio store is asked on the consumer's own loop, where it would be noticed to block; `ends_with_its_consumer` says
-what to do there at the end.
+An asyncio store is called on the consumer's own loop, where a blocking call would be noticed. `ends_with_its_consumer`
+registers how the store is closed there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ _ENDINGS: WeakKeyDictionary[Any, Callable[[], Coroutine[Any, Any, object]]] = We
 
 
 def ends_with_its_consumer(store: Any, ending: Callable[[], Coroutine[Any, Any, object]]) -> Any:
-    """Have the one consumer that is given this asyncio store end it on its loop. Returns the store."""
+    """Have `ending` called on the loop of the consumer that uses this asyncio store.
+
+    `ending` closes the store. Only one consumer may use it. Returns the store.
+    """
     _ENDINGS[store] = ending
     return store
 
@@ -45,10 +48,10 @@ async def _nothing() -> None:
 
 
 class BlockingConsumer:
-    """An `AsyncConsumer` on a loop of its own thread, with the methods of a `Consumer`.
+    """An `AsyncConsumer` on its own loop thread, with the methods of a `Consumer`.
 
     Attributes:
-        plain: whether handlers are given as they are, for `AsyncConsumer` to call on threads.
+        plain: Whether handlers are passed on unchanged, so that `AsyncConsumer` calls them on its threads.
     """
 
     plain = False
@@ -125,7 +128,7 @@ class BlockingConsumer:
                 self._stop()
 
     def _stop(self) -> None:
-        """End the loop, where nothing runs on it."""
+        """End the loop if nothing runs on it."""
         subscription = self.consumer._subscription
         if self._loop is not None and (subscription is None or subscription.ended.is_set()):
             loop, self._loop = self._loop, None
@@ -134,20 +137,20 @@ class BlockingConsumer:
 
 
 class PlainBlockingConsumer(BlockingConsumer):
-    """With plain handlers, in the consumer's own threads."""
+    """A `BlockingConsumer` whose plain handlers run in the consumer's own threads."""
 
     plain = True
 
 
 def in_a_coroutine(handler: Callable[[Any], object]) -> Callable[[Any], Coroutine[Any, Any, object]]:
-    """A coroutine function that calls `handler` on a thread and waits for what it returns or raises."""
+    """Return a coroutine function that calls `handler` on a thread and waits for it."""
 
     async def handle(argument: object) -> object:
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[object] = loop.create_future()
 
         def tell(set_outcome: Callable[[Any], None], outcome: object) -> None:
-            if not ended.done():  # else it was cancelled
+            if not ended.done():  # it is done if it was cancelled
                 set_outcome(outcome)
 
         def call() -> None:

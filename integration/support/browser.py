@@ -1,4 +1,4 @@
-"""Headless Chromium, and the page for dead letters served to it."""
+"""Headless Chromium, and a server for the dead-letter page."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OPTIONS: Final = (
 _TIMEOUT: Final = 60_000.0  # milliseconds
 SIZES: Final = {"wide": (1200, 900), "narrow": (360, 740)}
 
-# The element that has the focus: what it is and how it is called; and whether its focus can be seen.
+# Returns the label of the focused element, and whether the focus is visible.
 _FOCUSED: Final = """() => {
     const element = document.activeElement;
     const labelled = (element.labels && element.labels[0]) || element;
@@ -52,7 +52,7 @@ def chromium() -> Iterator[Browser]:
 
 @contextmanager
 def served(url: str, queues: Sequence[str], **options: Any) -> Iterator[str]:
-    """Serve the page on a free port of this machine; return its address without a slash at the end."""
+    """Serve the page on a free local port; yield its URL without a trailing slash."""
     app = DeadLetterApp(url, queues, **options)
     config = uvicorn.Config(app, log_config=None, access_log=False, proxy_headers=False, lifespan="off")
     server = uvicorn.Server(config)
@@ -68,17 +68,17 @@ def served(url: str, queues: Sequence[str], **options: Any) -> Iterator[str]:
 
 
 class Visitor:
-    """A person with a browser of their own.
+    """A user with a separate browser context.
 
     Args:
-        browser: whose cookies and cache are not shared.
-        address: of the page that is served.
-        dark: whether they prefer it dark.
-        size: one of `SIZES`.
+        browser: Runs the context. Cookies and cache are not shared.
+        address: The URL of the served page.
+        dark: Whether the user prefers a dark page.
+        size: One of `SIZES`.
 
     Attributes:
-        page: of Playwright.
-        complaints: what the browser reported: errors, refused scripts and styles, dialogs, requests to elsewhere.
+        page: The Playwright page.
+        complaints: What the browser reported: errors, refused scripts and styles, dialogs, requests to other servers.
     """
 
     def __init__(self, browser: Browser, address: str, *, dark: bool = False, size: str = "wide") -> None:
@@ -109,7 +109,7 @@ class Visitor:
         return self.page
 
     def tab_to(self, name: str, *, back: bool = False) -> None:
-        """Press Tab until something of that name has the focus, which must be visible."""
+        """Press Tab until the element with this label has the focus; it must be visible."""
         seen = []
         for _ in range(150):
             self.page.keyboard.press("Shift+Tab" if back else "Tab")
@@ -122,37 +122,40 @@ class Visitor:
         raise AssertionError(f"Tab never came to {name!r}, but to {seen}")
 
     def press(self, name: str) -> None:
-        """Go to a link or a button with Tab, and press Enter; wait for the page that comes."""
+        """Go to a link or button with Tab, press Enter, and wait for the next page."""
         self.tab_to(name)
         self.enter()
 
     def enter(self) -> None:
-        """Press Enter where the focus is; wait for the page that comes."""
+        """Press Enter on the focused element, and wait for the next page."""
         with self.page.expect_navigation():
             self.page.keyboard.press("Enter")
 
     def type_into(self, name: str, text: str) -> None:
-        """Go to a field with Tab, and type."""
+        """Go to a field with Tab, and type a text."""
         self.tab_to(name)
         self.page.keyboard.type(text)
 
     def download(self, name: str) -> Download:
-        """Go to a link with Tab, and press Enter; return what is downloaded."""
+        """Go to a link with Tab, press Enter, and return the download."""
         self.tab_to(name)
         with self.page.expect_download() as downloading:
             self.page.keyboard.press("Enter")
         return downloading.value
 
     def wait_for_text(self, text: str, *, timeout: float = 60) -> None:
-        """Wait until the page shows a text, without loading it anew."""
+        """Wait until the page shows a text, without a reload."""
         self.page.get_by_text(text).first.wait_for(timeout=timeout * 1000)
 
     def wait_for_reading(self) -> None:
-        """Wait until the letters are listed, or there are none."""
+        """Wait until the page lists the dead letters, or shows that there are none."""
         self.page.locator("table.letters, .empty").first.wait_for()
 
     def check_accessibility(self) -> int:
-        """Check the page by axe-core, and that nothing is cut off at the side; return how many rules were passed."""
+        """Check the page with axe-core, and return the number of rules that passed.
+
+        The page must not be wider than the window.
+        """
         results = Axe().run(self.page, options={"resultTypes": ["violations", "passes"]})
         assert not results.response["violations"], f"{self.page.url}\n{results.generate_report()}"
         too_wide = self.page.evaluate("document.scrollingElement.scrollWidth - window.innerWidth")
@@ -160,11 +163,11 @@ class Visitor:
         return len(results.response["passes"])
 
     def wait_until_idle(self) -> None:
-        """Wait until the operation that is shown has ended."""
+        """Wait until the operation on the page has ended."""
         wait_until(self._is_over, timeout=90, what="the end of the operation")
 
     def _is_over(self) -> bool:
-        self.page.wait_for_timeout(100)  # in which Playwright reads events of the browser
+        self.page.wait_for_timeout(100)  # Playwright handles browser events during this wait
         return self.page.locator("text=Back to the letters").count() > 0
 
     def _complain(self, kind: str, text: str) -> None:

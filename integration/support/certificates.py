@@ -1,4 +1,4 @@
-"""Certificates for one test run: authorities, and what they vouch for."""
+"""Certificate authorities for one test run, and the certificates they issue."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ DAY = timedelta(days=1)
 
 @dataclass(frozen=True)
 class Certificate:
-    """Two PEM files."""
+    """The PEM files of a certificate and its key."""
 
     cert_file: Path
     key_file: Path
 
 
-# What an authority must say of its key, or a strict context refuses what it has signed.
+# A strict SSL context rejects certificates whose authority does not have this key usage.
 SIGNING = x509.KeyUsage(
     digital_signature=False,
     content_commitment=False,
@@ -42,9 +42,9 @@ SIGNING = x509.KeyUsage(
 
 
 class Authority:
-    """A certificate authority, whose files lie in one directory; `file` is its own certificate.
+    """A certificate authority with its files in one directory.
 
-    Another authority of the same name claims the same key, as a forger would.
+    `file` is its own certificate. A second authority with the same name claims the same key, as a forger would.
     """
 
     def __init__(self, directory: Path, name: str) -> None:
@@ -61,7 +61,10 @@ class Authority:
         self.file.write_bytes(own.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
 
     def issue(self, name: str, *hosts: str, ends_in: timedelta = DAY) -> Certificate:
-        """Make a certificate for `name` (a common name) and `hosts` (host names or addresses), and its key."""
+        """Issue a certificate for `name` (a common name) and `hosts`, and its key.
+
+        The hosts are host names or addresses.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key()).digest
         builder = self._builder(_name(name), key, ends_in, identifier)
@@ -88,7 +91,7 @@ class Authority:
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - 30 * DAY)
             .not_valid_after(now + ends_in)
-            # A context that is strict, as Python's own are from 3.13 on, asks for both.
+            # A strict SSL context, the default from Python 3.13 on, requires both.
             .add_extension(x509.SubjectKeyIdentifier(key_identifier), False)
             .add_extension(x509.AuthorityKeyIdentifier(self._key_identifier, None, None), False)
         )

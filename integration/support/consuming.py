@@ -1,4 +1,4 @@
-"""Consuming under faults: handlers that keep what they were given, and messages for them."""
+"""Consuming under faults: messages, and handlers that record their deliveries."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def publish(
     *,
     new_queue_grace: float = 0.0,
 ) -> list[str]:
-    """Publish, confirmed, around any proxy. Returns the message ids, in order.
+    """Publish directly to the broker, with confirms. Return the message ids, in order.
 
-    With a grace, the broker may be killed then, though this process has only just made the queue.
+    With a grace, the broker may be killed afterwards, although this process has only just created the queue.
     """
     messages = [Message(body) for body in bodies]
     send(vhost, routing_key, messages, account, new_queue_grace=new_queue_grace)
@@ -56,7 +56,7 @@ def send(
     *,
     new_queue_grace: float = 0.0,
 ) -> None:
-    """Publish messages, confirmed, around any proxy, and book them."""
+    """Publish messages directly to the broker, with confirms, and record them."""
     with Publisher(vhost.url, name="test-publisher", new_queue_grace=new_queue_grace) as publisher:
         for message in messages:
             if account is not None:
@@ -69,21 +69,21 @@ def send(
 
 
 def numbered(count: int, first: int = 0) -> list[bytes]:
-    """Bodies that tell messages apart."""
+    """Return bodies that are all different."""
     return [b"%d" % number for number in range(first, first + count)]
 
 
 class Handler:
-    """A handler that keeps the deliveries it was given, and lets a test wait for them.
+    """A handler that records its deliveries and lets a test wait for them.
 
     Args:
-        then: what to do with each; what it raises is the handler's failure.
-        account: where to book what was handled, and its effect.
+        then: Called with each delivery. An exception that it raises is the handler's failure.
+        account: Where each handled message and its effect are recorded.
 
     Attributes:
-        begun: every delivery, in the order in which handlers began.
-        attempts, redelivered: what they said of themselves then; a later attempt changes them.
-        done: those that were handled.
+        begun: All deliveries, in the order in which their handlers started.
+        attempts, redelivered: The values of these deliveries at that time. A later attempt changes the delivery.
+        done: The deliveries that were handled.
     """
 
     def __init__(self, then: Callable[[Delivery], object] | None = None, account: Audit | None = None) -> None:
@@ -91,7 +91,7 @@ class Handler:
         self.attempts: list[int] = []
         self.redelivered: list[bool] = []
         self.done: list[Delivery] = []
-        self._handled: set[bytes] = set()  # the bodies of these
+        self._handled: set[bytes] = set()  # the bodies of `done`
         self._then = then
         self._account = account
         self._changed = threading.Condition()
@@ -114,21 +114,21 @@ class Handler:
 
     @property
     def bodies(self) -> list[bytes]:
-        """The bodies of what was handled, in that order."""
+        """The bodies of the handled deliveries, in order."""
         return [delivery.body for delivery in list(self.done)]
 
     def wait_begun(self, count: int, timeout: float = 30) -> list[Delivery]:
-        """Wait until handlers have begun `count` times; return the deliveries of the first `count`."""
+        """Wait until `count` handlers have started; return the first `count` deliveries."""
         self.wait_until(lambda: len(self.begun) >= count, timeout, lambda: f"{count} begun, not {len(self.begun)}")
         return self.begun[:count]
 
     def wait_done(self, count: int, timeout: float = 30) -> list[Delivery]:
-        """Wait until `count` were handled; return the first `count`."""
+        """Wait until `count` deliveries are handled; return the first `count`."""
         self.wait_until(lambda: len(self.done) >= count, timeout, lambda: f"{count} handled, not {len(self.done)}")
         return self.done[:count]
 
     def wait_bodies(self, bodies: Iterable[bytes], timeout: float = 60) -> None:
-        """Wait until each of these was handled, however often."""
+        """Wait until each of these bodies was handled at least once."""
         wanted = set(bodies)
         self.wait_until(
             lambda: wanted <= self._handled,
@@ -137,14 +137,17 @@ class Handler:
         )
 
     def wait_until(self, condition: Callable[[], bool], timeout: float, what: Callable[[], str]) -> None:
-        """Wait for something about this handler; `condition` is asked whenever it begins or ends."""
+        """Wait for a condition, which is checked whenever a handler starts or ends."""
         with self._changed:
             if not self._changed.wait_for(condition, timeout):
                 raise TimeoutError(f"not within {timeout:g} s: {what()}")
 
 
 class Gate:
-    """Holds up handlers that pass it, until it is opened; closes itself never. For ``Handler(then=gate)``."""
+    """Blocks handlers until it is opened; then it stays open.
+
+    Used as ``Handler(then=gate)``.
+    """
 
     def __init__(self, holds: Callable[[Delivery], bool] = lambda _: True) -> None:
         self._holds = holds
@@ -165,7 +168,7 @@ class Gate:
 
 
 class Running:
-    """``consumer.run()`` on a thread, and what it raised."""
+    """``consumer.run()`` on a thread, and the exception that it raised."""
 
     def __init__(self, consumer: Consumer) -> None:
         self.consumer = consumer
@@ -175,7 +178,7 @@ class Running:
     def _run(self) -> None:
         try:
             self.consumer.run()
-        except BaseException as error:  # handed to the test
+        except BaseException as error:  # passed to the test
             self.error = error
 
     def start(self) -> Self:
@@ -183,7 +186,7 @@ class Running:
         return self
 
     def join(self, timeout: float = 30) -> BaseException | None:
-        """Wait for the end of ``run``; return what it raised, if anything."""
+        """Wait until ``run`` returns; return the exception that it raised, if any."""
         self._thread.join(timeout)
         assert not self._thread.is_alive(), "run() does not return"
         return self.error
@@ -195,7 +198,7 @@ class Running:
 
 @contextmanager
 def running(consumer: Consumer) -> Iterator[Running]:
-    """Run a consumer on a thread; stop it at the end and raise what it raised, unless the test looks at that itself."""
+    """Run a consumer on a thread. At the end, stop it and raise its error, if any."""
     run = Running(consumer).start()
     try:
         yield run
@@ -207,7 +210,7 @@ def running(consumer: Consumer) -> Iterator[Running]:
 
 
 def run_to_its_error(consumer: Consumer, kind: type[ReliableMQError], timeout: float = 30) -> ReliableMQError:
-    """Run a consumer until it ends by itself, with an error of this kind."""
+    """Run a consumer until it ends with an error of this type; return the error."""
     run = Running(consumer).start()
     error = run.join(timeout)
     assert isinstance(error, kind), error
@@ -215,13 +218,16 @@ def run_to_its_error(consumer: Consumer, kind: type[ReliableMQError], timeout: f
 
 
 def consumers(vhost: VirtualHost) -> list[dict[str, Any]]:
-    """The consumers of a virtual host as the broker knows them now: queue, tag, ack, prefetch, arguments."""
+    """Return the current consumers of a virtual host, as the broker knows them.
+
+    Each has its queue, tag, ack mode, prefetch and arguments.
+    """
     answer = vhost.broker.evaluate(_CONSUMERS.format(vhost=vhost.name))
     found: list[dict[str, Any]] = json.loads(answer)
     return found
 
 
 def dead_letters(vhost: VirtualHost, queue: str, count: int, timeout: float = 30) -> list[dict[str, Any]]:
-    """Wait for dead letters to be ready; return them as `VirtualHost.peek` shows them, in their order."""
+    """Wait for dead letters; return them in order, as `VirtualHost.peek` shows them."""
     vhost.wait_for_messages(queue, count, timeout=timeout)
     return vhost.peek(queue)

@@ -1,6 +1,6 @@
-"""A database server in a container, with the faults that can be done to it.
+"""A database server in a container, with fault injection.
 
-Invariants: the host port is chosen once and kept by `kill` and `start`, so that a URL stays good.
+Invariant: the host port is chosen once and does not change with `kill` and `start`, so URLs stay valid.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from reliable_mq.testing.containers import ContainedServer
 
 KINDS = ("redis", "postgresql", "mariadb", "mysql")
 _PORTS = {"redis": 6379, "postgresql": 5432, "mariadb": 3306, "mysql": 3306}
-_IMAGES = {"mysql": "reliable-mq/databases:mysql"}  # the others have one image
+_IMAGES = {"mysql": "reliable-mq/databases:mysql"}  # the other kinds share one image
 _URLS = {
     "redis": "redis://{at}/0",
     "postgresql": "postgresql+psycopg://postgres@{at}/postgres",
     "mariadb": "mysql+pymysql://root@{at}/mysql",
     "mysql": "mysql+pymysql://root@{at}/mysql",
 }
-#: Asyncio's, the usual one first.
+#: The asyncio drivers, the default one first.
 ASYNC_DRIVERS = {
     "redis": ("asyncio",),
     "postgresql": ("psycopg_async", "asyncpg"),
     "mariadb": ("asyncmy",),
     "mysql": ("asyncmy",),
 }
-#: A database, an API and a driver, which is the usual one where none is named; for tests that take long.
+#: Database, API and driver (the default one if empty), for slow tests.
 APIS = [
     ("postgresql", "sync", ""),
     ("postgresql", "aio", "psycopg_async"),
@@ -51,11 +51,11 @@ _STARTUP = b"\0\3\0\0user\0postgres\0database\0postgres\0\0"
 
 
 class Database(ContainedServer):
-    """One server, from `launch` to `remove`. Nobody needs a password.
+    """One server, from `launch` to `remove`. It needs no password.
 
     Args:
-        kind: one of `KINDS`.
-        durable: whether a commit waits for the disk; what it says survives a SIGKILL in any case.
+        kind: One of `KINDS`.
+        durable: Whether a commit waits for the disk. Committed data always survives a SIGKILL of the server.
     """
 
     def __init__(self, kind: str, *, durable: bool = False) -> None:
@@ -67,7 +67,7 @@ class Database(ContainedServer):
         """Create and start the container; return when the server answers.
 
         Raises:
-            TimeoutError: it did not within 90 s; the container's log is in the message.
+            TimeoutError: If it does not answer within 90 s. The message has the container's log.
         """
         image = _IMAGES.get(self.kind, "reliable-mq/databases:latest")
         self.create(image, [self.kind, *([] if self._durable else _QUICK[self.kind])])
@@ -86,18 +86,20 @@ class Database(ContainedServer):
 
     @property
     def url(self) -> str:
-        """Of the server; for SQLAlchemy where it is no Redis."""
+        """The URL of the server, for SQLAlchemy, or for redis-py if it is Redis."""
         return self.url_at(self.port)
 
     def url_at(self, port: int) -> str:
-        """The same by way of a proxy on this machine."""
+        """Return the URL with another local port, such as the port of a proxy."""
         return _URLS[self.kind].format(at=f"127.0.0.1:{port}")
 
     def fresh(self, port: int | None = None) -> str:
-        """Create a database on the server, for one test, and return its URL. Of Redis there is one, emptied here.
+        """Create an empty database for one test, and return its URL.
+
+        Redis has only one database, which is emptied.
 
         Args:
-            port: where the URL is to lead, if not to the server itself: that of a proxy.
+            port: The port in the URL, such as the port of a proxy. None for the port of the server.
         """
         at = self.port if port is None else port
         if self.kind == "redis":
@@ -118,16 +120,16 @@ class Database(ContainedServer):
             connection.settimeout(5)
             if self.kind == "redis":
                 connection.sendall(b"PING\r\n")
-                return connection.recv(5) == b"+PONG"  # an error while it reads its data
+                return connection.recv(5) == b"+PONG"  # Redis answers with an error while it loads its data
             if self.kind == "postgresql":
                 connection.sendall((len(_STARTUP) + 4).to_bytes(4) + _STARTUP)
                 answer = connection.recv(1)
-                return answer == b"R"  # authentication: an error is "E", also while it starts
+                return answer == b"R"  # authentication; an error, also during the start, is "E"
             return bool(connection.recv(1))
         return False
 
 
 def with_driver(url: str, driver: str) -> str:
-    """The same database by another driver of SQLAlchemy's, or by the usual one where none is named."""
+    """Return the URL with another SQLAlchemy driver, or as it is if none is named."""
     scheme, _, rest = url.partition("://")
     return f"{scheme.partition('+')[0]}+{driver}://{rest}" if driver else url

@@ -1,4 +1,7 @@
-"""Coroutines on a fresh event loop, of asyncio and of uvloop, at whose end nothing may be left or complained of."""
+"""Fixtures that run coroutines on a fresh event loop, of asyncio or uvloop.
+
+A test fails if a task is left at the end, or if asyncio has reported an error.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,15 @@ import uvloop
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-_DEADLINE = 100.0  # seconds, beyond which a test hangs
+_DEADLINE = 100.0  # seconds until a test counts as hanging
 
 
 @pytest.fixture(scope="session")
 def _uvloop() -> None:
-    """The first loop of a process opens descriptors that stay: not to be counted as left by a test."""
+    """Create and close a loop before the tests.
+
+    The first loop of a process opens descriptors that stay open. They must not count as left behind by a test.
+    """
     uvloop.new_event_loop().close()
 
 
@@ -28,7 +34,10 @@ def _uvloop() -> None:
     ]
 )
 def run_async(request: pytest.FixtureRequest, _uvloop: None) -> Callable[[Coroutine[Any, Any, None]], None]:
-    """Run a coroutine on a fresh loop, of each kind in `make soak`: no task may be left, nothing be complained of."""
+    """Return a function that runs a coroutine on a fresh loop.
+
+    It fails if a task is left or asyncio has reported an error. The tests use uvloop, too, in `make soak`.
+    """
 
     def run(main: Coroutine[Any, Any, None]) -> None:
         complaints: list[object] = []

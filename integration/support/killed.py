@@ -1,4 +1,4 @@
-"""Consumers that messages kill, and what they have done until then."""
+"""Consumers that messages kill, and the calls of their handlers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Call", "Killed", "Settings"]
 
 
 class Call(NamedTuple):
-    """A call of the handler."""
+    """One call of the handler."""
 
     body: str
     attempt: int
@@ -27,10 +27,10 @@ class Call(NamedTuple):
 
 
 class Killed:
-    """``integration.programs.killed_by_messages``, started again whenever it has died, as a supervisor does.
+    """``integration.programs.killed_by_messages`` with a supervisor that restarts it.
 
     Attributes:
-        deaths: of the program itself; with ``workers``, those of its consumers are in its log.
+        deaths: How often the program itself was killed. With ``workers``, the log has the deaths of its consumers.
     """
 
     def __init__(self, url: str, log: Path, settings: Settings) -> None:
@@ -56,7 +56,7 @@ class Killed:
         self._process = Process(program, *self._arguments, stdin=0, stdout=1, stderr=2)
 
     def revive(self) -> None:
-        """Start it again, if it has been killed."""
+        """Restart the program if it was killed."""
         code = self._process.poll()
         if code is not None:
             assert code == -signal.SIGKILL, f"it ended by itself, with {code}"
@@ -64,15 +64,15 @@ class Killed:
             self._start()
 
     def calls(self) -> list[Call]:
-        """The calls of the handler so far."""
+        """Return the calls of the handler so far."""
         return [call for call in self._lines() if call.body != "died"]
 
     def counts(self) -> Counter[str]:
-        """Calls of the handler, by body."""
+        """Return the number of handler calls by body."""
         return Counter(call.body for call in self.calls())
 
     def died(self) -> int:
-        """How many of its workers were killed."""
+        """Return how many workers were killed."""
         return sum(call.body == "died" for call in self._lines())
 
     def _lines(self) -> list[Call]:
@@ -80,10 +80,13 @@ class Killed:
         return [Call(body, int(attempt), float(at)) for body, attempt, at in map(str.split, lines)]
 
     def run_until_settled(self, vhost: VirtualHost, dead: int, patience: float) -> None:
-        """Keep it alive until so many (or some of them twice) are dead-lettered, and nothing is left anywhere else.
+        """Keep the program alive until ``dead`` messages are dead-lettered.
+
+        Some may be dead-lettered twice. All other queues must be empty.
 
         Raises:
-            TimeoutError: no count has changed for ``patience`` seconds. A busy machine takes as long as it needs.
+            TimeoutError: If no count changes for ``patience`` seconds. The total time is not limited, because the
+                machine may be busy.
         """
         counts: dict[str, int] = {}
         changed_at = time.monotonic()

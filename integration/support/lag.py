@@ -1,4 +1,4 @@
-"""How late the threads of this process get to run on a machine that is busy."""
+"""Measures how late the threads of this process run on a busy machine."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import threading
 import time
 from typing import Self
 
-_STEP = 0.02  # seconds between two looks at the clock
+_STEP = 0.02  # seconds between two readings of the clock
 
 
 class Lag:
-    """A thread that wakes up every few milliseconds, and keeps how late it was. A context manager.
+    """A thread that wakes up every few milliseconds and records how late it was.
+
+    A context manager.
 
     Attributes:
-        worst: seconds, of all times so far.
+        worst: The longest delay so far, in seconds.
     """
 
     def __init__(self) -> None:

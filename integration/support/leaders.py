@@ -1,4 +1,4 @@
-"""Leaders of queues and streams that do not respond, or do not send, for a while."""
+"""Suspends leaders and members of queues, and the replication of streams."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _SENDERS: Final = """
 
 
 def suspend_leader(vhost: VirtualHost, queue: str, seconds: float) -> None:
-    """Suspend the leader of a quorum queue. It resumes by itself after so many seconds; returns before that."""
+    """Suspend the leader of a quorum queue for some seconds.
+
+    The call returns before the leader resumes by itself.
+    """
     vhost.broker.evaluate(
         f'{{ok, Q}} = rabbit_amqqueue:lookup(rabbit_misc:r(<<"{vhost.name}">>, queue, <<"{queue}">>)), '
         "Leader = amqqueue:get_pid(Q), ok = sys:suspend(Leader), "
@@ -28,7 +31,10 @@ def suspend_leader(vhost: VirtualHost, queue: str, seconds: float) -> None:
 
 @contextmanager
 def suspend_replication(leader: ClusterNode, replica: ClusterNode) -> Iterator[None]:
-    """Let a node send its streams no longer to the replicas on another node, which it still can talk to otherwise."""
+    """Stop a node from sending its streams to the replicas on another node.
+
+    The nodes can still communicate otherwise.
+    """
     senders = _SENDERS.format(node=replica.name).strip()
     suspended = leader.evaluate(f"[begin sys:suspend(P), P end || P <- {senders}]")
     assert suspended != "[]"
@@ -39,7 +45,10 @@ def suspend_replication(leader: ClusterNode, replica: ClusterNode) -> Iterator[N
 
 
 def suspend_member(node: RabbitMQ, vhost: VirtualHost, queue: str, seconds: float) -> None:
-    """Suspend a node's member of a quorum queue, which delivers to the node's consumers. It resumes by itself."""
+    """Suspend a node's member of a quorum queue for some seconds.
+
+    The member delivers to the consumers of the node. It resumes by itself.
+    """
     node.evaluate(
         f'{{ok, Q}} = rabbit_amqqueue:lookup(rabbit_misc:r(<<"{vhost.name}">>, queue, <<"{queue}">>)), '
         "{Name, _} = amqqueue:get_pid(Q), Member = whereis(Name), ok = sys:suspend(Member), "

@@ -1,4 +1,4 @@
-"""Two queries of Spark that go on while a broker is harmed: a queue into a queue, and a stream."""
+"""Two Spark queries that run during broker faults: queue to queue, and a stream."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ MESSAGES = 300
 
 
 class LiveQueries:
-    """Publishes orders and events; copies the orders with one query, reads the events with another.
+    """Publishes orders and events; one query copies the orders, one reads the events.
 
     Attributes:
-        came: how often each copy came; for a consumer of `COPIES` to count.
-        offsets: how often each offset of the stream was read; for the function of `read` to count.
+        came: How often each copy was delivered. A consumer of `COPIES` counts them here.
+        offsets: How often each offset of the stream was read. The function that is passed to `read` counts them here.
     """
 
     def __init__(self, spark: SparkSession, vhost: VirtualHost, checker: Audit, path: Path) -> None:
@@ -40,7 +40,7 @@ class LiveQueries:
         self._publish(EVENTS)
 
     def copy(self) -> StreamingQuery:
-        """Begin to copy the orders, 20 a batch."""
+        """Start to copy the orders, 20 per batch."""
         url = self._vhost.url
         source = self._spark.readStream.format("rabbitmq").option("url", url)
         return (
@@ -50,7 +50,7 @@ class LiveQueries:
         )  # fmt: skip
 
     def read(self, collect: Callable[[DataFrame, int], None]) -> StreamingQuery:
-        """Begin to read the events, 60 a batch."""
+        """Start to read the events, 60 per batch."""
         source = self._spark.readStream.format("rabbitmq").option("url", self._vhost.url)
         return (
             source.option("maxMessagesPerTrigger", 60).option("stream", "events").option("startingOffsets", "earliest")
@@ -59,7 +59,7 @@ class LiveQueries:
         )  # fmt: skip
 
     def check(self) -> None:
-        """Assert that each event was read once, and no order is lost."""
+        """Assert that each event was read once, and that no order is lost."""
         assert set(self.offsets.values()) == {1}
         for message_id, times in self.came.items():
             for _ in range(times):

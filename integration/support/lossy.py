@@ -1,7 +1,8 @@
-"""A proxy before a server of any protocol, which loses answers: it has done what it was asked, and nobody knows.
+"""A proxy for a server of any protocol, which loses selected responses.
 
-Each question goes through; of the answers, the ones chosen are dropped, and the connection is closed in their place.
-Connections can also fall silent, as those to a host that has vanished: they stay open, and nothing passes.
+Every request reaches the server. Instead of a selected response, the client gets a closed connection, so it does not
+know that the server has done the work. Connections can also be silenced, as if the host had vanished: they stay open,
+and no data passes.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ __all__ = ["LossyProxy"]
 
 
 class LossyProxy:
-    """Listens on 127.0.0.1 and leads to a port there.
+    """Listens on 127.0.0.1 and forwards to another port there.
 
     Args:
-        port: of the server.
-        loses: told a question's bytes, says whether its answer is to be lost; by default none is.
+        port: The port of the server.
+        loses: Called with the bytes of a request; returns whether to lose the response. By default none is lost.
 
     Attributes:
-        port: where it listens.
-        lost: how many answers were lost.
-        round_trips: how often, on any connection, a question began after the answer to the one before.
+        port: The port on which the proxy listens.
+        lost: The number of lost responses.
+        round_trips: How often, on any connection, a request followed the response to the previous request.
     """
 
     def __init__(self, port: int, loses: Callable[[bytes], bool] = lambda _: False) -> None:
@@ -57,7 +58,7 @@ class LossyProxy:
             thread.join(10)
 
     def silence(self) -> None:
-        """Let the connections of now fall silent, and no later ones."""
+        """Silence the current connections, but not later ones."""
         self._silent = frozenset(self._sockets)
 
     def _start(self, function: Callable[..., None], *arguments: object) -> None:

@@ -1,4 +1,7 @@
-"""A shop that Prometheus scrapes: publishers and consumers of both APIs, an outbox, a stage, a small load."""
+"""An application that Prometheus scrapes, under a small load.
+
+It has publishers and consumers of both APIs, an outbox and a stage.
+"""
 
 from __future__ import annotations
 
@@ -28,23 +31,25 @@ __all__ = ["INVOICES", "ORDERS", "MonitoredShop"]
 ORDERS = Queue("orders")
 INVOICES = Queue("invoices", type="classic")
 RETURNS = Queue("returns", dead_letter=None)
-CLOSING = 30.0  # seconds for the relay to move what is left
+CLOSING = 30.0  # seconds for the relay to move the remaining messages
 QUICK = RetryPolicy(max_attempts=3, delays=(0.2, 0.5))
 
 
 class MonitoredShop:
-    """Publishes and handles orders and invoices, and moves returns into a stage, until it is left. A context manager.
+    """Publishes and handles orders and invoices, and moves returns into a stage.
+
+    A context manager, which runs until the end of the block.
 
     Args:
-        url: of the broker, for everything.
-        directory: for the outbox.
-        rate: orders per second; as many invoices, and a return for ten of them.
-        failing: the share of orders whose first attempt fails; one in a hundred of these is dead-lettered.
+        url: The URL of the broker, for all parts.
+        directory: Where the outbox is created.
+        rate: Orders per second. There are as many invoices, and one return per ten orders.
+        failing: The share of orders whose first attempt fails; one in a hundred of these is dead-lettered.
 
     Attributes:
-        registry: of everything in it.
-        address: where metrics and probes are served, once entered.
-        failing: may be changed while it runs.
+        registry: The registry of all parts.
+        address: Where metrics and probes are served. Set on entry.
+        failing: As the argument. It may be changed while the shop runs.
     """
 
     address: str
@@ -69,7 +74,7 @@ class MonitoredShop:
             for publisher in (sync, asyncio, stored):
                 stack.callback(publisher.close)
                 publisher.connect()
-                parts.append(getattr(publisher, "publisher", publisher))  # of both APIs
+                parts.append(getattr(publisher, "publisher", publisher))  # unwrap an AsyncPublisher
             for kind, queue, name in ((Consumer, ORDERS, "billing"), (BlockingConsumer, INVOICES, "billing asyncio")):
                 consumer = stack.enter_context(
                     kind(self._url, queue, self._handle, name=name, retry=QUICK, idempotency=MemoryStore(), **common)

@@ -1,4 +1,4 @@
-"""Quorum queues that another process than the tested one has made, and those that a killed broker has lost."""
+"""Helpers for new quorum queues, and for quorum queues without a leader."""
 
 from __future__ import annotations
 
@@ -20,29 +20,32 @@ _LEADERLESS = (
     " {Name, _} <- [amqqueue:get_pid(Q)], ra_leaderboard:lookup_leader(Name) =:= undefined]"
 )
 
-_OLD = 1.5  # seconds; from one second on RabbitMQ keeps what is in a quorum queue, whatever happens to it
+_OLD = 1.5  # seconds; RabbitMQ keeps the messages of a quorum queue through any fault once it is a second old
 
 
 def let_new_queues_age() -> None:
-    """Wait until a broker that is killed keeps what is in the queues that it has now; nothing shows that it does."""
+    """Wait until the current queues keep their messages if the broker is killed.
+
+    The broker does not show when this is the case.
+    """
     time.sleep(_OLD)
 
 
 def elect_leaders(broker: RabbitMQ) -> int:
-    """Let quorum queues without a leader elect one; return how many those are.
+    """Make quorum queues without a leader elect one; return how many there were.
 
-    RabbitMQ 4.0 starts a queue whose registration it has lost as a new member, a follower that nobody tells to stand
-    for election (rabbitmq-server#15725). Neither time nor a restart heals it, nor can a client: the queue is found, and
-    a passive declaration is answered. This is for an operator: `rabbitmqctl eval`.
+    RabbitMQ 4.0 starts a queue whose registration it has lost as a new member: a follower that is never told to stand
+    for election (rabbitmq-server#15725). Neither time, nor a restart, nor a client can repair it. The queue is found,
+    and a passive declaration succeeds. An operator can repair it with `rabbitmqctl eval`.
     """
     return int(broker.evaluate(f"length([ra:trigger_election({{Name, node()}}) || Name <- {_LEADERLESS}])"))
 
 
 @contextmanager
 def signals_at_once(broker: RabbitMQ) -> Iterator[Callable[[str], None]]:
-    """Yield a function that sends the broker's process a signal, by its name.
+    """Yield a function that sends a signal, by its name, to the broker's process.
 
-    It arrives within milliseconds, while docker takes tenths of a second to freeze or to kill a container.
+    The signal arrives within milliseconds. Docker takes tenths of a second to freeze or kill a container.
     """
     container = broker.container
     api = container.client.api

@@ -1,4 +1,4 @@
-"""The queries of the dashboards' panels, as Grafana asks them, and a wait until all of them have data."""
+"""The queries of the dashboard panels, as Grafana sends them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def asked(expression: str, variables: Iterable[str], *, rate_interval: str, over
     """Return the query that Grafana sends for an expression, with everything selected.
 
     Args:
-        expression: of a panel.
-        variables: of its dashboard.
-        rate_interval: as Prometheus writes it; several scrape intervals.
-        over: the time that the dashboard shows.
+        expression: The expression of a panel.
+        variables: The variables of its dashboard.
+        rate_interval: Several scrape intervals, in the notation of Prometheus.
+        over: The time range of the dashboard.
     """
     for name in variables:
         expression = expression.replace(f'"${name}"', '".*"')
@@ -32,7 +32,7 @@ def asked(expression: str, variables: Iterable[str], *, rate_interval: str, over
 
 
 def expressions() -> dict[str, str]:
-    """Return each query of each panel of each dashboard by a name, for a Prometheus that scrapes every second."""
+    """Return the queries of all panels by name, with a scrape interval of one second."""
     return {
         f"{name}: {panel['title']} {target['refId']}": asked(
             target["expr"], [variable.label for variable in dashboard.variables], rate_interval="6s", over="30s"
@@ -47,11 +47,11 @@ def wait_for_data(query: Callable[[str], list[dict[str, Any]]], *, timeout: floa
     """Wait until each query of each panel has had a finite value.
 
     Args:
-        query: returns the instant vector of an expression.
-        timeout: seconds.
+        query: Returns the instant vector of an expression.
+        timeout: Seconds.
 
     Raises:
-        TimeoutError: some had none; the text names them.
+        TimeoutError: If some queries had none. The message names them.
     """
     missing = expressions()
     assert len(missing) > 60

@@ -1,8 +1,8 @@
-"""Python programs beside a test, in processes that take no time to start: a server forks them.
+"""Runs Python programs for a test in processes that a server forks.
 
-Python needs most of a second of CPU to import what a program of ours stands on. One process for all tests has done so,
-`integration.programs.fork_server`, and forks the others. Where the start of Python itself is part of a test, or options
-of the interpreter are, use `subprocess`.
+Python needs most of a second of CPU time to import this package and its dependencies. One process for all tests,
+`integration.programs.fork_server`, imports them once and forks the other processes. Use `subprocess` if the start of
+Python itself or an option of the interpreter is part of a test.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Process", "run", "start_server"]
 
 
 class _Server:
-    """The process that forks."""
+    """The fork server."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -44,14 +44,14 @@ class _Server:
             )
 
     def ask(self, request: Mapping[str, Any], streams: list[int]) -> int:
-        """Return its answer to a request."""
+        """Send a request, and return the answer."""
         with self._lock:
             self._asked += 1
             socket.send_fds(self._socket, [json.dumps({**request, "number": self._asked}).encode()], streams)
             while True:
                 number, _, answer = self._socket.recv(100).partition(b" ")
                 assert number, "the server of processes has ended"
-                if int(number) == self._asked:  # an earlier one's is of a test whose time was over
+                if int(number) == self._asked:  # otherwise it answers an earlier request that was abandoned
                     return int(answer)
 
     def end(self) -> None:
@@ -61,26 +61,28 @@ class _Server:
 
 @cache
 def start_server() -> _Server:
-    """Start it in the background, unless it runs. It ends with this process."""
+    """Start the fork server, unless it runs. It ends with this process."""
     server = _Server()
     atexit.register(server.end)
     return server
 
 
 class Process:
-    """A program in a process of its own, with a pipe for each stream; its methods are those of `subprocess.Popen`.
+    """A program in a separate process, with a pipe for each stream.
+
+    Its methods are those of `subprocess.Popen`.
 
     Args:
-        name: a module, as for ``python -m``, or a file whose name ends with ``.py``.
-        arguments: of the program.
-        stdin, stdout, stderr: a descriptor in place of the pipe.
-        cwd: its directory; by default that of this process.
-        env: its environment; by default that of `environment`.
+        name: A module, as for ``python -m``, or a file whose name ends with ``.py``.
+        arguments: The arguments of the program.
+        stdin, stdout, stderr: A descriptor in place of the pipe.
+        cwd: The working directory. None for the directory of this process.
+        env: The environment. None for `environment`.
 
     Attributes:
-        stdin, stdout, stderr: this side of the pipes; None without.
-        pid: its process id.
-        returncode: None until it is known that it has ended.
+        stdin, stdout, stderr: This side of the pipes. None without a pipe.
+        pid: The process id.
+        returncode: The exit status. None until the process is known to have ended.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class Process:
             "environment": dict(environment() if env is None else env),
         }
         self.pid = start_server().ask(request, theirs)
-        self._pidfd = os.pidfd_open(self.pid)  # until `wait` asked for its status, the process id is not used again
+        self._pidfd = os.pidfd_open(self.pid)  # the process id is not reused before `wait` asks for the status
         for descriptor in made:
             os.close(descriptor)
 
@@ -119,21 +121,21 @@ class Process:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Wait for its end; kill it before if the block has failed, since nobody else will end it."""
+        """Wait until the process ends. If the block has failed, kill it first."""
         if kind is not None:
             self.kill()
         self._close()
         self.wait()
 
     def poll(self) -> int | None:
-        """Return its exit status, or None while it runs."""
+        """Return the exit status, or None while the process runs."""
         try:
             return self.wait(0)
         except subprocess.TimeoutExpired:
             return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until it has ended; return its exit status, negative for a signal."""
+        """Wait until the process ends; return its exit status, negative for a signal."""
         if self.returncode is None:
             if not select.select([self._pidfd], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
@@ -142,7 +144,7 @@ class Process:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, unless it has ended."""
+        """Send a signal, unless the process has ended."""
         if self.poll() is None:
             signal.pidfd_send_signal(self._pidfd, number)
 
@@ -153,7 +155,7 @@ class Process:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, given: bytes = b"", timeout: float | None = None) -> tuple[bytes, bytes]:
-        """Write to it, read all that it writes until it ends, and return that."""
+        """Write to the process, wait until it ends, and return its output."""
         deadline = None if timeout is None else time.monotonic() + timeout
         if not self._readers:
             calls: list[tuple[Any, ...]] = [(self._reading, stream) for stream in (self.stdout, self.stderr) if stream]
@@ -176,7 +178,7 @@ class Process:
 
     def _writing(self, given: bytes) -> None:
         if self.stdin is not None and not self.stdin.closed:
-            with suppress(BrokenPipeError):  # it does not want any more
+            with suppress(BrokenPipeError):  # the process has closed its input
                 self.stdin.write(given)
                 self.stdin.close()
 
@@ -195,7 +197,7 @@ def run(
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run a program to its end; see `Process`."""
+    """Run a program until it ends; see `Process`."""
     process = Process(name, *arguments, cwd=cwd, env=env)
     try:
         out, errors = process.communicate(given, timeout)

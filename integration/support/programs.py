@@ -1,4 +1,4 @@
-"""What a test needs to run a Python program of its own beside itself."""
+"""Helpers to run other Python programs from a test."""
 
 from __future__ import annotations
 
@@ -15,23 +15,26 @@ _SETUP = ROOT / "integration" / "setup.sh"
 
 
 def environment() -> dict[str, str]:
-    """For another Python that is to import this package and its tests, installed or not."""
+    """Return an environment in which Python can import this package and its tests.
+
+    The package need not be installed.
+    """
     return {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 def output_of(
     command: Sequence[str], *, cwd: Path = ROOT, env: Mapping[str, str] | None = None, timeout: float = 60
 ) -> str:
-    """Run a program to its end, which must be a good one; give what it printed.
+    """Run a program, which must succeed, and return its standard output.
 
     Args:
-        command: with its arguments.
-        cwd: where.
-        env: by default that of `environment`.
-        timeout: seconds.
+        command: The program and its arguments.
+        cwd: The working directory.
+        env: The environment. None for `environment`.
+        timeout: Seconds.
 
     Raises:
-        AssertionError: it ended otherwise; the text has all that it said.
+        AssertionError: If the program fails. The message has all of its output.
     """
     done = subprocess.run(
         command,
@@ -48,10 +51,12 @@ def output_of(
 
 
 def faketime(offset_file: Path) -> dict[str, str]:
-    """For a program whose wall clock is off by what `offset_file` says: seconds with a sign, read at every look.
+    """Return environment variables that shift the wall clock of a program.
+
+    `offset_file` has the offset in seconds, with a sign. The program reads it whenever it reads the clock.
 
     Raises:
-        RuntimeError: libfaketime cannot be had on this machine; the message says what to do.
+        RuntimeError: If libfaketime is not available on this machine. The message says what to do.
     """
     done = subprocess.run([_SETUP, "faketime"], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode != 0:

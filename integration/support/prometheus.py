@@ -1,4 +1,4 @@
-"""Prometheus and promtool, of Debian: rule files checked, and a server that scrapes a test's programs."""
+"""Debian's Prometheus and promtool: checks of rules, and a server for a test."""
 
 from __future__ import annotations
 
@@ -28,22 +28,24 @@ def _installed() -> None:
 
 
 def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run promtool to its end."""
+    """Run promtool and wait until it ends."""
     _installed()
     return subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=60, check=False)
 
 
 class Prometheus:
-    """A server of its own, on a port of its own, that scrapes and evaluates rules often. A context manager.
+    """A server on a free port, with short intervals for scrapes and rules.
+
+    A context manager.
 
     Args:
-        directory: for its configuration, data and log.
-        targets: addresses to scrape, by job.
-        rules: the text of a rule file; empty for none.
-        interval: seconds between two scrapes, and between two evaluations of the rules.
+        directory: For its configuration, data and log.
+        targets: The addresses to scrape, by job.
+        rules: The text of a rule file. Empty for none.
+        interval: Seconds between two scrapes, and between two evaluations of the rules.
 
     Attributes:
-        url: of the server.
+        url: The URL of the server.
     """
 
     def __init__(
@@ -87,12 +89,15 @@ class Prometheus:
         self._process.wait(30)
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """Return the instant vector of an expression: ``metric`` and ``value`` of each series."""
+        """Return the instant vector of an expression, with ``metric`` and ``value`` each."""
         found: list[dict[str, Any]] = self._get("query", query=expression)["result"]
         return found
 
     def query_range(self, expression: str, seconds: float, *, points: int = 120) -> list[dict[str, Any]]:
-        """Return the series of an expression over the last `seconds`: ``metric`` and ``values`` of each."""
+        """Return the series of an expression over the last `seconds`.
+
+        Each has ``metric`` and ``values``.
+        """
         end = time.time()
         found: list[dict[str, Any]] = self._get(
             "query_range", query=expression, start=f"{end - seconds}", end=f"{end}", step=f"{seconds / points:.3f}"
@@ -100,7 +105,7 @@ class Prometheus:
         return found
 
     def alerts(self) -> list[dict[str, Any]]:
-        """Return the alerts that are pending or firing: ``labels``, ``annotations``, ``state``."""
+        """Return pending and firing alerts, with ``labels``, ``annotations``, ``state``."""
         found: list[dict[str, Any]] = self._get("alerts")["alerts"]
         return found
 
@@ -109,7 +114,10 @@ class Prometheus:
         return {alert["labels"]["alertname"] for alert in self.alerts() if alert["state"] == "firing"}
 
     def page(self, name: str) -> str:
-        """Return the address of a page, such as ``alerts``: Debian's has the older pages alone."""
+        """Return the address of a page, such as ``alerts``.
+
+        Debian's Prometheus has only the older pages.
+        """
         try:
             urllib.request.urlopen(f"{self.url}/{name}", timeout=15).close()
         except urllib.error.HTTPError:
@@ -126,5 +134,5 @@ class Prometheus:
         try:
             with urllib.request.urlopen(f"{self.url}/-/ready", timeout=5) as response:
                 return bool(response.status == 200)
-        except OSError:  # HTTPError is one: it is starting
+        except OSError:  # or HTTPError, while the server starts
             return False

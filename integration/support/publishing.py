@@ -1,4 +1,4 @@
-"""Publishing under faults: load in the background, and every outcome in the account."""
+"""Publishing under faults: load in the background, and a record of every outcome."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def book(account: Audit, confirmation: Confirmation, timeout: float = 60) -> PublishError | None:
-    """Wait for the outcome of a publish, book it, and return its error."""
+    """Wait for the outcome of a publish, record it, and return its error."""
     error = confirmation.exception(timeout)
     if error is None:
         account.confirmed(confirmation.message_id)
@@ -25,24 +25,26 @@ def book(account: Audit, confirmation: Confirmation, timeout: float = 60) -> Pub
 
 
 def submit(account: Audit, publisher: Publisher, routing_key: str, body: bytes = b"x" * 200) -> Confirmation:
-    """Submit one message and book the attempt first."""
+    """Record the attempt, and submit one message."""
     message = Message(body)
     account.attempted(message.message_id)
     return publisher.submit(message, routing_key=routing_key)
 
 
 class Load:
-    """Messages published as fast as the window lets them, from a thread, until `stop` or the end of the block.
+    """A thread that publishes messages as fast as the window allows.
+
+    It ends at `stop`, at the end of the block, or after `count` messages.
 
     Args:
-        account: where attempts and outcomes are booked.
-        publisher: to publish with.
-        routing_key: of the queue.
-        count: after how many it ends by itself.
-        body: of each message.
+        account: Where attempts and outcomes are recorded.
+        publisher: Publishes the messages.
+        routing_key: The name of the queue.
+        count: The number of messages after which the load ends by itself.
+        body: The body of each message.
 
     Attributes:
-        errors: of the messages that failed; complete at the end of the block.
+        errors: The errors of the messages that failed. Complete at the end of the block.
     """
 
     def __init__(
@@ -83,12 +85,12 @@ class Load:
                 self.errors.append(error)
 
     def stop(self) -> None:
-        """Submit no more."""
+        """Submit no more messages."""
         self._stop.set()
 
     @property
     def confirmed(self) -> int:
-        """How many the publisher has reported as confirmed so far."""
+        """The number of messages that the publisher has reported as confirmed so far."""
         return self._publisher.statistics.confirmed
 
     def _run(self) -> None:
@@ -97,5 +99,5 @@ class Load:
                 if self._stop.is_set():
                     return
                 self._confirmations.append(submit(self._account, self._publisher, self._routing_key, self._body))
-        except BaseException as error:  # handed to the test
+        except BaseException as error:  # passed to the test
             self._failure = error

@@ -1,4 +1,4 @@
-"""An `IOThread` with a client that writes down what it is told, so that a test can wait for it."""
+"""An `IOThread` whose client records its calls, so that a test can wait for them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ class Event(NamedTuple):
 
 
 class Recorder:
-    """The client. A hook is called on the I/O thread, after the event of its name was recorded."""
+    """The client. It records each call as an event.
+
+    A hook is called on the I/O thread, after the event with its name is recorded.
+    """
 
     def __init__(self) -> None:
         self.largest_body = LARGEST_BODY
@@ -80,18 +83,18 @@ class Recorder:
         self._record("got_empty")
 
     def all(self, name: str) -> list[tuple[Any, ...]]:
-        """The arguments of every call of a name so far."""
+        """Return the arguments of all events with this name so far."""
         return [event.arguments for event in list(self.events) if event.name == name]
 
     def names(self, *but: str) -> list[str]:
-        """The names of all calls so far, in order, without those of `but`."""
+        """Return the names of all events so far, in order, except those in `but`."""
         return [event.name for event in list(self.events) if event.name not in but]
 
     def wait_for(self, name: str, count: int = 1, *, timeout: float = 15) -> tuple[Any, ...]:
-        """Wait for the `count`-th call of a name and return its arguments.
+        """Wait for the `count`-th event with this name, and return its arguments.
 
         Raises:
-            TimeoutError: with all that was recorded.
+            TimeoutError: If it does not arrive in time. The message has the last 50 events.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: len(self.all(name)) >= count, timeout):
@@ -108,7 +111,9 @@ class Recorder:
 
 
 class Recorded:
-    """An I/O thread and its recorder; a context manager that starts it and, at the end, closes it within 10 s.
+    """An I/O thread and its recorder. A context manager.
+
+    On entry it starts the thread. At the end of the block it closes the thread within 10 s.
 
     Attributes:
         kind: `IOThread`, or `AsyncioThread` for the asyncio API.
@@ -157,7 +162,7 @@ class Recorded:
         return result[0]
 
     def run_steps(self, generator: StepGenerator, timeout: float = 15) -> Any:
-        """`IOThread.run`, from this thread: what `done` was called with."""
+        """Call `IOThread.run` from this thread; return the argument of `done`."""
         done = threading.Event()
         outcome: list[Any] = []
 
@@ -170,12 +175,12 @@ class Recorded:
         return outcome[0]
 
     def publish(self, routing_key: str, body: bytes = b"x", *, exchange: str = "", mandatory: bool = True) -> None:
-        """Write one publish, on the channel and with the frame size of the last ``ready``."""
+        """Write one publish, with the channel and the frame size of the last ``ready``."""
         data = self.encoded(routing_key, body, exchange=exchange, mandatory=mandatory)
         self.call(lambda: self.io.write(data))
 
     def encoded(self, routing_key: str, body: bytes, *, exchange: str = "", mandatory: bool = True) -> bytes:
-        """The frames of one publish."""
+        """Return the frames of one publish."""
         _, channel, frame_max, _ = self.client.all("ready")[-1]
         out: list[bytes] = []
         head = publish_head(channel, exchange, routing_key, mandatory)

@@ -1,7 +1,8 @@
-"""The figures of each row of the fault matrix on a cluster, summed over all rounds: a table at the end of a run.
+"""Prints the figures of the fault matrix on a cluster at the end of a test run.
 
-A round is one fault, once. Tests record rounds by the fixture `record_round`; the table has a line for each fault, in
-the form of the manual's. A round is recorded before it is checked, so a round that failed is in the table.
+A round is one fault, once. Tests record rounds with the fixture `record_round`. The table has a line for each fault,
+summed over all rounds, in the format of the table in the manual. A round is recorded before it is checked, so the table
+includes failed rounds.
 """
 
 from __future__ import annotations
@@ -31,19 +32,20 @@ HEAD = (
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The figures of one round, or of several of the same fault.
+    """The figures of one round, or of several rounds of the same fault.
 
     Attributes:
-        row: of the fault matrix.
-        fault: in words.
-        confirmed: messages that began to be published from this fault on, up to the next one, and were confirmed.
-        lost: of these.
-        repeated: of these, had their effect more than once where an idempotency store forbids it.
-        late: operations that ended behind their deadline.
-        alone: publishes that were confirmed where no majority was.
-        unconfirmed: seconds of the longest silence, in which a publisher had nothing confirmed; NaN if nobody measured.
-        unhandled: seconds in which nothing was handled; the same.
-        rounds: how many; 0 for more figures of a round that is counted already, such as those of another queue.
+        row: The row of the fault matrix.
+        fault: A description of the fault.
+        confirmed: Confirmed messages whose publishing started between this fault and the next one.
+        lost: How many of these were lost.
+        repeated: How many of these had their effect more than once although an idempotency store forbids it.
+        late: Operations that ended after their deadline.
+        alone: Publishes that were confirmed without a majority.
+        unconfirmed: The longest time, in seconds, in which a publisher received no confirm. NaN if not measured.
+        unhandled: The longest time, in seconds, in which no message was handled. NaN if not measured.
+        rounds: The number of rounds. 0 for further figures of a round that is already counted, such as those of another
+            queue.
     """
 
     row: int
@@ -94,14 +96,15 @@ class Round:
         """Return the figures of one queue in a span of time.
 
         Args:
-            row, fault: which.
-            history: of the queue.
-            result: of this history.
-            since: the time of the fault, by the history's clock.
-            until: the time of the next one.
-            publishers: those whose silences count, each for itself; without them, silences are not measured.
-            effects_once: whether an effect must not be repeated.
-            rounds: 0 for another queue of a round that is counted.
+            row, fault: As the attributes.
+            history: The history of the queue.
+            result: The result of this history.
+            since: The time of the fault, by the history's clock.
+            until: The time of the next fault.
+            publishers: The publishers whose silences are measured, each separately. If empty, silences are not
+                measured.
+            effects_once: Whether an effect must not be repeated.
+            rounds: 0 for another queue of a round that is already counted.
         """
         publishes = {
             each.message_id: each
@@ -142,20 +145,20 @@ def _longest(one: float, other: float) -> float:
 
 
 def load(config: pytest.Config) -> None:
-    """Have the table printed."""
+    """Register this module as a plugin, so that the table is printed."""
     if not config.pluginmanager.has_plugin(__name__):
         config.pluginmanager.register(sys.modules[__name__], __name__)
 
 
 @pytest.fixture
 def record_round(request: pytest.FixtureRequest) -> Callable[[Round], None]:
-    """A function that has a round counted in the table."""
+    """Return a function that adds a round to the table."""
     return lambda each: request.node.user_properties.append((PROPERTY, list(astuple(each))))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the table, if there were rounds."""
-    from reliable_mq.testing.fixtures import recorded  # late: see `tests.reports`
+    """Print the table, if rounds were recorded."""
+    from reliable_mq.testing.fixtures import recorded  # a late import: see `tests.reports`
 
     found: list[Any] = [value for _, value in recorded(terminalreporter, PROPERTY)]
     if found:

@@ -1,9 +1,9 @@
-"""Where the randomness of a fault test comes from, so that a failure can be repeated.
+"""The seeds of fault tests, which make a failure reproducible.
 
-A test that asks for the fixture `seed` gets one number, which stands in the test's name and so in every report of a
-failure. A plain run takes 0: it is green or red, whoever runs it. A soak (`RELIABLE_MQ_SOAK_SEEDS`: how many seeds)
-explores: it draws its first seed and leaves it in the environment, so that all of its processes name their tests alike.
-`RELIABLE_MQ_SEED` sets the first seed of either.
+A test with the fixture `seed` gets one number. It is part of the test's name, and so of every report of a failure. A
+plain run uses the seed 0, so its result does not depend on chance. A soak run (`RELIABLE_MQ_SOAK_SEEDS`: the number of
+seeds) draws its first seed at random and stores it in the environment, so that all of its processes use the same test
+names. `RELIABLE_MQ_SEED` sets the first seed of either run.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ SOAK = "RELIABLE_MQ_SOAK_SEEDS"
 
 
 def soaking() -> bool:
-    """Whether this is `make soak`: many seeds, every broker line."""
+    """Return whether this is `make soak`: many seeds, every broker line."""
     return SOAK in os.environ
 
 
 def soak_seeds() -> int:
-    """Return how many seeds a fault test takes, and how many times the examples a property test takes."""
+    """Return the number of seeds of a fault test.
+
+    It is also the factor for the number of examples of a property test.
+    """
     return int(os.environ.get(SOAK, "1"))
 
 
 def seeds() -> list[int]:
-    """The seeds of this run; the first one is the one that a single run takes."""
+    """Return the seeds of this run. The first is the one that a single run uses."""
     drawn = random.SystemRandom().randrange(2**32) if soaking() else 0
     first = int(os.environ.setdefault(SEED, str(drawn)))
     source = random.Random(first)

@@ -1,4 +1,4 @@
-"""What the integration tests need beyond this repository: images and programs, made where they are missing."""
+"""Images and programs for the integration tests, built or installed if missing."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ _SETUP = Path(__file__).parent.parent / "setup.sh"
 
 
 def broker_image(line: str) -> str:
-    """The image of one of `LINES`, which may take minutes to build.
+    """Return the image of one of `LINES`, which may take minutes to build.
 
     Raises:
-        RuntimeError: it cannot be had on this machine; the message says what to do.
+        RuntimeError: If the image is not available on this machine. The message says what to do.
     """
     set_up("image", line)
     return f"reliable-mq/rabbitmq:{line}"
 
 
 def set_up(*part: str) -> None:
-    """Have ``setup.sh`` see to it that a part exists; what is missing takes minutes to build or to install.
+    """Have ``setup.sh`` provide a part. Building or installing it may take minutes.
 
     Args:
-        part: arguments of ``setup.sh``, such as ``"databases"``.
+        part: The arguments of ``setup.sh``, such as ``"databases"``.
 
     Raises:
-        RuntimeError: it cannot be had on this machine; the message says what to do.
+        RuntimeError: If the part is not available on this machine. The message says what to do.
     """
     done = subprocess.run([_SETUP, *part], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode != 0:

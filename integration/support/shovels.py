@@ -1,4 +1,4 @@
-"""A shovel of RabbitMQ from a queue into a stream, on a broker of a test's own."""
+"""A RabbitMQ shovel from a queue into a stream, on the broker of a single test."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def shovel(broker: RabbitMQ, vhost: VirtualHost, queue: str, stream: str) -> None:
-    """Enable the plugin, and start a dynamic shovel that acks what is confirmed."""
+    """Enable the plugin, and start a dynamic shovel that acks confirmed messages."""
     broker.execute("rabbitmq-plugins", "--quiet", "enable", "rabbitmq_shovel")
     uri = f"amqp:///{vhost.name}"
     definition = {

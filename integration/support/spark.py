@@ -1,13 +1,14 @@
-"""Spark for tests: a session in this process, and a look into queues.
+"""Spark for tests: a session in this process, and helpers to read queues.
 
-Invariant: a session of the tests takes little: two cores, no user interface, one shuffle partition.
+Invariant: a session of the tests uses few resources: two cores, no user interface, one shuffle partition.
 
-Run as a program, it makes what lets Spark start faster, and what it does without where they are missing:
+Run as a program, this module creates two parts that let Spark start faster. Spark also works without them:
 
-- `CLASSES`, an archive of the classes that Spark loads. It saves half of the CPU time of a start of Java; Java ignores
-  one of another Java or Spark.
-- `HOME`, a ``SPARK_HOME`` that has all of PySpark's but ``python/lib/pyspark.zip``. Spark puts that file before
-  whatever is installed, and each Python process that it starts compiles anew what it imports from there: 1 s of CPU.
+- `CLASSES`, an archive of the classes that Spark loads. It saves half of the CPU time of a Java start. Java ignores an
+  archive of another Java or Spark.
+- `HOME`, a ``SPARK_HOME`` with everything of PySpark except ``python/lib/pyspark.zip``. Spark puts that file before all
+  installed packages on the path. Each Python process that Spark starts would compile the modules in it again, which
+  takes 1 s of CPU time.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ SETTINGS = {
     "spark.driver.memory": "700m",
     "spark.driver.extraJavaOptions": JAVA_OPTIONS,
     "spark.sql.streaming.stopTimeout": "30s",
-    # To compile the code of a query takes longer than to interpret it, where it has some hundred rows.
+    # For some hundred rows, compiling the code of a query takes longer than interpreting it.
     "spark.sql.codegen.wholeStage": "false",
     "spark.sql.codegen.factoryMode": "NO_CODEGEN",
     "spark.sql.adaptive.enabled": "false",
@@ -53,11 +54,11 @@ SETTINGS = {
 
 
 def session(directory: Path, master: str = "local[2,3]", **settings: str) -> SparkSession:
-    """Start Spark in this process. ``directory`` takes what it writes."""
+    """Start Spark in this process. It writes into ``directory``."""
     os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
     os.environ["PYTHONPATH"] = str(ROOT)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PySpark's own
+        warnings.simplefilter("ignore")  # PySpark's own warnings
         from pyspark.sql import SparkSession
 
         builder = SparkSession.builder.master(master).appName("tests")
@@ -68,12 +69,15 @@ def session(directory: Path, master: str = "local[2,3]", **settings: str) -> Spa
 
 
 def requeued_counts(vhost: VirtualHost) -> set[int | None]:
-    """What ``x-delivery-count`` may be of a message that was read and requeued: before 4.3 that counts, too."""
+    """Return the possible values of ``x-delivery-count`` after a read and a requeue.
+
+    Before RabbitMQ 4.3, the requeue is counted.
+    """
     return {None, 0, 1} if vhost.broker.version.startswith("4.0.") else {None, 0}
 
 
 def drain(vhost: VirtualHost, queue: str) -> list[tuple[BasicProperties, bytes]]:
-    """Take everything that is ready in a queue."""
+    """Consume all messages that are ready in a queue, and return them."""
     taken: list[tuple[BasicProperties, bytes]] = []
     with vhost.connect() as connection:
         channel = connection.channel()
@@ -92,7 +96,7 @@ def drain(vhost: VirtualHost, queue: str) -> list[tuple[BasicProperties, bytes]]
                 channel.basic_ack(last, multiple=True)
                 acked = last
             elif channel.queue_declare(queue, passive=True).method.message_count == 0:
-                connection.process_data_events(time_limit=0)  # what came before the reply
+                connection.process_data_events(time_limit=0)  # handle deliveries that arrived before the reply
                 if last == acked:
                     return taken
 
@@ -100,11 +104,13 @@ def drain(vhost: VirtualHost, queue: str) -> list[tuple[BasicProperties, bytes]]
 def read_to_the_end(
     options: Mapping[str, str], start: dict[str, Any] | None = None
 ) -> tuple[list[list[str]], dict[str, Any]]:
-    """Play Spark with trigger(availableNow=True), on a thread of its own, which has no signals.
+    """Read a source as Spark does with trigger(availableNow=True).
+
+    It runs on a separate thread, which receives no signals.
 
     Args:
-        options: of a source.
-        start: the position of a query that goes on.
+        options: The options of the source.
+        start: The position at which a query resumes. None for a new query.
 
     Returns:
         The message ids of each partition, and the position at the end.
@@ -138,12 +144,15 @@ def _read_to_the_end(
 
 
 def bodies_of(taken: Iterable[tuple[BasicProperties, bytes]]) -> list[bytes]:
-    """The bodies of what `drain` gave."""
+    """Return the bodies of the messages from `drain`."""
     return [body for _, body in taken]
 
 
 def failing_once(rows: DataFrame, directory: Path, *, after: int, kill: bool = False) -> DataFrame:
-    """The same rows; but the first task that has seen ``after`` of them fails, once. ``kill``: its process dies."""
+    """Return the rows; the first task that has seen ``after`` of them fails, once.
+
+    With ``kill``, the process of the task dies instead.
+    """
     from pyspark.sql.functions import udf
 
     marker = str(directory / "failed")
@@ -164,7 +173,7 @@ def failing_once(rows: DataFrame, directory: Path, *, after: int, kill: bool = F
 
 
 def make_home() -> None:
-    """Make `HOME`."""
+    """Create `HOME`."""
     import pyspark
 
     shutil.rmtree(HOME, ignore_errors=True)
@@ -176,7 +185,7 @@ def make_home() -> None:
 
 
 def archive_classes(directory: Path) -> None:
-    """Make `CLASSES`: run what most tests do, and have Java keep the classes that were loaded."""
+    """Create `CLASSES`: run what most tests do, and let Java archive loaded classes."""
     making = CLASSES.with_suffix(".new")
     making.unlink(missing_ok=True)
     options = f"-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:ArchiveClassesAtExit={making} -Xlog:disable"

@@ -1,4 +1,4 @@
-"""A Spark application in processes of its own, which can be killed, and what its file sink holds then."""
+"""Spark applications in separate processes that tests can kill, and their output."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
-PHASES = ("read planned", "reading", "sink written", "commit log written")  # of a batch
+PHASES = ("read planned", "reading", "sink written", "commit log written")  # the phases of a batch
 
 
 class Application:
-    """A program of `integration.programs` that runs Spark, with every process that it starts.
+    """A Spark program of `integration.programs`, with all processes that it starts.
 
     Args:
-        program: its module's name.
-        settings: given to it as JSON; with ``held``, it does nothing before `go`.
-        log: takes what it says.
-        discovered: whether Spark finds the data source by itself, as it does with the wheel.
+        program: The name of its module.
+        settings: Passed to the program as JSON. With ``held``, the program waits for `go`.
+        log: The file for its output.
+        discovered: Whether Spark finds the data source by itself, as it does with the wheel.
     """
 
     def __init__(self, program: str, settings: Mapping[str, Any], log: Path, *, discovered: bool = False) -> None:
@@ -59,7 +59,7 @@ class Application:
             )
 
     def go(self) -> None:
-        """Let one that was held begin, as soon as it is ready."""
+        """Let a held program start its work, as soon as it is ready."""
         assert self.process.stdin is not None
         with self.process.stdin as stdin:
             stdin.write(b"go\n")
@@ -67,7 +67,7 @@ class Application:
     def wait_until(
         self, condition: Callable[[], object], *, timeout: float, what: str, interval: float = 0.002
     ) -> None:
-        """Wait for a condition, or raise with the log where the program ends before."""
+        """Wait for a condition; raise with the log if the program ends before."""
 
         def met() -> bool:
             if condition():
@@ -82,7 +82,7 @@ class Application:
             raise TimeoutError(f"{error}\n{self.said()}") from None
 
     def wait(self, timeout: float) -> None:
-        """Wait until it has ended well."""
+        """Wait until the program ends; it must succeed."""
         try:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -90,7 +90,12 @@ class Application:
         assert code == 0, self.said()
 
     def kill(self, *, reader_too: bool = True) -> None:
-        """SIGKILL the application: its Python and its JVM; with the reader's process, which else has a moment left."""
+        """SIGKILL the application: its Python and its JVM.
+
+        Args:
+            reader_too: Whether to kill its other processes, too. Otherwise the reader's process runs for another
+                moment.
+        """
         processes = descendants(self.process.pid)
         jvm = [pid for pid in processes if _command(pid).startswith("java") or "/java" in _command(pid).split(" ")[0]]
         for pid in (self.process.pid, *(processes if reader_too else jvm)):
@@ -99,7 +104,7 @@ class Application:
         wait_until(lambda: not any(map(_runs, processes)), timeout=30, what="its processes gone")
 
     def said(self) -> str:
-        """The end of what it said."""
+        """Return the end of the program's output."""
         return self.log.read_text(errors="replace")[-6000:]
 
     def __enter__(self) -> Self:
@@ -111,13 +116,15 @@ class Application:
 
 
 def in_phase(phase: str, directory: Path, *, skip: int = 0, rows: int = 0) -> Callable[[], bool]:
-    """Whether a batch of `spark_queries`, which nobody has planned yet, has come to one of the `PHASES`.
+    """Return a condition: a batch that is not yet planned has reached a phase.
+
+    The batch is one of `spark_queries`.
 
     Args:
-        phase: its name.
-        directory: of the query.
-        skip: that many batches before.
-        rows: that it has begun with, for "reading".
+        phase: One of `PHASES`.
+        directory: The directory of the query.
+        skip: The number of batches to skip.
+        rows: For "reading": the number of rows that the batch has started with.
     """
     checkpoint, metadata = directory / "checkpoint", directory / "output" / "_spark_metadata"
     batch = batches_in(checkpoint, "offsets") + skip
@@ -130,7 +137,7 @@ def in_phase(phase: str, directory: Path, *, skip: int = 0, rows: int = 0) -> Ca
         if not planned():
             return False
         begun = len(list(directory.glob("reading-*")))
-        before.append(begun)  # the first one is of the batches before
+        before.append(begun)  # the first count covers only earlier batches
         return begun > before[0] + rows
 
     return {
@@ -144,9 +151,10 @@ def in_phase(phase: str, directory: Path, *, skip: int = 0, rows: int = 0) -> Ca
 def killed_in_each_phase(
     settings: Mapping[str, Any], directory: Path, rng: random.Random, *, of: str, timeout: float
 ) -> None:
-    """Run ``spark_queries`` and SIGKILL it in phases of a query, in some batch: one of them, in `make soak` each once.
+    """Run ``spark_queries`` and SIGKILL it in a phase of a query, in some batch.
 
-    The other queries are then wherever they are. The next application is made ready meanwhile.
+    This is done once, in a random phase; in `make soak` once in each phase. The other queries may be in any phase. The
+    next application starts while the current one runs.
     """
     held = {**settings, "directory": str(directory), "held": True}
     phases = rng.sample(PHASES, len(PHASES) if soaking() else 1)
@@ -169,7 +177,10 @@ def killed_in_each_phase(
 
 
 def _came_to(condition: Callable[[], bool], application: Application, phase: str, timeout: float) -> bool:
-    """Whether it has; no where Spark has given up on a new Python process, which on a busy machine takes it 10 s."""
+    """Wait for the phase; return False if Spark has given up on a new Python process.
+
+    Spark gives it 10 s to start, which is too little on a busy machine.
+    """
     try:
         application.wait_until(condition, timeout=timeout, what=phase)
     except AssertionError:
@@ -180,12 +191,18 @@ def _came_to(condition: Callable[[], bool], application: Application, phase: str
 
 
 def kill_reader(spark: SparkSession, running: Callable[[], object]) -> None:
-    """SIGKILL the reader's process of a query in a session; `running` starts the query where it is down."""
+    """SIGKILL the reader's process of a query.
+
+    `running` starts the query if it is down.
+    """
     _kill_of(spark, lambda pid: [pid] if "python_streaming_source_runner" in _command(pid) else [], running, "a reader")
 
 
 def kill_worker(spark: SparkSession, running: Callable[[], object]) -> None:
-    """SIGKILL a Python process in which tasks of a session read, a child of Spark's daemon; `running` as before."""
+    """SIGKILL a Python process that reads in tasks, a child of Spark's daemon.
+
+    `running` starts the query if it is down.
+    """
     _kill_of(
         spark, lambda pid: descendants(pid) if "plan_data_source_read" in _command(pid) else [], running, "a worker"
     )
@@ -202,7 +219,7 @@ def _kill_of(spark: SparkSession, wanted: Callable[[int], list[int]], running: C
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes below one, children first."""
+    """Return the processes below this one, each before its own children."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
@@ -215,11 +232,14 @@ def descendants(pid: int) -> list[int]:
 
 
 def committed_rows(output: Path, column: str = "message_id") -> Counter[str]:
-    """What a streaming file sink has committed, from its own log: a file that is not in there does not count."""
+    """Count the rows that a streaming file sink has committed.
+
+    Only the files in the sink's log count.
+    """
     files = {
         json.loads(line)["path"].removeprefix("file://")
         for batch in (output / "_spark_metadata").iterdir()
-        if batch.name.partition(".")[0].isdigit()  # every tenth repeats those before
+        if batch.name.partition(".")[0].isdigit()  # every tenth entry repeats the previous ones
         for line in batch.read_text().splitlines()[1:]
     }
     rows: Counter[str] = Counter()
@@ -229,7 +249,7 @@ def committed_rows(output: Path, column: str = "message_id") -> Counter[str]:
 
 
 def batches_in(checkpoint: Path, log: str) -> int:
-    """How many batches a log of a checkpoint knows: ``offsets`` or ``commits``."""
+    """Return the number of batches in the ``offsets`` or ``commits`` of a checkpoint."""
     try:
         return sum(path.name.isdigit() for path in (checkpoint / log).iterdir())
     except FileNotFoundError:

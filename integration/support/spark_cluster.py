@@ -1,6 +1,8 @@
-"""Spark's own servers on this machine, out of the pip-installed PySpark: a standalone cluster, and Spark Connect.
+"""Spark's servers on this machine: a standalone cluster, and Spark Connect.
 
-Invariant: everything that was started has ended when the block is left.
+They are those of the pip-installed PySpark.
+
+Invariant: at the end of the block, all started processes have ended.
 """
 
 from __future__ import annotations
@@ -33,10 +35,10 @@ _HERE = "127.0.0.1"
 
 
 class _Servers:
-    """Processes with logs; a context manager.
+    """Processes with logs. A context manager.
 
     Args:
-        directory: takes logs, and whatever they write.
+        directory: For the logs, and for everything that the processes write.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -57,11 +59,11 @@ class _Servers:
         self._end()
 
     def _launch(self) -> None:
-        """Start everything, and wait for it."""
+        """Start all processes, and wait until they are ready."""
         raise NotImplementedError
 
     def _start(self, name: str, *command: str, **own: str) -> Path:
-        """Start a program of PySpark's; give its log."""
+        """Start a program of PySpark; return its log."""
         log = self._directory / f"{name}.log"
         settings = {
             "PYSPARK_PYTHON": sys.executable,
@@ -103,15 +105,15 @@ class _Servers:
 
 
 class StandaloneCluster(_Servers):
-    """A master and a worker, or several; a context manager.
+    """A master, and a worker on each host. A context manager.
 
     Args:
-        directory: takes logs, and what executors write.
-        cores: of a worker.
-        hosts: addresses of this machine, for a worker each: Spark takes them for hosts of their own.
+        directory: For the logs, and for everything that executors write.
+        cores: The cores of each worker.
+        hosts: Addresses of this machine, one for each worker. Spark treats them as different hosts.
 
     Attributes:
-        url: of the master; once entered.
+        url: The URL of the master. Set on entry.
     """
 
     url: str
@@ -143,7 +145,7 @@ class StandaloneCluster(_Servers):
 
     @property
     def executors(self) -> list[int]:
-        """The processes of executors that run now."""
+        """The process ids of the running executors."""
         found = []
         for process in self._processes:
             for pid in descendants(process.pid):
@@ -163,14 +165,16 @@ class StandaloneCluster(_Servers):
 
 
 class ConnectServer(_Servers):
-    """A server of Spark Connect, with Spark itself in it, whose Python has this package, and no pandas.
+    """A server of Spark Connect, which runs Spark itself.
+
+    Its Python has this package, but not pandas.
 
     Args:
-        directory: takes the log, and what Spark writes.
-        discovered: whether it finds the data source by itself, as it does where the wheel is installed.
+        directory: For the log, and for everything that Spark writes.
+        discovered: Whether the server finds the data source by itself, as it does with the wheel.
 
     Attributes:
-        url: for ``SparkSession.builder.remote``; once entered.
+        url: For ``SparkSession.builder.remote``. Set on entry.
     """
 
     url: str
@@ -187,14 +191,14 @@ class ConnectServer(_Servers):
         if self._discovered:
             shutil.copy(ROOT / "reliable_mq" / "spark" / "autoregister.py", found)
         else:
-            found.touch()  # hides the one that is installed
+            found.touch()  # hides the installed one
         log = self._start(
             "connect",
             "spark-submit",
             *("--master", "local[2]", "--class", "org.apache.spark.sql.connect.service.SparkConnectServer"),
             *(f"--conf={name}={value}" for name, value in self._settings().items()),
             PYTHONPATH=f"{modules}:{ROOT}",
-            SPARK_CONNECT_MODE="0",  # else, spark-submit would be a client
+            SPARK_CONNECT_MODE="0",  # otherwise spark-submit would be a client
         )
         self.url = f"sc://{self._wait_for(log, _CONNECT)}"
 
@@ -203,6 +207,6 @@ class ConnectServer(_Servers):
             "spark.connect.grpc.binding.address": _HERE,
             "spark.connect.grpc.binding.port": "0",
             "spark.sql.warehouse.dir": str(self._directory / "warehouse"),
-            "spark.log.level": "INFO",  # tells the port
+            "spark.log.level": "INFO",  # logs the port
         }
         return {**SETTINGS, **own}

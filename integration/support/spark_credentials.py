@@ -1,4 +1,4 @@
-"""A provider of credentials for tests of Spark: its processes import this module."""
+"""A credentials provider for Spark tests, which Spark's processes import."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ __all__ = ["guest"]
 
 
 def guest() -> tuple[str, str]:
-    """User and password."""
+    """Return user and password."""
     return "guest", "guest"

@@ -1,4 +1,4 @@
-"""Spark tasks that fail in the middle, once, after some of their rows have gone on to the sink."""
+"""Spark tasks that fail once, after some of their rows have reached the sink."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 
 def interrupted(rows: DataFrame, directory: Path, *, after: int, kill: bool = False) -> DataFrame:
-    """The same bodies; but the first attempt at each partition fails when it has passed on ``after`` of them.
+    """Return the bodies; the first attempt at each partition fails after some of them.
 
     Args:
-        rows: what is passed on.
-        directory: where the attempts are noted.
-        after: rows; Spark passes them on a hundred at a time, `small_arrow_batches` to the sink, too.
-        kill: the worker of partition 0 is killed, in place of an exception in each.
+        rows: The rows to pass on.
+        directory: Where the attempts are recorded.
+        after: Rows that are passed on before the failure. Spark passes on a hundred at a time, and with
+            `small_arrow_batches`, also to the sink.
+        kill: Whether the worker of partition 0 is killed, in place of an exception in each partition.
     """
     parent = str(directory)
     passed = 0
@@ -48,7 +49,7 @@ def interrupted(rows: DataFrame, directory: Path, *, after: int, kill: bool = Fa
 
 @contextmanager
 def small_arrow_batches(spark: SparkSession, rows: int = 50) -> Iterator[None]:
-    """Let tasks get their rows little by little."""
+    """Pass rows to tasks in small batches."""
     name = "spark.sql.execution.arrow.maxRecordsPerBatch"
     before = spark.conf.get(name)
     spark.conf.set(name, str(rows))

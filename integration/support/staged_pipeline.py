@@ -1,4 +1,4 @@
-"""Messages on their way into files, through a query in staged mode of which a test kills parts."""
+"""A staged-mode query from a queue into files, parts of which a test kills."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from reliable_mq.testing import VirtualHost
 
-    Running = Callable[[], object]  # starts the query where it is down
+    Running = Callable[[], object]  # starts the query if it is down
 
 DEADLINE = 400.0
 GIVEN_UP = "Python worker failed to connect back"
@@ -32,20 +32,20 @@ STAGED = {"queue": "orders", "stage": "orders.stage", "maxMessagesPerTrigger": "
 
 
 class Pipeline:
-    """Messages on their way into files, through a query in staged mode of which a test kills parts.
+    """A staged-mode query from a queue into files, parts of which a test kills.
 
     Args:
-        vhost: of the queue.
-        directory: of the query.
-        rng: decides on the moments.
-        kind: of the queue.
+        vhost: The virtual host of the queue.
+        directory: The directory of the query.
+        rng: Chooses the moments.
+        kind: The type of the queue.
 
     Attributes:
-        settings: of the query, as `spark_queries` takes them.
-        restarts: of the query.
-        given_up: those beside them for which Spark had given up on a new Python process, which on a busy machine takes
-            it 10 s.
-        ended: why it was down the last time.
+        settings: The settings of the query, as `spark_queries` takes them.
+        restarts: How often the query was restarted.
+        given_up: Further restarts, after Spark had given up on a new Python process. Spark gives it 10 s to start,
+            which is too little on a busy machine.
+        ended: Why the query ended the last time.
     """
 
     def __init__(self, vhost: VirtualHost, directory: Path, rng: random.Random, kind: str = "quorum") -> None:
@@ -61,15 +61,16 @@ class Pipeline:
         self._rng = rng
         self._directory = directory / "staged"
         self._published: list[str] = []
-        self._publish(0)  # the queue exists
+        self._publish(0)  # declares the queue
 
     def moments(self, kills: int, running: Running, *, broker: bool = False) -> Iterator[int]:
-        """Yield at a random moment while messages are published, moved and read; so many times.
+        """Yield at random moments, while messages are published, moved and read.
 
         Args:
-            kills: how many.
-            running: starts the query where it is down.
-            broker: whether it is what dies: all is published then, or the publisher would publish some again.
+            kills: How many times to yield.
+            running: Starts the query if it is down.
+            broker: Whether the test kills the broker. All messages are then published before, because otherwise the
+                publisher would publish some of them again.
         """
         for number in range(kills):
             reached = self._commits() + self._rng.randrange(1, 3)
@@ -84,7 +85,7 @@ class Pipeline:
                 publishing.result(DEADLINE)
 
     def check(self, spark: SparkSession, kills: str) -> str:
-        """Read the rest, compare the files with what was published, and return the account."""
+        """Read the rest, compare the files with the published messages; return a summary."""
         while True:
             [query] = start(spark, self._rest)
             try:
@@ -96,7 +97,7 @@ class Pipeline:
                 return self._account(kills)
 
     def check_apart(self, log: Path, kills: str) -> str:
-        """Do as `check`, in an application of its own."""
+        """Do the same as `check`, in a separate application."""
         while True:
             with Application("spark_queries", self._rest, log) as application:
                 try:
@@ -124,7 +125,7 @@ class Pipeline:
 
     @contextmanager
     def in_session(self, spark: SparkSession, **options: str) -> Iterator[Running]:
-        """Run the query in the session of the tests; start it again where it has failed."""
+        """Run the query in the session of the tests; restart it if it has failed."""
         source = {**self.settings["sources"]["staged"], **options}
         settings = {**self.settings, "sources": {"staged": source}}
         queries: list[StreamingQuery] = []
@@ -143,7 +144,7 @@ class Pipeline:
 
     @contextmanager
     def apart(self, log: Path, **settings: Any) -> Iterator[tuple[Running, Callable[[], Application]]]:
-        """Run the query in an application of its own; start that again where it has ended."""
+        """Run the query in a separate application; restart that if it has ended."""
         applications: list[Application] = []
 
         def running() -> None:

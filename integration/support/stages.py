@@ -1,4 +1,4 @@
-"""Relays into a stage, and what is in a stage."""
+"""Relays into a stage, and the contents of a stage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEADLINE = 60.0
 
 
 class StageReader(AdminChannel):
-    """Reads a stream from its beginning, raw."""
+    """Reads the raw messages of a stream."""
 
     def __init__(self, url: str) -> None:
         super().__init__(parse_url(url), name="stage-reader", patience=30.0)
@@ -35,7 +35,7 @@ class StageReader(AdminChannel):
         self.arrived += deliveries
 
     def wait_quiet(self) -> None:
-        """Wait until no more comes for a while."""
+        """Wait until no more messages arrive for a while."""
         quiet = Event()
         seen = -1
         while seen != len(self.arrived):
@@ -44,7 +44,10 @@ class StageReader(AdminChannel):
 
 
 def originals(url: str, *streams: str, count: int) -> list[Original]:
-    """All messages of a stage, once there are so many; markers are left out."""
+    """Return all messages of a stage, without markers.
+
+    With a single stream, wait until it has `count` messages.
+    """
     found: list[Original] = []
     for stream in streams:
         with StageReader(url) as reader:
@@ -57,13 +60,13 @@ def originals(url: str, *streams: str, count: int) -> list[Original]:
 
             if len(streams) == 1:
                 wait_until(lambda staged=staged: len(staged()) >= count, timeout=DEADLINE, what=f"{count} staged")  # type: ignore[misc]
-            reader.wait_quiet()  # what came twice may come last
+            reader.wait_quiet()  # duplicates may arrive last
             found += staged()
     return found
 
 
 def delivered_of(url: str, stream: str, count: int) -> list[RawDelivery]:
-    """All messages of a stream, once there are so many, as they come."""
+    """Return all messages of a stream, as delivered, once there are `count` of them."""
     with StageReader(url) as reader:
         reader.perform(SetPrefetch(65_535))
         reader.perform(Consume(stream, "all", arguments={"x-stream-offset": "first"}))
@@ -77,7 +80,7 @@ def ids(messages: Iterable[Original]) -> Counter[str]:
 
 
 def check_each_once(url: str, *streams: str, count: int) -> None:
-    """Assert that a stage has so many messages, each of them once."""
+    """Assert that a stage has `count` messages, each of them once."""
     found = ids(originals(url, *streams, count=count))
     assert found.total() == len(found) == count, f"{found.total()} messages of {len(found)} ids, not {count}"
 

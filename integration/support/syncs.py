@@ -1,4 +1,4 @@
-"""What a program had synchronised with the disk, and when: by the system calls of all of its threads."""
+"""Traces when a program syncs which files to the disk, by its system calls."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _LEFT: Final = re.compile(r"<\.\.\. f(?:data)?sync resumed>.* = 0")
 
 
 def traced(program: str, *arguments: str, directory: Path) -> list[str]:
-    """Run a program of ``integration/programs`` to its end.
+    """Run a program of ``integration/programs`` until it ends, and trace its threads.
 
-    Returns what it wrote to its standard output, line by line as each was written by one call, and ``sync PATH`` for
-    each file whose contents are on the disk from then on; in the order in which it happened.
+    Returns the lines that it wrote to its standard output, each with one call, and ``sync PATH`` for each file whose
+    contents are on the disk from then on, all in the order in which it happened.
 
     Raises:
-        AssertionError: it failed.
-        RuntimeError: strace cannot be had on this machine; the message says what to do.
+        AssertionError: If the program fails.
+        RuntimeError: If strace is not available on this machine. The message says what to do.
     """
     setup = subprocess.run(
         [ROOT / "integration" / "setup.sh", "strace"],
@@ -42,7 +42,7 @@ def traced(program: str, *arguments: str, directory: Path) -> list[str]:
     strace = ["strace", "-f", "-qq", "-y", "-s", "200", "-e", "trace=fsync,fdatasync,write", "-o", str(log)]
     output_of([*strace, sys.executable, "-m", f"integration.programs.{program}", *arguments])
     events: list[str] = []
-    entered: dict[str, str] = {}  # by thread: the file that it is synchronising
+    entered: dict[str, str] = {}  # by thread: the file that it is syncing
     for line in log.read_text().splitlines():
         thread, _, call = line.partition(" ")
         if mark := _MARK.search(call):

@@ -1,4 +1,4 @@
-"""A broker that takes JSON Web Tokens for passwords, and whoever issues them."""
+"""A broker that accepts JSON Web Tokens as passwords, and an issuer of tokens."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ CONF: Final = textwrap.dedent(
 
 
 class Issuer:
-    """Issues tokens, and remembers them.
+    """Issues tokens, and records them.
 
     Attributes:
-        lifetime: of the next token, in seconds.
-        issued: every token.
-        forged: whether the next token has a signature that the broker does not know.
-        fails: whether the next calls raise.
+        lifetime: The lifetime of the next token, in seconds.
+        issued: All tokens.
+        forged: Whether the next token has a signature that the broker does not know.
+        fails: Whether the next calls raise.
     """
 
     def __init__(self, lifetime: float) -> None:
@@ -47,7 +47,7 @@ class Issuer:
 
     @property
     def files(self) -> Mapping[str, bytes]:
-        """For the broker."""
+        """The configuration files for the broker."""
         public = self._key.public_key().public_bytes(
             serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
         )
@@ -55,7 +55,7 @@ class Issuer:
         return {"/etc/rabbitmq/key1.pem": public, "/etc/rabbitmq/enabled_plugins": plugins}
 
     def credentials(self) -> Credentials:
-        """The callback of publishers and consumers."""
+        """Return a new token. This is the callback of publishers and consumers."""
         if self.fails:
             raise OSError("the identity provider is away")
         claims = {

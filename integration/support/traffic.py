@@ -1,15 +1,17 @@
-"""Traffic on a cluster while it is harmed: publishers and consumers of both APIs at once, and the history of it all.
+"""Traffic on a cluster during faults, with a history of all operations.
+
+Publishers and consumers of both APIs run at the same time:
 
 =============  ========================================================================================================
 queue          consumers
 =============  ========================================================================================================
-`orders`       one of each API, with one idempotency store: an effect happens once
-`plain`        one of each API, without: a duplicate takes effect again
+`orders`       one of each API, with one idempotency store: each message takes effect once
+`plain`        one of each API, without a store: a duplicate takes effect again
 =============  ========================================================================================================
 
-Of the messages, some fail at first and are tried again from a delay queue, and some fail always and end in the
-dead-letter queue. Publishers are one of each API, and one of each with an outbox; each publishes into both queues. Some
-messages have a deadline of a few seconds. Clients connect to the hosts in an order of their own, by the seed.
+Some messages fail at first and are retried from a delay queue. Some always fail and are dead-lettered. There is one
+publisher of each API, and one of each API with an outbox; each publishes into both queues. Some messages have a
+deadline of a few seconds. Each client has its own order of hosts, chosen by the seed.
 """
 
 from __future__ import annotations
@@ -47,11 +49,11 @@ DELAY_QUEUE, DEAD_LETTERS = "orders.retry.300", "orders.dead"
 DIRECT, STORED = ("sync publisher", "asyncio publisher"), ("sync outbox", "asyncio outbox")
 BODIES = {b"fine": 90, b"fails once": 6, b"fails always": 4}
 PAUSE = 0.02 if soaking() else 0.05  # seconds between two messages of a publisher
-LONG = 300.0  # seconds, which no fault here lasts
-LATE = 3.0  # seconds, by which a call may outlive its deadline, beside what `Lag` has measured
-UNCERTAIN = 2.0  # seconds, within which a client reports a confirm that it has received; the same
-SLOW = 20.0  # seconds, in which queues are empty, and threads end
-GRACE = 2.5  # seconds, after which a queue is not new any more
+LONG = 300.0  # seconds, longer than any fault here
+LATE = 3.0  # seconds by which a call may exceed its deadline, in addition to the measured `Lag`
+UNCERTAIN = 2.0  # seconds within which a client reports a received confirm, in addition to `Lag`
+SLOW = 20.0  # seconds within which queues become empty and threads end
+GRACE = 2.5  # seconds until a queue is no longer new
 OPTIONS: dict[str, Any] = {
     "heartbeat": 5,
     "connect_timeout": 3.0,
@@ -61,12 +63,12 @@ OPTIONS: dict[str, Any] = {
 
 
 def url_of(vhost: VirtualHost, nodes: Iterable[ClusterNode]) -> str:
-    """The URL of a virtual host, with hosts in this order."""
+    """Return the URL of a virtual host, with the hosts in this order."""
     return f"amqp://guest:guest@{','.join(f'{node.host}:{node.port}' for node in nodes)}/{vhost.name}"
 
 
 class Source:
-    """A thread that publishes a message every few milliseconds, and records what becomes of it."""
+    """A thread that publishes a message every few milliseconds; records the outcomes."""
 
     def __init__(self, name: str, publisher: Any, traffic: Traffic, rng: Random, *, stored: bool) -> None:
         self.name = name
@@ -125,23 +127,25 @@ class Source:
 
 
 class Traffic:
-    """The traffic, as a context manager: it declares the queues, and has begun to flow at the start of its block.
+    """The traffic. A context manager.
+
+    On entry it declares the queues, and waits until messages flow.
 
     Args:
-        vhost: on the cluster.
-        cluster: to be harmed meanwhile.
-        rng: chooses messages, deadlines and the order of hosts.
-        directory: for outboxes.
-        report: is given a line about each queue at the end.
-        record_round: is given the figures of each fault, by queue.
-        pinned: the nodes that a client connects to, by the name of a publisher or consumer; all if it is not in there.
-            A function, called when there are queues, which have leaders.
-        order: of hosts, for all clients; None for one of their own.
+        vhost: A virtual host on the cluster.
+        cluster: The cluster that the test harms.
+        rng: Chooses messages, deadlines and the order of hosts.
+        directory: For the outboxes.
+        report: Called with lines of text, such as one about each queue at the end.
+        record_round: Called with the figures of each fault, by queue.
+        pinned: Returns the nodes that each client connects to, by the name of the publisher or consumer. Clients
+            without an entry use all nodes. Called when the queues exist and have leaders.
+        order: The order of hosts for all clients. None for a separate order for each client.
 
     Attributes:
-        histories: by queue.
-        errors: of the messages that had time, and failed.
-        lag: of this machine.
+        histories: The histories by queue.
+        errors: The errors of failed messages without a short deadline.
+        lag: The lag of this machine.
     """
 
     def __init__(
@@ -197,7 +201,7 @@ class Traffic:
     # -- while it runs -------------------------------------------------------------------------------------------------
 
     def fault(self, row: int, what: str) -> None:
-        """Begin a round of a row of the fault matrix: the time until messages flow again counts."""
+        """Start a round of a row of the fault matrix; silences are measured from now."""
         self._faults.append((row, what, time.monotonic()))
 
     def count(self, name: str) -> None:
@@ -205,7 +209,10 @@ class Traffic:
             self._progress[name] += 1
 
     def wait_progress(self, names: Collection[str] | None = None, *, timeout: float = 120) -> None:
-        """Wait until each of these publishers has had more confirmed, or stored, and each queue more handled."""
+        """Wait until each of these publishers and each queue has made progress.
+
+        A publisher must have more messages confirmed or stored, and a queue more messages handled.
+        """
         wanted = [*((*DIRECT, *STORED) if names is None else names), ORDERS.name, PLAIN.name]
         with self._lock:
             before = Counter(self._progress)
@@ -221,12 +228,12 @@ class Traffic:
         wait_until(lambda: not behind(), timeout=timeout, what=lambda: f"progress of {behind()}")
 
     def connected_to(self, node: ClusterNode) -> list[str]:
-        """Return the names of the clients that were connected to a node last."""
+        """Return the names of the clients whose last connection was to this node."""
         clients = {source.name: source.publisher for source in self._sources} | self._consumers
         return [name for name, client in clients.items() if _port(client) == node.port]
 
     def wait_elsewhere(self, node: ClusterNode, *, timeout: float) -> None:
-        """Wait until each client is connected, and none to this node, which has died."""
+        """Wait until all clients are connected, and none to this node, which has died."""
         clients = [*(source.publisher for source in self._sources), *self._consumers.values()]
         wait_until(
             lambda: all(client.connected for client in clients) and not self.connected_to(node),
@@ -239,9 +246,9 @@ class Traffic:
 
     @contextmanager
     def only_on(self, node: ClusterNode) -> Iterator[str]:
-        """Publish by one more publisher, which knows this node alone. Yields its name.
+        """Publish with an additional publisher that knows only this node. Yields its name.
 
-        At the end of the block all that it has published is settled.
+        At the end of the block, all of its messages are settled.
         """
         name = f"{self._rng.choice(('sync', 'asyncio'))} publisher on {node.name}"
         source = self._source(name, url_of(self.vhost, [node]))
@@ -255,7 +262,10 @@ class Traffic:
 
     @contextmanager
     def without_majority(self, by: Collection[str]) -> Iterator[None]:
-        """Record the block as a window in which nothing is confirmed to these publishers, though they publish."""
+        """Record that these publishers must not get confirms during the block.
+
+        They must publish in the block.
+        """
         began = time.monotonic()
         with ExitStack() as windows:
             for history in self.all_histories:
@@ -266,7 +276,10 @@ class Traffic:
             assert begun.issuperset(by), f"of {by} only {begun} have published meanwhile"
 
     def silence(self, row: int) -> float:
-        """Return the longest time, in seconds, in which a publisher had nothing confirmed after a fault of a row."""
+        """Return the longest time without confirms, in seconds, after the faults of a row.
+
+        Each direct publisher is measured separately.
+        """
         return max(
             history.longest_silence(OperationKind.PUBLISH, since, until, by=[name])
             for history in self.all_histories
@@ -286,13 +299,13 @@ class Traffic:
     # -- at the end ----------------------------------------------------------------------------------------------------
 
     def finish(self, *, cut_off: bool = False) -> None:
-        """Stop publishing, let everything be handled, and check the histories.
+        """Stop publishing, wait until all messages are handled, and check the histories.
 
         Args:
-            cut_off: whether a node that the others could not reach kept its clients. RabbitMQ may then be late: what
-                dead-letters from a delay queue hangs in a call to the node that was cut off, for 75 s after the fault
-                (`rabbit_fifo_client:enqueue/4`, seen on 4.3.6). Or it waits for acks of theirs that it was sent, and
-                delivers no more to them: their connections are closed.
+            cut_off: Whether a node that the others could not reach kept its clients. RabbitMQ may then be late in two
+                ways. The dead-lettering from a delay queue hangs in a call to the node that was cut off, for 75 s after
+                the fault (`rabbit_fifo_client:enqueue/4`, seen on 4.3.6). Or a queue waits for acks that these clients
+                have already sent, and delivers no more to them; then their connections are closed.
         """
         self._over = time.monotonic()
         for source in self._sources:
@@ -344,7 +357,7 @@ class Traffic:
             self._record_round(figures)
 
     def _seen_by_broker(self) -> str:
-        """Return who holds what, as the management API tells it: for the text of a failure."""
+        """Return the broker's view of queues and channels, for the text of a failure."""
         api = self.cluster.management
         queues = [
             f"{queue['name']}: ready {queue.get('messages_ready')}, unacked {queue.get('messages_unacknowledged')}, "
@@ -439,7 +452,7 @@ class Traffic:
 
 
 def _port(client: Any) -> int | None:
-    """Return the port that a publisher or consumer of either API was connected to last."""
+    """Return the port of the last connection of a publisher or consumer."""
     if isinstance(client, BlockingPublisher):
         client = client.publisher
     channel = client._subscription if isinstance(client, (Consumer, BlockingConsumer)) else client._channel

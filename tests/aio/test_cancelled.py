@@ -14,7 +14,7 @@ from reliable_mq import AsyncPublisher
 
 @pytest.mark.parametrize("turns", range(1, 8))
 def test_a_cancelled_entering_does_not_hold_up_who_cancels(turns: int) -> None:
-    """In whichever turn of the loop: there is no handshake to wait for."""
+    """This holds in every turn of the loop, because there is no handshake."""
 
     async def enter(url: str) -> None:
         async with AsyncPublisher(url):

@@ -1,4 +1,4 @@
-"""Tasks for coroutine handlers: what they are given, in which order, and what their ends are reported as."""
+"""Tasks for coroutine handlers: their deliveries, order, and results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEADLINE = 30.0
 
 
 class Sink:
-    """Keeps what is reported."""
+    """Keeps the reported results."""
 
     def __init__(self) -> None:
         self.results: list[Result] = []
@@ -63,7 +63,7 @@ class Awaiting(MemoryStore):
 
 
 class Blocking(MemoryStore):
-    """A store that is asked on a thread, since it is not known not to block."""
+    """A store that is called on a thread, because it may block."""
 
     threads: set[int]
 
@@ -95,7 +95,10 @@ async def running(
     store: Any = None,
     key: Callable[[Delivery], str | None] | None = None,
 ) -> AsyncIterator[tuple[TaskPool, Sink]]:
-    """Afterwards no task and no thread is left."""
+    """Yield a pool of tasks and its sink.
+
+    At the end, no task or thread is left.
+    """
     before = asyncio.all_tasks()
     sink = Sink()
     claiming = (
@@ -140,7 +143,7 @@ def test_each_delivery_is_handled_once_and_in_order_by_one_task(store: Any) -> N
 
 
 def test_handlers_run_up_to_the_limit_without_idle_tasks(store: Any) -> None:
-    """Each of four handlers waits for the other three."""
+    """Each of the four handlers waits for the other three."""
 
     async def main() -> None:
         together = asyncio.Barrier(4)
@@ -163,7 +166,10 @@ def test_handlers_run_up_to_the_limit_without_idle_tasks(store: Any) -> None:
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), GeneratorExit(), StopAsyncIteration()])
 @pytest.mark.parametrize("awaited", [False, True])
 def test_whatever_a_handler_raises_is_its_own_failure(error: BaseException, awaited: bool, store: Any) -> None:
-    """Of its own, or of a future that it awaits: a GeneratorExit of that is thrown into the task."""
+    """The handler raises, or a future that it awaits does.
+
+    asyncio throws a GeneratorExit of that future into the task.
+    """
 
     async def handle(item: Delivery) -> None:
         if item.delivery_tag == 1:
@@ -185,13 +191,16 @@ def test_whatever_a_handler_raises_is_its_own_failure(error: BaseException, awai
 
 
 def check_that_it_may_be_tried_again(store: MemoryStore) -> None:
-    """The claim of the first delivery is released, and the attempt counted."""
+    """Check that the first claim is released, and the attempt counted."""
     (claim,) = MemoryStore.claim_many(store, ["q|orders|m1"], 60.0)
     assert (claim.status, claim.attempts) == (ClaimStatus.NEW, 1)
 
 
 def test_a_task_that_is_thrown_away_asks_no_store() -> None:
-    """Its coroutine is closed, as that of a task whose loop is gone: it cannot wait for anything."""
+    """The coroutine of its task is closed, so it cannot wait for the store.
+
+    This happens when the event loop is gone.
+    """
     began = asyncio.Event()
 
     async def handle(_: Delivery) -> None:
@@ -214,7 +223,7 @@ def test_a_task_that_is_thrown_away_asks_no_store() -> None:
 
 
 def test_a_handler_that_returns_what_nobody_awaits_has_failed(store: Any) -> None:
-    """Acking it would lose the message: nothing was done."""
+    """No code has run, so an ack would lose the message."""
 
     async def work() -> None:
         raise AssertionError
@@ -263,7 +272,7 @@ def test_a_returned_verdict_counts_like_a_raised_one(store: Any) -> None:
     asyncio.run(main())
 
 
-#: What a handler may do with the list that it is given.
+#: What a handler may do with its list.
 TOUCHES: dict[str, Callable[[list[Any]], None]] = {
     "sorts it": lambda batch: batch.sort(key=lambda one: -one.delivery_tag),
     "empties it": lambda batch: batch.clear(),
@@ -274,7 +283,7 @@ TOUCHES: dict[str, Callable[[list[Any]], None]] = {
 
 @pytest.mark.parametrize("touch", TOUCHES.values(), ids=TOUCHES)
 def test_a_batch_handler_may_do_as_it_likes_with_its_list(touch: Callable[[list[Any]], None], store: Any) -> None:
-    """Every delivery of the batch is handled, and the task goes on."""
+    """Every delivery of the batch is handled, and the task continues."""
     work = items(12)
 
     async def handle(batch: list[Any]) -> None:
@@ -345,7 +354,10 @@ def test_a_key_function_that_leaves_fails_its_delivery_alone(store: Any) -> None
 def test_a_task_that_is_ended_is_replaced_and_logged(
     store: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it held has failed: else it would neither be settled nor come again while the channel lives."""
+    """Its deliveries failed.
+
+    Otherwise they would not be settled or redelivered while the channel is open.
+    """
     ends = iter([MemoryError()])
 
     def end(self: TaskPool, *_args: object) -> Any:
@@ -410,7 +422,10 @@ def test_what_has_not_begun_can_be_recalled(store: Any) -> None:
 def test_a_hanging_handler_holds_up_no_result_of_its_group(
     monkeypatch: pytest.MonkeyPatch, new_store: Callable[[], Any]
 ) -> None:
-    """Else the effects of up to 63 others would happen again when the connection is lost and the leases end."""
+    """Otherwise up to 63 other effects would be repeated.
+
+    This happens if the connection is lost and the leases end.
+    """
     monkeypatch.setattr(claim_groups, "_GROUP_SECONDS", DEADLINE)
     monkeypatch.setattr(claim_groups, "PATIENCE", 0.05)
 
@@ -441,7 +456,7 @@ def test_a_hanging_handler_holds_up_no_result_of_its_group(
 
 
 def test_stopping_ends_a_store_that_hangs_as_it_settles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The results that were taken over from a group are told as those of a store that failed."""
+    """The results taken over are reported as if the store failed."""
     monkeypatch.setattr(claim_groups, "_GROUP_SECONDS", DEADLINE)
     monkeypatch.setattr(claim_groups, "PATIENCE", 0.05)
     monkeypatch.setattr("reliable_mq.aio.handlers._CANCEL_GRACE", 0.2)
@@ -480,7 +495,7 @@ def test_stopping_ends_a_store_that_hangs_as_it_settles(monkeypatch: pytest.Monk
 
 
 def test_where_a_handler_says_so_nothing_more_begins(store: Any) -> None:
-    """What waits, and what is put in by now, is there to be recalled."""
+    """Waiting deliveries, and those added later, can be recalled."""
     seen: list[Delivery] = []
     work = items(12)
 
@@ -502,7 +517,7 @@ def test_where_a_handler_says_so_nothing_more_begins(store: Any) -> None:
 
 
 def test_a_cancelled_handler_is_no_failure_and_others_take_over(store: Any) -> None:
-    """Its claim is given up: whoever gets the delivery next may begin."""
+    """Its claim is released, so the next attempt can start."""
     work = items(3)
 
     async def main() -> None:
@@ -531,7 +546,10 @@ def test_a_cancelled_handler_is_no_failure_and_others_take_over(store: Any) -> N
 
 
 def test_a_handler_awaiting_a_cancelled_future_has_failed(store: Any) -> None:
-    """Its task goes on. A message that always leads to that would else come again for ever, and cost no attempt."""
+    """Its task continues.
+
+    Otherwise a message that always leads to this would be redelivered for ever, without an attempt.
+    """
 
     async def handle(item: Delivery) -> None:
         if item.delivery_tag == 1:
@@ -551,7 +569,7 @@ def test_a_handler_awaiting_a_cancelled_future_has_failed(store: Any) -> None:
 
 
 def test_timeouts_inside_a_handler_are_its_own(store: Any) -> None:
-    """asyncio.timeout cancels the task and takes it back: that is a TimeoutError, not a cancellation."""
+    """asyncio.timeout turns its cancellation of the task into a TimeoutError."""
 
     async def handle(_: Delivery) -> None:
         async with asyncio.timeout(0.001):
@@ -629,7 +647,7 @@ def test_a_store_that_hangs_is_given_up_at_the_end(monkeypatch: pytest.MonkeyPat
 
 
 def test_handlers_that_never_wait_leave_the_loop_to_others() -> None:
-    """Thousands of them wait; something else gets its turn long before the last."""
+    """Another task runs long before the last of many handlers."""
 
     async def main() -> None:
         done = 0
@@ -666,7 +684,7 @@ def test_a_handler_knows_that_it_runs_here() -> None:
 
 
 def test_ctrl_c_in_a_handler_is_for_the_program(store: Any) -> None:
-    """The loop ends with it, as it would without us; the delivery counts as cancelled."""
+    """It ends the event loop as usual, and the delivery counts as cancelled."""
     results: list[Result] = []
 
     async def main() -> None:
@@ -684,7 +702,10 @@ def test_ctrl_c_in_a_handler_is_for_the_program(store: Any) -> None:
 
 
 def test_ctrl_c_in_several_handlers_interrupts_the_program_once(store: Any) -> None:
-    """A second one would come while the loop is being ended, and leave tasks and generators behind."""
+    """A second one would come while the loop ends.
+
+    It would leave tasks and generators behind.
+    """
     ended: list[str] = []
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""Waiting for room on the way into an outbox that is slow, on the asyncio API. No broker is needed."""
+"""Waiting for a slow outbox, on the asyncio API. No broker is needed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NOBODY = "amqp://guest:guest@127.0.0.1:1/"
 
 
 class SlowOutbox(SQLiteOutbox):
-    """Writes what it is given once it is told to."""
+    """An outbox that writes when it is told to."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -89,14 +89,14 @@ def test_a_large_message_not_stored_does_not_block_small_ones(outbox: SlowOutbox
 
 
 def test_an_admitted_message_is_stored_first_though_cancelled(outbox: SlowOutbox) -> None:
-    """As on the way to a broker: once it is let in, a cancellation takes nothing back."""
+    """A cancellation does not take back an admitted message, as with a broker."""
 
     async def main() -> None:
         async with AsyncPublisher(NOBODY, outbox=outbox, max_outstanding=1) as publisher:
             first = await publisher.submit(message(1))
             newcomers: list[asyncio.Task[object]] = []
 
-            def at_once(_: object) -> None:  # in the turn in which there is room, before a task has noticed
+            def at_once(_: object) -> None:  # as soon as there is room, before a task has noticed
                 waiting.cancel()
                 newcomers.append(asyncio.create_task(publisher.submit(message(3))))
 
@@ -114,7 +114,7 @@ def test_an_admitted_message_is_stored_first_though_cancelled(outbox: SlowOutbox
 
 
 def test_awaiting_on_another_loop_leaves_the_right_one_untouched(outbox: SlowOutbox) -> None:
-    """A timer may be set on a loop by its own thread alone, which the loop checks in debug mode."""
+    """Only its own thread may set a timer on a loop, which debug mode checks."""
 
     async def main() -> None:
         async with AsyncPublisher(NOBODY, outbox=outbox) as publisher:
@@ -132,7 +132,7 @@ def test_awaiting_on_another_loop_leaves_the_right_one_untouched(outbox: SlowOut
 
 
 def test_the_time_to_open_counts_against_the_wait_for_room(outbox: SlowOutbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A message's time runs from its submission, whatever it waits for first."""
+    """The timeout of a message starts at its submission, whatever it waits for."""
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + outbox.opened_in)
     for module in (engine_publisher, outbox_channel):
         monkeypatch.setattr(module, "time", clock)
@@ -154,7 +154,7 @@ def test_the_time_to_open_counts_against_the_wait_for_room(outbox: SlowOutbox, m
 
 
 def test_who_flushes_while_the_publisher_is_closed_is_told(tmp_path: Path) -> None:
-    """Nobody relays any more: what is left would be waited for without end."""
+    """Nothing relays the remaining rows any more, so the wait would never end."""
 
     async def main() -> None:
         publisher = AsyncPublisher(NOBODY, outbox=SQLiteOutbox(tmp_path / "outbox"))
@@ -173,7 +173,7 @@ def test_who_flushes_while_the_publisher_is_closed_is_told(tmp_path: Path) -> No
 
 
 def test_a_flush_that_asks_a_closed_outbox_leaves_no_file_open(tmp_path: Path) -> None:
-    """Its question opens the file anew."""
+    """The flush opens the file again."""
     outbox = LateQuestion(tmp_path / "outbox")
 
     async def main() -> None:
@@ -205,7 +205,7 @@ def test_opening_is_retried_after_its_threads_failed_to_start(tmp_path: Path, na
 
 
 class HangingOutbox(SQLiteOutbox):
-    """Opens, or lets a relay take hold of it, when it is told to."""
+    """An outbox whose opening or relay hangs until it is released."""
 
     def __init__(self, path: Path, which: str) -> None:
         super().__init__(path)
@@ -224,7 +224,10 @@ class HangingOutbox(SQLiteOutbox):
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["open", "claims"])
 def test_deadlines_hold_beside_an_opening_that_hangs(tmp_path: Path, which: str) -> None:
-    """The event loop goes on, and so does who publishes, flushes and closes; no hold on the outbox is left."""
+    """The event loop keeps running, and publishing, flushing and closing end.
+
+    No lock of the outbox is left.
+    """
     hanging = HangingOutbox(tmp_path / "outbox", which)
 
     async def main() -> None:
@@ -257,7 +260,7 @@ def test_deadlines_hold_beside_an_opening_that_hangs(tmp_path: Path, which: str)
 
 
 class HangingClaims(SQLiteOutbox):
-    """Its relay hangs when it ends, until it is told to go on."""
+    """An outbox whose relay hangs at its end until it is released."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -277,7 +280,10 @@ class HangingClaims(SQLiteOutbox):
 
 @pytest.mark.slow
 def test_a_relay_that_hangs_keeps_no_program_from_ending(tmp_path: Path) -> None:
-    """Its end is waited for on a daemon thread: asyncio ends its own executor's threads with the loop, and at exit."""
+    """A daemon thread waits for its end.
+
+    asyncio waits for its executor's threads with the loop, and at exit.
+    """
     hanging = HangingClaims(tmp_path / "outbox")
 
     async def main() -> None:
@@ -302,7 +308,7 @@ def test_a_relay_that_hangs_keeps_no_program_from_ending(tmp_path: Path) -> None
 
 
 def test_closing_does_not_wait_for_the_calls_of_the_program(tmp_path: Path) -> None:
-    """Every thread of the loop's executor may be taken by calls that hang."""
+    """The program's hanging calls may use every thread of the loop's executor."""
     go_on = threading.Event()
 
     async def main() -> None:
@@ -322,7 +328,10 @@ def test_closing_does_not_wait_for_the_calls_of_the_program(tmp_path: Path) -> N
 
 
 def test_connecting_starts_the_relay(tmp_path: Path) -> None:
-    """Also where no broker is there yet: what earlier processes have left is relayed when there is."""
+    """This holds even without a broker.
+
+    Rows of earlier processes are relayed once there is one.
+    """
 
     async def main() -> None:
         publisher = AsyncPublisher(NOBODY, outbox=SQLiteOutbox(tmp_path / "outbox"), name="test-connect")
@@ -343,7 +352,10 @@ def test_an_empty_outbox_is_flushed_without_waiting(tmp_path: Path) -> None:
 
 
 class RowsInTests:
-    """A publisher of rows that notes which are sent, and settles none; sending waits if it is told to."""
+    """A relay publisher that records sent rows and settles none.
+
+    Sending hangs if it is told to.
+    """
 
     def __init__(self, *, hangs: bool = False) -> None:
         self.sent: list[int] = []
@@ -352,7 +364,7 @@ class RowsInTests:
         self.publisher.start()
 
     async def _connect(self) -> None:
-        """It is."""
+        """Do nothing: it counts as connected."""
 
     async def _send(self, row: OutboxRow, _: Callable[..., None]) -> None:
         self.sent.append(row.id)
@@ -369,7 +381,10 @@ def returned(publisher: AsyncRelayPublisher) -> list[tuple[int, type | None]]:
 
 
 def run_and_end(main: Callable[[], AsyncIterator[None]]) -> None:
-    """Run a generator up to its ``yield``; the rest of it runs while the loop ends, when all tasks are cancelled."""
+    """Run a generator up to its ``yield``, and the rest while the loop ends.
+
+    All tasks are cancelled by then.
+    """
     unfinished: list[AsyncIterator[None]] = []
 
     async def begin() -> None:
@@ -386,7 +401,7 @@ def run_and_end(main: Callable[[], AsyncIterator[None]]) -> None:
 
 
 def test_rows_that_come_while_the_event_loop_ends_go_back(caplog: pytest.LogCaptureFixture) -> None:
-    """No task is begun that the end of the loop would destroy."""
+    """No task is started, because the end of the loop would destroy it."""
     made: list[RowsInTests] = []
 
     async def main() -> AsyncIterator[None]:
@@ -407,7 +422,7 @@ def test_rows_that_come_while_the_event_loop_ends_go_back(caplog: pytest.LogCapt
 
 @pytest.mark.parametrize("ended", ["cancelled", "loop"])
 def test_rows_that_are_unsent_when_all_ends_go_back(ended: str) -> None:
-    """That one, too, whose sending was under way."""
+    """This includes the row that is being sent."""
     made: list[RowsInTests] = []
 
     async def main() -> None:
@@ -427,7 +442,7 @@ def test_rows_that_are_unsent_when_all_ends_go_back(ended: str) -> None:
 
 
 def test_rows_bound_for_a_closed_event_loop_are_returned() -> None:
-    """The loop has the call, and never makes it."""
+    """The loop has accepted the call, but never makes it."""
     loop = asyncio.new_event_loop()
 
     async def make() -> RowsInTests:
@@ -446,7 +461,7 @@ def test_rows_bound_for_a_closed_event_loop_are_returned() -> None:
 
 
 def test_an_error_of_sending_ends_no_relay(caplog: pytest.LogCaptureFixture) -> None:
-    """The row comes back without blame, and the next one is sent."""
+    """The row is returned without an attempt, and the next one is sent."""
 
     async def main() -> None:
         sent: list[int] = []

@@ -1,4 +1,7 @@
-"""Signals stop what runs on a loop, and the handlers from before are restored, in forked children too."""
+"""Signals stop consumers on a loop, and the earlier handlers are restored.
+
+They are also restored in forked children.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ NOBODY = "amqp://guest:guest@127.0.0.1:1/"
 
 @pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, None]], None]:
-    """As `asyncio.run`, on each kind of loop."""
+    """Return a function like `asyncio.run` for each kind of loop."""
 
     def run(main: Coroutine[Any, Any, None]) -> None:
         with asyncio.Runner(loop_factory=request.param) as runner:
@@ -63,7 +66,10 @@ def test_a_signal_reaches_all_blocks_and_its_handler_is_restored(run: Any) -> No
 
 
 def test_control_c_stops_the_work_and_cancels_no_main_task(run: Any) -> None:
-    """SIGINT is `asyncio.run`'s own then, which counts as nobody's; before and after it cancels, as it always does."""
+    """SIGINT has asyncio.run's handler, which is replaced.
+
+    Before and after that, SIGINT cancels the main task as usual.
+    """
     ended: list[str] = []
 
     async def main() -> None:
@@ -115,7 +121,7 @@ def test_off_the_main_thread_signals_are_left_alone(run: Any) -> None:
 
 @pytest.mark.parametrize("in_thread", [False, True], ids=["loop", "thread"])
 def test_a_signal_to_a_forked_child_ends_it_alone(run: Any, in_thread: bool) -> None:
-    """A descriptor that both processes have would bring the child's signals to the loop of the parent."""
+    """A shared descriptor would pass the child's signals to the parent's loop."""
     received: list[int] = []
 
     async def main() -> None:
@@ -128,7 +134,7 @@ def test_a_signal_to_a_forked_child_ends_it_alone(run: Any, in_thread: bool) -> 
         with on_signals(stop):
             fork = partial(end_of_forked_child, signal.SIGTERM)
             ends = [await asyncio.to_thread(fork) if in_thread else fork() for _ in range(3)]
-            os.kill(os.getpid(), signal.SIGTERM)  # the loop handles it after any of the children's
+            os.kill(os.getpid(), signal.SIGTERM)  # the loop handles it after any signal of the children
             await asyncio.wait_for(own.wait(), 10)
         assert ends == [-signal.SIGTERM] * 3
 
@@ -137,7 +143,7 @@ def test_a_signal_to_a_forked_child_ends_it_alone(run: Any, in_thread: bool) -> 
 
 
 def test_a_signal_that_comes_early_ends_a_forked_child_alone(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here before the first of the package's hooks in the child has run."""
+    """The signal comes before the first hook of the package in the child."""
     early = (hooks.ForkStage.RENEW, partial(signal.raise_signal, signal.SIGTERM))
     monkeypatch.setattr(hooks, "_in_child", [early, *hooks._in_child])
     received: list[str] = []
@@ -156,7 +162,7 @@ def test_a_signal_that_comes_early_ends_a_forked_child_alone(run: Any, monkeypat
 
 
 def test_a_forked_child_has_the_handlers_from_before(run: Any) -> None:
-    """Those that the program sets in the meantime stay."""
+    """Handlers that the program sets in the meantime stay."""
 
     async def main() -> None:
         def check() -> None:
@@ -177,7 +183,10 @@ def test_a_forked_child_has_the_handlers_from_before(run: Any) -> None:
 
 @pytest.mark.parametrize("hurried", [False, True], ids=["stop", "stop-now"])
 def test_a_stop_by_the_programs_own_handler_begins_at_once(run: Any, hurried: bool) -> None:
-    """Nothing else wakes the loop, which waits for its next attempt to connect, and handles no signal itself."""
+    """Nothing else wakes the loop, which waits for its next attempt to connect.
+
+    The loop does not handle signals itself.
+    """
 
     async def handle(_: object) -> None: ...
 

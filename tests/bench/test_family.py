@@ -10,7 +10,7 @@ from reliable_mq.testing.waiting import wait_until
 
 
 def test_processes_apart_do_not_count() -> None:
-    """Nor what is below them, as the Python processes of an executor are."""
+    """Processes set apart are not counted, and neither are their children."""
     everyone, rest = Family(), Family(apart=("an executor",))
     work = "import time\nwhile time.process_time() < 0.3: pass\ninput()"
     executor = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {work!r}])  # an executor"

@@ -1,4 +1,4 @@
-"""The contenders that are there."""
+"""The contenders that can be measured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from integration.bench.runner import FILLERS, FILLERS_WITH_IDS
 
 
 def test_names_are_unique_and_bars_name_contenders() -> None:
-    """Of every module: a bar that names none would never be measured."""
+    """Across all modules: a bar without a contender would never be measured."""
     found = pkgutil.iter_modules(contenders_package.__path__, f"{contenders_package.__name__}.")
     modules = [importlib.import_module(module.name) for module in found]
     contenders: list[Contender] = [one for module in modules for one in module.CONTENDERS]
@@ -32,7 +32,7 @@ def test_names_are_unique_and_bars_name_contenders() -> None:
 
 
 def test_a_job_survives_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """What the runner asks for is what the contender gets, and its sample is the last line that it prints."""
+    """The contender gets the runner's job and prints its sample as the last line."""
     asked = Job(url="amqp://u:p@h/%2F", queue="q", messages=7, size=8, window=9, prefetch=10, ack_every=11, warmup=12)
     seen: list[Job] = []
 
@@ -46,7 +46,7 @@ def test_a_job_survives_the_command_line(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_peer_by_hand_runs_without_our_package() -> None:
-    """A peer's memory and CPU are not charged with what it does not use."""
+    """Otherwise the peer's memory and CPU time would include this package's."""
     code = (
         "import sys, integration.bench.contenders.pika_select_publisher;"
         "sys.exit(any(name.startswith('reliable_mq') for name in sys.modules))"

@@ -1,4 +1,4 @@
-"""What the report of a benchmark shows, and what it says of that which was not measured."""
+"""The report of a benchmark, and how it lists contenders that were not measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmark says of a contender that has failed."""
+"""The benchmark's message for a contender that failed."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Thread State: RUNNABLE
 
 
 def test_the_exception_is_named_wherever_it_stands() -> None:
-    """Spark's goes on for a page, with that of its Python process in the middle."""
+    """Spark's output is a page long and quotes the error of its Python process."""
     assert reason_in(OF_SPARK) == "reliable_mq.errors.BrokerUnavailable: 127.0.0.1:5672 did not answer"
     assert reason_in("Traceback\n  line\nRuntimeError: 3 of 5\n") == "RuntimeError: 3 of 5"
 
 
 def test_without_one_the_last_thing_that_was_said_is_the_reason() -> None:
-    """Or that there was none."""
+    """Without any output, the reason is that stderr was empty."""
     assert reason_in("starting\nsegmentation fault\n") == "segmentation fault"
     assert reason_in("\n") == "nothing on stderr"

@@ -1,4 +1,4 @@
-"""The stand-in for a broker that keeps its confirms back."""
+"""The stand-in for a broker that withholds its confirms."""
 
 from __future__ import annotations
 

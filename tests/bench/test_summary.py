@@ -9,7 +9,10 @@ from integration.bench.summary import Verdict, figure, judge
 
 
 def sample(rate: float, cpu: float = 10.0, growth: int | None = None) -> Sample:
-    """A run of 1000 messages, with `rate` in msg/s, `cpu` in µs and `growth` in bytes a message."""
+    """Return a run of 1000 messages.
+
+    `rate` is in msg/s, `cpu` in µs per message and `growth` in bytes per message.
+    """
     return Sample(
         messages=1000,
         wall_seconds=1000 / rate,

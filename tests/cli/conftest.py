@@ -1,4 +1,4 @@
-"""A command says where logs go, for its whole process; here, for one test."""
+"""Restore the logging configuration, which a command changes process-wide."""
 
 from __future__ import annotations
 

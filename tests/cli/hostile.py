@@ -1,4 +1,4 @@
-"""Text that does something to a terminal, or to what formats text for one."""
+"""Text that could control a terminal or confuse a text formatter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOSTILE: Final = (
     "a\rb\nc\x08\x7f\x00",
     "\u202egnp.exe",
     "\u2066x\u2069\u200b\ufeff",
-    "\udcff\ud800",  # bytes that are no UTF-8, as they were read
+    "\udcff\ud800",  # bytes that are not UTF-8, as Python decodes them
     "\u2028\u2029\x85\x0b\x0c",
     "\U000e0041\U000e0042",
     "{0} %s ${HOME}",
@@ -27,5 +27,5 @@ HOSTILE: Final = (
 
 
 def harmless(shown: str) -> bool:
-    """Whether nothing in it makes a terminal do anything but print and begin a new line."""
+    """Return whether the text only prints characters, tabs and line breaks."""
     return all(char.isprintable() or char in "\n\t" for char in shown)

@@ -1,4 +1,4 @@
-"""The server of ``reliable-mq web``: clients that send nothing keep nobody out."""
+"""The server of ``reliable-mq web``: idle clients do not block other clients."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def answer(client: socket.socket) -> bytes:
 
 
 def ended(client: socket.socket) -> bool:
-    """Whether the server closes the connection within 10 s, and sends nothing more."""
+    """Return whether the server closes the connection within 10 s without a byte."""
     client.settimeout(10)
     try:
         return client.recv(1) == b""
@@ -69,7 +69,7 @@ def ended(client: socket.socket) -> bool:
 
 @pytest.mark.parametrize("sent", [b"", GET, POST, GET + b"\r\n"])
 def test_a_request_that_does_not_end_is_dropped(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing, a part of a head, a head without its body, and the second request of a connection."""
+    """Nothing, part of a head, a head without its body, and a second request."""
     monkeypatch.setattr(bounded_http, "HEAD_TIMEOUT", 0.3)
     monkeypatch.setattr(bounded_http, "BODY_TIMEOUT", 0.3)
     with served() as address, socket.create_connection(address) as client:
@@ -132,6 +132,6 @@ sys.exit(serve(app, socket.create_server(("127.0.0.1", 0)), 10) - signal.SIGTERM
 
 @pytest.mark.slow
 def test_a_signal_that_another_thread_receives_ends_the_server() -> None:
-    """Python notes it, and nothing wakes the main thread; as where it comes just before that thread waits."""
+    """The signal wakes the main thread, whenever and in whichever thread it arrives."""
     done = subprocess.run([sys.executable, "-c", DEAF], check=False, cwd=ROOT, capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr.decode()

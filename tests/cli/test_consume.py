@@ -1,4 +1,4 @@
-"""What ``consume`` does with a delivery: acks what is written, holds the rest, knows when it is over."""
+"""``consume``: it acks written messages, requeues the rest, and exits in time."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 
 class Closed(io.BytesIO):
-    """A pipe that nobody reads."""
+    """A pipe without a reader."""
 
     def write(self, _data: Any) -> int:
         raise BrokenPipeError
 
 
 class Full(io.BytesIO):
-    """A disk that is full."""
+    """A full disk."""
 
     def flush(self) -> None:
         raise OSError(28, "No space left on device")
 
 
 class RunningConsumer:
-    """Runs until it is stopped; it is connected at the look of that number."""
+    """Run until stopped; `connected` is true from the given reading on."""
 
     def __init__(self, connected_at: int = 1) -> None:
         self.stopped = threading.Event()
@@ -116,7 +116,7 @@ def test_an_idle_consume_exits_1_if_fewer_came_than_asked_for(count: int | None,
 
 
 def test_an_idle_consume_does_not_end_before_it_is_connected() -> None:
-    """A queue that is full would look like an empty one."""
+    """Before the connection, a full queue looks like an empty one."""
     consumer = RunningConsumer(connected_at=4)
     idle = follower(io.BytesIO(), timeout=0.001)
     idle.follow(cast("Consumer", consumer))
@@ -125,7 +125,10 @@ def test_an_idle_consume_does_not_end_before_it_is_connected() -> None:
 
 
 class Slow(io.BytesIO):
-    """A pipe whose reader takes its time: until the consumer was looked at often, or is stopped."""
+    """A pipe with a slow reader.
+
+    A write returns when the consumer's `connected` was read more than 10 times, or when the consumer is stopped.
+    """
 
     def __init__(self, consumer: RunningConsumer) -> None:
         super().__init__()
@@ -139,7 +142,7 @@ class Slow(io.BytesIO):
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_it_does_not_end_while_a_message_is_being_written(keep: bool) -> None:
-    """A reader such as a pager may take longer than the timeout, and more messages may wait."""
+    """A reader such as a pager may be slower than the timeout."""
     consumer = RunningConsumer()
     out = Slow(consumer)
     slow = follower(out, keep=keep, timeout=0.1)

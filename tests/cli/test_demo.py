@@ -1,4 +1,4 @@
-"""The demo without a broker: when it would be killed, what is told and shown, and whether the account adds up."""
+"""The demo without a broker: outages, events, progress display, and the account."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_command_that_fails_ends_it(command: str, why: str) -> None:
     assert not outages.pending
 
 
-# -- what is told ------------------------------------------------------------------------------------------------------
+# -- events and progress -----------------------------------------------------------------------------------------------
 
 
 def events(

@@ -1,4 +1,4 @@
-"""What ``reliable-mq dlq`` takes on its command line, and how it shows dead letters; without a broker."""
+"""The command line of ``reliable-mq dlq`` and its tables, without a broker."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_ages_are_shown_in_their_largest_unit(ago: float, text: str) -> None:
 
 
 def test_message_content_reaches_the_terminal_only_escaped() -> None:
-    """No markup, no control characters: in ids, headers, reasons and bodies."""
+    """Ids, headers, reasons and bodies contain no markup or control characters."""
     message = letter(b"one\ntwo\x1b[31m [bold]", reason="[red]", **{headers.DEAD_LETTER_REASON: "\x07[blink]"})
     table = listing()
     table.add_row(*summary(message, NOW))

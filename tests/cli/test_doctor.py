@@ -1,4 +1,4 @@
-"""``doctor`` without a broker: hosts that do not answer, the management API's answers, and the report itself."""
+"""``doctor`` without a broker: unreachable hosts, management API, and report."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_the_report_shows_and_counts_findings_with_their_fixes(monkeypatch: pyte
 
 def test_a_wrong_url_is_said_without_a_traceback() -> None:
     result = CliRunner().invoke(app, ["doctor", "http://localhost"])
-    assert isinstance(result.exception, ConfigurationError)  # which `run` turns into a line
+    assert isinstance(result.exception, ConfigurationError)  # `run` prints it as one line
 
 
 def test_a_wrong_management_url_is_refused_before_any_check() -> None:
@@ -127,9 +127,9 @@ def test_a_wrong_management_url_is_refused_before_any_check() -> None:
 
 @contextmanager
 def http_server(answers: dict[str, tuple[int, object]], received: list[str | None] | None = None) -> Iterator[int]:
-    """A management API with these answers by path; anything else is 404. Gives its port.
+    """Serve a management API with these answers by path, and yield its port.
 
-    Without a login, everything is 401; `received` gets the logins.
+    Any other path is 404. A request without a login is 401. Logins are appended to `received`.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -148,7 +148,7 @@ def http_server(answers: dict[str, tuple[int, object]], received: list[str | Non
 
     class Server(HTTPServer):
         def handle_error(self, *_: Any) -> None:
-            """Print nothing: a client that is gone before its answer is none of a test's business."""
+            """Print nothing: a client may disconnect before it gets the response."""
 
     with Server(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -249,11 +249,11 @@ def test_a_guessed_url_gets_no_password_without_verification() -> None:
 
 
 def test_no_password_leaves_the_machine_unencrypted_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was not looked at is said, and the option that does."""
+    """The finding lists the skipped checks and the option that enables them."""
     received: list[str | None] = []
     with http_server({}, received) as port:
         monkeypatch.setitem(management._PORTS, "http", port)
-        monkeypatch.setattr(examine, "_existence", lambda *_: [])  # which needs AMQP
+        monkeypatch.setattr(examine, "_existence", lambda *_: [])  # it needs AMQP
         entry = HostEntry(parse_url("amqp://localhost"), ServerInfo("RabbitMQ", "4.3.6", (4, 3, 6)), 131072)
         settings = parse_url(f"amqp://user:{SECRET}@0.0.0.0")
         (found,) = examine._by_management(settings, entry, [], None)
@@ -271,7 +271,7 @@ def test_no_password_leaves_the_machine_unencrypted_by_default(monkeypatch: pyte
 
 @pytest.mark.parametrize("url", ["http://[::1", "http://a b", "http://a\x00b", "ftp://a", "http://a:port", ""])
 def test_what_is_no_url_at_all_is_refused_as_a_management_url(url: str) -> None:
-    """With the option that it was given as."""
+    """The error names the option."""
     settings = parse_url("amqp://localhost")
     with pytest.raises(ConfigurationError, match=r"^--management-url must be http"):
         examine._by_management(

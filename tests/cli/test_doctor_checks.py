@@ -1,4 +1,4 @@
-"""What ``doctor`` says of versions, limits, certificates and queues: pure functions, fact by fact."""
+"""The checks of ``doctor`` for versions, limits, certificates and queues."""
 
 from __future__ import annotations
 
@@ -88,7 +88,10 @@ def test_a_certificate_that_expires_soon_is_warned_of(not_after: str | None, sta
 
 
 def queue(name: str = "q", kind: str = "quorum", policy: Any = None, **fields: Any) -> QueueView:
-    """A queue as the management API shows it; arguments without their ``x-``, underscores for hyphens."""
+    """Return a queue as the management API shows it.
+
+    Keyword arguments are queue arguments without ``x-`` and with underscores for hyphens.
+    """
     own = {"durable", "auto_delete", "exclusive", "messages", "messages_persistent", "messages_details"}
     arguments = {f"x-{key.replace('_', '-')}": value for key, value in fields.items() if key not in own}
     shown = {key: value for key, value in fields.items() if key in own}
@@ -166,7 +169,7 @@ def test_the_stricter_of_two_delivery_limits_is_in_effect() -> None:
 def test_of_an_argument_and_a_policy_the_one_in_effect_counts(
     kind: str, name: str, own: object, policy: object, in_effect: object
 ) -> None:
-    """As RabbitMQ decides, by the type of the queue."""
+    """The queue type decides, as in RabbitMQ."""
     raw = {"type": kind, "arguments": {f"x-{name}": own}, "effective_policy_definition": {name: policy}}
     view = QueueView({"name": "q", **raw})
     assert view.argument(name) == in_effect
@@ -182,7 +185,7 @@ def test_a_policy_that_undoes_an_argument_is_named_in_the_fix() -> None:
 
 
 def test_a_policy_beside_no_argument_is_not_told_to_go() -> None:
-    """Without it, the queue drops its oldest messages all the same."""
+    """Without the policy, the queue would still drop its oldest messages."""
     (found,) = examine(queue(delivery_limit=-1, policy={"overflow": "drop-head", "max-length": 5}))
     assert (found.status, found.check) == (PROBLEM, "length limit")
     assert found.fix.startswith("x-overflow=reject-publish")
@@ -190,7 +193,7 @@ def test_a_policy_beside_no_argument_is_not_told_to_go() -> None:
 
 @pytest.mark.parametrize("kind", ["rabbit_mqtt_qos0_queue", "MQTT QoS 0", "x-delayed"])
 def test_the_type_of_a_plugin_is_no_wrong_argument(kind: str) -> None:
-    """Nobody can declare a subscription of MQTT as another type."""
+    """Users cannot declare an MQTT subscription with another type."""
     assert summary(examine(queue(kind=kind, exclusive=True, durable=True))) == [(OK, "arguments")]
 
 
@@ -237,7 +240,7 @@ def binding(destination: str, key: str, source: str = "dlx") -> dict[str, Any]:
         ("topics", "a.b.c", [binding("q.dead", "a.*", "topics")], (PROBLEM, "no binding")),
         ("topics", "", [binding("q.dead", "#", "topics")], None),
         ("topics", "", [binding("q.dead", "*", "topics")], (PROBLEM, "no binding")),
-        # Which would take centuries, if each # was tried with each number of words.
+        # Trying each # with each number of words would take centuries.
         ("topics", "a." * 100, [binding("q.dead", "#." * 100 + "b", "topics")], (PROBLEM, "no binding")),
         ("fan", "k", [binding("q.dead", "", "fan")], None),
         ("alternate", "k", [], None),
@@ -303,7 +306,7 @@ def test_unlimited_prefetch_and_automatic_acks_are_warned_of() -> None:
 
 
 def test_a_consumer_by_the_stream_protocol_loses_nothing() -> None:
-    """The management API shows it so. A stream keeps what was read."""
+    """It looks like auto-ack in the management API, but a stream keeps messages."""
     reader = {"queue": {"name": "q"}, "ack_required": False, "prefetch_count": 0, "arguments": {}}
     assert summary(examine(queue(kind="stream"), consumers=[reader])) == [(OK, "arguments")]
 

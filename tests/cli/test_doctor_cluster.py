@@ -1,4 +1,4 @@
-"""What ``doctor`` says of a cluster: nodes, hosts of the URL, leaders, copies of queues."""
+"""The checks of ``doctor`` for a cluster: nodes, hosts, leaders and replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``doctor`` says of delay queues and dead-letter queues, and of arguments that the linter knows; fact by fact."""
+"""The checks of ``doctor`` for delay queues, DLQs and linted arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OK, WARNING, PROBLEM = Status.OK, Status.WARNING, Status.PROBLEM
 
 
 def view(queue: Queue, *, changed: dict[str, object] | None = None, **shown: Any) -> QueueView:
-    """A queue as the management API shows one that was declared, with some arguments changed."""
+    """Return a declared queue as the API shows it, with `changed` arguments replaced."""
     arguments = {**queue.arguments_for(NEWEST), **(changed or {})}
     found = {"name": queue.name, "type": queue.type, "durable": True, "messages": 0}
     return QueueView(found | {"arguments": {k: v for k, v in arguments.items() if v is not None}} | shown)
@@ -38,7 +38,7 @@ def not_well(findings: list[Finding]) -> list[tuple[Status, str, str]]:
 
 
 def test_the_topology_of_a_consumer_with_retries_is_well() -> None:
-    """A queue that delay queues dead-letter into is no dead-letter queue, however much is in it."""
+    """The target queue of a delay queue is not a DLQ, whatever its length."""
     queues = view(ORDERS, messages=70), view(DEAD), view(DELAY, messages=5)
     for names in ((), ("orders",), ("orders.retry.10000",)):
         for version in (NEWEST, OLD):
@@ -65,7 +65,7 @@ def test_a_delay_queue_with_other_arguments_is_a_problem(changed: dict[str, obje
 
 
 def test_a_policy_that_shortens_the_delays_is_a_problem() -> None:
-    """To declare the delay queue again would not help."""
+    """Declaring the delay queue again would not help."""
     delay = view(DELAY, effective_policy_definition={"message-ttl": 1000})
     (found,) = (each for each in examine(view(ORDERS), view(DEAD), delay) if each.status is not OK)
     assert (found.status, found.subject) == (PROBLEM, "queue 'orders.retry.10000'")
@@ -109,7 +109,7 @@ def test_the_delay_queues_that_a_consumer_declares_are_known() -> None:
 
 
 def test_delays_that_are_mixed_in_one_queue_are_warned_of() -> None:
-    """A delay queue of others, without a time to live of its own."""
+    """A delay queue of another program, without ``x-message-ttl``."""
     route = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "orders"}
     mixed = view(Queue("shop-wait", dead_letter=None), changed=route)
     (found,) = [each for each in examine(view(ORDERS), view(DEAD), mixed) if each.check == "delay queue"]

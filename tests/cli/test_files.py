@@ -1,4 +1,4 @@
-"""A file is replaced when its successor is on the disk, and not before."""
+"""A file is replaced only when the new one is on the disk."""
 
 from __future__ import annotations
 

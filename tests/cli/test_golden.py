@@ -1,6 +1,6 @@
-"""Output of the commands, as a user sees it: each text is compared with a file in ``golden/``.
+"""Output of the commands, compared with the files in ``golden/``.
 
-``RELIABLE_MQ_GOLDEN=write`` writes the files anew; the diff is then what a user will see change.
+``RELIABLE_MQ_GOLDEN=write`` writes the files again. The diff then shows what changes for users.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ COMMANDS = [
 
 
 def compare(name: str, text: str) -> None:
-    """Compare a text with the golden file of this name; trailing blanks do not count."""
+    """Compare a text with a golden file, ignoring trailing blanks."""
     lines = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
     file = GOLDEN / f"{name}.txt"
     if os.environ.get("RELIABLE_MQ_GOLDEN") == "write":
@@ -80,7 +80,7 @@ def test_help(command: str) -> None:
 
 
 def letters() -> Iterable[DeadMessage]:
-    """One of a consumer of ours, one that RabbitMQ dead-lettered, one of which nothing is known."""
+    """Return dead letters of a consumer, of RabbitMQ and of unknown origin."""
     ours = {
         headers.FORMAT: 1,
         headers.ORIGINAL_QUEUE: "orders",
@@ -144,7 +144,7 @@ def test_the_report_of_a_replay(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def queues() -> Iterable[dict[str, Any]]:
-    """Queues with everything that is found fault with."""
+    """Return queues with every kind of finding."""
 
     def queue(name: str, kind: str = "quorum", arguments: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
         given = {f"x-{key.replace('_', '-')}": value for key, value in (arguments or {}).items()}
@@ -274,7 +274,7 @@ STATES = [
 def test_the_status_of_an_outbox(tmp_path: Path) -> None:
     path = str(tmp_path / "outbox.db")
     box = SQLiteOutbox(path)
-    box.status()  # which makes the file
+    box.status()  # creates the file
     box.close()
     runner = CliRunner()
     texts = [

@@ -1,4 +1,4 @@
-"""`reliable-mq health`: the exit status is the answer, the lines are the reasons."""
+"""`reliable-mq health`: the exit status, and the reasons that it prints."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_what_is_no_url_of_a_probe_is_refused(
 
 @pytest.fixture
 def other_server() -> Iterator[str]:
-    """A web server that is no probe."""
+    """A web server that has no probes."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -95,7 +95,7 @@ def test_another_server_is_not_taken_for_a_probe(
 def test_a_server_that_trickles_does_not_hold_up_the_probe(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each byte comes in time; the answer does not."""
+    """Each byte arrives in time, but the whole response does not."""
     over = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listening:
 

@@ -1,4 +1,4 @@
-"""The entry point: what is missing is said, errors are lines, and modules beside it do not need it."""
+"""The entry point: missing extras, errors as one line, and independent modules."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_it_runs_as_a_module() -> None:
 
 @pytest.mark.slow
 def test_help_imports_no_driver_and_nothing_that_a_command_needs() -> None:
-    """Most of the time that a command takes to start is imports."""
+    """Imports take most of the start-up time of a command."""
     code = (
         "import sys; sys.argv[1:] = ['dlq', 'replay', '--help']; import reliable_mq.cli as c; assert not c.main();"
         "print(*sys.modules, file=sys.stderr)"
@@ -59,7 +59,7 @@ def test_help_imports_no_driver_and_nothing_that_a_command_needs() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["rich.console", "typer", "pika"])
 def test_ctrl_c_during_an_import_ends_it_quietly(module: str) -> None:
-    """As far as the entry point's own import goes, which is Python's."""
+    """The import of the entry point itself is outside of its control."""
     code = f"""if True:
         import os, signal, sys
         class Interrupt:
@@ -122,7 +122,7 @@ def test_logs_are_hidden_behind_a_display(capsys: pytest.CaptureFixture[str]) ->
 
 
 def shell(line: str) -> subprocess.CompletedProcess[str]:
-    """Run a line of a shell, in which ``$CLI`` is the command."""
+    """Run a shell command line in which ``$CLI`` is the command."""
     command = f"CLI='{sys.executable} -m reliable_mq.cli'; {line}"
     return subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60)
 
@@ -163,7 +163,7 @@ def test_streams_that_fail_and_names_that_are_none_end_in_a_line(line: str, stat
 @pytest.mark.slow
 def test_a_closed_output_pipe_ends_a_command_as_sigpipe_would(tmp_path: Path) -> None:
     outbox = SQLiteOutbox(tmp_path / "outbox.db")
-    outbox.status()  # which makes the file
+    outbox.status()  # creates the file
     outbox.close()
     done = shell(f"set -o pipefail; {{ sleep 0.2; $CLI outbox status {tmp_path}/outbox.db; }} | true")
     assert (done.returncode, done.stderr) == (141, "")

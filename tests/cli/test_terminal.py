@@ -1,4 +1,4 @@
-"""Foreign text never does anything to a terminal: it is shown, escaped, in tables, errors, logs, JSON and products."""
+"""Foreign text is escaped in tables, errors, logs, JSON and other output."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def shown(*what: object) -> str:
 
 
 def letter(text: str) -> DeadMessage:
-    """A dead letter that says it everywhere."""
+    """Return a dead letter that has the text in every field."""
     raw = text.encode("utf-8", "surrogatepass")
     table = {
         headers.FORMAT: 1,
@@ -83,7 +83,7 @@ def test_text_is_escaped_and_what_prints_stays(text: str) -> None:
 
 @each_hostile
 def test_a_dead_letter_is_shown_harmlessly(text: str) -> None:
-    """In the list, in full, counted, and as JSON."""
+    """In the list, in the details, in the statistics, and as JSON."""
     message = letter(text)
     table = listing()
     table.add_row(*summary(message, NOW))
@@ -140,7 +140,7 @@ def test_an_error_and_a_wrong_command_line_are_shown_harmlessly(
 @pytest.mark.slow
 @each_hostile
 def test_the_doctors_report_is_shown_harmlessly(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queue names and what a broker says are foreign, too."""
+    """Queue names and texts of the broker are foreign text, too."""
     findings = [Finding(Status.PROBLEM, f"queue {text}", text, text, text)]
     monkeypatch.setattr(examine, "examine", lambda *_: findings)
     for options in ([], ["--json"]):
@@ -158,7 +158,7 @@ def test_the_demos_lines_are_shown_harmlessly(text: str) -> None:
 
 
 def _on_terminal(write: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> bytes:
-    """What arrives at a terminal that is standard output."""
+    """Return the bytes that a terminal receives from standard output."""
     ours, theirs = pty.openpty()
     received: list[bytes] = []
 

@@ -1,4 +1,4 @@
-"""Values of the command line that are refused, with exit status 2; purges that end early; imports."""
+"""Refused values on the command line, interrupted purges, and imports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QUEUE = "orders.dead"
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """A function that runs a command line; returns its exit status and its standard error, on one line."""
+    """Return a function that runs a command and returns exit status and stderr."""
 
     def run(*line: str) -> tuple[int, str]:
         monkeypatch.setattr("sys.argv", ["reliable-mq", *line])
@@ -106,7 +106,7 @@ def test_a_host_that_no_resolver_takes_is_named(run: Run, line: tuple[str, ...],
     ("option", "value"), [("--for", "5"), ("--window", ""), ("--max-age", "0s"), ("--for", "\u0665m")]
 )
 def test_a_wrong_duration_is_named_by_its_option(run: Run, option: str, value: str) -> None:
-    """Prometheus reads digits of ASCII alone."""
+    """Prometheus accepts ASCII digits only."""
     status, told = run("alerts", option, value)
     assert status == 1
     assert f"({option}) must be a duration of Prometheus" in told
@@ -122,7 +122,7 @@ def test_headers_of_different_names_are_taken() -> None:
 def test_spaces_around_a_token_are_no_part_of_it(
     value: str, token: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a file: a variable that is filled from one often ends in a line end."""
+    """A variable that is read from a file often ends in a line break."""
     monkeypatch.setenv("RELIABLE_MQ_WEB_TOKEN", value)
     assert _token(None) == token
 
@@ -168,7 +168,7 @@ def test_ctrl_c_at_the_question_of_a_purge_is_an_interrupt(
 
 
 def test_lines_that_cannot_be_imported_are_named_by_their_file(run: Run, broker: MemoryBroker, tmp_path: Path) -> None:
-    """Also behind a file without lines."""
+    """File names and line numbers are right after an empty file, too."""
     broker.queues[QUEUE] = []
     files = []
     for number, text in enumerate(('{"body": "a"}\nno\n', "", '{"body": "b"}\n{"body": "c"}\nno')):

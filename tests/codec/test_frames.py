@@ -1,4 +1,4 @@
-"""Outbound frames: byte for byte what pika writes, and what pamqp reads."""
+"""Outbound frames: the same bytes that pika writes, and readable by pamqp."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ def test_a_get_is_as_pika_writes_it(channel: int, queue: str) -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 32, 33, 100])
 def test_a_body_is_cut_into_frames_that_fit(size: int) -> None:
-    """With a frame_max of 24, so of 16 bytes of body each; pika would write the same frames."""
+    """A frame_max of 24 leaves 16 bytes of body for each frame.
+
+    pika would write the same frames.
+    """
     body = bytes(range(size))
     head = publish_head(7, "e", "k", True)
     out: list[bytes] = [b"before"]

@@ -1,8 +1,9 @@
-"""Millions of damaged inputs for what reads foreign bytes: the reader, properties, header tables.
+"""Damaged inputs for the decoders: the reader, properties, header tables.
 
-Inputs are valid ones that were damaged at random: bytes changed, cut out, doubled, put in from another one. A plain run
-takes some thousand of them, the same every time; a soak takes a million, from a seed of its own. Figures are printed at
-the end. `RELIABLE_MQ_FUZZ_INPUTS` sets another number. What fails is printed, to be put among `FOUND`.
+Inputs are valid ones that are damaged at random: bytes are changed, cut out, doubled, or inserted from another input. A
+plain run takes some thousand inputs, the same every time. A soak takes a million, from a separate seed. The figures are
+printed at the end. `RELIABLE_MQ_FUZZ_INPUTS` sets another number. An input that fails is printed, to be added to
+`FOUND`.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ READ: Final = (
     "delivery_mode",
     "app_id",
 )
-# What has failed once, by target; in every run.
+# Inputs that have failed before, by target. Every run includes them.
 FOUND: dict[str, list[bytes]] = {"reader": [], "properties": [], "table": []}
 INTERESTING = [
     b"\x00",
@@ -116,7 +117,7 @@ def damaged(rng: random.Random, inputs: list[bytes]) -> bytes:
 
 
 def read_table(data: bytes, _rng: random.Random) -> str:
-    """Say what became of it; a table that can be read and written is read back equal."""
+    """Return whether a table was read or refused."""
     data = struct.pack(">I", max(0, len(data) - 4)) + data[4:]
     try:
         decode_table(data)
@@ -126,7 +127,10 @@ def read_table(data: bytes, _rng: random.Random) -> str:
 
 
 def read_properties(data: bytes, _rng: random.Random) -> str:
-    """Say what became of it; what can be cut is put together again byte for byte."""
+    """Return whether properties were read or refused.
+
+    Segments are joined to the same bytes.
+    """
     view = Properties(data)
     for name in READ:
         with suppress(CodecError):
@@ -155,7 +159,10 @@ def events_of(chunks: list[bytes]) -> tuple[list[Any], bool]:
 
 
 def read_stream(data: bytes, rng: random.Random) -> str:
-    """Say what became of it; how it is cut changes nothing."""
+    """Return whether a stream was read or refused.
+
+    The chunks of the stream change nothing.
+    """
     whole = events_of([data])
     first, second = sorted((rng.randint(0, len(data)), rng.randint(0, len(data))))
     assert events_of([data[:first], data[first:second], data[second:]]) == whole
@@ -172,7 +179,7 @@ TARGETS: dict[str, tuple[Callable[[bytes, random.Random], str], list[bytes]]] = 
 @pytest.mark.timeout(60 + INPUTS // 500)
 @pytest.mark.parametrize("target", TARGETS)
 def test_damaged_input_is_read_or_refused(target: str, report: Callable[[str], None]) -> None:
-    """Nothing but a codec error comes out, and nothing that takes long."""
+    """Decoding raises nothing but a codec error, and is fast."""
     read, inputs = TARGETS[target]
     rng = random.Random(f"{SEED} {target}")
     outcomes: Counter[str] = Counter()

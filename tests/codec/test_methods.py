@@ -80,7 +80,7 @@ def test_a_step_is_encoded_so_that_pika_reads_it(step: methods.Step, expected: A
     assert vars(found) == vars(expected)
     assert answer == methods.method_of(
         encoded(
-            {  # the reply that pika knows for it
+            {  # pika's reply for each step
                 "Declare": spec.Queue.DeclareOk
                 if isinstance(expected, spec.Queue.Declare)
                 else spec.Exchange.DeclareOk,
@@ -141,7 +141,10 @@ def test_opening_and_closing() -> None:
 
 
 def test_another_token_is_sent_on_channel_0() -> None:
-    """pika has no such method; pamqp reads it. A token may be longer than a short string."""
+    """pika does not know this method, but pamqp reads it.
+
+    A token may be longer than a short string.
+    """
     token = "häder." + "x" * 5000
     _, channel, method = pamqp_frame.unmarshal(methods.encode_update_secret(token, "the token expires"))
     assert channel == 0

@@ -1,4 +1,4 @@
-"""Properties: as pika and pamqp write and read them; rewriting copies what it does not change, byte for byte."""
+"""Properties, written and read like pika and pamqp; rewriting keeps other bytes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ STRINGS = (
     "app_id",
 )
 texts = st.text(st.characters(exclude_characters="\0", codec="utf-8"), min_size=1, max_size=40)
-# RabbitMQ takes nothing but a list of routing keys as CC or BCC, and so does a message.
+# RabbitMQ only accepts a list of routing keys as CC or BCC, and so does a message.
 carbon_copies = st.dictionaries(st.sampled_from(["CC", "BCC"]), st.lists(texts, max_size=2), max_size=2)
 header_tables = st.builds(
     operator.or_,
@@ -78,7 +78,7 @@ message_properties = st.fixed_dictionaries(
 
 @dataclass
 class Plain:
-    """What `encode_properties` asks of a message."""
+    """The attributes of a message that `encode_properties` uses."""
 
     message_id: str
     encoded_properties: bytes | None = None
@@ -89,7 +89,7 @@ def encoded(properties: dict[str, Any]) -> bytes:
 
 
 def as_on_the_wire(properties: dict[str, Any]) -> dict[str, Any]:
-    """Name and show the properties of a message as the protocol does."""
+    """Return the properties of a message with the names and values of the protocol."""
     wire = {**properties}
     if "persistent" in wire:
         wire["delivery_mode"] = 2 if wire.pop("persistent") else 1
@@ -134,7 +134,7 @@ def test_what_is_written_is_read_back(properties: dict[str, Any]) -> None:
 
 
 def test_a_plain_message_is_written_as_pika_writes_it() -> None:
-    """Also with a long id, and one that is not ASCII."""
+    """The id may be long, or not ASCII."""
     for message_id in ("0190a5f2-6b7e-7c3d-9a41-3f5e2d1c0b9a", "x" * 255, "é"):
         theirs = pika.BasicProperties(delivery_mode=2, message_id=message_id)
         assert encode_properties(Plain(message_id)) == b"".join(theirs.encode())
@@ -156,7 +156,7 @@ def test_a_plain_message_is_written_as_pika_writes_it() -> None:
     ],
 )
 def test_the_id_of_a_plain_message_is_found_without_decoding(raw: bytes, found: str | None) -> None:
-    """And of no other: those that are not persistent, have more, or are broken."""
+    """No id is found if the message is not persistent, has more, or is broken."""
     assert plain_message_id(raw) == found
 
 
@@ -229,7 +229,7 @@ def test_what_the_broker_would_not_take_is_refused_by_its_name(name: str, value:
     ],
 )
 def test_an_expiration_goes_out_as_milliseconds(seconds: float | timedelta, wire: bytes) -> None:
-    """Rounded, but never down to 0, which means something else."""
+    """The value is rounded, but never to 0, which has another meaning."""
     assert encode_property("expiration", seconds) == wire
 
 
@@ -293,7 +293,7 @@ def test_broken_properties_are_a_codec_error(raw: bytes) -> None:
     )
 )
 def test_reading_anything_gives_values_or_a_codec_error(raw: bytes) -> None:
-    """What can be cut is put together again byte for byte."""
+    """Properties that can be split are joined to the same bytes."""
     try:
         segments = split_properties(raw)
     except CodecError:
@@ -334,7 +334,10 @@ TWICE = raw_entry(b"x", b"b\1"), raw_entry(b"x", b"b\2")
 
 
 def test_rewriting_copies_other_headers_and_properties_unchanged() -> None:
-    """Floats, milliseconds, what nobody can decode: all of it stays; ours comes last and is there once."""
+    """Floats, milliseconds and undecodable values are copied.
+
+    Our header comes last, and only once.
+    """
     strange = {"content_type": b"\1\xff", "timestamp": b"\xff" * 8, "cluster_id": b"\1c", "type": b"\0"}
     raw = join_properties(
         {
@@ -386,7 +389,10 @@ def test_rewriting_headers_does_what_dictionaries_do(
 
 
 def test_some_headers_are_read_though_others_cannot_be() -> None:
-    """A value that cannot be decoded is stepped over; a table whose entries cannot be told apart is not."""
+    """A value that cannot be decoded is skipped.
+
+    A table whose entries cannot be separated raises an error.
+    """
     broken = encode_table({"our-count": 3, "theirs": {"n": 1}, "our-name": "é"}).replace(b"\x01nI", b"\x01n?")
     properties = Properties(join_properties({"headers": broken}))
     with pytest.raises(CodecError):

@@ -1,4 +1,7 @@
-"""The inbound reader: the events that pika's encoder put into the stream, however the stream is cut; and no crash."""
+"""The inbound reader: its events for streams from pika's encoder.
+
+The chunks of the stream change nothing, and no input crashes the reader.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,10 @@ FRAME_END = b"\xce"
 
 
 class Recorder:
-    """A sink, and what is foreign, in one list of events; deliveries are listed one by one.
+    """A sink and a foreign handler, with one list of events.
 
-    A foreign ``channel.open-ok`` or ``channel.close-ok`` makes it attach or detach the channel, as a shell does; on
-    other events it does what `on_event` says.
+    Deliveries are listed one by one. A foreign ``channel.open-ok`` or ``channel.close-ok`` attaches or detaches the
+    channel, as a shell does. On other events, `on_event` is called.
     """
 
     def __init__(self) -> None:
@@ -89,7 +92,7 @@ def values(it: RawDelivery) -> Event:
     return it.consumer_tag, it.delivery_tag, it.redelivered, it.exchange, it.routing_key, it.properties, it.body
 
 
-# -- frames, as pika writes them
+# -- frames, written by pika
 
 
 def method(channel: int, command: Any) -> bytes:
@@ -130,7 +133,7 @@ HEARTBEAT = b"\x08\0\0\0\0\0\0\xce"
 PROTOCOL_HEADER = b"AMQP\0\0\x09\x01"
 
 
-# -- one behaviour at a time
+# -- single behaviours
 
 
 def test_every_event_of_the_basic_class_is_told_with_its_values() -> None:
@@ -165,7 +168,7 @@ class OwnDelivery(RawDelivery):
 
 
 def test_deliveries_are_of_the_class_that_was_asked_for() -> None:
-    """Whole ones, those of several frames, and answers to a get."""
+    """This covers single frames, several frames, and replies to ``basic.get``."""
     made: list[type] = []
     recorder = attached()
     recorder.reader = InboundReader(recorder.foreign, OwnDelivery)
@@ -180,7 +183,7 @@ def test_deliveries_are_of_the_class_that_was_asked_for() -> None:
 
 
 def test_the_deliveries_of_one_feed_come_in_one_call() -> None:
-    """Whole, of an empty body, of several frames, and one that the feed before began."""
+    """They include an empty body, several frames, and one begun in an earlier feed."""
     stream = deliver(1, b"a") + deliver(2) + deliver(3, b"b", b"", b"c") + deliver(4, b"d") + deliver(5, b"e")
     cut = len(stream) - 5
     recorder = attached()
@@ -232,7 +235,7 @@ def test_contents_of_two_channels_may_interleave() -> None:
 
 @pytest.mark.parametrize("size", range(2, 30))
 def test_a_body_full_of_frame_ends_is_not_taken_for_frames(size: int) -> None:
-    """In one frame, and cut into several."""
+    """The body is in one frame, or in several."""
     body = FRAME_END * size
     recorder = attached()
     recorder.reader.feed(deliver(1, body) + deliver(2, body[:1], body[1:]) + ack(1))
@@ -240,7 +243,7 @@ def test_a_body_full_of_frame_ends_is_not_taken_for_frames(size: int) -> None:
 
 
 def test_frames_of_another_channel_do_not_make_up_a_delivery() -> None:
-    """Neither header nor body."""
+    """This applies to headers and bodies."""
     method_frame, header, body = content(1, spec.Basic.Deliver("c", 1, False, "", "q"), pika.BasicProperties(), [b"a"])
     for frames in (
         [method_frame, header[:2] + b"\2" + header[3:], body],
@@ -254,7 +257,10 @@ def test_frames_of_another_channel_do_not_make_up_a_delivery() -> None:
 
 
 def test_frames_that_are_not_for_a_sink_are_foreign_and_complete() -> None:
-    """Other channels, other methods and classes, heartbeats (on any channel), methods too short to have a number."""
+    """These are frames of other channels, methods and classes, and heartbeats.
+
+    Methods too short for a number are also foreign.
+    """
     frames = [
         HEARTBEAT,
         b"\x08\0\1\0\0\0\0\xce",
@@ -273,7 +279,7 @@ def test_frames_that_are_not_for_a_sink_are_foreign_and_complete() -> None:
 
 
 def test_a_protocol_header_of_another_version_is_foreign() -> None:
-    """Also where its bytes, taken for a frame, would name an attached channel."""
+    """This holds even if its bytes would be a frame of an attached channel."""
     for pieces in ([PROTOCOL_HEADER], [PROTOCOL_HEADER[:5], PROTOCOL_HEADER[5:]], [PROTOCOL_HEADER + HEARTBEAT]):
         recorder = attached(int.from_bytes(PROTOCOL_HEADER[1:3]))
         for piece in pieces:
@@ -301,7 +307,10 @@ def test_remembered_names_are_bounded() -> None:
 
 
 def test_a_large_frame_in_small_chunks_is_joined_once() -> None:
-    """What was received is not copied again with every chunk: the tail is a list until the frame is complete."""
+    """The received chunks are not copied again for every new one.
+
+    The tail is a list until the frame is complete.
+    """
     stream = deliver(1, bytes(100_000))
     recorder = attached()
     for start in range(0, len(stream), 100):
@@ -327,7 +336,10 @@ def test_detaching_at_a_delivery_makes_the_next_frame_foreign() -> None:
 
 
 def test_a_detached_channel_drops_the_rest_of_its_content() -> None:
-    """The driver, which has not seen its beginning, does not see its end; the next frame is foreign again."""
+    """The driver did not see its beginning, so it must not see its end.
+
+    The next frame is foreign again.
+    """
     frames = content(1, spec.Basic.Deliver("c", 1, True, "", "q"), pika.BasicProperties(), [b"a", b"b"])
     for fed in (1, 2, 3):
         recorder = attached()
@@ -448,7 +460,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN.keys())
 def test_a_broken_frame_fails_all_later_but_no_earlier_frames(broken: bytes) -> None:
-    """Until a reset."""
+    """Only a reset ends this state."""
     recorder = attached()
     with pytest.raises(CodecError, match="stream is broken"):
         recorder.reader.feed(ack(1) + deliver(1, b"a") + broken + ack(2) + bytes(300))
@@ -471,7 +483,10 @@ def test_a_broken_method_before_whole_content_delivers_nothing(broken: bytes) ->
 
 
 def test_an_oversized_frame_is_an_error_once_its_header_arrives() -> None:
-    """Nothing of it is waited for; one of just that size is taken."""
+    """The reader does not wait for its payload.
+
+    A frame of exactly the limit is accepted.
+    """
     recorder = attached()
     recorder.reader.agree(4096)
     largest = frame(1, bytes(4088))
@@ -482,7 +497,7 @@ def test_an_oversized_frame_is_an_error_once_its_header_arrives() -> None:
 
 
 def test_a_content_header_may_be_larger_than_the_agreed_size() -> None:
-    """As RabbitMQ sends it: it does not split properties, and dead-lettering lets them grow."""
+    """RabbitMQ does not split properties, and dead-lettering lets them grow."""
     recorder = attached()
     recorder.reader.agree(4096)
     recorder.reader.attach(1, Sink(recorder, 1))
@@ -503,7 +518,10 @@ def limited(largest_body: int) -> Recorder:
 
 
 def test_a_body_above_its_limit_is_reported_without_its_bytes() -> None:
-    """In its place among the others, in one frame or in several, pushed or pulled; one of just the limit is taken."""
+    """The report keeps its position among the other events.
+
+    The body may be in one frame or several, pushed or pulled. A body of exactly the limit is accepted.
+    """
     got = content(1, spec.Basic.GetOk(4, False, "ex", "key", 7), pika.BasicProperties(), [b"abc", b"d"])
     recorder = limited(3)
     recorder.reader.feed(
@@ -531,7 +549,7 @@ def test_a_return_above_the_limit_is_told_without_its_body() -> None:
 
 
 def peak_of_feeding(recorder: Recorder, first: bytes, then: bytes, times: int) -> int:
-    """Measure what feeding takes of memory at most, in bytes."""
+    """Return the peak of the memory that feeding uses, in bytes."""
     gc.collect()
     tracemalloc.start()
     try:
@@ -561,7 +579,7 @@ def test_a_detached_channel_buffers_no_more_of_its_body() -> None:
 
 @pytest.mark.slow
 def test_a_body_in_tiny_frames_takes_little_more_than_its_size() -> None:
-    """Empty ones take nothing, for ever."""
+    """Empty frames use no memory, however many there are."""
     recorder = attached()
     recorder.reader.feed(begun(3_001))
     assert peak_of_feeding(recorder, b"", frame(3, b"") * 100 + frame(3, b"x"), 3_000) < 2**16
@@ -575,7 +593,7 @@ def test_a_delivery_shows_no_body() -> None:
     assert "5" in text
 
 
-# -- any stream, cut anywhere
+# -- any stream, with any chunks
 
 small = st.integers(0, 3)
 parts_of_bodies = st.binary(max_size=6) | st.integers(1, 12).map(lambda size: FRAME_END * size)
@@ -657,7 +675,7 @@ def cut(stream: bytes, places: list[int]) -> list[bytes]:
 def test_how_a_stream_is_cut_changes_nothing(
     stream: bytes, places: list[int], frame_max: int, largest_body: int
 ) -> None:
-    """Also when channels are attached and detached in it, when it is damaged, and when something in it is too large."""
+    """Channels are attached and detached, and frames are damaged or too large."""
     whole = run([stream], frame_max, largest_body)
     assert run(cut(stream, places), frame_max, largest_body) == whole
     assert run([stream[at : at + 1] for at in range(len(stream))], frame_max, largest_body) == whole
@@ -669,10 +687,10 @@ def test_no_bytes_raise_anything_but_a_codec_error(stream: bytes, places: list[i
 
 
 class ReaderMachine(RuleBasedStateMachine):
-    """The reader against a model that sees one whole frame after the other.
+    """The reader, compared with a model that sees whole frames.
 
-    Frames of two channels are queued as a broker may send them, contents interleaved; any number of bytes is fed;
-    channels are attached and detached between feeds. The second channel takes bodies of up to `LIMIT` bytes.
+    Frames of two channels are queued with interleaved contents, as a broker may send them. Any number of bytes is fed,
+    and channels are attached and detached between feeds. The second channel accepts bodies of up to `LIMIT` bytes.
     """
 
     LIMIT = 5
@@ -780,7 +798,7 @@ class ReaderMachine(RuleBasedStateMachine):
 
     @rule(channel=channels)
     def attach(self, channel: int) -> None:
-        # As a shell does: when the channel is opened, so never amid a content of it.
+        # Like a shell, this attaches when the channel is opened, so never within a content.
         in_content = self.waiting[channel] or any(frame[1] == channel for frame in self.frames)
         if channel not in self.attached and channel not in self.orphans and not in_content:
             self.recorder.reader.attach(

@@ -1,4 +1,7 @@
-"""Field tables: we, pika and pamqp read what each of us writes; nothing that is read can crash us."""
+"""Field tables: this codec, pika and pamqp read each other's tables.
+
+No input crashes the decoder.
+"""
 
 from __future__ import annotations
 
@@ -59,13 +62,13 @@ everything = tables_of(*plain, st.binary(), floats, datetimes, decimals)
 
 
 def entry(letter: bytes, value: bytes, name: bytes = b"k") -> bytes:
-    """Make a table of one entry."""
+    """Return a table with one entry."""
     body = bytes((len(name),)) + name + letter + value
     return struct.pack(">I", len(body)) + body
 
 
 def nested(levels: int, *, innermost: bytes = b"") -> bytes:
-    """Make a table in a table in a table, as many as `levels`."""
+    """Return `levels` tables, nested in each other."""
     table = struct.pack(">I", len(innermost)) + innermost
     for _ in range(levels - 1):
         table = entry(b"F", table)
@@ -99,7 +102,7 @@ def test_reads_what_pika_writes_and_pika_reads_what_it_writes(table: dict[str, A
     pieces: list[bytes] = []
     try:
         pika.data.encode_table(pieces, table)
-    except struct.error:  # pika rounds a decimal by the context and may then not fit it
+    except struct.error:  # pika rounds a decimal by the context, which may make it too large
         pieces = [encode_table(table)]
     theirs = b"".join(pieces)
     assert decode_table(theirs) == pika.data.decode_table(theirs, 0)[0]
@@ -115,7 +118,7 @@ def test_reads_what_pika_writes_and_pika_reads_what_it_writes(table: dict[str, A
             lambda unscaled, places: Decimal(unscaled).scaleb(-places), st.integers(0, 2**31 - 1), st.integers(0, 9)
         ),
         st.binary().map(bytearray),
-        datetimes.filter(lambda moment: moment.year < 2106),  # above, pamqp takes seconds for milliseconds
+        datetimes.filter(lambda moment: moment.year < 2106),  # pamqp reads later times as milliseconds
     )
 )
 def test_pamqp_reads_what_it_writes(table: dict[str, Any]) -> None:
@@ -168,7 +171,7 @@ def test_reads_what_pamqp_writes(table: dict[str, Any]) -> None:
     ],
 )
 def test_reads_every_type_letter_of_the_errata(letter: bytes, value: bytes, expected: object) -> None:
-    """Signedness, and what becomes of a value that Python cannot show, as documented."""
+    """Signed and unsigned numbers and values without a Python type are as documented."""
     assert decode_table(entry(letter, value)) == {"k": expected}
     assert walk_table(entry(letter, value), 4, 7 + len(value)) == [(b"k", 4, 7 + len(value))]
 
@@ -211,7 +214,7 @@ def test_a_broken_structure_is_a_codec_error(raw: bytes) -> None:
     "body", [b"\1k?", b"\5", b"\1", b"\1k", b"\1kS", b"\1kS\0\0\0", b"\1kS\0\0\0\2a", b"\1kI\0\0\0"]
 )
 def test_entries_that_do_not_fit_their_table_cannot_be_walked(body: bytes) -> None:
-    """Whether the table ends there or is followed by other bytes."""
+    """The table may end there, or be followed by other bytes."""
     for raw in (body, body + bytes(10)):
         with pytest.raises(CodecError):
             walk_table(raw, 0, len(body))
@@ -221,7 +224,7 @@ def test_entries_that_do_not_fit_their_table_cannot_be_walked(body: bytes) -> No
 @example(nested(5000))
 @example(entry(b"A", b"\0\0\0\0") * 3)
 def test_reading_anything_gives_a_table_or_a_codec_error(data: bytes) -> None:
-    """Also: what can be read can be walked, with the same names and no byte left over."""
+    """A table that can be read can also be walked, with the same names."""
     data = struct.pack(">I", max(0, len(data) - 4)) + data[4:]
     try:
         table = decode_table(data)

@@ -1,4 +1,4 @@
-"""The asyncio driver without a broker: how what aiormq reports becomes our error, and a loop that is guarded."""
+"""The asyncio driver without a broker: its mapping of errors, and its event loop."""
 
 from __future__ import annotations
 
@@ -108,9 +108,9 @@ def test_a_call_for_a_loop_that_is_closed_does_nothing() -> None:
 
 
 class _Resetting(socket.socket):
-    """Takes the first piece in two parts; then the peer is gone.
+    """Sends the first data in two parts, then loses the peer.
 
-    The event loop sends what is left with ``send``, from Python 3.12 on with ``sendmsg``.
+    The event loop sends the rest with ``send``, and from Python 3.12 on with ``sendmsg``.
     """
 
     sent = 0
@@ -126,7 +126,7 @@ class _Resetting(socket.socket):
 
 
 class _Writing:
-    """A link that has more to write, as soon as there is room."""
+    """A link that writes more as soon as there is space."""
 
     def __init__(self) -> None:
         self.lost: list[BaseException | None] = []
@@ -145,7 +145,7 @@ class _Writing:
 
 
 def test_a_peer_gone_when_writing_resumes_is_lost_only_once() -> None:
-    """asyncio writes what is left, and says that there is room before it looks whether it is to close."""
+    """asyncio resumes writing before it checks whether the transport is closing."""
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -167,7 +167,10 @@ def test_a_peer_gone_when_writing_resumes_is_lost_only_once() -> None:
 
 
 def test_a_call_from_another_thread_survives_the_loop_closing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the look whether it is closed and the call: an answer of a name server, say, as the program ends."""
+    """The loop may close between the check and the call.
+
+    An example is the answer of a name server when the program ends.
+    """
 
     async def make() -> EventLoop:
         return EventLoop(lambda error: pytest.fail(str(error)))

@@ -1,4 +1,7 @@
-"""The private layers of aiormq that the driver uses: a failure here says what has moved."""
+"""The private layers of aiormq that the driver uses.
+
+A failure shows what aiormq has moved.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from aiormq.base import Base, FutureStore
 from aiormq.connection import Connection, FrameReceiver, TransportFactory
 
 LAYERS: list[tuple[Any, str, tuple[str, ...]]] = [
-    # what the driver overrides or calls, and the parameters that it counts on
+    # what the driver overrides or calls, and the parameters that it relies on
     (TransportFactory, "create", ("self", "url", "kwargs")),
     (Connection, "connect", ("self", "client_properties")),
     (Connection, "_credentials_class", ("self", "start_frame")),
@@ -65,5 +68,8 @@ def test_what_the_driver_relies_on_inside_the_layers() -> None:
 
 
 def test_the_clock_of_heartbeats_does_not_jump() -> None:
-    """Wall-clock jumps must not touch heartbeats and deadlines: the loop's clock is monotonic."""
+    """Wall-clock jumps must not affect heartbeats and deadlines.
+
+    The loop's clock is monotonic.
+    """
     assert "time.monotonic()" in inspect.getsource(asyncio.BaseEventLoop.time)

@@ -1,4 +1,7 @@
-"""Several channels of one connection, each with deliveries, replies and an end of its own. No broker."""
+"""Several channels of one connection, without a broker.
+
+Each has separate deliveries, replies and end.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ SELECT, SELECT_OK, DELIVER = (85, 10), (85, 11), (60, 60)
 
 
 class Owner(NullListener):
-    """The owner of one channel; it notes what comes on it."""
+    """The owner of one channel, which records its events."""
 
     largest_body = 1024
 
@@ -45,7 +48,7 @@ class Owner(NullListener):
 
 
 class Connection:
-    """A table of channels, whose broker is the test."""
+    """A table of channels. The test acts as the broker."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, tuple[int, int] | None]] = []
@@ -81,7 +84,7 @@ def delivery(number: int, body: bytes) -> Sequence[bytes]:
 
 
 def test_two_channels_of_a_connection_have_each_their_own() -> None:
-    """Frames of both come between each other; a close of one leaves the other open."""
+    """The frames of both are interleaved. Closing one channel leaves the other open."""
     connection, one, two = Connection(), Owner(), Owner()
     first, second = connection.open(1, one), connection.open(2, two)
     assert (first.number, second.number) == (1, 2)

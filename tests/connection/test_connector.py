@@ -1,4 +1,7 @@
-"""The connector against a driver, a broker and an owner that do as they like, in any order."""
+"""The connector as a state machine.
+
+Driver, broker and owner do whatever they may, in any order.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ class Timer:
 
 
 class Loop:
-    """A loop whose time the test moves on."""
+    """A loop with a clock that the test controls."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -87,7 +90,7 @@ class Loop:
 
 
 class Link:
-    """A link whose socket and broker are the test's."""
+    """A link whose socket and broker are controlled by the test."""
 
     server = SERVER
     frame_max = 131072
@@ -140,25 +143,25 @@ class Link:
             self.reader.feed(methods.method_frame(channel, *method, arguments))
 
     def lose(self, code: int | None = None) -> None:
-        """The socket is closed."""
+        """Close the socket."""
         if not self.over:
             self.over = True
             loss = ConnectionLoss(code, "gone", "connection", by_broker=code is not None)
             self.events.link_closed(self, BrokerUnavailable("gone"), loss)
-            self.on_read()  # the loss may come out of a read
+            self.on_read()  # a read may cause the loss
 
     def _on_frame(self, frame: bytes) -> None:
         self.channels.receive(frame)
 
 
 class Owner(NullListener):
-    """The client: checks what it is told against the connector's invariants."""
+    """The client, which checks its events against the connector's invariants."""
 
     largest_body = 1024
 
     def __init__(self) -> None:
-        self.calling = False  # the connector, right now
-        self.live = 0  # the generation that is ready
+        self.calling = False  # whether the owner is calling the connector
+        self.live = 0  # the generation that is ready, or 0
         self.last = 0
         self.is_blocked = False
         self.given_up = False
@@ -206,7 +209,7 @@ class Owner(NullListener):
 
 
 def set_up(version: tuple[int, ...]) -> Generator[Any, Any, None]:
-    """Ask for a queue, and go on on another channel if it is missing."""
+    """Check a queue, and continue on another channel if it is missing."""
     try:
         yield Pipeline((methods.CheckQueue("missing"),))
     except StepRefused as refused:
@@ -222,7 +225,7 @@ class ConnectorMachine(RuleBasedStateMachine):
         self.links: list[Link] = []
         self.owner = Owner()
         self.output = SimpleNamespace()
-        self.asking: list[Callable[[Any], None]] = []  # for credentials
+        self.asking: list[Callable[[Any], None]] = []  # waiting calls for credentials
         self.ended = 0
         self.runs: list[object] = []
         self.states: list[ConnectionState] = [ConnectionState.WAITING]
@@ -250,7 +253,7 @@ class ConnectorMachine(RuleBasedStateMachine):
         on_error = self.connector.on_error
 
         def failed(error: Exception) -> None:
-            if not isinstance(error, RuntimeError):  # the owner raises this one on purpose
+            if not isinstance(error, RuntimeError):  # the owner raises RuntimeError on purpose
                 raise error
             on_error(error)
 
@@ -275,12 +278,12 @@ class ConnectorMachine(RuleBasedStateMachine):
 
     @property
     def link(self) -> Link | None:
-        """The one in use."""
+        """The link in use, or None."""
         link = self.links[-1] if self.links else None
         return None if link is None or link.aborted or link.over else link
 
     def call(self, fn: Callable[..., object], *arguments: object) -> None:
-        """Call the connector as its owner does."""
+        """Call the connector, as its owner does."""
         self.owner.calling = True
         try:
             fn(*arguments)
@@ -316,7 +319,7 @@ class ConnectorMachine(RuleBasedStateMachine):
 
     @rule(steps=st.integers(1, 5))
     def proceed(self, steps: int) -> None:
-        """All goes well, for some steps of an attempt."""
+        """Perform some successful steps of an attempt."""
         for _ in range(steps):
             if self.asking and self.link is None:
                 self.credentials(Credentials("guest", "guest"))
@@ -418,7 +421,7 @@ class ConnectorMachine(RuleBasedStateMachine):
 
     @rule(action=st.sampled_from(["nothing", "raise", "discard", "reopen"]))
     def choose(self, action: str) -> None:
-        """What the owner does inside `ready` from now on."""
+        """Set what the owner does inside `ready` from now on."""
         self.owner.raises = action == "raise"
         self.owner.in_ready = {
             "discard": partial(self.connector.discard, "in ready"),
@@ -428,7 +431,7 @@ class ConnectorMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.owner.given_up)
     @rule(lot=st.integers(0, 9))
     def loop_fails(self, lot: int) -> None:
-        if lot == 0:  # seldom: hardly anything can follow
+        if lot == 0:  # rarely, because hardly anything can follow
             self.loop.guard(lambda: self.connector.crashed(RuntimeError("poll")))
 
     @rule(lot=st.integers(0, 9))
@@ -471,7 +474,10 @@ TestConnectorMachine.settings = machine(60, steps=50)
 
 @pytest.mark.parametrize("code", [None, 320])
 def test_a_block_ends_with_a_connection_lost_in_a_set_up(code: int | None) -> None:
-    """The channel of a blocked connection is lost; the connection is lost before it has another one."""
+    """A blocked connection loses its channel.
+
+    The connection is lost before it has another channel.
+    """
     machine = ConnectorMachine()
     try:
         machine.proceed(10)
@@ -490,7 +496,10 @@ def test_a_block_ends_with_a_connection_lost_in_a_set_up(code: int | None) -> No
 
 
 def test_discarding_a_connection_between_channels_ends_its_block() -> None:
-    """As where a callback raises: its link ends by itself, and no loss is reported of it."""
+    """A callback raises, for example.
+
+    The link ends without a reported loss.
+    """
     machine = ConnectorMachine()
     try:
         machine.proceed(10)
@@ -508,7 +517,10 @@ def test_discarding_a_connection_between_channels_ends_its_block() -> None:
 
 
 def test_a_full_connection_is_replaced_while_its_channel_closes() -> None:
-    """After a set-up that failed by itself, the broker has not answered the close when the next attempt is due."""
+    """The set-up fails, and the channel is closed.
+
+    The broker has not answered the close when the next attempt is due.
+    """
     machine = ConnectorMachine()
     try:
         machine.proceed(10)
@@ -526,7 +538,7 @@ def test_a_full_connection_is_replaced_while_its_channel_closes() -> None:
         machine.teardown()
 
 
-STEPS = {  # from the start, if all goes well
+STEPS = {  # from the start, without failures
     ConnectionState.PREPARING: 0,
     ConnectionState.CONNECTING: 1,
     ConnectionState.SETTING_UP: 2,
@@ -535,7 +547,7 @@ STEPS = {  # from the start, if all goes well
 
 def reached(state: ConnectionState, stop: Any = None) -> ConnectorMachine:
     machine = ConnectorMachine(stop)
-    if stop is not None:  # which is asked when every host has failed: the next attempt is the last
+    if stop is not None:  # the policy is asked when every host has failed, so the next attempt is the last
         machine.credentials(OSError("no file"))
         machine.pass_time(0.0)
     if state is ConnectionState.WAITING:
@@ -564,7 +576,7 @@ def crash(machine: ConnectorMachine) -> None:
 
 
 def fail(machine: ConnectorMachine) -> None:
-    """The attempt or the connection fails."""
+    """Fail the attempt or the connection."""
     if machine.state is ConnectionState.PREPARING:
         machine.credentials(OSError("no file"))
     elif machine.state is ConnectionState.DISCARDED:
@@ -583,7 +595,7 @@ def lose_channel(machine: ConnectorMachine) -> None:
 
 
 def refuse_step(machine: ConnectorMachine) -> None:
-    """The broker closes the channel over the first step; the next one is tried on another."""
+    """Close the channel over the first step. The next step uses another channel."""
     machine.proceed(1)
     machine.close_channel(404)
 
@@ -624,7 +636,7 @@ def test_every_transition_of_the_table_happens() -> None:
 
 
 def test_reads_are_reported_only_while_the_channel_is_ready() -> None:
-    """Nor is the read out of which the connection is lost."""
+    """A read that loses the connection is not reported either."""
     for end in (fail, discard_and_fail, close, ConnectorMachine.reopen_channel):
         machine = reached(ConnectionState.READY)
         try:

@@ -1,4 +1,4 @@
-"""The driver's own log records: demoted on I/O threads, untouched anywhere else."""
+"""Log records of the driver: demoted on I/O threads, unchanged elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def driver() -> logging.Logger:
-    """A logger of a module of some driver."""
+    """A logger of a module of an invented driver."""
     return logging.getLogger(f"driver{uuid.uuid4().hex}.adapters.module")
 
 
@@ -36,14 +36,14 @@ def in_io_thread(logger: logging.Logger, work: Callable[[], None]) -> None:
 
 
 def test_records_of_an_io_thread_are_dropped(driver: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
-    """What the driver calls an error is not shown, unless somebody asks for its DEBUG."""
+    """An error of the driver is only shown if its logger has the level DEBUG."""
     caplog.set_level(logging.INFO)
     in_io_thread(driver, lambda: driver.error("connection lost"))
     assert caplog.records == []
 
 
 def test_records_of_an_io_thread_are_there_at_debug(driver: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
-    """With the driver's logger at DEBUG nothing is missing, tracebacks included."""
+    """At the level DEBUG nothing is missing, including tracebacks."""
     caplog.set_level(logging.DEBUG, logger=package(driver))
 
     def work() -> None:
@@ -59,7 +59,7 @@ def test_records_of_an_io_thread_are_there_at_debug(driver: logging.Logger, capl
 
 
 def test_a_handler_for_errors_does_not_see_what_was_demoted(driver: logging.Logger) -> None:
-    """A handler with a level of its own judges a record by the new level."""
+    """A handler with a level compares it with the new level of the record."""
     seen: list[logging.LogRecord] = []
 
     class Handler(logging.Handler):
@@ -73,7 +73,7 @@ def test_a_handler_for_errors_does_not_see_what_was_demoted(driver: logging.Logg
 
 
 def test_records_of_other_threads_are_untouched(driver: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
-    """A program's own use of the driver logs as it always did, while our threads are quiet."""
+    """A program that uses the driver itself gets its records as usual."""
     caplog.set_level(logging.INFO)
     in_io_thread(driver, lambda: None)
     driver.error("theirs")
@@ -87,7 +87,10 @@ def test_records_of_other_threads_are_untouched(driver: logging.Logger, caplog: 
 
 
 def test_other_packages_are_untouched(driver: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
-    """Only loggers below the driver's package are filtered: not one whose name begins alike."""
+    """Only loggers of the driver's package are filtered.
+
+    A package whose name begins the same is not.
+    """
     alike = logging.getLogger(f"{package(driver)}_plugin.module")
     in_io_thread(driver, lambda: alike.error("not the driver's"))
     assert [record.getMessage() for record in caplog.records] == ["not the driver's"]
@@ -96,7 +99,7 @@ def test_other_packages_are_untouched(driver: logging.Logger, caplog: pytest.Log
 def test_a_thread_that_was_ours_is_untouched_afterwards(
     driver: logging.Logger, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The level of a record is lowered in the block only."""
+    """The level of a record is only lowered within the block."""
     with demoted_driver_logs(package(driver)):
         driver.error("inside")
     driver.error("after it")
@@ -104,7 +107,7 @@ def test_a_thread_that_was_ours_is_untouched_afterwards(
 
 
 def test_asking_twice_filters_once(driver: logging.Logger) -> None:
-    """Every I/O thread asks; the filter is there once."""
+    """Every I/O thread adds the filter, but it exists once."""
     for _ in range(3):
         in_io_thread(driver, lambda: None)
     assert len(driver.filters) == 1

@@ -1,4 +1,7 @@
-"""The driver without a broker: how pika's errors become ours, and a loop that exceptions do not end."""
+"""The pika driver without a broker: its mapping of errors, and its event loop.
+
+Exceptions do not end the loop.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ ENDPOINT = Endpoint("broker.example", 5671)
 
 
 def wrapped(cause: BaseException) -> BaseException:
-    """As pika reports a failed attempt: wrapped, twice or thrice."""
+    """Wrap an error like pika does for a failed attempt, two or three times."""
     phase = workflow.AMQPConnectorSocketConnectError(cause)
     return pika_errors.AMQPConnectionError(workflow.AMQPConnectionWorkflowFailed([OSError("first address"), phase]))
 
@@ -141,7 +144,7 @@ class TestEventLoop:
 
     @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
     def test_an_address_is_not_looked_up(self, address: str) -> None:
-        """It takes no thread, which could outlive the loop."""
+        """No thread is used, which could outlive the loop."""
         results: list[list[tuple[object, ...]]] = []
         threads = set(threading.enumerate())
         loop = EventLoop(lambda _: None)

@@ -1,4 +1,7 @@
-"""The private layers of pika that the driver uses: a failure here says what has moved."""
+"""The private layers of pika that the driver uses.
+
+A failure shows what pika has moved.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from pika.adapters.utils.selector_ioloop_adapter import SelectorIOServicesAdapte
 from pika.connection import Connection
 
 LAYERS: list[tuple[Any, str, tuple[str, ...]]] = [
-    # what the driver overrides or calls, and the parameters that it counts on
+    # what the driver overrides or calls, and the parameters that it relies on
     (Connection, "_on_data_available", ("self", "data_in")),
     (Connection, "_process_frame", ("self", "frame_value")),
     (Connection, "_output_marshaled_frames", ("self", "marshaled_frames")),
@@ -87,7 +90,7 @@ def test_what_the_driver_relies_on_inside_the_layers() -> None:
 
 
 def test_the_clock_of_timers_does_not_jump() -> None:
-    """Wall-clock jumps must not touch heartbeats and deadlines."""
+    """Wall-clock jumps must not affect heartbeats and deadlines."""
     assert "time.monotonic()" in source(pika.compat.time_now)
 
 

@@ -1,4 +1,4 @@
-"""How long a link waits between two reads."""
+"""The wait of a link between two reads."""
 
 from __future__ import annotations
 

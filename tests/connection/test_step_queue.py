@@ -1,4 +1,4 @@
-"""Steps on a ready channel: each has its own time for a reply."""
+"""Steps on a ready channel, each with a separate timeout for its reply."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Timer:
 
 
 class Broker:
-    """A loop with a clock that stands still, and a channel that replies when it is told to."""
+    """A loop with a controlled clock, and a channel that replies when told to."""
 
     def __init__(self) -> None:
         self.now = 0.0

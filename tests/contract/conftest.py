@@ -1,4 +1,7 @@
-"""A scripted broker for each test, and each API in turn: what holds for one holds for the others."""
+"""Fixtures: a scripted broker for each test, and clients of each API.
+
+A contract test runs once for each API.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
 
 PUBLISHERS: dict[str, type[Any]] = {"sync": Publisher, "aio": BlockingPublisher, "uvloop": UvloopPublisher}
-# With coroutine handlers, with plain ones, which have threads, and with coroutines on the other loop.
+# Coroutine handlers, plain handlers on threads, and coroutine handlers on the other event loop.
 CONSUMERS: dict[str, type[Any]] = {
     "sync": Consumer,
     "aio": BlockingConsumer,
@@ -37,7 +40,10 @@ def broker() -> Iterator[ScriptedBroker]:
 
 @pytest.fixture(params=PUBLISHERS)
 def new_publisher(request: pytest.FixtureRequest, broker: ScriptedBroker) -> Callable[..., Any]:
-    """A function that makes a publisher of one API, to the scripted broker, that reconnects at once."""
+    """Return a function that makes publishers of one API.
+
+    They connect to the scripted broker, and reconnect at once.
+    """
 
     def make(url: str = broker.url, **options: Any) -> Any:
         return PUBLISHERS[request.param](
@@ -51,7 +57,7 @@ def new_publisher(request: pytest.FixtureRequest, broker: ScriptedBroker) -> Cal
 def new_consumer(
     request: pytest.FixtureRequest, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Any]:
-    """Likewise a consumer, of the queue ``orders``."""
+    """Return a function that makes consumers of the queue ``orders`` in one API."""
     if request.param == "uvloop":
         monkeypatch.setattr(blocking_consumer, "Loop", partial(Loop, uvloop.new_event_loop))
 
@@ -66,5 +72,8 @@ def new_consumer(
 
 @pytest.fixture
 def new_publisher_of_the_sync_api(broker: ScriptedBroker) -> Callable[..., Any]:
-    """As `new_publisher`, for a test whose other parts are of each API in turn."""
+    """Return a function that makes publishers of the sync API.
+
+    It is for tests whose other clients use each API in turn.
+    """
     return partial(Publisher, broker.url, delivery_timeout=20)

@@ -1,11 +1,15 @@
-"""A broker on loopback that does what a test tells it: an AMQP server of threads, sockets and a codec not ours (pamqp).
+"""A broker on loopback that does what a test tells it.
 
-It opens connections and channels, declares and subscribes by itself; what a publish or an acknowledgement is answered
-with, and when, is the test's to say: by calls on a `Channel` or a `Connection`, or by a `script` that is called with
-every publish. Times are bounded: a wait that is over fails the test.
+It is an AMQP server with threads and sockets, and uses another codec (pamqp). It opens connections and channels,
+declares and subscribes by itself. The test decides how and when publishes and acks are answered: by calls on a
+`Channel` or a `Connection`, or by a `script` that is called with every publish. Every wait is bounded, and a wait that
+exceeds its bound fails the test.
 
-Invariants: what `published` and `settlements` hold is in the order in which it was read; a script runs on the thread of
-its connection; after `stop` no thread and no socket is left.
+Invariants:
+
+- `published` and `settlements` are in the order in which they were read.
+- A script runs on the thread of its connection.
+- After `stop`, no thread or socket is left.
 """
 
 from __future__ import annotations
@@ -30,10 +34,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Channel", "Connection", "Published", "ScriptedBroker", "Settlement"]
 
-_PATIENCE = 30.0  # seconds, at most, that a test waits for what must come
+_PATIENCE = 30.0  # the maximum time that a test waits, in seconds
 _HEAD = struct.Struct(">BHI")
 _PAYLOAD = 131064  # bytes of a body in one frame
-_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: a close is a reset
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: a close resets the connection
 _PROPERTIES = {
     "product": "RabbitMQ",
     "version": "4.3.6",
@@ -50,7 +54,7 @@ _PROPERTIES = {
 
 
 class Published(NamedTuple):
-    """A message as it was read, and where it came from."""
+    """A message as it was read, and its channel."""
 
     channel: Channel
     number: int  # on its channel, from 1
@@ -81,7 +85,7 @@ class Settlement(NamedTuple):
 
 
 class Channel:
-    """A channel that the client has opened; calls send what a broker would."""
+    """A channel that the client has opened. Its calls send frames of a broker."""
 
     def __init__(self, connection: Connection, number: int) -> None:
         self.connection = connection
@@ -91,9 +95,9 @@ class Channel:
         self.published = 0
         self.delivered = 0
         self.prefetch = 0
-        self.consumers: dict[str, str] = {}  # queue by tag
+        self.consumers: dict[str, str] = {}  # queue by consumer tag
         self.unacked: set[int] = set()
-        self.content: list[Any] = []  # a publish that is not complete
+        self.content: list[Any] = []  # an incomplete publish
 
     def send(self, *methods: Any) -> None:
         self.connection.send(*methods, channel=self.number)
@@ -113,40 +117,43 @@ class Channel:
         self.send(commands.Channel.Close(code, text, 60, 40))
 
     def deliver(self, body: bytes, *, redelivered: bool = False, **properties: Any) -> int:
-        """Deliver to the consumer that subscribed first; return the delivery tag."""
+        """Deliver to the first consumer, and return the delivery tag."""
         method = self._delivery(redelivered)
         self.send(method, *content(commands.Basic.Properties(**properties), body))
         return self.delivered
 
     def deliver_large(self, count: int, **properties: Any) -> int:
-        """Deliver a body of `count` full frames, of which there is never more than one at a time."""
+        """Deliver a body of `count` full frames, with one frame in memory at a time.
+
+        Return its size.
+        """
         head = header.ContentHeader(body_size=count * _PAYLOAD, properties=commands.Basic.Properties(**properties))
         self.send(self._delivery(False), head)
         self.connection.send_large(self.number, count)
         return count * _PAYLOAD
 
     def return_large(self, published: Published, count: int) -> None:
-        """Return a publish, with a body of `count` full frames in place of its own."""
+        """Return a publish, but with a body of `count` full frames."""
         head = header.ContentHeader(body_size=count * _PAYLOAD, properties=published.properties)
         self.send(commands.Basic.Return(312, "NO_ROUTE", published.exchange, published.routing_key), head)
         self.connection.send_large(self.number, count)
 
     def deliver_raw(self, body: bytes, properties: bytes) -> int:
-        """Deliver with properties as they stand, of any kind."""
+        """Deliver with raw properties of any kind."""
         head = struct.pack(">HHQ", 60, 0, len(body)) + properties
         frames = [_HEAD.pack(kind, self.number, len(part)) + part + b"\xce" for kind, part in ((2, head), (3, body))]
         self.connection.send_bytes(frame.marshal(self._delivery(False), self.number) + b"".join(frames))
         return self.delivered
 
     def _delivery(self, redelivered: bool) -> commands.Basic.Deliver:
-        tag, queue = next(iter(self.consumers.items()))  # another one may be that of quarantine
+        tag, queue = next(iter(self.consumers.items()))  # the other consumer may be for quarantine
         self.delivered += 1
         self.unacked.add(self.delivered)
         return commands.Basic.Deliver(tag, self.delivered, redelivered, "", queue)
 
     def settle(self, tag: int, multiple: bool) -> None:
-        """Check what a consumer settles as a broker does: an unknown tag closes the channel."""
-        unacked = self.unacked.copy()  # at once: a test may deliver meanwhile
+        """Settle deliveries like a broker: an unknown tag closes the channel."""
+        unacked = self.unacked.copy()  # copied first, because a test may deliver at the same time
         settled = {one for one in unacked if one == tag or (multiple and one < tag)}
         if tag not in settled:
             self.close(406, f"PRECONDITION_FAILED - unknown delivery tag {tag}")
@@ -154,7 +161,7 @@ class Channel:
         self.unacked -= settled
 
     def get(self) -> None:
-        """Answer ``basic.get`` from what is ready."""
+        """Answer ``basic.get`` from `ready`."""
         ready = self.connection.broker.ready
         if not ready:
             self.send(commands.Basic.GetEmpty())
@@ -169,14 +176,14 @@ class Channel:
             self.send(method, *content(found.properties, found.body))
 
     def cancel(self) -> None:
-        """Cancel every consumer, as where its queue is deleted."""
+        """Cancel every consumer, as if its queue was deleted."""
         for tag in list(self.consumers):
             del self.consumers[tag]
             self.send(commands.Basic.Cancel(tag, nowait=True))
 
 
 class Connection(threading.Thread):
-    """One client, from the protocol header to the end."""
+    """The connection of one client, from the protocol header to the end."""
 
     def __init__(self, broker: ScriptedBroker, client: socket.socket) -> None:
         super().__init__(name="scripted broker", daemon=True)
@@ -184,14 +191,14 @@ class Connection(threading.Thread):
         self.channels: dict[int, Channel] = {}
         self.live = True
         self.closed_in_good_order = False
-        self.fragment: int | None = None  # write so many bytes at a time
+        self.fragment: int | None = None  # the number of bytes to write at a time
         self._client = client
         self._writing = threading.Lock()
 
-    # What a script does
+    # Calls for scripts
 
     def send(self, *methods: Any, channel: int = 0) -> None:
-        """Send methods and content, in one piece."""
+        """Send methods and content in one write."""
         self.send_bytes(b"".join(frame.marshal(method, channel) for method in methods))
 
     def send_bytes(self, data: bytes) -> None:
@@ -202,13 +209,13 @@ class Connection(threading.Thread):
                 self._client.sendall(data[start : start + (self.fragment or len(data))])
 
     def send_large(self, number: int, count: int) -> None:
-        """Send so many full body frames on a channel."""
+        """Send `count` full body frames on a channel."""
         full = _HEAD.pack(3, number, _PAYLOAD) + bytes(_PAYLOAD) + b"\xce"
         for _ in range(count):
             self.send_bytes(full)
 
     def cut(self) -> None:
-        """Reset the connection; nothing is sent on it any more."""
+        """Reset the connection. Nothing more is sent on it."""
         self.live = False
         with suppress(OSError):
             self._client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
@@ -223,7 +230,7 @@ class Connection(threading.Thread):
     def unblock(self) -> None:
         self.send(commands.Connection.Unblocked())
 
-    # What it does by itself
+    # The protocol
 
     def run(self) -> None:
         try:
@@ -242,7 +249,7 @@ class Connection(threading.Thread):
                     self._take(number, content_header(raw) if kind == 2 else frame.unmarshal(raw)[2], len(raw))
         except OSError:
             pass
-        except Exception as error:  # of a script, too: handed to the test
+        except Exception as error:  # also from a script; raised in the test
             self.broker.failures.append(error)
         finally:
             self.live = False
@@ -369,26 +376,26 @@ class Connection(threading.Thread):
 
 
 class ScriptedBroker:
-    """An AMQP server on a free port, from the start of its block to the end.
+    """An AMQP server on a free port, which runs within its ``with`` block.
 
     Attributes:
         script: called with every publish, on the thread of its connection; None for silence.
-        refusals: code and text of the exception that a method of that name ends its channel or connection with.
-        greeting: sent to a new client in place of what AMQP has.
-        cluster_name: as reported to the clients to come; empty for none.
-        silent: whatever a client sends is read and not answered.
-        gates: by consumer tag, what to wait for before a subscription is answered, or anything behind it.
-        missing: queues that do not exist before they are declared; all others do.
-        counts: of messages and consumers, for the passive declares to come, in their order; then `count`.
-        declare_seconds: how long a queue takes to declare, or to find.
+        refusals: code and text of the exception with which a method ends its channel or connection, by method name.
+        greeting: sent to a new client instead of the start of the protocol.
+        cluster_name: reported to later clients; empty for none.
+        silent: whether everything is read and nothing answered.
+        gates: by consumer tag, the event that must be set before a subscription and anything behind it is answered.
+        missing: queues that do not exist before they are declared; all others exist.
+        counts: messages and consumers for the next passive declares, in order; then `count` applies.
+        declare_seconds: the time to declare or find a queue.
         count: the ready messages and the consumers of every queue.
-        frame_max, heartbeat: as offered to the clients to come; bytes and seconds.
-        secrets_unanswered: whether ``connection.update-secret`` gets no answer, as while it is blocked.
+        frame_max, heartbeat: offered to later clients; bytes and seconds.
+        secrets_unanswered: whether ``connection.update-secret`` gets no answer, as on a blocked connection.
         seen: the names of all methods read, in order.
-        published, settlements: what was read.
-        ready: bodies, or publishes, that ``basic.get`` takes.
-        connections: all there have been.
-        failures: what scripts raised; the first is raised by `stop`.
+        published, settlements: the publishes and settlements read.
+        ready: bodies or publishes for ``basic.get``.
+        connections: all connections so far.
+        failures: exceptions of scripts; `stop` raises the first.
     """
 
     def __init__(self) -> None:
@@ -425,7 +432,7 @@ class ScriptedBroker:
         self.stop()
 
     def stop(self) -> None:
-        """End every connection and stop to listen."""
+        """End every connection, and stop listening."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -437,10 +444,13 @@ class ScriptedBroker:
         for failure in self.failures:
             raise failure
 
-    # What a test waits for
+    # Waits of a test
 
     def wait(self, condition: Callable[[], Any], what: str, patience: float = _PATIENCE) -> Any:
-        """Return the first true value of `condition`, which is asked whenever something was read."""
+        """Return the first true value of `condition`.
+
+        The condition is checked whenever something was read.
+        """
         deadline = time.monotonic() + patience
         with self._changed:
             while True:
@@ -452,30 +462,33 @@ class ScriptedBroker:
                 self._changed.wait(0.02)
 
     def wait_published(self, count: int) -> list[Published]:
-        """Wait for so many publishes, in all; return all there are."""
+        """Wait for `count` publishes in all, and return all of them."""
         self.wait(lambda: len(self.published) >= count, f"{count} publishes")
         return list(self.published)
 
     def wait_settled(self, count: int) -> list[Settlement]:
-        """Wait for so many settlements; return all there are."""
+        """Wait for `count` settlements in all, and return all of them."""
         self.wait(lambda: len(self.settlements) >= count, f"{count} settlements")
         return list(self.settlements)
 
     @property
     def connection(self) -> Connection:
-        """The newest connection that lives, with a channel on it that confirms; waits for one."""
+        """Wait for a confirming channel, and return its connection.
+
+        It is the newest one that is open.
+        """
         channel: Channel = self.wait(lambda: self._newest(lambda one: one.confirming), "a channel that confirms")
         return channel.connection
 
     @property
     def consuming(self) -> Channel:
-        """The newest channel with a consumer; waits for one."""
+        """Wait for a channel with a consumer, and return the newest one."""
         channel: Channel = self.wait(lambda: self.consumed, "a channel that consumes")
         return channel
 
     @property
     def consumed(self) -> Channel | None:
-        """The newest channel with a consumer, if there is one."""
+        """Return the newest channel with a consumer, or None."""
         return self._newest(lambda one: bool(one.consumers))
 
     def _newest(self, wanted: Callable[[Channel], bool]) -> Channel | None:
@@ -485,7 +498,7 @@ class ScriptedBroker:
                     return channel
         return None
 
-    # For its threads
+    # For the threads of connections
 
     def settle(self, settlement: Settlement) -> None:
         self.settlements.append(settlement)
@@ -509,7 +522,10 @@ class ScriptedBroker:
 
 
 def content_header(raw: bytes) -> header.ContentHeader:
-    """Decode a content header; one with properties that cannot be decoded has none."""
+    """Decode a content header.
+
+    If the properties cannot be decoded, the header has none.
+    """
     try:
         _, _, decoded = frame.unmarshal(raw)
     except UnmarshalingException:
@@ -519,6 +535,6 @@ def content_header(raw: bytes) -> header.ContentHeader:
 
 
 def content(properties: commands.Basic.Properties, body: bytes) -> list[Any]:
-    """The frames of a content behind its method."""
+    """Return the frames of a content that follow the method frame."""
     head = header.ContentHeader(body_size=len(body), properties=properties)
     return [head, *(ContentBody(body[start : start + _PAYLOAD]) for start in range(0, len(body), _PAYLOAD))]

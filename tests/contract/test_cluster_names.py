@@ -1,4 +1,7 @@
-"""Two brokers with equal names of queues and one idempotency store: the name of the cluster is in its keys."""
+"""Two brokers with equal queue names and one idempotency store.
+
+The keys contain the name of the cluster.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ ONCE = RetryPolicy(1)
 
 @pytest.fixture
 def brokers(broker: ScriptedBroker) -> Iterator[list[ScriptedBroker]]:
-    """Brokers of two clusters, each with a name."""
+    """Yield brokers of two named clusters."""
     with ScriptedBroker() as other:
         broker.cluster_name, other.cluster_name = "shop", "bank"
         broker.script = other.script = acking
@@ -41,7 +44,10 @@ def fail(_delivery: Delivery) -> None:
 
 
 def consume(broker: ScriptedBroker, new_consumer: Any, store: MemoryStore, handler: Handler) -> int:
-    """Deliver the message ``m`` to a consumer, which settles it; return how often its handler was called."""
+    """Deliver the message ``m`` to a consumer, which settles it.
+
+    Return how often its handler was called.
+    """
     before, settled = len(handler.begun), len(broker.settlements)
     with new_consumer(handler, ORDERS, url=broker.url, retry=ONCE, idempotency=store):
         broker.consuming.deliver(b"x", message_id="m")
@@ -52,7 +58,7 @@ def consume(broker: ScriptedBroker, new_consumer: Any, store: MemoryStore, handl
 def test_equal_queue_names_in_two_clusters_share_a_store(
     brokers: list[ScriptedBroker], new_consumer: NewConsumer
 ) -> None:
-    """An id that is done in one of them is not done in the other."""
+    """An id that is done in one cluster is not done in the other."""
     store = MemoryStore()
     handler = Handler()
     assert [consume(one, new_consumer, store, handler) for one in brokers] == [1, 1]
@@ -60,7 +66,10 @@ def test_equal_queue_names_in_two_clusters_share_a_store(
 
 
 def test_nodes_of_a_cluster_without_a_name_share_keys(brokers: list[ScriptedBroker], new_consumer: NewConsumer) -> None:
-    """Each reports a name of its own; an id that is done on one node is done on the others."""
+    """Each node reports another name.
+
+    An id that is done on one node is done on the others.
+    """
     for number, node in enumerate(brokers):
         node.cluster_name = f"rabbit@node-{number}"
     store = MemoryStore()
@@ -71,7 +80,7 @@ def test_nodes_of_a_cluster_without_a_name_share_keys(brokers: list[ScriptedBrok
 def test_a_replay_resets_the_attempts_of_its_own_cluster(
     brokers: list[ScriptedBroker], new_consumer: NewConsumer
 ) -> None:
-    """The message of the other one has used up its attempts as before."""
+    """The message of the other cluster still has no attempt left."""
     store = MemoryStore()
     failing = Handler(then=fail)
     assert [consume(one, new_consumer, store, failing) for one in brokers] == [1, 1]

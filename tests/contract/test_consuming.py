@@ -1,4 +1,7 @@
-"""What a consumer makes of whatever a broker does, on either API: acks, retries, dead letters, cancels, closes."""
+"""A consumer of either API, with a broker that may do anything.
+
+The tests cover acks, retries, dead letters, cancels and closes.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ def verdicts(settlements: list[Settlement]) -> list[tuple[str, int, bool]]:
 
 
 def acked(settlements: list[Settlement]) -> set[int]:
-    """The tags that are acked, multiples counted out."""
+    """Return the acked tags, including those of multiple acks."""
     tags: set[int] = set()
     for one in settlements:
         if one.verdict == "ack":
@@ -69,7 +72,7 @@ def confirming(published: Published) -> None:
 
 
 class Fails:
-    """A handler's way to fail: raises, as often as it is told."""
+    """A handler that raises, as often as it is told."""
 
     def __init__(self, error: Exception, times: int = 1000) -> None:
         self.error = error
@@ -84,7 +87,7 @@ class Fails:
 def test_small_reads_that_follow_closely_are_put_together(
     broker: ScriptedBroker, new_consumer: NewConsumer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Handing few deliveries at a time to other threads costs more than handling them."""
+    """Passing few deliveries at a time to other threads is slower than handling them."""
     reads = []
 
     def counted(subscription: BaseSubscription) -> None:
@@ -102,7 +105,7 @@ def test_small_reads_that_follow_closely_are_put_together(
         started = time.monotonic()
         for number in range(100):
             channel.deliver(b"%d" % number)
-            time.sleep(2e-4)  # as a broker that delivers one at a time
+            time.sleep(2e-4)  # like a broker that delivers one at a time
         handler.wait_done(101)
         assert len(reads) <= (time.monotonic() - started) / 7.5e-4 + 2
 
@@ -126,7 +129,10 @@ def test_what_is_handled_is_acked_in_one_frame_for_many(broker: ScriptedBroker, 
 
 
 def test_what_is_handled_is_acked_soon_where_no_handler_runs(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
-    """There is nothing to wait for, and what is not acked is handled again if the process dies now."""
+    """No other ack is expected soon.
+
+    An unacked message is handled again if the process dies.
+    """
     with new_consumer(Handler(), ack_every=100, ack_interval=60, prefetch=200):
         channel = broker.consuming
         for number in range(1, 4):
@@ -143,7 +149,7 @@ def test_a_few_are_acked_after_the_interval(broker: ScriptedBroker, new_consumer
 
 
 def test_an_ack_never_covers_what_is_not_done(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
-    """What is finished beyond a gap is acked singly; the gap itself when it is done."""
+    """Deliveries finished beyond a gap are acked singly, and the gap when it is done."""
     with Gate(lambda delivery: delivery.body == b"slow") as gate:
         handler = Handler(then=gate)
         with new_consumer(handler, concurrency=4, ack_every=2, ack_interval=0.05):
@@ -160,7 +166,10 @@ def test_an_ack_never_covers_what_is_not_done(broker: ScriptedBroker, new_consum
 
 
 def test_stop_acks_what_runs_and_requeues_what_has_not_begun(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
-    """What runs is finished and acked; what has not begun is requeued."""
+    """Running handlers are finished and acked.
+
+    Deliveries without a started handler are requeued.
+    """
     with Gate() as gate:
         handler = Handler(then=gate)
         consumer = new_consumer(handler)
@@ -183,7 +192,10 @@ def test_stop_acks_what_runs_and_requeues_what_has_not_begun(broker: ScriptedBro
 def test_a_handler_that_stops_the_consumer_is_the_last(
     broker: ScriptedBroker, new_consumer: NewConsumer, kind: str
 ) -> None:
-    """However quick handlers are, and however late the connection comes to know: what was prefetched is requeued."""
+    """All prefetched deliveries are requeued.
+
+    This holds for quick handlers, even if the connection learns late of the stop.
+    """
     handed: list[Delivery | list[Delivery]] = []
     all_there = threading.Event()
 
@@ -241,7 +253,7 @@ def test_an_original_is_acked_after_its_dead_letter_is_confirmed(
 def test_a_dead_letter_that_is_not_taken_keeps_its_original(
     broker: ScriptedBroker, new_consumer: NewConsumer, how: str
 ) -> None:
-    """And is tried again, until it is confirmed."""
+    """It is published again until it is confirmed."""
 
     def script(published: Published) -> None:
         if len(broker.published) > 1:
@@ -290,7 +302,10 @@ def test_giving_up_without_a_dead_letter_queue_rejects(broker: ScriptedBroker, n
 def test_headers_that_cannot_be_decoded_cost_their_message_alone(
     broker: ScriptedBroker, new_consumer: NewConsumer
 ) -> None:
-    """It is dead-lettered when a handler reads them; its neighbours are handled, on the same connection."""
+    """It is dead-lettered when a handler reads its headers.
+
+    Its neighbours are handled on the same connection.
+    """
     broker.script = confirming
     handler = Handler(then=lambda delivery: delivery.headers.get("shop"))
     with new_consumer(handler, ORDERS, ack_interval=0.02):
@@ -310,7 +325,7 @@ FAR_TOO_LARGE = 500  # frames: 64 MB
 
 @pytest.fixture
 def peak() -> Iterator[Callable[[], int]]:
-    """Measure the memory of this process that Python knows of; a call returns the peak since the last one, in bytes."""
+    """Yield a call that returns the peak of Python memory since the start, in bytes."""
     gc.collect()
     tracemalloc.start()
 
@@ -324,7 +339,10 @@ def peak() -> Iterator[Callable[[], int]]:
 def test_a_far_too_large_body_is_rejected_and_never_in_memory(
     broker: ScriptedBroker, new_consumer: NewConsumer, peak: Callable[[], int]
 ) -> None:
-    """The broker has it still, and dead-letters it; the neighbours are handled, on the same connection."""
+    """The broker still has the message, and dead-letters it.
+
+    Its neighbours are handled on the same connection.
+    """
     handler = Handler()
     with new_consumer(handler, ORDERS, max_body_bytes=100_000, ack_interval=0.02) as consumer:
         channel = broker.consuming
@@ -342,7 +360,7 @@ def test_a_far_too_large_body_is_rejected_and_never_in_memory(
 def test_a_slightly_too_large_body_is_dead_lettered_unchanged(
     broker: ScriptedBroker, new_consumer: NewConsumer
 ) -> None:
-    """With the reason in its headers."""
+    """The headers hold the reason."""
     broker.script = confirming
     with new_consumer(Handler(), ORDERS, max_body_bytes=100_000, ack_interval=0.02):
         broker.consuming.deliver(b"x" * 1_000_000, message_id="large")
@@ -373,7 +391,10 @@ def test_a_get_rejects_a_far_too_large_body_and_takes_the_next(
 def test_a_frame_larger_than_agreed_ends_the_connection_at_once(
     broker: ScriptedBroker, new_consumer: NewConsumer, caplog: pytest.LogCaptureFixture, kind: int, size: int
 ) -> None:
-    """Its head is enough; the log says what came, and the consumer goes on with the next connection."""
+    """The frame header is enough.
+
+    The log names the frame, and the consumer continues on the next connection.
+    """
     handler = Handler()
     with new_consumer(handler, ORDERS) as consumer:
         channel = broker.consuming
@@ -407,7 +428,7 @@ def test_the_items_of_a_batch_get_a_verdict_each(broker: ScriptedBroker, new_con
 
 
 class Silent(MemoryStore):
-    """Does not answer when a handler has ended, until it is told to."""
+    """A store that does not answer settlements until it is told to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -436,7 +457,10 @@ def statuses(store: MemoryStore, *ids: str) -> list[tuple[ClaimStatus, int]]:
 def test_what_a_stopping_consumer_owes_its_store_is_told_again(
     broker: ScriptedBroker, new_consumer: NewConsumer
 ) -> None:
-    """Else its messages would wait elsewhere until the lease ends, and one that was handled be handled again."""
+    """Otherwise the messages would wait elsewhere until the lease ends.
+
+    A handled message would then be handled again.
+    """
     store = Silent()
 
     def handle(delivery: Delivery) -> None:
@@ -449,7 +473,7 @@ def test_what_a_stopping_consumer_owes_its_store_is_told_again(
         broker.consuming.deliver(b"bad", message_id="m2")
         wait_until(lambda: store.asked >= 2, timeout=30, what="the store was told of both, and did not answer")
         consumer.stop()
-        broker.wait_settled(1)  # it requeues what it holds
+        broker.wait_settled(1)  # it requeues the deliveries that it holds
         store.answers = True
     assert statuses(store, "m1", "m2") == [(ClaimStatus.DONE, 0), (ClaimStatus.NEW, 1)]
 
@@ -458,7 +482,7 @@ def test_what_a_stopping_consumer_owes_its_store_is_told_again(
 def test_a_silent_store_delays_a_stop_only_up_to_its_timeout(
     broker: ScriptedBroker, new_consumer: NewConsumer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And the log says what that means."""
+    """The log names the consequences."""
     store = Silent()
     options = {"idempotency": store, "stop_timeout": 1.5}
     with new_consumer(Handler(), dead_letter=None, **options) as consumer:
@@ -475,7 +499,10 @@ def test_a_silent_store_delays_a_stop_only_up_to_its_timeout(
 def test_a_late_result_settles_nothing_on_the_next_channel(
     broker: ScriptedBroker, new_consumer: NewConsumer, how: str
 ) -> None:
-    """Its tag means another delivery there. The broker delivers again what was not acked."""
+    """Its tag means another delivery there.
+
+    The broker redelivers the unacked message.
+    """
     with Gate(lambda delivery: delivery.body == b"slow" and not delivery.redelivered) as gate:
         handler = Handler(then=gate)
         with new_consumer(handler, concurrency=3, ack_interval=0.02) as consumer:
@@ -489,7 +516,7 @@ def test_a_late_result_settles_nothing_on_the_next_channel(
             broker.wait(lambda: broker.consumed not in {None, old}, "another channel")
             new = broker.consuming
             assert (new.connection is old.connection) == (how == "channel")
-            new.deliver(b"other")  # has the tag that the slow one had
+            new.deliver(b"other")  # its tag is that of the slow delivery
             wait_acked(broker, 1)
             gate.open()
             wait_until(lambda: consumer.statistics.stale == 1, timeout=30, what="a late result")
@@ -534,7 +561,10 @@ def test_a_consumer_cancelled_by_the_broker_subscribes_again(broker: ScriptedBro
 def test_a_kill_switch_without_a_probe_uses_no_processor_time(
     broker: ScriptedBroker, new_consumer: NewConsumer
 ) -> None:
-    """What has failed is dead-lettered, nothing else came: it waits for that, and does not look at the clock."""
+    """The failed deliveries are dead-lettered, and no others came.
+
+    The consumer waits for a delivery without polling the clock.
+    """
     broker.script = confirming
     switch = KillSwitch(share=0.5, minimum=2, pause=0.1)
     with new_consumer(Handler(then=Fails(DeadLetter("no"))), ORDERS, kill_switch=switch, ack_interval=0.02) as consumer:
@@ -544,13 +574,16 @@ def test_a_kill_switch_without_a_probe_uses_no_processor_time(
         wait_acked(broker, 1, 2)
         assert consumer.statistics.pauses == 1
         began = time.process_time()
-        threading.Event().wait(0.6)  # the pause is over soon; what is measured is the rest
+        threading.Event().wait(0.6)  # the pause is over soon, and the rest is measured
         assert time.process_time() - began < 0.3
 
 
 @pytest.mark.slow
 def test_a_stop_ends_a_pending_subscription_to_quarantine(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
-    """Else what is in quarantine would come and go back until the stop is over, and each time be a failed attempt."""
+    """Otherwise quarantined messages would be delivered and returned until its end.
+
+    Each return would count as a failed attempt.
+    """
     go_on = broker.gates["orders#quarantine"] = threading.Event()
     consumer = new_consumer(Handler(), ORDERS, name="orders")
     with consumer:
@@ -567,7 +600,7 @@ def test_a_stop_ends_a_pending_subscription_to_quarantine(broker: ScriptedBroker
 def test_a_lost_connection_says_nothing_of_quarantine(
     broker: ScriptedBroker, new_consumer: NewConsumer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Even before it was subscribed to: the next connection subscribes to both."""
+    """The loss came before the subscription. The next connection subscribes to both."""
     answered = broker.gates["orders#quarantine"] = threading.Event()
     with new_consumer(Handler(), ORDERS, name="orders"):
         first = broker.consuming
@@ -604,7 +637,7 @@ def test_a_queue_that_came_back_with_other_arguments_ends_it(broker: ScriptedBro
 
 
 def test_a_run_that_ended_by_itself_is_over(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
-    """It leaves its gauges to the consumer that is made in its place; its counters stay."""
+    """Its gauges are free for the next consumer, and its counters stay."""
     broker.refusals["Queue.Declare"] = 404, "NOT_FOUND - no queue 'orders' in vhost '/'"
     registry = CollectorRegistry()
     consumer = new_consumer(Handler(), registry=registry)
@@ -619,7 +652,7 @@ def test_a_run_that_ended_by_itself_is_over(broker: ScriptedBroker, new_consumer
 
 @pytest.mark.slow
 def test_a_second_connection_is_made_for_dead_letters_only(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
-    """An alarm blocks connections that publish; acks go on."""
+    """An alarm blocks publishing connections, and acks must continue."""
     broker.script = confirming
     handler = Handler(then=lambda delivery: Fails(DeadLetter("no"))(delivery) if delivery.body == b"bad" else None)
     with new_consumer(handler, ORDERS, ack_interval=0.02):
@@ -638,7 +671,7 @@ def test_a_second_connection_is_made_for_dead_letters_only(broker: ScriptedBroke
         wait_acked(broker, 1, 2, 3, 4)
 
 
-# -- on request --------------------------------------------------------------------------------------------------------
+# -- deliveries on request ---------------------------------------------------------------------------------------------
 
 
 def test_a_get_acks_at_a_clean_end_and_requeues_after_an_error(
@@ -720,11 +753,14 @@ def test_context_variables_do_not_reach_later_deliveries(
     assert seen == [""] * 60
 
 
-# -- whatever comes ----------------------------------------------------------------------------------------------------
+# -- random behaviour --------------------------------------------------------------------------------------------------
 
 
 class Feed:
-    """A queue, as a broker keeps it: delivers up to the prefetch, and again what a lost channel had not acked."""
+    """A queue as a broker keeps it.
+
+    It delivers up to the prefetch, and redelivers what a lost channel had not acked.
+    """
 
     def __init__(self, broker: ScriptedBroker, count: int) -> None:
         self.broker = broker
@@ -735,7 +771,7 @@ class Feed:
         self._read = 0
 
     def turn(self) -> None:
-        """Take in what was settled, then deliver what may be."""
+        """Read the settlements, then deliver up to the prefetch."""
         while self._read < len(self.broker.settlements):
             one = self.broker.settlements[self._read]
             self._read += 1
@@ -765,7 +801,10 @@ class Feed:
 def test_only_handled_or_dead_lettered_messages_are_ever_acked(
     broker: ScriptedBroker, new_consumer: NewConsumer, seed: int
 ) -> None:
-    """Through lost channels and connections every message is acked in the end, and no tag is acked that is not owed."""
+    """Every message is acked in the end, through lost channels and connections.
+
+    Every ack has a tag that is outstanding.
+    """
     rng = random.Random(seed)
     handled: set[bytes] = set()
     lock = threading.Lock()
@@ -812,7 +851,7 @@ def test_only_handled_or_dead_lettered_messages_are_ever_acked(
 def test_a_consumer_connects_anew_where_nothing_is_delivered(
     broker: ScriptedBroker, new_consumer: NewConsumer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its node's member of the queue does not run, and assigned messages are for ever on their way."""
+    """The queue's member on its node is down, so assigned messages never arrive."""
     monkeypatch.setattr(delivery_watch, "LOOK_EVERY", 0.1)
     got: list[bytes] = []
     with new_consumer(lambda delivery: got.append(delivery.body), ORDERS, dead_letter=None):

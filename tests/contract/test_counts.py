@@ -1,4 +1,7 @@
-"""No messages and no consumers: RabbitMQ says so of a quorum queue whose leader does not respond, too."""
+"""Counts of 0 messages and 0 consumers.
+
+RabbitMQ also reports them for a quorum queue whose leader does not respond.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ QUEUE = "orders.dead"
 
 
 def test_counts_in_doubt_are_asked_for_again(broker: ScriptedBroker) -> None:
-    """Those of the other queues are not, nor is a queue that is refused; after three times they are believed."""
+    """Only queues with such counts are counted again, up to three times.
+
+    A refused queue is not.
+    """
     broker.missing.add("missing")
     broker.counts.extend([UNKNOWN, (3, 0), UNKNOWN, (0, 1), UNKNOWN, UNKNOWN, (7, 0), UNKNOWN])
     with AdminChannel(parse_url(broker.url), name="test") as channel:
@@ -40,12 +46,12 @@ def test_counts_in_doubt_are_asked_for_again(broker: ScriptedBroker) -> None:
 
 @pytest.mark.slow
 def test_a_queue_seems_empty_only_if_it_is_counted_again(broker: ScriptedBroker) -> None:
-    """For all that show a number: the size and the depths of dead-letter queues, the gauges, the doctor."""
+    """This holds for all readers of counts: dead-letter queues, gauges, the doctor."""
     settings = parse_url(broker.url)
     broker.counts.extend([UNKNOWN, UNKNOWN, (5, 0)])
     assert depths(settings, [QUEUE]) == {QUEUE: 5}
 
-    broker.counts.extend([UNKNOWN, UNKNOWN, UNKNOWN, (5, 0)])  # the first is that of entering
+    broker.counts.extend([UNKNOWN, UNKNOWN, UNKNOWN, (5, 0)])  # the first one is read on entry
     with DeadLetterQueue(broker.url, QUEUE) as dead:
         assert len(dead) == 5
 

@@ -1,4 +1,4 @@
-"""What only the asyncio API has to bear: a loop that stands still, and thousands of tasks at once."""
+"""Cases of the asyncio API only: a stalled event loop, and thousands of tasks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ HEARTBEAT = b"\x08\0\0\0\0\0\0\xce"
 
 @pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, None]], None]:
-    """Run a coroutine on a fresh loop; no task may be left, nothing may be complained of."""
+    """Return a function that runs a coroutine on a fresh event loop.
+
+    No task may be left, and the loop may report no error.
+    """
 
     def run(main: Coroutine[Any, Any, None]) -> None:
         complaints: list[object] = []
@@ -73,7 +76,7 @@ def acking(published: Published) -> None:
 
 
 class Beating(threading.Thread):
-    """Sends the broker's heartbeats on the newest connection."""
+    """A thread that sends the broker's heartbeats on the newest connection."""
 
     def __init__(self, broker: ScriptedBroker) -> None:
         super().__init__(daemon=True)
@@ -96,7 +99,10 @@ class Beating(threading.Thread):
 def test_a_stalled_loop_reads_before_it_gives_up_a_connection(
     broker: ScriptedBroker, run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """For more than two heartbeats nothing was read: the broker's beats wait in the socket, and the log says why."""
+    """Nothing was read for more than two heartbeats.
+
+    The broker's heartbeats wait in the socket, and the log names the reason.
+    """
     broker.script = acking
 
     registry = CollectorRegistry()
@@ -118,7 +124,7 @@ def test_a_stalled_loop_reads_before_it_gives_up_a_connection(
             publishers = registry.get_sample_value(stalled.format("publisher"), {"publisher": "p"})
             assert publishers is not None
             assert 2.9 < publishers < 10
-            # Its heartbeat is the usual one, which three seconds do not endanger.
+            # Its heartbeat is the default, which three seconds do not exceed.
             assert registry.get_sample_value(stalled.format("consumer"), {"consumer": "c", "queue": "q"}) == 0
         assert len(broker.connections) == 2
 
@@ -134,7 +140,7 @@ def test_a_stalled_loop_reads_before_it_gives_up_a_connection(
 def test_a_stall_is_reported_from_half_a_heartbeat_not_a_quarter(
     broker: ScriptedBroker, run: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whenever it begins, between two looks at the clock, which are a tenth of a second apart here."""
+    """The stall may begin at any time between two checks, which are 0.1 s apart here."""
     registry = CollectorRegistry()
     name = "reliable_mq_consumer_event_loop_stalled_seconds_total"
     now, looks = 1000.0, 0
@@ -152,7 +158,7 @@ def test_a_stall_is_reported_from_half_a_heartbeat_not_a_quarter(
         return registry.get_sample_value(name, {"consumer": "c", "queue": "q"}) or 0.0
 
     async def reported(seconds: float, later: float) -> float:
-        """Return how much is reported of so many seconds that begin so much later than a look."""
+        """Return the reported seconds of a stall that begins `later` after a check."""
         nonlocal now
         before, seen = stalled(), looks
         now += later + seconds
@@ -178,7 +184,10 @@ def test_a_stall_is_reported_from_half_a_heartbeat_not_a_quarter(
 def test_a_connection_lost_to_a_stall_is_replaced_without_loss(
     broker: ScriptedBroker, run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The broker gives it up while the loop stands still: what was unconfirmed is published again."""
+    """The broker closes the connection during the stall.
+
+    Unconfirmed messages are published again.
+    """
 
     async def main() -> None:
         async with AsyncPublisher(broker.url, heartbeat=1) as publisher:
@@ -196,8 +205,8 @@ def test_a_connection_lost_to_a_stall_is_replaced_without_loss(
 
 @pytest.mark.slow
 def test_10_000_tasks_that_publish_hold_no_more_than_the_window(broker: ScriptedBroker, run: Any) -> None:
-    """However many await their turn, only so many are unconfirmed, encoded or in a buffer of ours at a time."""
-    owed: list[int] = [0, 0]  # by the broker, now and at most
+    """Only a window of messages is unconfirmed, encoded or buffered at a time."""
+    owed: list[int] = [0, 0]  # unconfirmed messages, now and at most
     lock = threading.Lock()
     held: list[Published] = []
 
@@ -234,7 +243,10 @@ def test_10_000_tasks_that_publish_hold_no_more_than_the_window(broker: Scripted
 
 @pytest.mark.slow
 def test_10_000_unconfirmed_tasks_hold_no_copies_past_the_window(broker: ScriptedBroker, run: Any) -> None:
-    """Beside the callers' own messages there is what the window lets in, and nothing of those who gave up."""
+    """Apart from the callers' messages, memory only holds what the window admits.
+
+    Nothing is left of callers that gave up.
+    """
     window, size = 200, 4000
     messages = [Message(b"%d" % number + bytes(size)) for number in range(10_000)]
 
@@ -249,7 +261,7 @@ def test_10_000_unconfirmed_tasks_hold_no_copies_past_the_window(broker: Scripte
                 assert {type(one) for one in late} == {PublishUnconfirmed}
                 del late, in_vain
                 await until(lambda: len(broker.published) == window)
-                await asyncio.sleep(0.01)  # the loop itself remembers for a turn what it has done last
+                await asyncio.sleep(0.01)  # the loop keeps its last work for one turn
                 gc.collect()
                 bodies = [trace.size for trace in tracemalloc.take_snapshot().traces if size <= trace.size < 2 * size]
             finally:
@@ -295,7 +307,10 @@ def test_submits_of_one_turn_need_no_task_and_share_one_write(
 
 
 def test_cancelled_publishes_leave_the_others_their_outcomes(broker: ScriptedBroker, run: Any) -> None:
-    """On the wire, waiting for the window, not begun: what was admitted settles, and what was not is not sent."""
+    """Publishes are cancelled on the wire, waiting for the window, or not begun.
+
+    Admitted messages are settled, others are not sent.
+    """
 
     async def main() -> None:
         async with AsyncPublisher(broker.url, max_outstanding=4) as publisher:
@@ -326,14 +341,14 @@ def test_cancelled_publishes_leave_the_others_their_outcomes(broker: ScriptedBro
             await until(lambda: len(broker.published) == 8)
             channel.ack(8)
             await confirmed[0]
-            with pytest.raises(Exception, match="returned"):  # of the task that was cancelled: nobody has seen it
+            with pytest.raises(Exception, match="returned"):  # for the cancelled task, since no caller has seen it
                 await publisher.close()
 
     run(main())
 
 
 def test_a_cancelled_large_publish_does_not_block_a_small_one(broker: ScriptedBroker, run: Any) -> None:
-    """What fits is let in at once, though nothing that is outstanding settles."""
+    """A message that fits is admitted at once, although nothing is settled."""
 
     async def main() -> None:
         async with AsyncPublisher(broker.url, max_outstanding_bytes=1000) as publisher:
@@ -357,7 +372,7 @@ def test_a_cancelled_large_publish_does_not_block_a_small_one(broker: ScriptedBr
 
 
 def test_close_raises_a_failure_admitted_during_cancellation(broker: ScriptedBroker, run: Any) -> None:
-    """In the same turn of the loop: the message is on its way, and no report tells of it."""
+    """The message is admitted in the same turn of the loop, and no report has it."""
 
     async def main() -> None:
         async with AsyncPublisher(broker.url, max_outstanding=1, retry=RetryPolicy(max_attempts=1)) as publisher:
@@ -378,7 +393,7 @@ def test_close_raises_a_failure_admitted_during_cancellation(broker: ScriptedBro
 def test_the_time_to_connect_counts_against_the_wait_for_room(
     broker: ScriptedBroker, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A message's time runs from its submission, whatever it waits for first."""
+    """The timeout of a message starts at its submission, whatever it waits for."""
     broker.silent = True
     passed = 0.0
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed)
@@ -393,7 +408,7 @@ def test_the_time_to_connect_counts_against_the_wait_for_room(
         began = time.monotonic()
         second = asyncio.create_task(publisher.submit(Message(b"y"), routing_key="q", timeout=60.5))
         await until(lambda: broker.connections)
-        passed = 60.0  # the first attempt to connect takes as long as that
+        passed = 60.0  # the duration of the first attempt to connect
         with pytest.raises(PublishUnconfirmed, match="window"):
             await second
         assert 0.4 < time.monotonic() - began < 25
@@ -405,7 +420,10 @@ def test_the_time_to_connect_counts_against_the_wait_for_room(
 
 
 def test_readings_of_a_consumer_are_those_of_the_sync_api(broker: ScriptedBroker, run: Any) -> None:
-    """The same families with the same labels, and one for the loop, which there is the user's."""
+    """The names and labels are the same, with one more reading for the event loop.
+
+    In the asyncio API the event loop belongs to the user.
+    """
 
     def names(registry: CollectorRegistry) -> set[str]:
         return {line.partition(" ")[0] for line in generate_latest(registry).decode().splitlines() if "#" not in line}
@@ -434,7 +452,7 @@ def test_readings_of_a_consumer_are_those_of_the_sync_api(broker: ScriptedBroker
 def test_an_async_handler_sees_only_the_context_of_its_consumer(
     broker: ScriptedBroker, run: Any, options: dict[str, Any]
 ) -> None:
-    """Its own variables stay for as long as it runs, also where their values cannot be compared."""
+    """A handler keeps its variables while it runs, even if they cannot be compared."""
     tenant: ContextVar[Any] = ContextVar("tenant", default="")
     region: ContextVar[str] = ContextVar("region", default="")
     seen: list[object] = []
@@ -469,7 +487,10 @@ def test_an_async_handler_sees_only_the_context_of_its_consumer(
 
 
 def test_closing_the_consumer_in_a_get_block_requeues_deliveries(broker: ScriptedBroker, run: Any) -> None:
-    """They are waited for as a handler would be; then they are the broker's, and the end of the block says so."""
+    """The consumer waits as for a handler, and then returns them to the broker.
+
+    The end of the block raises.
+    """
 
     async def main() -> None:
         consumer = AsyncConsumer(broker.url, "orders", stop_timeout=0.1)
@@ -488,7 +509,7 @@ def test_closing_the_consumer_in_a_get_block_requeues_deliveries(broker: Scripte
 
 @pytest.mark.parametrize("in_time", [True, False])
 def test_an_ended_consumer_is_not_kept_alive_by_a_timer(broker: ScriptedBroker, run: Any, in_time: bool) -> None:
-    """The loop is the user's and goes on; a look at what was unacked would be due after 1 350 s."""
+    """The event loop runs on, and a check for unacked deliveries is due after 1 350 s."""
 
     async def ended() -> tuple[weakref.ref[Any], weakref.ref[Any]]:
         release = asyncio.Event()
@@ -515,7 +536,10 @@ def test_an_ended_consumer_is_not_kept_alive_by_a_timer(broker: ScriptedBroker, 
 
 
 def test_cancelling_run_requeues_deliveries_and_leaves_nothing(broker: ScriptedBroker, run: Any) -> None:
-    """Its handlers are cancelled, which is no failure; nothing is acked, and the connection ends in good order."""
+    """The handlers are cancelled, which is not a failure.
+
+    Nothing is acked, and the connection is closed properly.
+    """
     ended: list[bytes] = []
     begun = asyncio.Event()
 
@@ -545,7 +569,10 @@ def test_cancelling_run_requeues_deliveries_and_leaves_nothing(broker: ScriptedB
 
 
 def test_a_task_that_is_cancelled_in_get_takes_nothing_with_it(broker: ScriptedBroker, run: Any) -> None:
-    """While it waits, or holds deliveries: what it held is requeued, and the next one gets what comes."""
+    """The task waits for deliveries, or holds some.
+
+    Held deliveries are requeued, and the next task gets new ones.
+    """
 
     async def main() -> None:
         async with AsyncConsumer(broker.url, "orders", ack_interval=0.02) as consumer:
@@ -583,14 +610,17 @@ async def take_one(consumer: AsyncConsumer) -> list[bytes]:
 
 
 async def begun(consumer: AsyncConsumer) -> None:
-    """Return in the turn of the loop in which a start has begun, before it can have ended."""
+    """Return once a start has begun, in the same turn of the event loop."""
     while consumer._subscription is None:  # noqa: ASYNC110  # an event would come later
         await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("pulls", [False, True], ids=["connect", "get"])
 def test_a_start_that_is_cancelled_twice_may_be_tried_again(broker: ScriptedBroker, run: Any, pulls: bool) -> None:
-    """As when a deadline and the end of a task group meet: the second one comes while the start is undone."""
+    """A deadline and the end of a task group may both cancel it.
+
+    The second cancellation comes while the start is undone.
+    """
 
     async def main() -> None:
         consumer = AsyncConsumer(broker.url, "orders")
@@ -631,7 +661,7 @@ def test_who_gives_up_a_start_ends_it_for_nobody_else(broker: ScriptedBroker, ru
 
 
 def test_another_event_loop_closes_no_publisher(broker: ScriptedBroker) -> None:
-    """And changes nothing about it."""
+    """The publisher is unchanged."""
 
     async def main() -> None:
         async with AsyncPublisher(broker.url) as publisher:
@@ -647,16 +677,16 @@ def test_another_event_loop_closes_no_publisher(broker: ScriptedBroker) -> None:
     asyncio.run(main())
 
 
-# -- closing that is cancelled, or comes early -------------------------------------------------------------------------
+# -- closing that is cancelled, or early -------------------------------------------------------------------------------
 
 
 async def nothing_runs(before: set[asyncio.Task[Any]]) -> None:
-    """Wait until no tasks are left but those from before."""
+    """Wait until no tasks are left except the earlier ones."""
     await until(lambda: asyncio.all_tasks() <= before)
 
 
 async def cancelled_twice(task: asyncio.Task[None], closing: Callable[[], bool]) -> None:
-    """Cancel a task, and once more while it closes because of that."""
+    """Cancel a task, and once more while it closes."""
     task.cancel()
     await until(closing)
     task.cancel()
@@ -665,7 +695,7 @@ async def cancelled_twice(task: asyncio.Task[None], closing: Callable[[], bool])
 
 
 def test_a_publisher_closed_before_it_connects_never_connects(broker: ScriptedBroker, run: Any) -> None:
-    """Nobody would close that connection."""
+    """That connection would never be closed."""
 
     async def main() -> None:
         before = asyncio.all_tasks()
@@ -676,7 +706,7 @@ def test_a_publisher_closed_before_it_connects_never_connects(broker: ScriptedBr
         await publisher.close(0)
         with pytest.raises(asyncio.CancelledError):
             await publishing
-        async with AsyncPublisher(broker.url):  # which takes longer
+        async with AsyncPublisher(broker.url):  # takes longer
             pass
         await nothing_runs(before)
 
@@ -688,7 +718,10 @@ def test_a_publisher_closed_before_it_connects_never_connects(broker: ScriptedBr
 def test_a_publisher_block_cancelled_twice_leaves_nothing_behind(
     broker: ScriptedBroker, run: Any, tmp_path: Path, outbox: bool
 ) -> None:
-    """It is closed; what the broker does not confirm is not waited for, nothing connects again or is complained of."""
+    """It is closed without waiting for confirms.
+
+    Nothing connects again, and the event loop reports no error.
+    """
     registry = CollectorRegistry()
 
     async def main() -> None:
@@ -747,7 +780,7 @@ def test_an_outbox_opened_after_its_publisher_closed_is_closed(run: Any, tmp_pat
 
 
 def test_cancelling_twice_leaves_no_connection_for_dead_letters(broker: ScriptedBroker, run: Any) -> None:
-    """Though the broker owes it a confirm there."""
+    """This holds even if a confirm is missing on that connection."""
 
     async def handle(_: Delivery) -> None:
         raise DeadLetter("no")
@@ -767,7 +800,7 @@ def test_cancelling_twice_leaves_no_connection_for_dead_letters(broker: Scripted
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_no_connection_is_attempted_while_the_event_loop_ends(broker: ScriptedBroker) -> None:
-    """Its task would be destroyed: the end of the loop has cancelled all tasks by then."""
+    """The end of the loop has cancelled all tasks, and would destroy a new one."""
     broker.silent = True
     publisher = AsyncPublisher(broker.url, connect_timeout=0.2, reconnect_wait=tenacity.wait_fixed(0.2))
     unfinished: list[AsyncIterator[None]] = []
@@ -777,7 +810,7 @@ def test_no_connection_is_attempted_while_the_event_loop_ends(broker: ScriptedBr
         await until(lambda: publisher._channel._io._connector._state is ConnectionState.WAITING)
         try:
             yield
-        finally:  # when all tasks were cancelled
+        finally:  # after all tasks were cancelled
             await asyncio.sleep(0.3)
 
     async def begin() -> None:
@@ -790,16 +823,16 @@ def test_no_connection_is_attempted_while_the_event_loop_ends(broker: ScriptedBr
     assert asyncio.all_tasks(loop) == set()
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # what is not closed says so, and cannot be on another loop
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # an unclosed client warns, and cannot be closed on another loop
 @pytest.mark.parametrize("second", ["publish", "submit", "connect", "flush", "close", "__aenter__"])
 @pytest.mark.parametrize("stored", [False, True], ids=["", "outbox"])
 def test_a_publisher_on_a_second_event_loop_is_a_usage_error(
     broker: ScriptedBroker, tmp_path: Path, second: str, stored: bool
 ) -> None:
-    """Whatever the end of the first loop has done to its connection."""
+    """This holds whatever the end of the first loop did to its connection."""
     broker.script = acking
 
-    def use_on_two_loops() -> None:  # which keeps nothing: it warns here, and in no later test
+    def use_on_two_loops() -> None:  # keeps no reference, so it warns here and in no later test
         outbox = SQLiteOutbox(tmp_path / "outbox") if stored else None
         publisher = AsyncPublisher(broker.url, outbox=outbox)
 

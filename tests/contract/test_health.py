@@ -1,4 +1,4 @@
-"""What a publisher and a consumer tell a probe, on either API, whatever happens to them."""
+"""The health of publishers and consumers of either API, in all situations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NewClient = "Callable[..., Any]"
 
 
 def inner(client: Any) -> Any:
-    """The publisher or consumer itself, of one that is called from another thread."""
+    """Return the publisher or consumer inside a client for other threads."""
     return getattr(client, "publisher", None) or getattr(client, "consumer", None) or client
 
 
@@ -76,7 +76,7 @@ def test_a_publisher_without_confirms_does_not_progress(broker: ScriptedBroker, 
         confirmation = publisher.submit(Message(b"x"), routing_key="orders")
         health = wait_health(publisher, lambda health: not health.progressing, stuck_after=0.2)
         assert states(health) == (True, True, False)
-        assert inner(publisher).health().progressing  # for confirm_timeout
+        assert inner(publisher).health().progressing  # within confirm_timeout
         [published] = broker.wait_published(1)
         published.channel.ack(1)
         assert confirmation.exception(30) is None
@@ -95,7 +95,10 @@ def test_what_has_given_up_is_not_live(broker: ScriptedBroker, new_publisher: Ne
 
 @pytest.mark.slow
 def test_an_event_loop_that_stands_still_is_not_live(broker: ScriptedBroker, new_publisher: NewClient) -> None:
-    """That of asyncio, or that of the I/O thread: the second probe after a heartbeat sees it."""
+    """The loop is asyncio's or the I/O thread's.
+
+    The second probe after a heartbeat detects the stall.
+    """
     broker.heartbeat = 1
     go_on = threading.Event()
     with new_publisher(heartbeat=1) as publisher:
@@ -113,7 +116,7 @@ def test_an_event_loop_that_stands_still_is_not_live(broker: ScriptedBroker, new
 
 @pytest.mark.slow
 def test_an_io_thread_that_died_is_not_live(broker: ScriptedBroker) -> None:
-    """In a process of its own: nobody closes the sockets of such a thread."""
+    """The program runs in a separate process, because the sockets stay open."""
     program = """
         import sys, threading
         from reliable_mq import Publisher
@@ -137,7 +140,7 @@ def test_an_io_thread_that_died_is_not_live(broker: ScriptedBroker) -> None:
 def test_with_an_outbox_a_publisher_is_ready_without_a_broker(
     broker: ScriptedBroker, new_publisher: NewClient, tmp_path: Path
 ) -> None:
-    """Messages are stored; only that they are not relayed for long is seen."""
+    """Messages are stored, so only a relay that is stuck for long shows."""
     broker.refusals["Connection.Open"] = 541, "INTERNAL_ERROR - starting"
     with new_publisher(outbox=SQLiteOutbox(tmp_path / "outbox.db")) as publisher:
         publisher.publish(Message(b"stored"), routing_key="orders")
@@ -199,7 +202,7 @@ def test_a_paused_consumer_is_not_ready(broker: ScriptedBroker, new_consumer: Ne
 def test_a_consumer_unable_to_publish_dead_letters_is_not_ready(
     broker: ScriptedBroker, new_consumer: NewClient
 ) -> None:
-    """They have a connection of their own, made for the first of them."""
+    """They use a separate connection, which is opened for the first of them."""
 
     def fail(_delivery: Any) -> None:
         raise ValueError("no stock")

@@ -1,7 +1,7 @@
-"""The files that a message passes are those that the page of the architecture lists, and no more than its bounds.
+"""The files on the path of a message are those listed on the architecture page.
 
-A profiler notes every function of the package that is called meanwhile. Each file is in the table of its way, or among
-those that the page names below it, which are asked and have no part in it.
+A profiler notes every function of the package that is called. Each file is in the table of its path, or among the files
+named below the table, which take no part in it. No path has more files than its bound.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 PACKAGE = Path(reliable_mq.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "explanation" / "architecture.md"
-#: The most files that each way may have.
+#: The maximum number of files for each path.
 BOUNDS = {"publish": 13, "confirm": 10, "delivery": 12, "ack": 11}
 COMPLETES = {"core/consumer/handler.py", "core/idempotency.py"}
 CLAIMS = COMPLETES | {"codec/properties.py"}
-GROUPS = {"engine/claim_groups.py"}  # asked for the size of a group
-MESSAGES = 20  # beside other processes a few may find a thread that is awake, and need not be woken
+GROUPS = {"engine/claim_groups.py"}  # read for the size of a group
+MESSAGES = 20  # enough that a few find a running thread, which needs no wake-up, on a busy machine
 
 
 class Profile:
-    """The files whose functions are called, by the way that a message is on."""
+    """The files whose functions are called, for each path of a message."""
 
     def __init__(self) -> None:
         self.files: dict[str, set[str]] = {way: set() for way in BOUNDS}
@@ -51,7 +51,7 @@ class Profile:
         self._way = None if way is None else self.files[way]
 
     def leave(self, owner: Any) -> None:
-        """Note all that an I/O thread has to do, then nothing more."""
+        """Record the path until the I/O thread is idle, then leave it."""
         self._unseen.add(threading.get_ident())
         idle = threading.Event()
         owner._io.call_soon(idle.set)
@@ -61,7 +61,10 @@ class Profile:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Note the calls of this thread, and of those that it starts, without garbage collection."""
+        """Record the calls of this thread and of those that it starts.
+
+        Garbage collection is disabled.
+        """
         gc.collect()
         gc.disable()
         threading.setprofile(self._called)
@@ -70,7 +73,7 @@ class Profile:
             yield
         finally:
             sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]  # as `sys.setprofile` takes it
+            threading.setprofile(None)  # as `sys.setprofile` accepts
             gc.enable()
 
     def _called(self, frame: FrameType, event: str, _: object) -> None:
@@ -82,7 +85,7 @@ class Profile:
 
 
 def publish(profile: Profile) -> None:
-    """Publish a message that opens the connection, and then those that count."""
+    """Publish a message that opens the connection, and then the measured ones."""
     with ScriptedBroker() as broker, profile.running(), Publisher(broker.url, delivery_timeout=20) as publisher:
         for number in range(MESSAGES + 1):
             message = Message(b"paid")
@@ -107,7 +110,7 @@ def confirm(confirmation: BaseConfirmation, published: Published) -> None:
 
 
 def consume(profile: Profile, **options: Any) -> None:
-    """Consume a first message, which starts threads, and then those that count."""
+    """Consume a message that starts the threads, and then the measured ones."""
     handled = 0
 
     def handle(_: object) -> None:
@@ -130,7 +133,7 @@ def consume(profile: Profile, **options: Any) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def without_quarantine() -> Iterator[None]:
-    """A consumer does not subscribe to it while messages are on their way."""
+    """Delay the subscription to quarantine beyond the test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quarantine, "AFTER", 3600.0)
         yield
@@ -145,7 +148,7 @@ def called() -> dict[str, set[str]]:
 
 
 class Listed(NamedTuple):
-    """The part of the page about one way."""
+    """The part of the page about one path."""
 
     count: int
     table: list[str]

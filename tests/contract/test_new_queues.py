@@ -1,4 +1,4 @@
-"""What a publisher or a consumer makes of queues that it makes and of those that it finds, on either API."""
+"""Queues that a publisher or consumer makes, and those that exist, in either API."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 NewConsumer = "Callable[..., Any]"
 NewPublisher = "Callable[..., Any]"
-LONG = 60.0  # seconds of grace: longer than any test
+LONG = 60.0  # seconds of grace, longer than any test
 SHORT = 0.7
-ASKED = 1 + 7  # times for confirms: to set a channel up, and until the answers prove that a queue is old
+ASKED = 1 + 7  # confirm.select: once for a channel, then until a queue is known to be old
 
 
 def topology(*names: str) -> list[Queue]:
@@ -40,7 +40,7 @@ def acking(published: Published) -> None:
 
 
 def make(broker: ScriptedBroker, queue: str) -> None:
-    """Have this process make a queue; what the broker reads from then on is in `seen`."""
+    """Let this process make a queue, and clear `seen`."""
     broker.script = acking
     broker.missing = {queue}
     with Publisher(broker.url, topology=topology(queue), new_queue_grace=LONG) as publisher:
@@ -51,7 +51,10 @@ def make(broker: ScriptedBroker, queue: str) -> None:
 
 @pytest.fixture
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A default that `tests.new_queues` has set to 0: of publishers that a test does not make itself."""
+    """Set the default grace, for publishers that a test does not make itself.
+
+    `tests.new_queues` has set it to 0.
+    """
     defaults: dict[str, Any] = PublisherOptions.__init__.__kwdefaults__
     monkeypatch.setitem(defaults, "new_queue_grace", SHORT)
 
@@ -59,7 +62,7 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_missing_queue_costs_one_channel_and_no_connection(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
-    """The broker says no more of a channel after the first queue that it does not have."""
+    """The broker closes the channel over the first missing queue."""
     broker.script = acking
     broker.missing = {"costs-b", "costs-c"}
     with new_publisher(topology=topology("costs-a", "costs-b", "costs-c"), new_queue_grace=LONG) as publisher:
@@ -93,7 +96,10 @@ def test_provisional_confirms_are_republished_after_a_reconnect(
 
 @pytest.mark.slow
 def test_a_broker_silent_within_the_grace_confirms_nothing(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
-    """Its host may have vanished: it is asked when the grace is over, and the connection is given up."""
+    """Its host may have vanished.
+
+    It is asked when the grace is over, and the connection is given up.
+    """
 
     def script(published: Published) -> None:
         acking(published)
@@ -113,7 +119,7 @@ def test_a_broker_silent_within_the_grace_confirms_nothing(broker: ScriptedBroke
 def test_an_original_stays_while_its_dead_letter_is_provisional(
     broker: ScriptedBroker, new_consumer: NewConsumer
 ) -> None:
-    """The consumer has made the dead-letter queue, and the broker may lose it with the copy."""
+    """The consumer made the dead-letter queue, which the broker may lose."""
 
     def give_up(_delivery: Delivery) -> None:
         raise DeadLetter("of no use")
@@ -158,7 +164,7 @@ def test_a_dead_letter_stays_until_its_replay_confirm_is_final(broker: ScriptedB
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_grace")
 def test_an_import_returns_when_no_confirm_of_it_is_provisional(broker: ScriptedBroker) -> None:
-    """The file may be deleted then."""
+    """A caller may delete the file after that."""
     make(broker, "import-new")
     with DeadLetterQueue(broker.url, "import-new") as letters:
         assert letters.import_lines([b'{"body": "x"}']) == (1, [])
@@ -177,7 +183,7 @@ def test_a_spark_task_waits_for_final_confirms_of_its_rows(broker: ScriptedBroke
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_grace")
 def test_a_spark_task_waits_for_final_confirms_of_dead_letters(broker: ScriptedBroker) -> None:
-    """The task itself has made their queue."""
+    """The task itself makes their queue."""
     broker.script = acking
     broker.missing = {"letters-of-spark-new"}
     columns = {"body": ["x"], "priority": [-1]}
@@ -187,7 +193,7 @@ def test_a_spark_task_waits_for_final_confirms_of_dead_letters(broker: ScriptedB
 
 
 def write(broker: ScriptedBroker, columns: dict[str, list[Any]], **options: str) -> list[str]:
-    """Write one batch as a task of Spark does; return the routing keys of its messages."""
+    """Write one batch like a Spark task, and return the routing keys."""
     sink = BatchSink(WriteOptions(url=broker.url, **options), tuple(columns))
     assert sink.write(iter([pa.RecordBatch.from_pydict(columns)])).rows == 1
     return [row.routing_key for row in broker.published]
@@ -195,10 +201,10 @@ def write(broker: ScriptedBroker, columns: dict[str, list[Any]], **options: str)
 
 @pytest.mark.slow
 def test_a_set_up_takes_as_long_as_the_broker_answers(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
-    """A thousand quorum queues take longer than a connection may take to answer at all: to find, and to declare."""
+    """Checking and declaring a thousand quorum queues may exceed connect_timeout."""
     broker.script = acking
     broker.declare_seconds = 0.3
-    broker.missing = {"large-6"}  # the others take as long to find
+    broker.missing = {"large-6"}  # finding the others takes as long
     names = [f"large-{number}" for number in range(7)]
     with new_publisher(topology=topology(*names), connect_timeout=1.5, new_queue_grace=LONG) as publisher:
         publisher.connect()

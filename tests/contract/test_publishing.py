@@ -1,4 +1,7 @@
-"""What a publisher makes of whatever a broker says, on either API: confirms, returns, closes, silence, alarms."""
+"""A publisher of either API, with a broker that may do anything.
+
+The tests cover confirms, returns, closes, silence and alarms.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,7 @@ def settled(confirmations: list[Any]) -> list[int]:
 
 
 def wait_settled(confirmations: list[Any], *numbers: int) -> None:
-    """Wait until exactly these are settled."""
+    """Wait until exactly these confirmations are settled."""
     wait_until(lambda: settled(confirmations) == list(numbers), timeout=30, what=lambda: f"{settled(confirmations)}")
 
 
@@ -103,7 +106,7 @@ def test_confirms_settle_what_they_name_in_any_order(broker: ScriptedBroker, new
         wait_settled(confirmations, 0, 1, 2, 3, 4, 6)
         channel.ack(10)
         wait_settled(confirmations, 0, 1, 2, 3, 4, 6, 9)
-        channel.ack(0, multiple=True)  # whatever is outstanding
+        channel.ack(0, multiple=True)  # everything outstanding
         assert errors(confirmations) == [None] * 10
 
 
@@ -141,7 +144,7 @@ def test_a_nack_is_retried_with_its_id_and_not_as_a_duplicate(
 
 
 def test_confirms_that_fit_nothing_change_nothing(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
-    """Repeated, of a number that was never published, beyond the last with multiple, contradicting an earlier one."""
+    """The confirms are repeated, unknown, beyond the last publish, or contradictory."""
     with new_publisher(retry=ONCE) as publisher:
         first, second, third = submit(publisher, 3)
         channel = broker.wait_published(3)[-1].channel
@@ -180,7 +183,10 @@ def test_a_return_before_the_ack_fails_that_message_and_no_other(
 
 
 def test_the_body_of_a_return_is_never_in_memory(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
-    """However large it claims to be, and is: the publisher has its own."""
+    """The size of the returned body does not matter.
+
+    The publisher has the message itself.
+    """
 
     def script(published: Published) -> None:
         published.channel.return_large(published, 500)
@@ -202,7 +208,7 @@ def test_the_body_of_a_return_is_never_in_memory(broker: ScriptedBroker, new_pub
 def test_a_frame_larger_than_agreed_ends_the_connection_at_once(
     broker: ScriptedBroker, new_publisher: NewPublisher, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log says what came; what was unconfirmed is published again."""
+    """The log names the frame. Unconfirmed messages are published again."""
     with new_publisher() as publisher:
         confirmation = publisher.submit(Message(b"x"), routing_key=KEY)
         [published] = broker.wait_published(1)
@@ -252,7 +258,7 @@ def test_a_return_of_nothing_that_is_outstanding_changes_nothing(
 def test_no_two_messages_with_one_id_are_outstanding_at_once(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
-    """Returns name an id and no number: with one at a time, each gets its own."""
+    """A return has an id but no number, so only one publish per id is outstanding."""
     with new_publisher() as publisher:
         same = [
             publisher.submit(Message(b"%d" % n, message_id="same"), routing_key="nowhere" if n == 1 else KEY)
@@ -275,7 +281,7 @@ def test_no_two_messages_with_one_id_are_outstanding_at_once(
 
 
 def closing_over(bad: set[bytes], closes: list[int]) -> Callable[[Published], None]:
-    """Like a broker: the channel closes over a message that cannot be, whatever else is outstanding on it."""
+    """Return a script that closes the channel over an invalid message."""
 
     def script(published: Published) -> None:
         if published.body in bad:
@@ -291,7 +297,10 @@ def closing_over(bad: set[bytes], closes: list[int]) -> Callable[[Published], No
 def test_the_culprit_of_a_channel_close_fails_alone(
     broker: ScriptedBroker, new_publisher: NewPublisher, culprits: list[int]
 ) -> None:
-    """The broker names none: what was outstanding comes again in narrowing groups, on channels of one connection."""
+    """The broker names no culprit.
+
+    The outstanding publishes are sent again in smaller groups, on channels of one connection.
+    """
     closes: list[int] = []
     broker.script = closing_over({b"%d" % culprit for culprit in culprits}, closes)
     with new_publisher() as publisher:
@@ -369,7 +378,7 @@ def test_a_connection_that_ends_anyhow_is_replaced(
 def test_a_broker_that_comes_and_goes_costs_nothing_but_time(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
-    """Each connection lives for three publishes, of which one is acked."""
+    """Each connection ends after three publishes, and only one of them is acked."""
 
     def script(published: Published) -> None:
         if published.number == 3:
@@ -386,7 +395,10 @@ def test_a_broker_that_comes_and_goes_costs_nothing_but_time(
 
 
 def test_a_channel_that_nacks_all_for_too_long_is_replaced(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
-    """A quorum queue that is full no more says so once to each channel: one that has missed it would nack for ever."""
+    """A quorum queue tells each channel once that it is no longer full.
+
+    A channel that misses it would nack for ever.
+    """
     channels: list[Channel] = []
 
     def script(published: Published) -> None:
@@ -447,7 +459,10 @@ def test_a_channel_that_confirms_nothing_in_time_is_replaced(
 
 @pytest.mark.slow
 def test_a_channel_that_passes_over_one_queue_is_replaced(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
-    """The confirms of one queue are lost for good, while those of another come: a new channel has both."""
+    """Confirms of one queue are lost, and those of another arrive.
+
+    A new channel gets both.
+    """
 
     def script(published: Published) -> None:
         if published.routing_key == KEY or published.channel.connection is not broker.connections[0]:
@@ -502,7 +517,7 @@ def test_a_full_window_keeps_the_next_message_back(broker: ScriptedBroker, new_p
 def test_a_caller_overtaken_by_a_callback_keeps_its_deadline(
     broker: ScriptedBroker, new_publisher_of_the_sync_api: NewPublisher
 ) -> None:
-    """While more callbacks are due than the window has places, only what they publish is admitted."""
+    """While there are more callbacks than places, only their publishes are admitted."""
     gate, runs = threading.Event(), threading.Event()
     with new_publisher_of_the_sync_api(max_outstanding=2, confirm_timeout=1000, delivery_timeout=500) as publisher:
 
@@ -536,13 +551,13 @@ def test_large_bodies_fill_the_window_by_their_bytes(broker: ScriptedBroker, new
             publisher.submit(Message(b"x" * 600), routing_key=KEY, timeout=0.1)
         broker.wait_published(1)[0].channel.ack(1)
         assert first.exception(30) is None
-        alone = publisher.submit(Message(b"x" * 5000), routing_key=KEY)  # larger than the window: by itself
+        alone = publisher.submit(Message(b"x" * 5000), routing_key=KEY)  # larger than the window, so admitted alone
         broker.wait_published(2)[1].channel.ack(2)
         assert alone.exception(30) is None
 
 
 def test_waiting_again_and_again_leaves_nothing_behind(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
-    """A program may ask for an outcome every few milliseconds, for as long as it takes."""
+    """A program may poll an outcome every few milliseconds for a long time."""
     with new_publisher() as publisher:
         [confirmation] = submit(publisher, 1)
         broker.wait_published(1)
@@ -555,7 +570,7 @@ def test_waiting_again_and_again_leaves_nothing_behind(broker: ScriptedBroker, n
 
 
 def test_publishes_that_found_no_room_in_time_are_not_kept(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
-    """However long nothing settles, and the window stays full."""
+    """This holds while the window stays full."""
 
     def publish_in_vain() -> None:
         with pytest.raises(PublishUnconfirmed, match="window"):
@@ -583,7 +598,7 @@ def test_publishes_that_found_no_room_in_time_are_not_kept(broker: ScriptedBroke
 def test_a_timed_out_large_publish_does_not_block_a_small_one(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
-    """What fits gets in, though nothing that is outstanding settles."""
+    """A message that fits is admitted, although nothing is settled."""
 
     def submit_one(size: int, timeout: float) -> Any:
         return publisher.submit(Message(bytes(size)), routing_key=KEY, timeout=timeout)
@@ -606,7 +621,7 @@ def test_a_timed_out_large_publish_does_not_block_a_small_one(
 
 @pytest.mark.slow
 def test_nothing_is_written_while_the_broker_blocks(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
-    """And the confirm timeout does not run: what waits out an alarm is confirmed after it."""
+    """The confirm timeout does not run. The messages are confirmed after the alarm."""
     with new_publisher(confirm_timeout=1.2) as publisher:
         publisher.connect()
         connection = broker.connection
@@ -693,7 +708,10 @@ def test_closing_while_blocked_ends_in_time(broker: ScriptedBroker, new_publishe
 
 
 def test_while_disconnected_a_publish_may_raise_at_once(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
-    """New messages are refused; those accepted before are published again, and new ones once it is connected."""
+    """New messages are refused.
+
+    Accepted ones are published again, and new ones are accepted once the publisher is connected.
+    """
     with new_publisher(on_disconnected="raise") as publisher:
         [before] = submit(publisher, 1)
         broker.wait_published(1)
@@ -719,13 +737,16 @@ def test_while_disconnected_a_publish_may_raise_at_once(broker: ScriptedBroker, 
 def test_a_caller_waiting_for_the_window_fails_on_disconnection(
     broker: ScriptedBroker, new_publisher: NewPublisher, first_lost: str
 ) -> None:
-    """Long before its deadline: it was not accepted yet. Also when a channel is lost, and no other can be opened."""
+    """Its message was not accepted yet, so it does not wait for its deadline.
+
+    The same happens if a channel is lost and no other can be opened.
+    """
     with new_publisher(on_disconnected="raise", max_outstanding=2, delivery_timeout=60) as publisher:
         with ThreadPoolExecutor(1) as pool:
             accepted = submit(publisher, 2)
             broker.wait_published(2)
             waiting = pool.submit(publisher.submit, Message(b"waits"), routing_key=KEY)
-            channel = getattr(publisher, "publisher", publisher)._channel  # of a blocking one, the publisher inside
+            channel = getattr(publisher, "publisher", publisher)._channel  # the inner publisher of a blocking one
             waiters = channel._waiters
             wait_until(lambda: getattr(waiters, "waiting", waiters), timeout=30, what="a caller that waits")
             broker.refusals["Connection.Open"] = broker.refusals["Confirm.Select"] = 541, "INTERNAL_ERROR - starting"
@@ -740,7 +761,7 @@ def test_a_caller_waiting_for_the_window_fails_on_disconnection(
 
 
 def test_a_channel_that_is_closed_is_no_lost_connection(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
-    """A message that the broker closes the channel over fails alone: others are not refused meanwhile."""
+    """The message that closed the channel fails alone. Others are not refused."""
     with new_publisher(on_disconnected="raise") as publisher:
         publisher.connect()
         gate = threading.Event()
@@ -760,7 +781,7 @@ def test_a_channel_that_is_closed_is_no_lost_connection(broker: ScriptedBroker, 
 
 
 def test_a_broker_that_was_never_there_is_no_connection_either(new_publisher: NewPublisher) -> None:
-    """The first publish waits for one attempt at each host, and then fails."""
+    """The first publish fails after one attempt at each host."""
     with new_publisher(f"amqp://guest:guest@127.0.0.1:{free_port()}/", on_disconnected="raise") as publisher:
         began = time.monotonic()
         with pytest.raises(PublishDisconnected):
@@ -768,14 +789,14 @@ def test_a_broker_that_was_never_there_is_no_connection_either(new_publisher: Ne
         assert time.monotonic() - began < 20
 
 
-# -- the beginning and the end -----------------------------------------------------------------------------------------
+# -- start and end -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_a_first_publish_keeps_its_deadline_behind_later_ones(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
-    """It still waits for an attempt to connect, when another caller is done with that."""
+    """It waits for an attempt to connect, although a later caller has given up."""
     broker.silent = True
     publisher = new_publisher(connect_timeout=20, delivery_timeout=2.5)
 
@@ -802,7 +823,7 @@ def test_a_first_publish_keeps_its_deadline_behind_later_ones(
 def test_a_first_publish_keeps_its_deadline_during_declaration(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
-    """A set-up that goes on is waited for, and no longer than the message lives."""
+    """The set-up makes progress, but the message expires first."""
     broker.declare_seconds = 0.25
     topology = [Queue(f"q{number}", dead_letter=None) for number in range(40)]
     publisher = new_publisher(topology=topology, connect_timeout=0.5)
@@ -881,13 +902,13 @@ def test_leaving_raises_what_nobody_has_seen(broker: ScriptedBroker, new_publish
         leave(3)
 
 
-# -- bytes -------------------------------------------------------------------------------------------------------------
+# -- reports, logs and bytes -------------------------------------------------------------------------------------------
 
 
 def test_what_a_report_tells_is_not_said_in_the_log_as_well(
     broker: ScriptedBroker, new_publisher: NewPublisher, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Those of a submit that no caller waits for are."""
+    """Failures of a submit without a waiting caller are logged."""
     broker.script = lambda published: published.channel.nack(published.number)
 
     def leave() -> None:
@@ -905,7 +926,7 @@ def test_what_a_report_tells_is_not_said_in_the_log_as_well(
 def test_a_publish_that_fails_at_once_is_not_logged_as_unawaited(
     broker: ScriptedBroker, new_publisher: NewPublisher, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its caller gets the error, though it may be settled before the caller has begun to wait."""
+    """The caller gets the error, even if it is settled before the wait begins."""
     broker.script = lambda _published: None
     with new_publisher() as publisher:
         publisher.connect()
@@ -929,7 +950,7 @@ def test_the_end_of_a_loss_is_logged_at_the_level_of_the_loss(
 
 
 def test_a_callback_that_would_not_run_is_refused(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
-    """The failure that it was for is still raised at the end."""
+    """The failure is still raised when the publisher is closed."""
     broker.script = lambda published: published.channel.nack(published.number)
 
     async def settled(_confirmation: object) -> None:
@@ -950,7 +971,7 @@ def test_a_callback_that_would_not_run_is_refused(broker: ScriptedBroker, new_pu
 def test_close_raises_a_failure_whose_callback_was_not_added(
     broker: ScriptedBroker, new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread for callbacks could not be started, or the event loop is another one."""
+    """The thread for callbacks cannot start, or the event loop is another one."""
 
     async def add_elsewhere(confirmation: Any) -> None:
         confirmation._confirmation.add_done_callback(print)
@@ -978,7 +999,7 @@ def test_close_raises_a_failure_whose_callback_was_not_added(
 def test_broker_text_adds_no_lines_to_logs_and_errors(
     broker: ScriptedBroker, new_publisher: NewPublisher, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nor do they do anything to a terminal."""
+    """Control characters do not reach a terminal either."""
     caplog.set_level("INFO")
     words = "so\nbe it\x1b[2J\u202e"
 
@@ -1002,7 +1023,7 @@ def test_broker_text_adds_no_lines_to_logs_and_errors(
 
 
 def test_what_no_report_will_tell_is_raised_at_the_end(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
-    """Something that is no message ends the call; what it had submitted goes on."""
+    """An invalid message ends the call, but its earlier messages are published."""
 
     def leave() -> None:
         with new_publisher(retry=ONCE) as publisher:
@@ -1018,14 +1039,14 @@ def test_what_no_report_will_tell_is_raised_at_the_end(broker: ScriptedBroker, n
 def test_close_raises_failures_that_precede_an_aborted_report(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
-    """Its messages may come from code that raises, after some of them have failed."""
+    """The iterator of messages may raise after some of them have failed."""
     broker.script = lambda published: published.channel.nack(published.number)
 
     def leave() -> None:
         with new_publisher(retry=ONCE, max_outstanding=1) as publisher:
 
             def messages() -> Iterator[Message]:
-                yield from (Message(b"%d" % number) for number in range(4))  # each waits for the one before it
+                yield from (Message(b"%d" % number) for number in range(4))  # each waits for the previous one
                 raise LookupError("no more messages")
 
             with pytest.raises(LookupError, match="no more messages"):
@@ -1084,7 +1105,7 @@ def test_confirms_may_come_in_pieces_and_among_heartbeats(broker: ScriptedBroker
         assert kinds == [none, none, PublishReturned, PublishNacked, none, none]
 
 
-# -- whatever comes ----------------------------------------------------------------------------------------------------
+# -- random behaviour --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -1092,7 +1113,10 @@ def test_confirms_may_come_in_pieces_and_among_heartbeats(broker: ScriptedBroker
 def test_whatever_the_broker_does_each_outcome_is_what_it_said(
     broker: ScriptedBroker, new_publisher: NewPublisher, seed: int
 ) -> None:
-    """Confirmed is what an attempt was acked for without a return, nacked and returned likewise; nothing hangs."""
+    """A message is confirmed, nacked or returned only if the broker did so.
+
+    No call hangs.
+    """
     rng = random.Random(seed)
     acked: set[str] = set()
     nacked: set[str] = set()
@@ -1114,7 +1138,7 @@ def test_whatever_the_broker_does_each_outcome_is_what_it_said(
             returned.add(published.message_id)
         held.append(published)
         if chance < 0.3:
-            return  # later, by a multiple
+            return  # acked later, by a multiple ack
         if chance < 0.6:
             one = held.pop(rng.randrange(len(held)))
             acked.add(one.message_id)
@@ -1158,7 +1182,7 @@ def test_whatever_the_broker_does_each_outcome_is_what_it_said(
 
 @pytest.mark.slow
 def test_a_credentials_callback_that_hangs_is_asked_again(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
-    """By the next attempt, at the first connect and at a later one."""
+    """The next attempt calls it again, at the first connect and at later ones."""
     asked: list[int] = []
     release = threading.Event()
 
@@ -1183,7 +1207,7 @@ def test_a_credentials_callback_that_hangs_is_asked_again(broker: ScriptedBroker
 def test_a_hanging_credentials_callback_has_bounded_threads(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
-    """It is asked again after longer and longer times; every thread ends when its call does."""
+    """The intervals between calls grow. Every thread ends with its call."""
     release = threading.Event()
     asked: list[threading.Thread] = []
 
@@ -1213,7 +1237,7 @@ def test_a_hanging_credentials_callback_has_bounded_threads(
 def test_an_answer_that_comes_after_the_time_to_connect_is_used(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
-    """By the attempt that is under way then, however slow every call is."""
+    """The attempt in progress uses the answer, even if every call is slow."""
 
     def credentials() -> tuple[str, str]:
         time.sleep(0.5)

@@ -1,4 +1,4 @@
-"""Queue mode of Spark on a broker whose counts are in doubt: no messages and no consumers."""
+"""Spark's queue mode with counts of 0 messages and 0 consumers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.slow
 def test_a_cancelled_queue_with_a_count_in_doubt_is_read_again(broker: ScriptedBroker) -> None:
-    """The subscription is what a certain count waits for."""
+    """A reliable count needs a subscription."""
     options = read_options({"url": broker.url, "queue": "orders"}, streaming=True)
     assert isinstance(options, QueueOptions)
     reader = QueueReader(options, "test", PrefetchChoice(1))

@@ -1,4 +1,7 @@
-"""Stream mode of Spark on a broker that starts: AMQP is up before the replicas of streams are."""
+"""Spark's stream mode on a starting broker.
+
+AMQP is available before the replicas of streams are.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ def test_nothing_is_new_while_a_stream_is_not_back_yet(
         return ends[-1] == {"events": 8}
 
     def deliver() -> None:
-        """To each consumer once."""
+        """Deliver once to each consumer."""
         served: set[tuple[object, str]] = set()
         while not done.wait(0.01):
             channel = broker.consumed
@@ -78,7 +81,7 @@ def test_nothing_is_new_while_a_stream_is_not_back_yet(
 def test_a_task_waits_for_a_stream_that_is_not_back_yet(
     broker: ScriptedBroker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It goes on once the replica runs."""
+    """It continues once the replica runs."""
     broker.refusals["Basic.Consume"] = 406, NO_REPLICA
     reader = RangeReader(options(broker), StreamRange("events", 0, 1), ("offset", "body"))
     rows: list[dict[str, Any]] = []

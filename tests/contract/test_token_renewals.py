@@ -1,4 +1,7 @@
-"""Tokens of open connections, on either API: a callback that raises or hangs, and a broker that has blocked."""
+"""Token renewal on open connections, in either API.
+
+The callback raises or hangs, or the broker blocks the connection.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 
 NewPublisher = "Callable[..., Any]"
 
-LIFETIME = 1.5  # seconds: renewed after one
+LIFETIME = 1.5  # seconds; a token is renewed after one
 
 
 def acking(published: Published) -> None:
@@ -26,11 +29,11 @@ def acking(published: Published) -> None:
 
 
 class Issuer:
-    """A callback that is called at each connect, and before a token ends."""
+    """A callback that is called at each connect, and before a token expires."""
 
     def __init__(self) -> None:
         self.calls = 0
-        self.next: Callable[[], object] | None = None  # called in place of the first renewal
+        self.next: Callable[[], object] | None = None  # called instead of the first renewal
 
     def __call__(self) -> Credentials:
         self.calls += 1
@@ -40,7 +43,10 @@ class Issuer:
         return Credentials("guest", f"token {self.calls}", expires_in=LIFETIME)
 
     def hang(self) -> tuple[threading.Event, threading.Event]:
-        """Let the first renewal hang. Return what is set when it does, and what releases it."""
+        """Let the first renewal hang.
+
+        Return the event that is set when it hangs, and the event that releases it.
+        """
         hangs, release = threading.Event(), threading.Event()
 
         def hang() -> None:
@@ -100,7 +106,7 @@ def test_a_hanging_callback_blocks_nothing_and_is_called_again(
 def test_a_reconnect_does_not_wait_for_an_earlier_renewal_call(
     broker: ScriptedBroker, new_publisher: NewPublisher, caplog: Any
 ) -> None:
-    """The answer is not for the next connection, which calls by itself then, and not only in a later attempt."""
+    """The next connection calls the callback itself, in its first attempt."""
     broker.script = acking
     issuer = Issuer()
     hangs, release = issuer.hang()
@@ -121,7 +127,7 @@ def test_a_reconnect_does_not_wait_for_an_earlier_renewal_call(
 def test_an_unanswered_renewal_waits_while_the_broker_blocks(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
-    """RabbitMQ reads nothing from a connection that it blocks: the answer comes after it."""
+    """RabbitMQ does not read from a blocked connection, so it answers later."""
     broker.script = acking
     broker.secrets_unanswered = True
     url = f"amqp://127.0.0.1:{broker.port}/"
@@ -132,7 +138,7 @@ def test_an_unanswered_renewal_waits_while_the_broker_blocks(
         broker.wait(lambda: renewals(broker) >= 1, "a renewal")
         waiting = publisher.submit(Message(b"2"), routing_key="orders", timeout=60)
         over = threading.Event()
-        timer = threading.Timer(2.5, over.set)  # more than twice the time for an answer
+        timer = threading.Timer(2.5, over.set)  # more than twice the timeout of an answer
         timer.start()
         assert over.wait(60)
         timer.join()

@@ -1,4 +1,7 @@
-"""Spans of consuming, on either API: handlers run in the context of their message, and acks link to it."""
+"""Spans of consumers of either API.
+
+Handlers run in the context of their message, and acks link to it.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ NewConsumer = "Callable[..., Any]"
 
 @pytest.fixture
 def consume(new_consumer: NewConsumer, request: pytest.FixtureRequest) -> Any:  # type: ignore[valid-type]
-    """Make a consumer whose handler runs where the API runs it: on its thread, or in its task."""
+    """Return a function that makes a consumer with the usual handler of its API.
+
+    A handler runs on a thread, or as a coroutine in a task.
+    """
 
     def make(handler: Callable[[Any], object] | None, queue: Any = "orders", **options: Any) -> Any:
         async def coroutine(argument: Any) -> object:
@@ -48,7 +54,7 @@ def consume(new_consumer: NewConsumer, request: pytest.FixtureRequest) -> Any:  
 
 
 class Contexts:
-    """A handler that keeps the trace id of the span that is current, and its sampled flag."""
+    """A handler that keeps the trace id and the sampled flag of the current span."""
 
     def __init__(self) -> None:
         self.found: list[tuple[str, bool]] = []
@@ -270,7 +276,7 @@ def confirming(published: Published) -> None:
 
 
 def test_a_delay_queue_keeps_the_context_of_message_and_attempt(broker: ScriptedBroker, consume: Any) -> None:
-    """The first consumer fails; what it has published is delivered to the second one."""
+    """The first consumer fails, and the second one gets its retry."""
     broker.script = confirming
     recorder = Recorder()
 
@@ -413,7 +419,7 @@ def test_a_publish_in_a_handler_goes_on_with_the_trace(
     assert [(one.properties.headers or {})["traceparent"] for one in published] == [traceparent(send), NOT_SAMPLED]
 
 
-# -- copies: retries, dead letters -------------------------------------------------------------------------------------
+# -- copies: retries and dead letters ----------------------------------------------------------------------------------
 
 
 def failing(_: Delivery) -> None:

@@ -1,4 +1,7 @@
-"""Spans of publishing, on either API: name, kind, attributes, events and outcome; the context in the headers."""
+"""Spans of publishers of either API, and the trace context in the headers.
+
+The tests check name, kind, attributes, events and outcome.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +151,10 @@ def test_a_returned_publish_shows_the_reply(broker: ScriptedBroker, new_publishe
 
 
 def test_a_refused_publish_shows_its_doubt(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
-    """Two are lost with the channel, either may be the cause, and both may have arrived; each is sent again, alone."""
+    """Two publishes are lost with the channel, and either may be the cause.
+
+    Both may have arrived, and each is sent again alone.
+    """
 
     def script(published: Published) -> None:
         if published.body == b"bad":
@@ -247,7 +253,7 @@ def test_a_blocked_broker_is_an_event(broker: ScriptedBroker, new_publisher: New
         wait_until(lambda: publisher.outstanding, timeout=30, what="a publish")
         with pytest.raises(PublishBlocked):
             publisher.publish(Message(b""), routing_key="orders", timeout=0.1)
-        recorder.wait(1)  # its caller may give up before the connection does
+        recorder.wait(1)  # the caller may give up before the connection does
         connection.unblock()
         confirmation.result(30)
         spans = recorder.wait(2)
@@ -433,7 +439,10 @@ def test_a_scrape_shows_exemplars_of_times_to_the_confirm(broker: ScriptedBroker
 def test_the_context_is_that_of_who_stores_the_message(
     broker: ScriptedBroker, new_publisher: NewPublisher, tmp_path: Path
 ) -> None:
-    """The relay sends it later, without a context of its own: its span links to that of storing."""
+    """The relay sends the message later, without a context.
+
+    Its span links to the span of storing.
+    """
     broker.script = acking
     recorder = Recorder()
     with new_publisher(tracing=recorder.tracing, outbox=SQLiteOutbox(tmp_path / "outbox.db"), name="shop") as publisher:
@@ -505,7 +514,10 @@ def add_to_asyncio_session(database: Path, tracing: Tracing, message: Message, *
 def test_a_row_of_a_transaction_carries_the_context_of_its_code(
     broker: ScriptedBroker, new_publisher: NewPublisher, tmp_path: Path, add: Callable[..., None]
 ) -> None:
-    """A publisher elsewhere relays it, in the same trace; a row that has a context already keeps that."""
+    """Another publisher relays it in the same trace.
+
+    A row that has a context keeps it.
+    """
     broker.script = acking
     recorder, database = Recorder(), tmp_path / "shop.db"
     engine = create_engine(f"sqlite:///{database}")
@@ -554,7 +566,7 @@ def test_a_row_of_a_message_that_is_not_sampled_has_no_span(
         publisher.publish(Message(b""), routing_key="orders")
         publisher.publish(Message(b"", headers={"traceparent": THEIRS}), routing_key="orders")
         publisher.flush(30)
-    assert [span.name for span in recorder.spans] == ["send orders"]  # of the second message, whose trace is sampled
+    assert [span.name for span in recorder.spans] == ["send orders"]  # for the second message, whose trace is sampled
     found = [headers_of(one)["traceparent"] for one in broker.published]
     assert [header[3:35] for header in found] == [f"{current.get_span_context().trace_id:032x}", THEIRS[3:35]]
 

@@ -1,4 +1,7 @@
-"""Deliveries for tests of the consuming half, built from raw properties as a foreign publisher might send them."""
+"""Deliveries for consumer tests.
+
+They are built from raw properties, as any other publisher might send them.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,16 @@ from reliable_mq.core.consumer.attempts import AttemptHistory, Failure
 from reliable_mq.core.consumer.delivery import TRANSITIONS, ChannelGeneration, Delivery
 from tests.transitions import follows
 
-#: The length of a header table that ends before its entries do: the properties hold, the headers do not.
+#: A table whose length ends before its entries do. The properties are valid, the headers are not.
 BROKEN_TABLE = b"\x00\x00\x00\x05\x03foo?"
-#: Where deliveries come from, until a session says where.
+#: The source of deliveries until a session sets another one.
 SOURCE = ChannelGeneration(0, 0, "orders")
-#: A header that our publisher or consumer wrote makes the session look closer.
+#: If a message has a header of our publisher or consumer, the session checks it more closely.
 OURS = {headers.FORMAT: headers.FORMAT_VERSION}
 
 
 class CheckedDelivery(follows(TRANSITIONS), Delivery):  # type: ignore[misc]
-    """A delivery that allows no change of its state but those of the table."""
+    """A delivery that only allows the state changes of the table."""
 
     __slots__ = ()
 
@@ -30,7 +33,7 @@ def short(text: str) -> bytes:
 
 
 def too_deep(table: bytes) -> bytes:
-    """The table with one entry more, which nests deeper than anybody decodes."""
+    """Return the table with one more entry, nested too deeply to be decoded."""
     inner = bytes(4)
     for _ in range(200):
         inner = (len(inner) + 3).to_bytes(4) + b"\x01nF" + inner

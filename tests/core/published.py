@@ -1,6 +1,7 @@
-"""Publishes as a broker reads them, decoded by a codec that is not ours (pamqp), and a caller of a publishing session.
+"""Publishes as a broker reads them, and a caller of a publishing session.
 
-Every change of a publication's state is checked against the table of transitions.
+Publishes are decoded by another codec (pamqp). Every change of a publication's state is checked against the table of
+transitions.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ FORCED = BrokerReply(320, "CONNECTION_FORCED - broker forced connection closure"
 
 
 class Unencodable(Message):
-    """A message whose encoding raises, as a damaged one or a subclass of a user's may."""
+    """A message whose encoding fails, like a damaged one or a user's subclass."""
 
     __slots__ = ("encoded_before",)
 
     @classmethod
     def after(cls, times: int, body: bytes, message_id: str) -> Unencodable:
-        """Make one that can be encoded so many times."""
+        """Return a message that can be encoded `times` times."""
         message = cls._from_wire(body, None, message_id)
         object.__setattr__(message, "encoded_before", iter([None] * times))
         return message
@@ -104,7 +105,7 @@ def decode(data: bytes) -> list[Published]:
     return published
 
 
-EVENTS = {  # that a call of the session may carry out
+EVENTS = {  # the events that each call of the session may cause
     "accept": {"message_id taken"},
     "acked": {"acked", "message_id free"},
     "nacked": {"nacked", "message_id free"},
@@ -122,10 +123,10 @@ Transition = tuple[str, PublicationState, PublicationState]
 
 
 class CheckedPublication(Publication):
-    """A publication whose state changes as the table of transitions says, in the calls that are for it."""
+    """A publication that only allows the state changes of the current call."""
 
     __slots__ = ("_state",)
-    events: ClassVar[set[str]] = set()  # of the call that goes on
+    events: ClassVar[set[str]] = set()  # the events of the current call
     observed: ClassVar[set[Transition]] = set()
 
     @property
@@ -143,7 +144,7 @@ class CheckedPublication(Publication):
 
 
 class CheckedSession(PublisherSession[Publication]):
-    """A session that says which events its publications may see."""
+    """A session that sets the events that its publications may see."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -174,7 +175,7 @@ def new_session(max_attempts: int = MAX_ATTEMPTS, grace: float = 0.0) -> Publish
 
 
 class Shell:
-    """A session with a channel, on a clock that stands at 0."""
+    """A session with a channel, on a clock that starts at 0."""
 
     def __init__(self, grace: float = 0.0) -> None:
         self.session = new_session(grace=grace)

@@ -1,4 +1,7 @@
-"""A consumer session for tests, whose actions are taken one kind at a time, and helpers that do what a shell does."""
+"""A consumer session for tests, and helpers that act as its shell.
+
+A test takes the actions of the session one kind at a time.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ class CheckedQuarantine(follows(quarantines.TRANSITIONS), Quarantine):  # type: 
 
 
 class SteppedSession(ConsumerSession):
-    """Polls at every look, and keeps the actions that were not looked at."""
+    """Polls at every access, and keeps the actions that the test has not taken."""
 
     _now = 0.0
     _kept: tuple[Actions, ...] = ()
@@ -49,7 +52,7 @@ class SteppedSession(ConsumerSession):
             self._kept += (self.poll(now),)
 
     def _take(self, name: str, empty: Any) -> Any:
-        """Take the actions of one kind, of all polls since they were taken last."""
+        """Return the actions of one kind from all polls since the last call."""
         self.tick(self._now)
         found = [getattr(actions, name) for actions in self._kept]
         self._kept = tuple(actions._replace(**{name: empty}) for actions in self._kept)
@@ -94,7 +97,7 @@ class SteppedSession(ConsumerSession):
         self.cancelled(self._now)
 
     def stop(self, now: float | None = None, *, keep: bool = False) -> bool:
-        """Stop, and let the subscription end, and the pause in which nothing is sent."""
+        """Stop the session, the subscription, and the pause without sends."""
         self.lifecycle._single_active |= keep
         stopped = super().stop(self._now if now is None else now)
         self.lifecycle.unsubscribed(self._now - PAUSE)

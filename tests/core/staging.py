@@ -1,6 +1,6 @@
-"""A queue, a stage and a relay's channel, as data: for tests of the relay's session.
+"""A queue, a stage and a relay's channel as data, for the relay session's tests.
 
-`Channel` is one epoch: the relay writes frames into it, and the broker carries them out one by one, when it is told to.
+A `Channel` is one epoch. The relay writes frames into it, and the broker carries them out one by one when told to.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FRAME_MAX = 131_072
 
 
 class CheckedSession(follows(TRANSITIONS), StageSession):  # type: ignore[misc]
-    """A session that allows no change of its state but those of the table."""
+    """A session that only allows the state changes of the table."""
 
 
 def stage_options(partitions: int = 1, **changed: Any) -> StageOptions:
@@ -49,7 +49,7 @@ class Queued:
 
     @property
     def delivered_properties(self) -> bytes:
-        """The properties with the count that a quorum queue adds."""
+        """Return the properties with the count that a quorum queue adds."""
         counted = {"x-acquired-count": self.returns} if self.returns else None
         return properties(headers=counted, message_id=self.message_id or None)
 
@@ -60,7 +60,7 @@ class Queued:
 
 @dataclass
 class Stage:
-    """The partitions of a stage: for each, properties and bodies by offset."""
+    """The partitions of a stage: for each one, properties and bodies by offset."""
 
     names: tuple[str, ...]
     logs: dict[str, list[tuple[bytes, bytes]]] = field(init=False)
@@ -69,21 +69,21 @@ class Stage:
         self.logs = {name: [] for name in self.names}
 
     def originals(self) -> list[bytes]:
-        """The properties of all messages in it without headers, markers left out."""
+        """Return the properties of all staged messages, without headers and markers."""
         found = (unstaged(*each) for log in self.logs.values() for each in log)
         staged = (original for item in found if item is not None and (original := item[1]) is not None)
         ids = (parts_of(original.properties).message_id for original in staged)
         return [properties(message_id=message_id.decode() if message_id else None) for message_id in ids]
 
     def from_offset(self, name: str, start: int | str) -> Iterator[tuple[int, tuple[bytes, bytes]]]:
-        """The messages from an offset, or of the last chunk, which has three at most."""
+        """Yield messages from an offset, or those of the last chunk (at most three)."""
         log = self.logs[name]
         first = max(len(log) - 3, 0) if start == "last" else int(start)
         yield from enumerate(log[first:], first)
 
 
 class Channel:
-    """The channel of one epoch, with frames that the broker has not carried out yet."""
+    """The channel of one epoch, with the frames not yet carried out by the broker."""
 
     def __init__(self, stage: Stage, queue: deque[Queued]) -> None:
         self._stage = stage
@@ -98,7 +98,7 @@ class Channel:
         self.work.extend(parsed(frames))
 
     def carry_out(self, now: float, most: int = 1_000_000) -> list[Queued]:
-        """Do the next frames; return the messages that were acked."""
+        """Carry out the next frames, and return the messages that were acked."""
         acked: list[Queued] = []
         for _ in range(min(most, len(self.work))):
             kind, value = self.work.popleft()
@@ -131,19 +131,19 @@ class Channel:
         return taken
 
     def read(self, name: str, start: int | str, most: int = 1_000_000) -> list[tuple[int, RawDelivery]]:
-        """Deliver from a partition."""
+        """Return deliveries from a partition."""
         return [
             (offset, RawDelivery("tail-1", next(self._tags), False, "", name, raw, body))
             for _, (offset, (raw, body)) in zip(range(most), self._stage.from_offset(name, start), strict=False)
         ]
 
     def die(self) -> None:
-        """Lose the channel: what was not carried out is lost, what was not acked goes back."""
+        """Lose the channel: drop the waiting frames, and requeue unacked messages."""
         self.take_back()
         self.work.clear()
 
     def take_back(self) -> None:
-        """Return what was not acked to the queue, which ignores later acks of it, and delivers it here again."""
+        """Requeue the unacked messages, and ignore later acks of them."""
         for message in reversed(self.unacked.values()):
             message.returned()
             self._queue.appendleft(message)
@@ -151,7 +151,7 @@ class Channel:
 
 
 def parsed(frames: bytes) -> list[tuple[str, object]]:
-    """Publishes and acks, in order."""
+    """Return the publishes and acks in order."""
     found: list[tuple[str, object]] = []
     at = 0
     publish: list[object] = []
@@ -180,7 +180,7 @@ def parsed(frames: bytes) -> list[tuple[str, object]]:
 
 
 def moving(session: StageSession, channel: Channel, number: int, now: float = 0.0, most: int = 1_000_000) -> None:
-    """Bring an epoch to MOVING."""
+    """Bring an epoch to the state MOVING."""
     session_name = number.to_bytes(8)
     channel.write(session.opened(number, 1, FRAME_MAX, session_name, now))
     channel.carry_out(now)

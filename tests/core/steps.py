@@ -1,4 +1,4 @@
-"""A broker that grants every step of a set-up, in few words."""
+"""A broker that grants every step of a set-up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def granted(step: Step) -> MethodReply:
 
 
 def sent_by(generator: Generator[Step | Pipeline, Any, None]) -> list[Step | Pipeline]:
-    """Carry a generator out; return what it had sent, pipelines as they are."""
+    """Run a generator, and return what it yielded, with pipelines as they are."""
     sent: list[Step | Pipeline] = []
     reply: object = None
     try:
@@ -31,5 +31,5 @@ def sent_by(generator: Generator[Step | Pipeline, Any, None]) -> list[Step | Pip
 
 
 def steps_of(generator: Generator[Step | Pipeline, Any, None]) -> list[Step]:
-    """Carry a generator out; return its steps, those of pipelines, too."""
+    """Run a generator, and return its steps, including those of pipelines."""
     return [one for step in sent_by(generator) for one in (step.steps if isinstance(step, Pipeline) else (step,))]

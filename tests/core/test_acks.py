@@ -1,4 +1,4 @@
-"""The ack batcher: what is acked when, and never what is not finished."""
+"""The ack batcher: it acks finished deliveries in batches, and no others."""
 
 from __future__ import annotations
 
@@ -92,7 +92,10 @@ def test_at_half_the_prefetch_only_the_prefix_is_acked() -> None:
 
 
 def test_how_many_more_must_finish_before_a_frame_is_due() -> None:
-    """By the count of the contiguous ones, or by half of the prefetch, whichever is first; never less than one."""
+    """A frame is due by ``ack_every`` contiguous deliveries or half the prefetch.
+
+    Whichever comes first decides. The count is at least one.
+    """
     acks = batcher(ack_every=4, ack_interval=60.0, prefetch=20, delivered=20)
     assert acks.due_after == 4
     acks.finished([1, 3], 0.0)
@@ -265,7 +268,10 @@ def test_nonsense_is_refused(wrong: dict[str, Any], named: str) -> None:
 def test_a_delivery_costs_the_same_among_a_thousand_or_a_million(
     assert_same_cost: Callable[[Callable[[], float], Callable[[], float]], None],
 ) -> None:
-    """Finished a little out of order, twenty at a time, with as many outstanding all the time."""
+    """The cost is measured with deliveries that finish slightly out of order.
+
+    Twenty finish at a time, with a constant number of outstanding deliveries.
+    """
     source = random.Random(1)
     tags: list[int] = []
     for start in range(1, 50_001, 50):
@@ -288,7 +294,7 @@ def test_a_delivery_costs_the_same_among_a_thousand_or_a_million(
 def test_a_straggler_costs_the_same_after_few_and_many_others(
     assert_same_cost: Callable[[Callable[[], float], Callable[[], float]], None],
 ) -> None:
-    """No pause as long as the gap: the thread that acks has other things to do."""
+    """Closing a long gap must not stall the thread that sends acks."""
 
     def cost(behind: int) -> float:
         acks = batcher(delivered=behind)
@@ -326,31 +332,32 @@ def test_after_the_last_straggler_acks_use_multiple_again() -> None:
 
 
 class Acknowledging(RuleBasedStateMachine):
-    """A channel of the broker, which settles what it is told to, and closes with an error over a tag that it does not
-    know.
+    """A channel of the broker, which settles deliveries as it is told.
+
+    It closes with an error if a tag is unknown.
 
     Invariants:
 
-    - nothing unfinished is ever acked, nothing is settled twice, and no frame names a tag that is not outstanding;
-    - broker and batcher agree on what is outstanding;
-    - after `due`, nothing finished has waited for longer than the interval; contiguous finished ones are fewer than
-      ``ack_every``, and finished ones in all fill less than half of the prefetch;
-    - after a flush nothing finished is left;
-    - acked = acks sent + acks saved, and everything refused is counted.
+    - No unfinished delivery is acked, no delivery is settled twice, and every frame names an outstanding tag.
+    - Broker and batcher agree on the outstanding deliveries.
+    - After `due`, no finished delivery has waited longer than the interval. Fewer than ``ack_every`` contiguous
+      deliveries are finished and unacked, and all finished ones together fill less than half of the prefetch.
+    - After a flush, no finished delivery is unacked.
+    - ``acked == acks_sent + acks_saved``, and everything refused is counted.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.patch = patch.object(module, "_STEPS", 1)  # short runs have short gaps
+        self.patch = patch.object(module, "_STEPS", 1)  # short gaps are enough to reach the search limit
         self.patch.start()
         self.ack_every, self.interval, self.prefetch = 3, 10.0, 12
         self.acks = AckBatcher(ack_every=self.ack_every, ack_interval=self.interval, prefetch=self.prefetch)
         self.now = 0.0
-        self.generation = 0  # of the open channel; 0: there is none
+        self.generation = 0  # of the open channel; 0 without one
         self.generations = 0
         self.newest = 0
         self.outstanding: set[int] = set()  # at the broker
-        self.finished: dict[int, float] = {}  # finished, not acked: since when
+        self.finished: dict[int, float] = {}  # finished and unacked deliveries, with their time
         self.acked = self.stale = 0
         self.open()
 

@@ -1,4 +1,4 @@
-"""Admission: what is refused before a handler sees it."""
+"""Admission: deliveries that are refused before a handler is called."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.core.deliveries import BROKEN_TABLE, delivery, failures, too_deep
 
 
 class Door:
-    """An admission of five attempts, 100 bytes of body and 200 of properties."""
+    """An admission with 5 attempts, 100 bytes of body and 200 of properties."""
 
     def __init__(
         self, *, max_body_bytes: int | None = 100, max_header_bytes: int | None = 200, keeps: bool = True
@@ -95,7 +95,7 @@ def test_a_redelivery_has_the_failures_this_process_remembers() -> None:
     other = delivery(3, message_id="b", redelivered=True)
     assert door.refusal(other) is None
     assert other.attempt == 1
-    fresh = delivery(4, message_id="a")  # not flagged: another message with this id, or its publisher's duplicate
+    fresh = delivery(4, message_id="a")  # not redelivered: another message with this id, or the publisher's duplicate
     assert door.refusal(fresh) is None
     assert fresh.attempt == 1
 

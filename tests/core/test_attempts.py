@@ -1,4 +1,4 @@
-"""Attempt counts: which headers are believed, and what is remembered."""
+"""Attempt counts: trusted headers, and what the process remembers."""
 
 from __future__ import annotations
 
@@ -100,10 +100,13 @@ def test_of_two_counts_the_higher_is_known() -> None:
 
 
 class Remembering(RuleBasedStateMachine):
-    """A book of three, beside a list of everything in the order in which it failed.
+    """A tracker with three entries, and a list of all failures in order.
 
-    Invariants: what the book answers is what was last remembered for the id; it knows at most its capacity; of ids that
-    failed, it knows those that failed last.
+    Invariants:
+
+    - The tracker returns the last failures remembered for an id.
+    - It holds at most as many ids as its capacity.
+    - Of the failed ids, it holds those that failed last.
     """
 
     IDS = st.sampled_from("abcde")

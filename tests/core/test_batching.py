@@ -1,4 +1,4 @@
-"""Batches: full, or after their wait, and what a batch handler's answer means."""
+"""Batches, which are ready when full or after a wait, and batch verdicts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.properties import machine
 
 
 class ReadyBatcher(Batcher):
-    """Keeps the batches that are ready, as the dispatcher does."""
+    """Keeps the batches that are ready, like the dispatcher."""
 
     def __init__(self, batch_size: int, batch_wait: float) -> None:
         super().__init__(batch_size, batch_wait)
@@ -76,7 +76,7 @@ def batch(count: int) -> list[Delivery]:
 
 
 def read(answer: object, count: int) -> list[Exception | None]:
-    """The verdicts of a handler that leaves its list as it was, in the order of the deliveries."""
+    """Return the verdicts of a handler that leaves its list unchanged, in order."""
     deliveries = batch(count)
     found = verdicts(answer, deliveries, list(deliveries))
     assert [one for one, _ in found] == deliveries
@@ -122,7 +122,7 @@ def test_an_answer_of_another_shape_is_an_error(answer: Any) -> None:
 
 @pytest.mark.parametrize("answer", [DeadLetter("why"), RetryLater(3), RetryLater, Ack, Ack()], ids=repr)
 def test_one_verdict_for_a_batch_is_an_error_that_says_so(answer: object) -> None:
-    """Whether it was meant for all is not known, and a dead letter too many cannot be taken back."""
+    """The verdict may not be meant for all, and dead letters cannot be undone."""
     with pytest.raises(UsageError, match=r"one verdict, .* for 2 deliveries: return a list with a verdict for each"):
         read(answer, 2)
 
@@ -132,7 +132,7 @@ BAD = DeadLetter("bad")
 
 @given(st.permutations(range(5)), st.integers(0, 2))
 def test_verdicts_follow_the_order_of_the_handlers_list(order: list[int], put_in: int) -> None:
-    """It may have sorted it, and put something into it."""
+    """The handler may have sorted the list, or inserted other objects."""
     deliveries = batch(5)
     given: list[object] = [deliveries[index] for index in order]
     answer = [BAD if index == 2 else Ack for index in order]
@@ -167,7 +167,10 @@ def test_acks_of_a_whole_batch_hold_whatever_became_of_its_list(
 
 @pytest.mark.parametrize("touch", [emptied, popped, doubled])
 def test_verdicts_without_their_deliveries_are_a_usage_error(touch: Callable[[list[Delivery]], None]) -> None:
-    """Not even by their number: a handler that pops each delivery from the end answers in another order."""
+    """Verdicts are not matched by position.
+
+    A handler that pops each delivery from the end returns its verdicts in another order.
+    """
     deliveries = batch(3)
     given = list(deliveries)
     touch(given)
@@ -176,10 +179,14 @@ def test_verdicts_without_their_deliveries_are_a_usage_error(touch: Callable[[li
 
 
 class Grouping(RuleBasedStateMachine):
-    """A batcher whose batches are taken now and then.
+    """A batcher whose batches are taken from time to time.
 
-    Invariants: everything that was added comes out once, in its order; no batch is empty or above its size; nothing
-    waits for longer than ``batch_wait`` once that was looked at; fewer than ``batch_size`` wait.
+    Invariants:
+
+    - Every added delivery comes out once, in order.
+    - No batch is empty or above its size.
+    - After a check, no delivery has waited for longer than ``batch_wait``.
+    - Fewer than ``batch_size`` deliveries wait.
     """
 
     def __init__(self) -> None:
@@ -187,7 +194,7 @@ class Grouping(RuleBasedStateMachine):
         self.batcher = ReadyBatcher(3, 5.0)
         self.now = 0.0
         self.tag = 0
-        self.expected: list[tuple[int, float]] = []  # not taken yet, with when it came
+        self.expected: list[tuple[int, float]] = []  # deliveries not taken yet, with their time of arrival
 
     @rule(count=st.integers(1, 8))
     def add(self, count: int) -> None:

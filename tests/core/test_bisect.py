@@ -1,4 +1,4 @@
-"""Isolation against a broker that closes the channel over certain publishes."""
+"""The bisector, with a broker that closes the channel over certain publishes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ NAMED = st.sampled_from(["none", "one", "some", "all"])
 
 
 class IsolationMachine(RuleBasedStateMachine):
-    """A group at a time is on the wire; any part of it settles before the channel is lost, for any reason."""
+    """One group at a time is on the wire.
+
+    Any part of it is settled before the channel is lost, for any reason.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +39,7 @@ class IsolationMachine(RuleBasedStateMachine):
         self.blame(total, named, data)
 
     def blame(self, written: int, named: str, data: st.DataObject) -> None:
-        """The channel closes over one of the first so many of the group."""
+        """The broker closes the channel over one of the first `written` publishes."""
         group, self.group = self.group, []
         on_channel, unwritten = group[:written], group[written:]
         those: list[int] = []
@@ -87,7 +90,7 @@ class IsolationMachine(RuleBasedStateMachine):
         assert self.isolation.active is self.probing
 
     def teardown(self) -> None:
-        """None is forgotten, none is in two groups: who is not settled or convicted comes out, once."""
+        """Every publish that is not settled or convicted comes out, exactly once."""
         left = list(self.group)
         while group := self.isolation.next_group():
             left += group
@@ -100,12 +103,12 @@ TestIsolation.settings = machine(50, steps=30)
 
 
 class Broker:
-    """Processes in order, closes the channel over a flaw, and has not confirmed all by then."""
+    """Processes in order, closes at a flaw, and may not have confirmed all before."""
 
     def __init__(self, flaws: dict[int, str], unconfirmed: set[int]) -> None:
         self.isolation: ChannelErrorBisector[int] = ChannelErrorBisector()
         self.flaws = flaws
-        self.unconfirmed = unconfirmed  # those whose confirm is lost if the channel closes
+        self.unconfirmed = unconfirmed  # publishes whose confirm is lost if the channel closes
         self.copies: Counter[int] = Counter()
         self.acked: list[int] = []
         self.convicted: list[int] = []
@@ -142,7 +145,10 @@ class Broker:
 def test_an_innocent_publish_goes_out_at_most_three_times(
     total: int, flaws: dict[int, str], unconfirmed: set[int]
 ) -> None:
-    """Culprits alone are convicted; others arrive, twice at most where every error names its culprit, else thrice."""
+    """Only culprits are convicted, and all others arrive.
+
+    They go out at most twice if every error names its culprit, and at most three times otherwise.
+    """
     flaws = {one: flaw for one, flaw in flaws.items() if one < total}
     broker = Broker(flaws, unconfirmed)
     broker.isolate(total)
@@ -154,7 +160,10 @@ def test_an_innocent_publish_goes_out_at_most_three_times(
 
 @pytest.mark.parametrize(("culprits", "closes"), [([0], 1), ([50], 1), ([99], 1), ([10, 11, 60], 2), (range(100), 2)])
 def test_culprits_that_are_named_cost_one_further_close(culprits: list[int], closes: int) -> None:
-    """However many an error names; and what comes after the first of them is processed once."""
+    """This holds for any number of named culprits.
+
+    Publishes behind the first culprit are processed once.
+    """
     broker = Broker(dict.fromkeys(culprits, "no such exchange"), set(range(100)))
     broker.isolate(100)
     assert broker.convicted == list(culprits)
@@ -165,7 +174,7 @@ def test_culprits_that_are_named_cost_one_further_close(culprits: list[int], clo
 
 @pytest.mark.parametrize("total", [2, 3, 4, 5, 100, 1_000, 1_025])
 def test_a_culprit_that_is_not_named_costs_two_further_closes(total: int) -> None:
-    """And as many round trips as twice the square root of the suspects, or so."""
+    """The number of round trips is about twice the square root of the suspects."""
     for culprit in {0, total // 3, total // 2, total - 1}:
         broker = Broker({culprit: ""}, set(range(total)))
         broker.publish(list(range(total)))
@@ -179,7 +188,7 @@ def test_a_culprit_that_is_not_named_costs_two_further_closes(total: int) -> Non
 
 
 def test_a_publish_that_was_alone_is_the_culprit_at_once() -> None:
-    """A channel that closes over a single publish convicts it, whatever is still unwritten."""
+    """A lone publish is convicted at once, even if others are still unwritten."""
     isolation: ChannelErrorBisector[str] = ChannelErrorBisector()
     assert isolation.closed(["alone"]) == ["alone"]
     assert not isolation.active
@@ -188,7 +197,10 @@ def test_a_publish_that_was_alone_is_the_culprit_at_once() -> None:
 
 
 def test_a_publish_alone_at_two_crashes_is_the_culprit() -> None:
-    """The broker may have crashed for another reason; what is still unwritten goes on behind it."""
+    """The broker may have crashed for another reason.
+
+    The unwritten publishes follow.
+    """
     isolation: ChannelErrorBisector[str] = ChannelErrorBisector()
     assert isolation.closed(["alone"], ["unwritten"], crashed=True) == []
     assert isolation.next_group() == ["alone"]
@@ -197,7 +209,7 @@ def test_a_publish_alone_at_two_crashes_is_the_culprit() -> None:
 
 
 def test_a_close_over_nothing_accuses_nobody() -> None:
-    """A channel that closes with nothing outstanding leaves nothing to probe but what there was."""
+    """If nothing was outstanding, only the unwritten publishes are probed."""
     isolation: ChannelErrorBisector[str] = ChannelErrorBisector()
     assert isolation.closed([]) == []
     assert not isolation.active
@@ -208,7 +220,7 @@ def test_a_close_over_nothing_accuses_nobody() -> None:
 
 
 def test_those_that_the_error_names_are_probed_last() -> None:
-    """What came before the first of them is known to be good; the rest that is not named comes next."""
+    """Publishes before the first named one are probed first, then the unnamed rest."""
     isolation: ChannelErrorBisector[str] = ChannelErrorBisector()
     assert isolation.closed(list("abXcYd"), list("eZ"), list("XYZ")) == []
     assert isolation.next_group() == ["a", "b"]
@@ -219,7 +231,7 @@ def test_those_that_the_error_names_are_probed_last() -> None:
 
 
 def test_a_named_group_is_probed_again_after_another_error() -> None:
-    """They are convicted by an error that names all of them, and by nothing less."""
+    """A group is convicted only by an error that names all of it."""
     isolation: ChannelErrorBisector[str] = ChannelErrorBisector()
     isolation.closed(list("WXYZ"), (), list("WXYZ"))
     assert isolation.next_group() == list("WXYZ")
@@ -232,7 +244,7 @@ def test_a_named_group_is_probed_again_after_another_error() -> None:
 
 
 def test_unnamed_suspects_are_probed_in_groups_and_then_alone() -> None:
-    """The older come first."""
+    """The oldest are probed first."""
     isolation: ChannelErrorBisector[str] = ChannelErrorBisector()
     assert isolation.closed(list("abcd")) == []
     assert isolation.next_group() == list("ab")
@@ -246,7 +258,7 @@ def test_unnamed_suspects_are_probed_in_groups_and_then_alone() -> None:
 
 
 def test_a_lost_connection_convicts_nobody() -> None:
-    """A group, even of one, that a lost connection interrupted is probed again as it is."""
+    """An interrupted group, even of one publish, is probed again unchanged."""
     isolation: ChannelErrorBisector[str] = ChannelErrorBisector()
     isolation.closed(["a", "b"])
     group = isolation.next_group()

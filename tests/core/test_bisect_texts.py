@@ -1,4 +1,7 @@
-"""Which publishes a channel error can be about: the texts are those that RabbitMQ 4.0 and 4.3 sent."""
+"""The publishes that a channel error may mean.
+
+The texts are those of RabbitMQ 4.0 and 4.3.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ PLAIN = Message(b"x")
 
 
 def wired(**segments: bytes) -> Message:
-    """A message that we would not have made."""
+    """Return a message that this package would not have made."""
     return Message.from_wire(b"x", join_properties(segments))
 
 
@@ -82,13 +85,13 @@ OTHERS = [
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_text_names_what_it_objects_to_and_nothing_else(code: int, text: str, culprit: Publication) -> None:
-    """In order, and each that has the flaw."""
+    """All publishes with the flaw are named, in order."""
     again = Publication(culprit.message, culprit.exchange, culprit.routing_key, False, culprit.size, 0.0, None)
     assert named_by(BrokerReply(code, text), [*OTHERS, culprit, *OTHERS, again]) == [culprit, again]
 
 
 def test_the_default_exchange_has_a_name_in_errors() -> None:
-    """RabbitMQ calls it amq.default where it refuses access."""
+    """RabbitMQ calls it amq.default when it refuses access."""
     to_default, to_events = publication(), publication(exchange="events")
     text = "ACCESS_REFUSED - write access to exchange 'amq.default' in vhost '/' refused for user 'u'"
     assert named_by(BrokerReply(403, text), [to_events, to_default]) == [to_default]
@@ -107,5 +110,5 @@ def test_the_default_exchange_has_a_name_in_errors() -> None:
     ],
 )
 def test_a_text_that_is_not_known_names_nobody(code: int, text: str) -> None:
-    """Then all are suspects."""
+    """All publishes are suspects then."""
     assert named_by(BrokerReply(code, text), OTHERS) == []

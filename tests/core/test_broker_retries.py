@@ -1,4 +1,4 @@
-"""The broker's own delayed retry: failures are rejected back to the queue, and its count of them is believed."""
+"""The broker's delayed retry: failures are rejected, and its count is used."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def test_a_failure_is_rejected_back_to_the_queue_that_counts() -> None:
 
 
 def test_what_a_stopped_consumer_requeued_has_not_failed() -> None:
-    """The broker counts it as returned, not as failed."""
+    """The broker counts the delivery as returned, not as failed."""
     [again] = deliver(make(broker_retries=True), [counted(0, 1)])
     assert again.attempt == 1
 
 
 def test_the_last_attempt_is_dead_lettered_as_ever() -> None:
-    """Also by another process, which knows the broker's count alone."""
+    """This also holds for another process, which only knows the broker's count."""
     session = make(broker_retries=True)
     [last] = deliver(session, [counted(2, 5)])
     assert last.attempt == 3
@@ -98,7 +98,7 @@ def test_a_broker_too_old_for_delayed_retries_is_refused(version: tuple[int, ...
 
 
 def test_a_return_that_was_no_failure_costs_no_attempt() -> None:
-    """The broker counts nothing: it was requeued."""
+    """The message was requeued, so the broker does not count a failure."""
     [item] = deliver(make(broker_retries=True), [delivery(redelivered=True)])
     assert item.attempt == 1
 
@@ -109,7 +109,7 @@ def test_a_kill_switch_is_one() -> None:
 
 
 def test_what_a_consumer_needs_beside_its_connection() -> None:
-    """Something to publish with, where anything may ever be; and how to subscribe to quarantine, where there is one."""
+    """A consumer may need a publisher, and a subscription to quarantine."""
     plain, named = options(Queue("orders")), options("orders")
     assert (plain.republishes, plain.has_quarantine) == (True, True)
     assert (named.republishes, named.has_quarantine) == (False, False)

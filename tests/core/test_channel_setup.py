@@ -1,4 +1,4 @@
-"""Set-up generators: which steps, in which order, and what a refusal of each means."""
+"""The steps of set-ups and their order, and the errors for refused steps."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_getting_from_a_queue_needs_the_queue_and_no_more() -> None:
 
 
 def test_a_set_up_never_selects_transactions() -> None:
-    """A channel is never both transactional and confirming: there is no step that could make it so."""
+    """No step selects transactions, so no channel is transactional and confirming."""
     steps = {*Step.__args__}  # type: ignore[attr-defined]
     queues, exchanges = {DeclareQueue, CheckQueue, DeleteQueue}, {DeclareExchange, CheckExchange, Bind}
     assert steps == {*queues, *exchanges, SetPrefetch, Consume, Cancel, ConfirmSelect}
@@ -160,7 +160,7 @@ def test_a_refusal_in_a_pipeline_is_of_the_first_unanswered_step() -> None:
 
 
 class Noted:
-    """Who is told of the queues that are made."""
+    """A listener that notes the new queues."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, list[str]]] = []
@@ -234,7 +234,7 @@ def test_a_consumer_looks_for_its_queue_and_its_topology() -> None:
 
 @pytest.mark.parametrize(("kind", "new"), [("quorum", True), ("classic", False)])
 def test_a_queue_declared_on_a_channel_in_use_counts_as_made(kind: QueueType, new: bool) -> None:
-    """To look for it first would cost the channel."""
+    """A check would close the channel if the queue were missing."""
     noted = Noted()
     steps = declare(Queue("q", type=kind, dead_letter=None), NEWEST, noted)
     assert isinstance(next(steps), DeclareQueue)
@@ -326,7 +326,7 @@ def test_refusals_that_time_heals(step: Step, code: int, text: str) -> None:
 
 
 def test_a_queue_that_is_not_back_yet_is_not_missing() -> None:
-    """A broker that starts says 404 of it."""
+    """RabbitMQ answers 404 for such a queue while it starts."""
     steps = pull_setup("orders", [], ())
     next(steps)
     with pytest.raises(BrokerUnavailable) as caught:
@@ -361,6 +361,6 @@ def test_a_server_says_who_it_is() -> None:
 
 
 def test_a_name_that_is_a_nodes_own_is_none_of_the_cluster() -> None:
-    """Each node of a cluster that was given no name reports another one."""
+    """In a cluster without a configured name, each node reports another name."""
     nodes = [ServerInfo.of({"cluster_name": f"rabbit@host-{number}"}) for number in range(3)]
     assert [node.cluster_name for node in nodes] == ["", "", ""]

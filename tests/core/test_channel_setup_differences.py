@@ -1,4 +1,7 @@
-"""Every difference between a declaration and what exists, found by correcting one argument after the other."""
+"""The differences between a declaration and an existing queue or exchange.
+
+Each round corrects one argument of the declaration.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +40,14 @@ def inequivalent(argument: str, values: str, kind: str = "queue") -> str:
 
 
 class Broker:
-    """A broker that has one queue or one exchange called q, and names differences as RabbitMQ does: one at a time."""
+    """A broker with one queue or exchange called q.
+
+    Like RabbitMQ, it names one difference at a time.
+    """
 
     def __init__(self, existing: DeclareQueue | DeclareExchange | None, refusal: StepRefused | None = None) -> None:
         self.existing = existing
-        self.refusal = refusal  # of what is compared, in place of its own
+        self.refusal = refusal  # replaces the refusal of the comparison
         self.sent: list[Pipeline] = []
 
     def answer(self, pipeline: Pipeline) -> tuple[object, ...]:
@@ -75,7 +81,7 @@ class Broker:
 
 
 def refused(declared: Any, existing: Any) -> str:
-    """What RabbitMQ says of the first difference; empty where there is none."""
+    """Return RabbitMQ's text for the first difference, or an empty text."""
     kind = "queue" if isinstance(declared, DeclareQueue) else "exchange"
     for name in ("type", "durable", "auto_delete", "internal"):
         ours, theirs = getattr(declared, name, None), getattr(existing, name, None)
@@ -144,7 +150,7 @@ def typed(value: object) -> str:
 def test_a_refusal_corrects_one_argument(
     arguments: dict[str, object], argument: str, values: str, found: dict[str, object] | None
 ) -> None:
-    """In its type; nothing is guessed."""
+    """The correction keeps the type of the argument, and nothing is guessed."""
     inequivalence = inequivalence_from_reply("queue", "q", inequivalent(argument, values))
     assert inequivalence is not None
     expected = None if found is None else DeclareQueue("q", arguments=found)
@@ -198,7 +204,7 @@ EXCHANGES = st.builds(
 def test_every_difference_is_found(
     both: tuple[DeclareQueue, DeclareQueue] | tuple[DeclareExchange, DeclareExchange],
 ) -> None:
-    """Each once, in as many rounds as there are differences, and one."""
+    """Each difference is found once, with one more round than differences."""
     declared, existing = both
     broker = Broker(existing)
     found: Comparison = broker.carry_out(compare(declared))
@@ -217,7 +223,7 @@ def test_every_difference_is_found(
 
 @pytest.mark.parametrize("kind", ["queue", "exchange"])
 def test_a_comparison_never_declares_what_was_just_not_found(kind: str) -> None:
-    """In the same round trip: it may have been deleted since the broker refused the declaration."""
+    """The check comes first in the pipeline, because the object may be deleted."""
     step = DeclareQueue("q") if kind == "queue" else DeclareExchange("q")
     check = CheckQueue("q") if kind == "queue" else CheckExchange("q")
     gone = Broker(None)
@@ -237,7 +243,7 @@ def test_a_comparison_never_declares_what_was_just_not_found(kind: str) -> None:
     ],
 )
 def test_a_comparison_ends_when_no_new_argument_is_named(refusal: StepRefused) -> None:
-    """And tells so: there may be more."""
+    """The result says so, because there may be further differences."""
     broker = Broker(DeclareQueue("q"), refusal)
     found = broker.carry_out(compare(DeclareQueue("q")))
     assert found.existing is None
@@ -246,7 +252,7 @@ def test_a_comparison_ends_when_no_new_argument_is_named(refusal: StepRefused) -
 
 
 def test_a_comparison_ends_after_24_arguments() -> None:
-    """Whatever the broker says."""
+    """This limit holds whatever the broker answers."""
     existing = DeclareQueue("q", arguments={f"x-{number:02}": number for number in range(30)})
     broker = Broker(existing)
     found = broker.carry_out(compare(DeclareQueue("q")))

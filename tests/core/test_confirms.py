@@ -1,4 +1,4 @@
-"""Confirms against a naive model of a channel, and as RabbitMQ sends them."""
+"""Confirms, compared with a simple model of a channel and with RabbitMQ."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ConfirmMachine(RuleBasedStateMachine):
-    """A channel after the other; confirms right and wrong."""
+    """One channel after the other, with correct and wrong confirms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,13 +119,13 @@ def tracker_with(items: str, generation: int = 1) -> ConfirmTracker[str]:
 
 
 def test_single_confirms_settle_in_any_order() -> None:
-    """A confirm settles the publish with its number, whatever the order."""
+    """A confirm settles the publish with its number, in any order."""
     tracker = tracker_with("abc")
     assert [tracker.settle(1, tag, multiple=False) for tag in (3, 1, 2)] == [["c"], ["a"], ["b"]]
 
 
 def test_multiple_settles_up_to_and_including_its_tag() -> None:
-    """``multiple`` settles its own tag, what is left below, and nothing above."""
+    """``multiple`` settles its tag and everything outstanding below, nothing above."""
     tracker = tracker_with("abcde")
     tracker.settle(1, 2, multiple=False)
     assert tracker.settle(1, 3, multiple=True) == ["a", "c"]
@@ -133,7 +133,7 @@ def test_multiple_settles_up_to_and_including_its_tag() -> None:
 
 
 def test_multiple_reaches_what_is_below_a_tag_settled_before() -> None:
-    """``multiple`` up to a tag that was confirmed on its own settles what is still below."""
+    """``multiple`` also works with a tag that was confirmed before."""
     tracker = tracker_with("abc")
     tracker.settle(1, 3, multiple=False)
     assert tracker.settle(1, 3, multiple=True) == ["a", "b"]
@@ -141,7 +141,7 @@ def test_multiple_reaches_what_is_below_a_tag_settled_before() -> None:
 
 
 def test_multiple_with_tag_zero_settles_everything() -> None:
-    """Tag 0 with ``multiple`` stands for all outstanding; without, for nothing."""
+    """Tag 0 settles everything with ``multiple``, and nothing without it."""
     tracker = tracker_with("abc")
     assert tracker.settle(1, 0, multiple=False) == []
     assert tracker.settle(1, 0, multiple=True) == ["a", "b", "c"]
@@ -149,7 +149,7 @@ def test_multiple_with_tag_zero_settles_everything() -> None:
 
 @pytest.mark.parametrize("multiple", [False, True])
 def test_a_tag_that_was_never_published_confirms_nothing(multiple: bool) -> None:
-    """A tag beyond the last publish is counted and confirms nothing, not even what is below it."""
+    """A tag beyond the last publish is counted and settles nothing, not even below."""
     tracker = tracker_with("abc")
     assert tracker.settle(1, 4, multiple) == []
     assert (tracker.stale, len(tracker)) == (1, 3)
@@ -165,7 +165,7 @@ def test_a_repeated_confirm_changes_nothing(multiple: bool) -> None:
 
 
 def test_numbers_start_again_on_a_new_channel() -> None:
-    """The first publish on a new channel is number 1, and a late confirm from the old one does not settle it."""
+    """A late confirm from the old channel does not settle a new publish."""
     tracker = tracker_with("abc", generation=7)
     assert tracker.channel_lost() == ["a", "b", "c"]
     tracker.channel_opened(8)
@@ -176,7 +176,7 @@ def test_numbers_start_again_on_a_new_channel() -> None:
 
 
 def test_confirms_without_channel_are_counted() -> None:
-    """A confirm that comes after its channel was reported lost changes nothing."""
+    """A confirm after the loss of its channel changes nothing."""
     tracker = tracker_with("a")
     tracker.channel_lost()
     assert tracker.settle(1, 1, multiple=False) == []
@@ -184,7 +184,7 @@ def test_confirms_without_channel_are_counted() -> None:
 
 
 def test_misuse_names_the_channels() -> None:
-    """Opening a channel over another one says which."""
+    """The error for opening a channel over another one names both."""
     tracker = tracker_with("", generation=3)
     with pytest.raises(UsageError, match="channel 3 is still open: report it lost before opening 4"):
         tracker.channel_opened(4)
@@ -201,7 +201,10 @@ def test_without_a_channel_nothing_can_be_published() -> None:
 def test_a_confirm_costs_the_same_among_a_thousand_and_a_million(
     order: str, assert_same_cost: Callable[[Callable[[], float], Callable[[], float]], None]
 ) -> None:
-    """A publish costs the same to confirm with 1 000 000 outstanding as with 1 000, singly in any order or by tens."""
+    """Confirming costs the same with 1 000 and 1 000 000 outstanding publishes.
+
+    This holds for single confirms in any order, and for confirms of ten at a time.
+    """
 
     def cost(outstanding: int, rounds: int) -> float:
         numbers = range(1, outstanding + 1)

@@ -1,4 +1,7 @@
-"""The consuming session: handlers and their results. The state machine is in `test_consumer_session_machine`."""
+"""The consumer session: handlers and their results.
+
+`test_consumer_session_machine` has the state machine.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from tests.core.sessions import (
     only_republish,
 )
 
-# Handled
+# Handled deliveries
 
 
 def test_deliveries_are_handed_out_in_order_and_acked_together() -> None:
@@ -68,7 +71,7 @@ def test_a_result_given_twice_is_counted_and_acked_once() -> None:
     assert session.take_output(9.0) == encode_ack(CHANNEL, 1, False)
 
 
-# Failed
+# Failed deliveries
 
 
 def test_a_failed_delivery_is_retried_after_its_delay() -> None:
@@ -191,7 +194,7 @@ def test_a_failure_told_twice_is_not_rejected_twice() -> None:
     assert (session.statistics.rejected, session.statistics.stale) == (1, 1)
 
 
-# Admitted or not
+# Admission
 
 
 def test_what_is_refused_unseen_does_not_hold_up_its_neighbours() -> None:
@@ -208,7 +211,10 @@ def test_what_is_refused_unseen_does_not_hold_up_its_neighbours() -> None:
 
 @pytest.mark.parametrize("dead_letters", [True, False])
 def test_a_delivery_without_its_body_is_rejected_at_once(dead_letters: bool) -> None:
-    """Nobody here can dead-letter what was not taken in; the broker can. Its neighbours flow."""
+    """This process cannot dead-letter a body that it did not read; the broker can.
+
+    The neighbours are handled.
+    """
     session = make(max_body_bytes=100, dead_letters=dead_letters)
     before = deliver(session, items(1))
     session.oversized(delivery(2, body=b"", redelivered=True), 2_000_000, 0.0)

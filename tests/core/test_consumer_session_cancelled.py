@@ -1,4 +1,7 @@
-"""The consuming session where the task of a handler was cancelled: no attempt, and the delivery is not lost."""
+"""The consumer session after the task of a handler was cancelled.
+
+No attempt is counted, and the delivery is not lost.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The consuming session: channels that are lost, drained and closed."""
+"""The consumer session when channels are lost, drained and closed."""
 
 from __future__ import annotations
 

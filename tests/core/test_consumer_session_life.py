@@ -1,4 +1,4 @@
-"""The consumer session through its one `poll`: the order of a stop, the prefetch, and brokers that ignore it."""
+"""The consumer session through `poll`: a stop, the prefetch, and its breach."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_another_prefetch_of_the_single_active_consumer_waits() -> None:
 
 
 def test_a_broker_that_ignores_the_prefetch_is_refused() -> None:
-    """It could fill the memory of this process."""
+    """Otherwise its deliveries could fill the memory of the process."""
     session = opened(make())
     session.delivered(items(1000), 0.0)
     with pytest.raises(ValueError, match="ignores the prefetch"):
@@ -105,7 +105,7 @@ def test_a_prefetch_of_0_is_no_limit() -> None:
 
 
 def test_a_recalled_delivery_that_timed_out_is_not_waited_for() -> None:
-    """A worker may still hold it, and begin no more with it."""
+    """A worker may still hold it, but does not start its handler."""
     session = make(consumer_timeout=60.0)
     session.delivered(items(1), 0.0)
     [item] = session.poll(0.0).dispatch

@@ -1,4 +1,7 @@
-"""The consuming session against a broker, handlers and a dead-letter queue that do whatever they may, in any order."""
+"""The consumer session as a state machine.
+
+Broker, handlers and dead-letter queue do whatever they may, in any order.
+"""
 
 from __future__ import annotations
 
@@ -34,17 +37,20 @@ RETURNED = PublishReturned("no queue", reply_code=312, reply_text="NO_ROUTE", ex
 
 
 class Broker:
-    """A queue with one channel on it. Closes nothing: what a real one answers with a channel error is an assertion."""
+    """A queue with one channel.
+
+    A frame that a real broker would answer with a channel error fails an assertion.
+    """
 
     def __init__(self) -> None:
         self.queue: deque[tuple[str, bool]] = deque()  # message id, redelivered
         self.waiting: list[RepublishRequest] = []  # in delay queues
         self.waited: dict[
             str, RepublishRequest
-        ] = {}  # the retries that are in the queue, or unacked, by their ids there
+        ] = {}  # retries in the queue or unacked, by the id they have there
         self.unacked: dict[int, str] = {}
         self.acked: list[str] = []
-        self.oversized: set[str] = set()  # whose bodies the reader does not take in
+        self.oversized: set[str] = set()  # ids of messages whose bodies the reader does not accept
         self.dead: set[str] = set()
         self.tag = 0
 
@@ -63,7 +69,7 @@ class Broker:
         return sent
 
     def expire(self, retry: RepublishRequest) -> None:
-        """What waited returns to its queue: a message of its own, which stands for the same one."""
+        """Return an expired retry to its queue, as a new message for the same original."""
         self.waiting.remove(retry)
         key = f"{identity(retry)}+{len(self.waited)}"
         self.waited[key] = retry
@@ -75,7 +81,7 @@ class Broker:
         self.tag = 0
 
     def receive(self, output: bytes) -> list[tuple[str, set[int]]]:
-        """Carry frames out; answer per frame what it was and which tags it settled."""
+        """Carry out frames, and return for each its kind and the tags it settled."""
         settled = []
         for kind, channel, size, class_id, method, tag, bits, end in FRAME.iter_unpack(output):
             assert (kind, channel, size, class_id, end) == (1, CHANNEL, 13, 60, 0xCE)
@@ -110,16 +116,16 @@ class Consuming(RuleBasedStateMachine):
 
     Invariants:
 
-    - nothing is lost: every message is in the queue, unacked, handled or dead-lettered, whatever happened;
-    - what came without its body is rejected, and nothing else is;
-    - a delivery is acked only after its handler finished, its dead letter was confirmed, or the store had it as done;
-    - what a handler begins with is of the open channel, and outstanding; it is with one handler at a time;
-    - a handler sees attempts 1 to ``max_attempts``, and earlier failures counted, at a redelivery too, unless an
-      earlier handler has outlived its channel;
-    - no attempt begins before its delay is over;
-    - after a stop nothing is handed out, and when the session is drained the channel has nothing outstanding;
-    - what is finished is acked by the end of its interval;
-    - everything ends: with a broker and handlers that behave, each message is handled or dead-lettered in the end.
+    - No message is lost: each one is in the queue, unacked, handled or dead-lettered.
+    - Deliveries without their body are rejected, and no others.
+    - A delivery is acked only after its handler finished, its dead letter was confirmed, or the store had it as done.
+    - A handler starts only with an outstanding delivery of the open channel. A delivery is with one handler at a time.
+    - A handler sees attempts 1 to ``max_attempts``, with earlier failures counted, also at a redelivery, unless an
+      earlier handler has outlived its channel.
+    - No attempt starts before its delay is over.
+    - After a stop nothing is dispatched. When the session is drained, the channel has no outstanding deliveries.
+    - A finished delivery is acked by the end of its interval.
+    - If broker and handlers work, each message is handled or dead-lettered in the end.
     """
 
     batch = False
@@ -146,15 +152,15 @@ class Consuming(RuleBasedStateMachine):
         self.now = 0.0
         self.generation = 0
         self.open = False
-        self.reopen = False  # the session has asked for that
+        self.reopen = False  # whether the session has asked for a new channel
         self.published = 0
-        self.work: deque[list[Delivery]] = deque()  # handed out, not begun
+        self.work: deque[list[Delivery]] = deque()  # dispatched, not started
         self.begun: list[Delivery] = []
         self.publishing: list[RepublishRequest] = []
-        self.may_ack: dict[tuple[int, int], float] = {}  # (generation, tag): since when
+        self.may_ack: dict[tuple[int, int], float] = {}  # the time since when (generation, tag) may be acked
         self.failed: dict[str, int] = {}
         self.not_before: dict[str, float] = {}
-        self.outlived: set[str] = set()  # failed on a channel that is gone, after they were delivered on the next
+        self.outlived: set[str] = set()  # failed on a lost channel, after they were delivered on the next one
         self.replaced: set[str] = set()  # ids of originals whose retry was confirmed
         self.handled: set[str] = set()
         self.dead = self.broker.dead
@@ -163,7 +169,7 @@ class Consuming(RuleBasedStateMachine):
     # The shell
 
     def turn(self) -> None:
-        """One turn of the shell's loop: what it does after every event."""
+        """Do what the loop of the shell does after every event."""
         actions = self.session.poll(self.now)
         while actions.recall:
             recalled = [item for group in self.work for item in group]
@@ -336,14 +342,14 @@ class Consuming(RuleBasedStateMachine):
         if self.current(republish.delivery):
             self.may_ack[self.generation, republish.delivery.delivery_tag] = self.now
         else:
-            self.outlived.add(identity(republish))  # it is in two places now, and so may its attempts be
+            self.outlived.add(identity(republish))  # the message is now in two places, and its attempts may be too
 
     @precondition(lambda self: self.broker.waiting)
     @rule(data=st.data())
     def expire(self, data: st.DataObject) -> None:
         self.broker.expire(data.draw(st.sampled_from(self.broker.waiting)))
 
-    # Time, and the end
+    # Time, and the end of the run
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 5.0, 60.0]))
     def time_passes(self, seconds: float) -> None:
@@ -389,7 +395,7 @@ class Consuming(RuleBasedStateMachine):
                 assert session.outstanding == 0
 
     def teardown(self) -> None:
-        """Everything behaves from here on; then, or after a stop, nothing is left."""
+        """Let everything work normally; nothing is left after that, or after a stop."""
         if self.session.state is ConsumerState.RESUBSCRIBING and self.open:
             self.close_channel()
         if not self.open:
@@ -432,19 +438,22 @@ class Consuming(RuleBasedStateMachine):
 
 
 class ConsumingBatches(Consuming):
-    """The same with a batch handler."""
+    """`Consuming` with a batch handler."""
 
     batch = True
 
 
 class ConsumingWithAKillSwitch(Consuming):
-    """The same with a kill switch, a consumer timeout that is warned of, and a quarantine that gets nothing."""
+    """`Consuming` with a kill switch, a consumer timeout, and a quarantine.
+
+    The session warns before the timeout. Nothing enters quarantine.
+    """
 
     switch = KillSwitch(share=0.5, window=10, minimum=2, pause=5, longest_pause=20)
 
 
 class ConsumingWithDelayQueues(Consuming):
-    """The same with delay queues: what fails is a message of its own until it is handed out again."""
+    """`Consuming` with delay queues: a failed delivery waits as a separate message."""
 
     queues = True
 

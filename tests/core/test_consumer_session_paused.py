@@ -1,4 +1,4 @@
-"""A session with a kill switch: what it holds back, and what it does with what was handed out already."""
+"""A session with a kill switch: held deliveries, and those already dispatched."""
 
 from __future__ import annotations
 
@@ -152,7 +152,10 @@ def test_few_failures_pause_nothing() -> None:
 
 
 def test_after_the_pause_no_deadline_is_set_until_a_probe_comes() -> None:
-    """Else the shell would look at the clock all the time: what failed waits elsewhere, or is dead-lettered."""
+    """Otherwise the shell would poll all the time.
+
+    The failed deliveries wait elsewhere, or are dead-lettered.
+    """
     session = make(kill_switch=SWITCH)
     session.finished([Failed(item, failure(verdict="no")) for item in deliver(session, items(2))], 0.0)
     for republish in session.take_republishes():
@@ -166,7 +169,10 @@ def test_after_the_pause_no_deadline_is_set_until_a_probe_comes() -> None:
 
 
 def test_a_quarantined_message_probes_where_nothing_else_does() -> None:
-    """It would wait for ever; and where it hangs, the next one that comes is another probe."""
+    """Otherwise it would wait for ever.
+
+    If it hangs, the next delivery is another probe.
+    """
     session = make(kill_switch=SWITCH, quarantine=True)
     session.finished([Failed(item, failure(delay=100)) for item in deliver(session, items(2))], 0.0)
     isolated = delivery(3, message_id="m3", headers=OURS)

@@ -1,4 +1,7 @@
-"""What fails waits in delay queues: published and confirmed before its original is acked, or held instead."""
+"""Retries in delay queues.
+
+A retry is published and confirmed before its original is acked, or the original is held in the process.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def failed_once(session: SteppedSession, *, delay: float | None = None) -> tuple
 
 
 def test_a_failure_waits_in_the_delay_queue_of_its_attempt() -> None:
-    """And its original is acked once that is confirmed, not before."""
+    """The original is acked only after the retry is confirmed."""
     session = make(queues=True)
     item, republish = failed_once(session)
     assert (republish.routing_key, republish.purpose, republish.delivery) == (
@@ -82,7 +85,10 @@ def waited_delivery(republish: RepublishRequest, tag: int) -> Delivery:
 
 
 def test_a_delay_from_the_handler_takes_several_delay_queues() -> None:
-    """Declared first; from one to the next without a handler seeing it."""
+    """Each delay queue is declared first.
+
+    Between the queues, the message does not reach a handler.
+    """
     session = make(queues=True)
     [item] = deliver(session, items(1))
     fail(session, item, delay=70)
@@ -119,12 +125,12 @@ def test_without_delay_queues_the_rest_of_the_delay_is_held() -> None:
 
 
 def on_its_way(*path: int) -> Delivery:
-    """A message that says through which delay queues it goes, as any client can."""
+    """Return a message with a path of delay queues, as any client can send it."""
     return delivery(1, headers={headers.FORMAT: 1, headers.RETRY: {"path": list(path)}})
 
 
 def test_what_says_that_it_waits_is_held_no_longer_than_a_retry() -> None:
-    """Or a few of them would take the whole prefetch, for years."""
+    """Otherwise a few of these messages could fill the prefetch for years."""
     session = make()
     assert deliver(session, [on_its_way(*[LONGEST] * LONGEST_PATH)]) == []
     session.tick(9.9)
@@ -134,7 +140,7 @@ def test_what_says_that_it_waits_is_held_no_longer_than_a_retry() -> None:
 
 
 def test_a_way_through_queues_that_are_not_ours_makes_none() -> None:
-    """It takes as long, through those of the series."""
+    """The message waits equally long in queues of the fixed series."""
     session = make(queues=True)
     assert deliver(session, [on_its_way(60_007, 3)]) == []
     [queue] = session.take_declarations()
@@ -218,7 +224,7 @@ def test_a_queue_not_declared_is_logged_and_its_delivery_held() -> None:
 
 @pytest.mark.parametrize("error", [BLOCKED, REFUSED, ConfigurationError("too long")], ids=repr)
 def test_an_unpublished_retry_is_held_for_the_rest_of_its_delay(error: PublishError) -> None:
-    """Under an alarm too: consuming goes on."""
+    """This also holds under an alarm: consuming continues."""
     session = make(queues=True)
     item, republish = failed_once(session, delay=10)
     session.published(republish, error, 4.0)
@@ -258,7 +264,10 @@ def test_a_retry_that_was_not_confirmed_is_published_again_later() -> None:
 
 
 def test_a_dead_letter_blocked_repeatedly_is_left_to_the_broker() -> None:
-    """Which needs nothing that publishes. Where the broker has no dead-letter exchange, it waits."""
+    """The broker dead-letters it without any publish.
+
+    If it has no dead-letter exchange, the message waits.
+    """
     for broker_dead_letters in (True, False):
         session = make(max_attempts=1, broker_dead_letters=broker_dead_letters)
         [item] = deliver(session, items(1))
@@ -287,7 +296,10 @@ def test_what_is_published_while_the_channel_is_lost_is_no_ack() -> None:
 
 
 def test_a_redelivered_original_keeps_the_attempts_of_its_retry() -> None:
-    """The retry was confirmed, the ack of its original lost: both are known to have failed once, and wait."""
+    """The retry was confirmed, and the ack of its original was lost.
+
+    Both count as failed once, and wait.
+    """
     session = make(queues=True)
     item, republish = failed_once(session)
     session.published(republish, None, 0.0)
@@ -319,7 +331,10 @@ def test_a_redelivered_original_keeps_the_attempts_of_its_retry() -> None:
     ],
 )
 def test_the_policy_decides_by_the_exception(policy: RetryPolicy, error: BaseException, given_up: bool) -> None:
-    """By each one of a group; not where the handler has chosen itself."""
+    """Each exception of a group counts.
+
+    The policy does not apply if the handler chose a verdict.
+    """
     session = make(retry=policy)
     [item] = deliver(session, items(1))
     described = describe(error, 1.0)
@@ -333,7 +348,10 @@ def test_the_policy_decides_by_the_exception(policy: RetryPolicy, error: BaseExc
 
 
 def test_a_stop_lets_what_is_being_published_end() -> None:
-    """A retry of a handler that ends during the stop is published, too: its count of attempts outlives the process."""
+    """A retry is also published if its handler ends during the stop.
+
+    So its count of attempts outlives the process.
+    """
     session = make(queues=True)
     first, second = deliver(session, items(2))
     fail(session, first)

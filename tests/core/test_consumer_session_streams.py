@@ -1,4 +1,4 @@
-"""The consuming session where nothing can be requeued: streams, and acks that are automatic."""
+"""The consumer session without requeues: streams, and automatic acks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def events(*offsets: int) -> list[Delivery]:
 
 
 def test_a_stream_goes_on_behind_what_is_settled_however_it_was() -> None:
-    """Handled or rejected: neither is wanted again."""
+    """Neither handled nor rejected messages are delivered again."""
     session, position = of_a_stream()
     first, second, third, _ = deliver(session, events(10, 11, 12, 13))
     session.finished([first, Failed(second, failure(verdict="no")), third], 0.0)
@@ -60,7 +60,10 @@ def test_a_stream_goes_on_at_what_waits_for_its_next_attempt() -> None:
 
 
 def test_a_stream_gets_no_requeues_and_skips_no_message() -> None:
-    """A nack would pass for settled there: the next channel begins at what was not handled."""
+    """A stream treats a nack as settled, so none is sent.
+
+    The next channel begins at the first unhandled message.
+    """
     session, position = of_a_stream()
     first, *_ = deliver(session, events(10, 11, 12))
     session.finished([first], 0.0)
@@ -77,7 +80,7 @@ def test_a_stream_gets_no_requeues_and_skips_no_message() -> None:
 
 
 def test_automatically_acked_work_is_handled_after_channel_loss() -> None:
-    """The broker has forgotten it: it would never come again."""
+    """The broker has forgotten the deliveries, so it would not redeliver them."""
     session = make(automatic=True)
     session.delivered(items(3), 0.0)
     session.lost(1)
@@ -101,7 +104,7 @@ def test_the_ack_interval_counts_from_when_handling_finished() -> None:
 
 
 def test_a_retry_counts_from_when_it_was_looked_at() -> None:
-    """Never too early."""
+    """A retry never starts too early."""
     session = make()
     first, second = deliver(session, items(2))
     session.finished([first, Failed(second, failure())], 10.0, since=5.0)

@@ -1,4 +1,7 @@
-"""The consuming session and the broker's consumer timeout: warned of before, a failed attempt when it strikes."""
+"""The consumer session and the broker's consumer timeout.
+
+The session warns before the timeout, and counts a timeout as a failed attempt.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ CLOSED = ConsumerTimeout(10.0)
 
 
 def struck(session: SteppedSession, generation: int = 1, now: float = 100.0, strike: ConsumerTimeout = CLOSED) -> None:
-    """The broker closes the channel over its timeout, and another one is opened."""
+    """Close the channel over the consumer timeout, and open another one."""
     session.timed_out(strike, now, 1_000.0)
     session.lost(generation)
     session.opened(generation + 1, CHANNEL)
@@ -41,7 +44,7 @@ def again(message_id: str | None = "m1", tag: int = 1) -> Delivery:
     return delivery(tag, redelivered=True, message_id=message_id)
 
 
-# -- before ------------------------------------------------------------------------------------------------------------
+# -- before the timeout ------------------------------------------------------------------------------------------------
 
 
 def test_a_long_unacked_delivery_is_warned_of_by_age_and_queue() -> None:
@@ -77,7 +80,7 @@ def test_what_the_broker_forgets_is_never_overdue() -> None:
     assert session.statistics.timed_out == 0
 
 
-# -- when it strikes ---------------------------------------------------------------------------------------------------
+# -- when the broker closes the channel --------------------------------------------------------------------------------
 
 
 def test_a_message_that_hangs_its_handler_fails_and_is_retried() -> None:
@@ -98,7 +101,7 @@ def test_a_message_that_hangs_its_handler_fails_and_is_retried() -> None:
 
 
 def test_the_attempt_cap_holds_for_a_message_that_always_hangs() -> None:
-    """And the dead letter says why."""
+    """The dead letter names the reason."""
     session = make(max_attempts=2)
     deliver(session, items(1))
     struck(session)
@@ -148,7 +151,10 @@ def test_the_late_word_of_its_store_changes_nothing() -> None:
 
 
 def test_what_no_handler_has_begun_with_has_not_failed() -> None:
-    """Nor what waits for its next attempt, or for the confirm of what takes its place; nor what came later."""
+    """Only a delivery that a handler holds fails at the timeout.
+
+    Deliveries that wait for a handler, for their next attempt or for a confirm do not fail, nor do newer ones.
+    """
     session = make(max_attempts=3)
     hung, held, waiting, given_up = deliver(session, items(4))
     fail(session, held, delay=1000)
@@ -189,11 +195,14 @@ def test_nothing_is_counted_of_a_stream_which_is_read_again() -> None:
     assert stream.statistics.timed_out == 0
 
 
-# -- when it cancels ---------------------------------------------------------------------------------------------------
+# -- when the broker cancels the consumer ------------------------------------------------------------------------------
 
 
 def test_a_cancelled_consumer_does_not_wait_for_what_hangs() -> None:
-    """What has not begun is requeued; what runs and is not that old is waited for."""
+    """Deliveries without a started handler are requeued.
+
+    The session waits for handlers with younger deliveries.
+    """
     session = make(consumer_timeout=60.0)
     hung, waiting = deliver(session, items(2))
     [runs] = deliver(session, items(1, 3), 50.0)
@@ -213,7 +222,10 @@ def test_a_cancelled_consumer_does_not_wait_for_what_hangs() -> None:
 
 
 def test_a_second_timeout_before_the_channel_ends_recounts_none() -> None:
-    """From 4.3 on the broker closes the channel over a delivery that is too old after it has cancelled the consumer."""
+    """From 4.3 on, the broker first cancels the consumer, then closes the channel.
+
+    It closes the channel over a delivery that is unacked for too long.
+    """
     session = make(consumer_timeout=60.0)
     deliver(session, items(1))
     [later] = deliver(session, items(1, 2), 30.0)
@@ -268,7 +280,7 @@ def test_each_of_a_hung_claim_group_is_retried_before_it_counts() -> None:
 
 
 def test_a_message_without_id_is_suspect_after_two_timeouts() -> None:
-    """A channel that is lost over the timeout is not forgiven as other losses of this process are."""
+    """A channel lost over the timeout does not raise the threshold for suspects."""
     session = make(quarantine=True)
     for generation in (1, 2):
         item = delivery(message_id=None) if generation == 1 else back(1, message_id=None)
@@ -279,7 +291,7 @@ def test_a_message_without_id_is_suspect_after_two_timeouts() -> None:
 
 
 def test_in_quarantine_a_timeout_counts_as_one_attempt() -> None:
-    """Of the one that hangs: to the broker it is a return, to us a failure; it is not both."""
+    """The broker counts it as a return and the session as a failure."""
     session = make(max_attempts=5, quarantine=True)
     assert deliver(session, [back(2)]) == []
     moved = only_republish(session)
@@ -297,7 +309,7 @@ def test_in_quarantine_a_timeout_counts_as_one_attempt() -> None:
 
 
 def test_in_quarantine_timeouts_without_an_id_count_as_returns() -> None:
-    """Those before it came there, and those of its own, are not forgiven: there is nothing else that counts them."""
+    """Timeouts before and in quarantine count, as no other count includes them."""
     session = make(max_attempts=2, quarantine=True)
     deliver(session, [delivery(message_id=None)])
     struck(session)

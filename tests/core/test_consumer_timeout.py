@@ -1,4 +1,4 @@
-"""How old unacked deliveries are: what is overdue, what is forgotten, and which loss of a channel is a timeout."""
+"""The consumer timeout: overdue and forgotten deliveries, and channel closes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.core.sessions import items
 
 
 class Channel:
-    """Ages of a channel, and what was delivered on it."""
+    """The timeout monitor of a channel, and the deliveries on it."""
 
     def __init__(self, timeout: float | None = 100.0) -> None:
         self.acks = AckBatcher(ack_interval=0.0, prefetch=0)
@@ -68,11 +68,14 @@ def test_where_the_broker_has_no_timeout_nothing_is_overdue() -> None:
     deliveries = channel.deliver(2, 0.0)
     assert channel.ages.deadline is None
     assert channel.ages.newly_overdue(1e9) == []
-    assert channel.ages.unacked(500.0, 1000.0) == deliveries  # the broker has said what its timeout is
+    assert channel.ages.unacked(500.0, 1000.0) == deliveries  # the broker has named its timeout
 
 
 def test_what_has_timed_out_by_the_clock_of_the_broker() -> None:
-    """A delivery was on its way when its time began: a second, or a fiftieth of the timeout, later than it ended."""
+    """The broker starts the clock before the delivery arrives.
+
+    So a delivery counts as timed out a second, or a fiftieth of the timeout, early.
+    """
     channel = Channel()
     first = channel.deliver(2, 0.0)
     channel.ages.newly_overdue(80.0)  # overdue
@@ -87,7 +90,10 @@ def test_what_has_timed_out_by_the_clock_of_the_broker() -> None:
 
 
 def test_one_that_is_never_finished_keeps_no_others() -> None:
-    """Whatever came behind it, finished in any order: in proportion to what is outstanding."""
+    """The number of kept deliveries is proportional to the outstanding ones.
+
+    The later deliveries finish in any order.
+    """
     channel = Channel()
     [stuck] = channel.deliver(1, 0.0)
     chance = random.Random(1)

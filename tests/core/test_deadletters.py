@@ -1,4 +1,4 @@
-"""Dead letters: every byte that may stay stays, what happened is in headers of ours."""
+"""Dead letters: the unchanged message, with its history in our headers."""
 
 from __future__ import annotations
 
@@ -142,7 +142,10 @@ def test_a_broken_header_table_is_kept_behind_ours() -> None:
 
 
 def test_a_dead_letter_with_too_deep_headers_keeps_its_origin() -> None:
-    """Dead-lettered again, from the dead-letter queue: what is ours is read though other headers cannot be."""
+    """A dead letter is dead-lettered again, from the dead-letter queue.
+
+    Our headers are read even if the others cannot be decoded.
+    """
     first = dead_letter(delivery(headers=too_deep(bytes(4))))
     again = Delivery("ctag", 1, False, "", "orders.dead", first.properties, b"body")
     again.came_from(ChannelGeneration(1, 1, "orders.dead"))
@@ -174,7 +177,7 @@ def test_what_cannot_be_sent_again_travels_whole_in_one_header(raw: bytes) -> No
 
 def test_a_cc_that_we_cannot_encode_makes_it_travel_whole_too() -> None:
     nested = b"V"
-    for _ in range(40):  # deeper than what we would write
+    for _ in range(40):  # deeper than this package would write
         nested = b"A" + struct.pack(">I", len(nested)) + nested
     entry = b"\x02CC" + nested
     item = delivery(headers=struct.pack(">I", len(entry)) + entry)

@@ -1,4 +1,4 @@
-"""The roster against a dictionary of deadlines, and its cost."""
+"""`PublishDeadlines`, compared with a dictionary of deadlines, and its cost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def settle(roster: PublishDeadlines[Publication], one: Publication) -> None:
 
 
 def expire(roster: PublishDeadlines[Publication], now: float) -> list[Publication]:
-    """Expire, and give an outcome as the session does."""
+    """Expire publishes, and set their outcome as the session does."""
     expired = roster.expire(now)
     for one in expired:
         one.outcome = Outcome.UNKNOWN
@@ -42,7 +42,10 @@ def expire(roster: PublishDeadlines[Publication], now: float) -> list[Publicatio
 
 
 class RosterMachine(RuleBasedStateMachine):
-    """Publishes come, settle and expire while time goes by; the heap is compacted early, so that short runs see it."""
+    """Publishes are accepted, settled and expired while time passes.
+
+    The heap is compacted early, so that short runs reach it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +69,7 @@ class RosterMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def settle_some(self, data: st.DataObject) -> None:
-        """All but every n-th, or a few: what is left is old and new."""
+        """Settle all but every n-th publish, or all but a few, so that old and new remain."""
         every = data.draw(st.integers(2, 5))
         offset = data.draw(st.integers(0, every - 1))
         settled = [one for index, one in enumerate(self.held) if index % every != offset]
@@ -90,7 +93,11 @@ class RosterMachine(RuleBasedStateMachine):
 
     @rule()
     def ask(self) -> None:
-        """A rule and no invariant, since it drops what is settled: both ways to go on are to be seen."""
+        """Check the readings.
+
+        This is a rule and not an invariant, because a reading drops settled publishes, and runs without it are also
+        wanted.
+        """
         assert self.roster.oldest_accepted_at == min((one.accepted_at for one in self.held), default=None)
         assert self.roster.next_deadline == min(self.held.values(), default=None)
 
@@ -109,7 +116,7 @@ TestRoster.settings = machine(50, steps=40)
 
 
 def test_publishes_without_a_timeout_expire_after_the_common_one() -> None:
-    """A publish without a timeout of its own expires when the delivery timeout is over, at that very moment."""
+    """They expire exactly when the delivery timeout is over."""
     roster: PublishDeadlines[Publication] = PublishDeadlines(DELIVERY_TIMEOUT)
     first, second = publication(0.0), publication(1.0)
     roster.enter([first])
@@ -121,7 +128,7 @@ def test_publishes_without_a_timeout_expire_after_the_common_one() -> None:
 
 
 def test_a_timeout_of_its_own_may_be_shorter_or_longer() -> None:
-    """A publish with a timeout of its own follows that one alone."""
+    """Only its individual timeout counts."""
     roster: PublishDeadlines[Publication] = PublishDeadlines(DELIVERY_TIMEOUT)
     short, common, long = publication(0.0, 1.0), publication(0.0), publication(0.0, 60.0)
     for one in (long, common, short):
@@ -134,7 +141,7 @@ def test_a_timeout_of_its_own_may_be_shorter_or_longer() -> None:
 
 
 def test_a_settled_publish_does_not_expire() -> None:
-    """One that has left is not given up at its deadline."""
+    """It has left, so it is not given up at its deadline."""
     roster: PublishDeadlines[Publication] = PublishDeadlines(DELIVERY_TIMEOUT)
     timed, common = publication(0.0, 1.0), publication(0.0)
     for one in (timed, common):
@@ -146,7 +153,7 @@ def test_a_settled_publish_does_not_expire() -> None:
 
 
 def test_settled_publishes_with_own_timeouts_do_not_pile_up() -> None:
-    """A publisher that gives each publish a long timeout, and settles them at once, keeps no record of them."""
+    """Publishes with a long timeout that are settled at once are not kept."""
     roster: PublishDeadlines[Publication] = PublishDeadlines(DELIVERY_TIMEOUT)
     stays = publication(0.0, 3600.0)
     roster.enter([stays])
@@ -162,7 +169,10 @@ def test_settled_publishes_with_own_timeouts_do_not_pile_up() -> None:
 def test_a_deadline_costs_the_same_however_many_are_outstanding(
     timeout: float | None, assert_same_cost: Callable[[Callable[[], float], Callable[[], float]], None]
 ) -> None:
-    """Entering, leaving, and asking for the oldest and the next deadline cost the same however many are outstanding."""
+    """The cost does not depend on the number of outstanding publishes.
+
+    The test measures entering, leaving, and reading the oldest publish and the next deadline.
+    """
 
     def cost(outstanding: int, rounds: int) -> float:
         spent = 0.0

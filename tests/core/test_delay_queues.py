@@ -1,4 +1,4 @@
-"""Delay queues: long enough, not much longer, and few."""
+"""Paths of delay queues: they take the requested time, in a few steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def ladder(*delays: float, jitter: float = 0.0) -> DelayQueues:
 @example(1e-9, [1.0])
 @example(0.1 + 0.2, [0.3])
 def test_a_path_takes_as_long_as_asked_and_little_more(delay: float, delays: list[float]) -> None:
-    """By a second or a tenth at most, in a few steps."""
+    """A path exceeds the delay by at most a second or a tenth, in a few steps."""
     path = ladder(*delays).path(delay)
     asked = min(delay * 1000, LONGEST)
     assert asked - 1e-3 <= sum(path) <= asked + max(1000, asked * 0.1) + 1

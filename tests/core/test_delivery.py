@@ -1,4 +1,4 @@
-"""Deliveries: what a handler can read, and what happens where that is broken."""
+"""Deliveries: what a handler can read, and damaged properties."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_property_can_be_read() -> None:
 
 @pytest.mark.parametrize("name", ["body", "exchange", "routing_key", "properties", "headers", "message_id"])
 def test_what_arrived_cannot_be_replaced(name: str) -> None:
-    """A handler that did so would change the next attempt and the dead letter."""
+    """Otherwise a handler could change the next attempt and the dead letter."""
     item = delivery(body=b"as it came")
     with pytest.raises(AttributeError):
         setattr(item, name, "changed")
@@ -109,7 +109,7 @@ def test_a_handler_cannot_change_what_is_acked_or_republished(name: str) -> None
 
 
 def test_a_message_is_named_whatever_is_wrong_with_it() -> None:
-    """And looking at it changes nothing: its handler may not have asked."""
+    """Naming a message changes nothing about it."""
     assert message_name(delivery(message_id="m7")) == "message 'm7'"
     assert message_name(delivery(message_id=None, body=b"1234")) == "a message without an id (4 bytes)"
     broken = Delivery("ctag", 1, False, "", "orders", b"\xff", b"")

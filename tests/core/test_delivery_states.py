@@ -1,4 +1,4 @@
-"""The states of a delivery: every line of the table of transitions happens."""
+"""The states of a delivery: every transition of the table happens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def test_every_transition_of_the_table_happens() -> None:
 
 
 def refused() -> None:
-    """To the dead-letter queue, by the broker or by us, where that is confirmed, or not, or the channel is lost."""
+    """Refuse deliveries: the broker or the session dead-letters them.
+
+    The dead letters are confirmed, returned, or outstanding when the channel is lost.
+    """
     for dead_letters in (True, False):
         session = make(max_body_bytes=1, dead_letters=dead_letters)
         session.delivered([delivery(1), delivery(2), delivery(3)], 0.0)
@@ -36,7 +39,7 @@ def refused() -> None:
 
 
 def failed() -> None:
-    """To a delay queue."""
+    """Fail a delivery, which moves to a delay queue."""
     session = make(queues=True)
     [item] = deliver(session, items(1))
     fail(session, item)
@@ -44,7 +47,10 @@ def failed() -> None:
 
 
 def held() -> None:
-    """In the process, until the next attempt; a redelivery until the attempt is due; until the channel is lost."""
+    """Hold a failed delivery until its next attempt, and lose its channel.
+
+    A redelivery is held until the attempt is due.
+    """
     session = make()
     [item] = deliver(session, items(1))
     fail(session, item)
@@ -56,7 +62,7 @@ def held() -> None:
 
 
 def recalled() -> None:
-    """Dispatched again, or requeued."""
+    """Recall two deliveries: one is dispatched again, the other requeued."""
     session = make(kill_switch=KillSwitch(share=0.5, window=10, minimum=1, pause=5))
     [first, second, third] = deliver(session, items(3))
     session.finished([Failed(first, failure())], 0.0)

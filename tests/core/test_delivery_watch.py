@@ -1,4 +1,7 @@
-"""A consumer that gets nothing, though messages are ready: when it connects anew, and when it must not."""
+"""A consumer that gets no deliveries although messages are ready.
+
+The tests check when it connects again, and when it must not.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from reliable_mq.core.consumer.delivery_watch import DeliveryWatch
 
 @pytest.fixture
 def watch() -> DeliveryWatch:
-    """One of a consumer with two hosts, which has had a delivery and looks again."""
+    """The watch of a consumer with two hosts, after a delivery."""
     watch = DeliveryWatch(2)
     watch.subscribed(1)
     return watch
@@ -49,7 +52,7 @@ def test_a_delivery_that_comes_with_the_count_begins_anew(watch: DeliveryWatch) 
 
 
 def test_nothing_is_counted_while_a_delivery_is_unsettled(watch: DeliveryWatch) -> None:
-    """The consumer may be full, or paused: the messages wait for it, and not for the broker."""
+    """The consumer may be full or paused, so the broker is not to blame."""
     assert watch.look(1, 0)
     assert not watch.counted(5, 1)
     assert not watch.look(1, 1)
@@ -64,7 +67,7 @@ def test_another_subscription_begins_anew(watch: DeliveryWatch) -> None:
 
 
 def test_each_host_is_tried_once_until_a_delivery(watch: DeliveryWatch) -> None:
-    """Messages that are for somebody else after all cost no connection in each minute."""
+    """Messages for another consumer must not cost a connection every minute."""
     for _host in range(2):
         assert watch.look(1, 0)
         assert not watch.counted(5, 1)

@@ -1,4 +1,7 @@
-"""Messages from and to the real objects of pika and aio-pika, whose own codecs are the measure."""
+"""Conversions from and to messages of pika and aio-pika.
+
+The codecs of the drivers are the reference.
+"""
 
 from __future__ import annotations
 
@@ -93,11 +96,11 @@ def test_a_message_from_aio_pika_round_trips_byte_for_byte(message: aio_pika.Mes
 
 
 def test_a_message_without_an_id_gets_one() -> None:
-    """Duplicates are recognised by it."""
+    """The id identifies duplicates."""
     plain = Message.from_pika(b"x"), Message.from_pika("x"), Message.from_aio_pika(aio_pika.Message(b"x"))
     assert len({message.message_id for message in plain} - {""}) == 3
     assert {message.body for message in plain} == {b"x"}
-    assert not any(message.persistent for message in plain)  # as for the drivers
+    assert not any(message.persistent for message in plain)  # the default of the drivers
 
 
 @pytest.mark.parametrize(
@@ -124,7 +127,7 @@ def test_an_aio_pika_message_cannot_ack_its_delivery() -> None:
         made.ack().send(None)
 
 
-# A type of value that neither driver decodes: "z", and a table that ends in the middle of it.
+# A value type that neither driver decodes ("z"), in a table that ends inside the value.
 UNKNOWN_HEADER = b"\0\0\0\x03\x01az"
 
 

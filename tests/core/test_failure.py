@@ -1,4 +1,4 @@
-"""Failures are described where they happen: bounded, printable, and without ever raising."""
+"""Descriptions of failures: bounded, printable, and never raising."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Nameless(type):
 
 
 class Odd(Exception, metaclass=Nameless):
-    """Its class has no name, its instances say that they have none, and its text is no plain one."""
+    """An exception without a class name or ``__class__``; its text is a subclass."""
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
@@ -49,14 +49,14 @@ class OddText(str):
 
 
 class NotYet(RetryLater):
-    """Without the constructor of `RetryLater`."""
+    """A `RetryLater` that does not call the parent's constructor."""
 
     def __init__(self, order: object) -> None:
         self.order = order
 
 
 class Never(DeadLetter):
-    """Without the constructor of `DeadLetter`."""
+    """A `DeadLetter` that does not call the parent's constructor."""
 
     def __init__(self, order: object) -> None:
         self.order = order
@@ -98,7 +98,7 @@ def test_what_the_handler_chose_is_kept() -> None:
     ids=["text", "class", "RetryLater without its constructor", "DeadLetter without it", "reason", "group"],
 )
 def test_nothing_that_an_exception_does_ends_its_description(make: Callable[[], BaseException]) -> None:
-    error = make()  # here, since it would end a runner that looks at it
+    error = make()  # created here, because a test runner that looks at it would end
     failure = describe(error, 0.0)
     for text in (failure.exception_type, failure.exception_message, failure.verdict or ""):
         assert text.isprintable()
@@ -149,7 +149,7 @@ def test_a_group_is_described_with_what_is_in_it() -> None:
 
 
 class Both(RetryLater, ExceptionGroup[Exception]):  # type: ignore[misc]
-    """A verdict that is a group, too."""
+    """A verdict that is also an exception group."""
 
     def __init__(self, *_args: object) -> None:
         super().__init__(9)

@@ -1,4 +1,7 @@
-"""Handling: the order of claim, effect and completion, whatever handler, key function and store do."""
+"""The order of claim, effect and completion.
+
+It holds whatever the handler, the key function and the store do.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,10 @@ def nothing(_argument: object) -> None:
 
 
 class Runner:
-    """Carries the steps out on a memory store, and notes them. A step of a type in ``broken`` fails."""
+    """Carries out the steps on a memory store, and notes them.
+
+    A step of a type in ``broken`` fails.
+    """
 
     def __init__(
         self,
@@ -78,12 +84,12 @@ class Runner:
         return results
 
     def take_over(self) -> None:
-        """What somebody else does while a handler runs long."""
+        """Settle the ended deliveries, as another thread does if a handler runs long."""
         assert self.claiming is not None
         self.taken_over += self.carry_out(settling_ended(self.claiming, self.ended.claims, self.ended.take_over()))
 
     def settle(self) -> None:
-        """What is done at the end."""
+        """Settle what is left, as at the end of a consumer."""
         assert self.claiming is not None
         self.carry_out(settling(self.claiming))
 
@@ -140,7 +146,7 @@ def test_without_a_store_the_handler_is_called_for_each() -> None:
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
 @pytest.mark.parametrize("batch", [False, True])
 def test_a_handler_that_would_end_its_thread_fails_normally(error: BaseException, batch: bool) -> None:
-    """One of several that share their claims: the others are handled, and none stays claimed."""
+    """The other deliveries of its group are handled, and no claim remains."""
 
     def leave(argument: Any) -> None:
         if batch or argument.message_id == "m1":
@@ -155,7 +161,7 @@ def test_a_handler_that_would_end_its_thread_fails_normally(error: BaseException
 
 @pytest.mark.parametrize("batch", [False, True])
 def test_a_generator_that_is_closed_at_a_call_ends(batch: bool) -> None:
-    """As when the task that runs it is cancelled: no attempt has failed."""
+    """This happens when its task is cancelled. No attempt is counted."""
     steps = handling([delivery()], batch=batch, claiming=None, wall_clock=lambda: 50.0)
     assert isinstance(next(steps), RunHandler)
     steps.close()
@@ -176,7 +182,7 @@ def test_what_is_not_begun_is_no_attempt_and_not_claimed(store: bool, batch: boo
 
 
 def test_a_key_function_that_exits_fails_only_its_delivery() -> None:
-    """But for an interruption, which on an event loop is the program's."""
+    """Only an interruption propagates: on an event loop, it is for the program."""
 
     def key(item: Delivery) -> str:
         if item.message_id == "m1":
@@ -238,7 +244,10 @@ def test_a_record_of_a_newer_version_delays_only_its_delivery() -> None:
 
 
 def test_a_key_completed_in_a_transaction_is_completed_only_once() -> None:
-    """Of two deliveries, one whose handler does so: the store is asked for the other alone."""
+    """Two deliveries are handled, one of them with its own transaction.
+
+    The store only completes the other one.
+    """
     begun: list[Delivery] = []
 
     def handler(item: Delivery) -> None:
@@ -257,14 +266,17 @@ def test_a_key_completed_in_a_transaction_is_completed_only_once() -> None:
 
 
 def lose_the_answer(item: Delivery) -> None:
-    """As where the connection is lost in a COMMIT."""
+    """Raise as if the connection was lost during a COMMIT."""
     assert item.inbox_claim is not None
     item.inbox_claim.commit = CommitStatus.UNKNOWN
     raise ConnectionResetError("no answer to COMMIT")
 
 
 def test_a_lost_commit_answer_is_no_attempt_if_it_was_committed() -> None:
-    """The store does not have the claim any more: the next claim finds it done, also after the last attempt."""
+    """The store no longer has the claim, so the next claim finds the key done.
+
+    This also holds after the last attempt.
+    """
 
     class Committing(Runner):
         def perform(self, step: Step) -> object:
@@ -283,7 +295,7 @@ def test_a_lost_commit_answer_is_no_attempt_if_it_was_committed() -> None:
 
 
 def test_a_failure_after_its_commit_is_no_attempt() -> None:
-    """Its effect is done, so the message is not dead-lettered for the last attempt."""
+    """Its effect is done, so the message is not dead-lettered after the last attempt."""
 
     def handler(item: Delivery) -> None:
         assert item.inbox_claim is not None
@@ -302,7 +314,7 @@ def test_a_failure_after_its_commit_is_no_attempt() -> None:
 
 @pytest.mark.parametrize("commit", [CommitStatus.UNKNOWN, CommitStatus.DONE])
 def test_a_dead_letter_after_its_commit_is_dead_lettered(commit: CommitStatus) -> None:
-    """The handler has stored the reason, say, and chosen."""
+    """The handler chose this, for example after it stored the reason."""
 
     def handler(item: Delivery) -> None:
         assert item.inbox_claim is not None
@@ -317,7 +329,7 @@ def test_a_dead_letter_after_its_commit_is_dead_lettered(commit: CommitStatus) -
 
 
 def test_a_lost_commit_answer_is_an_attempt_if_not_committed() -> None:
-    """The store still had the claim."""
+    """The store still has the claim."""
     runner = Runner(lose_the_answer, transaction=nothing)
     assert isinstance(only(runner(delivery())), Failed)
     assert runner.store.claim_many(["q|orders|m1"], HOUR)[0].attempts == 1
@@ -325,7 +337,7 @@ def test_a_lost_commit_answer_is_an_attempt_if_not_committed() -> None:
 
 @pytest.mark.parametrize("batch", [False, True])
 def test_a_failure_with_an_unknown_commit_is_no_attempt(batch: bool) -> None:
-    """The database is gone, and so is its answer to the release."""
+    """The database is unreachable, so the release gets no answer either."""
 
     def handler(argument: Any) -> None:
         for item in argument if batch else [argument]:
@@ -377,7 +389,7 @@ def test_the_store_count_sets_the_attempt_and_the_last_one() -> None:
     assert attempts == [(1, False), (2, True), (3, True)]
     assert last.failures is not None
     assert last.failures.count == 3
-    assert runner.store.claim_many(["q|orders|m1"], 1.0)[0].status is ClaimStatus.NEW  # released, to be looked at again
+    assert runner.store.claim_many(["q|orders|m1"], 1.0)[0].status is ClaimStatus.NEW  # released, to be checked
 
 
 def test_the_higher_of_two_counts_holds() -> None:
@@ -417,14 +429,14 @@ def test_an_unreadable_message_id_is_a_failure_marked_as_a_flaw() -> None:
 
 
 PART = st.text("a|%27C/", max_size=5)
-PLACES = st.tuples(PART, PART, PART)  # a cluster, a virtual host, a queue
+PLACES = st.tuples(PART, PART, PART)  # cluster, virtual host, queue
 
 
 @given(PLACES, PLACES, PART.map("x".__add__), PART.map("x".__add__), st.booleans())
 def test_keys_of_different_queues_never_meet(
     place: tuple[str, str, str], other: tuple[str, str, str], message_id: str, other_id: str, own: bool
 ) -> None:
-    """Wherever they are, by default or in a namespace of one's own."""
+    """This holds for the default namespace and for a custom one."""
 
     def key(cluster: str, virtual_host: str, queue: str, name: str) -> str | None:
         namespace = namespace_of(cluster, virtual_host)
@@ -435,7 +447,7 @@ def test_keys_of_different_queues_never_meet(
 
 
 def test_a_key_names_the_virtual_host_of_its_delivery() -> None:
-    """The connection may be to another cluster by now."""
+    """The connection may have moved to another cluster since."""
     claiming = ClaimPolicy(queue="orders", key=None, lease=1.0, max_attempts=1)
     keys = [
         claiming.key_of(delivery(message_id="m1", source=ChannelGeneration(1, 1, "orders", namespace_of(cluster, "/"))))
@@ -598,8 +610,10 @@ def test_a_batch_of_mixed_fortunes_has_one_result_each() -> None:
     st.lists(st.sets(st.sampled_from([ClaimKeys, Complete, Release])), min_size=1, max_size=12),
 )
 def test_whatever_the_store_does_no_effect_happens_twice(handlers: list[str], broken: list[set[type]]) -> None:
-    """Copies of one message, one after the other, each handled until it is settled or the store has failed often
-    enough."""
+    """Copies of one message are handled one after the other.
+
+    Each is handled until it is settled, or until the store has failed often enough.
+    """
     effects: list[int] = []
     outcomes = iter(handlers)
 
@@ -648,7 +662,7 @@ def test_ended_handlers_are_settled_while_another_runs() -> None:
 
 @given(st.lists(st.sampled_from(["returns", "raises", "is taken over"]), min_size=1, max_size=6), st.booleans())
 def test_each_result_is_settled_by_one_alone(handlers: list[str], broken: bool) -> None:
-    """And those that are left where a group is given up are those that nobody has taken over."""
+    """The deliveries left for the group are those that no other thread took over."""
     items = [delivery(number, message_id=f"m{number}") for number in range(len(handlers))]
 
     def handle(item: Delivery) -> None:

@@ -1,4 +1,4 @@
-"""What can be a handler, and which answers say that none of it has run."""
+"""Valid handlers, and answers which show that no handler code has run."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_verdict_that_a_plain_handler_returns_is_raised(verdict: object) -> No
     with pytest.raises((RetryLater, DeadLetter)) as raised:
         check_answer(verdict, batch=False)
     assert raised.value is verdict or raised.type is verdict
-    check_answer(verdict, batch=True)  # read elsewhere
+    check_answer(verdict, batch=True)  # accepted here, and checked elsewhere
 
 
 def test_returning_dead_letter_without_a_reason_is_an_error() -> None:
@@ -88,6 +88,6 @@ def test_returning_dead_letter_without_a_reason_is_an_error() -> None:
 
 @pytest.mark.parametrize("make", [coroutine, generator, async_generator])
 def test_code_that_was_made_and_has_not_run_is_no_answer(make: Any) -> None:
-    """And nobody is told that it was never awaited."""
+    """The code is closed, so Python does not warn that it was never awaited."""
     with pytest.raises(UsageError, match="nothing has run"):
         check_answer(make(None), batch=False)

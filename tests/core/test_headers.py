@@ -1,4 +1,4 @@
-"""The context of a trace as a header: which form is valid, and the ids in it."""
+"""Trace headers: their valid form, and the ids in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What probes are told: each sign by itself, and several together."""
+"""Health for probes: each sign alone, and several together."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_work_of_which_nothing_ends_does_not_progress(signs: PublisherSigns | Co
 
 @pytest.mark.parametrize("signs", [PUBLISHER, CONSUMER])
 def test_what_its_program_has_closed_is_live(signs: PublisherSigns | ConsumerSigns) -> None:
-    """A process that drains is not to be killed: whatever the other signs are."""
+    """A process that drains must not be killed, whatever the other signs are."""
     health = judge(replace(signs, closed="stopping", loop_over=True, given_up="x", unanswered_since=0.0))
     assert health == Health(True, False, True, WALL_CLOCK - 100, "stopping")
 

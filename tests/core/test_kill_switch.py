@@ -1,4 +1,4 @@
-"""The kill switch: it trips on a share of enough failures, probes one at a time, and resumes."""
+"""The kill switch: it trips on enough failures, probes, and resumes."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_probe_that_is_recalled_makes_room_for_another() -> None:
 
 
 def test_a_pause_ends_though_there_is_nothing_to_probe_with() -> None:
-    """Nobody is to look at the clock again and again until there is."""
+    """Otherwise the consumer would poll without end until a delivery comes."""
     monitor = tripped()
     monitor.due(2.0)
     assert monitor.deadline is None

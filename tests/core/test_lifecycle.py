@@ -1,4 +1,7 @@
-"""The life of a consumer against a broker, handlers and a user that do whatever they may, in any order."""
+"""The life of a consumer as a state machine.
+
+Broker, handlers and user do whatever they may, in any order.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ RARELY = st.sampled_from([False] * 4 + [True])
 
 
 class CheckedLifecycle(follows(TRANSITIONS), ConsumerLifecycle):  # type: ignore[misc]
-    """Allows no change of the state but those of the table."""
+    """Only allows the state changes of the table."""
 
 
 def make(*, subscribes: bool = True, single_active: bool = False) -> CheckedLifecycle:
@@ -42,7 +45,7 @@ def make(*, subscribes: bool = True, single_active: bool = False) -> CheckedLife
 def step(
     life: ConsumerLifecycle, now: float, *, drained: bool = True, unacked: bool = False
 ) -> list[SubscriptionChange]:
-    """One poll of a session, in which nothing is sent."""
+    """Poll once, as in a session that sends nothing."""
     life.tick(now, drained=drained)
     return list(life.advance(now, drained=drained, unacked=unacked))
 
@@ -175,12 +178,12 @@ class Living(RuleBasedStateMachine):
 
     Invariants:
 
-    - the state changes as the table says;
-    - the broker has at most one subscription, and none of a consumer that was told that its own has ended;
-    - the single active consumer cancels nothing while a delivery is unacked;
-    - nothing is sent between a stop and the end of the subscription;
-    - the time of the next step is ahead, and an ended consumer wants none;
-    - whatever happens, a consumer that was told to stop ends within its time.
+    - The state changes according to the table.
+    - The broker has at most one subscription, and none of a consumer that was told of the end of its own.
+    - The single active consumer does not cancel while a delivery is unacked.
+    - Nothing is sent between a stop and the end of the subscription.
+    - The next step is in the future, and an ended consumer needs none.
+    - A consumer that is stopped ends in time, whatever happens.
     """
 
     @initialize(single_active=st.booleans(), subscribes=st.booleans())
@@ -190,7 +193,7 @@ class Living(RuleBasedStateMachine):
         self.now = 0.0
         self.open = False
         self.reopening = False
-        self.subscription: str | None = None  # that the broker has
+        self.subscription: str | None = None  # the subscription at the broker
         self.cancelling = False
         self.running = 0
         self.unacked = 0

@@ -1,4 +1,4 @@
-"""What cannot be sent is refused before anything of it is sent."""
+"""Messages that cannot be sent are refused before anything is sent."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_message_that_is_too_large_is_refused() -> None:
 
 
 def test_a_frame_holds_the_headers_of_a_message_and_some_more() -> None:
-    """The header that marks a possible duplicate is counted, whether or not it is needed."""
+    """The limit always includes the header that marks a possible duplicate."""
     message = Message(b"x", headers={"h": "x" * 8000})
     assert limits().fits_frame(message, 10, 8192)
     assert not limits().fits_frame(message, 100, 8192)

@@ -1,4 +1,4 @@
-"""Which queues are new, and when a confirm is final."""
+"""New queues, and the time when their confirms are final."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NEVER = float("-inf")
 
 
 class _Unlooped(dict[str, float]):
-    """Times of queues that can be looked up, one by one."""
+    """Times of queues that only allow a lookup by name."""
 
     def __iter__(self) -> Iterator[str]:
         raise AssertionError("all new queues are looked at")
@@ -59,7 +59,10 @@ def test_with_another_exchange_or_a_copy_any_new_queue_counts() -> None:
 
 @pytest.mark.slow
 def test_a_confirm_costs_the_same_however_many_queues_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program may make thousands at its start, and publish to a topic exchange at once."""
+    """A program may make thousands of queues at its start.
+
+    It may then publish to a topic exchange at once.
+    """
     new = made(**{f"q{number}": 10.0 + number / 10_000 for number in range(5000)})
     monkeypatch.setattr(new, "_made", _Unlooped(new._made))
     assert final_at(new, "x", 11.0, "events") == 12.4999
@@ -67,7 +70,7 @@ def test_a_confirm_costs_the_same_however_many_queues_are_new(monkeypatch: pytes
 
 
 def test_a_queue_is_new_while_it_is_being_made() -> None:
-    """It may exist before we hear that it does; a message that was confirmed now is in it now."""
+    """It may exist before its reply arrives, and may already hold a message."""
     new = NewQueues()
     new.begin(["q"])
     assert new.latest == float("inf")
@@ -116,19 +119,19 @@ def test_new_queues_are_those_younger_than_the_grace() -> None:
 
 
 def test_what_nobody_declares_any_more_may_have_been_made() -> None:
-    """In a forked child, say."""
+    """This happens in a forked child, for example."""
     new = made()
     new.begin(["q"])
     new.given_up(10.0)
     assert new.latest == 10.0
     assert final_at(new, "q", 11.0) == 12.0
-    new.end(["q"], 10.5)  # a generator that the child collects
+    new.end(["q"], 10.5)  # a generator that the child garbage-collects
     assert new.latest == 10.5
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["begin", "end", "made"]), st.floats(0, 3))))
 def test_latest_says_whether_any_confirm_can_be_provisional(events: list[tuple[str, str, float]]) -> None:
-    """It is what is looked at for every confirm."""
+    """The publisher reads ``latest`` for every confirm."""
     new, now, begun = made(), 100.0, {"a": 0, "b": 0}
     for name, event, seconds in events:
         now += seconds

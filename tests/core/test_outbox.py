@@ -1,4 +1,4 @@
-"""Rows of an outbox, their format, and what a relay decides about them."""
+"""The rows of an outbox, their format, and the decisions of a relay."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def outcomes(session: RelaySession) -> list[tuple[int, RowOutcome]]:
     ],
 )
 def test_a_row_gives_back_the_message_byte_for_byte(message: Message) -> None:
-    """What goes onto the wire is what was accepted, the id included."""
+    """The relay publishes exactly what was accepted, including the id."""
     made = row_from(7, values_of(NewRow(message, "exchange", "key", False, "order")))
     assert (made.id, made.exchange, made.routing_key, made.mandatory, made.ordering_key) == (
         7,
@@ -83,7 +83,7 @@ def test_a_row_gives_back_the_message_byte_for_byte(message: Message) -> None:
 
 
 def test_a_row_of_a_newer_format_is_not_decoded() -> None:
-    """Whatever its columns hold, a newer format is only said to be one."""
+    """The error only names the newer format, whatever the columns hold."""
     with pytest.raises(UnreadableRow, match="newer") as caught:
         row_from(1, values(format=FORMAT + 1, body=None, properties="what is this"))
     assert caught.value.newer
@@ -105,21 +105,21 @@ def test_a_row_of_a_newer_format_is_not_decoded() -> None:
     ],
 )
 def test_a_damaged_row_is_refused(changed: dict[str, Any]) -> None:
-    """What no version has ever written is not published."""
+    """A row that no version has ever written is not published."""
     with pytest.raises(UnreadableRow) as caught:
         row_from(1, values(**changed))
     assert not caught.value.newer
 
 
 def test_a_row_in_doubt_is_marked_as_a_possible_duplicate() -> None:
-    """Either way it is marked as a possible duplicate."""
+    """Both the mark in the row and ``in_doubt`` count."""
     assert row_from(1, values(possible_duplicate=1)).possible_duplicate
     assert row_from(1, values(), in_doubt=True).possible_duplicate
     assert not row_from(1, values()).possible_duplicate
 
 
 def test_a_database_that_gives_memory_views_is_understood() -> None:
-    """psycopg2 and others give binary columns that way."""
+    """psycopg2 and others return binary columns as memory views."""
     wired = Message(b"body", message_id="m", type="t")
     made = row_from(1, values(body=memoryview(b"body"), properties=memoryview(wired.encoded_properties or b"")))
     assert made.message.body == b"body"
@@ -127,7 +127,7 @@ def test_a_database_that_gives_memory_views_is_understood() -> None:
 
 
 def test_delays_grow_to_a_longest_one() -> None:
-    """A full queue is not asked again and again."""
+    """A full queue is not tried too often."""
     delays = [delay_after(attempts) for attempts in range(1, 20)]
     assert delays == sorted(delays)
     assert delays[0] == 1
@@ -135,7 +135,7 @@ def test_delays_grow_to_a_longest_one() -> None:
 
 
 def test_rows_without_a_key_are_ready_at_once_in_order() -> None:
-    """Nothing waits for anything."""
+    """They wait for no other row."""
     session = RelaySession()
     session.add([row(1), row(2), row(3)])
     assert numbers(session.ready) == [1, 2, 3]
@@ -143,7 +143,7 @@ def test_rows_without_a_key_are_ready_at_once_in_order() -> None:
 
 
 def test_rows_of_a_key_are_ready_one_after_the_other() -> None:
-    """The second is published when the first is confirmed; another key does not wait."""
+    """The next row of a key follows the confirm; other keys do not wait."""
     session = RelaySession()
     session.add([row(1, "a"), row(2, "a"), row(3, "b"), row(4, "a")])
     assert numbers(session.ready) == [1, 3]
@@ -162,7 +162,10 @@ def test_rows_of_a_key_are_ready_one_after_the_other() -> None:
 
 @pytest.mark.parametrize("error", [RETURNED, REFUSED, ConfigurationError("routing_key is too long")])
 def test_an_unpublishable_row_is_set_aside_and_holds_its_key(error: Any) -> None:
-    """What was behind it is released untouched, and what comes later is a matter of the outbox."""
+    """The rows behind it are released untouched.
+
+    The outbox decides about later rows.
+    """
     session = RelaySession()
     session.add([row(1, "a"), row(2, "a"), row(3)])
     session.settled(row(1, "a"), error)
@@ -177,7 +180,7 @@ def test_an_unpublishable_row_is_set_aside_and_holds_its_key(error: Any) -> None
     ("error", "doubt"), [(PublishNacked("full"), False), (PublishUnconfirmed("late", sent=True), True)]
 )
 def test_what_was_not_confirmed_is_tried_again_later(error: Any, doubt: bool) -> None:
-    """A nack and an unknown outcome may be another one next time; an unknown one may be a duplicate then."""
+    """The next attempt may succeed, but may be a duplicate after an unknown outcome."""
     session = RelaySession()
     session.add([row(1, attempts=2), row(2, "a"), row(3, "a")])
     session.settled(row(1, attempts=2), error)
@@ -188,7 +191,10 @@ def test_what_was_not_confirmed_is_tried_again_later(error: Any, doubt: bool) ->
 
 
 def test_an_error_about_the_connection_hands_rows_back() -> None:
-    """It says nothing about a row; it is remembered until something is confirmed."""
+    """The error says nothing about the row.
+
+    It is kept until another row is confirmed.
+    """
     session = RelaySession()
     session.add([row(1), row(2)])
     error = BrokerUnavailable("nobody there")
@@ -200,7 +206,7 @@ def test_an_error_about_the_connection_hands_rows_back() -> None:
 
 
 def test_a_relay_that_stops_releases_what_is_not_outstanding() -> None:
-    """What is outstanding still gets its outcome, and nothing follows it."""
+    """Outstanding rows still get their outcome, and no row follows them."""
     session = RelaySession()
     session.add([row(1, "a"), row(2, "a"), row(3, "b"), row(4, "b"), row(5)])
     outstanding = session.ready.popleft()
@@ -225,7 +231,7 @@ class Stored(StoredPublication):
 
 @pytest.mark.parametrize(("arrived", "outcome"), [(False, Outcome.REFUSED), (True, Outcome.UNKNOWN)])
 def test_a_publish_ends_once_its_message_is_stored_or_fails(arrived: bool, outcome: Outcome) -> None:
-    """The receipt says stored; an error says whether the message may be there all the same."""
+    """The receipt says stored, or the error says whether the message may be stored."""
     stored = Stored(Message(b"", message_id="m"), "", "q", True, 0, 0.0, None)
     assert stored.failure() is None
     stored.stored(None)
@@ -242,7 +248,7 @@ def test_a_publish_ends_once_its_message_is_stored_or_fails(arrived: bool, outco
 
 
 def test_a_session_knows_a_key_until_its_rows_are_settled() -> None:
-    """A relay looks for rows again when one of their key is done with."""
+    """A relay reads rows again when a key is settled."""
     session = RelaySession()
     first, second = row(1, "key"), row(2, "key")
     assert not session.has("key")
@@ -255,7 +261,7 @@ def test_a_session_knows_a_key_until_its_rows_are_settled() -> None:
 
 
 def test_what_waits_grows_older_while_nobody_counts_it() -> None:
-    """A relay that hangs must not hide how long its messages wait."""
+    """A relay that hangs must not hide the age of the waiting messages."""
     assert OutboxStatus(rows=1, oldest_age=1.5).after(10.0) == OutboxStatus(rows=1, oldest_age=11.5)
     assert OutboxStatus(rows=0, set_aside=1).after(10.0) == OutboxStatus(rows=0, set_aside=1)
 
@@ -264,7 +270,10 @@ UNANSWERED = PublishUnconfirmed("no leader", sent=True)
 
 
 def test_rows_that_failed_take_half_of_the_places() -> None:
-    """One more is delayed again without an attempt, with the rows behind it; rows that never failed are ready."""
+    """Further suspect rows are delayed again, without an attempt.
+
+    The rows behind them are returned. Rows that never failed are ready.
+    """
     session = RelaySession(4)
     assert session.suspects_to_take(KeptPlaces()) == 2
     session.add([row(1, attempts=1), row(2, "a", attempts=2), row(3, "b", attempts=2), row(4, "b"), row(5), row(6)])
@@ -280,7 +289,7 @@ def test_rows_that_failed_take_half_of_the_places() -> None:
 
 
 def test_rows_that_failed_take_half_of_the_bytes() -> None:
-    """A single larger one is tried, alone."""
+    """A single larger row is still tried, alone."""
     session = RelaySession(100, 4)
     session.add([row(1, attempts=1), row(2, attempts=1), row(3, attempts=1)])
     assert outcomes(session) == [(3, RowOutcome.LATER)]
@@ -291,7 +300,7 @@ def test_rows_that_failed_take_half_of_the_bytes() -> None:
 
 
 def test_new_rows_to_a_silent_destination_are_suspects() -> None:
-    """The next answer, be it a nack, makes them rows like any others."""
+    """The next answer ends the suspicion, even if it is a nack."""
     other = row(9)._replace(routing_key="other")
     session = RelaySession(2)
     session.add([row(1)])
@@ -307,7 +316,10 @@ def test_new_rows_to_a_silent_destination_are_suspects() -> None:
 
 
 def test_the_number_of_silent_destinations_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then all are forgotten, and their rows are like any others until the next confirm is missing."""
+    """At the limit, all are forgotten.
+
+    Their rows are ordinary until the next confirm is missing.
+    """
     monkeypatch.setattr(core_outbox, "_SILENT_KEPT", 2)
     session = RelaySession(2)
     silent = [row(number)._replace(routing_key=f"q{number}") for number in range(3)]
@@ -321,7 +333,7 @@ def test_the_number_of_silent_destinations_is_bounded(monkeypatch: pytest.Monkey
 
 
 def test_kept_places_count_as_those_of_rows_that_failed() -> None:
-    """Their confirms may still come, and the publisher keeps their places until then."""
+    """Their confirms may still come, so the publisher keeps their places."""
     session = RelaySession(4)
     session.add([row(1, attempts=1), row(2)], KeptPlaces(rows=2))
     assert numbers(session.ready) == [2]
@@ -329,7 +341,7 @@ def test_kept_places_count_as_those_of_rows_that_failed() -> None:
 
 
 def test_no_row_is_delayed_while_there_is_no_channel() -> None:
-    """Without a channel every row waits, and delaying all of them would only cost writes."""
+    """Without a channel every row waits, so delaying them would only cost writes."""
     session = RelaySession(2)
     session.add([row(number, attempts=1) for number in range(5)], KeptPlaces(connected=False))
     assert numbers(session.ready) == [0, 1, 2, 3, 4]

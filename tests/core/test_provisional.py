@@ -1,4 +1,7 @@
-"""Provisional confirms by themselves: what is kept, in which order it is published again, when the broker is asked."""
+"""Provisional confirms without a session.
+
+The tests check which publishes are kept, the order of the next attempt, and when the broker is asked.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ FIRST = GRACE / 4
 
 @pytest.fixture
 def confirms() -> ProvisionalConfirms[Publication]:
-    """With a queue ``orders`` that was made at 0."""
+    """Return provisional confirms with a queue ``orders`` that was made at 0."""
     confirms: ProvisionalConfirms[Publication] = ProvisionalConfirms(GRACE)
     new_queues = NewQueues()
     new_queues.made(["orders"], 0.0)
@@ -32,7 +35,7 @@ def on_wire(routing_key: str = "orders") -> Publication:
 
 
 def prove(confirms: ProvisionalConfirms[Publication]) -> list[Publication]:
-    """Answer as many round trips as are asked for."""
+    """Answer every round trip that is wanted."""
     final: list[Publication] = []
     while (at := confirms.round_trip_at) is not None:
         confirms.round_trip_begun(at)
@@ -86,7 +89,7 @@ def test_what_is_proven_holds_for_the_same_broker_only(confirms: ProvisionalConf
 
 
 def test_what_one_publisher_has_proven_holds_for_the_next(confirms: ProvisionalConfirms[Publication]) -> None:
-    """Of the same broker, and for the grace that was proven."""
+    """The proof only holds for the same broker and the proven grace."""
     confirms.channel_opened(confirms.new_queues, "rabbit@one")
     prove(confirms)
 
@@ -102,7 +105,7 @@ def test_what_one_publisher_has_proven_holds_for_the_next(confirms: ProvisionalC
 
 
 def test_a_broker_without_a_name_is_proven_for_one_publisher(confirms: ProvisionalConfirms[Publication]) -> None:
-    """It might be another one that reports no name."""
+    """Another broker may report no name either."""
     prove(confirms)
     assert confirms.proven == GRACE
     assert confirms.new_queues.proven("", GRACE) == -inf

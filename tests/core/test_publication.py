@@ -1,4 +1,4 @@
-"""What a publication says about itself, outcome by outcome."""
+"""The outcome, receipt and error of a publication."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def publication() -> Publication:
 
 
 def test_a_new_publication_is_not_settled(publication: Publication) -> None:
-    """Before anything happens there is no outcome, no error and no attempt."""
+    """At first there is no outcome, no error and no attempt."""
     assert publication.outcome is None
     assert publication.failure() is None
     assert (publication.sends, publication.nacks, publication.in_doubt) == (0, 0, False)
@@ -25,7 +25,7 @@ def test_a_new_publication_is_not_settled(publication: Publication) -> None:
 
 
 def test_a_confirmed_one_has_a_receipt_and_no_error(publication: Publication) -> None:
-    """The receipt says how often it was sent and whether it may be there twice."""
+    """The receipt has the number of attempts and the possible duplicate."""
     publication.outcome = Outcome.CONFIRMED
     publication.sends = 2
     publication.in_doubt = True
@@ -34,7 +34,7 @@ def test_a_confirmed_one_has_a_receipt_and_no_error(publication: Publication) ->
 
 
 def test_a_nacked_one_says_how_often(publication: Publication) -> None:
-    """The error of a nacked publish counts the nacks and names the message."""
+    """The error counts the nacks and names the message."""
     publication.outcome = Outcome.NACKED
     publication.nacks = 3
     error = publication.failure()
@@ -44,7 +44,7 @@ def test_a_nacked_one_says_how_often(publication: Publication) -> None:
 
 
 def test_a_returned_one_carries_the_brokers_words(publication: Publication) -> None:
-    """The error of a returned publish has code and text of the return, and where it was published to."""
+    """The error has the code and text of the return, the exchange and routing key."""
     publication.outcome = Outcome.RETURNED
     publication.reply = BrokerReply(312, "NO_ROUTE")
     error = publication.failure()
@@ -55,7 +55,7 @@ def test_a_returned_one_carries_the_brokers_words(publication: Publication) -> N
 
 
 def test_one_that_the_default_exchange_returned_needs_a_queue() -> None:
-    """Nobody can bind a queue to the default exchange."""
+    """No queue can be bound to the default exchange."""
     publication = Publication(Message(b"body"), "", "orders", True, 4, 12.5, None)
     publication.outcome = Outcome.RETURNED
     publication.reply = BrokerReply(312, "NO_ROUTE")
@@ -63,7 +63,7 @@ def test_one_that_the_default_exchange_returned_needs_a_queue() -> None:
 
 
 def test_a_refused_one_carries_the_channel_exception(publication: Publication) -> None:
-    """The error of a refused publish has code and text of the channel exception."""
+    """The error has the code and text of the channel exception."""
     publication.outcome = Outcome.REFUSED
     publication.reply = BrokerReply(404, "NOT_FOUND - no exchange 'shop'")
     error = publication.failure()
@@ -75,7 +75,7 @@ def test_a_refused_one_carries_the_channel_exception(publication: Publication) -
 
 @pytest.mark.parametrize(("sends", "known"), [(1, "it may have arrived"), (0, "it was never sent")])
 def test_an_unknown_one_says_whether_it_may_have_arrived(publication: Publication, sends: int, known: str) -> None:
-    """What was sent may have arrived; what was never sent has not."""
+    """A sent message may have arrived, an unsent one has not."""
     publication.outcome = Outcome.UNKNOWN
     publication.sends = sends
     error = publication.failure()
@@ -85,7 +85,7 @@ def test_an_unknown_one_says_whether_it_may_have_arrived(publication: Publicatio
 
 
 def test_one_that_a_blocked_broker_kept_from_being_sent_says_so(publication: Publication) -> None:
-    """The deadline of a publish that was never sent because the broker blocked gives the broker's reason."""
+    """The error gives the broker's reason for blocking."""
     publication.outcome = Outcome.UNKNOWN
     publication.reply = BrokerReply(0, "low on memory")
     error = publication.failure()
@@ -99,7 +99,7 @@ def test_one_that_a_blocked_broker_kept_from_being_sent_says_so(publication: Pub
 def test_a_last_verdict_leaves_an_earlier_attempt_in_doubt(
     publication: Publication, outcome: Outcome, in_doubt: bool
 ) -> None:
-    """Where an earlier attempt was never answered, the error says that the broker may have the message all the same."""
+    """If an earlier attempt was never answered, the message may have arrived."""
     publication.outcome = outcome
     publication.reply = BrokerReply(312, "NO_ROUTE")
     publication.in_doubt = in_doubt
@@ -110,7 +110,7 @@ def test_a_last_verdict_leaves_an_earlier_attempt_in_doubt(
 
 
 def test_errors_hold_nothing_of_the_body(publication: Publication) -> None:
-    """No error's text shows the body."""
+    """No error text contains the body."""
     publication.reply = BrokerReply(312, "NO_ROUTE")
     for outcome in Outcome:
         publication.outcome = outcome

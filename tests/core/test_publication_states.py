@@ -1,4 +1,4 @@
-"""The states of a publication: every line of the table of transitions happens, and leads somewhere."""
+"""The states of a publication: every transition happens, and none is a dead end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def unencodable(times: int) -> CheckedPublication:
 
 
 def test_every_transition_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table has no line that the session does not carry out."""
+    """The session uses every transition of the table."""
     monkeypatch.setattr(CheckedPublication, "observed", set())
     confirms_retries_and_ids()
     deadlines_in_every_state()
@@ -107,7 +107,7 @@ def channel_errors() -> None:
 
 
 def test_what_is_settled_stays_so_and_nothing_else_is_an_end() -> None:
-    """From every state there is a way to the end, and none from there."""
+    """Every state leads to `SETTLED`, which no transition leaves."""
     moves: dict[PublicationState, set[PublicationState]] = {state: set() for state in PublicationState}
     for before, after in changes(TRANSITIONS):
         moves[before].add(after)

@@ -1,4 +1,4 @@
-"""The trace of a publish is told of the events of its life, and its headers go with every attempt."""
+"""The trace of a publish gets its events, and every attempt has its headers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.core.published import DELAYS, NO_EXCHANGE, Shell
 
 
 class Trace:
-    """Keeps the events that it is told of, with the number of attempts."""
+    """Keeps its events, with the number of attempts."""
 
     def __init__(self) -> None:
         self.headers = {"traceparent": "00-1-2-01"}
@@ -36,7 +36,7 @@ def shell() -> Shell:
 
 
 def traced(shell: Shell, body: str = "body") -> Trace:
-    """Accept a publish with a trace, beside one without."""
+    """Accept a publish with a trace, and one without. Return the trace."""
     publications = shell.accept(body, f"another {body}")
     trace = publications[0].trace = Trace()
     return trace

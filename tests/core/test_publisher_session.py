@@ -1,4 +1,4 @@
-"""The publishing session, example by example: what becomes of a publish, whatever the broker does."""
+"""The publisher session, by examples: the outcome of a publish in each case."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def outcomes(publications: Iterable[Publication]) -> list[Outcome | None]:
 
 
 def test_a_publish_is_confirmed_by_its_ack_and_not_before(shell: Shell) -> None:
-    """Accepted, written, acked: only the ack settles it, and frees its place."""
+    """Only the ack settles it and releases its place."""
     assert shell.session.is_empty
     (publication,) = shell.accept("body")
     assert shell.session.outstanding == 1
@@ -62,7 +62,7 @@ def test_a_publish_is_confirmed_by_its_ack_and_not_before(shell: Shell) -> None:
 
 @pytest.mark.parametrize("acked", [True, False])
 def test_a_return_beats_its_confirm(shell: Shell, acked: bool) -> None:
-    """A returned publish fails with code and text, whether the broker acks or nacks it then."""
+    """The error has the code and text of the return, even if the broker acks."""
     first, second = shell.accept("unroutable", "routable")
     shell.send()
     shell.return_("id of unroutable")
@@ -76,7 +76,10 @@ def test_a_return_beats_its_confirm(shell: Shell, acked: bool) -> None:
 
 
 def test_with_equal_message_ids_the_right_one_is_returned(shell: Shell) -> None:
-    """The second publish with an id waits until the first is confirmed, so that a return can mean one of them only."""
+    """The second publish with an id waits for the first confirm.
+
+    So a return can only mean one of them.
+    """
     routable, unroutable, third = shell.accept("routable", "unroutable", "third", message_id="same")
     assert shell.sent() == ["routable"]
     assert shell.sent() == []
@@ -90,7 +93,10 @@ def test_with_equal_message_ids_the_right_one_is_returned(shell: Shell) -> None:
 
 
 def test_a_message_without_an_id_is_matched_with_its_return(shell: Shell) -> None:
-    """Messages that have no message_id on the wire go one at a time, so that their returns, too, mean one only."""
+    """Messages without a message_id go one at a time.
+
+    So a return can only mean one of them.
+    """
     publications = []
     for body in (b"unroutable", b"routable"):
         message = Message._from_wire(body, Message(body).encoded_properties, message_id="")
@@ -105,7 +111,7 @@ def test_a_message_without_an_id_is_matched_with_its_return(shell: Shell) -> Non
 
 
 def test_a_return_that_fits_nothing_is_counted(shell: Shell) -> None:
-    """A return of an unknown message, of one that is not on the wire, or from an older channel fails nothing."""
+    """The message may be unknown, not on the wire, or of an older channel."""
     (publication,) = shell.accept("body")
     shell.return_("id of body")
     shell.return_("unknown")
@@ -118,7 +124,7 @@ def test_a_return_that_fits_nothing_is_counted(shell: Shell) -> None:
 
 
 def test_after_a_loss_unsettled_publishes_go_first_and_in_order(shell: Shell) -> None:
-    """Exactly what was unsettled goes out again, marked as a possible duplicate, before anything newer."""
+    """Only unsettled publishes go out again, marked as possible duplicates."""
     a, b, c = shell.accept("a", "b", "c")
     shell.send()
     shell.ack(2)
@@ -142,7 +148,7 @@ def test_after_a_loss_unsettled_publishes_go_first_and_in_order(shell: Shell) ->
 
 
 def test_a_late_confirm_of_an_old_channel_settles_nothing(shell: Shell) -> None:
-    """Numbers start again on a new channel: an ack of the old one must not be taken for one of the new one."""
+    """Sequence numbers start again on a new channel."""
     (publication,) = shell.accept("body")
     shell.send()
     shell.lose()
@@ -156,7 +162,7 @@ def test_a_late_confirm_of_an_old_channel_settles_nothing(shell: Shell) -> None:
 
 
 def test_a_return_on_a_lost_channel_does_not_fail_the_retry(shell: Shell) -> None:
-    """A publish that was returned on a channel that was lost before the ack, and is routable now, is confirmed."""
+    """The message is routable on the next channel, so it is confirmed."""
     (publication,) = shell.accept("body")
     shell.send()
     shell.return_("id of body")
@@ -168,7 +174,7 @@ def test_a_return_on_a_lost_channel_does_not_fail_the_retry(shell: Shell) -> Non
 
 
 def test_a_nacked_publish_is_tried_again_after_its_delay(shell: Shell) -> None:
-    """A nack is no unknown outcome: the next attempt comes after the policy's delay and is marked in no way."""
+    """A nack is a known outcome: the next attempt is no possible duplicate."""
     (publication,) = shell.accept("body")
     shell.send()
     shell.nack(1)
@@ -191,7 +197,7 @@ def test_a_nack_is_not_retried_past_the_publish_deadline(shell: Shell) -> None:
 
 
 def test_a_publish_is_reported_nacked_after_the_last_attempt(shell: Shell) -> None:
-    """After as many attempts as the policy allows, the nack is the outcome."""
+    """The policy limits the number of attempts."""
     (publication,) = shell.accept("body")
     for attempt, now in enumerate((0.0, 1.0, 3.0), 1):
         assert shell.sent(now) == ["body"]
@@ -203,7 +209,10 @@ def test_a_publish_is_reported_nacked_after_the_last_attempt(shell: Shell) -> No
 
 @pytest.mark.parametrize(("reply", "closes"), [(NO_EXCHANGE, 1), (UNKNOWN_ERROR, 3)])
 def test_a_channel_exception_fails_its_culprit_alone(shell: Shell, reply: BrokerReply, closes: int) -> None:
-    """Of 100, the one to an exchange that does not exist is refused with the broker's reply; the 99 are confirmed."""
+    """One publish of 100 goes to a missing exchange.
+
+    It is refused with the broker's reply, and the 99 others are confirmed.
+    """
     good = shell.accept(*(f"good {number}" for number in range(60)))
     (culprit,) = shell.accept("culprit", exchange="missing")
     good += shell.accept(*(f"good {number}" for number in range(60, 99)))
@@ -226,7 +235,10 @@ def test_a_channel_exception_fails_its_culprit_alone(shell: Shell, reply: Broker
 
 
 def test_what_came_after_the_culprit_is_in_no_doubt(shell: Shell) -> None:
-    """The broker processes a channel in order: what came before is published again as a possible duplicate, alone."""
+    """The broker processes a channel in order.
+
+    Only the publishes before the culprit are published again as possible duplicates.
+    """
     shell.accept("a", "b")
     (culprit,) = shell.accept("culprit", exchange="missing")
     shell.accept("c", "d")
@@ -243,7 +255,10 @@ def test_what_came_after_the_culprit_is_in_no_doubt(shell: Shell) -> None:
 
 
 def test_publishes_to_one_missing_exchange_are_refused_together(shell: Shell) -> None:
-    """The first error does not say which of them it means; the second one does: they alone were on the channel."""
+    """The first error may mean any of them.
+
+    The second one means all, because only they were on the channel.
+    """
     shell.accept("a")
     culprits = shell.accept("x", exchange="missing")
     shell.accept("b")
@@ -264,7 +279,7 @@ def test_publishes_to_one_missing_exchange_are_refused_together(shell: Shell) ->
 
 
 def test_those_to_an_exchange_that_is_back_are_confirmed(shell: Shell) -> None:
-    """What the error may mean is published once more before it is refused."""
+    """Publishes that the error may mean are published again before they are refused."""
     publishes = shell.accept("x", "y", exchange="missing")
     shell.send()
     shell.lose(NO_EXCHANGE, connection=False)
@@ -275,7 +290,7 @@ def test_those_to_an_exchange_that_is_back_are_confirmed(shell: Shell) -> None:
 
 
 def test_no_newer_publish_is_sent_during_isolation(shell: Shell) -> None:
-    """Between the groups that narrow down, no other publish gets onto the channel."""
+    """Only the probed group is on the channel."""
     shell.accept("a", "culprit")
     shell.send()
     shell.lose(UNKNOWN_ERROR, connection=False)
@@ -291,7 +306,7 @@ def test_no_newer_publish_is_sent_during_isolation(shell: Shell) -> None:
 
 
 def test_a_group_is_written_bit_by_bit(shell: Shell) -> None:
-    """What of a group was not written yet when the channel closed is probed after what was."""
+    """Unwritten publishes of a group are probed after the written ones."""
     shell.accept(*"abcdefghi")
     shell.send()
     shell.lose(UNKNOWN_ERROR, connection=False)
@@ -309,7 +324,7 @@ def test_a_group_is_written_bit_by_bit(shell: Shell) -> None:
 
 
 def test_a_connection_lost_during_an_isolation_convicts_nobody(shell: Shell) -> None:
-    """A group of one that a lost connection interrupts is probed again, not refused."""
+    """An interrupted group, even of one publish, is probed again."""
     (a, b) = shell.accept("a", "b")
     shell.send()
     shell.lose(UNKNOWN_ERROR, connection=False)
@@ -325,7 +340,10 @@ def test_a_connection_lost_during_an_isolation_convicts_nobody(shell: Shell) -> 
 
 
 def test_a_publish_that_was_given_up_is_a_suspect_too(shell: Shell) -> None:
-    """The channel closes over two, one of which its caller has given up: the other one is not convicted for it."""
+    """The channel closes over two publishes, one of them abandoned by its caller.
+
+    The other one is not convicted.
+    """
     given_up, innocent = shell.accept("given up", "innocent")
     shell.send()
     shell.session.abandon(given_up)
@@ -338,7 +356,7 @@ def test_a_publish_that_was_given_up_is_a_suspect_too(shell: Shell) -> None:
 
 
 def test_a_channel_closed_over_an_abandoned_publish_refuses_none(shell: Shell) -> None:
-    """What is settled stays as it is, even where it turns out to be the culprit."""
+    """A settled publish keeps its outcome, even if it is the culprit."""
     (given_up,) = shell.accept("given up")
     shell.send()
     shell.session.abandon(given_up)
@@ -348,7 +366,7 @@ def test_a_channel_closed_over_an_abandoned_publish_refuses_none(shell: Shell) -
 
 
 def test_a_group_whose_rest_is_abandoned_yields_to_the_next(shell: Shell) -> None:
-    """A group whose unwritten rest is given up does not hold back the groups behind it."""
+    """The unwritten rest of the group is abandoned, and the next group follows."""
     _, b, _, _ = shell.accept("a", "b", "c", "d")
     shell.send()
     shell.lose(UNKNOWN_ERROR, connection=False)
@@ -360,7 +378,7 @@ def test_a_group_whose_rest_is_abandoned_yields_to_the_next(shell: Shell) -> Non
 
 
 def test_the_next_group_follows_where_one_cannot_be_encoded(shell: Shell) -> None:
-    """A group of which nothing can be written does not hold back the groups behind it."""
+    """A group of which nothing can be written does not delay the next group."""
     broken = Publication(Unencodable.after(1, b"broken", "broken"), "", "orders", True, 6, 0.0, None)
     shell.session.accept([broken])
     shell.accept("a")
@@ -378,7 +396,7 @@ def test_the_next_group_follows_where_one_cannot_be_encoded(shell: Shell) -> Non
 def test_only_an_error_that_a_publish_can_provoke_blames_one(
     shell: Shell, reply: BrokerReply | None, refused: bool
 ) -> None:
-    """A frame error closes the connection over a publish; a shutdown of the broker does not."""
+    """A frame error blames a publish, a shutdown of the broker does not."""
     (publication,) = shell.accept("body")
     shell.send()
     shell.lose(reply)
@@ -386,7 +404,10 @@ def test_only_an_error_that_a_publish_can_provoke_blames_one(
 
 
 def test_a_single_crash_of_the_broker_refuses_no_publish(shell: Shell) -> None:
-    """The broker may have taken it before; where it crashes again, the publish is refused, in doubt."""
+    """The broker may have processed it before the crash.
+
+    If the broker crashes again, the publish is refused, in doubt.
+    """
     crash = BrokerReply(541, "INTERNAL_ERROR")
     (innocent,) = shell.accept("innocent")
     shell.send()
@@ -407,7 +428,7 @@ def test_a_single_crash_of_the_broker_refuses_no_publish(shell: Shell) -> None:
 
 
 def test_an_expired_publish_is_unknown_and_not_sent_again(shell: Shell) -> None:
-    """One that was sent may have arrived, one that was not has not; neither is sent again."""
+    """A sent publish may have arrived, an unsent one has not."""
     (sent,) = shell.accept("sent", timeout=5.0)
     shell.send()
     shell.lose()
@@ -422,7 +443,7 @@ def test_an_expired_publish_is_unknown_and_not_sent_again(shell: Shell) -> None:
 
 
 def test_a_publish_that_was_returned_is_known_at_its_deadline(shell: Shell) -> None:
-    """Where the return has come and the ack has not, the deadline reports the return."""
+    """At the deadline, the return has come and the ack has not."""
     (publication,) = shell.accept("body", timeout=5.0)
     shell.send()
     shell.return_("id of body")
@@ -433,7 +454,10 @@ def test_a_publish_that_was_returned_is_known_at_its_deadline(shell: Shell) -> N
 
 
 def test_a_publish_nacked_on_every_attempt_expires_as_nacked(shell: Shell) -> None:
-    """In its backoff, and while there is no channel after it; an attempt without an answer may have arrived."""
+    """One is delayed, one is ready without a channel, and one was not answered.
+
+    The one without an answer may have arrived.
+    """
     delayed, ready, unanswered = shell.accept("delayed", "ready", "unanswered", timeout=5.0)
     shell.send()
     shell.nack(3, multiple=True)
@@ -455,7 +479,7 @@ def test_a_publish_nacked_on_every_attempt_expires_as_nacked(shell: Shell) -> No
 
 @pytest.mark.parametrize("end", ["ack", "nack", "lost"])
 def test_an_abandoned_publish_holds_its_place_while_on_the_wire(shell: Shell, end: str) -> None:
-    """Its late confirm is expected and changes nothing; its place, and its id, are free from then on."""
+    """A late confirm changes no outcome, but releases the place and the id."""
     first, second = shell.accept("first", "second", message_id="same", timeout=5.0)
     shell.send()
     shell.session.abandon(first)
@@ -475,7 +499,7 @@ def test_an_abandoned_publish_holds_its_place_while_on_the_wire(shell: Shell, en
 
 
 def test_one_that_waits_for_its_turn_can_be_given_up(shell: Shell) -> None:
-    """It is passed over, and lets nobody in before the turn: the next one with its id follows the one on the wire."""
+    """It is skipped, and the next publish with its id still waits for its turn."""
     _, second, third, _ = shell.accept("first", "second", "third", "fourth", message_id="same")
     shell.send()
     shell.session.abandon(third)
@@ -489,7 +513,7 @@ def test_one_that_waits_for_its_turn_can_be_given_up(shell: Shell) -> None:
 
 
 def test_closing_for_good_gives_up_everything(shell: Shell) -> None:
-    """On the wire, delayed, waiting or ready, with any timeout: all of it is settled, once. Nothing is to come."""
+    """Every publish is settled once: on the wire, delayed, waiting or ready."""
     shell.accept("nacked", "on the wire", timeout=500.0)
     shell.send()
     shell.nack(1)
@@ -507,7 +531,10 @@ def test_closing_for_good_gives_up_everything(shell: Shell) -> None:
 
 
 def test_nothing_is_sent_while_the_broker_blocks(shell: Shell) -> None:
-    """Publishes wait, confirms still count, and publishing goes on when the broker says so."""
+    """Publishes wait, and confirms still count.
+
+    Publishing continues when the broker unblocks the connection.
+    """
     shell.accept("a")
     shell.send()
     shell.session.blocked("low on memory")
@@ -521,7 +548,7 @@ def test_nothing_is_sent_while_the_broker_blocks(shell: Shell) -> None:
 
 
 def test_a_deadline_while_the_broker_blocks_says_so(shell: Shell) -> None:
-    """What was not sent because the broker blocks fails with the broker's reason."""
+    """The error gives the broker's reason for blocking."""
     shell.session.blocked("low on disk")
     (publication,) = shell.accept("body", timeout=5.0)
     shell.session.tick(5.0)
@@ -531,7 +558,7 @@ def test_a_deadline_while_the_broker_blocks_says_so(shell: Shell) -> None:
 
 
 def test_a_new_channel_on_a_blocked_connection_is_blocked(shell: Shell) -> None:
-    """Blocked is the connection, not the channel; the broker does not say it twice."""
+    """The block applies to the connection, and is not announced again."""
     shell.session.blocked("low on memory")
     shell.accept("body")
     shell.lose(connection=False)
@@ -540,7 +567,10 @@ def test_a_new_channel_on_a_blocked_connection_is_blocked(shell: Shell) -> None:
 
 
 def test_disconnected_is_the_connection_and_not_its_channel(shell: Shell) -> None:
-    """From the first open channel on, until a connection is lost or another channel cannot be opened."""
+    """The session is connected from the first open channel on.
+
+    It is disconnected when a connection is lost or a channel cannot be opened.
+    """
     session = shell.session
     shell.lose(connection=False)
     assert session.disconnected_reason is None
@@ -555,7 +585,7 @@ def test_disconnected_is_the_connection_and_not_its_channel(shell: Shell) -> Non
 
 @pytest.mark.parametrize("channel_first", [False, True])
 def test_a_new_connection_is_not_blocked(shell: Shell, channel_first: bool) -> None:
-    """The loss of a blocked connection ends the blocking, also where its channel was lost before."""
+    """The end of the connection ends the blocking, even if the channel was lost first."""
     shell.session.blocked("low on memory")
     shell.accept("body")
     if channel_first:
@@ -566,7 +596,10 @@ def test_a_new_connection_is_not_blocked(shell: Shell, channel_first: bool) -> N
 
 
 def test_a_channel_silent_for_the_confirm_timeout_is_in_doubt(shell: Shell) -> None:
-    """The clock starts when the broker begins to owe, and again with every confirm that settles something."""
+    """The clock starts with the first unconfirmed publish.
+
+    It restarts with every confirm that settles a publish.
+    """
     assert not shell.session.channel_in_doubt(1_000.0)
     shell.accept("a", "b", at=1_000.0)
     shell.send(now=1_000.0)
@@ -578,7 +611,10 @@ def test_a_channel_silent_for_the_confirm_timeout_is_in_doubt(shell: Shell) -> N
 
 
 def test_a_blocked_channel_is_not_in_doubt(shell: Shell) -> None:
-    """A broker that blocks need not confirm; the clock starts again when it goes on."""
+    """A broker that blocks need not confirm.
+
+    The clock restarts when it unblocks.
+    """
     shell.accept("body")
     shell.send()
     shell.session.blocked("low on memory")
@@ -589,7 +625,7 @@ def test_a_blocked_channel_is_not_in_doubt(shell: Shell) -> None:
 
 
 def test_a_confirm_that_settles_nothing_is_no_progress(shell: Shell) -> None:
-    """A broker that repeats old confirms does not keep its channel out of doubt."""
+    """A broker that repeats old confirms does not renew the trust in its channel."""
     shell.accept("body")
     shell.send()
     shell.nack(7, now=20.0)
@@ -598,7 +634,7 @@ def test_a_confirm_that_settles_nothing_is_no_progress(shell: Shell) -> None:
 
 
 def test_the_doubt_says_whether_the_channel_ever_confirmed(shell: Shell) -> None:
-    """A queue without a leader confirms nothing, on whichever channel."""
+    """A queue without a leader confirms nothing on any channel."""
     shell.accept("a", "b")
     shell.send()
     assert "2 outstanding publishes" in shell.session.doubt
@@ -609,7 +645,10 @@ def test_the_doubt_says_whether_the_channel_ever_confirmed(shell: Shell) -> None
 
 
 def pass_over(shell: Shell, since: float, *keys: str) -> None:
-    """Publish to each queue on a new channel, until the deadline, and confirm only one to another queue, later."""
+    """Publish to each key on a new channel, until the deadline.
+
+    Only a publish to another queue is confirmed, later.
+    """
     shell.reopen(now=since)
     stuck = [shell.accept(f"{key} {since}", at=since, routing_key=key)[0] for key in keys]
     shell.accept(f"quick {since}", at=since, routing_key="quick")
@@ -620,7 +659,7 @@ def pass_over(shell: Shell, since: float, *keys: str) -> None:
 
 
 def test_a_channel_that_passes_over_a_publish_is_in_doubt(shell: Shell) -> None:
-    """It goes on to confirm what another queue has: the confirms of the first may be lost for good."""
+    """The channel confirms another queue, so the confirms of this one may be lost."""
     shell.accept("late", timeout=500.0)
     shell.send(now=0.0)
     stuck = shell.accept("stuck", routing_key="stuck")[0]
@@ -641,7 +680,10 @@ def test_a_channel_that_passes_over_a_publish_is_in_doubt(shell: Shell) -> None:
 
 
 def test_a_queue_that_never_confirms_costs_one_channel(shell: Shell) -> None:
-    """Without a leader it confirms on no channel: what others have to publish is a possible duplicate only once."""
+    """A queue without a leader confirms on no channel.
+
+    Other publishes become possible duplicates only once.
+    """
     shell.lose()
     pass_over(shell, 0.0, "stuck", "also stuck")
     assert shell.session.channel_in_doubt(120.0)
@@ -664,7 +706,7 @@ def test_a_queue_that_never_confirms_costs_one_channel(shell: Shell) -> None:
 
 
 def test_what_was_as_late_costs_no_second_channel(shell: Shell) -> None:
-    """All that a channel in doubt owed for as long is to blame for it."""
+    """A channel in doubt blames every destination left unconfirmed for as long."""
     (slower,) = shell.accept("slower", routing_key="slower", timeout=200.0)
     shell.accept("stuck", routing_key="stuck")
     shell.accept("quick")
@@ -683,7 +725,7 @@ def test_what_was_as_late_costs_no_second_channel(shell: Shell) -> None:
 
 @pytest.mark.parametrize("case", ["sent of late", "nothing later is settled", "blocked", "left by its caller"])
 def test_a_publish_that_is_only_late_costs_no_channel(shell: Shell, case: str) -> None:
-    """Each of these is possible with a healthy broker."""
+    """Each case is possible with a healthy broker."""
     timeout = 29.9 if case == "sent of late" else 120.0
     (owed,) = shell.accept("owed", at=0.0, timeout=500.0)
     first, last = shell.accept("first", "last", timeout=timeout)
@@ -702,7 +744,10 @@ def test_a_publish_that_is_only_late_costs_no_channel(shell: Shell, case: str) -
 
 
 def test_a_channel_with_nacks_only_is_opened_anew(shell: Shell) -> None:
-    """A queue that is full no more may go on to refuse on this channel alone. No publish is put in doubt for it."""
+    """A queue that is no longer full may still be refused on this channel.
+
+    The channel is opened again without putting a publish in doubt.
+    """
     shell.accept("a", "b")
     shell.send()
     shell.nack(1, now=0.0)
@@ -726,7 +771,10 @@ def test_a_channel_with_nacks_only_is_opened_anew(shell: Shell) -> None:
 
 
 def test_a_channel_is_opened_anew_for_a_publish_and_unblocked(shell: Shell) -> None:
-    """An idle publisher has no need of it, and a broker that blocks does not answer."""
+    """An idle publisher does not need a new channel.
+
+    A broker that blocks would not answer.
+    """
     shell.accept("a", timeout=20.0)
     shell.send()
     shell.nack(1)
@@ -744,7 +792,7 @@ def test_a_channel_is_opened_anew_for_a_publish_and_unblocked(shell: Shell) -> N
 
 
 def test_an_ack_between_nacks_keeps_the_channel(shell: Shell) -> None:
-    """The broker accepts what is published on it, though not all."""
+    """The ack shows that the broker accepts publishes on this channel."""
     shell.accept("a", "b", "c")
     shell.send()
     shell.nack(1)
@@ -755,7 +803,7 @@ def test_an_ack_between_nacks_keeps_the_channel(shell: Shell) -> None:
 
 
 def test_a_write_has_whole_messages_of_about_the_size_asked(shell: Shell) -> None:
-    """At least one message, however small the limit; a large body goes in frames that the connection takes."""
+    """A write has at least one message, and a large body is split into frames."""
     large = "x" * 10_000
     shell.accept("a", "b")
     shell.accept(large, "c", message_id="same")
@@ -767,7 +815,7 @@ def test_a_write_has_whole_messages_of_about_the_size_asked(shell: Shell) -> Non
 
 
 def test_encoded_heads_are_bounded_and_right(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A publisher with ever new exchanges keeps a bounded number of encoded frames, and never mixes them up."""
+    """The cache is bounded, and each publish gets the frames of its exchange."""
     monkeypatch.setattr(module, "_HEADS_KEPT", 3)
     exchanges = [f"exchange {number % 5}" for number in range(20)]
     for number, exchange in enumerate(exchanges):
@@ -778,7 +826,10 @@ def test_encoded_heads_are_bounded_and_right(shell: Shell, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("sent_before", [0, 1])
 def test_a_message_that_cannot_be_encoded_fails_alone(shell: Shell, sent_before: int) -> None:
-    """It is refused at once and never tried again; the others go out, are confirmed, and leave the window empty."""
+    """The message is refused at once, and never tried again.
+
+    The others are confirmed, and the window is empty at the end.
+    """
     broken = Publication(Unencodable.after(sent_before, b"broken", "broken"), "", "orders", True, 6, 0.0, None)
     before = shell.accept("a", "b")
     shell.session.accept([broken])
@@ -801,7 +852,7 @@ def test_a_message_that_cannot_be_encoded_fails_alone(shell: Shell, sent_before:
 
 
 def test_a_message_of_a_wrong_body_fails_alone(shell: Shell) -> None:
-    """The bytes of all messages are joined; one whose body is none fails by itself."""
+    """All messages are joined into one write, but only the wrong one fails."""
     broken = Publication(Message._from_wire("text", None, "broken"), "", "orders", True, 6, 0.0, None)  # type: ignore[arg-type]
     shell.session.accept([broken])
     good = shell.accept("a")
@@ -812,7 +863,7 @@ def test_a_message_of_a_wrong_body_fails_alone(shell: Shell) -> None:
 
 
 def test_nothing_is_marked_as_sent_where_the_write_fails(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was taken for a write that is not made is ready again, in order."""
+    """Publishes of a failed write are ready again, in order."""
     shell.accept("a", "b")
 
     def no_memory(*_: object) -> int:
@@ -827,7 +878,7 @@ def test_nothing_is_marked_as_sent_where_the_write_fails(shell: Shell, monkeypat
 
 
 def test_frames_carry_the_number_of_the_channel_they_go_to(shell: Shell) -> None:
-    """A new channel may have another number; nothing that was encoded for the old one is used again."""
+    """Frames encoded for the old channel are not used again."""
     shell.accept("a")
     assert [published.channel for published in shell.send()] == [1]
     shell.lose()
@@ -836,7 +887,7 @@ def test_frames_carry_the_number_of_the_channel_they_go_to(shell: Shell) -> None
 
 
 def test_publishes_given_up_without_a_channel_do_not_pile_up(shell: Shell) -> None:
-    """However long the broker is away, what was given up is let go of."""
+    """Abandoned publishes are removed, however long the broker is unavailable."""
     shell.lose()
     for moment in range(1_000):
         shell.accept(f"{moment}", timeout=10.0, at=float(moment))
@@ -848,7 +899,7 @@ def test_publishes_given_up_without_a_channel_do_not_pile_up(shell: Shell) -> No
 
 
 def test_the_time_to_the_confirm_is_measured_from_acceptance(shell: Shell) -> None:
-    """Confirm latency is what the caller has waited, later attempts included; failures do not count."""
+    """The latency includes later attempts, and failures do not count."""
     shell.accept("a", "b", "returned")
     shell.send()
     shell.return_("id of returned")
@@ -861,7 +912,10 @@ def test_the_time_to_the_confirm_is_measured_from_acceptance(shell: Shell) -> No
 def test_a_message_costs_the_same_among_few_and_many_outstanding(
     assert_same_cost: Callable[[Callable[[], float], Callable[[], float]], None],
 ) -> None:
-    """From acceptance to its confirm, single in any order or multiple, a message costs the same among very many."""
+    """The cost covers everything from acceptance to the confirm.
+
+    Confirms are single, in any order, or multiple.
+    """
 
     def cost(outstanding: int, rounds: int) -> float:
         quarter = min(outstanding // 4, 10_000)
@@ -894,7 +948,7 @@ def test_a_message_costs_the_same_among_few_and_many_outstanding(
 
 
 def test_a_publish_that_is_tried_once_ends_at_its_nack(shell: Shell) -> None:
-    """Others are tried again after a delay."""
+    """Other publishes are tried again after a delay."""
     once, other = shell.accept("once", "other")
     once.once = True
     shell.send()
@@ -904,7 +958,10 @@ def test_a_publish_that_is_tried_once_ends_at_its_nack(shell: Shell) -> None:
 
 
 def test_a_publish_that_is_tried_once_ends_with_its_channel(shell: Shell) -> None:
-    """It is given up when the confirms are overdue; its place is free when the channel is lost, or its ack comes."""
+    """It is given up when the confirms are overdue.
+
+    Its place is released when the channel is lost or the ack comes.
+    """
     late, once, other = shell.accept("late", "once", "other")
     late.once = once.once = True
     shell.send()

@@ -1,8 +1,8 @@
-"""The publishing session against a shell that does as it should and a broker that does as it likes.
+"""The publisher session as a state machine, with a random broker.
 
-The model broker decodes what the session encodes, counts it, and confirms, nacks, returns, closes channels, loses
-connections and blocks at random, and its queue is made anew at random; the model knows what has to become of each
-publish.
+The shell behaves correctly. The model broker decodes and counts the output of the session. At random, it confirms,
+nacks, returns, closes channels, loses connections, blocks, and gets a new queue. The model knows the required outcome
+of each publish.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-UNENCODABLE = {"unencodable": 0, "unencodable again": 1}  # how often they can be encoded
+UNENCODABLE = {"unencodable": 0, "unencodable again": 1}  # how often each can be encoded
 KINDS = st.lists(
     st.sampled_from(["good"] * 6 + ["unroutable", "culprit", "connection culprit", *UNENCODABLE]), max_size=6
 )
 MESSAGE_IDS = st.sampled_from([None, None, None, "a", "b"])
 MAX_ATTEMPTS = 2
-ONCE_EVERY = 4  # every so many publishes, one is tried once
+ONCE_EVERY = 4  # one publish in this many is tried only once
 GRACE = 2.0
 ROUND_TRIPS, PAUSE = 7, GRACE / 8
 WATCHED = (ROUND_TRIPS - 1) * PAUSE
 TIMEOUTS = st.sampled_from([None, None, None, 5.0, 500.0])
 MISSING = "missing"  # the exchange that NO_EXCHANGE names
-POSITIONS = st.sampled_from([0.0, 0.3, 0.6, 1.0])  # in a list, from its first to its last
+POSITIONS = st.sampled_from([0.0, 0.3, 0.6, 1.0])  # in a list, from first to last
 
 
 def at(position: float, those: Sequence[T]) -> T:
@@ -62,23 +62,23 @@ def at(position: float, those: Sequence[T]) -> T:
 
 @dataclass(eq=False)
 class Expected:
-    """What the model knows of a publication."""
+    """The model's knowledge of a publication."""
 
     publication: Publication
     number: int
-    culprit: BrokerReply | None = None  # what the broker closes channel or connection with when it reads it
+    culprit: BrokerReply | None = None  # the reply with which the broker closes the channel or connection over it
     unroutable: bool = False
-    encodable: float = inf  # how often
-    unique: bool = True  # nobody else has its message id
+    encodable: float = inf  # how often it can be encoded
+    unique: bool = True  # no other publish has its message id
     sends: int = 0
-    sent_last: int = 0  # the number of its last send, of all
+    sent_last: int = 0  # the number of its last send among all sends
     sent_at: float = 0.0
     nacks: int = 0
-    final_at: float | None = None  # confirmed, but not for good before
+    final_at: float | None = None  # the time when a provisional confirm becomes final
     in_doubt: bool = False
-    due: float = 0.0  # not to be sent before
+    due: float = 0.0  # not sent earlier
     outcome: Outcome | None = None
-    blocked: bool = False  # it was given up unsent because the broker blocked
+    blocked: bool = False  # given up unsent because the broker blocked
 
     @property
     def message_id(self) -> str:
@@ -96,14 +96,14 @@ class Expected:
 
 @dataclass
 class Channel:
-    """A channel on the broker's side. The tag of a publish is its place in ``sent``, from 1."""
+    """A channel at the broker. A tag is a place in ``sent``, counted from 1."""
 
     generation: int
     sent: list[Expected] = field(default_factory=list)
     read: int = 0
     unconfirmed: list[int] = field(default_factory=list)
     returned: set[Expected] = field(default_factory=set)
-    since: float | None = None  # whether it lives
+    since: float | None = None  # start of the round trip in progress
     progress_at: float = 0.0
     nacks_since: float = inf
     settled_through: int = 0
@@ -115,15 +115,15 @@ class Channel:
 
 
 class PublishingMachine(RuleBasedStateMachine):
-    """A shell that does as it should, and a broker that does as it likes."""
+    """A correct shell and a random broker."""
 
     def __init__(self) -> None:
         super().__init__()
         self.session = new_session(MAX_ATTEMPTS, GRACE)
         self.new_queues = NewQueues()
         self.new_queues.longest = GRACE
-        self.proven = -inf  # queues that were new until then are old
-        self.answered: list[float] = []  # when round trips on this connection began
+        self.proven = -inf  # queues made by then are old
+        self.answered: list[float] = []  # start times of round trips on this connection
         self.ask_after = -inf
         self.made_at = float("-inf")  # when the queue was made; infinite while it is being made
         self.other_made_at = float("-inf")
@@ -134,9 +134,9 @@ class PublishingMachine(RuleBasedStateMachine):
         self.generation = 0
         self.connection_blocked = False
         self.disconnected: str | None = "no attempt to connect has ended yet"
-        self.again: list[Expected] = []  # unsettled at a channel loss and not sent since, in the order of sending
+        self.again: list[Expected] = []  # unsettled at a channel loss and not sent since, in sending order
         self.last_first_send = -1
-        self.blamed: set[tuple[str, str]] = set()  # destinations that have cost a channel
+        self.blamed: set[tuple[str, str]] = set()  # destinations that cost a channel
         self.settled: Counter[Publication] = Counter()
         self.stale = 0
         self.stray = 0
@@ -164,7 +164,7 @@ class PublishingMachine(RuleBasedStateMachine):
             case 3 if self.channel is not None:
                 self.block()
 
-    # what callers do
+    # actions of callers
 
     def accept(self, kinds: list[str], message_id: str | None, timeout: float | None) -> None:
         accepted = []
@@ -200,7 +200,7 @@ class PublishingMachine(RuleBasedStateMachine):
         if expected.outcome is None:
             self.give_up(expected)
 
-    # what the shell does
+    # actions of the shell
 
     def open_channel(self) -> None:
         self.generation += 1
@@ -209,7 +209,7 @@ class PublishingMachine(RuleBasedStateMachine):
         self.session.channel_opened(self.generation, self.generation % 7 + 1, FRAME_MAX, self.now, self.new_queues)
 
     def make_queue(self, event: str) -> None:
-        """The queue that what is routable goes to is made by this process; or another one."""
+        """Make the queue of routable publishes, or another one."""
         being_made = self.made_at == float("inf")
         if event == "other":
             self.new_queues.made(["other"], self.now)
@@ -251,7 +251,7 @@ class PublishingMachine(RuleBasedStateMachine):
         answers: bool,
         end: str,
     ) -> None:
-        """All that there is, as it mostly follows each other, so that a short run gets somewhere."""
+        """Perform one sequence of typical events, so that short runs get far."""
         self.accept(kinds, message_id, timeout)
         self.time_passes(seconds)
         if self.channel is None:
@@ -274,7 +274,7 @@ class PublishingMachine(RuleBasedStateMachine):
 
     @rule()
     def send_everything(self) -> None:
-        """Also without a channel, and while the broker blocks."""
+        """Send everything, also without a channel or while the broker blocks."""
         self.send(1_000_000)
 
     def send(self, limit: int) -> None:
@@ -309,7 +309,7 @@ class PublishingMachine(RuleBasedStateMachine):
             self.session.round_trip_begun(self.now)
 
     def answer(self) -> None:
-        """The broker answers whether it lives, where it was asked."""
+        """Answer the round trip, if one is in progress."""
         channel = self.channel
         if channel is None or channel.since is None:
             return
@@ -335,7 +335,10 @@ class PublishingMachine(RuleBasedStateMachine):
                 self.give_up(expected)
 
     def expire_on_wire(self, expected: Expected) -> None:
-        """A publish of long ago that the broker has passed over costs a channel, once for each destination."""
+        """Blame the destination of an old publish that the broker has passed over.
+
+        Each destination costs one channel.
+        """
         channel = self.channel
         if channel is None or self.connection_blocked or expected not in channel.on_wire:
             return
@@ -347,7 +350,7 @@ class PublishingMachine(RuleBasedStateMachine):
 
     @property
     def provisional(self) -> list[Expected]:
-        """What is confirmed, but not for good, in the order of sending."""
+        """Return the provisional publishes, in sending order."""
         return sorted(
             (expected for expected in self.everyone if expected.final_at is not None), key=lambda one: one.sent_last
         )
@@ -356,7 +359,7 @@ class PublishingMachine(RuleBasedStateMachine):
         self.now += seconds
 
     def sent(self, one: Published) -> None:
-        """The session has published: whatever it may not publish is found here."""
+        """Record a publish of the session, and check that it was allowed."""
         channel = self.channel
         assert channel is not None, "published without a channel"
         assert not self.connection_blocked, "published while blocked"
@@ -378,7 +381,7 @@ class PublishingMachine(RuleBasedStateMachine):
         assert one.possible_duplicate is expected.in_doubt
         self.again = [other for other in self.again if other.outcome is None]
         if self.again:
-            to_missing = publication.exchange == MISSING  # those that an error may mean come last
+            to_missing = publication.exchange == MISSING  # publishes that an error may mean come last
             older = self.again[: self.again.index(expected)]
             same = [other for other in older if (other.publication.exchange == MISSING) is to_missing]
             assert not same, "not the oldest of those whose channel was lost"
@@ -396,7 +399,7 @@ class PublishingMachine(RuleBasedStateMachine):
         channel.unconfirmed.append(len(channel.sent))
 
     def nothing_could_be_sent(self) -> None:
-        """The session stands still only where it has to."""
+        """Check that the session sends nothing only if it must not."""
         if self.channel is None or self.connection_blocked or self.channel.unconfirmed:
             return
         ending = self.now >= self.channel.nacks_since + CONFIRM_TIMEOUT
@@ -408,7 +411,7 @@ class PublishingMachine(RuleBasedStateMachine):
                 assert held or expected.message_id in waiting, "forgotten"
                 waiting.add(expected.message_id)
 
-    # what the broker does
+    # actions of the broker
 
     def read(self, part: float) -> None:
         if self.channel is not None:
@@ -428,7 +431,7 @@ class PublishingMachine(RuleBasedStateMachine):
                     channel.returned.add(expected)
 
     def confirm(self, position: float, multiple: bool, *, ack: bool) -> None:
-        """Of one that was read and is not confirmed."""
+        """Confirm a publish that was read and is not confirmed."""
         channel = self.channel
         tags = [tag for tag in channel.unconfirmed if tag <= channel.read] if channel is not None else []
         if tags:
@@ -464,7 +467,10 @@ class PublishingMachine(RuleBasedStateMachine):
                 expected.due = self.now + DELAYS[expected.nacks - 1]
 
     def new_since(self, expected: Expected) -> float:
-        """When the newest queue was made that a message may be in: any, if its headers cannot be read again."""
+        """Return when the newest queue was made that may have the message.
+
+        If the headers cannot be read again, any queue counts.
+        """
         newest = min(self.made_at, self.now)
         readable = expected.encodable > expected.sends
         return newest if readable or self.made_at > self.now else max(newest, self.other_made_at)
@@ -483,13 +489,13 @@ class PublishingMachine(RuleBasedStateMachine):
                 self.old_channel_is_lost_again(data)
 
     def confirm_again(self, data: st.DataObject) -> None:
-        """Any tag that was read, settled before or not."""
+        """Confirm any tag that was read, settled or not."""
         if self.channel is not None and self.channel.read:
             tag = data.draw(st.integers(1, self.channel.read))
             self.confirm_tag(tag, data.draw(st.booleans()), ack=data.draw(st.booleans()))
 
     def confirm_what_does_not_exist(self, data: st.DataObject, age: int) -> None:
-        """A tag of an older channel, or beyond what was published."""
+        """Confirm a tag of an older channel, or one beyond the last publish."""
         current = len(self.channel.sent) if self.channel is not None else 0
         tag = current + 1 if age == 0 else data.draw(st.integers(0, current + 1))
         confirm = self.session.acked if data.draw(st.booleans()) else self.session.nacked
@@ -497,7 +503,7 @@ class PublishingMachine(RuleBasedStateMachine):
         self.stale += 1
 
     def stray_return(self, data: st.DataObject, age: int) -> None:
-        """On an older channel, or of a message that is not on the wire."""
+        """Return a message on an older channel, or one that is not on the wire."""
         on_wire = {expected.message_id for expected in self.channel.on_wire} if self.channel is not None else set()
         anything = st.sampled_from([None, "a", "nobody's"])
         message_id = data.draw(anything | st.sampled_from(sorted(on_wire)) if on_wire else anything)
@@ -573,7 +579,7 @@ class PublishingMachine(RuleBasedStateMachine):
             self.connection_blocked, self.disconnected = False, "reset"
 
     def mark_doubt(self, on_wire: list[Expected], named: list[Expected], *, alone: bool) -> None:
-        """The broker processes in order: the last that is named, and what came after it, were not processed."""
+        """Mark the publishes before the last named one: only they were processed."""
         processed = [] if alone else on_wire[: on_wire.index(named[-1])] if named else on_wire
         for expected in processed:
             if expected.outcome is None:
@@ -607,7 +613,7 @@ class PublishingMachine(RuleBasedStateMachine):
         expected.blocked = not expected.sends and self.connection_blocked
         expected.final_at = None
 
-    # what holds at any moment
+    # invariants
 
     @invariant()
     def all_invariants(self) -> None:
@@ -664,7 +670,10 @@ class PublishingMachine(RuleBasedStateMachine):
             assert expected.publication.state in self.possible_states(expected, expected in on_wire)
 
     def possible_states(self, expected: Expected, on_wire: bool) -> set[PublicationState]:
-        """The timers of the session decide when a delay is over, and its bisector who is a suspect."""
+        """Return the possible states of a publication.
+
+        The model knows neither the session's timers nor its suspects.
+        """
         if expected.outcome is not None:
             return {PublicationState.ABANDONED if on_wire else PublicationState.SETTLED}
         if on_wire:
@@ -725,7 +734,7 @@ class PublishingMachine(RuleBasedStateMachine):
             assert wakeup <= min(moments)
 
     def teardown(self) -> None:
-        """Whatever has happened: with a broker that works, everything settles, and the window is empty."""
+        """Let the broker work: everything settles, and the window is empty."""
         for turn in range(20 * len(self.everyone) + 20):
             if self.channel is None:
                 self.open_channel()

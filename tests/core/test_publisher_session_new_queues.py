@@ -1,4 +1,4 @@
-"""Confirms of a queue that was just made: provisional until the queue is old enough to survive the broker."""
+"""Confirms of a new queue, which are provisional until the queue is old enough."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from tests.core.published import DELIVERY_TIMEOUT, FRAME_ERROR, MAX_ATTEMPTS, NO
 
 GRACE = 2.0
 ROUND_TRIPS, PAUSE = 7, 0.25
-FIRST = 0.5  # when the first one is due, of a queue that was made at 0; the last one then is at 2
+FIRST = 0.5  # the first round trip of a queue that was made at 0; the last one is at 2
 
 
 @pytest.fixture
 def shell() -> Shell:
-    """With a queue ``orders`` that was made at 0."""
+    """A shell with a queue ``orders`` that was made at 0."""
     shell = Shell(GRACE)
     shell.new_queues.made(["orders"], 0.0)
     return shell
 
 
 def answer(shell: Shell, at: float, took: float = 0.0) -> float:
-    """One round trip: the shell asks whether the broker lives, and it does. Return when it answered."""
+    """Perform one round trip, and return the time of the answer."""
     assert shell.session.round_trip_due(at)
     shell.session.round_trip_begun(at)
     assert not shell.session.round_trip_due(at), "once at a time"
@@ -32,7 +32,7 @@ def answer(shell: Shell, at: float, took: float = 0.0) -> float:
 
 
 def answer_all(shell: Shell, at: float) -> None:
-    """All that are needed."""
+    """Answer all the round trips that are needed."""
     for number in range(ROUND_TRIPS):
         answer(shell, at + number * PAUSE)
 
@@ -74,7 +74,7 @@ def test_a_confirm_that_comes_after_the_grace_is_final_at_once(shell: Shell) -> 
 
 
 def test_a_late_confirm_of_an_early_publish_is_not_final(shell: Shell) -> None:
-    """It may have waited in our own socket, and the broker is dead."""
+    """It may have waited in the local socket, while the broker died."""
     shell.accept("a", at=0.1)
     shell.send(0.1)
     shell.ack(1, now=50.0)
@@ -84,7 +84,7 @@ def test_a_late_confirm_of_an_early_publish_is_not_final(shell: Shell) -> None:
 
 
 def test_the_time_alone_proves_nothing(shell: Shell) -> None:
-    """The broker may have been frozen since it confirmed, and be killed before it thaws."""
+    """The broker may have frozen after the confirm, and be killed before it thaws."""
     shell.accept("a")
     shell.send()
     shell.ack(1)
@@ -100,7 +100,7 @@ def test_the_time_alone_proves_nothing(shell: Shell) -> None:
 
 
 def test_a_confirm_proves_nothing(shell: Shell) -> None:
-    """The broker may have frozen until then, and has yet to save the queue."""
+    """The broker may have been frozen until then, without having saved the queue."""
     shell.accept("a")
     shell.send()
     shell.ack(1)
@@ -113,7 +113,7 @@ def test_a_confirm_proves_nothing(shell: Shell) -> None:
 
 
 def test_one_answer_proves_nothing_however_quick(shell: Shell) -> None:
-    """A broker that was frozen answers, and has yet to save the queue."""
+    """A broker that was frozen answers before it saves the queue."""
     shell.accept("a")
     shell.send()
     shell.ack(1)
@@ -152,7 +152,7 @@ def test_a_queue_that_is_made_meanwhile_begins_anew(shell: Shell) -> None:
 
 
 def test_a_broker_that_blocks_publishing_is_not_asked(shell: Shell) -> None:
-    """It reads nothing."""
+    """A blocked connection is not read."""
     shell.accept("a")
     shell.send()
     shell.ack(1)
@@ -164,7 +164,7 @@ def test_a_broker_that_blocks_publishing_is_not_asked(shell: Shell) -> None:
 
 
 def test_it_is_asked_where_nothing_is_provisional_too(shell: Shell) -> None:
-    """So that a queue is known to be old when the connection is lost later."""
+    """So the queue is known to be old if the connection is lost later."""
     assert shell.session.next_wakeup() == FIRST
     answer_all(shell, FIRST)
     assert shell.session.proven == GRACE
@@ -211,7 +211,7 @@ def test_a_message_through_an_exchange_may_be_in_any_new_queue(shell: Shell) -> 
 
 
 def test_it_is_published_again_where_the_connection_is_lost(shell: Shell) -> None:
-    """In the order of publishing, before anything newer, whatever was confirmed first."""
+    """They come first, in the order of publishing, whichever was confirmed first."""
     shell.accept("a", "b", "c", "d")
     shell.send()
     shell.ack(3)
@@ -231,7 +231,7 @@ def test_it_is_published_again_where_the_connection_is_lost(shell: Shell) -> Non
 
 
 def test_it_stays_where_it_is_while_only_the_channel_is_lost(shell: Shell) -> None:
-    """The broker has it, and lives."""
+    """The broker is still running, and has the message."""
     shell.accept("a", "b")
     shell.send()
     shell.ack(1)
@@ -397,7 +397,7 @@ def test_with_a_grace_of_0_every_confirm_is_final() -> None:
 
 
 def test_an_unreadable_message_may_be_in_any_new_queue(shell: Shell) -> None:
-    """What its headers are is not known."""
+    """Its headers are unknown."""
     message = Unencodable.after(1, b"a", "id of a")
     shell.session.accept([Publication(message, "", "old", True, 1, 0.0, None)])
     assert shell.sent() == ["a"]

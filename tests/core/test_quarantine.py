@@ -1,4 +1,4 @@
-"""Quarantine: who is suspect, where suspects go, and what a return counts there."""
+"""Quarantine: suspects, their move, and the meaning of returns there."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ RETURNED = PublishReturned("gone", reply_code=312, reply_text="NO_ROUTE", exchan
 
 
 def back(count: int, tag: int = 1, **others: Any) -> Delivery:
-    """A delivery that came back so often."""
+    """Return a delivery that was returned `count` times."""
     return delivery(tag, redelivered=True, headers={"x-delivery-count": count}, **others)
 
 
 def isolated(
     republish: RepublishRequest, tag: int = 1, *, returned: int = 0, message_id: str | None = "m1"
 ) -> Delivery:
-    """What comes out of quarantine."""
+    """Return the delivery from quarantine of a message that was moved there."""
     item = waited(republish.properties)
     table = dict(item.headers)
     if returned:
@@ -104,7 +104,7 @@ def test_a_message_returned_twice_is_quarantined_then_acked(count: int, moved: b
 
 
 def test_a_suspect_waits_a_retry_delay_before_quarantine() -> None:
-    """Or it would kill a third consumer while the first two are being started again."""
+    """Otherwise it could kill a third consumer while the first two restart."""
     session = make(quarantine=True, queues=True, retry=RetryPolicy(3, delays=(0.5,)))
     first = suspect(session)
     assert (first.routing_key, first.purpose) == ("orders.retry.500", RepublishReason.QUARANTINE)
@@ -151,7 +151,10 @@ def test_without_its_delay_queue_a_suspect_is_moved_at_once() -> None:
 
 
 def returned(failed: int, acquired: int) -> Delivery:
-    """A delivery that came back to RabbitMQ 4.3 ``acquired`` times, ``failed`` of them since its consumer was lost."""
+    """Return a redelivery of RabbitMQ 4.3.
+
+    It was returned ``acquired`` times, ``failed`` times of them because its consumer was lost.
+    """
     counts = {"x-delivery-count": failed, "x-acquired-count": acquired}
     return delivery(redelivered=True, headers={name: count for name, count in counts.items() if count})
 
@@ -161,12 +164,15 @@ def returned(failed: int, acquired: int) -> Delivery:
     [(0, 2, False), (0, 9, False), (0, 10, True), (1, 9, False), (2, 2, True), (2, 9, True)],
 )
 def test_what_was_requeued_in_good_order_is_suspect_much_later(failed: int, acquired: int, moved: bool) -> None:
-    """As far as the broker tells it from crashes: a few restarts of its consumer are no reason."""
+    """The broker distinguishes requeues from crashes.
+
+    A few restarts of its consumer do not make a message suspect.
+    """
     assert bool(deliver(make(quarantine=True), [returned(failed, acquired)])) != moved
 
 
 def test_after_a_consumer_timeout_any_two_returns_make_a_suspect() -> None:
-    """That is counted as what is requeued is."""
+    """RabbitMQ counts a timeout in the same way as a requeue."""
     session = make(quarantine=True, consumer_timeout=10.0)
     deliver(session, [delivery(message_id=None)])
     session.timed_out(ConsumerTimeout(), 11.0, 0.0)
@@ -176,7 +182,7 @@ def test_after_a_consumer_timeout_any_two_returns_make_a_suspect() -> None:
 
 
 def test_a_count_that_a_client_sent_makes_nobody_suspect() -> None:
-    """A delivery that is no redelivery has none from the broker."""
+    """The broker sends no count with a first delivery."""
     forged = delivery(headers={"x-delivery-count": 9, "x-acquired-count": 9, "x-dead-lettered": "yes"})
     assert deliver(make(quarantine=True), [forged]) == [forged]
 
@@ -192,7 +198,7 @@ def test_a_cancel_for_another_reason_changes_nothing() -> None:
 
 @pytest.mark.parametrize("others", [{}, OURS], ids=["foreign", "ours"])
 def test_a_count_that_a_client_sent_moves_nothing(others: dict[str, object]) -> None:
-    """The broker says that it is the first delivery."""
+    """According to the broker, it is the first delivery."""
     session = make(quarantine=True)
     assert deliver(session, [delivery(headers={"x-delivery-count": 99, **others})])
 
@@ -205,7 +211,7 @@ def test_without_a_quarantine_nothing_is_moved() -> None:
 
 
 def test_returns_by_channels_survived_make_no_suspect() -> None:
-    """It lives, so its messages have not killed it."""
+    """The process survived, so the messages have not killed it."""
     session = make(quarantine=True)
     session.lost(1)
     session.lost(1)
@@ -256,7 +262,7 @@ def test_a_session_that_stops_does_not_subscribe() -> None:
 
 @pytest.mark.parametrize("end", [SteppedSession.stop, SteppedSession.drain])
 def test_an_ending_session_drops_the_quarantine_deadline(end: Callable[[SteppedSession], None]) -> None:
-    """What runs may take long; a deadline that is over would keep the shell busy until then."""
+    """Handlers may run long, and a past deadline would keep the shell busy."""
     session = make(quarantine=True)
     deliver(session, [delivery()])
     session.tick(0.0)
@@ -279,7 +285,7 @@ def subscribed(**options: Any) -> SteppedSession:
 
 
 def test_a_quarantined_message_runs_alone_and_is_acked_at_once() -> None:
-    """The broker sends the next one only then."""
+    """The broker sends the next message only after the ack."""
     session = subscribed()
     republish = moved(session)
     item = isolated(republish, 2)
@@ -292,7 +298,7 @@ def test_a_quarantined_message_runs_alone_and_is_acked_at_once() -> None:
 
 
 def test_nothing_leaves_quarantine_while_a_suspect_moves_there() -> None:
-    """It may be that: killed before the original is acked, the process would leave two of it."""
+    """It may be the same message: two copies would remain if the process died now."""
     session = subscribed()
     republish = suspect(session)
     item = isolated(republish, 2)
@@ -315,7 +321,7 @@ def test_a_batch_handler_gets_it_as_a_batch_of_one() -> None:
 
 @pytest.mark.parametrize(("times", "attempt", "delay"), [(1, 2, 1.0), (2, 3, 10.0)])
 def test_each_return_in_quarantine_is_an_attempt_with_its_delay(times: int, attempt: int, delay: float) -> None:
-    """At once, it would kill every consumer in a row."""
+    """Without a delay, the message would kill one consumer after the other."""
     session = subscribed()
     item = isolated(moved(session), 2, returned=times)
     session.delivered([item], 0.0)
@@ -407,7 +413,7 @@ def test_it_is_requeued_when_the_session_stops() -> None:
 
 
 def test_what_cannot_be_moved_is_handed_out_where_it_is() -> None:
-    """Its headers would not come back as they are; or it is too large with ours."""
+    """Its headers would change, or our headers make it too large."""
     session = make(quarantine=True)
     broken = delivery(redelivered=True, headers={"x-delivery-count": 5}, app_id=b"")
     broken.complete(properties=b"\x00")
@@ -439,7 +445,7 @@ def test_a_suspect_that_cannot_be_moved_is_kept_from_handlers(error: Exception) 
 
 
 def test_the_queue_of_quarantine() -> None:
-    """It dead-letters where its queue does."""
+    """It dead-letters to the same queue."""
     queue = Quarantine.of(Queue("orders", dead_letter="bin", single_active_consumer=True))
     assert (queue.name, queue.dead_letter_name, queue.single_active_consumer) == ("orders.quarantine", "bin", True)
     with pytest.raises(ConfigurationError, match="leaves no room for"):

@@ -1,4 +1,4 @@
-"""Reconnecting: which host next, after how long, and when to give up."""
+"""Reconnecting: the next host, the wait before it, and when to give up."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_which_errors_time_does_not_heal(error: ReliableMQError, permanent: bool
 
 
 class Broken(wait_base, stop_base):
-    """A wait and a stop object with a mistake in it."""
+    """A wait and stop object that raises."""
 
     def __call__(self, retry_state: tenacity.RetryCallState) -> Any:
         raise ValueError("a mistake")
@@ -224,7 +224,7 @@ class Broken(wait_base, stop_base):
     ids=["wait raises", "stop raises", "no number", "not a number", "for ever"],
 )
 def test_a_mistake_in_the_users_objects_costs_no_attempt(options: dict[str, Any]) -> None:
-    """The default wait takes their place, and the shell can say what was wrong, once for each decision."""
+    """The default wait is used, and each decision reports the error once."""
     subject = policy(**options)
     assert subject.broken is None
     for longest in (0.2, 0.4, 0.8):
@@ -237,7 +237,7 @@ def test_a_mistake_in_the_users_objects_costs_no_attempt(options: dict[str, Any]
 
 
 def test_what_was_wrong_at_one_decision_is_not_said_of_the_next() -> None:
-    """`broken` is about the last decision."""
+    """`broken` only describes the last decision."""
     subject = policy(wait=tenacity.wait_exception(lambda error: float("x") if error is DOWN else 1.0))
     subject.failed(DOWN, 1.0)
     assert subject.broken is not None
@@ -288,7 +288,7 @@ def test_an_answered_call_is_repeated_at_once_despite_a_hung_one() -> None:
 
 
 def test_an_answer_makes_room_for_the_next_question() -> None:
-    """With none left unanswered it is asked at once."""
+    """Without an unanswered call, the next one is made at once."""
     calls = CredentialsCalls(10.0)
     assert calls.begin(0.0)
     calls.answered()

@@ -1,4 +1,4 @@
-"""What became of many publishes, in one value or in one error."""
+"""The outcomes of many publishes, in one value or in one error."""
 
 from __future__ import annotations
 

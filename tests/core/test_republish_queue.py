@@ -1,4 +1,4 @@
-"""What is published again waits for its queue, and is never two things at once."""
+"""The queue of messages to republish: each is in one place at a time."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_nothing_of_a_lost_channel_is_published() -> None:
 
 
 def test_what_has_to_be_held_instead() -> None:
-    """No delay queues, no delay, or properties that would not come back."""
+    """There are no delay queues, no delay, or the properties would change."""
     without = RepublishQueue(None, None)
     without.opened()
     assert not without.delay(delivery(), 10)
@@ -114,7 +114,10 @@ def test_what_has_to_be_held_instead() -> None:
 
 
 def test_the_state_of_a_delivery_that_is_published() -> None:
-    """Ready, taken or waiting for a declaration; what was not taken is settled with its channel."""
+    """The delivery is ready, taken, or waiting for a declaration.
+
+    If it was not taken, it is settled with its channel.
+    """
     out = opened(10)
     items = [delivery(tag, source=ChannelGeneration(2, 1, "orders")) for tag in (1, 2, 3)]
     out.dead_letter(items[0], "why")

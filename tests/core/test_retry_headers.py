@@ -1,4 +1,4 @@
-"""What goes into a delay queue comes out as it was."""
+"""A message leaves a delay queue unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from tests.core.deliveries import BROKEN_TABLE, delivery, failures, properties, 
 
 
 def waited(packed: bytes, exchange: str = "", routing_key: str = "orders") -> Delivery:
-    """The delivery that comes out of a delay queue: sorted headers, and the broker's word on where it was."""
+    """Return the delivery from a delay queue.
+
+    Its headers are sorted, and the broker has added headers of the dead-lettering.
+    """
     segments = split_properties(packed)
     table = segments["headers"]
     entries = {name: table[start:end] for name, start, end in walk_table(table, 4, len(table))}
@@ -97,7 +100,7 @@ def test_the_brokers_counts_of_the_queue_before_do_not_travel() -> None:
 
 
 def test_a_dead_letter_that_waits_stays_one() -> None:
-    """Its own headers are those of its dead-lettering, not of its waiting."""
+    """Its headers describe its dead-lettering, not its wait."""
     table = {
         headers.FORMAT: 1,
         headers.DEAD_LETTER_REASON: "why",

@@ -1,4 +1,4 @@
-"""The ledger against a dictionary that does the same naively, and its cost."""
+"""`SequencedItems`, compared with a dictionary, and its cost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Does what a plain dictionary does; tidies up every four slots, so that short runs see it."""
+    """Does the same with a dictionary.
+
+    The items are tidied every four slots, so that short runs reach it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +51,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.extend([self.new_item() for _ in range(count)])
 
     def any_number(self, data: st.DataObject) -> int:
-        """Mostly of an item that is held."""
+        """Draw a number, mostly of a held item."""
         anything = st.integers(-1, self.next + 1)
         return data.draw(st.sampled_from(sorted(self.model)) | anything if self.model else anything)
 
@@ -59,7 +62,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(left=st.integers(1, 3), count=st.integers(4, 12))
     def settle_all_but_a_few(self, left: int, count: int) -> None:
-        """Leaves stragglers behind."""
+        """Settle all items but a few stragglers."""
         self.extend(count)
         for number in sorted(self.model)[left:]:
             assert self.ledger.pop(number) == self.model.pop(number)
@@ -92,7 +95,7 @@ TestLedger.settings = machine(50, steps=40)
 
 
 def test_numbers_start_at_one_and_are_never_given_out_twice() -> None:
-    """Numbers start at 1 and are never given out twice, also after everything was settled."""
+    """This also holds after everything was settled."""
     ledger: SequencedItems[str] = SequencedItems()
     ledger.extend("abc")
     assert ledger.pop(1) == "a"
@@ -104,7 +107,7 @@ def test_numbers_start_at_one_and_are_never_given_out_twice() -> None:
 
 
 def test_through_includes_its_number_and_skips_what_was_settled() -> None:
-    """``pop_through(N)`` takes N itself and all below that are left, and nothing above."""
+    """``pop_through(N)`` removes N and the held items below, and nothing above."""
     ledger: SequencedItems[str] = SequencedItems()
     ledger.extend("abcde")
     ledger.pop(2)
@@ -114,7 +117,10 @@ def test_through_includes_its_number_and_skips_what_was_settled() -> None:
 
 
 def test_a_straggler_keeps_its_place_and_costs_no_memory() -> None:
-    """One item that stays while a hundred thousand come and go is found, comes first, and the list stays short."""
+    """One item stays while a hundred thousand come and go.
+
+    It is found, it is first, and the list stays short.
+    """
     ledger: SequencedItems[int] = SequencedItems()
     ledger.extend([1])
     for number in range(2, 100_000):
@@ -126,7 +132,7 @@ def test_a_straggler_keeps_its_place_and_costs_no_memory() -> None:
 
 
 def test_a_list_that_is_mostly_held_is_left_as_it_is() -> None:
-    """Looking at it again and again would cost more than a few empty places."""
+    """Searching it repeatedly would cost more than a few empty slots."""
     ledger: SequencedItems[int] = SequencedItems()
     ledger.extend(range(1, module._TIDY_EVERY))
     for number in range(1, 10):
@@ -137,7 +143,7 @@ def test_a_list_that_is_mostly_held_is_left_as_it_is() -> None:
 
 
 def test_the_settled_front_is_cut_off() -> None:
-    """What was settled from the front on leaves the list once it is half of it, and the rest is found as before."""
+    """The settled front is removed once it is half of the list."""
     ledger: SequencedItems[int] = SequencedItems()
     ledger.extend(range(1, module._TIDY_EVERY))
     for number in range(1, module._TIDY_EVERY * 3 // 4):
@@ -171,7 +177,7 @@ def settle_multiple(ledger: SequencedItems[str], numbers: list[int]) -> None:
 
 
 def settle_and_add(ledger: SequencedItems[str], numbers: list[int]) -> None:
-    """As a publisher does that keeps its window full."""
+    """Settle and add items one by one, like a publisher with a full window."""
     for number in numbers:
         ledger.pop(number)
         ledger.extend(("item",))
@@ -193,7 +199,7 @@ def test_cost_is_the_same_at_a_thousand_and_at_a_million_held(
     settle: Callable[[SequencedItems[str], list[int]], None],
     assert_same_cost: Callable[[Cost, Cost], None],
 ) -> None:
-    """An item costs the same to hold and to settle among a million as among a thousand, in whatever order."""
+    """Holding and settling cost the same in any order."""
 
     def cost(held: int, rounds: int) -> float:
         numbers = order(range(1, held + 1), min(held, 100_000))
@@ -210,7 +216,7 @@ def test_cost_is_the_same_at_a_thousand_and_at_a_million_held(
 
 
 def test_cost_is_the_same_for_many_stragglers(assert_same_cost: Callable[[Cost, Cost], None]) -> None:
-    """Stragglers, too, cost the same one by one when there are many of them."""
+    """Settling many stragglers one by one costs the same per item."""
 
     def cost(stragglers: int, rounds: int) -> float:
         spent = 0.0
@@ -234,7 +240,7 @@ def test_cost_is_the_same_for_many_stragglers(assert_same_cost: Callable[[Cost, 
 
 @pytest.mark.parametrize("far", [5, 3000])
 def test_what_is_held_is_known_by_its_number(far: int) -> None:
-    """Also where most is settled, and few stragglers are kept by themselves."""
+    """This also holds for a few stragglers in a dictionary."""
     ledger: SequencedItems[int] = SequencedItems()
     for number in range(1, far + 1):
         ledger.extend([number])

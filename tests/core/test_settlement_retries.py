@@ -1,4 +1,7 @@
-"""What a consumer owes its store: settlements that were not answered are told again, and hold up nobody else."""
+"""Settlements that the store did not answer.
+
+They are sent again, and do not delay other keys.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def test_an_unanswered_release_is_repeated_before_the_attempt() -> None:
 
 
 def test_a_handler_that_returned_is_not_called_for_a_redelivery() -> None:
-    """The channel was lost with the answer: the broker delivers the message again."""
+    """The channel was lost together with the answer, so the message is redelivered."""
     calls: list[object] = []
     runner = Runner(calls.append)
     runner.broken = {Complete}
@@ -50,7 +53,7 @@ def test_a_handler_that_returned_is_not_called_for_a_redelivery() -> None:
 
 @pytest.mark.parametrize("raises", [True, False])
 def test_what_is_owed_of_a_key_holds_up_this_key_alone(raises: bool) -> None:
-    """Whether the store raises, or gives no answers."""
+    """The store raises, or returns no answers."""
     runner = Runner(lambda item: refuse(item) if item.message_id == "m1" else None)
     if raises:
         runner.broken = {Release}
@@ -63,7 +66,7 @@ def test_what_is_owed_of_a_key_holds_up_this_key_alone(raises: bool) -> None:
 
 
 def test_a_recovered_store_is_told_of_keys_that_do_not_return() -> None:
-    """They may come to another consumer."""
+    """The messages may be redelivered to another consumer."""
     runner = Runner(lambda item: refuse(item) if item.message_id == "m1" else None)
     runner.broken = {Release, Complete}
     runner(delivery(1, message_id="m1"))
@@ -75,7 +78,7 @@ def test_a_recovered_store_is_told_of_keys_that_do_not_return() -> None:
 
 
 def test_at_the_end_the_store_is_told_again_of_all_that_is_owed() -> None:
-    """As often as it takes."""
+    """This is repeated until the store answers."""
     runner = Runner(lambda item: refuse(item) if item.message_id == "m1" else None)
     assert runner.claiming is not None
     runner.broken = {Release, Complete}
@@ -106,10 +109,10 @@ def test_the_latest_are_remembered() -> None:
 
 
 class Unreliable(Runner):
-    """Settles, or not, and answers, or not, as ``faults`` says, one step after the other."""
+    """Loses questions and answers of settlements in the order of ``faults``."""
 
     faults: list[str]
-    fails: bool  # whether the handler does
+    fails: bool  # whether the handler fails
 
     def perform(self, step: Step) -> object:
         fault = self.faults.pop() if self.faults and isinstance(step, (Complete, Release)) else "none"

@@ -1,4 +1,7 @@
-"""The settlements of deliveries whose last attempt is traced are actions of their own, beside the frames."""
+"""Settlements of deliveries with a traced attempt are separate actions.
+
+They come in addition to the frames.
+"""
 
 from __future__ import annotations
 

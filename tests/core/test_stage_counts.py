@@ -1,4 +1,4 @@
-"""Counts of a relay's queue: empty, moved, and others that consume it."""
+"""Counts of a relay's queue: empty, moved, and other consumers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def of(ready: int, consumers: int = 1) -> QueueState:
 
 
 def renew(counts: QueueCounts) -> None:
-    """Subscribe anew, as two empty counts in a row ask for it."""
+    """Renew the subscription, which two empty counts in a row require."""
     assert counts.wants_renewal
     assert not counts.drained
     counts.renewed()
@@ -46,7 +46,7 @@ def test_a_delivery_between_counts_shows_a_queue_was_not_empty() -> None:
 
 
 def test_deliveries_on_their_way_show_a_queue_is_not_empty() -> None:
-    """The leader counts the earlier subscription, which has them."""
+    """The leader still counts the earlier subscription, which has them."""
     counts = QueueCounts()
     counts.set_up(of(1, consumers=0))
     counts.counted(of(0), 0)
@@ -100,7 +100,7 @@ def test_everything_is_moved_that_was_ready_or_once_it_is_empty() -> None:
 
 
 def test_a_count_without_the_relay_says_nothing() -> None:
-    """RabbitMQ reports no messages and no consumers while a quorum queue has no leader."""
+    """RabbitMQ reports 0 messages and 0 consumers for a queue without a leader."""
     counts = QueueCounts()
     counts.set_up(of(3))
     counts.activated(0)
@@ -112,7 +112,7 @@ def test_a_count_without_the_relay_says_nothing() -> None:
 
 
 def test_what_was_ready_is_counted_again_after_a_count_in_doubt() -> None:
-    """Deliveries that were on their way at the first count have come by the second."""
+    """Deliveries sent before the first count have arrived by the second."""
     counts = QueueCounts()
     counts.set_up(of(0, consumers=0))
     counts.activated(10)

@@ -1,4 +1,4 @@
-"""Staged messages: the original comes back byte for byte."""
+"""Staged messages: the original is restored byte for byte."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def copy_of(each: RawDelivery, frame_max: int = 131_072) -> tuple[bytes, bytes]:
 
 
 def from_a_stream(raw: bytes, offset: int = 7) -> bytes:
-    """The properties of a copy as RabbitMQ delivers them, with one header more."""
+    """Return the properties of a copy as RabbitMQ delivers them, with one more header."""
     segments = split_properties(raw)
     table = segments["headers"]
     entry = encode_table({"x-stream-offset": offset})[4:]
@@ -59,7 +59,10 @@ def from_a_stream(raw: bytes, offset: int = 7) -> bytes:
 
 
 def test_the_copy_has_the_properties_but_three() -> None:
-    """Who reads the stream otherwise sees them; ours is the only header; it is persistent."""
+    """Other readers of the stream see them.
+
+    The copy is persistent, and our header is its only one.
+    """
     raw, body = copy_of(delivery(ALL))
     copy = Properties(raw)
     assert body == b"body"
@@ -73,7 +76,10 @@ def test_the_copy_has_the_properties_but_three() -> None:
 @pytest.mark.parametrize("redelivered", [False, True])
 @pytest.mark.parametrize("raw", [ALL, properties(), properties(message_id="m")])
 def test_the_original_comes_back_whole(raw: bytes, redelivered: bool) -> None:
-    """Its properties, body, exchange, routing key and queue, whatever the broker adds."""
+    """Properties, body, exchange, routing key and queue are restored.
+
+    Headers added by the broker do not matter.
+    """
     for key in ("key", "\udcff no text", "k" * 255):
         copy, body = copy_of(delivery(raw, redelivered=redelivered, key=key))
         expected = Original("orders", "exchange", key, redelivered, raw, b"body")
@@ -82,7 +88,7 @@ def test_the_original_comes_back_whole(raw: bytes, redelivered: bool) -> None:
 
 @given(st.binary(max_size=300), st.binary(max_size=50))
 def test_any_properties_come_back_whole(raw: bytes, body: bytes) -> None:
-    """Broken ones, too: they are never decoded on the way."""
+    """This includes invalid properties, which are never decoded."""
     copy, copied = copy_of(delivery(raw, body))
     found = unstaged(copy, copied)
     assert found is not None
@@ -102,7 +108,7 @@ def test_any_properties_come_back_whole(raw: bytes, body: bytes) -> None:
     ],
 )
 def test_broken_properties_are_not_on_the_copy(raw: bytes) -> None:
-    """They travel in our header alone; there is no message id."""
+    """They only travel in our header, and the copy has no message id."""
     assert parts_of(raw) == (0, b"", b"", None)
     copy, body = copy_of(delivery(raw))
     assert Properties(copy).message_id is None
@@ -113,7 +119,7 @@ def test_broken_properties_are_not_on_the_copy(raw: bytes) -> None:
 
 
 def test_text_that_is_not_ascii_is_not_on_the_copy() -> None:
-    """RabbitMQ may not be able to convert it; the id is known all the same."""
+    """RabbitMQ may be unable to convert it. The id is still known."""
     for raw in (
         properties(message_id="m", correlation_id=b"\2\xff\xfe"),
         properties(message_id="m", content_type=b"\2\xff\xfe"),
@@ -124,14 +130,14 @@ def test_text_that_is_not_ascii_is_not_on_the_copy() -> None:
 
 
 def test_a_time_that_cannot_be_converted_is_not_on_the_copy() -> None:
-    """A time in microseconds, say."""
+    """An example is a time in microseconds."""
     raw = properties(message_id="m", timestamp=b"\xff" * 8)
     copy = Properties(copy_of(delivery(raw))[0])
     assert (copy.message_id, copy.timestamp) == ("m", None)
 
 
 def test_a_header_that_does_not_fit_travels_before_the_body() -> None:
-    """A copy is never larger than the frames that the original came in."""
+    """A copy always fits into the frames of its original."""
     raw = properties(message_id="m", headers={"long": "x" * 5000})
     copy, body = copy_of(delivery(raw), frame_max=4096)
     assert body.startswith(raw)
@@ -142,12 +148,12 @@ def test_a_header_that_does_not_fit_travels_before_the_body() -> None:
 
 
 def test_a_marker_has_no_original() -> None:
-    """Its low is not known when it is made."""
+    """Its ``low`` is unknown when it is made."""
     assert unstaged(from_a_stream(marker(EPOCH)), b"") == (Mark(UNKNOWN, EPOCH, True), None)
 
 
 def test_a_copy_of_a_copy_comes_back_whole() -> None:
-    """The name of our header occurs twice then."""
+    """The properties then contain the name of our header twice."""
     inner, body = copy_of(delivery(ALL))
     outer, body = copy_of(delivery(inner, body))
     found = unstaged(from_a_stream(outer), body)
@@ -171,19 +177,19 @@ def test_a_copy_of_a_copy_comes_back_whole() -> None:
     ],
 )
 def test_other_messages_are_not_staged_ones(raw: bytes) -> None:
-    """A message that someone else has put into the stage."""
+    """Other programs may publish into the stage."""
     assert unstaged(raw, b"body") is None
 
 
 def test_a_newer_version_is_refused() -> None:
-    """It is no message of this one."""
+    """This version cannot read its messages."""
     raw = properties(headers={HEADER: b"\x09" + bytes(17)})
     with pytest.raises(ConfigurationError, match="version 9"):
         unstaged(raw, b"")
 
 
 def test_an_identity_is_id_routing_and_body() -> None:
-    """Any of them makes another one, also where the bytes in a row are the same."""
+    """Each part counts, even if the concatenated bytes are equal."""
     given = (b"id", "exchange", "key", b"body")
     others = [
         (b"i", "dexchange", "key", b"body"),

@@ -1,4 +1,7 @@
-"""Fault row 68: a relay that dies between any two of its steps, or loses a link, moves each message once."""
+"""Fault row 68: a relay that dies or loses a link moves each message once.
+
+It may die between any two of its steps.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from reliable_mq.core.stage.session import EpochState
 from reliable_mq.core.stage.tail import SETTLED_AFTER
 from tests.core.staging import FRAME_MAX, Channel, CheckedSession, Queued, Stage, stage_options
 
-_FORGOTTEN = SETTLED_AFTER / 2  # seconds of acks that a classic queue forgets when its broker is killed
+_FORGOTTEN = SETTLED_AFTER / 2  # the period of acks that a classic queue forgets when its broker is killed, in seconds
 
 
 class RelayMachine(RuleBasedStateMachine):
     """A queue with messages, a stage of two partitions, and relays that die.
 
-    Each step of a relay is a rule of its own: to write, to have a frame carried out, to see a confirm, to see messages.
+    Each step of a relay is a separate rule: write, have a frame carried out, receive a confirm, receive messages.
     """
 
     def __init__(self) -> None:
@@ -33,7 +36,7 @@ class RelayMachine(RuleBasedStateMachine):
         self.begin()
 
     def begin(self) -> None:
-        """A relay gets the lock: the channel before is gone."""
+        """Give the lock to a relay. The channel of the relay before it is lost."""
         self.epoch += 1
         self.session = CheckedSession(self.options)
         self.channel = Channel(self.stage, self.queue)
@@ -49,7 +52,7 @@ class RelayMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 12), most=st.integers(1, 5))
     def step(self, count: int, most: int) -> None:
-        """Take the next steps of the relay and of the broker, in their order."""
+        """Perform the next steps of the relay and of the broker, in order."""
         for _ in range(count):
             if self.channel.work:
                 self.carry_out(most)
@@ -114,14 +117,14 @@ class RelayMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.channel.unacked)
     @rule(most=st.integers(1, 5))
     def link_breaks(self, most: int) -> None:
-        """The leader of the queue loses the link to the channel's node, has it back, and delivers again."""
+        """Break and restore the link to the channel's node; the queue redelivers."""
         self.channel.take_back()
         self.deliver(most)
         self.carry_out(most)
 
     @rule()
     def broker_dies(self) -> None:
-        """The queue forgets the latest acks, too."""
+        """Kill the broker. The queue also forgets the latest acks."""
         self.channel.die()
         back = [each for each in self.acked if each.acked_at is not None and self.now - each.acked_at < _FORGOTTEN]
         self.acked = [each for each in self.acked if each not in back]
@@ -141,7 +144,7 @@ class RelayMachine(RuleBasedStateMachine):
         assert {Queued(message_id).properties for message_id in self.given} <= staged | waiting
 
     def teardown(self) -> None:
-        """A last relay moves all that is left."""
+        """Let a last relay move all that is left."""
         self.channel.die()
         self.begin()
         for _ in range(10_000):

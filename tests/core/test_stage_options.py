@@ -1,4 +1,4 @@
-"""The options of a relay into a stage: what is refused, what is declared, and by what messages are divided."""
+"""The options of a relay into a stage: validation, topology, partition keys."""
 
 from __future__ import annotations
 
@@ -79,7 +79,10 @@ def test_a_partitioned_stage_is_a_super_stream() -> None:
     ],
 )
 def test_a_limit_of_bytes_drops_whole_segments(most: int, segment: int, kept: int) -> None:
-    """An eighth of the limit each, within what RabbitMQ takes; the others are kept."""
+    """A segment has an eighth of the limit, within the bounds of RabbitMQ.
+
+    The other segments are kept.
+    """
     limited = options(max_bytes=most)
     stream, _ = limited.topology()
     assert isinstance(stream, Queue)
@@ -115,7 +118,7 @@ def test_messages_are_divided_by_their_routing_key() -> None:
 
 
 def test_messages_are_divided_by_a_header() -> None:
-    """One without it, or whose headers cannot be read, goes by its body."""
+    """Without that header, or with unreadable headers, the body decides."""
     read = options(key="header:customer").key_reader()
     assert read(delivery(properties(headers={"customer": 7})), b"id") == b"7"
     assert read(delivery(properties(headers={"other": 7})), b"id") == b"body"

@@ -1,4 +1,4 @@
-"""The relay's session: what is published, acked, and when an epoch ends."""
+"""The relay's session: publishes, acks, and the end of an epoch."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Bench:
 
 
 def test_a_delivery_is_acked_once_its_copy_is_confirmed() -> None:
-    """Not before."""
+    """It is not acked earlier."""
     bench = Bench(3)
     bench.begin()
     bench.move(3)
@@ -90,7 +90,7 @@ def test_a_redelivered_message_of_the_tail_is_acked_only() -> None:
 
 
 def test_a_copy_accounts_for_one_message() -> None:
-    """A publisher may have published one twice: both are in the queue, and both come to the stage."""
+    """A message that was published twice is in the queue twice, and staged twice."""
     bench = Bench()
     bench.queue.extend([Queued("m"), Queued("m")])
     bench.begin()
@@ -106,7 +106,10 @@ def test_a_copy_accounts_for_one_message() -> None:
 
 
 def test_a_message_delivered_again_on_its_channel_ends_an_epoch() -> None:
-    """Its copy is not confirmed, or its ack came too late. What comes before it is moved."""
+    """Its copy is not confirmed, or its ack came too late.
+
+    The messages before it are moved.
+    """
     for late_ack in (False, True):
         bench = Bench(3)
         bench.begin()
@@ -129,7 +132,7 @@ def test_a_message_delivered_again_on_its_channel_ends_an_epoch() -> None:
 
 
 def test_a_message_of_the_tail_may_come_twice_on_a_channel() -> None:
-    """A copy accounts for it again, once the next epoch has read the tail."""
+    """The next epoch reads the tail, and the copy accounts for the message again."""
     bench = Bench(1)
     bench.begin()
     bench.move(1)
@@ -147,7 +150,7 @@ def test_a_message_of_the_tail_may_come_twice_on_a_channel() -> None:
 
 
 def test_equal_messages_that_others_returned_do_not_end_an_epoch() -> None:
-    """Each was returned once, so none of them comes a second time."""
+    """Each was returned once, so none is redelivered on this channel."""
     bench = Bench()
     bench.queue.extend(Queued("m", redelivered=True, returns=1) for _ in range(3))
     bench.begin()
@@ -158,7 +161,7 @@ def test_equal_messages_that_others_returned_do_not_end_an_epoch() -> None:
 
 
 def test_a_message_that_was_not_delivered_before_is_new() -> None:
-    """It has the id of one in the tail: the publisher has used that twice."""
+    """A publisher used the id of a message in the tail again."""
     bench = Bench(1)
     bench.begin()
     bench.move(1)
@@ -172,7 +175,7 @@ def test_a_message_that_was_not_delivered_before_is_new() -> None:
 
 
 def test_the_same_id_with_another_body_is_another_message() -> None:
-    """It would be lost otherwise."""
+    """Otherwise it would be lost."""
     bench = Bench(1)
     bench.begin()
     bench.move(1)
@@ -184,7 +187,7 @@ def test_the_same_id_with_another_body_is_another_message() -> None:
 
 
 def test_a_message_without_id_ends_the_relay() -> None:
-    """Those before it are moved; nothing behind it is."""
+    """The messages before it are moved, those behind it are not."""
     bench = Bench(1)
     bench.queue.extend([Queued(""), Queued("behind")])
     bench.begin()
@@ -197,7 +200,10 @@ def test_a_message_without_id_ends_the_relay() -> None:
 
 
 def test_without_ids_messages_may_come_twice_if_allowed() -> None:
-    """They are never lost: whether they were moved is not known. Nor are they in the tail."""
+    """They are never lost, but may be staged twice.
+
+    The relay cannot know whether they were moved, and they are not in the tail.
+    """
     bench = Bench(missing_id=MissingId.REPEAT)
     bench.queue.extend([Queued(""), Queued("")])
     bench.begin()
@@ -212,7 +218,7 @@ def test_without_ids_messages_may_come_twice_if_allowed() -> None:
 
 
 def test_without_an_id_a_tail_is_not_looked_at() -> None:
-    """Another message of the tail has one."""
+    """Only messages with an id are compared with the tail."""
     bench = Bench(1, missing_id=MissingId.REPEAT)
     bench.begin()
     bench.move(1)
@@ -225,7 +231,7 @@ def test_without_an_id_a_tail_is_not_looked_at() -> None:
 
 
 def test_messages_of_others_in_the_stage_are_no_copies() -> None:
-    """They do not disturb a tail."""
+    """They do not affect the tail."""
     bench = Bench(1, partitions=2)
     bench.stage.logs["stage-0"].append((properties(message_id="m0"), b"body"))
     bench.begin()
@@ -233,7 +239,7 @@ def test_messages_of_others_in_the_stage_are_no_copies() -> None:
 
 
 def test_the_key_decides_on_the_partition() -> None:
-    """Always the same one."""
+    """Messages with the same key always go to the same partition."""
     bench = Bench(20, partitions=3)
     bench.begin()
     bench.move(20)
@@ -249,7 +255,7 @@ def test_the_key_decides_on_the_partition() -> None:
 
 
 def test_low_stays_until_the_tail_is_accounted_for() -> None:
-    """A third relay needs what the second one had not seen again."""
+    """A third relay needs the messages that the second one has not seen again."""
     bench = Bench(3)
     bench.begin()
     bench.move(3)
@@ -268,7 +274,7 @@ def test_low_stays_until_the_tail_is_accounted_for() -> None:
 
 
 def test_the_ack_of_a_message_of_the_tail_may_be_forgotten_too() -> None:
-    """A broker that is killed forgets it, and not the copy of the message behind."""
+    """A broker that is killed may forget the ack, but not a later copy."""
     bench = Bench(2)
     bench.begin()
     bench.move(1)
@@ -287,7 +293,7 @@ def test_the_ack_of_a_message_of_the_tail_may_be_forgotten_too() -> None:
 
 
 def test_an_empty_queue_resolves_the_tail_after_a_while() -> None:
-    """The broker may need a moment to requeue what a dead channel had."""
+    """The broker may need a moment to requeue the deliveries of a lost channel."""
     bench = Bench(1)
     bench.begin()
     bench.move(1)
@@ -303,7 +309,7 @@ def test_an_empty_queue_resolves_the_tail_after_a_while() -> None:
 
 
 def test_many_new_messages_resolve_the_tail_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A queue delivers first what was requeued."""
+    """A queue delivers requeued messages first."""
     monkeypatch.setattr(module, "PASSED", 3)
     bench = Bench(1)
     bench.begin()
@@ -342,7 +348,7 @@ def test_every_transition_of_the_table_happens() -> None:
 
 
 def test_what_fails_ends_the_epoch() -> None:
-    """Its confirms count no more: the next epoch reads the tail."""
+    """The confirms of this epoch no longer count. The next epoch reads the tail."""
     bench = Bench(1)
     bench.begin()
     bench.move(1)
@@ -357,7 +363,7 @@ def test_what_fails_ends_the_epoch() -> None:
 
 
 def test_a_stage_that_does_not_confirm_is_overdue() -> None:
-    """Not while it confirms, and not while the broker does not read."""
+    """The timeout does not run while the stage confirms or the broker does not read."""
     bench = Bench(2, confirm_timeout=30.0)
     assert not bench.session.overdue(100.0)
     bench.begin()
@@ -384,7 +390,7 @@ def test_a_tail_that_does_not_come_is_overdue() -> None:
 
 
 def test_messages_behind_the_end_of_a_read_are_acked() -> None:
-    """Someone else publishes into the stage, too."""
+    """Other programs may publish into the stage."""
     bench = Bench()
     bench.channel.write(bench.session.opened(1, 1, FRAME_MAX, bytes(8), 0.0))
     bench.channel.carry_out(0.0)
@@ -397,7 +403,7 @@ def test_messages_behind_the_end_of_a_read_are_acked() -> None:
 
 
 def test_a_stage_of_a_newer_version_ends_the_relay() -> None:
-    """To connect anew does not help: each attempt would put another marker into the stage."""
+    """A new connection would not help: each one adds another marker to the stage."""
     bench = Bench()
     newer = marker(b"formerly").replace(b"\x01\x01\xff", b"\x02\x01\xff")
     bench.stage.logs["stage-0"].append((newer, b""))
@@ -411,7 +417,7 @@ def test_a_stage_of_a_newer_version_ends_the_relay() -> None:
 
 
 def test_the_prefetch_grows_as_sizes_become_known() -> None:
-    """And is bounded in bytes."""
+    """The prefetch is bounded in bytes."""
     bench = Bench(100, max_outstanding=2000, max_outstanding_bytes=100_000)
     session = bench.session
     assert session.prefetch == 8
@@ -440,7 +446,7 @@ def test_the_prefetch_grows_as_sizes_become_known() -> None:
 
 
 def test_the_prefetch_shrinks_with_the_returns_of_a_delivery() -> None:
-    """A queue may drop it after so many."""
+    """A queue may drop a message after a number of returns."""
     bench = Bench(max_outstanding=2000)
     bench.begin()
     bench.session.prefetch_granted = 2000
@@ -455,7 +461,7 @@ def test_the_prefetch_shrinks_with_the_returns_of_a_delivery() -> None:
 
 @pytest.mark.parametrize("count", ["5", -3])
 def test_a_count_that_is_none_is_ignored(count: object) -> None:
-    """A publisher can set it."""
+    """A publisher can set the header to any value."""
     bench = Bench(max_outstanding=2000)
     bench.begin()
     bench.session.prefetch_granted = 2000
@@ -464,7 +470,7 @@ def test_a_count_that_is_none_is_ignored(count: object) -> None:
 
 
 def test_names_are_encoded_again_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is bounded."""
+    """The cache of encoded names is bounded."""
     monkeypatch.setattr(module, "_NAMES_KEPT", 2)
     bench = Bench()
     bench.begin()
@@ -478,7 +484,7 @@ def test_names_are_encoded_again_where_there_are_too_many(monkeypatch: pytest.Mo
 
 
 def test_late_confirms_and_acks_without_a_channel_do_nothing() -> None:
-    """They are of an epoch that is over."""
+    """They belong to an epoch that is over."""
     bench = Bench(1)
     bench.begin()
     bench.move(1)

@@ -1,4 +1,4 @@
-"""The tail of a stage: where a read begins, and below which offset all is settled."""
+"""The tail of a stage: the start of each read, and the settled offset."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ def copy(low: int) -> Mark:
 
 
 def read(tail: Tail, log: list[Mark | None], first: int = 0, chunk: int = 2, gap: int = -1) -> list[int | str]:
-    """Read a log, whose first offset is ``first``, to the end; return where each read began. Nothing is at ``gap``."""
+    """Read a log to the end, and return where each read began.
+
+    The first offset is ``first``. There is no message at ``gap``.
+    """
     begun: list[int | str] = []
     while tail.start is not None:
         begun.append(tail.start)
@@ -34,14 +37,14 @@ def read(tail: Tail, log: list[Mark | None], first: int = 0, chunk: int = 2, gap
 
 
 def test_an_empty_stage_has_no_tail() -> None:
-    """The marker is its first message."""
+    """The marker is the first message of the stage."""
     tail = Tail(US)
     assert read(tail, [OUR_MARKER]) == ["last"]
     assert (tail.low, tail.marker, tail.identities) == (0, 0, [])
 
 
 def test_the_mark_before_the_marker_says_where_to_begin() -> None:
-    """What is below it is settled."""
+    """The messages below the mark are settled."""
     tail = Tail(US)
     assert read(tail, [copy(0)] * 90 + [copy(88)] * 10 + [OUR_MARKER]) == ["last", 88]
     assert (tail.low, tail.marker) == (88, 100)
@@ -49,14 +52,14 @@ def test_the_mark_before_the_marker_says_where_to_begin() -> None:
 
 
 def test_a_tail_within_the_last_chunk_is_read_once() -> None:
-    """The chunk of the marker has all of it."""
+    """The chunk with the marker has the whole tail."""
     tail = Tail(US)
     assert read(tail, [copy(0), copy(0), copy(2), OUR_MARKER], chunk=2) == ["last"]
     assert tail.identities == [b"2"]
 
 
 def test_behind_markers_it_looks_further_back() -> None:
-    """Relays that died before they had read the tail have left them."""
+    """Relays that died before they had read the tail left markers."""
     tail = Tail(US)
     log = [copy(0)] * 100 + [copy(99)] + [OLD_MARKER] * 200 + [OUR_MARKER]
     assert read(tail, log) == ["last", 301 - 64, 0]
@@ -64,21 +67,21 @@ def test_behind_markers_it_looks_further_back() -> None:
 
 
 def test_messages_of_others_have_no_mark() -> None:
-    """They are no copies, and say nothing."""
+    """They are not copies, and have no information."""
     tail = Tail(US)
     assert read(tail, [copy(0), None, None, None, OUR_MARKER]) == ["last", 0]
     assert tail.identities == [b"0"]
 
 
 def test_a_stage_of_markers_alone_has_no_tail() -> None:
-    """No relay has moved anything yet."""
+    """No relay has moved a message yet."""
     tail = Tail(US)
     assert read(tail, [OLD_MARKER] * 5 + [OUR_MARKER]) == ["last", 0]
     assert (tail.low, tail.identities) == (0, [])
 
 
 def test_a_tail_that_retention_has_cut_is_read_from_there() -> None:
-    """The stream begins later than asked for."""
+    """The stream begins later than requested."""
     tail = Tail(US)
     assert read(tail, [copy(10)] * 50 + [OUR_MARKER], first=1000) == ["last", 10]
     assert len(tail.identities) == 50
@@ -89,7 +92,7 @@ def test_a_tail_that_retention_has_cut_is_read_from_there() -> None:
 
 @pytest.mark.parametrize("between", [OLD_MARKER, copy(90)])
 def test_a_gap_where_a_read_begins_is_no_cut(between: Mark) -> None:
-    """RabbitMQ leaves one where it rolls a segment: the copies before it are there."""
+    """RabbitMQ leaves a gap when it rolls a segment. The copies before it exist."""
     tail = Tail(US)
     log = [copy(90)] * 136 + [OLD_MARKER] + [between] * 60 + [OLD_MARKER] * 3 + [OUR_MARKER]
     assert read(tail, log, gap=136)[:2] == ["last", 136]
@@ -98,7 +101,7 @@ def test_a_gap_where_a_read_begins_is_no_cut(between: Mark) -> None:
 
 
 def test_markers_of_others_do_not_end_a_read() -> None:
-    """Only ours is behind everything that an earlier epoch has published."""
+    """Only our marker is behind all publishes of earlier epochs."""
     tail = Tail(US)
     assert not tail.read(0, OLD_MARKER, None)
     assert not tail.read(1, copy(0), b"1")
@@ -107,7 +110,7 @@ def test_markers_of_others_do_not_end_a_read() -> None:
 
 
 def test_low_is_that_of_the_tail_until_it_is_resolved() -> None:
-    """A later relay needs the tail of this one, too."""
+    """A later relay needs the tail of this relay too."""
     settled = Settled(5, 100)
     number = settled.published()
     settled.acked(number, 0.0)
@@ -116,7 +119,7 @@ def test_low_is_that_of_the_tail_until_it_is_resolved() -> None:
 
 
 def test_an_ack_counts_after_a_while() -> None:
-    """A queue may lose it until then."""
+    """A queue may lose an ack until then."""
     settled = Settled(0, 100)
     numbers = [settled.published() for _ in range(4)]
     assert numbers == [1, 2, 3, 4]
@@ -128,7 +131,7 @@ def test_an_ack_counts_after_a_while() -> None:
 
 
 def test_acks_in_a_steady_stream_count_as_well() -> None:
-    """However close together they come, each counts in its time."""
+    """Each ack counts at the right time, however close together they come."""
     settled = Settled(0, 0)
     for number in range(1, 1001):
         assert settled.published() == number
@@ -138,7 +141,7 @@ def test_acks_in_a_steady_stream_count_as_well() -> None:
 
 
 def test_a_gap_holds_low_back() -> None:
-    """What was published first is not acked."""
+    """The first publish is not acked."""
     settled = Settled(0, 0)
     for _ in range(3):
         settled.published()

@@ -1,4 +1,4 @@
-"""Histogram and counts."""
+"""Histograms and counts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def test_of_several_connections_the_lowest_counts(owner: type) -> None:
 
 @given(st.lists(st.lists(VALUES, min_size=1), max_size=5))
 def test_every_observation_is_counted_once_under_its_bound(batches: list[list[float]]) -> None:
-    """One by one or many at once: each value is counted under the first bound that it does not exceed."""
+    """A value is counted under the first bound that it does not exceed.
+
+    Values are observed one by one or many at once.
+    """
     together, singly, added = Histogram(), Histogram(), Histogram()
     for batch in batches:
         together.observe_all(batch)
@@ -52,7 +55,10 @@ def test_every_observation_is_counted_once_under_its_bound(batches: list[list[fl
 
 
 def test_a_value_above_all_bounds_has_a_place() -> None:
-    """What is slower than the last bound is counted after it; what equals a bound, under it."""
+    """A value above the last bound is counted after it.
+
+    A value equal to a bound is counted under that bound.
+    """
     histogram = Histogram((1.0, 2.0))
     for value in (1.0, 1.5, 2.0, 2.1, 99.0):
         histogram.observe(value)
@@ -71,13 +77,13 @@ def test_many_observations_at_once_count_like_each_by_itself() -> None:
 
 
 def test_histograms_under_other_bounds_are_not_added() -> None:
-    """Counts under different numbers of bounds do not mix."""
+    """Histograms with different numbers of bounds cannot be added."""
     with pytest.raises(ValueError, match="zip"):
         Histogram((1.0,)).add(Histogram((1.0, 2.0)))
 
 
 def test_counts_begin_at_zero_and_are_not_shared() -> None:
-    """Each publisher counts for itself."""
+    """Each publisher has separate counts."""
     one, other = PublisherStatistics(), PublisherStatistics()
     one.confirm_seconds.observe(0.1)
     one.confirmed += 1

@@ -1,4 +1,4 @@
-"""Positions in a stream: nothing is left out, whatever was settled in whichever order."""
+"""Stream offsets: no message is skipped, in whatever order they are settled."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_channel_without_deliveries_moves_nothing() -> None:
 
 
 def test_a_delivery_with_broken_headers_gets_the_next_offset() -> None:
-    """Its real offset is not smaller, so at worst it comes again."""
+    """Its real offset is not smaller, so at worst the message is redelivered."""
     position = StreamOffset()
     unreadable = broken()
     position.delivered([*at(10), unreadable, *at(30)], 1)
@@ -91,7 +91,10 @@ def test_what_is_settled_is_forgotten_as_more_comes_in() -> None:
     cuts=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8),
 )
 def test_every_offset_is_settled_in_the_end(gaps: list[int], cuts: list[tuple[int, int]]) -> None:
-    """A stream with gaps, consumed over channels that deliver some, settle a prefix of that and are lost."""
+    """A stream with gaps is consumed over channels that are lost.
+
+    Each channel delivers some messages, and settles the first of them.
+    """
     stream = [sum(gaps[: index + 1]) for index in range(len(gaps))]
     settled: set[int] = set()
     position = StreamOffset()

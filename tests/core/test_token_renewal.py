@@ -1,4 +1,4 @@
-"""When a token is renewed, whatever the callback and the broker do."""
+"""The schedule of token renewals, whatever the callback and the broker do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIFETIMES = st.none() | st.sampled_from([0.5, 5.0, 3600.0])
 
 
 class CheckedRenewal(follows(TRANSITIONS), TokenRenewal):  # type: ignore[misc]
-    """Allows no change of the state but those of the table."""
+    """Only allows the state changes of the table."""
 
 
 def test_the_next_token_is_due_before_the_end_of_the_one_before() -> None:
@@ -107,7 +107,7 @@ def test_every_transition_of_the_table_happens() -> None:
 
 
 class RenewingMachine(RuleBasedStateMachine):
-    """A connection, a callback and a broker that do as they like."""
+    """A connection, a callback and a broker with random behaviour."""
 
     def __init__(self) -> None:
         super().__init__()

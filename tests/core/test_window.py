@@ -1,4 +1,4 @@
-"""The publish window against a plain sum, and the gate for message ids against plain queues."""
+"""The publish window and the queue per message id, compared with simple models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def admit(window: PublishWindow, size: int) -> bool:
-    """Take a place where there is one."""
+    """Take a place in the window if the message fits."""
     fits = window.fits(size)
     if fits:
         window.take(size)
@@ -29,7 +29,7 @@ def admit(window: PublishWindow, size: int) -> bool:
 
 
 class WindowMachine(RuleBasedStateMachine):
-    """Messages come in and go out in any order, several at a time."""
+    """Messages enter and leave in any order, several at a time."""
 
     @initialize(max_count=st.integers(1, 5), max_bytes=st.integers(1, 100))
     def begin(self, max_count: int, max_bytes: int) -> None:
@@ -71,7 +71,7 @@ def publication(message_id: str) -> Publication:
 
 
 class IdGateMachine(RuleBasedStateMachine):
-    """A queue per id, whose first is inside."""
+    """One queue for each id, with the first publication admitted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ TestIdGate.settings = machine(50, steps=30)
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, "10", None])
 @pytest.mark.parametrize("name", ["max_outstanding", "max_outstanding_bytes"])
 def test_bounds_must_be_whole_numbers_of_at_least_one(name: str, value: object) -> None:
-    """A bound that is none is refused, by the name that the user knows."""
+    """An invalid bound is refused, and the error names the option."""
     untyped: Callable[..., PublishWindow] = PublishWindow
     bounds: dict[str, object] = {"max_outstanding": 1, "max_outstanding_bytes": 1} | {name: value}
     with pytest.raises(ConfigurationError, match=f"^{name} must be a whole number of at least 1, not {value!r}$"):
@@ -138,7 +138,7 @@ def test_bounds_must_be_whole_numbers_of_at_least_one(name: str, value: object) 
 
 
 def test_a_full_window_admits_nothing_until_a_release() -> None:
-    """The publish beyond the last place has to wait for one that is released."""
+    """The next publish waits for a released place."""
     window = PublishWindow(2, 1_000)
     assert [admit(window, 10) for _ in range(3)] == [True, True, False]
     window.release(1, 10)
@@ -146,7 +146,10 @@ def test_a_full_window_admits_nothing_until_a_release() -> None:
 
 
 def test_bytes_are_a_bound_of_their_own() -> None:
-    """A window with places left is full when its bytes are; a smaller message may still fit."""
+    """A window can be full in bytes while places are free.
+
+    A smaller message may still fit.
+    """
     window = PublishWindow(10, 100)
     assert admit(window, 60)
     assert not admit(window, 41)
@@ -154,7 +157,7 @@ def test_bytes_are_a_bound_of_their_own() -> None:
 
 
 def test_a_message_larger_than_the_whole_window_goes_alone() -> None:
-    """A message above ``max_bytes`` waits for an empty window, and is let in then."""
+    """A message above ``max_bytes`` is admitted once the window is empty."""
     window = PublishWindow(10, 100)
     admit(window, 1)
     assert not admit(window, 500)
@@ -175,18 +178,21 @@ def test_a_cleared_window_has_every_place_free() -> None:
 
 @pytest.mark.parametrize(("on_wire", "worth_it"), [(8, False), (5, False), (4, True), (0, True)])
 def test_waiting_callers_wake_at_half_a_window_on_the_wire(on_wire: int, worth_it: bool) -> None:
-    """Not for every place; and an idle channel always wakes them, else a publisher would stand still."""
+    """Callers are not woken for every place.
+
+    An idle channel always wakes them, otherwise the publisher would stop.
+    """
     assert PublishWindow(8, 80).worth_waking(on_wire) is worth_it
 
 
 def test_a_window_of_one_wakes_when_its_place_is_free() -> None:
-    """The smallest window is no special case."""
+    """The smallest window is not a special case."""
     assert not PublishWindow(1, 80).worth_waking(1)
     assert PublishWindow(1, 80).worth_waking(0)
 
 
 def test_the_second_publish_with_an_id_waits_for_the_first() -> None:
-    """Two with the same id are inside one after the other, in the order in which they came."""
+    """Publishes with the same id are admitted one after the other, in order."""
     gate: MessageIdQueue[Publication] = MessageIdQueue()
     first, second, third = (publication("id") for _ in range(3))
     assert gate.enter([first, second, third]) == [first]
@@ -205,7 +211,10 @@ def test_where_the_only_one_that_waits_gives_up_nobody_is_next() -> None:
 
 
 def test_one_that_gives_up_waiting_is_not_let_in() -> None:
-    """One that is withdrawn while it waits is passed over; one that is inside cannot be withdrawn."""
+    """A publication that is withdrawn while it waits is skipped.
+
+    An admitted publication cannot be withdrawn.
+    """
     gate: MessageIdQueue[Publication] = MessageIdQueue()
     first, second, third = (publication("id") for _ in range(3))
     gate.enter([first, second, third])
@@ -218,7 +227,10 @@ def test_one_that_gives_up_waiting_is_not_let_in() -> None:
 def test_the_gate_costs_the_same_with_few_and_many_inside(
     assert_same_cost: Callable[[Callable[[], float], Callable[[], float]], None],
 ) -> None:
-    """Entering and leaving cost the same however many are inside, and however many wait for one id."""
+    """Entering and leaving cost the same.
+
+    The cost does not depend on how many are admitted, or how many wait for one id.
+    """
 
     def cost(others: int, rounds: int) -> float:
         gate: MessageIdQueue[Publication] = MessageIdQueue()

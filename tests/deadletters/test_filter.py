@@ -1,4 +1,4 @@
-"""Which dead letters a filter means, and what is counted of them."""
+"""Which dead letters a filter selects, and the statistics of dead letters."""
 
 from __future__ import annotations
 

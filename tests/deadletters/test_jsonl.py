@@ -1,4 +1,4 @@
-"""JSON lines: what is written is read again byte for byte, and what is not understood is refused."""
+"""JSON lines: a round trip keeps every byte, and invalid lines are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from reliable_mq.message import Message
 
 @dataclass
 class Delivered:
-    """A delivery, as far as it is written."""
+    """The attributes of a delivery that are written."""
 
     body: bytes
     properties: bytes
@@ -105,7 +105,7 @@ def test_what_other_clients_sent_is_carried_too(raw: bytes) -> None:
 
 
 def test_broken_properties_are_carried_but_not_shown() -> None:
-    raw = b"\x80\0\x09text"  # a content type that is cut off
+    raw = b"\x80\0\x09text"  # a truncated content type
     line = written(Delivered(b"x", raw))
     assert line.keys() == {"body", "exchange", "routing_key", "redelivered", "properties_base64"}
     assert base64.b64decode(line["properties_base64"]) == raw

@@ -1,4 +1,7 @@
-"""What a dead letter tells, whoever made it, and what of it goes back; no header breaks the reading."""
+"""The properties of a dead letter of any origin, and the message that is replayed.
+
+No header makes a dead letter unreadable.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +33,13 @@ def with_headers(table: dict[str, object]) -> DeadMessage:
 
 
 def test_a_body_that_was_cut_is_not_replayed() -> None:
-    """A sink of Spark's cuts what is too large for the broker: the rest is where the row came from."""
+    """The Spark sink truncates large bodies; only the source has the complete one."""
     assert "its body had 5 bytes" in with_headers({headers.ORIGINAL_SIZE: 5}).unreadable
     assert with_headers({headers.ORIGINAL_SIZE: 0}).unreadable == ""
 
 
 def test_what_was_in_no_queue_has_the_exchange_of_its_publish() -> None:
-    """A row that a sink could not send."""
+    """For example, a row that a Spark sink could not send."""
     table = {headers.FORMAT: 1, headers.ORIGINAL_EXCHANGE: "events", headers.ORIGINAL_ROUTING_KEY: "k"}
     assert with_headers(table).origin == Origin("", "events", "k")
 
@@ -74,7 +77,7 @@ def death(queue: str, reason: str, when: datetime, keys: list[str] | None = None
 
 
 def test_the_death_headers_of_rabbitmq_give_origin_and_reason() -> None:
-    """The first death says where it came from, the last one when and why it came here."""
+    """The first death has the origin, the last one has the time and the reason."""
     message = with_headers(
         {
             "x-death": [death("wait", "expired", LATER, ["w"]), death("work", "rejected", AT, ["a", "b"])],
@@ -138,14 +141,14 @@ def test_no_properties_break_the_reading(raw: bytes) -> None:
 
 
 def test_headers_that_are_broken_leave_those_that_matter() -> None:
-    """A float of 32 bits beyond what decodes, say, stands beside them."""
+    """For example, next to a 32-bit float that cannot be decoded."""
     ours = encode_table({headers.FORMAT: 1, headers.ORIGINAL_QUEUE: "q"})
     broken = b"\3badT" + (2**63).to_bytes(8) + b"\3worF"
     table = (len(ours) - 4 + len(broken)).to_bytes(4) + ours[4:] + broken
     assert dead(join_properties({"headers": table})).cause == "unknown"
 
 
-# -- what goes back ----------------------------------------------------------------------------------------------------
+# -- the replayed message ----------------------------------------------------------------------------------------------
 
 
 def test_what_is_replayed_is_the_original_without_what_counts() -> None:
@@ -201,7 +204,7 @@ def test_where_nothing_counts_nothing_changes(raw: bytes) -> None:
 
 
 def test_what_the_broker_counts_is_no_part_of_the_message() -> None:
-    """RabbitMQ adds its counts when a message of a quorum queue is handed out again."""
+    """RabbitMQ adds the counts when a quorum queue redelivers a message."""
     counted = join_properties({"headers": encode_table({"x-delivery-count": 4, "x-acquired-count": 5})})
     message = dead(counted)
     assert (message.delivery_count, message.headers, message.properties) == (4, {}, join_properties({}))
@@ -210,7 +213,7 @@ def test_what_the_broker_counts_is_no_part_of_the_message() -> None:
 
 
 def test_a_fingerprint_is_that_of_the_content_at_every_delivery() -> None:
-    """RabbitMQ's counts of deliveries are no part of it, and neither is the place in the queue."""
+    """It excludes RabbitMQ's delivery counts and the place in the queue."""
     once, again = with_headers({"a": 1}), with_headers({"a": 1, "x-delivery-count": 7, "x-acquired-count": 9})
     assert once.fingerprint == again.fingerprint
     assert len(once.fingerprint) == 32

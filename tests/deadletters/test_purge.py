@@ -1,4 +1,4 @@
-"""A purge that fails midway, and the nacks at the end of an operation; without a broker."""
+"""A purge that fails midway, and the nacks at the end of an operation."""
 
 from __future__ import annotations
 

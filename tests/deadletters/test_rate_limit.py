@@ -1,4 +1,4 @@
-"""The rate of a replay: never above it in any second, and close to it while there is something to publish."""
+"""The rate of a replay: a hard upper limit that is nearly reached."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from reliable_mq.deadletters.replay import RateLimit
 
 
 def times(rate: float, idle: list[float], late: float = 0.0) -> list[float]:
-    """When messages are published that become known after such pauses, by a clock whose waits are late."""
+    """Return the times of publishes for these pauses between new messages.
+
+    The clock wakes up late by `late` seconds.
+    """
     pace, now, published = RateLimit(rate), 1000.0, []
     for pause in idle:
         now += pause
@@ -30,7 +33,7 @@ def times(rate: float, idle: list[float], late: float = 0.0) -> list[float]:
     late=st.floats(0.0, 0.02),
 )
 def test_it_is_never_above_the_rate_in_any_second(rate: float, idle: list[float], late: float) -> None:
-    """Of a rate that is no whole number, in any window that so many take at that rate."""
+    """A fractional rate holds in any window of ceil(rate) / rate seconds."""
     published = times(rate, idle, late)
     most = ceil(rate)
     for first, beyond in zip(published, published[most:], strict=False):

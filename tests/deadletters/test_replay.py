@@ -1,4 +1,4 @@
-"""A replay without a broker: a limit counts every dead letter that was tried."""
+"""A replay without a broker: a limit counts every attempted dead letter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from reliable_mq.errors import PublishNacked, StaleDelivery
 
 
 class FakeChannel:
-    """A queue of dead letters that is given out in batches."""
+    """A queue of dead letters that are delivered in batches."""
 
     def __init__(self, count: int, *, lost_at: int = 0) -> None:
         self.left = self._count = count
@@ -49,7 +49,7 @@ class FakeChannel:
 
 
 class FakePublisher:
-    """Refuses messages, all of them or those whose id ends with an odd digit."""
+    """Nacks messages whose id ends with one of the given digits."""
 
     def __init__(self, *, refuses: str) -> None:
         self.submitted = 0
@@ -88,7 +88,7 @@ def replay(
 
 @pytest.mark.parametrize(("refuses", "replayed"), [("0123456789", 0), ("13579", 5), ("", 10)])
 def test_a_limit_counts_what_fails_too(refuses: str, replayed: int) -> None:
-    """With a wrong target, a trial with a limit must not try the whole queue."""
+    """With a wrong target, a trial run must not attempt the whole queue."""
     channel, publisher = FakeChannel(1000), FakePublisher(refuses=refuses)
     report = replay(channel, publisher, 10, Target("", "nowhere"))
     assert publisher.submitted == 10
@@ -101,7 +101,7 @@ def test_a_limit_counts_what_would_fail_in_a_dry_run() -> None:
 
 
 def test_a_failed_replay_is_not_tried_again_after_channel_loss() -> None:
-    """Otherwise a limit would count it twice, and end the run before its time."""
+    """Otherwise the limit would count it twice and end the run too early."""
     channel, publisher = FakeChannel(1000, lost_at=200), FakePublisher(refuses="0123456789")
     report = replay(channel, publisher, 300, Target("", "nowhere"))
     assert (publisher.submitted, report.failed, len(report.failures)) == (300, 300, 300)
@@ -120,7 +120,7 @@ def test_the_dead_letters_are_numbered_from_1() -> None:
 
 
 def test_a_run_that_is_stopped_ends_with_what_it_is_at() -> None:
-    """What it has published is acked, and counted in the report that the caller watches."""
+    """Published messages are acked and counted in the caller's report."""
     channel, publisher, report, stop = FakeChannel(1000), FakePublisher(refuses=""), ReplayReport(), threading.Event()
     submit = publisher.submit
 

@@ -1,4 +1,4 @@
-"""What a consumer may be asked for, and what is refused before anything is connected."""
+"""The options of a consumer. Invalid ones are refused before it connects."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_a_session_fits_the_options() -> None:
 
 
 def test_what_is_pulled_is_acked_at_once() -> None:
-    """Its room in the prefetch is what the next request waits for."""
+    """The next request needs its place in the prefetch."""
     session = options(handler=None, ack_interval=60).new_session()
     session.opened(1, 1)
     item = delivery(1)

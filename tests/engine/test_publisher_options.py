@@ -1,4 +1,7 @@
-"""What a publisher is asked to do: wrong arguments are named, and what cannot be sent is refused."""
+"""The options of a publisher: the error for a wrong one names it.
+
+Messages that cannot be sent are refused.
+"""
 
 from __future__ import annotations
 
@@ -83,6 +86,6 @@ def test_the_parts_fit_each_other() -> None:
 
 
 def test_an_outbox_contradicts_raising_while_disconnected(tmp_path: Path) -> None:
-    """With an outbox, a message is stored whether or not the broker is there."""
+    """With an outbox, a message is stored even without a broker."""
     with pytest.raises(ConfigurationError, match="on_disconnected='raise' contradicts outbox"):
         options(on_disconnected="raise", outbox=SQLiteOutbox(tmp_path / "outbox.db"))

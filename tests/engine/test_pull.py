@@ -14,7 +14,7 @@ from tests.core.deliveries import delivery, failure
 
 
 def test_a_pulled_delivery_that_timed_out_has_failed_once() -> None:
-    """The user's late verdict is about the attempt that was counted as failed."""
+    """The late verdict belongs to the attempt that was counted as failed."""
     session = ConsumerOptions("amqp://localhost/", Queue("orders"), None, name="c").new_session()
     session.opened(1, 1)
     session.delivered([delivery(1)], 0.0)

@@ -1,4 +1,7 @@
-"""Publishers and consumers go through their states as the tables say, on both APIs, whatever is called. No broker."""
+"""The states of publishers and consumers follow the tables, on both APIs.
+
+This holds whatever is called. No broker.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def follows(transitions: Mapping[str, Mapping[Any, set[Any]]], born: object = No
     allowed = changes(transitions)
 
     class Follows:
-        """Refuses a change of state that is not in the table, and notes the others."""
+        """Refuses state changes that are not in the table, and records the others."""
 
         seen: ClassVar[set[tuple[Any, Any]]] = set()
 
@@ -84,7 +87,7 @@ def arguments(call: str) -> tuple[list[Any], dict[str, Any]]:
 
 
 async def use(made: Any, calls: list[str]) -> None:
-    """Make the calls one after the other; every error is one of ours."""
+    """Make the calls one after the other. Every error is one of this package."""
     for call in calls:
         name = call if isinstance(made, Publisher | Consumer) else call.replace("__e", "__ae")
         given, options = arguments(call) if isinstance(made, Publisher | AsyncPublisher) else ([], {})
@@ -131,7 +134,7 @@ def test_a_consumer_follows_its_table(kind: Any, calls: list[str]) -> None:
 
 
 def test_every_transition_of_a_publisher_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is closed while it starts was interrupted by a signal handler, which closes it."""
+    """A signal handler interrupts the start of a publisher, and closes it."""
     made = CheckedPublisher(NOBODY, connect_timeout=1)
     made.seen.clear()
     with suppress(ReliableMQError):

@@ -1,4 +1,4 @@
-"""Steps are carried out by blocking and by awaiting, and undo what they began. No broker."""
+"""Steps run by blocking or awaiting, and undo what they began. No broker."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class Interrupted(Exception):
-    """Of a signal handler."""
+    """The exception of a signal handler."""
 
 
 class Calls:
-    """Two calls that wait, and what was done."""
+    """Two calls that wait, and a list of what was done."""
 
     def __init__(self, *, asynchronous: bool, error: Exception | None = None) -> None:
         self.done: list[str] = []
@@ -73,7 +73,7 @@ def test_an_error_of_a_step_is_undone_by_further_steps(asynchronous: bool) -> No
 
 
 def test_an_exception_between_two_steps_comes_out_of_the_yield() -> None:
-    """A signal handler raises while neither the steps nor a call of theirs run."""
+    """A signal handler may raise while neither the steps nor a call runs."""
     calls = Calls(asynchronous=False)
 
     def trace(frame: FrameType, _event: str, _argument: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A subscription on a connection that only notes what is written."""
+"""A subscription on a connection that only records what is written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.core.deliveries import delivery, failure
 
 
 class FakeConnection:
-    """Runs calls at once, and keeps what is written."""
+    """Runs calls at once, and records what is written."""
 
     peer = None
 
@@ -44,7 +44,7 @@ class FakeConnection:
 
 
 class FakeHandlers:
-    """Keeps work until it is recalled; ``meanwhile`` runs at each recall."""
+    """Keeps work until it is recalled, and runs ``meanwhile`` at each recall."""
 
     def __init__(self) -> None:
         self.waiting: list[Delivery] = []
@@ -69,7 +69,7 @@ class FakeSubscription(BaseSubscription):
 def test_a_delivery_handled_as_the_kill_switch_trips_is_acked(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The pause wants deliveries recalled before anything else is done; acks and log lines come after that."""
+    """The pause first recalls deliveries. Acks and log lines follow."""
     options = ConsumerOptions(
         "amqp://localhost/", Queue("orders"), print, name="c", kill_switch=KillSwitch(share=0.5, minimum=2)
     )

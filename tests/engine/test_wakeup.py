@@ -1,4 +1,4 @@
-"""An alarm rings once for all that it was set for, at the earliest of their times."""
+"""A wake-up rings once, at the earliest of the times that were set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Timer:
-    """A call to come, kept by the loop that is to make it."""
+    """A scheduled call of a loop."""
 
     def __init__(self, delay: float, fn: Callable[[], None]) -> None:
         self.delay, self.fn, self.cancelled = delay, fn, False

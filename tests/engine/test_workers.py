@@ -1,4 +1,4 @@
-"""Worker threads: what handlers are given, in which order, and what their ends are reported as."""
+"""Worker threads: the deliveries of handlers, their order, and their results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEADLINE = 30.0
 
 
 class Sink:
-    """Keeps what is reported."""
+    """Keeps the reported results."""
 
     def __init__(self) -> None:
         self.results: list[Result] = []
@@ -55,7 +55,7 @@ class Sink:
 
 
 class Gate:
-    """A handler that waits until it is let through, one call at a time."""
+    """A handler that waits until it is released, one call at a time."""
 
     def __init__(self) -> None:
         self.begun = threading.Semaphore(0)
@@ -99,7 +99,7 @@ def refuse(_argument: object) -> None:
     raise ValueError("no")
 
 
-#: What a handler may do with the list that it is given.
+#: What a handler may do with its list.
 TOUCHES: dict[str, Callable[[list[Any]], None]] = {
     "sorts it": lambda batch: batch.sort(key=lambda one: -one.delivery_tag),
     "empties it": lambda batch: batch.clear(),
@@ -131,7 +131,7 @@ def test_one_worker_handles_each_delivery_once_and_in_order(store: MemoryStore |
 
 
 def test_several_workers_share_the_work(store: MemoryStore | None) -> None:
-    """Each of four handlers waits for the other three."""
+    """Each of the four handlers waits for the other three."""
     together = threading.Barrier(4)
     with running(lambda _: together.wait(DEADLINE), count=4, store=store) as (workers, sink):
         workers.put(items(4))
@@ -176,7 +176,7 @@ def test_any_exception_fails_its_delivery_and_ends_no_worker(error: BaseExceptio
 
 
 def test_a_handler_that_returns_what_has_not_run_has_failed(store: MemoryStore | None) -> None:
-    """Acking it would lose the message: nothing was done."""
+    """No code has run, so an ack would lose the message."""
 
     with running(lambda item: (tag for tag in [item.delivery_tag]), store=store) as (workers, sink):
         workers.put(items(2))
@@ -209,7 +209,7 @@ def by_tag(results: Sequence[Result]) -> dict[int, Result]:
 def test_a_batch_handler_may_do_as_it_likes_with_its_list(
     touch: Callable[[Any], None], store: MemoryStore | None
 ) -> None:
-    """Every delivery of the batch is handled, and the worker goes on."""
+    """Every delivery of the batch is handled, and the worker continues."""
     work = items(12)
     with running(touch, batch=True, store=store) as (workers, sink):
         workers.put([work[:9], work[9:]])
@@ -233,7 +233,10 @@ def test_verdicts_match_their_deliveries_in_a_changed_batch_list(
 
 
 def test_verdicts_on_popped_deliveries_are_asked_for_one_by_one(store: MemoryStore | None) -> None:
-    """One by one: in which order a handler has taken them out is not known."""
+    """The order in which a handler removed them is unknown.
+
+    So each delivery is asked for alone.
+    """
 
     def handle(batch: list[Delivery]) -> list[object]:
         return [DeadLetter("bad") if batch.pop().delivery_tag == 2 else Ack for _ in range(len(batch))]
@@ -278,7 +281,10 @@ def test_a_key_function_that_leaves_fails_its_delivery_alone() -> None:
 
 
 class Interrupting(Sink):
-    """Ends the worker that reports the first results, as an exception that another thread sends may at any point."""
+    """Ends the worker that reports the first results.
+
+    An exception from another thread may do so at any point.
+    """
 
     ended: int = 0
 
@@ -308,7 +314,7 @@ def test_a_worker_that_is_ended_is_replaced_and_logged(
 def test_what_a_worker_that_is_ended_held_has_failed(
     store: MemoryStore | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it would neither be settled nor come again while the channel lives."""
+    """Otherwise they would not be settled or redelivered while the channel is open."""
 
     def end(*_args: object) -> None:
         raise SystemExit(3)
@@ -343,7 +349,7 @@ def test_a_worker_interrupted_in_recovery_gets_another_thread(
         sink.wait_for(1)
         workers.put(work[1:])
         assert sink.wait_for(5) == work
-    wait_until(lambda: told, timeout=20, what="the end of the first thread")  # the other one has begun before
+    wait_until(lambda: told, timeout=20, what="the end of the first thread")  # the other thread has already started
     assert [one.exc_value.code for one in told] == [4]
 
 
@@ -388,7 +394,7 @@ def test_batches_are_recalled_item_by_item() -> None:
 
 
 def test_workers_that_stop_finish_what_waits() -> None:
-    """Who wants it back recalls it before."""
+    """Deliveries that must return are recalled before."""
     seen: list[Delivery] = []
     with running(seen.append) as (workers, sink):
         workers.put(items(50))
@@ -431,7 +437,7 @@ def test_the_time_in_handlers_is_counted_per_call(store: MemoryStore | None) -> 
 
 
 class Watched(MemoryStore):
-    """Notes how many keys are claimed at a time."""
+    """Records how many keys are claimed at a time."""
 
     def __init__(self, max_entries: int = 1_000_000) -> None:
         super().__init__(max_entries=max_entries)
@@ -452,7 +458,10 @@ def test_quick_handlers_are_claimed_for_together_more_and_more() -> None:
 
 
 def test_a_store_that_has_no_room_for_many_is_asked_for_fewer() -> None:
-    """And for a few more now and then; the few that it refuses come again."""
+    """The number then grows slowly.
+
+    The few refused deliveries wait, without an attempt.
+    """
     store = Watched(max_entries=10)
     with running(lambda _: None, store=store) as (workers, sink):
         workers.put(items(1000))
@@ -475,7 +484,10 @@ def test_a_worker_takes_no_more_than_its_share() -> None:
 
 
 def test_what_waits_behind_a_slow_handler_is_not_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its lease would run out; it is put back in front, in its order, and no attempt is counted."""
+    """Its lease could expire.
+
+    It is put back in front, in order, and no attempt is counted.
+    """
     monkeypatch.setattr(claim_groups, "_GROUP_SECONDS", 0.0)
     store = Watched()
     work = items(12)
@@ -496,7 +508,7 @@ def let_groups_run_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Hanging:
-    """A handler that hangs at one delivery until it is let through, and refuses those of some tags."""
+    """A handler that hangs at one delivery until released, and refuses some tags."""
 
     def __init__(self, at: int, refused: Sequence[int] = ()) -> None:
         self.gate = Gate()
@@ -511,7 +523,10 @@ class Hanging:
 
 
 def test_a_hanging_handler_holds_up_no_result_of_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the effects of up to 63 others would happen again when the connection is lost and the leases end."""
+    """Otherwise up to 63 other effects would be repeated.
+
+    This happens if the connection is lost and the leases end.
+    """
     let_groups_run_long(monkeypatch)
     store = Watched()
     handler = Hanging(100, refused=[80])
@@ -521,7 +536,7 @@ def test_a_hanging_handler_holds_up_no_result_of_its_group(monkeypatch: pytest.M
         work = items(120)[63:]
         workers.put(work)
         handler.gate.wait_begun()
-        assert store.claimed[-1] == len(work)  # all together
+        assert store.claimed[-1] == len(work)  # in one claim
         sink.wait_for(99)
         assert {claim.status for claim in store.claim_many(keys(64, 80), 1.0)} == {ClaimStatus.DONE}
         assert [claim.status for claim in store.claim_many(keys(80, 81), 60.0)] == [ClaimStatus.NEW]
@@ -538,7 +553,10 @@ def test_a_hanging_handler_holds_up_no_result_of_its_group(monkeypatch: pytest.M
 def test_results_taken_over_survive_a_store_that_fails(
     error: BaseException, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They are reported, no handler counts as failed, and the next group is taken over from again."""
+    """The results are reported, and no handler counts as failed.
+
+    The next group is taken over again.
+    """
     let_groups_run_long(monkeypatch)
     store = Watched()
     errors = [error]
@@ -588,7 +606,7 @@ def keys(first: int, end: int) -> list[str]:
 
 
 def test_a_recall_requeues_deliveries_claimed_but_not_begun() -> None:
-    """A delivery of a lost channel does not reach a handler because a worker already held it."""
+    """No handler gets a delivery of a lost channel, even if a worker holds it."""
     store = Watched()
     gate = Gate()
     work = items(11)
@@ -598,7 +616,7 @@ def test_a_recall_requeues_deliveries_claimed_but_not_begun() -> None:
         workers.put(work)
         for _ in range(8):
             gate.wait_begun()
-        # 1, 2 and 4 together are done; of the next eight, or what was left, one has begun.
+        # Groups of 1, 2 and 4 are done. One delivery of the next group has started.
         assert workers.recall() == []
         gate.let_through.release()
         assert sink.wait_for_requeued(3) == work[8:]
@@ -636,7 +654,7 @@ def test_a_store_that_exits_its_thread_costs_an_attempt_only(caplog: pytest.LogC
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_settlements_are_retried_without_a_thread(answers: bool) -> None:
-    """An interpreter that exits refuses it; the time is bounded all the same."""
+    """An interpreter that exits refuses new threads. The time is still bounded."""
 
     class Silent(MemoryStore):
         silent = True

@@ -1,4 +1,4 @@
-"""The metrics of a publisher with an outbox: their names and labels, and where their values come from."""
+"""The metrics of a publisher with an outbox: names, labels, and sources of values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GAUGES = {
 
 
 def scrape(*statuses: OutboxStatus | None) -> dict[str, float]:
-    """What a scrape shows of publishers of one name with these."""
+    """Return the scrape of publishers with one name and these outbox statuses."""
     registry = CollectorRegistry()
     for status in statuses:
         register(registry, lambda status=status: readings(("orders",), status, STATISTICS))  # type: ignore[misc]
@@ -51,30 +51,30 @@ def scrape(*statuses: OutboxStatus | None) -> dict[str, float]:
 
 
 def test_every_count_has_its_metric() -> None:
-    """The whole scrape: no metric is missing, none is new without being listed here."""
+    """The expected scrape is complete: a missing or new metric fails the test."""
     assert scrape(STATUS) == COUNTERS | GAUGES
 
 
 def test_an_unreadable_outbox_exports_counters_without_gauges() -> None:
-    """A gauge that is made up would hide it."""
+    """An invented gauge would hide the failure."""
     assert scrape(None) == COUNTERS
 
 
 def test_what_is_in_an_outbox_that_publishers_share_is_no_sum() -> None:
-    """Each of them tells of all of it."""
+    """Each publisher reports the whole outbox."""
     shown = scrape(STATUS, STATUS)
     assert {name: shown[name] for name in GAUGES} == GAUGES
     assert shown["outbox_stored_total orders"] == 202
 
 
 class Silent:
-    """A carrier that never answers."""
+    """A publisher of rows that never settles any."""
 
     def connect(self) -> None:
-        """It is."""
+        """Do nothing: it is always connected."""
 
     def send(self, rows: Sequence[OutboxRow]) -> None:
-        """And that is all."""
+        """Do nothing: the rows stay outstanding."""
 
     def take_settled(self) -> list[tuple[OutboxRow, ReliableMQError | None]]:
         return []
@@ -83,11 +83,11 @@ class Silent:
         return KeptPlaces()
 
     def watch(self, wake: Callable[[], object]) -> None:
-        """There is nothing."""
+        """Do nothing: no row is ever settled."""
 
 
 class Moody(SQLiteOutbox):
-    """An outbox that cannot always say what is in it."""
+    """An outbox whose status sometimes fails."""
 
     answers = True
     asked = 0
@@ -100,7 +100,7 @@ class Moody(SQLiteOutbox):
 
 
 def test_a_relay_reports_counts_only_while_the_outbox_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits is told with its age; where the outbox fails, that is counted, and relaying goes on."""
+    """The status has the oldest age; failures are counted and relaying continues."""
     monkeypatch.setattr(relay_module, "_COUNT_EVERY", 0.01)
     monkeypatch.setattr(relay_module, "_COUNT_SHARE", 0)
     outbox = Moody(tmp_path / "outbox", poll_interval=0.01)
@@ -126,7 +126,7 @@ def test_a_relay_reports_counts_only_while_the_outbox_answers(tmp_path: Path, mo
 
 
 def test_a_relay_that_nobody_measures_counts_nothing(tmp_path: Path) -> None:
-    """A process without a registry pays nothing."""
+    """Without a registry, the relay does not read the status."""
     outbox = Moody(tmp_path / "outbox")
     relay = OutboxRelay(outbox, Silent(), settle=lambda _: None, limit=10, max_bytes=2**20, name="relay")
     relay.start(outbox.claims())

@@ -1,4 +1,7 @@
-"""The metrics of a publisher: their names and labels, which dashboards rely on, and where their values come from."""
+"""The metrics of a publisher: names, labels, and sources of values.
+
+Dashboards depend on the names and labels.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ VALUES = {
 
 
 def test_every_count_has_its_metric() -> None:
-    """The whole scrape: no metric is missing, none is new without being listed here."""
+    """The expected scrape is complete: a missing or new metric fails the test."""
     statistics = PublisherStatistics(
         confirmed=101,
         nacked=102,
@@ -79,7 +82,7 @@ def test_every_count_has_its_metric() -> None:
 
 
 def test_one_of_two_publishers_that_is_not_connected_shows() -> None:
-    """The alert is on 0, and both have one name."""
+    """Both publishers have one name, and the alert fires on the value 0."""
     registry = CollectorRegistry()
     for connected in (True, False):
         status = PublisherStatus(
@@ -98,7 +101,7 @@ def test_one_of_two_publishers_that_is_not_connected_shows() -> None:
 
 
 def test_a_bucket_is_there_for_every_deadline_of_the_defaults() -> None:
-    """The latency of a confirm is resolved from a local broker's round trip to the default delivery timeout."""
+    """Buckets range from a local round trip to the default delivery timeout."""
     bounds = PublisherStatistics().confirm_seconds.bounds
     assert bounds[0] <= 0.001
     assert {30.0, 120.0} <= set(bounds)

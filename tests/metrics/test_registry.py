@@ -1,4 +1,4 @@
-"""What a scrape of a registry shows, of publishers and consumers that come and go."""
+"""Scrapes of a registry, whose publishers and consumers come and go."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def registry() -> CollectorRegistry:
 
 
 def reading(name: str, *, messages: float = 0, waiting: float = 0, age: float = 0) -> Callable[[], Iterable[Reading]]:
-    """What a publisher of that name has to say at every scrape."""
+    """Return the readings of a publisher with that name."""
     labels = (name,)
     return lambda: [
         Reading(MESSAGES, labels, messages),
@@ -46,7 +46,7 @@ def reading(name: str, *, messages: float = 0, waiting: float = 0, age: float = 
 
 
 def shown(registry: CollectorRegistry) -> dict[str, float]:
-    """The samples of a scrape, as their lines of text without the prefix."""
+    """Return the samples of a scrape by name and labels, without the prefix."""
     return {
         f"{sample.name.removeprefix('reliable_mq_')} {' '.join(sample.labels.values())}": sample.value
         for metric in registry.collect()
@@ -55,7 +55,7 @@ def shown(registry: CollectorRegistry) -> dict[str, float]:
 
 
 def test_a_reading_is_shown_under_its_labels(registry: CollectorRegistry) -> None:
-    """Each publisher is a set of label values of the same metrics; counters have the suffix that they must have."""
+    """Each publisher is a set of label values; counters have the suffix ``_total``."""
     register(registry, reading("a", messages=3, waiting=2, age=0.5))
     register(registry, reading("b", messages=4))
     assert shown(registry) == {
@@ -69,26 +69,26 @@ def test_a_reading_is_shown_under_its_labels(registry: CollectorRegistry) -> Non
 
 
 def test_every_scrape_reads_anew(registry: CollectorRegistry) -> None:
-    """Nothing is kept from one scrape to the next."""
+    """No value is cached between scrapes."""
     count = 0
 
     def read() -> Iterable[Reading]:
         yield Reading(MESSAGES, ("a",), count)
 
     register(registry, read)
-    for count in (1, 5, 9):  # read() looks at it
+    for count in (1, 5, 9):  # read by read()
         assert shown(registry) == {"messages_total a": count}
 
 
 def test_equal_names_are_added_up_and_of_ages_the_highest_counts(registry: CollectorRegistry) -> None:
-    """Two publishers with one name are one to Prometheus, which allows a set of labels once."""
+    """Prometheus allows a set of labels once, so equal names share one sample."""
     register(registry, reading("a", messages=3, waiting=2, age=7))
     register(registry, reading("a", messages=4, waiting=1, age=5))
     assert shown(registry) == {"messages_total a": 7, "waiting a": 3, "age_seconds a": 7}
 
 
 def test_of_connections_the_lowest_counts(registry: CollectorRegistry) -> None:
-    """One of two that is not connected must show."""
+    """If one of several publishers is not connected, the metric shows it."""
     lost, *_ = [register(registry, lambda value=value: [Reading(CONNECTED, ("a",), value)]) for value in (0, 1, 1)]
     assert shown(registry) == {"connected a": 0}
     lost.close()
@@ -96,7 +96,7 @@ def test_of_connections_the_lowest_counts(registry: CollectorRegistry) -> None:
 
 
 def test_a_counter_never_falls_when_its_publisher_goes(registry: CollectorRegistry) -> None:
-    """What a closed one has counted stays; its gauges go."""
+    """The counts of a closed publisher stay, and its gauges disappear."""
     first = register(registry, reading("a", messages=3, waiting=2))
     second = register(registry, reading("a", messages=4, waiting=1))
     first.close()
@@ -109,7 +109,7 @@ def test_a_counter_never_falls_when_its_publisher_goes(registry: CollectorRegist
 
 
 def test_histograms_are_cumulative_and_added_up(registry: CollectorRegistry) -> None:
-    """Buckets count what is at or below their bound, as Prometheus wants it."""
+    """A bucket counts the values up to its bound, as Prometheus requires."""
     histogram = Histogram((0.1, 1.0))
     for value in (0.1, 0.5, 7.0):
         histogram.observe(value)
@@ -129,7 +129,7 @@ def test_histograms_are_cumulative_and_added_up(registry: CollectorRegistry) -> 
 
 
 def test_the_exposition_format_takes_it(registry: CollectorRegistry) -> None:
-    """Names and help texts are what Prometheus reads."""
+    """Names and help texts have the form that Prometheus reads."""
     register(registry, reading("a", messages=3))
     text = generate_latest(registry).decode()
     assert "# HELP reliable_mq_messages_total Messages.\n# TYPE reliable_mq_messages_total counter\n" in text
@@ -137,7 +137,7 @@ def test_the_exposition_format_takes_it(registry: CollectorRegistry) -> None:
 
 
 def test_registries_know_nothing_of_each_other(registry: CollectorRegistry) -> None:
-    """A publisher is shown where it was registered, and nowhere else."""
+    """A publisher appears only in the registry that it was registered in."""
     other = CollectorRegistry()
     register(registry, reading("a", messages=3))
     register(other, reading("b", messages=4))
@@ -146,7 +146,7 @@ def test_registries_know_nothing_of_each_other(registry: CollectorRegistry) -> N
 
 
 def test_a_registry_that_is_gone_is_forgotten() -> None:
-    """Nothing keeps a registry alive that nobody else has."""
+    """The package keeps only weak references to registries."""
     registry = CollectorRegistry()
     register(registry, reading("a"))
     gone = weakref.ref(registry)
@@ -156,7 +156,7 @@ def test_a_registry_that_is_gone_is_forgotten() -> None:
 
 
 def test_threads_may_come_and_go_while_others_scrape(registry: CollectorRegistry) -> None:
-    """Registering, closing and scraping at once loses no count."""
+    """Concurrent registering, closing and scraping loses no count."""
     rounds, threads = 200, 8
 
     def work() -> None:
@@ -174,7 +174,7 @@ def test_threads_may_come_and_go_while_others_scrape(registry: CollectorRegistry
 
 
 class SignalHandler(Interruption):
-    """Calls a signal handler at the n-th place where Python may run one, in a block."""
+    """Calls a signal handler at the n-th place in a block where Python may run one."""
 
     def __init__(self, step: int, handler: Callable[[], object]) -> None:
         super().__init__(step)
@@ -208,7 +208,7 @@ def close(_registry: CollectorRegistry, first: Registration) -> None:
 def test_a_signal_handler_may_use_a_registry_amid_any_call(
     call: Callable[[CollectorRegistry, Registration], None],
 ) -> None:
-    """It closes a publisher and makes one: no count is lost, and none is there twice."""
+    """The handler closes one publisher and registers another; no count is lost."""
 
     def interrupted(step: int) -> SignalHandler:
         registry = CollectorRegistry()
@@ -238,7 +238,7 @@ def test_a_signal_handler_may_register_first_amid_registering() -> None:
 
 
 def every_place(interrupted: Callable[[int], SignalHandler], least: int) -> None:
-    """Call at each place in turn, on a thread that a deadlock keeps alone."""
+    """Interrupt the call at each place, on another thread in case of a deadlock."""
     handlers: list[SignalHandler] = []
     for step in count(1):
         on_another_thread(lambda step=step: handlers.append(interrupted(step)), f"a call interrupted at step {step}")
@@ -248,7 +248,10 @@ def every_place(interrupted: Callable[[int], SignalHandler], least: int) -> None
 
 
 def test_a_forked_child_registers_while_the_parent_closes(registry: CollectorRegistry) -> None:
-    """A thread that does not exist in the child holds the lock; the parent's counts are the parent's."""
+    """The lock is held at the fork by a thread that the child does not have.
+
+    The counts of the parent stay in the parent.
+    """
     closing, may_close = threading.Event(), threading.Event()
 
     def read() -> Iterable[Reading]:
@@ -275,7 +278,7 @@ def test_a_forked_child_registers_while_the_parent_closes(registry: CollectorReg
 
 
 def waited_for(child: int) -> int:
-    """Return the exit code of a child, which is killed where it does not end."""
+    """Return the exit code of a child; kill the child if it does not end."""
     try:
         ended = wait_until(
             lambda: child in (done := os.waitpid(child, os.WNOHANG)) and done, timeout=20, what="its end"
@@ -290,6 +293,6 @@ def waited_for(child: int) -> int:
 
 @pytest.mark.parametrize("wrong", [True, "registry", object()])
 def test_what_is_no_registry_is_refused(wrong: CollectorRegistry) -> None:
-    """A wrong argument is named where it is given."""
+    """The error is raised by `register` and names the argument."""
     with pytest.raises(ConfigurationError, match="registry"):
         register(wrong, reading("a"))

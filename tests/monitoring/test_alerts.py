@@ -1,4 +1,4 @@
-"""The alert rules beside what they refer to: metrics, labels, the runbook, the manual."""
+"""The alert rules use existing metrics and labels, and the manual describes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboards beside Grafana's published schema, and what their panels ask beside the metrics that exist."""
+"""The dashboards match Grafana's schema, and their queries use existing metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from reliable_mq.monitoring.dashboards import DASHBOARDS, Dashboard, Panel
 from reliable_mq.monitoring.grafana import dashboard_json
 
 SCHEMAS = Path(__file__).parent / "grafana_schemas"
-NOT_IN_THE_SCHEMA = ("__inputs", "__requires")  # of an export: the import dialog takes them away
+NOT_IN_THE_SCHEMA = ("__inputs", "__requires")  # fields of an export, which the import dialog removes
 EVERY = [(dashboard, panel) for dashboard in DASHBOARDS.values() for row in dashboard.rows for panel in row.panels]
 
 
@@ -46,7 +46,7 @@ def panels_of(model: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("datasource", [None, "prometheus-1"])
 def test_a_dashboard_is_valid_by_grafanas_schema(dashboard: Dashboard, datasource: str | None) -> None:
-    """The dashboard, and of each panel its options, its fields and its queries: no unknown key, no unknown value."""
+    """The dashboard and the options, fields and queries of its panels are valid."""
     model = json.loads(json.dumps(dashboard_json(dashboard, datasource)))
     check({key: value for key, value in model.items() if key not in NOT_IN_THE_SCHEMA}, "dashboard", "Dashboard")
     for panel in model["panels"]:
@@ -60,7 +60,7 @@ def test_a_dashboard_is_valid_by_grafanas_schema(dashboard: Dashboard, datasourc
 
 
 def test_the_schema_finds_mistakes(dashboard: Dashboard) -> None:
-    """A validation that accepts everything would hold for ever."""
+    """The validation must not accept everything."""
     for change in ({"titel": "x"}, {"refresh": 15}, {"graphTooltip": 7}, {"panels": [{"title": "no type"}]}):
         with pytest.raises(AssertionError):
             check({**dashboard_json(dashboard, "uid"), **change}, "dashboard", "Dashboard")
@@ -120,7 +120,7 @@ def test_the_variables_are_values_of_labels(dashboard: Dashboard) -> None:
 
 
 def test_every_metric_is_in_a_panel() -> None:
-    """What is worth counting is worth a line somewhere."""
+    """All metrics but two of queues are in a panel."""
     shown = {
         name
         for _, panel in EVERY

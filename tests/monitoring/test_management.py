@@ -1,4 +1,4 @@
-"""The client of the management API: answers that are too large, too slow, or of another shape."""
+"""The management API client: responses of a wrong size, speed or shape."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ SETTINGS = parse_url("amqp://user:secret@127.0.0.1")
 
 @contextmanager
 def answering(write: Callable[[http.server.BaseHTTPRequestHandler], object]) -> Iterator[ManagementAPI]:
-    """An API whose answers are written by a function."""
+    """Serve an API whose responses are written by a function."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            with suppress(OSError):  # the client left
+            with suppress(OSError):  # the client has disconnected
                 write(self)
 
         def log_message(self, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""An outbox that is asked for its backlog after it was closed, and a limit for calls that must not be late."""
+"""Helpers for calls with a deadline and for late questions to an outbox."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-_LATE = 2.0  # seconds that a busy machine may take beside
+_LATE = 2.0  # seconds that a busy machine may add
 
 
 class LateQuestion(SQLiteOutbox):
-    """Its first question for the backlog comes after it was closed."""
+    """An outbox whose first `backlog` call is made after it was closed."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -36,7 +36,7 @@ class LateQuestion(SQLiteOutbox):
 
 @contextmanager
 def on_time(timeout: float) -> Iterator[None]:
-    """Fail if the block takes clearly longer than its timeout, in seconds."""
+    """Fail if the block takes clearly longer than the timeout, in seconds."""
     began = time.monotonic()
     yield
     took = time.monotonic() - began

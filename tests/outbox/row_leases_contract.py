@@ -1,4 +1,4 @@
-"""Relays of one table: which rows each leases, and for how long. On any database."""
+"""Tests of row leases for any database: which rows a relay leases and how long."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LEASE = 100.0
 
 
 class TableOutbox:
-    """An outbox in a new table, whose time passes by command."""
+    """An outbox in a new table whose clock is set by the test."""
 
     def __init__(self, engine: Engine, *, lease: float = LEASE) -> None:
         self.engine = engine
@@ -44,7 +44,7 @@ class TableOutbox:
         self._clock.stop()
 
     def age(self, seconds: float) -> None:
-        """Let as many seconds pass, by moving all times into the past."""
+        """Let the given seconds pass: move all times in the table into the past."""
         self._passed += seconds
         columns = self.outbox.table.c
         earlier = {name: columns[name] - seconds for name in ("claimed_until", "available_at", "stored_at")}
@@ -52,7 +52,10 @@ class TableOutbox:
             connection.execute(update(self.outbox.table).values(earlier))
 
     def reads(self, work: Callable[[], object]) -> int:
-        """Count what the database reads for some work: rows, of tables and indexes; in SQLite instructions."""
+        """Count the rows of tables and indexes that the database reads for some work.
+
+        In SQLite the unit is an instruction.
+        """
         if self.engine.dialect.name == "sqlite":
             return _instructions(self.engine, work)
         with self.engine.connect() as connection:
@@ -89,7 +92,7 @@ def _instructions(engine: Engine, work: Callable[[], object]) -> int:
     with engine.connect() as connection:
         held: Any = connection.connection.driver_connection
         held.set_progress_handler(counted, 1)
-    work()  # on the same connection, which is the pool's last
+    work()  # on the same connection, which was last returned to the pool
     held.set_progress_handler(None, 0)
     return count
 
@@ -108,7 +111,10 @@ class RowLeasesContract:
     """Tests of a ``table``, a fixture of the module that inherits them."""
 
     def test_a_row_taken_again_before_its_release_is_reported_stays(self, table: TableOutbox) -> None:
-        """A row that is free in the table may be taken before its former outcome is reported."""
+        """A row may be taken again once it is free in the table.
+
+        The report of its earlier outcome may come later and must not end the new lease.
+        """
         store(table.outbox, "a")
         relay, other = table.outbox.claims(), table.outbox.claims()
         [first] = take(relay)
@@ -125,7 +131,7 @@ class RowLeasesContract:
         assert len(take(other)) == 1
 
     def test_a_relay_renews_its_own_rows_but_not_taken_over_ones(self, table: TableOutbox) -> None:
-        """A lease that ended is not renewed by who had it, nor does that take anything from the new holder."""
+        """The old holder of an ended lease neither renews nor releases it."""
         store(table.outbox, "a", "b")
         slow, quick = table.outbox.claims(), table.outbox.claims()
         assert len(take(slow, 1)) == 1
@@ -139,7 +145,7 @@ class RowLeasesContract:
         assert len(take(table.outbox.claims())) == 2
 
     def test_a_possible_duplicate_stays_one_when_it_is_released(self, table: TableOutbox) -> None:
-        """Also where the relay that released it has not touched it."""
+        """This holds even if the relay that released it has not published it."""
         store(table.outbox, "a")
         dead, second, third = table.outbox.claims(), table.outbox.claims(), table.outbox.claims()
         assert [row.possible_duplicate for row in take(dead)] == [False]
@@ -151,7 +157,7 @@ class RowLeasesContract:
         assert row.possible_duplicate
 
     def test_a_row_released_untouched_is_no_possible_duplicate(self, table: TableOutbox) -> None:
-        """Nobody has published it."""
+        """The row was never published."""
         store(table.outbox, "a")
         claims = table.outbox.claims()
         [row] = take(claims)
@@ -161,7 +167,10 @@ class RowLeasesContract:
         assert not row.possible_duplicate
 
     def test_a_relay_that_ends_marks_no_unpublished_row(self, table: TableOutbox) -> None:
-        """Though its return is not written yet; a row that was taken again since may have been published."""
+        """Its release need not have been written yet.
+
+        A row that was released and taken again may have been published, so it is marked.
+        """
         store(table.outbox, "back", "again", "out", "before")
         dead, ends, last = table.outbox.claims(), table.outbox.claims(), table.outbox.claims()
         rows = take(dead)
@@ -178,7 +187,7 @@ class RowLeasesContract:
         assert left == [(b"back", False), (b"again", True), (b"out", True), (b"before", True)]
 
     def test_a_key_is_one_relays_at_a_time(self, table: TableOutbox) -> None:
-        """The relay with its first row has the others; rows stored meanwhile wait."""
+        """The relay with the first row of a key gets the others; later rows wait."""
         store(table.outbox, "0", "1", key="key")
         store(table.outbox, "free")
         one, other = table.outbox.claims(), table.outbox.claims()
@@ -192,7 +201,7 @@ class RowLeasesContract:
         assert [row.message.body for row in take(other)] == [b"2"]
 
     def test_a_relay_that_ends_frees_rows_as_possible_duplicates(self, table: TableOutbox) -> None:
-        """Nobody waits for the lease of a relay that ended in good order; what another has stays with it."""
+        """The rows are free before their lease ends. Rows of another relay stay leased."""
         store(table.outbox, "a", "b")
         ending, other = table.outbox.claims(), table.outbox.claims()
         assert len(take(ending, 1)) == 1
@@ -201,7 +210,7 @@ class RowLeasesContract:
         assert [(row.message.body, row.possible_duplicate) for row in take(other)] == [(b"a", True)]
 
     def test_an_untakable_row_holds_later_rows_of_its_key_only(self, table: TableOutbox) -> None:
-        """In the middle of what a relay takes of a key, as one of a newer format may be."""
+        """A row of a newer format, for example, stops the take of its key before it."""
         store(table.outbox, "0", "1", "2", key="key")
         newer = update(table.outbox.table).where(table.outbox.table.c.body == b"1").values(format=FORMAT + 1)
         with table.engine.begin() as connection:
@@ -210,7 +219,7 @@ class RowLeasesContract:
         assert [row.message.body for row in take(claims)] == [b"0"]
 
     def test_a_damaged_row_is_set_aside_and_holds_those_behind_it(self, table: TableOutbox) -> None:
-        """Rows of other keys go on, and those behind it when it is purged."""
+        """Rows of other keys are relayed; a purge of the damaged row frees the rest."""
         store(table.outbox, "0", "1", "2", key="key")
         store(table.outbox, "free")
         damage = update(table.outbox.table).where(table.outbox.table.c.body == b"1").values(properties=b"\xff")
@@ -232,7 +241,7 @@ class RowLeasesContract:
         assert [(row.message.body, row.possible_duplicate) for row in take(claims)] == [(b"2", False)]
 
     def test_a_damaged_row_without_a_key_holds_no_other(self, table: TableOutbox) -> None:
-        """No key is none that rows have in common."""
+        """Rows without a key are independent of each other."""
         store(table.outbox, "0", "1")
         damage = update(table.outbox.table).where(table.outbox.table.c.body == b"0").values(properties=b"\xff")
         with table.engine.begin() as connection:
@@ -243,7 +252,7 @@ class RowLeasesContract:
 
     @pytest.mark.parametrize("outcome", [RowOutcome.BACK, RowOutcome.LATER, RowOutcome.SET_ASIDE])
     def test_a_late_outcome_changes_no_row_of_another_relay(self, table: TableOutbox, outcome: RowOutcome) -> None:
-        """A relay that was stopped for longer than its lease does not know that its rows are another's by now."""
+        """A relay paused for longer than its lease does not know that it lost its rows."""
         store(table.outbox, "a", "b", key="key")
         slow, quick, third = table.outbox.claims(), table.outbox.claims(), table.outbox.claims()
         late = take(slow)
@@ -259,7 +268,7 @@ class RowLeasesContract:
         assert [(row.message.body, row.possible_duplicate) for row in take(third)] == [(b"b", True)]
 
     def test_a_confirm_that_comes_late_removes_the_row(self, table: TableOutbox) -> None:
-        """The broker has it, whoever published it."""
+        """The broker has the message, whichever relay published it."""
         store(table.outbox, "a")
         slow, quick = table.outbox.claims(), table.outbox.claims()
         [late] = take(slow)
@@ -269,7 +278,7 @@ class RowLeasesContract:
         assert table.outbox.status().rows == 0
 
     def test_a_relay_does_not_take_what_it_has(self, table: TableOutbox) -> None:
-        """It could not renew its leases for a while, as during an outage of the database, and nobody took over."""
+        """A relay may hold rows with ended leases after an outage of the database."""
         store(table.outbox, "a", "b")
         relay, other = table.outbox.claims(), table.outbox.claims()
         [first] = take(relay, 1)
@@ -280,13 +289,13 @@ class RowLeasesContract:
         assert table.outbox.status().rows == 1
 
     def test_leases_are_renewed_well_before_they_end(self, table: TableOutbox) -> None:
-        """However short they are."""
+        """This holds for short leases too."""
         for lease in (0.5, 30.0, 3600.0):
             claims = SQLAlchemyOutbox(table.engine, lease=lease).claims()
             assert claims.keep_every <= min(lease / 3, 5.0)
 
     def test_large_messages_are_taken_a_few_at_a_time(self, table: TableOutbox) -> None:
-        """A relay has some megabytes in memory, whatever waits; small ones are taken by the hundred."""
+        """A relay holds some megabytes at most; small messages come by the hundred."""
         store(table.outbox, *["x" * 2**18] * 8 * 12)
         claims = table.outbox.claims()
         sizes = [len(take(claims, 500)) for _ in range(3)]
@@ -298,7 +307,7 @@ class RowLeasesContract:
 
     @pytest.mark.parametrize("keys", [3, None])
     def test_taking_reads_no_more_where_more_rows_wait(self, table: TableOutbox, keys: int | None) -> None:
-        """Twenty times the backlog costs next to nothing, whatever the database knows of its tables."""
+        """This holds whatever statistics the database has of its tables."""
 
         def store_for_each(count: int) -> None:
             for number in range(keys or 1):
@@ -322,7 +331,7 @@ class RowLeasesContract:
         assert reads() < 1.5 * few + 300
 
     def test_relays_go_around_the_keys(self, table: TableOutbox) -> None:
-        """Each key has its turn, however many there are, and the oldest rows go first where there is a choice."""
+        """Every key gets its turn, and within a choice the oldest rows come first."""
         for number in range(250):
             store(table.outbox, f"{number}", key=f"{number * 7919 % 250}")
         one, other = table.outbox.claims(), table.outbox.claims()
@@ -335,7 +344,7 @@ class RowLeasesContract:
         assert take(one) == take(other) == []
 
     def test_only_the_ids_that_are_given_are_decided_about(self, table: TableOutbox) -> None:
-        """Also where the table was made with a collation that knows no case."""
+        """This holds even if the table has a case-insensitive collation."""
         ids = ("order-ab", "ORDER-AB", "Örder-ab", "order-ab ")
         with table.engine.begin() as connection:
             if connection.dialect.name == "mysql":

@@ -1,4 +1,4 @@
-"""The contract of outboxes, for those that need no server."""
+"""The outbox contract for the backends that need no server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reliable_mq.testing.outbox_contract import OutboxContract, OutboxUnderTest
 
 
 class Clock:
-    """The time since the boot of the machine, as the backends see it."""
+    """The time since the boot of the machine, as the backends read it."""
 
     def __init__(self) -> None:
         self.now = 1_000_000.0

@@ -1,4 +1,7 @@
-"""A row of a file that is damaged, as by somebody who has written into it, is one row: the others are relayed."""
+"""A damaged row of a file stops only itself: the other rows are relayed.
+
+A row is damaged if another program has written into it, for example.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def bodies(claims: RowLeases) -> list[bytes]:
     ],
 )
 def test_a_damaged_row_is_set_aside_and_holds_those_of_its_key(tmp_path: Path, column: str, value: str) -> None:
-    """With a reason; behind it nothing of its key is given, until somebody decides, and everything else is."""
+    """Later rows of its key wait until the row is purged; all others are relayed."""
     outbox = SQLiteOutbox(tmp_path / "outbox")
     keys = ("key", "key", "key", None)
     outbox.write([NewRow(Message(b"%d" % number), "", "q", True, key) for number, key in enumerate(keys)], [])
@@ -45,7 +48,7 @@ def test_a_damaged_row_is_set_aside_and_holds_those_of_its_key(tmp_path: Path, c
     claims = outbox.claims()
     taken = claims.take(10)
     assert [row.message.body for row in taken.rows] == [b"0", b"3"]
-    claims.decided(taken.damaged)  # not carried out yet, when the relay looks at everything again
+    claims.decided(taken.damaged)  # decided but not yet written, when the relay reads the file again
     with closing(sqlite3.connect(tmp_path / "outbox")) as connection, connection:
         connection.execute("UPDATE outbox_epoch SET epoch = epoch + 1")
     assert bodies(claims) == []
@@ -63,7 +66,7 @@ def test_a_damaged_row_is_set_aside_and_holds_those_of_its_key(tmp_path: Path, c
 
 
 def test_a_key_that_is_damaged_is_no_key(tmp_path: Path) -> None:
-    """Its row is set aside, and nothing waits behind it."""
+    """The damaged row is set aside, and no row waits for it."""
     outbox = SQLiteOutbox(tmp_path / "outbox")
     outbox.write([NewRow(Message(b"%d" % number), "", "q", True, "key") for number in range(3)], [])
     with closing(sqlite3.connect(tmp_path / "outbox")) as connection, connection:

@@ -1,4 +1,4 @@
-"""An outbox uses its engine's options and events, whether it calls the engine itself or has connections of its own."""
+"""An outbox uses the options and events of its engine for every connection."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from reliable_mq.outbox import SQLAlchemyOutbox
 
 @pytest.fixture(params=["sync", "asyncio"])
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[sa.Engine | AsyncEngine]:
-    """An engine whose tables are in the schema ``tenant``, which is a file, and not in its main file."""
+    """Return an engine whose tables are in ``tenant``, a schema in another file."""
     if request.param == "sync":
         plain = sa.create_engine(f"sqlite:///{tmp_path / 'main.db'}", hide_parameters=True)
         attach(plain, tmp_path)
@@ -79,7 +79,7 @@ def tables(path: Path) -> set[str]:
 def test_a_relay_uses_the_schema_that_sessions_use(
     engine: sa.Engine | AsyncEngine, outbox: SQLAlchemyOutbox, tmp_path: Path
 ) -> None:
-    """A `schema_translate_map` leads both to the same table."""
+    """The `schema_translate_map` applies to the relay and to sessions."""
     outbox.open()
     add(engine, outbox, b"here")
     assert "reliable_mq_outbox" in tables(tmp_path / "tenant.db")
@@ -102,7 +102,7 @@ def test_an_outbox_looks_for_its_table_in_the_translated_schema(
 def test_events_of_the_engine_see_the_outboxs_statements(
     engine: sa.Engine | AsyncEngine, outbox: SQLAlchemyOutbox
 ) -> None:
-    """Also those that are listened to while the outbox runs; a tenant may be chosen by them, for instance."""
+    """Listeners that are added later apply too, such as one that selects a tenant."""
     begun: list[object] = []
     executed: list[str] = []
     sa.event.listen(sync_engine(engine), "begin", begun.append)
@@ -121,7 +121,10 @@ def test_events_of_the_engine_see_the_outboxs_statements(
 def test_an_outbox_leaves_the_pool_of_its_engine_alone(
     engine: sa.Engine | AsyncEngine, outbox: SQLAlchemyOutbox
 ) -> None:
-    """It neither replaces the pool nor, on asyncio, takes connections from it: they belong to another event loop."""
+    """The outbox does not replace the pool.
+
+    On asyncio it takes no connections from it either, because they belong to another event loop.
+    """
     pool = sync_engine(engine).pool
     outbox.open()
     outbox.close()

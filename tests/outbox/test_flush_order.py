@@ -1,4 +1,7 @@
-"""A session inserts messages after its other statements, and they are objects of it like any other."""
+"""A session inserts messages after its other statements.
+
+Messages are ordinary objects of the session.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from sqlalchemy.orm import Session, registry, relationship, scoped_session, sess
 from reliable_mq import Message
 from reliable_mq.outbox import SQLAlchemyOutbox
 
-MODULES = ("app.models", "shop.models")  # before and after the outbox's own by name, as the ORM flushes classes
+MODULES = ("app.models", "shop.models")  # sort before and after the outbox's: the ORM flushes classes by name
 
 Models = tuple[type[Any], type[Any]]
 
@@ -36,7 +39,7 @@ def outbox(engine: sa.Engine) -> SQLAlchemyOutbox:
 
 @pytest.fixture(params=MODULES)
 def models(request: pytest.FixtureRequest, engine: sa.Engine) -> Models:
-    """Accounts of other accounts, and their tags: relationships of one to many, in a cycle, and of many to many."""
+    """Return models with a self-referential and a many-to-many relationship."""
     made = registry()
     tables = made.metadata
 
@@ -72,7 +75,7 @@ def new(of: type[Any], **values: Any) -> Any:
 
 
 def written(engine: sa.Engine) -> list[str]:
-    """The changes that an engine makes from now on, as ``UPDATE accounts``."""
+    """Return a list to which later changes are added, such as ``UPDATE accounts``."""
     statements: list[str] = []
 
     def executed(_connection: object, _cursor: object, statement: str, *_: object) -> None:
@@ -117,7 +120,7 @@ def test_messages_follow_the_changes_of_their_session(
     change: Callable[[Session, type[Any], type[Any]], None],
     expected: set[str],
 ) -> None:
-    """So a change waits for the lock of its row before its message gets its id, which orders the messages."""
+    """The ids order the messages, so a change gets its row lock before the id."""
     statements = written(engine)
     with Session(engine, autoflush=False) as session:
         outbox.add(session, Message(b"first"), routing_key="q")

@@ -1,4 +1,4 @@
-"""Arguments of outboxes, the secrets of their URLs, and the locks of a file."""
+"""Arguments of outboxes, secrets in their URLs, and the locks of a file."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from reliable_mq.outbox import SQLAlchemyOutbox, SQLiteOutbox
     ],
 )
 def test_a_file_outbox_refuses_wrong_arguments(arguments: dict[str, Any]) -> None:
-    """Before anything is opened."""
+    """Arguments are checked before a file is opened."""
     with pytest.raises(ConfigurationError):
         SQLiteOutbox(**arguments)
 
 
 @pytest.mark.parametrize("schema", [5, ""])
 def test_a_schema_must_be_text(schema: Any) -> None:
-    """SQLAlchemy's own error does not belong to this package, and of no text it makes half a name."""
+    """SQLAlchemy would raise its own error, or build an incomplete name."""
     with pytest.raises(ConfigurationError, match="schema must"):
         SQLAlchemyOutbox(create_engine("sqlite://"), schema=schema)
 
 
 def test_mandatory_must_be_true_or_false() -> None:
-    """The row has a number for it."""
+    """The column of the row is a number."""
     engine = create_engine("sqlite://")
     outbox = SQLAlchemyOutbox(engine, create=True)
     outbox.open()
@@ -51,7 +51,7 @@ def test_mandatory_must_be_true_or_false() -> None:
 
 
 def test_a_message_is_added_to_a_session_or_a_connection_alone() -> None:
-    """A set, too, has a method ``add``: the message would be lost."""
+    """A set has a method ``add`` too, and the message would be lost."""
     engine = create_engine("sqlite://")
     outbox = SQLAlchemyOutbox(engine)
     for other in (set(), outbox, engine, sessionmaker(engine)):
@@ -65,7 +65,7 @@ def test_a_message_is_added_to_a_session_or_a_connection_alone() -> None:
 
 
 def test_a_connection_that_commits_each_statement_is_refused() -> None:
-    """Its rollback would leave the message in the outbox."""
+    """A rollback would leave the message in the outbox."""
     engine = create_engine("sqlite://")
     outbox = SQLAlchemyOutbox(engine, create=True)
     outbox.open()
@@ -77,14 +77,14 @@ def test_a_connection_that_commits_each_statement_is_refused() -> None:
 
 
 def test_an_ordering_key_must_be_a_function_that_gives_text(tmp_path: Path) -> None:
-    """Both are said."""
+    """The error names the argument or the type of the result."""
     with pytest.raises(ConfigurationError, match="ordering_key"):
         SQLiteOutbox(tmp_path / "outbox", ordering_key="key")  # type: ignore[arg-type]
     outbox = SQLiteOutbox(tmp_path / "outbox", ordering_key=lambda *_: 1)  # type: ignore[arg-type,return-value]
     with pytest.raises(ConfigurationError, match="int"):
         outbox.ordering_key(Message(b""), "", "q")
     outbox = SQLiteOutbox(tmp_path / "outbox", ordering_key=lambda *_: "\udcff")
-    with pytest.raises(ConfigurationError, match="encoded"):  # or its transaction would fail, with all in it
+    with pytest.raises(ConfigurationError, match="encoded"):  # it would fail the whole transaction
         outbox.ordering_key(Message(b""), "", "q")
 
 
@@ -105,7 +105,7 @@ def test_a_text_that_cannot_be_encoded_is_refused_when_added(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["message_id", "exchange", "routing_key"])
 def test_an_unencodable_text_is_refused_without_failing_others(tmp_path: Path, name: str) -> None:
-    """It would fail the transaction, and with it the messages of others."""
+    """It would fail the transaction that other messages share."""
     texts = {"message_id": "m", "exchange": "", "routing_key": "q", name: "\udcff"}
     message = Message(b"", message_id=texts.pop("message_id"))
     outbox = SQLiteOutbox(tmp_path / "outbox")
@@ -120,7 +120,7 @@ def test_an_unencodable_text_is_refused_without_failing_others(tmp_path: Path, n
 
 
 def test_the_longest_timeout_is_one(tmp_path: Path) -> None:
-    """SQLite counts milliseconds in 32 bits, and waits not at all where there are more."""
+    """SQLite counts milliseconds in 32 bits and does not wait at all above that."""
     outbox = SQLiteOutbox(tmp_path / "outbox", timeout=1e9)
     outbox.open()
     connection = outbox._connection
@@ -130,13 +130,13 @@ def test_the_longest_timeout_is_one(tmp_path: Path) -> None:
 
 
 def test_no_password_of_a_database_is_shown() -> None:
-    """Wherever the URL has it."""
+    """The password is hidden wherever the URL contains it."""
     for url in ("postgresql+psycopg://me:hush@h/x", "postgresql+psycopg://h/x?user=me&password=hush"):
         assert "hush" not in repr(SQLAlchemyOutbox(create_engine(url)))
 
 
 def test_any_error_of_a_connection_is_one_of_the_outbox() -> None:
-    """As those of asyncpg, which SQLAlchemy 2.0 does not wrap, or of the code that fetches a password."""
+    """This includes errors of asyncpg and of code that fetches a password."""
 
     def no_token() -> Any:
         raise LookupError("no token")
@@ -151,7 +151,7 @@ def test_any_error_of_a_connection_is_one_of_the_outbox() -> None:
 
 
 def test_one_process_at_a_time_relays_a_file(tmp_path: Path) -> None:
-    """The second gets nothing until the first lets go; what the first had may have been published."""
+    """The second relay gets the rows as possible duplicates when the first closes."""
     first, second = SQLiteOutbox(tmp_path / "outbox"), SQLiteOutbox(tmp_path / "outbox")
     one, two = first.claims(), second.claims()
     first.write([NewRow(Message(b""), "", "q", True, None) for _ in range(3)], [])
@@ -184,7 +184,7 @@ def test_a_forked_child_is_refused_at_once_despite_held_locks(tmp_path: Path) ->
 
 
 def test_what_is_stored_is_synchronised_at_every_commit(tmp_path: Path) -> None:
-    """A commit that is not on disk would be forgotten by a power cut."""
+    """A power failure would lose a commit that is not on the disk."""
     outbox = SQLiteOutbox(tmp_path / "outbox")
     outbox.open()
     connection = outbox._connection

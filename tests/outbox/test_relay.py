@@ -23,7 +23,7 @@ def rows(*bodies: str) -> list[NewRow]:
 
 
 class FirstIsReturned:
-    """A publisher whose first message is returned while others of its key are stored."""
+    """A publisher that returns the first message while rows of its key are stored."""
 
     def __init__(self, outbox: Outbox) -> None:
         self.sent: list[bytes] = []
@@ -33,7 +33,7 @@ class FirstIsReturned:
         self._outstanding: list[OutboxRow] = []
 
     def connect(self) -> None:
-        """It is."""
+        """Do nothing: it is always connected."""
 
     def send(self, rows: Sequence[OutboxRow]) -> None:
         self.sent += [row.message.body for row in rows]
@@ -73,10 +73,10 @@ def outbox(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Outbox]:
 
 
 def test_what_a_fate_holds_is_held_before_it_is_written(outbox: Outbox) -> None:
-    """Nothing of a key is taken between the decision to set its first message aside and the write of that."""
+    """Its key is not taken between the decision to set a row aside and the write."""
     outbox.write(rows("a", "b"), [])
     publisher = FirstIsReturned(outbox)
-    decided: list[RowSettlement] = []  # and never written
+    decided: list[RowSettlement] = []  # decided, and never written
     relay = OutboxRelay(outbox, publisher, settle=decided.extend, limit=10, max_bytes=2**20, name="relay")
     relay.start(outbox.claims())
     try:
@@ -99,7 +99,7 @@ class Silent(FirstIsReturned):
 @pytest.mark.slow
 @pytest.mark.parametrize("timeout", [0.5, 0.0])
 def test_a_stopping_relay_releases_waiting_rows_untouched(outbox: Outbox, timeout: float) -> None:
-    """It was not published: only outstanding rows may be duplicates for the next relay, however short its end is."""
+    """Only outstanding rows may be duplicates, however short the shutdown is."""
     outbox.write(rows("a", "b"), [])
     publisher = Silent(outbox)
     decided: list[RowSettlement] = []
@@ -113,12 +113,12 @@ def test_a_stopping_relay_releases_waiting_rows_untouched(outbox: Outbox, timeou
     leases = outbox.claims()
     left = [(row.message.body, row.possible_duplicate) for row in leases.take(10).rows]
     leases.close()
-    # A file has no leases: its next relay takes every row for one that its predecessor may have published.
+    # A file has no leases: its next relay marks every row that the previous one held as a possible duplicate.
     assert left == [(b"a", True), (b"b", isinstance(outbox, SQLiteOutbox))]
 
 
 class Slow:
-    """A publisher whose rows are confirmed one by one, with each call of `take_settled`."""
+    """A publisher that confirms one row per call of `take_settled`."""
 
     def __init__(self) -> None:
         self.outstanding: list[OutboxRow] = []
@@ -126,7 +126,7 @@ class Slow:
         self.confirmed: list[bytes] = []
 
     def connect(self) -> None:
-        """It is."""
+        """Do nothing: it is always connected."""
 
     def send(self, rows: Sequence[OutboxRow]) -> None:
         self.outstanding += rows
@@ -147,7 +147,7 @@ class Slow:
 
 
 def test_a_relay_keeps_no_more_bytes_outstanding_than_fit(outbox: Outbox) -> None:
-    """A relay that waited for room could not renew its claims; a message that is larger goes by itself."""
+    """A relay must not wait for space; a message over the limit is sent alone."""
     sizes = [100, 100, 100, 1000, 100, 100, 100, 100]
     outbox.write(
         [NewRow(Message(b"%d" % n + b"x" * (size - 1)), "", "q", True, None) for n, size in enumerate(sizes)], []
@@ -173,14 +173,14 @@ def test_a_relay_keeps_no_more_bytes_outstanding_than_fit(outbox: Outbox) -> Non
 
 
 class Unconnected(Silent):
-    """A publisher that cannot begin to connect yet."""
+    """A publisher whose `connect` raises an error."""
 
     def connect(self) -> None:
         raise RuntimeError("can't start new thread")
 
 
 def test_an_error_of_connecting_ends_no_relay(outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
-    """The publisher connects for the first row, then; stored messages would wait for the next start."""
+    """The publisher connects for the first row instead; no restart is needed."""
     outbox.write(rows("a"), [])
     publisher = Unconnected(outbox)
     relay = OutboxRelay(outbox, publisher, settle=lambda _: None, limit=10, max_bytes=2**20, name="relay")
@@ -195,9 +195,9 @@ def test_an_error_of_connecting_ends_no_relay(outbox: Outbox, caplog: pytest.Log
 
 
 class NoLeader:
-    """A publisher to two queues, one of which never confirms anything.
+    """A publisher to two queues, one of which never confirms.
 
-    A row to that queue fails at its first attempt, and stays outstanding at the next.
+    A row to that queue fails at its first attempt and stays outstanding at the second.
     """
 
     def __init__(self) -> None:
@@ -206,7 +206,7 @@ class NoLeader:
         self._settled: list[tuple[OutboxRow, ReliableMQError | None]] = []
 
     def connect(self) -> None:
-        """It is."""
+        """Do nothing: it is always connected."""
 
     def send(self, rows: Sequence[OutboxRow]) -> None:
         for row in rows:
@@ -231,7 +231,7 @@ class NoLeader:
 
 @pytest.mark.parametrize("key", [None, "key of {}"])
 def test_rows_of_a_stuck_queue_leave_places_for_others(outbox: Outbox, key: str | None) -> None:
-    """Rows that failed, and come first and due at once, take half of the places; rows of other queues go on."""
+    """Failed rows that are due first get at most half of the places."""
     keys = [None if key is None else key.format(number) for number in range(40)]
     outbox.write([NewRow(Message(b"x"), "", "stuck", True, one) for one in keys], [])
     outbox.write([NewRow(Message(b"y"), "", "healthy", True, None)], [])

@@ -1,4 +1,4 @@
-"""Relays of one table, where no server is needed: in SQLite."""
+"""The tests of row leases in SQLite, which needs no server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.outbox.row_leases_contract import RowLeasesContract, TableOutbox, sto
 
 @pytest.fixture(params=["one writer at a time", "rows locked one by one"])
 def table(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TableOutbox]:
-    """Of either way to take rows; here, a lock is no more than a word."""
+    """Return a table for each of the two ways to lock rows. SQLite ignores the locks."""
     if request.param == "rows locked one by one":
         monkeypatch.setattr(sqlalchemy_relay, "skips_locked", lambda _connection: True)
     engine = create_engine(f"sqlite:///{tmp_path}/database")
@@ -30,7 +30,7 @@ class TestRowLeases(RowLeasesContract):
 
 
 def test_claims_from_before_a_reboot_are_free_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leases are by the time since the boot, which begins anew; no delay is longer for that."""
+    """Leases count the time since the boot; a reboot makes no delay longer."""
 
     def booted(name: str, uptime: float) -> None:
         monkeypatch.setattr(sqlalchemy_table, "boot", lambda: (name, 0))
@@ -53,7 +53,7 @@ def test_claims_from_before_a_reboot_are_free_at_once(tmp_path: Path, monkeypatc
 
 
 def test_a_table_without_its_index_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Where a migration forgot it; ``create_table`` makes it."""
+    """A migration may have left it out. ``create_table`` creates it."""
     engine = create_engine(f"sqlite:///{tmp_path}/database")
     outbox = SQLAlchemyOutbox(engine, create=True)
     outbox.open()

@@ -1,4 +1,4 @@
-"""The file of a SQLite outbox: counting in it beside writers, its deletion while it is open, and the reserve."""
+"""The file of a SQLite outbox: counting, deletion while open, and the reserve."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def store(outbox: SQLiteOutbox, count: int, *keys: str | None) -> None:
 
 
 def reader_of(outbox: SQLiteOutbox) -> sqlite3.Connection:
-    """The connection on which it counts."""
+    """Return the connection that counts."""
     outbox.status()
     assert outbox._reader is not None
     return outbox._reader
 
 
 def instructions(outbox: SQLiteOutbox) -> int:
-    """Hundreds of instructions of SQLite's machine that counting takes."""
+    """Count the instructions of SQLite for `status` and `backlog`, in hundreds."""
     count = 0
 
     def counted() -> int:
@@ -58,7 +58,7 @@ def instructions(outbox: SQLiteOutbox) -> int:
 
 
 def test_counting_is_linear_in_the_rows_of_a_key(outbox: SQLiteOutbox) -> None:
-    """Eight times the rows take about eight times the instructions, with a row set aside in front, too."""
+    """The count is linear, also if the first row of the key was set aside."""
     store(outbox, 1000, "key")
     claims = outbox.claims()
     row = claims.take(1).rows[0]
@@ -71,7 +71,10 @@ def test_counting_is_linear_in_the_rows_of_a_key(outbox: SQLiteOutbox) -> None:
 
 
 def test_a_decision_reads_no_more_where_more_rows_wait(outbox: SQLiteOutbox) -> None:
-    """Others wait for the lock meanwhile; nor does each id read all that is set aside."""
+    """Writers wait for the lock during the decision.
+
+    The rows that were set aside are not all read for each id.
+    """
     store(outbox, 400, None)
     claims = outbox.claims()
     rows = claims.take(400).rows
@@ -102,11 +105,11 @@ def test_a_decision_reads_no_more_where_more_rows_wait(outbox: SQLiteOutbox) -> 
 
 
 def test_a_blocking_row_holds_only_later_rows_of_its_key(outbox: SQLiteOutbox) -> None:
-    """Rows before it, of other keys and without one are not held."""
+    """Earlier rows of its key, other keys and rows without a key are not held."""
     store(outbox, 9, "a", "b", None)
     with sqlite3.connect(outbox.path) as connection:
-        connection.execute("UPDATE outbox SET state = 2 WHERE id = 4")  # the second of a
-        connection.execute("UPDATE outbox SET format = 2 WHERE id = 2")  # the first of b
+        connection.execute("UPDATE outbox SET state = 2 WHERE id = 4")  # the second row of a
+        connection.execute("UPDATE outbox SET format = 2 WHERE id = 2")  # the first row of b
     connection.close()
     status = outbox.status()
     assert (status.rows, status.held, status.set_aside, status.unreadable) == (7, 3, 1, 1)
@@ -115,7 +118,7 @@ def test_a_blocking_row_holds_only_later_rows_of_its_key(outbox: SQLiteOutbox) -
 
 
 def test_a_message_is_stored_while_somebody_counts(outbox: SQLiteOutbox) -> None:
-    """Counting has a connection of its own, and holds up no writer."""
+    """Counting uses its own connection and blocks no writer."""
     store(outbox, 1000, "key")
     counts, goes_on = threading.Event(), threading.Event()
 
@@ -136,13 +139,13 @@ def test_a_message_is_stored_while_somebody_counts(outbox: SQLiteOutbox) -> None
 
 
 def test_closing_does_not_wait_for_who_counts(outbox: SQLiteOutbox) -> None:
-    """The counting fails; the next call opens the file again."""
+    """The count fails, and the next call opens the file again."""
     store(outbox, 1000, "key")
     counts = threading.Event()
 
     def slow() -> int:
         counts.set()
-        time.sleep(0.01)  # a minute for all of it
+        time.sleep(0.01)  # all of it would take a minute
         return 0
 
     reader_of(outbox).set_progress_handler(slow, 1)
@@ -157,7 +160,7 @@ def test_closing_does_not_wait_for_who_counts(outbox: SQLiteOutbox) -> None:
 
 @pytest.mark.parametrize("gone", ["outbox", "outbox-wal"])
 def test_nothing_is_reported_stored_in_a_file_that_was_deleted(outbox: SQLiteOutbox, gone: str) -> None:
-    """Neither is what is left counted or relayed, nor is another file made in its place."""
+    """The rest is not counted or relayed, and no new file is created."""
     store(outbox, 1, None)
     claims = outbox.claims()
     (outbox.path.parent / gone).unlink()
@@ -175,7 +178,7 @@ def test_nothing_is_reported_stored_in_a_file_that_was_deleted(outbox: SQLiteOut
 
 
 def test_a_file_that_is_put_back_is_good_again(outbox: SQLiteOutbox, tmp_path: Path) -> None:
-    """Moved away and back, it is the one that is open."""
+    """A file that was moved away and back is the open one again."""
     store(outbox, 1, None)
     (tmp_path / "elsewhere").mkdir()
     names = ("outbox", "outbox-wal", "outbox-shm")
@@ -195,7 +198,7 @@ def test_a_file_that_is_put_back_is_good_again(outbox: SQLiteOutbox, tmp_path: P
 def test_a_file_deleted_during_a_commit_may_hold_the_message(
     outbox: SQLiteOutbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The relay has it open, and may have published it: the error says so."""
+    """The relay may have published it, so the error says that it may be stored."""
     store(outbox, 1, None)
     checks = iter((lambda: None, outbox.path.unlink))
     check = outbox._file.check
@@ -214,7 +217,7 @@ def test_a_file_deleted_during_a_commit_may_hold_the_message(
 def test_the_reserve_is_made_where_the_system_cannot_allocate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str
 ) -> None:
-    """Zeros are written where there is no posix_fallocate, or none for this file system."""
+    """Zeros are written if posix_fallocate is missing or unsupported."""
 
     def unsupported(*_: int) -> None:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
@@ -232,7 +235,7 @@ def test_the_reserve_is_made_where_the_system_cannot_allocate(
 
 
 def test_a_reserve_that_finds_no_room_is_said_to_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of one is given back."""
+    """A partial reserve is truncated."""
 
     def full(_descriptor: int, _data: bytes, offset: int) -> int:
         if offset:
@@ -248,7 +251,7 @@ def test_a_reserve_that_finds_no_room_is_said_to_be_missing(tmp_path: Path, monk
 
 @pytest.mark.parametrize(("file", "what"), [("reserve", "storing 1 messages failed"), ("relay", "opening failed")])
 def test_a_sidecar_file_that_cannot_open_is_an_outbox_error(outbox: SQLiteOutbox, file: str, what: str) -> None:
-    """As one of another user; and nothing was stored, so that the message may be stored elsewhere."""
+    """The file may belong to another user; the message may be stored elsewhere."""
     outbox.open()
     path = Path(f"{outbox.path}-{file}")
     path.mkdir()
@@ -261,7 +264,7 @@ def test_a_sidecar_file_that_cannot_open_is_an_outbox_error(outbox: SQLiteOutbox
 
 
 def test_a_look_for_rows_passes_over_so_many_and_no_more(outbox: SQLiteOutbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind a backlog of one key, others are found look by look, while rows of that key are published."""
+    """Rows behind a backlog of one key are found by later takes."""
     monkeypatch.setattr(sqlite_relay, "_ROWS_PASSED", 50)
     store(outbox, 250, "key")
     store(outbox, 1, "other")
@@ -277,7 +280,7 @@ def test_a_look_for_rows_passes_over_so_many_and_no_more(outbox: SQLiteOutbox, m
 
 
 def test_each_key_has_its_turn(outbox: SQLiteOutbox) -> None:
-    """A key whose rows have just been published waits behind those that have waited longer."""
+    """A key with recently published rows waits for the keys that waited longer."""
     keys = [f"{number}" for number in range(8)]
     store(outbox, 8 * 300, *keys)
     claims = outbox.claims()
@@ -306,7 +309,7 @@ def settle(outbox: SQLiteOutbox, claims: RowLeases, rows: list[OutboxRow]) -> No
 def test_large_messages_are_taken_a_few_at_a_time(
     outbox: SQLiteOutbox, monkeypatch: pytest.MonkeyPatch, key: str | None
 ) -> None:
-    """A relay has some megabytes in memory, whatever waits."""
+    """A relay holds some megabytes in memory whatever the size of the backlog."""
     monkeypatch.setattr(sqlite_relay, "_BYTES_PER_TAKE", 1000)
     outbox.write([NewRow(Message(b"x" * 300), "", "q", True, key)] * 20, [])
     claims = outbox.claims()
@@ -319,7 +322,7 @@ def test_large_messages_are_taken_a_few_at_a_time(
 
 
 def test_no_more_rows_of_a_key_are_taken_than_asked_for(outbox: SQLiteOutbox) -> None:
-    """Also where they waited for others of their key."""
+    """This includes rows that waited for earlier rows of their key."""
     store(outbox, 150, "key")
     claims = outbox.claims()
     settle(outbox, claims, claims.take(200).rows)
@@ -328,7 +331,7 @@ def test_no_more_rows_of_a_key_are_taken_than_asked_for(outbox: SQLiteOutbox) ->
 
 
 def fail_reading(claims: RowLeases, statement: str, nth: int = 1) -> None:
-    """Let the disk fail as the relay reads by this statement for the nth time."""
+    """Let the nth read of the relay by this statement fail."""
     assert isinstance(claims, sqlite_relay.SQLiteRowLeases)
     connection, seen = claims._connection, 0
     assert connection is not None
@@ -343,7 +346,7 @@ def fail_reading(claims: RowLeases, statement: str, nth: int = 1) -> None:
 
 
 def test_rows_waiting_for_their_key_are_taken_after_a_read_error(outbox: SQLiteOutbox) -> None:
-    """In their order, and none is passed over for good."""
+    """They are taken in order, and none is skipped."""
     store(outbox, 250, "key")
     claims = outbox.claims()
     bodies: list[bytes] = []
@@ -361,7 +364,7 @@ def test_rows_waiting_for_their_key_are_taken_after_a_read_error(outbox: SQLiteO
 
 
 def test_a_damaged_row_is_set_aside_after_a_read_error(outbox: SQLiteOutbox) -> None:
-    """It was found before the error, and is found again."""
+    """It was found before the error and is found again."""
     store(outbox, 6, "key")
     with closing(sqlite3.connect(outbox.path)) as connection, connection:
         connection.execute("UPDATE outbox SET properties = x'ff' WHERE id = 1")
@@ -377,7 +380,7 @@ def test_a_damaged_row_is_set_aside_after_a_read_error(outbox: SQLiteOutbox) -> 
 
 @pytest.mark.parametrize("due", [True, False])
 def test_taking_reads_no_more_where_more_rows_are_delayed(outbox: SQLiteOutbox, due: bool) -> None:
-    """As after an hour in which the broker had no room: else so many rows would take the square of the time."""
+    """Otherwise the many delayed rows after an outage would take quadratic time."""
 
     def reads(count: int) -> int:
         store(outbox, count, None)
@@ -394,7 +397,7 @@ def test_taking_reads_no_more_where_more_rows_are_delayed(outbox: SQLiteOutbox, 
             seen += 1
             return 0
 
-        assert len(claims.take(20).rows) == (20 if due else 0)  # the first one reads what holds others
+        assert len(claims.take(20).rows) == (20 if due else 0)  # the first take reads which rows hold others
         claims._connection.set_progress_handler(counted, 1)
         assert [row.id for row in claims.take(20).rows] == (list(range(21, 41)) if due else [])
         claims.close()

@@ -1,4 +1,4 @@
-"""What the thread that writes to an outbox does when the outbox fails."""
+"""The thread that writes to an outbox, when the outbox fails."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ NEW = NewRow(Message(b"new"), "", "q", True, None)
 
 
 class Failing(SQLiteOutbox):
-    """An outbox whose writes fail at first; it notes the number of rows of each write."""
+    """An outbox whose first writes fail; it records the size of each write."""
 
     def __init__(self, path: Any, failures: int) -> None:
         super().__init__(path)
         self.failures = failures
-        self.asked: list[tuple[int, int]] = []  # rows and outcomes
+        self.asked: list[tuple[int, int]] = []  # numbers of rows and outcomes
 
     def write(self, rows: Sequence[NewRow], settlements: Sequence[RowSettlement]) -> None:
         self.asked.append((len(rows), len(settlements)))
@@ -34,7 +34,7 @@ class Failing(SQLiteOutbox):
 
 
 class Told:
-    """A writer, and its reports."""
+    """A writer, and queues of its reports."""
 
     def __init__(self, outbox: SQLiteOutbox) -> None:
         self.stored: Queue[tuple[list[str], OutboxError | None]] = Queue()
@@ -57,7 +57,7 @@ def outbox(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Failing]:
 
 
 def test_a_settlement_that_failed_is_retried_until_written(outbox: Failing) -> None:
-    """A row that stays would be published for a second time."""
+    """A row that stays in the outbox would be published again."""
     told = Told(outbox)
     told.writer.settle([DONE])
     told.writer.start()
@@ -68,7 +68,7 @@ def test_a_settlement_that_failed_is_retried_until_written(outbox: Failing) -> N
 
 
 def test_a_message_that_could_not_be_stored_is_never_tried_again(outbox: Failing) -> None:
-    """Its caller has been told; the outcomes that were to be written with it are."""
+    """Its caller got the error. The outcomes of the same write are retried."""
     told = Told(outbox)
     told.writer.store("mine", NEW)
     told.writer.settle([DONE])
@@ -82,7 +82,7 @@ def test_a_message_that_could_not_be_stored_is_never_tried_again(outbox: Failing
 
 
 class Broken(Failing):
-    """An outbox whose first write raises what no outbox may raise."""
+    """An outbox whose first writes raise an unexpected exception."""
 
     def write(self, rows: Sequence[NewRow], settlements: Sequence[RowSettlement]) -> None:
         self.asked.append((len(rows), len(settlements)))
@@ -92,7 +92,7 @@ class Broken(Failing):
 
 
 def test_a_callback_exception_ends_neither_writer_nor_reports(tmp_path: Any) -> None:
-    """Later messages are stored; no message is reported twice or wrongly."""
+    """Later messages are stored, and every report is made once and is correct."""
     outbox = Failing(tmp_path / "outbox", failures=0)
     told: Queue[tuple[str, object]] = Queue()
 
@@ -125,7 +125,7 @@ def test_a_callback_exception_ends_neither_writer_nor_reports(tmp_path: Any) -> 
 
 
 def test_an_outbox_fault_leaves_it_unknown_what_was_stored(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How far it got is not known; outcomes are written later."""
+    """The write may have been partial. The outcomes are written later."""
     monkeypatch.setattr(relay, "_RETRY_AFTER", 0.01)
     outbox = Broken(tmp_path / "outbox", failures=2)
     told = Told(outbox)

@@ -1,4 +1,4 @@
-"""What is read of a message, in which column and type; and what can be written."""
+"""Columns and types of messages that are read, and rows that can be written."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def row(one: RawDelivery, *names: str) -> list[object]:
 
 
 def schema(text: str) -> StructType:
-    """Give a schema, as Spark would, which needs a session for that."""
+    """Return a schema as Spark would parse it, which requires a session."""
     made = StructType()
     for column in text.split(", "):
         name, kind = column.split(" ")
@@ -72,13 +72,13 @@ _KINDS = {
 
 @pytest.mark.slow
 def test_the_arrow_types_are_those_that_spark_asks_for() -> None:
-    """To the letter: Spark refuses a batch that differs."""
+    """Spark refuses a batch whose types differ."""
     batch = record_batch([delivery()], "q", EVERYTHING)
     assert batch.schema.equals(to_arrow_schema(READ_SCHEMA, timezone="UTC"))
 
 
 def test_a_bare_message_has_what_the_broker_says_of_it() -> None:
-    """The rest is null; without a delivery mode it is transient."""
+    """The other columns are null; without a delivery mode it is transient."""
     read = record_batch([delivery(b"\xff", redelivered=True)], "q", EVERYTHING).to_pylist()[0]
     assert {name: value for name, value in read.items() if value is not None} == {
         "body": b"\xff",
@@ -92,7 +92,7 @@ def test_a_bare_message_has_what_the_broker_says_of_it() -> None:
 
 
 def test_headers_become_text() -> None:
-    """Text as it is, what has no text of its own as JSON."""
+    """Text stays as it is, and other values become JSON."""
     when = datetime(2026, 1, 2, tzinfo=UTC)
     message = Message(
         b"",
@@ -122,14 +122,14 @@ def test_headers_become_text() -> None:
 
 
 def test_numbers_of_the_broker_are_columns() -> None:
-    """The offset in a stream, the deliveries that a quorum queue counts."""
+    """The offset in a stream, and the delivery count of a quorum queue."""
     message = Message(b"", headers={"x-stream-offset": 7, "x-delivery-count": 2})
     assert row(of(message), "offset", "delivery_count") == [7, 2]
     assert row(of(Message(b"", headers={"x-stream-offset": "7"})), "offset") == [None]
 
 
 def test_a_number_that_a_column_cannot_hold_is_null() -> None:
-    """Anyone can publish one; its batch would fail again and again. A time far away is read as a number."""
+    """Anyone can publish such a number, and its batch would fail again and again."""
     for header in ("x-stream-offset", "x-delivery-count"):
         table = bytes((len(header),)) + header.encode() + b"T" + b"\xff" * 8
         properties = b"\x20\x00" + len(table).to_bytes(4) + table
@@ -145,13 +145,13 @@ def test_a_number_that_a_column_cannot_hold_is_null() -> None:
     ],
 )
 def test_a_timestamp_in_milliseconds_is_understood(seconds: int, read: datetime | None) -> None:
-    """Some publishers put them there; what is no time at all is null."""
+    """Some publishers use milliseconds. A value that is not a time becomes null."""
     assert row(delivery(properties=b"\x00\x40" + seconds.to_bytes(8)), "timestamp") == [read]
 
 
 @pytest.mark.parametrize("properties", [b"", b"\x00\x03", b"\x80\x00\x09short", b"\x20\x00\x00\x00\x00\x05\x01aZzz"])
 def test_broken_properties_cost_their_columns_and_not_the_row(properties: bytes) -> None:
-    """The body is there, and so are the neighbours."""
+    """The body and the neighbouring rows are read."""
     batch = record_batch([delivery(b"1", properties), delivery(b"2")], "q", EVERYTHING).to_pylist()
     assert [each["body"] for each in batch] == [b"1", b"2"]
     assert batch[0]["message_id"] is None
@@ -159,21 +159,21 @@ def test_broken_properties_cost_their_columns_and_not_the_row(properties: bytes)
 
 
 def test_broken_properties_in_a_stage_cost_columns_not_the_row() -> None:
-    """They are those of someone else's message, beside a marker of ours."""
+    """They belong to another program's message, next to a marker."""
     broken = b"\x20\x00\x00\x00\x00\xff\x0fx-stream-offsetl"
     batch = record_batch([delivery(b"1", broken), delivery(b"", marker(bytes(8)))], "q", ("body", "offset"))
     assert batch.to_pylist() == [{"body": b"1", "offset": None}]
 
 
 def test_broken_headers_leave_the_other_properties() -> None:
-    """Each is read by itself."""
+    """Each property is decoded separately."""
     table = encode_table({"a": 1})[:-1] + b""
     properties = b"\xa0\x00" + b"\x03a/b" + table
     assert row(delivery(properties=properties), "content_type", "headers") in (["a/b", None], [None, None])
 
 
 def test_text_that_is_not_utf8_is_readable_text() -> None:
-    """Arrow takes nothing else."""
+    """Arrow accepts only UTF-8."""
     assert row(delivery(key=b"\xffk".decode("utf-8", "surrogateescape")), "routing_key") == [
         "\N{REPLACEMENT CHARACTER}k"
     ]
@@ -181,7 +181,7 @@ def test_text_that_is_not_utf8_is_readable_text() -> None:
 
 
 def test_only_what_is_asked_for_is_decoded() -> None:
-    """In the order in which it is asked for."""
+    """The columns come in the order of the request."""
     check_read_schema(schema("routing_key string, body binary"))
     raw = raw_batch([delivery(b"1"), delivery(b"2")], ["a", "b"])
     assert decode(raw, ["queue", "body"]).to_pylist() == [{"queue": "a", "body": b"1"}, {"queue": "b", "body": b"2"}]
@@ -197,13 +197,13 @@ def test_only_what_is_asked_for_is_decoded() -> None:
     ],
 )
 def test_a_schema_that_cannot_be_read_is_refused(given: str, says: str) -> None:
-    """With the column's name, and what there is."""
+    """The error names the column and lists the available ones."""
     with pytest.raises(ConfigurationError, match=says):
         check_read_schema(schema(given))
 
 
 def test_a_schema_without_columns_is_refused() -> None:
-    """Arrow does not count rows that have none: a batch would be committed, and none of its messages seen."""
+    """Arrow does not count rows without columns, so messages would be lost."""
     with pytest.raises(ConfigurationError, match="the schema has no columns"):
         check_read_schema(StructType([]))
 
@@ -216,7 +216,7 @@ def test_a_schema_without_columns_is_refused() -> None:
     ],
 )
 def test_a_schema_that_says_never_null_is_refused(field: StructField) -> None:
-    """Spark compares it with what it gets once the query runs, and would say no more than that they differ."""
+    """Spark compares it only while the query runs, with an unclear error."""
     with pytest.raises(ConfigurationError, match=f"column '{field.name}' of the schema.*leave NOT NULL out"):
         check_read_schema(StructType([field]))
 
@@ -230,7 +230,7 @@ def test_a_schema_that_says_never_null_is_refused(field: StructField) -> None:
     ],
 )
 def test_what_can_be_written_passes(given: str) -> None:
-    """In any order, with what is meant left out."""
+    """The columns come in any order, and optional ones may be missing."""
     assert check_written_schema(schema(given), TO_A_QUEUE) == tuple(schema(given).fieldNames())
 
 
@@ -246,13 +246,13 @@ def test_what_can_be_written_passes(given: str) -> None:
     ],
 )
 def test_what_cannot_be_written_is_refused(given: str, says: str) -> None:
-    """On the driver, with the column's name and what to do."""
+    """The error is raised on the driver, names the column and suggests a fix."""
     with pytest.raises(ConfigurationError, match=says):
         check_written_schema(schema(given), TO_A_QUEUE)
 
 
 def test_rows_must_go_somewhere() -> None:
-    """A routing key, or an exchange that needs none."""
+    """A routing key is needed, unless the exchange ignores it."""
     nowhere = WriteOptions(url="amqp://localhost/")
     with pytest.raises(ConfigurationError, match="give the option routingKey"):
         check_written_schema(schema("body string"), nowhere)

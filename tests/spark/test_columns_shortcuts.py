@@ -1,4 +1,4 @@
-"""What a batch of rows saves itself: the same rows come out as of each message alone."""
+"""Shortcuts for batches produce the same rows as single messages."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ MESSAGES = [
 
 @pytest.mark.parametrize("count", range(1, len(MESSAGES) + 1))
 def test_a_column_that_some_have_is_read_for_all(count: int) -> None:
-    """And null where a message does not have it, or is broken."""
+    """It is null for messages that lack it or have it damaged."""
     together = record_batch(MESSAGES[:count], "q", EVERYTHING).to_pylist()
     assert together == [record_batch([each], "q", EVERYTHING).to_pylist()[0] for each in MESSAGES[:count]]
 
 
 def test_a_column_that_none_has_is_null() -> None:
-    """In the type that Spark expects, and without a row as well."""
+    """It has the type that Spark expects, even without rows."""
     for deliveries in ([], [delivery(b"\0\0")] * 3):
         batch = record_batch(deliveries, "q", EVERYTHING)
         assert batch.num_rows == len(deliveries)
@@ -65,6 +65,6 @@ def test_a_column_that_none_has_is_null() -> None:
     ],
 )
 def test_the_offset_is_no_header(headers: bytes, expected: list[tuple[str, str]]) -> None:
-    """It has a column; a table that looks like it, inside another, stays what it is."""
+    """It has its own column. An equal entry in a nested table stays there."""
     batch = record_batch([delivery(join_properties({"headers": headers}))], "q", ("headers", "offset"))
     assert batch.column("headers").to_pylist() == [expected]

@@ -1,4 +1,4 @@
-"""Options of connections, and providers of credentials by their import path."""
+"""Options of connections, and credentials providers with an import path."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def settings(url: str, **given: str) -> ConnectionSettings:
 
 
 def test_each_option_is_taken() -> None:
-    """By sources and sinks, as the arguments of a publisher are."""
+    """Sources and sinks accept the options that correspond to a publisher's."""
     given = {"connection.heartbeat": "30s", "connection.timeout": "1500ms", "connection.caFile": "/ca.pem"}
     given |= {"connection.certFile": "/c.pem", "connection.keyFile": "/k.pem", "connection.serverName": "mq"}
     made = settings("amqps://u:p@broker.example/", **given)
@@ -59,7 +59,7 @@ def test_each_option_is_taken() -> None:
     ],
 )
 def test_what_is_not_understood_is_refused(given: dict[str, str], says: str) -> None:
-    """On the driver, before anything connects."""
+    """The error is raised on the driver before anything connects."""
     with pytest.raises(ConfigurationError, match=says):
         settings("amqp://u:p@broker.example/", **given)
 
@@ -74,7 +74,7 @@ def test_what_is_not_understood_is_refused(given: dict[str, str], says: str) -> 
     ],
 )
 def test_what_contradicts_the_url_is_refused_by_its_name(url: str, given: dict[str, str], says: str) -> None:
-    """By that of the option where there is one, and not of an argument that only Python has."""
+    """The error names the option if there is one, not the argument."""
     with pytest.raises(ConfigurationError, match=says):
         settings(url, **given)
 
@@ -88,7 +88,7 @@ def test_a_file_that_cannot_be_read_is_named_by_its_option() -> None:
 
 
 def test_a_provider_is_imported_where_it_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An executor without it says so, with its host and Python; nothing of its secrets is shown."""
+    """The import error names the host and Python of the executor, and no secret."""
     (tmp_path / "vault.py").write_text("import reliable_mq\ndef login():\n    return ('user', 's3cret')\n")
     monkeypatch.syspath_prepend(tmp_path)
     options = ConnectionOptions(provider="vault:login")
@@ -105,7 +105,7 @@ def test_a_provider_is_imported_where_it_is_called(tmp_path: Path, monkeypatch: 
 def test_the_text_of_a_provider_that_fails_is_not_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    """Spark prints whole tracebacks, causes included."""
+    """Spark prints whole tracebacks, including causes."""
     failing = "raise RuntimeError('s3cret')"
     (tmp_path / "broken.py").write_text(failing if when == "import" else f"def login():\n    {failing}\n")
     monkeypatch.syspath_prepend(tmp_path)

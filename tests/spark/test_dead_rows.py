@@ -1,4 +1,4 @@
-"""Dead letters of rows: what is kept of a row that no message can carry."""
+"""Dead letters of rows: the values of a row that does not fit into a message."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_what_a_message_can_carry_stays_and_the_rest_is_text() -> None:
 
 
 def test_a_letter_neither_expires_nor_asks_for_a_user() -> None:
-    """Both travel in headers, as those of a consumer's dead letters do."""
+    """Both values become headers, as in a consumer's dead letters."""
     made = letter(body=b"b", user_id="somebody", expiration=1.5, priority=300)
     assert (made.user_id, made.expiration) == (None, None)
     assert made.headers[headers.ORIGINAL_USER_ID] == "somebody"
@@ -51,7 +51,7 @@ def test_a_letter_neither_expires_nor_asks_for_a_user() -> None:
 
 @pytest.mark.parametrize("message_id", [None, "x" * 256, "\udcff", ""])
 def test_a_letter_has_the_same_id_at_every_attempt(message_id: str | None) -> None:
-    """And another than that of another row."""
+    """Other rows have other ids."""
     first, again = letter(body=None, message_id=message_id), letter(body=None, message_id=message_id)
     assert first.message_id == again.message_id
     assert first.message_id.startswith("query/0/0/")
@@ -62,7 +62,7 @@ def test_a_letter_has_the_same_id_at_every_attempt(message_id: str | None) -> No
     ("name", "shown"), [("a\0b", "a\\x00b"), ("\u00fc" * 200, "\u00fc" * 100), ("n" * 300, "n" * 200)]
 )
 def test_a_header_name_no_message_can_carry_is_kept_as_text(name: str, shown: str) -> None:
-    """The letter names it in characters that can be sent, and as many as fit."""
+    """Invalid characters of the name are replaced, and a long name is truncated."""
     made = letter(body=b"b", headers=[(name, "v"), ("fine", "1")])
     assert made.headers["fine"] == "1"
     assert made.headers[headers.ORIGINAL_COLUMNS] == {f"headers[{shown}]": "v"}
@@ -70,7 +70,7 @@ def test_a_header_name_no_message_can_carry_is_kept_as_text(name: str, shown: st
 
 
 def test_a_letter_asks_for_no_direct_reply() -> None:
-    """RabbitMQ would refuse it as it refused the message: its channel consumes no replies."""
+    """RabbitMQ would refuse it, because the channel consumes no replies."""
     direct = "amq.rabbitmq.reply-to"
     made = letter(body=b"b", reply_to=direct, priority=300)
     assert (made.reply_to, made.headers[headers.ORIGINAL_COLUMNS]) == (None, {"reply_to": direct, "priority": "300"})
@@ -82,7 +82,7 @@ def test_a_letter_asks_for_no_direct_reply() -> None:
 
 
 def test_a_letter_fits_into_a_frame_whatever_the_row_holds() -> None:
-    """Its body is cut where a broker would not take it, and says how long it was."""
+    """The body is truncated if it is too large; a header has the original size."""
     made = letter(
         body=bytes(2**24 + 1), headers=[("large", "x" * 10**6)], routing_key="k" * 10**6, type="\udcff" * 10**6
     )
@@ -92,7 +92,7 @@ def test_a_letter_fits_into_a_frame_whatever_the_row_holds() -> None:
 
 
 def test_a_message_that_is_refused_keeps_its_properties() -> None:
-    """But for those that would route it, let it expire, or have it refused again."""
+    """Except for those that would route it, let it expire, or get it refused again."""
     when = datetime(2026, 1, 2, tzinfo=UTC)
     message = Message(
         b"b", headers={"tenant": "a", "CC": ["other"]}, message_id="id", user_id="u", expiration=2, timestamp=when,
@@ -118,7 +118,7 @@ def test_a_message_that_is_refused_keeps_its_properties() -> None:
 
 
 def test_a_body_is_cut_only_if_it_was_refused_for_its_size() -> None:
-    """A broker may be set to take less than ours does."""
+    """The size limit of a broker may be lower than the default."""
     outgoing = Outgoing(Message(bytes(10**6)), "", "orders")
     text = "PRECONDITION_FAILED - message size 1000000 is larger than configured max size 500000"
     cut = letter_of_message(outgoing, PublishRefused("refused", reply_code=406, reply_text=text))

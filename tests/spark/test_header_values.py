@@ -73,7 +73,7 @@ def read(headers: dict[str, Any], kind: DataType) -> Any:
 
 @pytest.mark.slow
 def test_what_is_written_is_read_with_the_same_schema() -> None:
-    """Lists, tables, numbers, bytes and times, through a message."""
+    """Lists, tables, numbers, bytes and times survive the message."""
     given = VALUE | {"table": {"inner": [("n", []), ("m", [1, None])]}}
     (written,) = written_values(column(KIND, given))
     assert written == VALUE
@@ -83,20 +83,20 @@ def test_what_is_written_is_read_with_the_same_schema() -> None:
 
 
 def test_a_null_of_a_map_is_sent_and_one_of_a_struct_is_left_out() -> None:
-    """A struct has all fields in every row, a map has those that somebody put there."""
+    """A struct has all fields in every row; a map has only those that were set."""
     assert written_values(column(MapType(TEXT, LONG), [("b", 1), ("a", None)], None)) == [{"a": None, "b": 1}, None]
     assert written_values(column(struct(a=LONG, b=LONG), {"a": None, "b": 1})) == [{"b": 1}]
 
 
 def test_decimals_are_written_and_read_as_numbers() -> None:
-    """A literal of SQL's is one."""
+    """A literal in SQL is a decimal."""
     (written,) = written_values(column(struct(price=DecimalType(5, 2)), {"price": Decimal("1.50")}))
     assert written == {"price": Decimal("1.50")}
     assert read(written or {}, struct(price=DoubleType())) == {"price": 1.5}
 
 
 def test_a_time_that_python_has_not_is_refused_by_the_message() -> None:
-    """Its row is named, and not the whole batch."""
+    """The error names the row and does not fail the whole batch."""
     far = pa.array([2**62], pa.timestamp("us", "UTC"))
     (written,) = written_values(pa.StructArray.from_arrays([far], ["at"]))
     with pytest.raises(ConfigurationError, match="'at'"):
@@ -104,7 +104,7 @@ def test_a_time_that_python_has_not_is_refused_by_the_message() -> None:
 
 
 def test_what_is_not_of_the_type_is_null() -> None:
-    """And so is what is missing. Anything is text."""
+    """Missing values are null too. Any value can be read as text."""
     kind = struct(
         a=ArrayType(WHOLE), b=WHOLE, c=MapType(TEXT, TEXT), d=BooleanType(), e=TimestampType(), f=BinaryType(),
         g=DoubleType(), h=TEXT,
@@ -125,7 +125,7 @@ def test_what_is_not_of_the_type_is_null() -> None:
     ],
 )
 def test_types_that_amqp_has_not_are_refused(kind: DataType, says: str) -> None:
-    """On the driver, both ways."""
+    """The error is raised on the driver, for reading and for writing."""
     with pytest.raises(ConfigurationError, match=f"'headers'.*{says}"):
         check_read_schema(schema(kind))
     with pytest.raises(ConfigurationError, match=f"'headers'.*{says}"):
@@ -134,6 +134,6 @@ def test_types_that_amqp_has_not_are_refused(kind: DataType, says: str) -> None:
 
 @pytest.mark.parametrize("kind", [StructType([StructField("a", TEXT, nullable=False)]), struct(a=DecimalType(5, 2))])
 def test_a_source_refuses_what_it_cannot_promise(kind: DataType) -> None:
-    """Any header may be missing, and of any precision."""
+    """Any header may be missing and may have any precision."""
     with pytest.raises(ConfigurationError, match="'headers'"):
         check_read_schema(schema(kind))

@@ -1,4 +1,4 @@
-"""Stream mode on nodes whose replicas lag behind the leader of a stream, or whose leader does not respond."""
+"""Stream mode on nodes that lag behind the leader or cannot reach it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def source(request: pytest.FixtureRequest) -> Iterator[StreamSource]:
 
 
 def planned_end(url: str) -> int:
-    """Where a batch ends."""
+    """Return the end of a batch."""
     (only,) = StreamBatch(options(url, startingOffsets="earliest"), ["body"]).partitions()
     assert isinstance(only, StreamRange)
     return only.end
@@ -63,7 +63,7 @@ def planned_end(url: str) -> int:
 def test_a_query_ahead_of_a_lagging_replica_loses_nothing(
     source: StreamSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The leader counts more than the replica has. The query goes on at another node, from its own position."""
+    """The leader counts more messages; the query continues at another node."""
     cluster(monkeypatch, near=Replica((5, 12)), far=Replica((12, 12)))
     assert source.latestOffset({"events": 10}, ANY) == {"events": 10}
     assert "was read up to offset 9, and the replica on this node ends at 4: it lags behind" in caplog.text
@@ -71,7 +71,7 @@ def test_a_query_ahead_of_a_lagging_replica_loses_nothing(
 
 
 def test_a_query_loses_nothing_where_no_leader_responds(source: StreamSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    """RabbitMQ counts no message at all then."""
+    """RabbitMQ then counts no messages at all."""
     cluster(monkeypatch, near=Replica((5, 0)))
     assert source.latestOffset({"events": 10}, ANY) == {"events": 10}
 
@@ -79,13 +79,13 @@ def test_a_query_loses_nothing_where_no_leader_responds(source: StreamSource, mo
 def test_a_count_below_the_position_is_no_loss_if_a_node_has_it(
     source: StreamSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The leader's stream may begin later than that of a replica which retention has not reached."""
+    """Retention may have reached the leader's replica but not another one."""
     cluster(monkeypatch, near=Replica((5, 4)), far=Replica((12, 4), first=8))
     assert source.latestOffset({"events": 10}, ANY) == {"events": 10}
 
 
 def test_available_now_fails_on_a_lagging_replica(source: StreamSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would end without the messages that are missing there."""
+    """Otherwise it would end without the messages that the replica lacks."""
     cluster(monkeypatch, near=Replica((5, 12)))
     source._target = {"events": 5}
     with pytest.raises(BrokerUnavailable, match="lags behind"):
@@ -94,7 +94,7 @@ def test_available_now_fails_on_a_lagging_replica(source: StreamSource, monkeypa
 
 @pytest.mark.slow
 def test_a_stream_that_ends_early_at_its_leader_is_data_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was deleted and made anew."""
+    """The stream was deleted and declared again."""
     cluster(monkeypatch, near=Replica((5, 5)), far=Replica((5, 5)))
     strict = StreamSource(options(BOTH), ["body"])
     with pytest.raises(ConsumeError, match="was read up to offset 9 and ends at 4 now"):
@@ -107,19 +107,19 @@ def test_a_stream_that_ends_early_at_its_leader_is_data_loss(monkeypatch: pytest
 
 
 def test_a_batch_ends_where_the_furthest_replica_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all nodes in the URL, when the leader counts more messages than the node that answers first."""
+    """The leader counts more messages than the first node, so all nodes are asked."""
     cluster(monkeypatch, near=Replica((5, 12)), far=Replica((12, 12)))
     assert planned_end(BOTH) == 12
 
 
 def test_a_batch_ends_where_a_cut_off_replica_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other node has more than a node whose leader does not respond."""
+    """Another node has more messages than the node without a leader."""
     cluster(monkeypatch, near=Replica((5, 0)), far=Replica((12, 12)))
     assert planned_end(BOTH) == 12
 
 
 def test_a_batch_waits_for_a_replica_that_catches_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no other node can be asked."""
+    """No other node can be asked."""
     cluster(monkeypatch, near=Replica((5, 12), (6, 12), (6, 12), (9, 12), (12, 12)))
     assert planned_end(ONE) == 12
     cluster(monkeypatch, near=Replica((5, 12), (6, 12), (12, 12)))
@@ -127,13 +127,13 @@ def test_a_batch_waits_for_a_replica_that_catches_up(monkeypatch: pytest.MonkeyP
 
 
 def test_a_batch_waits_until_the_leader_has_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """RabbitMQ counts every five seconds."""
+    """RabbitMQ updates its counts every five seconds."""
     cluster(monkeypatch, near=Replica((5, 0), (5, 0), (5, 12), (12, 12)))
     assert planned_end(ONE) == 12
 
 
 def test_a_batch_fails_where_no_leader_responds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would leave messages out without a word."""
+    """Otherwise it would leave out messages silently."""
     cluster(monkeypatch, near=Replica((5, 0)))
     with pytest.raises(BrokerUnavailable, match="'events' has messages, and RabbitMQ counts none"):
         planned_end(ONE)
@@ -142,7 +142,7 @@ def test_a_batch_fails_where_no_leader_responds(monkeypatch: pytest.MonkeyPatch)
 def test_a_higher_count_ends_no_batch_for_good(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """RabbitMQ counts the stored consumer offsets of consumers, too. All nodes together tell that there is nothing else."""
+    """The extra count is stored consumer offsets, if no node has more messages."""
     cluster(monkeypatch, near=Replica((5, 7)), far=Replica((5, 7)))
     with caplog.at_level(logging.WARNING):
         assert planned_end(BOTH) == 5
@@ -156,7 +156,7 @@ def test_a_higher_count_ends_no_batch_for_good(
 
 @pytest.mark.parametrize("lenient", ["true", "false"])
 def test_a_task_passes_over_nothing_that_a_replica_lacks(monkeypatch: pytest.MonkeyPatch, lenient: str) -> None:
-    """It fails, and is tried again."""
+    """The task fails and is retried."""
     cluster(monkeypatch, near=Replica((5, 12)))
     chosen = options(ONE, failOnDataLoss=lenient)
     with pytest.raises(ConsumeError, match=r"offsets 5 to 11 of stream 'events' did not come within 0\.1 s"):

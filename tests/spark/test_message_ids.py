@@ -1,4 +1,4 @@
-"""Ids of rows that have none: the same at every attempt, different for different rows."""
+"""Generated ids of rows: equal at every attempt, different for different rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def made(
 def test_row_order_does_not_change_the_ids_of_an_attempt(
     rows: list[tuple[bytes, tuple[object, ...]]], seed: int
 ) -> None:
-    """For each row, and as many different ones for equal rows as there are of them."""
+    """An id belongs to its row; equal rows have as many ids as there are rows."""
     shuffled = list(rows)
     random.Random(seed).shuffle(shuffled)
 
@@ -43,12 +43,12 @@ def test_row_order_does_not_change_the_ids_of_an_attempt(
 
 @given(rows=ROWS)
 def test_no_two_rows_of_a_partition_have_the_same_id(rows: list[tuple[bytes, tuple[object, ...]]]) -> None:
-    """Not even equal ones: they are two messages."""
+    """Equal rows are separate messages."""
     assert len(set(made(rows))) == len(rows)
 
 
 def test_where_a_column_ends_matters() -> None:
-    """What is in one column cannot be taken for the body, or for another column."""
+    """A column value cannot be confused with the body or with another column."""
     rows: list[tuple[bytes, tuple[object, ...]]] = [
         (b"", ("a", "b")),
         (b"", ("ab", "")),
@@ -59,14 +59,14 @@ def test_where_a_column_ends_matters() -> None:
 
 
 def test_partitions_batches_and_targets_have_ids_of_their_own() -> None:
-    """The same row is another message in another place."""
+    """The same row is a different message in each of them."""
     row: list[tuple[bytes, tuple[object, ...]]] = [(b"x", ())]
     assert len({*made(row, "q/1/0"), *made(row, "q/1/1"), *made(row, "q/2/0"), *made(row, "q/1/0", ("events",))}) == 4
 
 
 @pytest.mark.slow
 def test_ids_are_the_same_in_another_process() -> None:
-    """Whatever its hash seed is."""
+    """The hash seed of the process does not matter."""
     program = "from reliable_mq.spark.rows import MessageIds; print(MessageIds('p', ('e',)).of(b'x', ('a', None, 1)))"
     printed = {
         subprocess.run(
@@ -78,6 +78,6 @@ def test_ids_are_the_same_in_another_process() -> None:
 
 
 def test_an_id_fits_a_message() -> None:
-    """255 bytes at most, also with the longest numbers."""
+    """An id has at most 255 bytes, even with the longest numbers."""
     ids = MessageIds("01a1ffb6-0ce1-7569-a921-e929dd3f7692/9223372036854775807/2147483647")
     assert max(len(ids.of(b"x")) for _ in range(1000)) < 255

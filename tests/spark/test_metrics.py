@@ -1,4 +1,7 @@
-"""Metrics of Spark's Python processes: a file each, no two alike, and never in the way of a query."""
+"""Metrics of Spark's Python processes: one file per process.
+
+Errors in writing them never stop a query.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ def samples(path: Path) -> dict[tuple[str, ...], float]:
 def test_a_process_writes_a_metrics_file_for_the_node_exporter(
     tmp_path: Path, started: Callable[[Path], Exporter]
 ) -> None:
-    """With its number as a label; the directory is made, and nothing else is left in it but a hidden lock."""
+    """Its number is a label; the directory has only the file and a hidden lock."""
     metrics_of_one = started(tmp_path / "made" / "for it")
     statistics = QueueStatistics(batches=2, reconnects=1, ready={"orders": 7}, held_bytes=100, connected=True)
     statistics.delivered["orders"] = 5
@@ -84,7 +87,7 @@ def test_a_process_writes_a_metrics_file_for_the_node_exporter(
 
 
 def test_no_two_living_processes_have_the_same_number(tmp_path: Path, started: Callable[[Path], Exporter]) -> None:
-    """Or the node exporter would refuse both; who comes later takes the number of one that was killed."""
+    """The node exporter would refuse both. A killed process frees its number."""
     first = started(tmp_path)
     with subprocess.Popen(
         [sys.executable, "-c", ANOTHER_PROCESS, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -101,7 +104,7 @@ def test_no_two_living_processes_have_the_same_number(tmp_path: Path, started: C
 def test_files_of_the_dead_are_removed_by_whoever_comes_next(
     tmp_path: Path, started: Callable[[Path], Exporter]
 ) -> None:
-    """A gauge of theirs would stay for ever. Files of the living, and of others, stay."""
+    """Their gauges would stay forever. Files of other programs are kept."""
     living, dead = started(tmp_path), started(tmp_path)
     (tmp_path / "reliable_mq_spark_note.prom").touch()
     (tmp_path / "other.prom").touch()
@@ -118,7 +121,7 @@ def test_files_of_the_dead_are_removed_by_whoever_comes_next(
 
 
 def test_a_directory_that_cannot_be_had_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Once; the query goes on without metrics."""
+    """The warning is logged once, and the query continues without metrics."""
     (tmp_path / "file").touch()
     with caplog.at_level(logging.WARNING):
         assert exporter(str(tmp_path / "file" / "below")) is None
@@ -129,10 +132,10 @@ def test_a_directory_that_cannot_be_had_is_a_warning(tmp_path: Path, caplog: pyt
 def test_a_file_that_cannot_be_written_is_a_warning(
     tmp_path: Path, started: Callable[[Path], Exporter], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once, until it can be again."""
+    """The warning is logged once until the file can be written again."""
     one = started(tmp_path / "gone")
     one.path.unlink()
-    one.path.mkdir()  # in its way
+    one.path.mkdir()  # blocks the path
     with caplog.at_level(logging.WARNING):
         one.write()
         one.write()
@@ -143,7 +146,7 @@ def test_a_file_that_cannot_be_written_is_a_warning(
 
 
 def test_a_process_has_one_exporter_per_directory_and_per_fork(tmp_path: Path) -> None:
-    """No number is used twice, whatever was there before a fork."""
+    """No number is used twice, even if there was an exporter before a fork."""
     one = exporter(str(tmp_path))
     assert one is not None
     try:
@@ -165,7 +168,7 @@ def test_a_process_has_one_exporter_per_directory_and_per_fork(tmp_path: Path) -
 
 
 def test_the_reference_lists_every_metric() -> None:
-    """It is made of the families whose names begin with ``spark``; the guide refers to it."""
+    """The table has the families that begin with ``spark``; the guide links to it."""
     docs = Path(__file__).parents[2] / "docs"
     assert "(../reference/metrics.md#spark)" in (docs / "guides" / "spark.md").read_text()
     assert "```{metrics} spark\n" in (docs / "reference" / "metrics.md").read_text()
@@ -174,7 +177,7 @@ def test_the_reference_lists_every_metric() -> None:
 
 
 def test_nothing_here_needs_pandas() -> None:
-    """The extra does not install it: what is ours does without, also in the examples."""
+    """The extra does not install pandas, and the examples do not use it either."""
     sources = [*PACKAGE.rglob("*.py"), *(PACKAGE.parent.parent / "examples").glob("spark_*.py")]
     assert len(sources) > 20
     for path in sources:

@@ -1,4 +1,4 @@
-"""The options of the data source: what is taken, and what is refused with which words."""
+"""The options of the data source, and the errors for wrong ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read(*, streaming: bool = True, **given: str) -> Any:
 
 
 def test_queues_are_named_in_one_option() -> None:
-    """Separated by commas; names of options in any case."""
+    """The names are separated by commas, and option names ignore case."""
     options = read_options({"URL": URL, "Queue": "a, b"}, streaming=True)
     assert isinstance(options, QueueOptions)
     assert options.queues == ("a", "b")
@@ -33,7 +33,7 @@ def test_queues_are_named_in_one_option() -> None:
 
 
 def test_every_option_of_a_queue_is_taken() -> None:
-    """As the number or truth that it says."""
+    """Values are parsed as numbers and booleans."""
     options = read(
         queue="a", maxMessagesPerTrigger="5", maxBytesPerTrigger="1000", prefetch="7", minPartitions="3",
         failOnDataLoss="False", missingQueueTimeout="5m",
@@ -44,7 +44,7 @@ def test_every_option_of_a_queue_is_taken() -> None:
 
 
 def test_streams_begin_where_kafka_topics_do() -> None:
-    """A query at the end, a batch at the beginning."""
+    """A query begins at the end, and a batch at the beginning."""
     query = read(stream="s")
     assert isinstance(query, StreamOptions)
     assert (query.starting_offsets, query.ending_offsets) == ("latest", "latest")
@@ -52,7 +52,7 @@ def test_streams_begin_where_kafka_topics_do() -> None:
 
 
 def test_every_option_of_a_stream_is_taken() -> None:
-    """Offsets by stream, as JSON."""
+    """Offsets per stream are JSON."""
     options = read(
         stream="s,t", startingOffsets='{"s": 5, "t": "earliest"}', endingOffsets='{"s": 9, "t": "latest"}',
         prefetch="7", minPartitions="3", streaming=False,
@@ -126,7 +126,7 @@ def test_every_option_of_a_stream_is_taken() -> None:
     ],
 )
 def test_what_is_not_understood_is_refused(given: dict[str, str], says: str) -> None:
-    """With the name of the option and what is taken."""
+    """The error names the option and the accepted values."""
     with pytest.raises(ConfigurationError, match=says):
         read(**given)
 
@@ -141,7 +141,7 @@ def test_what_is_not_understood_is_refused(given: dict[str, str], says: str) -> 
     ],
 )
 def test_a_batch_has_no_triggers_to_limit(given: dict[str, str]) -> None:
-    """It would read all of the stream, and look as if it read a part."""
+    """It would read the whole stream although it looks limited."""
     with pytest.raises(ConfigurationError, match=r"^m\w+Trigger is for readStream: a batch read ends at endingOffsets"):
         read(stream="s", streaming=False, **given)
 
@@ -156,27 +156,27 @@ def test_a_batch_has_no_triggers_to_limit(given: dict[str, str]) -> None:
     ],
 )
 def test_a_batch_has_a_beginning_and_an_end(given: dict[str, str], says: str) -> None:
-    """One that would be empty is refused."""
+    """An empty range is refused."""
     with pytest.raises(ConfigurationError, match=says):
         read(stream="s", streaming=False, **given)
 
 
 @pytest.mark.parametrize("url", ["", "http://user:s3cret@h/", "amqp://user:s3cret@h:port/", "amqp://:s3cret@h/"])
 def test_a_wrong_url_is_refused_without_showing_it(url: str) -> None:
-    """It may hold a password."""
+    """The URL may contain a password."""
     with pytest.raises(ConfigurationError) as raised:
         read_options({"url": url, "queue": "a"}, streaming=True)
     assert "s3cret" not in str(raised.value)
 
 
 def test_without_any_option_a_table_is_explained() -> None:
-    """Spark gives a table in Python none of its options."""
+    """Spark passes no options to a table of a Python data source."""
     with pytest.raises(ConfigurationError, match="CREATE TEMPORARY VIEW"):
         read_options({}, streaming=False)
 
 
 def test_each_call_of_spark_at_a_refused_query_raises_why() -> None:
-    """Whichever is the first, as that depends on the checkpoint and on the trigger; it travels, and stops."""
+    """The first call varies. The refused reader can still be pickled and stopped."""
     source: Any = RabbitMQDataSource({"url": URL, "queue": "orders", "prefetch": "0"}).streamReader(READ_SCHEMA)
     calls: dict[str, tuple[object, ...]] = {
         "initialOffset": (),
@@ -195,14 +195,14 @@ def test_each_call_of_spark_at_a_refused_query_raises_why() -> None:
 
 
 def test_options_show_no_url_and_can_be_pickled() -> None:
-    """They travel to other processes."""
+    """They are sent to other processes."""
     for options in (read(queue="a"), read(stream="s"), write_options({"url": URL})):
         assert "s3cret" not in repr(options)
         assert pickle.loads(pickle.dumps(options)) == options
 
 
 def test_a_sink_takes_where_to_write() -> None:
-    """And what Spark adds of its own; the empty exchange is the default one."""
+    """Spark adds its own option. The empty exchange is the default one."""
     options = write_options({"url": URL, "exchange": "", "routingKey": "k", "checkpointLocation": "/c"})
     assert (options.exchange, options.routing_key) == ("", "k")
     assert write_options({"url": URL}).exchange is None
@@ -212,7 +212,7 @@ def test_a_sink_takes_where_to_write() -> None:
 
 
 def test_a_sink_takes_a_queue_for_dead_letters() -> None:
-    """With the mode that sends there; without it, such a row fails its task."""
+    """It needs the mode that sends rows there. In other modes the task fails."""
     options = write_options({"url": URL, "onUnsendableRow": "DeadLetter", "deadLetterQueue": "orders.dead"})
     assert options.dead_letter_queue == "orders.dead"
     assert write_options({"url": URL, "onUnsendableRow": "fail"}).dead_letter_queue is None
@@ -253,13 +253,13 @@ def test_a_sink_passes_options_on_to_its_publishers() -> None:
     ],
 )
 def test_a_sink_refuses_what_it_does_not_know(given: dict[str, str], says: str) -> None:
-    """With its name."""
+    """The error names the option."""
     with pytest.raises(ConfigurationError, match=says):
         write_options({"url": URL, **given})
 
 
 def test_the_guide_describes_every_option() -> None:
-    """By its name; Spark's own, which is refused, among them."""
+    """This includes an option of Spark that is refused."""
     guide = (Path(__file__).parents[2] / "docs" / "guides" / "spark.md").read_text()
     for option in {*module._QUEUE, *module._STREAM, *module._STAGED, *module._SINK}:
         assert f"`{option.name}" in guide, option.name

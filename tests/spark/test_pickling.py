@@ -1,4 +1,4 @@
-"""What Spark pickles: it travels, and where it cannot be imported the error says what to do."""
+"""Objects that Spark pickles, and the error if the package is missing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ cloudpickle.loads(pathlib.Path(sys.argv[1]).read_bytes())
 
 
 def test_a_data_source_and_its_reader_travel() -> None:
-    """And the reader, which executors get, has no URL with it."""
+    """The pickled reader, which is sent to executors, contains no URL."""
     source = cloudpickle.loads(cloudpickle.dumps(RabbitMQDataSource(OPTIONS)))
     assert source.options == OPTIONS
     pickled = cloudpickle.dumps(source.streamReader(READ_SCHEMA))
@@ -53,7 +53,7 @@ def unused(what: str) -> object:
 
 
 def test_the_class_travels_as_itself() -> None:
-    """To the Python that makes a source of it; a subclass of a user's own, too."""
+    """It is sent to the Python that creates the source, as are its subclasses."""
     assert cloudpickle.loads(cloudpickle.dumps(RabbitMQDataSource)) is RabbitMQDataSource
 
     class Own(RabbitMQDataSource):
@@ -65,7 +65,7 @@ def test_the_class_travels_as_itself() -> None:
 
 @pytest.mark.parametrize("what", WHAT)
 def test_what_travels_is_the_same_there(what: str) -> None:
-    """Whatever Spark pickles, before it is used."""
+    """This covers every object that Spark pickles, before it is used."""
     shipped = unused(what)
     travelled = cloudpickle.loads(cloudpickle.dumps(shipped))
     assert type(travelled) is type(shipped)
@@ -75,7 +75,7 @@ def test_what_travels_is_the_same_there(what: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["class", *WHAT])
 def test_where_the_package_is_missing_the_error_says_what_to_do(what: str, tmp_path: Path) -> None:
-    """On which host, with which Python, and how to install it."""
+    """The error has the host, the Python, and the command to install the package."""
     file = tmp_path / "pickled"
     file.write_bytes(cloudpickle.dumps(unused(what)))
     done = subprocess.run([sys.executable, "-c", _UNPICKLE, str(file)], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Which delivery is in which batch, and when it may be acked."""
+"""The deliveries of each batch, and the time of their ack."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def plan(batches: Batches, start: QueuePosition, most: int = LARGE, most_bytes: 
 
 
 def test_a_batch_is_acked_once_it_is_committed_and_only_once() -> None:
-    """Not when the next one is planned."""
+    """Planning the next batch acks nothing."""
     batches = Batches(SESSION)
     batches.arrived(deliveries(1, 5))
     first = plan(batches, START, most=3)
@@ -53,7 +53,7 @@ def test_a_batch_is_acked_once_it_is_committed_and_only_once() -> None:
 
 
 def test_a_batch_that_is_planned_again_is_the_same() -> None:
-    """What has come in meanwhile waits for the next one."""
+    """Later deliveries wait for the next batch."""
     batches = Batches(SESSION)
     batches.arrived(deliveries(1, 2))
     end = plan(batches, START)
@@ -64,14 +64,14 @@ def test_a_batch_that_is_planned_again_is_the_same() -> None:
 
 
 def test_without_deliveries_there_is_no_batch() -> None:
-    """The end is the start."""
+    """The end equals the start."""
     batches = Batches(SESSION)
     assert plan(batches, START) == START
     assert batches.deliveries(START, START) == []
 
 
 def test_a_batch_of_another_process_is_empty_and_acks_nothing() -> None:
-    """Even where its numbers are those of one of ours."""
+    """This holds even if its numbers match a batch of this process."""
     batches = Batches(SESSION)
     batches.arrived(deliveries(1, 5))
     end = plan(batches, START)
@@ -82,7 +82,7 @@ def test_a_batch_of_another_process_is_empty_and_acks_nothing() -> None:
 
 
 def test_batches_continue_at_the_earlier_position_after_restart() -> None:
-    """Counts go on from where they were."""
+    """Counts continue from the earlier position."""
     batches = Batches(SESSION)
     batches.arrived(deliveries(1, 5))
     before = QueuePosition("before", 100, {"a": 60, "b": 40})
@@ -92,7 +92,7 @@ def test_batches_continue_at_the_earlier_position_after_restart() -> None:
 
 
 def test_a_batch_ends_before_it_has_too_many_bytes() -> None:
-    """But a delivery that is too large by itself is a batch of its own."""
+    """A single delivery that exceeds the limit is a batch by itself."""
     batches = Batches(SESSION)
     batches.arrived([*deliveries(1, 1, size=5000), *deliveries(2, 4, size=100)])
     two = 2 * size_of(deliveries(1, 1, size=100)[0])
@@ -103,7 +103,7 @@ def test_a_batch_ends_before_it_has_too_many_bytes() -> None:
 
 
 def test_a_queue_of_which_enough_was_taken_is_passed_over() -> None:
-    """The others go on, and what is passed keeps its place."""
+    """The other queues continue, and the skipped deliveries keep their place."""
     batches = Batches(SESSION)
     batches.arrived([*deliveries(1, 2, "a"), *deliveries(3, 2, "b"), *deliveries(5, 1, "a")])
     remaining = {"a": 1, "b": 9}
@@ -116,7 +116,7 @@ def test_a_queue_of_which_enough_was_taken_is_passed_over() -> None:
 
 
 def test_a_queue_counts_as_planned_until_its_batch_is_committed() -> None:
-    """Whatever of other queues is."""
+    """The batches of other queues do not matter."""
     batches = Batches("s")
     batches.arrived([*deliveries(1, 2, "a"), *deliveries(3, 2, "b")])
     first = plan(batches, START, most=2)
@@ -131,7 +131,7 @@ def test_a_queue_counts_as_planned_until_its_batch_is_committed() -> None:
 
 
 def test_with_the_channel_goes_what_is_in_no_batch() -> None:
-    """What is in one is still read, and known to come again."""
+    """Deliveries in a batch can still be read; they will be redelivered."""
     batches = Batches(SESSION)
     batches.arrived(deliveries(1, 3))
     end = plan(batches, START, most=2)
@@ -143,7 +143,7 @@ def test_with_the_channel_goes_what_is_in_no_batch() -> None:
 
 
 def test_at_the_end_everything_is_requeued() -> None:
-    """Batches that are not committed, and what waits."""
+    """This includes uncommitted batches and waiting deliveries."""
     batches = Batches(SESSION)
     batches.arrived(deliveries(1, 3))
     end = plan(batches, START, most=2)
@@ -153,7 +153,7 @@ def test_at_the_end_everything_is_requeued() -> None:
 
 
 def test_the_horizon_is_all_that_is_known_to_be_there() -> None:
-    """What waits here and what is ready at the broker."""
+    """It is the sum of waiting deliveries and ready messages at the broker."""
     batches = Batches(SESSION)
     batches.arrived(deliveries(1, 3))
     plan(batches, START, most=2)
@@ -161,7 +161,7 @@ def test_the_horizon_is_all_that_is_known_to_be_there() -> None:
 
 
 def test_positions_survive_the_checkpoint() -> None:
-    """As JSON; what another source wrote is refused."""
+    """A position is JSON. Positions of other sources are refused."""
     position = QueuePosition(SESSION, 3, {"a": 1, "b": 2})
     assert QueuePosition.parse(json.loads(json.dumps(position.as_json()))) == position
     for other in ({"s": 5}, {"session": 1, "sequence": 2, "queues": {}}, None, []):
@@ -180,7 +180,7 @@ def test_positions_survive_the_checkpoint() -> None:
     )
 )
 def test_every_delivery_is_read_in_order_and_acked_at_most_once(steps: list[tuple[str, int]]) -> None:
-    """Whatever the order of events; and what is held is what is here."""
+    """This holds for any order of events, and the held bytes match the deliveries."""
     batches, tag = Batches(SESSION), 1
     start = end = START
     read: list[int] = []

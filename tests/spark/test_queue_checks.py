@@ -1,4 +1,4 @@
-"""What is said of a queue at the start of a query."""
+"""The checks of a queue at the start of a query."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def verdict(values: dict[str, object], version: tuple[int, ...] = V40, **more: b
     ],
 )
 def test_a_sound_queue_is_not_spoken_of(values: dict[str, object], version: tuple[int, ...]) -> None:
-    """Classic ones, and quorum queues that count for ever."""
+    """Sound queues are classic queues and quorum queues without a limit."""
     assert verdict(values, version) == CheckResult()
 
 
@@ -42,27 +42,27 @@ def test_a_sound_queue_is_not_spoken_of(values: dict[str, object], version: tupl
     ("values", "limit"), [(QUORUM, "20 (the broker's default)"), ({**QUORUM, "x-delivery-limit": 3}, "3")]
 )
 def test_a_limit_without_a_dead_letter_exchange_drops_messages(values: dict[str, object], limit: str) -> None:
-    """The text says after how many deliveries, and what to do."""
+    """The text has the number of deliveries and the fix."""
     dropped = verdict(values).dropped
     assert f"delivery limit of {limit}:" in dropped
     assert "x-delivery-limit=-1, or with a dead-letter exchange" in dropped
 
 
 def test_a_limit_with_a_dead_letter_exchange_is_a_warning() -> None:
-    """What is read too often goes there."""
+    """A message that is read too often is dead-lettered."""
     found = verdict({**QUORUM, **DEAD})
     assert found.dropped == ""
     assert "after 21 deliveries they are dead-lettered" in found.warnings[0]
 
 
 def test_what_cannot_be_read_is_refused() -> None:
-    """Streams in queue mode; a queue that goes when its consumer does."""
+    """Streams in queue mode, and queues that are deleted with their consumer."""
     assert "option stream" in verdict({"x-queue-type": "stream"}).refused
     assert "auto-delete" in verdict({}, auto_delete=True).refused
 
 
 def test_what_had_better_be_known_is_a_warning() -> None:
-    """A queue that is not durable; a consumer timeout shorter than a batch may take."""
+    """A queue that is not durable, or a consumer timeout shorter than a batch."""
     assert "not durable" in verdict({}, durable=False).warnings[0]
     assert (
         "x-consumer-timeout=5000 ms"
@@ -102,10 +102,10 @@ def test_the_delivery_limit_of_a_queue_is_known(
 def test_a_queue_is_the_same_by_whatever_address_it_is_read(
     tmp_path: Path, first: tuple[str, str], second: tuple[str, str], refused: bool
 ) -> None:
-    """By the name of the cluster and the virtual host, or by the URL."""
+    """The key is the cluster name with the virtual host, or else the URL."""
     one, two = (QueueClaims(tmp_path, parse_url(url)) for url, _ in (first, second))
     one.claim(["a", "b"], cluster=first[1])
-    one.claim(["a", "b"], cluster=first[1])  # it has them
+    one.claim(["a", "b"], cluster=first[1])  # already claimed
     two.claim(["c"], cluster=second[1])
     two.release()
     if not refused:

@@ -1,4 +1,4 @@
-"""The prefetch of a reader, so that bytes stay bounded."""
+"""The prefetch of a reader, which keeps the held bytes bounded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def controller(
 
 
 def fed(hungry: PrefetchController, size: int) -> tuple[int, list[int]]:
-    """Deliver messages of one size, none of which is acked; return how many came, and what was granted."""
+    """Deliver unacked messages of one size; return their number and the prefetches."""
     unacked, grants = 0, [hungry.grant(0)]
     while True:
         hungry.received(hungry.granted, hungry.granted * size)
@@ -45,26 +45,26 @@ def test_it_begins_with_one_delivery_while_sizes_are_not_known() -> None:
     ],
 )
 def test_the_more_sizes_are_known_the_more_is_asked_for(most: int, grants: list[int]) -> None:
-    """Up to the limit, which all unacked deliveries together are never above."""
+    """The number of unacked deliveries never exceeds the limit."""
     assert fed(controller(most=most, most_bytes=10**9), size=100) == (most, grants)
 
 
 def test_the_first_deliveries_are_bounded_in_bytes() -> None:
-    """Once the size of the first is known; no more than one message comes whose size nobody knew."""
+    """Only one message is delivered before its size is known."""
     unacked, grants = fed(controller(most=65535, most_bytes=4_000_000), size=256_000)
     assert grants == [1, 15]
     assert unacked * 256_000 <= 1.1 * 4_000_000
 
 
 def test_several_queues_share_the_limit() -> None:
-    """What is unacked of all of them counts against the new subscription of each."""
+    """All unacked deliveries count against a new subscription of any queue."""
     hungry = controller(most=2000, queues=2)
     hungry.received(100, 100)
     assert hungry.grant(200) == 1900
 
 
 def test_large_messages_get_as_many_as_fit() -> None:
-    """Shared by the queues, and one at least."""
+    """The queues share the number, and each gets at least one."""
     hungry = controller(queues=2)
     hungry.received(10, 10 * 50_000)
     assert hungry.prefetch == 10
@@ -73,7 +73,7 @@ def test_large_messages_get_as_many_as_fit() -> None:
 
 
 def test_it_pauses_while_too_much_is_held() -> None:
-    """And goes on once most of it is gone, with what fits by then."""
+    """It resumes when most of the bytes are released, with a prefetch that fits."""
     hungry = controller()
     hungry.received(10, 10 * 100)
     hungry.grant(0)
@@ -85,7 +85,7 @@ def test_it_pauses_while_too_much_is_held() -> None:
 
 
 def test_slightly_larger_messages_do_not_end_the_subscription() -> None:
-    """What is asked for is what may be held; what comes may be a tenth more."""
+    """The held bytes may exceed the limit by a tenth."""
     hungry = controller()
     hungry.received(64, 64 * 1000)
     assert hungry.grant(0) == 1000
@@ -93,7 +93,7 @@ def test_slightly_larger_messages_do_not_end_the_subscription() -> None:
 
 
 def test_it_forgets_large_messages_slowly() -> None:
-    """One read of small ones changes little."""
+    """One read of small messages changes the prefetch only slightly."""
     hungry = controller()
     hungry.received(1, 100_000)
     hungry.received(100, 100 * 100)
@@ -122,7 +122,7 @@ def test_it_forgets_large_messages_slowly() -> None:
 def test_the_limit_is_the_highest_that_is_safe_for_the_queue(
     given: int | None, queues: list[QueueProfile], most: int, limit: int | None, first: int, says: str
 ) -> None:
-    """Unless the user gives one; the log has the reason."""
+    """An explicit limit takes precedence. The log has the reason."""
     choice = choose(given, queues)
     assert (choice.most, choice.limit, choice.first) == (most, limit, first)
     assert says in choice.reason
@@ -132,7 +132,7 @@ def test_the_limit_is_the_highest_that_is_safe_for_the_queue(
 
 
 def test_on_a_queue_with_a_limit_one_delivery_is_looked_at_first() -> None:
-    """Then all that is allowed, where it has not come back before; and one again on another channel."""
+    """It is 1 on a new channel and rises if the delivery was not returned before."""
     careful = controller(limit=20)
     assert careful.granted == careful.prefetch == 1
     careful.received(1, 100)
@@ -154,7 +154,7 @@ def test_on_a_queue_with_a_limit_one_delivery_is_looked_at_first() -> None:
     ],
 )  # fmt: skip
 def test_more_returns_of_a_delivery_lower_the_prefetch(limit: int, returned: int, prefetch: int) -> None:
-    """A single one from half of the limit on."""
+    """From half of the limit on, the prefetch is one."""
     careful = controller(limit=limit)
     careful.received(2000, 200_000)
     careful.returned = returned
@@ -177,7 +177,7 @@ def test_a_late_often_returned_delivery_pauses_the_subscription() -> None:
 
 
 def test_returned_deliveries_are_read_one_by_one_without_a_pause() -> None:
-    """Where one is all that is granted there is nothing to pause."""
+    """With a prefetch of one there is nothing to pause."""
     careful = controller(limit=20)
     careful.received(1, 100)
     careful.returned = 15

@@ -1,4 +1,7 @@
-"""The consumers of a reader in queue mode, step by step: a new subscription shows deliveries on their way."""
+"""The consumers of a reader in queue mode, step by step.
+
+A new subscription reveals deliveries that are on their way.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ GRANTED = 5
 
 
 def consumed(*queues: str, others: int = 0) -> Subscriptions:
-    """Subscriptions of queues that had so many consumers before."""
+    """Return subscriptions of queues that already had the given number of consumers."""
     subscriptions = Subscriptions("reader", queues, lambda _: True, lambda: GRANTED)
     for queue in queues:
         subscriptions.found(queue, others)
@@ -23,7 +26,7 @@ def consumed(*queues: str, others: int = 0) -> Subscriptions:
 
 
 def outcome(steps: Generator[Step, Any, Any], counts: Mapping[str, tuple[int, int]]) -> tuple[Any, list[type[Step]]]:
-    """The result of steps and their types, where queues have so many ready messages and consumers."""
+    """Return result and types of steps for these counts of messages and consumers."""
     taken: list[type[Step]] = []
     reply: QueueState | None = None
     try:
@@ -43,7 +46,7 @@ def test_one_consumer_after_a_new_subscription_has_nothing_more() -> None:
 
 
 def test_an_earlier_consumer_still_counted_has_deliveries() -> None:
-    """Wherever they are."""
+    """The deliveries may be anywhere."""
     assert outcome(consumed("orders").settled(), {"orders": (0, 2)})[0] is False
 
 
@@ -53,7 +56,7 @@ def test_ready_messages_or_counts_in_doubt_settle_no_queue() -> None:
 
 
 def test_consumers_of_others_that_were_there_are_allowed_for() -> None:
-    """The fewest found: a channel that was just lost may be one of them."""
+    """The lowest number counts: a channel that was just lost may be one of them."""
     subscriptions = consumed("orders", others=2)
     assert outcome(subscriptions.settled(), {"orders": (0, 3)})[0] is True
     subscriptions.found("orders", 3)
@@ -67,7 +70,7 @@ def test_each_queue_must_be_settled() -> None:
 
 
 def test_a_certain_count_has_the_messages_on_their_way() -> None:
-    """As many as the prefetch allows, or none once the queue is settled."""
+    """It adds the prefetch, or nothing once the queue is settled."""
     assert outcome(consumed("orders").certain_counts(["orders"]), {"orders": (3, 1)})[0] == {"orders": 3 + GRANTED}
     assert outcome(consumed("orders").certain_counts(["orders"]), {"orders": (0, 1)})[0] == {"orders": 0}
     for count in ((0, 0), (0, 2)):

@@ -1,4 +1,4 @@
-"""Registering the format: which PySpark it takes, and what an unfit one does."""
+"""Registration of the format, and the versions of PySpark that it accepts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reliable_mq.spark.datasource import RabbitMQDataSource
 
 
 class Session:
-    """A session that only knows what is registered."""
+    """A session that only records registered sources."""
 
     def __init__(self, **settings: str) -> None:
         self.registered: list[type] = []
@@ -41,7 +41,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
 
 
 def test_the_format_is_called_rabbitmq() -> None:
-    """Registered by hand, or found by Spark."""
+    """This holds for an explicit registration and for Spark's own discovery."""
     session: Any = Session()
     register(session)
     assert [source.name() for source in session.registered] == ["rabbitmq"]
@@ -50,7 +50,7 @@ def test_the_format_is_called_rabbitmq() -> None:
 
 @pytest.mark.parametrize(("setting", "warned"), [("true", True), ("false", False)])
 def test_speculation_is_warned_of(caplog: pytest.LogCaptureFixture, setting: str, warned: bool) -> None:
-    """By `register`, which sees the session; what the sink promises stays."""
+    """`register` logs the warning; the guarantees of the sink are unchanged."""
     session: Any = Session(spark_speculation=setting)
     register(session)
     assert session.registered
@@ -59,7 +59,7 @@ def test_speculation_is_warned_of(caplog: pytest.LogCaptureFixture, setting: str
 
 @pytest.mark.parametrize("version", ["4.1.1", "3.5.0", "4.0.0.dev1"])
 def test_an_old_pyspark_is_refused_with_what_it_takes(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    """Before anything of it is imported that it does not have."""
+    """The check precedes every import that an old PySpark lacks."""
     pretend(monkeypatch, pyspark=version)
     session: Any = Session()
     with pytest.raises(UsageError, match=rf"PySpark {version} is too old .* 4.2 or newer"):
@@ -68,14 +68,14 @@ def test_an_old_pyspark_is_refused_with_what_it_takes(monkeypatch: pytest.Monkey
 
 
 def test_spark_connect_or_a_missing_version_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client has a name of its own; of an unpacked Spark the version is not known."""
+    """Spark Connect's client is another package; an unpacked Spark has no version."""
     for versions in ({"pyspark_client": "4.2.0"}, {}):
         pretend(monkeypatch, **versions)
         check_version()
 
 
 def test_an_old_pyspark_warns_and_keeps_its_other_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spark imports it for every session: it warns, and is no source."""
+    """Spark imports the module for every session, so it only issues a warning."""
     pretend(monkeypatch, pyspark="4.1.0")
     with pytest.warns(UserWarning, match=r"PySpark 4\.1\.0 is too old"):
         found = runpy.run_path(autoregister.__file__)
@@ -84,7 +84,7 @@ def test_an_old_pyspark_warns_and_keeps_its_other_sources(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("missing", ["pyarrow", "pyspark.sql.streaming.datasource"])
 def test_a_module_that_is_missing_leaves_the_other_sources_alone(missing: str) -> None:
-    """PyArrow, or all that a Spark has not which is too old and does not tell its version."""
+    """The module is PyArrow, or one that an old Spark of unknown version lacks."""
     without = f"import runpy, sys; sys.modules[{missing!r}] = None; found = runpy.run_path({autoregister.__file__!r})"
     program = f"{without}; assert 'DefaultSource' not in found"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

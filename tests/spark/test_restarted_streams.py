@@ -1,4 +1,7 @@
-"""Stream mode beside a stream that has just been restarted: it delivers and counts nothing for a while."""
+"""Stream mode with a stream that was just restarted.
+
+For a while it delivers and counts nothing.
+"""
 
 from __future__ import annotations
 
@@ -37,40 +40,40 @@ def options(**given: str) -> StreamOptions:
 
 @pytest.fixture
 def empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stream never had a message."""
+    """A stream that never had a message."""
     monkeypatch.setattr(ScriptedChannel, "replicas", {"localhost": Replica((0, 0), silent_for=10**6)})
 
 
 def test_a_batch_reads_a_stream_that_was_just_restarted() -> None:
-    """It would be empty otherwise."""
+    """Otherwise the batch would be empty."""
     assert StreamBatch(options(startingOffsets="earliest"), ["body"]).partitions() == [StreamRange("events", 0, 12)]
 
 
 def test_latest_is_not_the_first_offset_of_a_restarted_stream() -> None:
-    """A new query would read the whole stream."""
+    """Otherwise a new query would read the whole stream."""
     assert StreamSource(options(), ["body"]).initialOffset() == {"initial": {"events": 12}}
 
 
 def test_latest_for_a_time_is_the_end_of_a_restarted_stream() -> None:
-    """Where no message is as new as the time that is given."""
+    """No message is as new as the given time."""
     assert StreamSource(options(**LATER), ["body"]).initialOffset() == {"initial": {"events": 12}}
 
 
 def test_available_now_ends_at_the_end_of_a_restarted_stream() -> None:
-    """It would end without a row otherwise."""
+    """Otherwise the query would end without a row."""
     query = StreamSource(options(startingOffsets="earliest"), ["body"])
     query.prepareForTriggerAvailableNow()
     assert query.latestOffset({"events": 0}, ANY) == {"events": 12}
 
 
 def test_a_query_beyond_a_restarted_stream_waits_for_it() -> None:
-    """It is no data loss that the stream is silent."""
+    """A silent stream does not count as data loss."""
     assert StreamSource(options(), ["body"]).latestOffset({"events": 12}, ANY) == {"events": 12}
 
 
 @pytest.mark.usefixtures("empty")
 def test_a_stream_without_messages_costs_no_more_than_it_must() -> None:
-    """A query that begins at its first message, and one that runs, wait less for the same verdict."""
+    """A query from the first message, or a running query, waits for less time."""
     StreamSource(options(startingOffsets="earliest"), ["body"]).initialOffset()
     assert ScriptedChannel.waited == 3.0
     ScriptedChannel.waited = 0.0
@@ -83,14 +86,14 @@ def test_a_stream_without_messages_costs_no_more_than_it_must() -> None:
 
 @pytest.mark.usefixtures("empty")
 def test_a_checkpoint_beyond_an_empty_stream_is_data_loss() -> None:
-    """Once it is certain that it is empty."""
+    """The error is raised once the stream is known to be empty."""
     with pytest.raises(ConsumeError, match="was read up to offset 11 and is empty now"):
         StreamSource(options(), ["body"]).latestOffset({"events": 12}, ANY)
 
 
 @pytest.mark.usefixtures("empty")
 def test_a_stream_without_messages_has_none_of_a_time() -> None:
-    """As with one whose messages are all older."""
+    """The same holds if all messages are older."""
     assert StreamSource(options(**LATER), ["body"]).initialOffset() == {"initial": {"events": 0}}
     with pytest.raises(ConfigurationError, match="no message as new as"):
         StreamSource(options(startingTimestamp="4000000000000"), ["body"]).initialOffset()

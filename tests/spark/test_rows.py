@@ -1,4 +1,4 @@
-"""Rows become messages: which column is what, and what makes up an id."""
+"""The conversion of rows to messages, and the input of message ids."""
 
 from __future__ import annotations
 
@@ -36,13 +36,16 @@ def unsendable(row: Outgoing | UnsendableRow) -> UnsendableRow:
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.large_binary()])
 def test_a_body_is_its_bytes(kind: pa.DataType) -> None:
-    """Text in UTF-8; the large types are those of ``spark.sql.execution.arrow.useLargeVarTypes``."""
+    """Text is UTF-8.
+
+    The large types are those of ``spark.sql.execution.arrow.useLargeVarTypes``.
+    """
     given = pa.array(["é".encode(), b""], pa.binary()).cast(kind)
     assert [out.message.body for out in messages({"body": given}, routing_key="q")] == ["é".encode(), b""]
 
 
 def test_options_come_before_columns() -> None:
-    """And a null is the default exchange, the empty key."""
+    """A null is the default exchange or the empty routing key."""
     columns = {"body": ["a", "b"], "exchange": ["e", None], "routing_key": [None, "k"]}
     assert [out[1:] for out in messages(columns)] == [("e", ""), ("", "k")]
     assert [out[1:] for out in messages(columns, exchange="x")] == [("x", ""), ("x", "k")]
@@ -50,14 +53,14 @@ def test_options_come_before_columns() -> None:
 
 
 def test_a_given_id_is_kept_and_a_null_is_made() -> None:
-    """Row by row."""
+    """This is decided for each row."""
     first, second = messages({"body": ["a", "b"], "message_id": ["mine", None]}, routing_key="q")
     assert first.message.message_id == "mine"
     assert second.message.message_id.startswith("q/0/0/")
 
 
 def test_column_and_header_order_does_not_change_an_id() -> None:
-    """Spark promises neither over attempts, nor a restart over a changed select."""
+    """Spark guarantees no order across attempts or changed queries."""
     kind = pa.map_(pa.string(), pa.string())
     one = messages(
         {"body": ["a"], "type": ["t"], "headers": pa.array([[("x", "1"), ("y", "2")]], kind)}, routing_key="q"
@@ -73,7 +76,7 @@ def test_column_and_header_order_does_not_change_an_id() -> None:
 
 
 def test_the_zone_of_a_session_changes_neither_time_nor_id() -> None:
-    """A timestamp is a moment; AMQP carries whole seconds."""
+    """A timestamp is an instant; AMQP has whole seconds."""
     when = datetime(2026, 1, 2, 3, 4, 5, 678900, tzinfo=UTC)
     made = [
         messages({"body": ["a"], "timestamp": pa.array([when], pa.timestamp("us", zone))}, routing_key="q")[0].message
@@ -84,7 +87,7 @@ def test_the_zone_of_a_session_changes_neither_time_nor_id() -> None:
 
 
 def test_a_row_that_cannot_be_a_message_says_which_one_it_is() -> None:
-    """Those around it are given; numbers go on over batches."""
+    """Its neighbours are converted; row numbers continue across batches."""
     batch = pa.RecordBatch.from_pydict({"body": ["a", "b", "c"], "priority": [1, -1, 2]})
     made = plan("body", "priority", routing_key="q")
     first, second, third = made.messages(batch, MessageIds("q"), 1000)
@@ -99,7 +102,7 @@ def test_a_row_that_cannot_be_a_message_says_which_one_it_is() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("years", [10_000, -3_000])
 def test_a_time_that_python_has_not_is_an_error_of_its_row(years: int) -> None:
-    """Spark's timestamps begin in the year 1 and end in the year 294247, and bad data is not the year 1970."""
+    """Spark's timestamps reach the year 294247; an invalid one must not be 1970."""
     far = pa.array([0, years * 366 * 86_400 * 1_000_000], pa.timestamp("us", "UTC"))
     batch = pa.RecordBatch.from_pydict({"body": ["a", "b"], "timestamp": far})
     first, second = plan("body", "timestamp", routing_key="q").messages(batch, MessageIds("q"), 0)
@@ -111,7 +114,7 @@ def test_a_time_that_python_has_not_is_an_error_of_its_row(years: int) -> None:
 
 @pytest.mark.parametrize("name", ["message_id", "type", "routing_key", "headers"])
 def test_text_that_is_not_utf_8_is_an_error_of_its_row(name: str) -> None:
-    """Spark makes a string of any bytes; those around it are given. A body may be any bytes."""
+    """Spark makes a string of any bytes. A body may contain any bytes."""
     text = pa.array([b"fine", b"\xff", None], pa.binary())
     column = pa.Array.from_buffers(pa.string(), 3, text.buffers())
     body = column
@@ -129,7 +132,10 @@ def test_text_that_is_not_utf_8_is_an_error_of_its_row(name: str) -> None:
 
 
 def test_carbon_copies_of_text_are_refused() -> None:
-    """RabbitMQ closes the channel over a ``CC`` header that is no list, and a map of strings cannot hold one."""
+    """RabbitMQ closes the channel for a ``CC`` header that is not a list.
+
+    A map of strings cannot hold a list.
+    """
     headers = pa.array([[("CC", "other")]], pa.map_(pa.string(), pa.string()))
     batch = pa.RecordBatch.from_pydict({"body": ["a"], "headers": headers})
     (row,) = plan("body", "headers", routing_key="q").messages(batch, MessageIds("q"), 0)
@@ -155,7 +161,7 @@ def test_a_trace_context_becomes_a_header_unless_the_row_has_one() -> None:
 
 
 def test_the_context_of_the_option_is_that_of_rows_without_one() -> None:
-    """The column wins, and the headers over both; the id of a row is as without it."""
+    """The column takes precedence, and the headers over both; ids are unchanged."""
     kind = pa.map_(pa.string(), pa.string())
     option, column, own = (TRACE.replace("-01", f"-0{flags}") for flags in (3, 1, 0))
     columns = {
@@ -175,7 +181,7 @@ def test_the_context_of_the_option_is_that_of_rows_without_one() -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("body", None), ("type", b"x" * 256), ("type", b"\xff")])
 def test_a_dead_letter_of_a_row_has_the_context_of_the_option(name: str, value: bytes | None) -> None:
-    """Without a body, with a text that is too long, or one that is not UTF-8."""
+    """A missing body, a text that is too long, and a text that is not UTF-8."""
     text = pa.Array.from_buffers(pa.string(), 1, pa.array([value], pa.binary()).buffers())
     columns = {"body": ["a"], "traceparent": pa.nulls(1, pa.string()), name: text}
     batch = pa.RecordBatch.from_pydict(columns)
@@ -210,5 +216,5 @@ def test_a_context_of_another_form_is_refused_by_its_column() -> None:
 def test_headers_choose_a_route_where_the_exchange_may_read_them(
     names: tuple[str, ...], options: dict[str, str], decides: bool
 ) -> None:
-    """The default exchange does not: a routing key that is wrong for one row is so for all."""
+    """The default exchange ignores them: a wrong routing key is wrong for all rows."""
     assert plan(*names, **options).chooses_route is decides

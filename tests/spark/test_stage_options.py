@@ -17,7 +17,7 @@ GIVEN = {"url": "amqp://localhost/", "queue": "orders", "stage": "orders.stage"}
 
 
 def test_a_stage_is_read_from_its_beginning() -> None:
-    """What was moved before the query began is its own."""
+    """Messages that were moved before the query began belong to it."""
     options = staged_options(GIVEN, streaming=True)
     assert options.stream.streams == ("orders.stage",)
     assert options.stream.starting_offsets == "earliest"
@@ -28,7 +28,7 @@ def test_a_stage_is_read_from_its_beginning() -> None:
 
 
 def test_the_options_of_the_stage_and_of_stream_mode_hold() -> None:
-    """In any case."""
+    """Option names ignore case."""
     more = {
         "STAGEPARTITIONS": "3",
         "stageKey": "header:customer",
@@ -53,7 +53,7 @@ def test_the_options_of_the_stage_and_of_stream_mode_hold() -> None:
 
 
 def test_a_stage_may_start_at_a_time_with_batch_and_task_sizes() -> None:
-    """A time to start at takes the place of the beginning."""
+    """A starting time replaces the default start."""
     more = {"startingTimestamp": "1700000000000", "minMessagesPerTrigger": "5", "maxRecordsPerPartition": "100"}
     stream = staged_options({**GIVEN, **more}, streaming=True).stream
     assert (stream.starting_timestamp, stream.starting_offsets) == (1_700_000_000_000, "latest")
@@ -61,7 +61,7 @@ def test_a_stage_may_start_at_a_time_with_batch_and_task_sizes() -> None:
 
 
 def test_without_a_relay_there_are_no_options_of_one() -> None:
-    """They would do nothing."""
+    """Such options would have no effect."""
     assert staged_options({**GIVEN, "stageBy": "none"}, streaming=True).relay is None
     for option, value in (("stageKey", "routing_key"), ("publisher.confirmTimeout", "1s")):
         with pytest.raises(ConfigurationError, match=f"{option} is for the relay of the query, and stageBy is none"):
@@ -69,7 +69,7 @@ def test_without_a_relay_there_are_no_options_of_one() -> None:
 
 
 def test_a_stage_that_others_fill_is_filtered_as_a_stream() -> None:
-    """A binding, or a shovel, leaves the header of the filter as it is."""
+    """A binding or a shovel keeps the header that the filter uses."""
     given = {**GIVEN, "stageBy": "none", "streamFilter": "eu,us", "streamFilterMatchUnfiltered": "true"}
     stream = staged_options(given, streaming=True).stream
     assert (stream.stream_filter, stream.match_unfiltered) == (("eu", "us"), True)
@@ -107,14 +107,14 @@ def test_a_stage_that_others_fill_is_filtered_as_a_stream() -> None:
     ],
 )
 def test_a_wrong_option_is_refused_by_name(changed: dict[str, str], text: str) -> None:
-    """With the fix."""
+    """The error includes the fix."""
     assert is_staged(GIVEN)
     with pytest.raises(ConfigurationError, match=text):
         staged_options({**GIVEN, **changed}, streaming=True)
 
 
 def test_a_stage_mismatch_is_explained_by_its_options() -> None:
-    """Where one is behind it; another difference has the text of all queues."""
+    """A difference without an option has the text for all queues."""
     relay = staged_options(GIVEN, streaming=True).relay
     assert relay is not None
     names = ("x-max-age", "x-max-length-bytes", "x-stream-max-segment-size-bytes")
@@ -127,14 +127,17 @@ def test_a_stage_mismatch_is_explained_by_its_options() -> None:
 
 
 def test_a_stage_is_for_streaming_queries() -> None:
-    """A batch reads the stream."""
+    """A batch reads the stream directly."""
     assert not is_staged({"queue": "orders"})
     with pytest.raises(ConfigurationError, match=r"option stream='orders\.stage'"):
         staged_options(GIVEN, streaming=False)
 
 
 def test_rows_of_staged_messages_are_those_of_their_originals() -> None:
-    """Markers are no rows; messages of others are as they are; the offset is of the stage, the delivery count not."""
+    """Markers produce no rows, and messages of other programs are unchanged.
+
+    The offset comes from the stage, and the delivery count from the original.
+    """
     raw = properties(message_id="m", headers={"items": [1, 2], "x-delivery-count": 3}, user_id=b"\5guest")
     original = RawDelivery("work", 1, True, "exchange", "key", raw, b"body")
     copy, body = staged(names_of("orders", "exchange", "key"), original, parts_of(raw), 0, bytes(8), 0)

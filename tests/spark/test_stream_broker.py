@@ -1,4 +1,4 @@
-"""The offset of a delivery, found in its bytes."""
+"""The offset of a delivery, read from its encoded headers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ OFFSET = b"\x0fx-stream-offsetl" + (7 * 10**12).to_bytes(8)
         table(OFFSET),
         table(b"\x05otherI\0\0\0\1", OFFSET),
         table(OFFSET, b"\x05otherI\0\0\0\1"),
-        table(b"\x05otherS" + len(OFFSET).to_bytes(4) + OFFSET[:-1] + b"\0", OFFSET),  # it stands in a value, too
+        table(b"\x05otherS" + len(OFFSET).to_bytes(4) + OFFSET[:-1] + b"\0", OFFSET),  # the name occurs in a value, too
     ],
 )
 def test_the_offset_is_found_wherever_it_is(headers: bytes) -> None:
-    """Among other headers, and where a value looks like it."""
+    """Other headers may surround it, and a value may look like it."""
     assert offset_of(delivery(headers)) == 7 * 10**12
 
 
@@ -39,12 +39,12 @@ def test_the_offset_is_found_wherever_it_is(headers: bytes) -> None:
     "headers", [None, table(), encode_table({"x-stream-offset": "7"}), table(b"\x0fx-stream-offset")]
 )
 def test_a_delivery_without_one_comes_from_no_stream(headers: bytes | None) -> None:
-    """Missing, of another type, broken."""
+    """The header is missing, of another type, or damaged."""
     assert offset_of(delivery(headers)) is None
 
 
 def test_what_came_before_an_answer_is_there_with_it() -> None:
-    """In one read, of which the rest may take its time: it would be taken for deliveries of the next subscription."""
+    """Otherwise they would be attributed to the next subscription."""
     channel = StreamChannel(parse_url("amqp://localhost/"), name="test")
     before = delivery(table(OFFSET))
     channel.delivered([before])

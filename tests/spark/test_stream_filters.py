@@ -1,4 +1,4 @@
-"""Filters of Spark's on offsets, as ranges."""
+"""Spark's filters on offsets as ranges."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ def applied(*filters: Filter) -> list[tuple[str, int, int]]:
     ],
 )
 def test_filters_on_offset_cut_the_ranges(filters: list[Filter], ranges: list[tuple[str, int, int]]) -> None:
-    """Whatever is not understood leaves them as they are; the queue of a row from a stage is not the stream."""
+    """Other filters leave the ranges unchanged.
+
+    The queue of a row from a stage is not the name of the stream, so a filter on it is ignored.
+    """
     assert applied(*filters) == ranges
 
 
@@ -69,7 +72,7 @@ _TESTS: dict[Any, Any] = {
 
 @given(st.lists(st.tuples(st.sampled_from(list(_TESTS)), st.integers(-5, 110)), max_size=4))
 def test_no_offset_that_passes_all_filters_is_left_out(filters: list[tuple[Any, int]]) -> None:
-    """And of those that do not, none is read."""
+    """No other offset is read."""
     passing = [n for n in range(100) if all(_TESTS[kind](n, value) for kind, value in filters)]
     read = [
         number

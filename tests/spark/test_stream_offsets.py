@@ -1,4 +1,4 @@
-"""Positions in streams: what is in a checkpoint, how a batch is cut down, how ranges are split."""
+"""Positions in streams: checkpoints, limits of a batch, and splits of ranges."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ BACKLOGS = st.dictionaries(NAMES, st.tuples(st.integers(0, 10**12), st.integers(
 
 
 def test_an_offset_survives_the_checkpoint() -> None:
-    """As JSON, with and without the mark of where a query begins."""
+    """An offset is JSON, with or without the mark of the start of a query."""
     positions = {"events": 2**62, "other": 0}
     assert from_checkpoint(json.loads(json.dumps(positions))) == (positions, False)
     assert from_checkpoint(json.loads(json.dumps(marked_initial(positions)))) == (positions, True)
 
 
 def test_a_stream_may_be_called_initial() -> None:
-    """Its position is a number, the mark holds a table."""
+    """Its position is a number, and the mark contains a table."""
     assert from_checkpoint({"initial": 7}) == ({"initial": 7}, False)
 
 
 @pytest.mark.parametrize("offset", [{"epoch": "x", "number": 1}, {"a": 1.5}, {"a": True}, {"initial": {"a": None}}])
 def test_f58_an_offset_of_another_kind_is_refused(offset: dict[str, object]) -> None:
-    """One of queue mode, of another source, of a newer version: never misread."""
+    """It comes from queue mode, another source, or a newer version."""
     with pytest.raises(ConfigurationError, match="checkpointLocation"):
         from_checkpoint(offset)
 
@@ -48,7 +48,7 @@ def test_f58_an_offset_of_another_kind_is_refused(offset: dict[str, object]) -> 
 def test_a_limit_holds_and_lets_something_through(
     backlogs: dict[str, tuple[int, int]], messages: int | None, size: int | None
 ) -> None:
-    """No stream goes back or beyond its end; where anything is there, at least one message passes."""
+    """Each stream stays in its range, and at least one message passes if any exist."""
     start = {name: first for name, (first, _) in backlogs.items()}
     end = {name: first + count for name, (first, count) in backlogs.items()}
     cut = limited(start, end, messages=messages, size=size, average={"a": 10.0, "b": 0.0})
@@ -62,13 +62,13 @@ def test_a_limit_holds_and_lets_something_through(
 
 
 def test_every_stream_gets_its_share() -> None:
-    """By what waits in it; a small one does not starve beside a large one."""
+    """The share is proportional to the backlog; a small stream is not starved."""
     assert limited({"a": 0, "b": 100}, {"a": 3000, "b": 1100}, messages=400) == {"a": 300, "b": 200}
     assert limited({"a": 0, "b": 0}, {"a": 100_000, "b": 1}, messages=100) == {"a": 99, "b": 1}
 
 
 def test_bytes_are_counted_by_the_average_of_each_stream() -> None:
-    """1000 messages of 100 bytes and 1000 of 900, and room for a tenth."""
+    """1000 messages of 100 bytes, 1000 of 900 bytes, and a limit of a tenth."""
     cut = limited({"a": 0, "b": 0}, {"a": 1000, "b": 1000}, size=100_000, average={"a": 100.0, "b": 900.0})
     assert cut == {"a": 100, "b": 100}
 
@@ -80,7 +80,7 @@ def test_bytes_are_counted_by_the_average_of_each_stream() -> None:
 def test_split_ranges_cover_all_offsets_without_gap_or_overlap(
     sizes: list[int], least: int | None, records: int | None, first: int
 ) -> None:
-    """And there are as many as were asked for, where there are as many messages, none larger than is allowed."""
+    """The number of ranges is as requested, and none exceeds the maximum."""
     ranges = [StreamRange(f"s{index}", first, first + size) for index, size in enumerate(sizes)]
     pieces = split(ranges, least, records)
     for whole in ranges:
@@ -98,17 +98,17 @@ def test_split_ranges_cover_all_offsets_without_gap_or_overlap(
     ("least", "messages", "tasks"), [(2, 10, 2), (16, 10, 16), (200, 10, 16), (200, 400_000, 40), (200, 10**7, 200)]
 )
 def test_tasks_that_are_not_worth_their_cost_are_not_made(least: int, messages: int, tasks: int) -> None:
-    """A few are, however few messages there are: the work on the rows may take long."""
+    """A few tasks are always allowed, because the work on the rows may be long."""
     assert worth_having(least, messages) == tasks
 
 
 def test_empty_ranges_are_left_out() -> None:
-    """Those of streams where nothing is new."""
+    """Streams without new messages have an empty range."""
     assert ranges_of({"a": 5, "b": 3}, {"b": 9, "a": 5}) == [StreamRange("b", 3, 9)]
 
 
 def test_a_range_can_be_pickled() -> None:
-    """It travels to an executor."""
+    """It is sent to an executor."""
     one = StreamRange("events", 3, 9)
     assert pickle.loads(pickle.dumps(one)) == one
     assert str(one) == "offsets 3 to 8 of stream 'events'"

@@ -1,4 +1,4 @@
-"""Stream mode where no broker is: what a query does meanwhile."""
+"""Stream mode without a broker."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ANY = ReadMaxRows(2**62)
 
 
 class Closing:
-    """Takes connections and closes them."""
+    """A server that accepts connections and closes them."""
 
     def __init__(self) -> None:
         self.connections = 0
@@ -66,7 +66,7 @@ def source(url: str) -> StreamSource:
 def test_a_broker_that_is_away_is_asked_for_once_a_second(
     closing_server: Closing, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Spark asks a hundred times a second; and one warning says it all."""
+    """Spark asks a hundred times a second. Only one warning is logged."""
     reader = source(closing_server.url)
     began = time.monotonic()
     while closing_server.connections < 2:
@@ -79,7 +79,10 @@ def test_a_broker_that_is_away_is_asked_for_once_a_second(
 
 
 def test_a_time_in_the_last_second_of_all_is_that_second() -> None:
-    """It stands for "until the end": 9999-12-31 23:59:59.999 is how many write that, and no second is behind it."""
+    """9999-12-31 23:59:59.999 is a common notation for "until the end".
+
+    There is no later second.
+    """
     last = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
     assert _second(253_402_300_799_999, up=True) == last
     assert _second(253_402_300_798_001, up=True) == last
@@ -87,7 +90,7 @@ def test_a_time_in_the_last_second_of_all_is_that_second() -> None:
 
 
 class LostRelay:
-    """A relay that was active, lost its connection, and waits for another one since."""
+    """A relay that lost its connection and is not the active one any more."""
 
     error = None
 
@@ -117,14 +120,14 @@ class LostRelay:
 def test_an_available_now_query_waits_for_no_other_relay(
     closing_server: Closing, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its own was the active one at first: the query would never end."""
+    """Its own relay was active at first. Otherwise the query would never end."""
     made: list[LostRelay] = []
     monkeypatch.setattr(staged_source, "_ACTIVE", 0.3)
     monkeypatch.setattr(staged_source, "StageRelay", lambda *args, **named: made.append(LostRelay()) or made[0])
     given = {"url": closing_server.url, "queue": "orders", "stage": "events", "connection.timeout": "1s"}
     reader = StagedSource(staged_options(given, streaming=True), ["body"])
     reader.prepareForTriggerAvailableNow()
-    with pytest.raises(BrokerUnavailable):  # where the stage ends is asked for then
+    with pytest.raises(BrokerUnavailable):  # it asks for the end of the stage
         reader.latestOffset({"initial": {"events": 0}}, ANY)
     assert made[0].closed
     assert "another relay is active" in caplog.text

@@ -1,4 +1,7 @@
-"""The partitions of a super stream, in the order of their bindings; and what later looks change."""
+"""The partitions of a super stream, in the order of their bindings.
+
+Later reads of the bindings may change them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ def binding(queue: str, order: object = None, kind: str = "queue") -> dict[str, 
 
 
 def test_partitions_are_in_the_order_of_their_bindings() -> None:
-    """As a number or as text; a queue that is bound twice is there once, one without an order is last."""
+    """A queue that is bound twice occurs once; a queue without an order is last."""
     bindings = [
         binding("none"), binding("b", 10), binding("a", "9"), binding("c", 8), binding("b", 7),
         binding("other", 0, "exchange"),
@@ -28,7 +31,7 @@ def test_partitions_are_in_the_order_of_their_bindings() -> None:
 
 
 def test_what_was_found_stays_while_the_api_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A query reads on; one that begins is told."""
+    """A running query continues, and a new query fails."""
     monkeypatch.setattr(stream_broker, "_LOOK_AGAIN", 0.0)
     monkeypatch.setattr(stream_broker, "exists", lambda *_: False)
     answers: list[Any] = [[binding("a", 0)], ManagementError("away"), [binding("a", 0), binding("b", 1)]]

@@ -1,4 +1,4 @@
-"""SIGTERM in the reader's process, which Spark sends twice."""
+"""SIGTERM in the process of a reader, which Spark sends twice."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ for line in range({_LINES}):
 
 @pytest.mark.slow
 def test_a_signal_that_interrupts_the_one_before_changes_nothing() -> None:
-    """At each line of its handler, and of what that calls: the process requeues once, and ends."""
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _PROGRAM]  # that it has forked
+    """It may arrive at any line of the first handler; the process requeues once."""
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _PROGRAM]  # about the fork
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == [said for line in range(_LINES) for said in ("requeued", f"{line} 0")]
     assert not done.stderr

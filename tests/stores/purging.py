@@ -1,4 +1,4 @@
-"""Tables of stores in SQL databases do not grow, wherever they run."""
+"""Checks that the tables of stores in SQL databases stay bounded."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ class Clock:
 
 
 def pace_of(subject: Subject) -> PurgePace:
-    """Return what paces the purges of a store in SQL, of either API."""
+    """Return the purge pace of a store in SQL, of either API."""
     store: Any = getattr(subject.store, "store", subject.store)
     pace: PurgePace = store._pace
     return pace
 
 
 def grow(subject: Subject, *, keys: int = 64, seconds: float = 2.0) -> None:
-    """Claim and complete so many keys at a time, so many seconds apart, and check what the table holds in the end.
+    """Claim and complete keys in rounds, and check the size of the table.
 
-    Those are the claims within retention and lease, and a few more.
+    Each round claims `keys` keys, and rounds are `seconds` apart. In the end the table holds the claims within
+    retention and lease, and a few more.
     """
     records = subject.age.__self__  # type: ignore[attr-defined]
     assert isinstance(records, Records)

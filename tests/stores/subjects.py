@@ -1,4 +1,4 @@
-"""The stores under test: all are called alike, and their records can be aged."""
+"""The stores under test, with one interface and records that can be aged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from reliable_mq.testing.store_contract import RETENTION, StoreOnThread, StoreUn
 
 @dataclass
 class Subject(StoreUnderTest):
-    """A store under test, and what to close after the test."""
+    """A store under test, and the resources to close after the test."""
 
     stack: ExitStack = field(default_factory=ExitStack)
 
@@ -38,7 +38,7 @@ class Subject(StoreUnderTest):
 
 
 class Bridged:
-    """An asyncio store on an event loop of its own, for consumers on other loops."""
+    """An asyncio store with its own event loop, for consumers on other loops."""
 
     def __init__(self, make: Callable[[], Any] | StoreOnThread) -> None:
         self.blocking = make if isinstance(make, StoreOnThread) else StoreOnThread(make)
@@ -75,7 +75,7 @@ def memory() -> Subject:
 
 
 class Records:
-    """The table of a store, which a test can change."""
+    """The table of a store, which tests change directly."""
 
     def __init__(self, engine: Engine, table: str = "reliable_mq_claims") -> None:
         self.engine, self.table = engine, table
@@ -104,7 +104,7 @@ class Records:
 
 
 def quick(engine: Engine) -> Engine:
-    """Make commits quick, as no test cuts the power."""
+    """Make commits fast: no test simulates a power failure."""
 
     @event.listens_for(engine, "connect")
     def connected(connection: Any, _record: object) -> None:
@@ -136,7 +136,7 @@ def sqlalchemy_sqlite(directory: Path) -> Subject:
 
 
 def sqlalchemy_async(url: str, records: Engine) -> Subject:
-    """On the same table as ``records``, another engine."""
+    """Return an asyncio store on another engine for the table of ``records``."""
     blocking = StoreOnThread(lambda: AsyncSQLAlchemyStore(create_async_engine(url), retention=RETENTION, timeout=30))
     blocking.run(blocking.store.create_table())
     subject = Records(records).subject(blocking)

@@ -1,4 +1,4 @@
-"""The contract of stores, for those that need no server."""
+"""The store contract for the stores that need no server."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class TestStores(StoreContract):
 
 
 def test_every_store_can_forget_failed_attempts(subject: Subject) -> None:
-    """The replay of dead letters needs it."""
+    """The replay of dead letters requires it."""
     assert isinstance(getattr(subject.store, "store", subject.store), ResettableStore)
 
 
 def test_a_history_in_which_two_hold_a_key_is_refuted() -> None:
-    """The checker of histories finds all wrong histories, and no others."""
+    """The checker of histories finds all wrong histories and no correct ones."""
 
     def claimed(token: int, begun: float, status: ClaimStatus = ClaimStatus.NEW) -> StoreCall:
         return StoreCall("a", "claim", 0, Claim("a", status, token), begun, begun + 1)
@@ -57,7 +57,7 @@ def test_a_history_in_which_two_hold_a_key_is_refuted() -> None:
 
 
 def test_a_lost_reply_may_be_of_a_call_that_took_effect_or_not() -> None:
-    """A claim takes effect once: two holders after it are one too many."""
+    """The claim takes effect at most once, so at most one later holder is allowed."""
 
     def claimed(token: int | None, begun: float, status: ClaimStatus = ClaimStatus.NEW) -> StoreCall:
         return StoreCall("a", "claim", 0, token and Claim("a", status, token), begun, begun + 1)

@@ -1,4 +1,4 @@
-"""The table of a store, as the manual shows it to those who make it by a migration of their own."""
+"""The table of a store, as the manual shows it for migrations."""
 
 from __future__ import annotations
 

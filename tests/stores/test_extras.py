@@ -1,4 +1,4 @@
-"""Stores that cannot be made: missing packages, wrong engines, wrong URLs."""
+"""Stores that cannot be created: missing packages, wrong engines, wrong URLs."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_redis_url_refusal_hides_its_unencoded_password(kind: Any, url: str) -
 
 
 def test_a_database_url_refusal_hides_its_unencoded_password() -> None:
-    """Its rest would be the host, which drivers show."""
+    """The text after the first ``@`` would be the host, which drivers show."""
     with pytest.raises(ConfigurationError, match="percent-encode") as caught:
         SQLAlchemyStore(create_engine("postgresql+psycopg://user:se@cret@db/orders"))
     assert "cret@" not in str(caught.value)
@@ -162,7 +162,7 @@ def test_an_engine_must_be_of_the_right_kind_and_database() -> None:
     ],
 )
 def test_an_option_that_redis_has_not_is_refused(kind: Any, url: str, options: dict[str, Any], named: str) -> None:
-    """Not by the first claim, and all that follow; nor may a claim wait for ever."""
+    """The constructor refuses it. Without a timeout, a claim could wait forever."""
     with pytest.raises(ConfigurationError, match=named):
         kind(url, **options)
 

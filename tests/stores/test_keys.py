@@ -64,7 +64,7 @@ def test_the_number_of_remembered_holders_is_bounded() -> None:
 
 
 def test_a_forked_child_does_not_repeat_claims_of_its_parent() -> None:
-    """Both would be granted the claim. Nor does it wait for a lock of the parent."""
+    """Otherwise both would get the claim. The child waits for no lock either."""
     unanswered = UnansweredClaims()
     claimed = unanswered.holders(["a"])
     unanswered.add(claimed)

@@ -1,4 +1,4 @@
-"""The memory store: one holder per key, tokens that fence, bounded memory."""
+"""The memory store: one holder per key, fencing tokens, bounded memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_key_is_claimed_once_and_done_once(clock: Clock) -> None:
     assert claim(store).status is IN_PROGRESS
     assert store.complete_many([first]) == [True]
     assert claim(store).status is DONE
-    assert store.complete_many([first]) == [True]  # asked again, because the first answer was lost
+    assert store.complete_many([first]) == [True]  # repeated, because the first answer was lost
     assert store.release_many([first], failed=True) == [False]
 
 
@@ -120,7 +120,7 @@ def test_a_full_store_forgets_the_oldest_settled_key_not_a_claim(clock: Clock) -
     store.complete_many([claim(store, "newest")])
     assert len(store) == 3
     assert [made.status for made in store.claim_many(["newer", "newest", "held"], 1.0)] == [DONE, DONE, IN_PROGRESS]
-    assert claim(store, "old").status is NEW  # forgotten; and in its place goes "newer"
+    assert claim(store, "old").status is NEW  # forgotten, and "newer" is evicted for it
     assert claim(store, "newest").status is DONE
     assert store.complete_many([held]) == [True]
 
@@ -188,7 +188,7 @@ def test_of_many_threads_one_wins_each_key() -> None:
 
 
 def test_a_forked_child_does_not_wait_for_a_lock_of_its_parent() -> None:
-    """Another thread may hold it at the fork, and there is no such thread in the child."""
+    """The lock may be held at the fork by a thread that the child does not have."""
     store = MemoryStore()
     claim(store, "parent")
     context = multiprocessing.get_context("fork")
@@ -205,7 +205,7 @@ def test_a_forked_child_does_not_wait_for_a_lock_of_its_parent() -> None:
 
 
 class Storing(RuleBasedStateMachine):
-    """A store with room to spare, beside a model that remembers everything.
+    """A store with spare capacity, compared with a model that forgets nothing.
 
     Invariants:
 
@@ -222,9 +222,9 @@ class Storing(RuleBasedStateMachine):
         super().__init__()
         self.clock = Clock()
         self.store = MemoryStore(retention=self.RETENTION, clock=self.clock)
-        self.done: dict[str, tuple[float, int]] = {}  # until when, and by which token
-        self.attempts: dict[str, tuple[int, float]] = {}  # how many, until when
-        self.holder: dict[str, tuple[int, float]] = {}  # newest token, end of its lease
+        self.done: dict[str, tuple[float, int]] = {}  # end of the retention, and the token of the holder
+        self.attempts: dict[str, tuple[int, float]] = {}  # number of attempts, and end of the retention
+        self.holder: dict[str, tuple[int, float]] = {}  # newest token, and end of its lease
         self.last_token = 0
 
     @rule(target=claims, keys=st.lists(st.sampled_from("abc"), min_size=1, max_size=3))
@@ -273,7 +273,7 @@ class Storing(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.5, 5.0, 10.0, 45.0]))
     def time_passes(self, seconds: float) -> None:
         self.clock.now += seconds
-        self.store.claim_many([], 1.0)  # what is over is forgotten whenever anybody claims
+        self.store.claim_many([], 1.0)  # every claim forgets expired records
         for key, (_, lease_ends) in list(self.holder.items()):
             if lease_ends + self.RETENTION <= self.clock.now:
                 del self.holder[key]

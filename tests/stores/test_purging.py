@@ -1,4 +1,4 @@
-"""Claims delete a few expired rows each, and do not suffer from it."""
+"""Claims delete a few expired rows each, and a failed purge does not affect them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ in_sqlalchemy = [subjects.sqlalchemy_sqlite, subjects.sqlalchemy_async_sqlite]
 
 
 def make_it_time(subject: Subject) -> None:
-    """As if a minute had passed."""
+    """Make the next purge due."""
     pace_of(subject)._not_before = pace_of(subject)._at_latest = 0.0
 
 
@@ -32,7 +32,7 @@ def make_it_time(subject: Subject) -> None:
 def test_a_purge_that_fails_costs_no_claim(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No holder would know of it, and its message would wait for the end of the lease."""
+    """Otherwise no holder would know of the claim until its lease ends."""
 
     def fails(_dialect: sql.SQLite, _limit: int, *, now: int) -> Steps[int]:
         yield Query(f"DELETE FROM what_is_not_there WHERE {now}", {})
@@ -49,7 +49,7 @@ def test_a_purge_that_fails_costs_no_claim(
 
 @pytest.mark.parametrize("make", [*in_sqlalchemy, subjects.sqlite])
 def test_claims_purge_what_is_over(make: Make, tmp_path: Path) -> None:
-    """Now and then, some rows at a time."""
+    """Each purge deletes a limited number of rows."""
     with make(tmp_path) as subject:
         done = subject.store.claim_many([f"k{number}" for number in range(20)], LEASE)
         assert all(subject.store.complete_many(done))
@@ -61,7 +61,7 @@ def test_claims_purge_what_is_over(make: Make, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", in_sqlalchemy)
 def test_a_claim_and_its_purge_have_one_deadline(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a call would take twice the timeout, once a minute."""
+    """Otherwise a call would take twice the timeout once a minute."""
     with make(tmp_path) as subject:
         store = getattr(subject.store, "store", subject.store)
         send, deadlines = store._send, []
@@ -85,7 +85,7 @@ def test_a_table_holds_what_is_not_over_and_little_more(make: Make, tmp_path: Pa
 
 
 def test_a_purge_reads_what_is_over_by_the_index(tmp_path: Path) -> None:
-    """And not the whole table, which is large, for a few rows."""
+    """It does not scan the whole table."""
     dialect = sql.SQLite("claims")
     ask = next(dialect.purge(250, now=1000))
     with closing(sqlite3.connect(tmp_path / "store.db")) as connection:
@@ -105,7 +105,7 @@ def clock() -> Clock:
 
 
 def test_the_first_claim_purges_and_the_next_ones_do_not(clock: Clock) -> None:
-    """Of processes that make a few claims each, each does its part."""
+    """The first claim of a process purges, so short processes purge too."""
     pace = PurgePace(clock)
     assert pace.claimed(1) == PurgePace.AT_LEAST
     pace.purged(3, PurgePace.AT_LEAST)
@@ -159,7 +159,7 @@ def test_a_purge_that_failed_is_not_tried_with_every_claim(clock: Clock) -> None
 def test_a_table_shrinks_to_what_it_must_hold_at_any_claim_rate(
     backlog: int, processes: list[tuple[int, float]]
 ) -> None:
-    """Each process claims so many keys at a time, so many seconds apart; rows are over at once."""
+    """Each process claims some keys at fixed intervals, and rows expire at once."""
     clock = Clock()
     over, claimed, ever = backlog, 0, 0
     paces = [PurgePace(clock) for _ in processes]

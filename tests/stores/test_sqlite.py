@@ -1,4 +1,4 @@
-"""The store in a file: what comes with files, processes and forks."""
+"""The store in a file, with several processes and forks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_claims_of_one_store_are_known_to_another_on_its_file(tmp_path: Path) ->
 
 
 def test_a_table_may_have_the_name_of_its_database(tmp_path: Path) -> None:
-    """``main`` is the file's own; its index is in the same."""
+    """``main`` is the database of the file, and the index is in it too."""
     engine = create_engine(f"sqlite:///{tmp_path}/store.db", poolclass=NullPool)
     made = SQLAlchemyStore(engine, table="main.done")
     made.create_table()
@@ -65,7 +65,7 @@ def test_a_closed_store_opens_again(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_has_a_connection_of_its_own(tmp_path: Path) -> None:
-    """Also where another thread of its parent held the store's lock at the fork."""
+    """This holds even if another thread of the parent held the lock at the fork."""
     path = tmp_path / "store.db"
     store = SQLiteStore(path)
     store.claim_many(["parent"], 60.0)
@@ -87,7 +87,7 @@ def test_a_forked_child_has_a_connection_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_may_close_its_copy_of_a_store_in_use(tmp_path: Path) -> None:
-    """As leaving ``with`` does; the connection stays the parent's."""
+    """Leaving ``with`` closes it. The connection stays open in the parent."""
     store = SQLiteStore(tmp_path / "store.db")
     store.claim_many(["parent"], 60.0)
     with store._lock:
@@ -113,7 +113,7 @@ def test_a_locked_file_is_an_error_after_the_timeout(tmp_path: Path) -> None:
 
 
 def test_a_new_file_that_is_locked_is_an_error_after_the_timeout(tmp_path: Path) -> None:
-    """Not after fifty times that: so often it was tried to switch it to a write-ahead log."""
+    """The up to fifty attempts to switch to a write-ahead log share one timeout."""
     path = tmp_path / "theirs.db"
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("CREATE TABLE theirs (id INTEGER)")
@@ -129,7 +129,7 @@ def test_a_new_file_that_is_locked_is_an_error_after_the_timeout(tmp_path: Path)
 
 
 def test_a_call_waits_for_others_however_long_its_timeout_is(tmp_path: Path) -> None:
-    """SQLite counts milliseconds in 32 bits, and takes a greater number for no waiting at all."""
+    """SQLite counts milliseconds in 32 bits and does not wait at all above that."""
     path = tmp_path / "store.db"
     claimed(path, ["a"])
     other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -154,7 +154,7 @@ def test_a_store_busy_in_another_thread_times_out_with_an_error(tmp_path: Path) 
 
 @contextlib.contextmanager
 def hold(lock: threading.Lock) -> Iterator[None]:
-    """Until the store is to be closed, which needs the lock."""
+    """Hold the lock of a store in the block. Closing the store needs the lock."""
     with lock:
         yield
 
@@ -178,7 +178,7 @@ def test_what_is_over_is_purged_and_the_rest_is_not(tmp_path: Path) -> None:
 
 
 def test_many_threads_open_a_new_file_at_once(tmp_path: Path) -> None:
-    """As the workers of several consumers do."""
+    """The workers of several consumers do this."""
     barrier = threading.Barrier(8)
     wins: list[str] = []
 
@@ -203,10 +203,10 @@ YEAR = 365 * 86400.0
 
 
 class Machine:
-    """A machine that is booted again and again, with whatever wall clock, and the stores that are made on it.
+    """A machine that is booted repeatedly, with any wall clock, and its stores.
 
     Attributes:
-        running: seconds for which it has run.
+        running: Seconds for which it has run.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
@@ -217,7 +217,7 @@ class Machine:
             monkeypatch.setattr(f"{module}.boot", lambda: (f"boot {self._boots}", int(self._offset * 1e6)))
 
     def boot(self, wall: float) -> None:
-        """Boot it. Its wall clock says so many seconds after 2026 began."""
+        """Boot it with a wall clock that is `wall` seconds after the start of 2026."""
         self._boots += 1
         self._since = 5.0
         self._offset = 56 * YEAR + wall
@@ -228,7 +228,7 @@ class Machine:
 
     @contextlib.contextmanager
     def store(self, kind: str) -> Iterator[SQLiteStore | SQLAlchemyStore]:
-        """A store of a process that is new."""
+        """Return the store of a new process."""
         if kind == "sqlite":
             with SQLiteStore(self.path, retention=RETENTION) as store:
                 yield store
@@ -253,7 +253,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
 @pytest.mark.parametrize("wrong", [-56 * YEAR, 4 * YEAR], ids=["1970", "2030"])
 @pytest.mark.parametrize("kind", ["sqlite", "sqlalchemy"])
 def test_a_boot_with_a_wrong_clock_keeps_leases_and_retention(machine: Machine, kind: str, wrong: float) -> None:
-    """Neither that boot nor the next, whose clock is right."""
+    """They survive that boot and the next one, which has a correct clock."""
     for wall in (0.0, wrong, 3600.0):
         machine.boot(wall)
         with machine.store(kind) as store:
@@ -292,7 +292,7 @@ def test_a_file_begun_with_a_wrong_clock_keeps_its_own_time(machine: Machine, ki
 def test_retention_counts_running_time_whatever_the_boot_clocks(
     walls: list[float], runs: list[float], kinds: list[str]
 ) -> None:
-    """And no longer than the lease above that, since each boot goes on where the last claim was."""
+    """It is exceeded by at most the lease: a boot continues from the last claim."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as directory:
         machine = Machine(patch, Path(directory) / "store.db")
         done: dict[str, float] = {}
@@ -311,7 +311,7 @@ def test_retention_counts_running_time_whatever_the_boot_clocks(
 
 
 def test_a_base_of_the_clock_that_was_rolled_back_is_not_kept(machine: Machine) -> None:
-    """Another process may have found another one meanwhile."""
+    """Another process may have stored another base in the meantime."""
     machine.boot(0.0)
     engine = create_engine(f"sqlite:///{machine.path}", poolclass=NullPool)
     store = SQLAlchemyStore(engine, retention=RETENTION)

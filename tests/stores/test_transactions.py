@@ -1,4 +1,7 @@
-"""Transactions that make deliveries done, as far as a SQLite file shows: servers are in integration/test_inbox.py."""
+"""Transactions that complete deliveries, on SQLite files.
+
+Tests with servers are in integration/test_inbox.py.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ INSERT = text("INSERT INTO effects (id) VALUES (:id)")
 
 
 def held(claim: Claim, transaction: Callable[..., Any]) -> Delivery:
-    """A delivery whose handler runs, with this claim."""
+    """Return a delivery that a handler processes, with this claim."""
     made = delivery(message_id=claim.key)
     made.inbox_claim = InboxClaim(claim, transaction)
     return made
@@ -90,7 +93,7 @@ def test_a_transaction_is_committed_with_the_record_and_says_so(store: SQLAlchem
 
 
 def test_an_error_in_a_transaction_is_the_databases_own(store: SQLAlchemyStore, path: Path) -> None:
-    """Nothing is committed, and the claim is as it was."""
+    """Nothing is committed, and the claim is unchanged."""
     one = held(store.claim_many(["a"], 60.0)[0], store.transaction)
     with pytest.raises(IntegrityError), one.transaction() as session:
         session.execute(INSERT, [{"id": "a"}, {"id": "a"}])
@@ -120,7 +123,7 @@ def lose_the_answer_to_a_commit(engine: Engine) -> None:
 def test_a_retry_after_a_lost_commit_commits_nothing(
     store: SQLAlchemyStore, engine: Engine, path: Path, own: bool
 ) -> None:
-    """The handler has a retry of its own around the block: its effect is there already."""
+    """The handler retries the block, whose effect is already committed."""
     one = held(store.claim_many(["a"], 60.0)[0], store.transaction)
 
     def write() -> None:
@@ -162,7 +165,7 @@ def test_on_a_loop_a_retry_after_a_lost_commit_commits_nothing(path: Path) -> No
 
 
 def test_a_retry_after_a_commit_that_failed_commits(store: SQLAlchemyStore, engine: Engine, path: Path) -> None:
-    """Nothing was committed, so the claim is as it was."""
+    """Nothing was committed, so the claim is unchanged."""
     one = held(store.claim_many(["a"], 60.0)[0], store.transaction)
     commit = engine.dialect.do_commit
 
@@ -182,7 +185,7 @@ def test_a_retry_after_a_commit_that_failed_commits(store: SQLAlchemyStore, engi
 
 
 def test_a_second_block_after_a_commit_is_committed_too(store: SQLAlchemyStore, engine: Engine, path: Path) -> None:
-    """Unless the answer to its own commit was lost: a third one would perhaps repeat it."""
+    """It is refused only after a commit with a lost answer, which it might repeat."""
     one = held(store.claim_many(["a"], 60.0)[0], store.transaction)
     for number in range(2):
         with one.transaction() as session:
@@ -213,7 +216,7 @@ def test_a_transaction_may_take_the_record_in_twice(store: SQLAlchemyStore, engi
 def test_a_handler_that_ends_the_transaction_itself_is_told(
     store: SQLAlchemyStore, path: Path, ends: Callable[[Session], None]
 ) -> None:
-    """The record would not be in it."""
+    """Otherwise the inbox record would not be part of the transaction."""
     one = held(store.claim_many(["a"], 60.0)[0], store.transaction)
     with pytest.raises(UsageError, match="leave the commit"), one.transaction() as session:
         ends(session)
@@ -233,7 +236,7 @@ def test_a_handler_that_ends_the_transaction_itself_is_told(
     "url", ["postgresql+psycopg://db/orders", "mysql+pymysql://db/orders", "sqlite:////x/orders.db"]
 )
 def test_an_engine_that_commits_each_statement_is_refused(url: str) -> None:
-    """However it was told to; of the asyncio kind, too."""
+    """This holds for every way to set it, and for asyncio engines."""
     for engine in (
         create_engine(url, isolation_level="AUTOCOMMIT"),
         create_engine(url, execution_options={"isolation_level": "AUTOCOMMIT"}),
@@ -247,7 +250,10 @@ def test_an_engine_that_commits_each_statement_is_refused(url: str) -> None:
 
 
 def test_a_session_that_commits_each_statement_is_refused(store: SQLAlchemyStore, engine: Engine, path: Path) -> None:
-    """Before the handler has written anything: that of a `sessionmaker` of the user's, or a connection for `inbox`."""
+    """The error is raised before the handler writes anything.
+
+    It covers the user's `sessionmaker` and a connection for `inbox`.
+    """
     each = engine.execution_options(isolation_level="AUTOCOMMIT")
     by_driver = create_engine(f"sqlite:///{path}", connect_args={"isolation_level": None})
     for number, other in enumerate((each, by_driver)):
@@ -277,7 +283,10 @@ def test_an_asyncio_session_in_autocommit_mode_is_refused(path: Path) -> None:
 
 
 def begin_as_sqlalchemy_says(engine: Engine) -> None:
-    """The recipe of SQLAlchemy's documentation, by which transactions of SQLite are what they are elsewhere."""
+    """Begin transactions explicitly, as SQLAlchemy's documentation recommends.
+
+    Transactions of SQLite then behave like those of other databases.
+    """
 
     @event.listens_for(engine, "connect")
     def connected(connection: Any, _record: object) -> None:
@@ -306,7 +315,7 @@ def test_the_inbox_works_with_transactions_begun_by_an_event(path: Path) -> None
 def test_the_async_inbox_works_with_transactions_begun_by_events(path: Path) -> None:
     async def scenario(store: AsyncSQLAlchemyStore, engine: AsyncEngine) -> None:
         begin_as_sqlalchemy_says(engine.sync_engine)
-        await engine.dispose()  # its connections of before
+        await engine.dispose()  # the earlier connections
         one = held((await store.claim_many(["a"], 60.0))[0], store.transaction)
         async with one.transaction() as session:
             await session.execute(INSERT, {"id": "a"})
@@ -316,7 +325,7 @@ def test_the_async_inbox_works_with_transactions_begun_by_events(path: Path) -> 
 
 
 def test_a_transaction_has_its_lock_from_the_beginning(store: SQLAlchemyStore, path: Path) -> None:
-    """One that had looked before another wrote would be refused its own writing, whatever it waited."""
+    """SQLite refuses a write after a read if another connection wrote in between."""
     one = held(store.claim_many(["a"], 60.0)[0], store.transaction)
     with one.transaction() as session:
         assert session.execute(text("SELECT count(*) FROM effects")).scalar_one() == 0
@@ -329,7 +338,7 @@ def test_a_transaction_has_its_lock_from_the_beginning(store: SQLAlchemyStore, p
 
 
 def test_any_number_may_create_the_table_at_once(tmp_path: Path) -> None:
-    """A fleet that starts."""
+    """All processes of a fleet may start at the same time."""
     url = f"sqlite:///{tmp_path / 'fleet.db'}"
     errors: list[BaseException] = []
     barrier = threading.Barrier(8)
@@ -352,14 +361,14 @@ def test_any_number_may_create_the_table_at_once(tmp_path: Path) -> None:
 
 
 def transactions_of(engine: Engine) -> list[object]:
-    """The transactions that an engine begins."""
+    """Return a list to which the transactions of an engine are added."""
     transactions: list[object] = []
     event.listen(engine, "begin", transactions.append)
     return transactions
 
 
 def test_a_table_that_cannot_be_created_is_an_error_at_once(store: SQLAlchemyStore, engine: Engine, path: Path) -> None:
-    """Another attempt would end the same way."""
+    """A retry would fail in the same way."""
     store._sql.ddl = ("CREATE TABLE effects (id TEXT)",)
     transactions = transactions_of(engine)
     with pytest.raises(OperationalError, match="already exists"):
@@ -461,7 +470,7 @@ def test_on_a_loop_one_stale_delivery_rolls_back_its_batch(path: Path) -> None:
 
 
 def test_on_a_loop_the_inbox_record_joins_a_session_of_the_user(path: Path) -> None:
-    """Whether it is committed, the store does not see: the consumer asks where the handler raises."""
+    """The store does not see the commit: if the handler raises, the consumer asks."""
 
     async def scenario(store: AsyncSQLAlchemyStore, engine: AsyncEngine) -> None:
         one, other = (held(claim, store.transaction) for claim in await store.claim_many(["a", "b"], 60.0))
@@ -481,7 +490,7 @@ def test_on_a_loop_the_inbox_record_joins_a_session_of_the_user(path: Path) -> N
 
 @pytest.mark.parametrize("moment", ["begun", "committed", "rolled back"])
 def test_on_a_loop_a_cancelled_transaction_frees_its_connection(path: Path, moment: str) -> None:
-    """SQLite's lock goes with the connection: with one that is kept, nobody could write any more."""
+    """SQLite's lock is freed with the connection. Otherwise no one could write."""
 
     async def scenario(_store: AsyncSQLAlchemyStore, engine: AsyncEngine) -> None:
         calls: list[str] = []

@@ -1,4 +1,4 @@
-"""How long a caller waits for a confirmation."""
+"""The time that a caller waits for a confirmation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     ],
 )
 def test_it_waits_as_long_as_a_duration_says(timeout: Duration | None, waits: float | None) -> None:
-    """The rest of a deadline that has passed is none; a wait may be endless."""
+    """A deadline that has passed leaves no time, and a wait may be endless."""
     assert time_to_wait(timeout) == waits
 
 

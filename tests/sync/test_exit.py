@@ -1,4 +1,4 @@
-"""What is closed when the interpreter exits. No broker."""
+"""Clients are closed when the interpreter exits. No broker."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_publisher_that_cannot_be_closed_keeps_no_other(
 def test_outboxes_are_flushed_and_closed_at_exit_without_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Python 3.12 starts no thread any more when the interpreter exits."""
+    """Python 3.12 refuses to start threads when the interpreter exits."""
     monkeypatch.setattr(publisher_module, "_open_publishers", set())
     publishers = [Publisher(NOBODY, outbox=SQLiteOutbox(tmp_path / f"outbox {number}")) for number in range(2)]
     for publisher in publishers:

@@ -1,6 +1,7 @@
-"""What an exception of a signal handler leaves behind that comes while something is entered or left. No broker.
+"""A signal handler raises while a block is entered or left. No broker.
 
-Python runs signal handlers between any two steps of the main thread: here the exception comes at each of them in turn.
+Python runs signal handlers between any two steps of the main thread. The exception is raised at each of them in turn,
+and the tests check what is left behind.
 """
 
 from __future__ import annotations
@@ -31,24 +32,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from types import FrameType
 
-# A socket whose making is interrupted is closed when it is collected, with a warning; so is nothing else.
+# If the creation of a socket is interrupted, its garbage collection closes it with a warning.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Exception ignored in.*<socket.socket:pytest.PytestUnraisableExceptionWarning",
     "ignore:unclosed <socket.socket:ResourceWarning",
 )
 
 EVERY = 3  # steps
-WAITS = ("_await_first_attempts", "wait_connected")  # for the whole of the time to connect
+WAITS = ("_await_first_attempts", "wait_connected")  # both wait for connect_timeout
 
 entered: list[str] = []  # the blocks that were reached
 
 
 class Interrupted(Exception):
-    """As Celery's soft time limit is one."""
+    """An exception like Celery's soft time limit."""
 
 
 class Interruption:
-    """Raises at the n-th line that the sync API and its engine run on this thread."""
+    """Raises at the n-th line of the sync API and its engine on this thread."""
 
     def __init__(self, step: int) -> None:
         self.left = step
@@ -56,14 +57,13 @@ class Interruption:
 
     def __call__(self, frame: FrameType, _event: str, _argument: Any) -> Callable[..., Any] | None:
         inside = any(part in frame.f_code.co_filename for part in ("reliable_mq/sync/", "reliable_mq/engine/"))
-        # Between the last step of entering and the block, and before the first of leaving it, nobody could do anything.
+        # No code could react between the last step of entering and the block, or before the first step of leaving.
         return self.line if inside and frame.f_code.co_name not in ("__enter__", "__exit__") else None
 
     def line(self, frame: FrameType, event: str, _argument: Any) -> Callable[..., Any]:
         if event == "line":
             self.left -= 1
-            # No signal handler runs at the beginning of a ``try``, which is not guarded, nor between the block of a
-            # ``with`` and its exit, which is on the line of the ``with``: tracing sees both.
+            # Tracing sees the beginning of a ``try`` and the end of a ``with`` block, but no signal handler runs there.
             statement = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
             if self.left <= 0 and not self.where and not statement.startswith(("try:", "with ")):
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
@@ -86,14 +86,14 @@ def signal_raises() -> Iterator[None]:
 
 
 def interrupt_when(condition: Callable[[], bool]) -> None:
-    """Send SIGUSR1 to the main thread once a condition holds."""
+    """Send SIGUSR1 to the main thread once a condition is true."""
     wait_until(condition, timeout=20, what="what is waited for before the signal")
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
 
 @pytest.fixture
 def silent() -> Iterator[str]:
-    """A server that accepts and says nothing."""
+    """Yield the URL of a server that accepts connections and sends nothing."""
     with closing(socket.socket()) as server:
         server.bind(("127.0.0.1", 0))
         server.listen(200)
@@ -125,7 +125,10 @@ def leftovers() -> list[str]:
 
 
 def descriptors() -> list[str]:
-    """What this process has open, by descriptor; but for the listing itself, which is closed again."""
+    """Return the open descriptors of this process.
+
+    The descriptor of the listing itself is closed, so it is left out.
+    """
     found = []
     for link in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
@@ -143,7 +146,7 @@ def nothing_is_left(where: str, before: list[str]) -> None:
 
 
 def interrupt(use: Callable[[str, Path], None], url: str, path: Path, step: int) -> str:
-    """Where it was interrupted; empty where it was over before."""
+    """Return where the call was interrupted, or an empty text if it ended first."""
     interruption = Interruption(step)
     tracer = sys.gettrace()
     sys.settrace(interruption)
@@ -157,7 +160,10 @@ def interrupt(use: Callable[[str, Path], None], url: str, path: Path, step: int)
 
 
 def interrupt_to_the_end(use: Callable[[str, Path], None], path: Path, steps: range) -> None:
-    """Interrupt at one step after the other, without a broker, until it is over before."""
+    """Interrupt at one step after the other, until the call ends first.
+
+    There is no broker.
+    """
     before = descriptors()
     for step in steps:
         where = interrupt(use, "amqp://guest:guest@127.0.0.1:1/", path, step)
@@ -174,7 +180,10 @@ def interrupt_to_the_end(use: Callable[[str, Path], None], path: Path, steps: ra
 def test_an_interrupted_entering_leaves_no_thread(
     silent: str, tmp_path: Path, use: Callable[[str, Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever step of it the exception comes at: nobody is there to leave what was never entered."""
+    """The block was never entered, so nothing leaves it.
+
+    This holds for every step.
+    """
     caplog.set_level(logging.CRITICAL)
     entered.clear()
     before = descriptors()
@@ -208,21 +217,24 @@ def running_consumer(url: str, _: Path) -> None:
 def test_an_interrupted_stop_leaves_no_thread_of_a_consumer(
     tmp_path: Path, use: Callable[[str, Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of ``with``, and of `Consumer.run`."""
+    """This holds for ``with`` and for `Consumer.run`."""
     caplog.set_level(logging.CRITICAL)
     interrupt_to_the_end(use, tmp_path, range(100, 10_000, EVERY))
 
 
 @pytest.mark.slow
 def test_an_interrupted_leaving_closes_a_publisher(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A time limit that strikes in the flush at the end of a block gives up what is left, and disconnects."""
+    """A time limit interrupts the flush at the end of a block.
+
+    The publisher gives up what is left, and disconnects.
+    """
     caplog.set_level(logging.CRITICAL)
     interrupt_to_the_end(publisher, tmp_path, range(100, 10_000))
 
 
 @pytest.mark.slow
 def test_close_raises_a_failure_an_interrupted_publish_missed() -> None:
-    """It waits for a confirm that does not come, and its time is over after the interruption."""
+    """The publish expires without a confirm after the interruption."""
     with ScriptedBroker() as broker, ExitStack() as leaving:
         publisher = leaving.enter_context(Publisher(broker.url))
         interrupting = threading.Thread(target=interrupt_when, args=(lambda: len(broker.published) == 1,))
@@ -237,7 +249,7 @@ def test_close_raises_a_failure_an_interrupted_publish_missed() -> None:
 def test_close_raises_a_failure_whose_submit_was_interrupted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The message is in the inbox, and its caller does not come to waiting."""
+    """The message is in the inbox, and its caller has not begun to wait."""
     with ScriptedBroker() as broker, ExitStack() as leaving:
         broker.script = lambda published: published.channel.nack(published.number)
         publisher = leaving.enter_context(Publisher(broker.url, retry=RetryPolicy(max_attempts=1)))
@@ -255,7 +267,10 @@ def test_close_raises_a_failure_whose_submit_was_interrupted(
 
 
 def test_a_failure_as_its_publish_is_interrupted_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The outcome is written when the exception comes, and the I/O thread has not settled it yet."""
+    """The exception comes after the outcome is written.
+
+    The I/O thread has not settled the publish yet.
+    """
     noted = threading.Event()
     settle, not_reported = BasePublisherChannel._settle, BasePublisherChannel.not_reported
 

@@ -1,7 +1,7 @@
-"""What an exception of a signal handler leaves behind that comes within a call: nothing stays locked, or lost.
+"""A signal handler raises within a call: nothing stays locked or is lost.
 
-Python runs signal handlers where a function begins, after a call of what is written in C, and where a loop goes back.
-Here the exception comes at each of these places in turn, those of the standard library's `threading` included.
+Python runs signal handlers at the start of a function, after a call of a C function, and at the end of a loop turn. The
+exception is raised at each of these places in turn, including those in the standard library's `threading`.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from tests.contract.scripted_broker import Published
 
 INSIDE = ("/reliable_mq/", "/threading.py", "/contextlib.py")
-PATIENCE = 10.0  # seconds for another thread, which nothing keeps waiting
+PATIENCE = 10.0  # seconds for another thread, which nothing should delay
 
 
 class Interrupted(Exception):
-    """As Celery's soft time limit is one."""
+    """An exception like Celery's soft time limit."""
 
 
 @cache
 def places(code: CodeType) -> dict[int, tuple[bool, bool]]:
-    """By offset: whether the instruction before is a call, and whether it jumps back."""
+    """Return, by offset, whether a call comes before, and whether it jumps back."""
     found: dict[int, tuple[bool, bool]] = {}
     call = False
     for instruction in dis.get_instructions(code):
@@ -52,12 +52,12 @@ def places(code: CodeType) -> dict[int, tuple[bool, bool]]:
 
 
 class Interruption:
-    """Raises at the n-th of these places on this thread, in a block."""
+    """Raises at the n-th of these places on this thread, within a block."""
 
     def __init__(self, step: int) -> None:
         self.left = step
         self.over = False
-        self._returned_to: FrameType | None = None  # a call of Python's own ends without such a place
+        self._returned_to: FrameType | None = None  # the end of a Python function's call is not such a place
 
     def __enter__(self) -> Self:
         self._before = sys.gettrace()
@@ -111,7 +111,10 @@ def on_another_thread(call: Callable[[], object], what: str) -> None:
 
 
 def interrupt_everywhere(call: Callable[[], object], check: Callable[[], object], least: int) -> None:
-    """Interrupt a call at each place in turn, and check on another thread what is left."""
+    """Interrupt a call at each place in turn.
+
+    After each, another thread checks what is left.
+    """
     for step in count(1):
         interruption = Interruption(step)
         with suppress(Interrupted), interruption:
@@ -151,7 +154,10 @@ def test_others_publish_after_an_interrupted_publish() -> None:
 
 @pytest.mark.slow
 def test_an_interrupted_get_takes_nothing_and_blocks_nobody() -> None:
-    """Deliveries that nobody has would use up the prefetch: the next call is refused then."""
+    """Deliveries without an owner would use up the prefetch.
+
+    The next call would be refused.
+    """
     with ScriptedBroker() as broker, Consumer(broker.url, Queue("orders"), prefetch=3) as consumer:
 
         def get() -> None:
@@ -200,7 +206,7 @@ def test_an_interrupted_stop_leaves_the_work_queue_usable() -> None:
 
 
 def test_close_waits_only_a_bounded_time_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its thread may hang; what is left then can still be closed."""
+    """Its thread may hang. The rest can still be closed."""
     monkeypatch.setattr(consumer_module, "END_TIMEOUT", 0.1)
     consumer = Consumer("amqp://guest:guest@127.0.0.1:1/", Queue("orders"), stop_timeout=0.1)
     began = time.monotonic()
@@ -209,7 +215,7 @@ def test_close_waits_only_a_bounded_time_for_the_end(monkeypatch: pytest.MonkeyP
 
 
 def test_a_signal_handler_may_close_threads_that_a_call_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call is made all the same, and no thread stays."""
+    """The call is still made, and no thread is left."""
     executor = DaemonExecutor("closed-meanwhile", 2)
     start = threading.Thread.start
 

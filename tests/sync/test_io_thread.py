@@ -1,4 +1,4 @@
-"""The I/O thread without a broker: what a dead port, a silent peer and a broken loop lead to."""
+"""The I/O thread with a dead port, a silent peer or a broken loop. No broker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Client:
-    """Keeps failures; nothing else can happen without a broker."""
+    """Keeps failures, which are the only events without a broker."""
 
     def __init__(self) -> None:
         self.failures: list[tuple[Exception, bool]] = []
@@ -39,7 +39,7 @@ class Client:
 
 @pytest.fixture
 def silent_peer() -> Iterator[Endpoint]:
-    """Accepts connections (the kernel does) and says nothing."""
+    """Yield the endpoint of a server that accepts connections and sends nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield Endpoint("127.0.0.1", server.getsockname()[1])
 
@@ -113,7 +113,10 @@ def test_a_broken_loop_is_reported_and_still_runs_queued_calls(
 
 
 def test_a_signal_handler_may_queue_a_call_during_another_one(silent_peer: Endpoint) -> None:
-    """The handler may even wait for the call: the I/O thread needs no lock that the interrupted thread could hold."""
+    """The handler may even wait for the call.
+
+    The I/O thread needs no lock that the interrupted thread could hold.
+    """
     io = io_thread(silent_peer, Client())
     io.start()
     ran = threading.Event()
@@ -125,7 +128,7 @@ def test_a_signal_handler_may_queue_a_call_during_another_one(silent_peer: Endpo
 
 
 def test_a_call_queued_at_the_thread_end_runs_once_or_is_refused(silent_peer: Endpoint) -> None:
-    """However a call races with the end of the thread, its answer says what became of it."""
+    """The result of `call_soon` is right, even if the thread ends at that moment."""
     for _ in range(30):
         io = io_thread(silent_peer, Client())
         io.start()
@@ -144,7 +147,7 @@ def test_a_call_queued_at_the_thread_end_runs_once_or_is_refused(silent_peer: En
 
 
 def test_a_forked_copy_does_not_touch_the_parents_connection(silent_peer: Endpoint) -> None:
-    """Collected in a child, it closes its copies of the descriptors and shuts nothing down."""
+    """In the child, it closes its copies of the descriptors, and shuts nothing down."""
     io = io_thread(silent_peer, Client())
     io.start()
     finished = threading.Event()
@@ -185,7 +188,10 @@ def test_a_call_in_the_background_is_answered_whatever_it_does() -> None:
 def test_a_background_call_runs_inline_if_no_thread_can_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An interpreter that exits refuses new threads; it may still have to look up a host name."""
+    """An interpreter that exits refuses new threads.
+
+    It may still have to look up a host name.
+    """
 
     def refuse(_thread: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")

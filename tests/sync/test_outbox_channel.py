@@ -1,4 +1,4 @@
-"""Waiting on the way into an outbox, on the sync API. No broker is needed."""
+"""Waiting for an outbox, on the sync API. No broker is needed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOBODY = "amqp://guest:guest@127.0.0.1:1/"
 
 
 def test_who_flushes_while_the_publisher_is_closed_is_told(tmp_path: Path) -> None:
-    """Nobody relays any more: what is left would be waited for without end."""
+    """Nothing relays the remaining rows any more, so the wait would never end."""
     publisher = Publisher("amqp://guest:guest@127.0.0.1:1/", outbox=SQLiteOutbox(tmp_path / "outbox"))
     publisher.publish(Message(b"1"), routing_key="orders")
     with ThreadPoolExecutor() as pool:
@@ -42,7 +42,7 @@ def test_who_flushes_while_the_publisher_is_closed_is_told(tmp_path: Path) -> No
 
 
 def test_a_flush_that_asks_a_closed_outbox_leaves_no_file_open(tmp_path: Path) -> None:
-    """Its question opens the file anew."""
+    """The flush opens the file again."""
     outbox = LateQuestion(tmp_path / "outbox")
     publisher = Publisher(NOBODY, outbox=outbox)
     publisher.publish(Message(b""), routing_key="q")
@@ -56,7 +56,7 @@ def test_a_flush_that_asks_a_closed_outbox_leaves_no_file_open(tmp_path: Path) -
 
 
 def test_an_opening_that_is_interrupted_leaves_no_relay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would keep the lock, and others from relaying what is in the file."""
+    """A relay would keep the lock, and no other could relay the rows."""
 
     def interrupted(_: object) -> None:
         raise KeyboardInterrupt
@@ -86,7 +86,7 @@ def test_opening_is_retried_after_its_threads_failed_to_start(tmp_path: Path, na
 
 
 class HangingOutbox(SQLiteOutbox):
-    """Opens when it is told to."""
+    """An outbox that opens when it is told to."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -113,7 +113,10 @@ def hanging(tmp_path: Path) -> Iterator[HangingOutbox]:
 
 
 def test_deadlines_hold_beside_an_opening_that_hangs(hanging: HangingOutbox) -> None:
-    """Of publishing, flushing and closing; who still waits when the publisher is closed is told."""
+    """Publishing, flushing and closing end in time.
+
+    A caller that still waits at the close gets an error.
+    """
     publisher = Publisher(NOBODY, outbox=hanging, name="hanging")
     with ThreadPoolExecutor() as pool:
         waits = pool.submit(publisher.publish, Message(b""), routing_key="q", timeout=60)
@@ -129,7 +132,10 @@ def test_deadlines_hold_beside_an_opening_that_hangs(hanging: HangingOutbox) -> 
 
 
 def test_an_opening_that_hung_is_waited_for_again(hanging: HangingOutbox) -> None:
-    """There is one at a time, and a publisher that was not opened in time may be later."""
+    """Only one opening runs at a time.
+
+    A publisher that timed out may be opened later.
+    """
     publisher = Publisher(NOBODY, outbox=hanging, name="hanging")
     for _ in range(10):
         with pytest.raises(OutboxError, match="not opened"):
@@ -142,7 +148,10 @@ def test_an_opening_that_hung_is_waited_for_again(hanging: HangingOutbox) -> Non
 
 
 def test_an_opening_that_nobody_waits_for_any_more_takes_no_hold(hanging: HangingOutbox) -> None:
-    """Who could not enter a publisher does not leave it, and would leave the lock of its relay behind."""
+    """A publisher that was not entered is not left.
+
+    It would keep the lock of its relay.
+    """
     publisher = Publisher(NOBODY, outbox=hanging, name="hanging", delivery_timeout=0.1)
     with pytest.raises(OutboxError, match="not opened"), publisher:
         pytest.fail("it was entered")
@@ -161,7 +170,10 @@ def test_an_opening_that_nobody_waits_for_any_more_takes_no_hold(hanging: Hangin
 
 
 def test_connecting_starts_the_relay(tmp_path: Path) -> None:
-    """Also where no broker is there yet: what earlier processes have left is relayed when there is."""
+    """This holds even without a broker.
+
+    Rows of earlier processes are relayed once there is one.
+    """
     publisher = Publisher(NOBODY, outbox=SQLiteOutbox(tmp_path / "outbox"), name="test-connect")
     with pytest.raises(BrokerUnavailable):
         publisher.connect()
@@ -175,7 +187,7 @@ def test_an_empty_outbox_is_flushed_without_waiting(tmp_path: Path) -> None:
 
 
 class Gated(SQLiteOutbox):
-    """An outbox that writes when it is let, one transaction at a time."""
+    """An outbox that writes one transaction at a time, when it is released."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -189,7 +201,7 @@ class Gated(SQLiteOutbox):
 
 
 def test_small_messages_do_not_keep_a_large_one_from_the_outbox(tmp_path: Path) -> None:
-    """Room that is freed bit by bit is kept for the one that came first."""
+    """Room that is freed little by little is kept for the first caller."""
     outbox = Gated(tmp_path / "outbox")
     publisher = Publisher("amqp://guest:guest@127.0.0.1:1/", outbox=outbox, max_outstanding_bytes=1000)
 
@@ -215,7 +227,7 @@ def test_small_messages_do_not_keep_a_large_one_from_the_outbox(tmp_path: Path) 
 
 
 class GoneOutbox(SQLiteOutbox):
-    """Its database goes away when it is told to."""
+    """An outbox whose database disappears when it is told to."""
 
     gone = False
 
@@ -242,7 +254,7 @@ def test_closing_without_the_database_is_told_in_a_line(tmp_path: Path, caplog: 
 
 
 def test_an_error_of_sending_ends_no_relay(caplog: pytest.LogCaptureFixture) -> None:
-    """The rows come back without blame, and are sent again."""
+    """The rows are returned without an attempt, and are sent again."""
     rows = [OutboxRow(number, Message(b""), "", "q", True, None, 0, False) for number in (1, 2)]
     sent: list[int] = []
 
@@ -261,7 +273,7 @@ def test_an_error_of_sending_ends_no_relay(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_a_refused_question_thread_does_not_stop_a_close(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The relay ends and releases its rows; the only thread for questions hangs."""
+    """The relay ends and releases its rows, although the only query thread hangs."""
     outbox = LateQuestion(tmp_path / "outbox")
     publisher = Publisher(NOBODY, outbox=outbox)
     publisher.publish(Message(b""), routing_key="q")

@@ -1,4 +1,4 @@
-"""The republisher: every dead letter that is put is answered once, whatever its publisher does."""
+"""The republisher reports every dead letter once, whatever its publisher does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RETURNED = PublishReturned("no queue", reply_code=312, reply_text="NO_ROUTE", ex
 
 
 class Confirmation:
-    """Settled as it is told, at once."""
+    """A confirmation that is settled at once."""
 
     def __init__(self, error: PublishError | None) -> None:
         self._error = error
@@ -31,7 +31,7 @@ class Confirmation:
 
 
 class Publisher:
-    """Answers ``submit`` with what was scripted: an outcome, or an exception to raise."""
+    """A publisher with scripted results of ``submit``: outcomes and exceptions."""
 
     def __init__(self, *script: Exception | None) -> None:
         self.script = list(script)
@@ -109,7 +109,10 @@ def test_each_republish_is_sent_unchanged_and_gets_its_outcome(
 def test_a_publish_that_cannot_be_watched_answers_an_error(
     make: Callable[[Publisher], Republisher], answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread for callbacks could not be started, say: whether it is confirmed will never be known."""
+    """The thread for callbacks cannot start, for example.
+
+    So it will never be known whether the message is confirmed.
+    """
 
     def refuse(_confirmation: Confirmation, _callback: object) -> None:
         raise RuntimeError("can't start new thread")

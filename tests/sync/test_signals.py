@@ -1,4 +1,4 @@
-"""Signals to a main thread that waits, and to forked children."""
+"""Signals to a waiting main thread, and to forked children."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ NOBODY = "amqp://guest:guest@127.0.0.1:1/"
 
 @pytest.mark.parametrize("for_any", [False, True])
 def test_a_waiting_main_thread_handles_a_signal_to_another(for_any: bool) -> None:
-    """As one is that comes just before the wait, be it for an event or for any signal: nothing interrupts it."""
+    """The signal does not interrupt the wait.
+
+    It may come just before the wait, or go to another thread.
+    """
     over = threading.Event()
     received: SimpleQueue[int] = SimpleQueue()
     waiting = threading.Event()
@@ -34,7 +37,7 @@ def test_a_waiting_main_thread_handles_a_signal_to_another(for_any: bool) -> Non
 
     def be_killed() -> None:
         waiting.wait(10)
-        time.sleep(0.1)  # the main thread has nothing left but to wait; earlier would do as well
+        time.sleep(0.1)  # the main thread only waits by now; an earlier signal would do too
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
 
     before = signal.signal(signal.SIGTERM, handle)
@@ -60,7 +63,10 @@ def test_a_waiting_main_thread_handles_a_signal_to_another(for_any: bool) -> Non
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_child_forked_during_run(number: signal.Signals) -> None:
-    """A handler's thread forks, as `multiprocessing` does; the parent's handlers would only stop a copy."""
+    """The thread of a handler forks, as `multiprocessing` does.
+
+    The parent's handlers would only stop a copy of the consumer.
+    """
     consumer = Consumer(NOBODY, "orders", lambda _: None)
     ends: list[int] = []
 
@@ -86,7 +92,7 @@ def test_a_signal_ends_a_child_forked_during_run(number: signal.Signals) -> None
 def test_a_stop_by_a_signal_handler_during_the_start_counts(
     monkeypatch: pytest.MonkeyPatch, place: tuple[type, str]
 ) -> None:
-    """The I/O thread does not run yet, so nothing takes the call that begins to stop."""
+    """The I/O thread does not run yet, so it cannot take the call that stops."""
     owner, name = place
     original = getattr(owner, name)
 

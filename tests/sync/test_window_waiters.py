@@ -1,4 +1,7 @@
-"""Who waits for room in the window of a sync publisher: first come, first served, whoever leaves in between."""
+"""Callers that wait for the window of a sync publisher are served in order.
+
+This holds whoever leaves in between.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ SOON = 30.0
 
 
 class Lane:
-    """A window of ten messages or a hundred bytes, and threads that wait for it."""
+    """A window of ten messages or 100 bytes, and threads that wait for it."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self.pool = pool
@@ -43,7 +46,7 @@ class Lane:
         self.window.take(size)
 
     def wait(self, name: str, size: int, timeout: float = SOON, *, passes: bool = False) -> Future[bool]:
-        """Have a thread wait, and wait until it does."""
+        """Start a thread that waits, and return once it does."""
 
         def waiting() -> bool:
             deadline = time.monotonic() + timeout
@@ -87,7 +90,7 @@ def lane() -> Iterator[Lane]:
 
 
 def test_room_is_given_in_the_order_in_which_it_was_asked_for(lane: Lane) -> None:
-    """A large message is not kept out by small ones that come after it, waiting or new."""
+    """Smaller messages that come later do not overtake a large one."""
     lane.window.take(50)
     large, small = lane.wait("large", 90), lane.wait("small", 10)
     assert not lane.give()
@@ -104,7 +107,7 @@ def test_room_is_given_in_the_order_in_which_it_was_asked_for(lane: Lane) -> Non
 
 @pytest.mark.slow
 def test_who_is_late_holds_up_nobody(lane: Lane) -> None:
-    """It asks for those behind it when it leaves, and has taken nothing."""
+    """It leaves without a place, and requests admission for those behind it."""
     lane.window.take(50)
     late = lane.wait("late", 90, 1.5)
     small = lane.wait("small", 10)
@@ -116,7 +119,10 @@ def test_who_is_late_holds_up_nobody(lane: Lane) -> None:
 
 
 def test_one_that_was_interrupted_is_dropped_at_its_deadline(lane: Lane) -> None:
-    """What a signal handler's exception has left in the line, with nobody who waits, holds up others no longer."""
+    """A signal handler's exception may leave an entry without a waiting caller.
+
+    It delays the others only until its deadline.
+    """
     lane.window.take(50)
     lane.room.waiting[_Waiter(90, 0.0, partial(lane.take, "left", 90), False, threading.Condition(lane.lock))] = None
     small = lane.wait("small", 10)
@@ -126,7 +132,7 @@ def test_one_that_was_interrupted_is_dropped_at_its_deadline(lane: Lane) -> None
 
 
 def test_an_exception_in_a_wait_leaves_nothing_in_the_line(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes out, and those behind are asked for."""
+    """The exception propagates, and admission is requested for those behind."""
     lane.window.take(100)
 
     def interrupted(*_: object) -> bool:
@@ -140,7 +146,7 @@ def test_an_exception_in_a_wait_leaves_nothing_in_the_line(lane: Lane, monkeypat
 
 
 def test_while_it_is_crowded_only_those_that_pass_are_admitted(lane: Lane) -> None:
-    """They go before those who wait for the crowd to go, in their own order."""
+    """They are admitted in order, before the callers that do not pass."""
     assert not lane.free(10, crowded=True)
     assert lane.free(10, crowded=True, passes=True)
     one, two = lane.wait("one", 10), lane.wait("two", 10, passes=True)
@@ -154,7 +160,10 @@ def test_while_it_is_crowded_only_those_that_pass_are_admitted(lane: Lane) -> No
 
 
 def test_one_that_waits_asks_by_itself(lane: Lane) -> None:
-    """Few places that are free wake nobody; a newcomer behind them asks at once."""
+    """A few free places wake no caller.
+
+    So a waiting caller requests admission itself. A newcomer behind it does so at once.
+    """
     lane.window.take(100)
     first = lane.wait("first", 10)
     lane.window.release(1, 100)
@@ -169,7 +178,7 @@ def test_one_that_waits_asks_by_itself(lane: Lane) -> None:
 
 
 def test_nobody_waits_on_where_it_is_over(lane: Lane) -> None:
-    """All are told, and have taken nothing."""
+    """All of them return without a place."""
     lane.window.take(100)
     waiting = [lane.wait(str(number), 10) for number in range(3)]
     lane.over = True
@@ -181,7 +190,7 @@ def test_nobody_waits_on_where_it_is_over(lane: Lane) -> None:
 
 
 class SignalHandler:
-    """Runs `handle` at the n-th step that the waiting callers' code takes on this thread."""
+    """Runs `handle` at the n-th step of the waiting callers' code on this thread."""
 
     def __init__(self, step: int, handle: Callable[[], object]) -> None:
         self.left = step
@@ -190,7 +199,7 @@ class SignalHandler:
     def __call__(self, frame: FrameType, _event: str, _argument: object) -> Callable[..., object] | None:
         if frame.f_code.co_filename != publisher_channel.__file__:
             return None
-        frame.f_trace = self.step  # from Python 3.13 on, opcodes are for a frame that is traced already
+        frame.f_trace = self.step  # from Python 3.13 on, opcodes are only traced in a frame that is already traced
         frame.f_trace_opcodes = True
         return self.step
 
@@ -204,7 +213,10 @@ class SignalHandler:
 
 
 def waits_and_leaves(room: WindowWaiters) -> None:
-    """A signal handler that waits: the others are admitted meanwhile, as the lock is free."""
+    """A signal handler that waits.
+
+    The lock is free meanwhile, so the others are admitted.
+    """
     waiter = _Waiter(90, time.monotonic() + SOON, lambda: None, False, Condition(room._lock))
     room.waiting[waiter] = None
     room.admit(crowded=False)
@@ -222,7 +234,7 @@ def waits_in_vain(room: WindowWaiters) -> None:
 @pytest.mark.parametrize("call", [asks_whether_there_is_a_place, waits_in_vain])
 @pytest.mark.parametrize("others", [0, 2])
 def test_a_signal_handler_may_wait_at_any_step_of_a_caller(call: Callable[[WindowWaiters], None], others: int) -> None:
-    """Handlers run between any two steps, and may change who waits."""
+    """A signal handler runs between any two steps, and may change the waiters."""
     trace = sys.gettrace()
 
     def interrupted_at(step: int) -> bool:

@@ -1,4 +1,4 @@
-"""The arithmetic of an account of messages."""
+"""The counts of a message audit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The image of brokers for which none is named."""
+"""The image of a broker that is started without an image name."""
 
 from __future__ import annotations
 

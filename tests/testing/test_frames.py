@@ -1,4 +1,4 @@
-"""Frames are cut out of a stream wherever it is torn, named, and built."""
+"""Frames: split from a stream at any chunk boundary, named, and built."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_built_frames_are_those_of_pamqp(ours: Frame, theirs: pamqp.frame.FrameT
 
 
 def test_names_cover_every_method_that_pamqp_knows() -> None:
-    # pamqp's Connection.Secure... has no name that differs; methods are called "Basic.Ack" there
+    # pamqp writes "Basic.Ack", for example: the names differ only in case and hyphens
     for index, command in pamqp.commands.INDEX_MAPPING.items():
         name = frames.name_of(index)
         assert name.replace("-", "") == command.name.lower().replace("-", "")

@@ -1,4 +1,4 @@
-"""Histories that are wrong on purpose, each in its own way, and those that are allowed."""
+"""The checker of histories accepts valid histories and rejects invalid ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Clock:
 
 
 class Story:
-    """A history told in lines: who did what, from when to when, and how it ended."""
+    """A history in lines: each has the actor, the start and end, and the outcome."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -40,7 +40,7 @@ class Story:
         key: str | None = None,
         timeout: float = math.inf,
     ) -> None:
-        """Record one operation; None as its end for one that does not end."""
+        """Record one operation. An `end` of None means that it never ends."""
         self.clock.now = start
         operation = self.history.begin(kind, message_id, by=by, key=key, timeout=timeout)
         if end is not None:
@@ -51,7 +51,7 @@ class Story:
         self.operation(OperationKind.PUBLISH, message_id, start, end, **more)  # type: ignore[arg-type]
 
     def handle(self, message_id: str, start: float, end: float | None = None, **more: object) -> None:
-        """Handle a message, with its effect."""
+        """Record the handling of a message and its effect."""
         self.operation(OperationKind.HANDLE, message_id, start, start + 0.1 if end is None else end, **more)  # type: ignore[arg-type]
         self.operation(OperationKind.EFFECT, message_id, start, start)
 
@@ -181,14 +181,14 @@ def test_a_call_that_never_ends_is_caught_after_its_deadline(story: Story) -> No
 @pytest.mark.parametrize(
     ("start", "end", "caught"),
     [
-        (0, 9.9, False),  # before
-        (0, 10, False),  # the window begins, but the confirm may have been sent before
+        (0, 9.9, False),  # ended before the window
+        (0, 10, False),  # ended at the start of the window, but the confirm may have been sent before
         (0, 11.9, False),
-        (0, 12, True),  # nobody is so late
-        (10, 10, True),  # began in the window: no confirm of it can have been sent before
+        (0, 12, True),  # no confirm takes this long
+        (10, 10, True),  # began in the window, so no confirm was sent before
         (11, 11.5, True),
         (11, 19.9, True),
-        (11, 20, False),  # the window is over
+        (11, 20, False),  # ended after the window
         (0, 25, False),
     ],
 )
@@ -225,7 +225,7 @@ def test_a_window_concerns_those_who_are_cut_off(story: Story) -> None:
 
 
 def handled_in(story: Story, order: str) -> bool:
-    """Whether the messages a to e of one key may be handled in an order."""
+    """Return whether messages a to e of one key may be handled in this order."""
     for number, message_id in enumerate("abcde"):
         story.publish(message_id, number, number + 1, key="k")
     for number, message_id in enumerate(order):

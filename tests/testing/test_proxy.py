@@ -57,7 +57,7 @@ def message(data: bytes) -> list[Frame]:
 
 
 class Peer:
-    """One end: a raw socket on which every wait has a deadline."""
+    """One end: a raw socket with a deadline on every wait."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
@@ -67,7 +67,7 @@ class Peer:
         self.socket.sendall(b"".join(part.raw if isinstance(part, Frame) else part for part in what))
 
     def expect(self, *what: Frame | bytes) -> None:
-        """The next bytes that arrive are these."""
+        """Check that the next bytes to arrive are these."""
         expected = b"".join(part.raw if isinstance(part, Frame) else part for part in what)
         received = b""
         while len(received) < len(expected):
@@ -84,7 +84,7 @@ class Peer:
         assert self.socket.recv(1) == b""
 
     def expect_nothing(self) -> None:
-        """Nothing has arrived, and nothing has ended."""
+        """Check that nothing has arrived and that the stream has not ended."""
         self.socket.setblocking(False)
         with pytest.raises(BlockingIOError):
             self.socket.recv(1)
@@ -103,13 +103,13 @@ class Peer:
 
 @dataclass
 class Wire:
-    """The two ends of what goes through the proxy."""
+    """The two ends of a connection through the proxy."""
 
     client: Peer
     broker: Peer
 
     def towards(self, direction: Direction) -> tuple[Peer, Peer]:
-        """Give who sends and who receives."""
+        """Return the sender and the receiver for a direction."""
         return (self.client, self.broker) if direction == "to_broker" else (self.broker, self.client)
 
 
@@ -219,7 +219,7 @@ def test_stream_that_is_not_amqp_passes(wire: Wire) -> None:
 
 def test_broker_that_cannot_be_reached_shows_as_a_reset(loopback: Loopback) -> None:
     loopback.listener.close()
-    with pytest.raises(ConnectionResetError):  # by connect already, or by the first read
+    with pytest.raises(ConnectionResetError):  # raised by connect, or by the first read
         loopback.client().socket.recv(1)
 
 
@@ -238,7 +238,7 @@ def test_redirect_sends_new_connections_elsewhere(loopback: Loopback, proxy: Fau
     elsewhere.close()
 
 
-# URLs and life
+# URLs, start and close
 
 
 def test_url_keeps_user_virtual_host_and_query(fault_proxy: FaultProxyFactory) -> None:
@@ -347,7 +347,7 @@ def test_start_is_idempotent(proxy: FaultProxy) -> None:
     assert proxy.port == port
 
 
-# cutting
+# cuts
 
 
 @both_directions
@@ -619,7 +619,7 @@ def test_held_confirms_are_lost_with_their_connection(loopback: Loopback, proxy:
     other.client.expect(basic_ack(1, 1))
 
 
-# the line
+# black holes, delays and throttling
 
 
 @both_directions
@@ -670,7 +670,7 @@ def test_black_hole_can_spare_new_connections(loopback: Loopback, proxy: FaultPr
 
 
 def fill(peer: Peer) -> int:
-    """Write until the operating system takes no more. Returns the bytes it took."""
+    """Write until the operating system accepts no more; return the number of bytes."""
     block = body(bytes(65_000)).raw
     written = 0
     peer.socket.setblocking(False)
@@ -966,7 +966,7 @@ def test_rewrite_that_blocks_is_named_as_the_reason(loopback: Loopback, monkeypa
         proxy.close()
 
 
-# waiting and arguments
+# waits and arguments
 
 
 def test_wait_for_says_what_was_seen_when_it_times_out(proxy: FaultProxy, wire: Wire) -> None:

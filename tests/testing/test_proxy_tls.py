@@ -1,4 +1,4 @@
-"""The fault proxy ends TLS: frames are counted and faulted as without, on either side of it."""
+"""The fault proxy terminates TLS: frames are counted and faulted on either side."""
 
 from __future__ import annotations
 
@@ -97,13 +97,13 @@ def test_a_cut_ends_both_sides(proxy: FaultProxy, broker: socket.socket, authori
         proxy.wait_for(lambda: proxy.live_connections == 1)
         proxy.cut(reset=reset)
         if reset:
-            with socket.socket(fileno=os.dup(client.fileno())) as below:  # Python's TLS shows a reset as an end
+            with socket.socket(fileno=os.dup(client.fileno())) as below:  # Python's TLS reports a reset as EOF
                 below.settimeout(DEADLINE)
-                with pytest.raises(ConnectionResetError):  # noqa: PT012  # behind what came before
+                with pytest.raises(ConnectionResetError):  # noqa: PT012  # after the earlier bytes
                     while below.recv(1000):
                         pass
         else:
-            client.unwrap().close()  # both say that it ends
+            client.unwrap().close()  # both sides send a close alert
         client.close()
         with suppress(ConnectionResetError):
             assert peer.recv(1) == b""
@@ -117,7 +117,7 @@ def test_the_orderly_end_of_a_client_reaches_the_broker(
     client, peer = connect(proxy, authority), accept(broker)
     client.sendall(HEADER)
     assert receive(peer, len(HEADER)) == HEADER
-    with suppress(OSError):  # the proxy may close without an alert of its own
+    with suppress(OSError):  # the proxy may close without sending a close alert
         client.unwrap()
     client.close()
     with peer:
@@ -139,7 +139,7 @@ def test_a_client_distrusting_the_certificate_disturbs_no_other(
 
 
 def test_a_broker_with_tls_is_verified(broker: socket.socket, authority: Authority) -> None:
-    """The proxy itself is a client then, here of clients without TLS."""
+    """The proxy verifies the broker, even if its own clients use no TLS."""
     own = authority.issue("broker", "127.0.0.1")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(own.cert_file, own.key_file)

@@ -11,7 +11,7 @@ LEADERS = "leaders killed"
 
 
 class Clock:
-    """A clock that is set."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0

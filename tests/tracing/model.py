@@ -1,6 +1,6 @@
-"""The spans of messaging as OpenTelemetry's model describes them, and what is wrong with one of ours.
+"""OpenTelemetry's model of messaging spans, and a check of spans against it.
 
-The model is in ``conventions``; its version is the one that our spans name.
+The model is in ``conventions``. Its version is the one that the spans name.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ALSO", "OURS", "REGISTRY", "SPANS", "flaws"]
 
-#: Ours: the conventions have no name for what each of them says.
+#: Attributes of this package: the conventions have no name for them.
 OURS: Final[Mapping[str, type]] = {
-    "reliable_mq.outcome": str,  # a publish has five ends, and three of them are errors
+    "reliable_mq.outcome": str,  # a publish has five outcomes, and three of them are errors
     "reliable_mq.attempt": int,  # messaging.message.delivery_count is not in the conventions
     "reliable_mq.attempts": int,
     "reliable_mq.possible_duplicate": bool,
@@ -30,7 +30,7 @@ OURS: Final[Mapping[str, type]] = {
     "reliable_mq.reply.code": int,  # error.type is the class of the error
     "reliable_mq.reply.text": str,
 }
-#: Of the registry, on spans for which the model does not list them: to filter by, as the other spans of a message are.
+#: Registry attributes on spans for which the model does not list them. They allow filtering as on the other spans.
 ALSO: Final[Mapping[str, set[str]]] = {
     "messaging.create.producer": {"messaging.client.id", "messaging.rabbitmq.destination.routing_key"},
     "messaging.send.client": {"messaging.rabbitmq.destination.routing_key"},
@@ -48,13 +48,16 @@ def _file(name: str) -> Mapping[str, Any]:
 def _registry() -> Iterator[tuple[str, Mapping[str, Any]]]:
     for area in ("messaging", "error", "network", "server"):
         file = _file(f"{area}/registry")
-        for group in file.get("groups", [file]):  # in the older format of such a file, or the newer
+        for group in file.get("groups", [file]):  # the older or the newer format of such a file
             for attribute in group["attributes"]:
                 yield attribute.get("id") or attribute["key"], attribute
 
 
 def _spans() -> Iterator[tuple[str, Mapping[str, str]]]:
-    """Yield the types of spans: RabbitMQ's where it has one, with the level of each attribute that is listed."""
+    """Yield the types of spans with the level of each listed attribute.
+
+    RabbitMQ's own type takes precedence.
+    """
     general, ours = _file("messaging/spans"), _file("messaging/rabbitmq")
     groups = {group["id"]: group for file in (general, ours) for group in file["attribute_groups"]}
 
@@ -78,7 +81,7 @@ SPANS: Final = dict(_spans())
 
 
 def flaws(span: ReadableSpan) -> Iterator[str]:
-    """Yield what is wrong with a span of ours, by the model."""
+    """Yield the differences between a span and the model."""
     attributes = span.attributes or {}
     kind = f"messaging.{attributes.get('messaging.operation.type')}.{span.kind.name.lower()}"
     if kind not in SPANS:
@@ -96,7 +99,7 @@ def flaws(span: ReadableSpan) -> Iterator[str]:
             yield f"{name} is not of {kind}"
         yield from _flaws_of_value(name, value)
     for event in span.events:
-        if event.name == "exception":  # made by the SDK
+        if event.name == "exception":  # created by the SDK
             continue
         if not event.name.startswith("reliable_mq."):
             yield f"there is an event {event.name}"
@@ -113,7 +116,7 @@ def _flaws_of_value(name: str, value: object) -> Iterator[str]:
         if "deprecated" in attribute:
             yield f"{name} is deprecated"
         wanted = attribute["type"]
-        if isinstance(wanted, dict):  # values that are listed; those of errors are no more than examples
+        if isinstance(wanted, dict):  # listed values; the list is complete except for error types
             current = [member["value"] for member in wanted["members"] if "deprecated" not in member]
             if name != "error.type" and value not in current:
                 yield f"{name} is {value!r}, and not of {current}"

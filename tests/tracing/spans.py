@@ -1,4 +1,4 @@
-"""Finished spans, for a test to compare with what it expects."""
+"""Finished spans, in a form that tests can compare."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan, Span
     from opentelemetry.trace import SpanContext, Tracer
 
-#: Attributes that differ from run to run; a golden trace has only their names.
+#: Attributes that differ between runs; a golden trace has only their names.
 _OWN = {"messaging.message.id", "network.peer.port", "server.port", "reliable_mq.seconds"}
 
 
@@ -29,10 +29,10 @@ class Recorder:
     """A tracer provider that keeps its finished spans.
 
     Attributes:
-        provider: to trace with.
-        tracing: with that provider.
-        tracer: another one of it, for spans of the test.
-        started: the spans that have begun, ended or not.
+        provider: The tracer provider.
+        tracing: A `Tracing` with that provider.
+        tracer: Another tracer of that provider, for spans of the test.
+        started: The spans that have started, whether ended or not.
     """
 
     def __init__(self, sampler: Sampler | None = None, **options: Any) -> None:
@@ -46,7 +46,7 @@ class Recorder:
 
     @property
     def spans(self) -> list[ReadableSpan]:
-        """The spans that have ended, in that order. Ours are as OpenTelemetry's conventions want them."""
+        """The ended spans in order, checked against OpenTelemetry's conventions."""
         spans = list(self._exporter.get_finished_spans())
         for span in spans:
             if span.instrumentation_scope is None or span.instrumentation_scope.name != "test":
@@ -54,18 +54,21 @@ class Recorder:
         return spans
 
     def wait(self, count: int) -> list[ReadableSpan]:
-        """Wait for so many spans: they end on other threads. Return them in the order in which they began."""
+        """Wait for the given number of spans, which end on other threads.
+
+        Return them in the order of their starts.
+        """
         wait_until(lambda: len(self.spans) >= count, timeout=30, what=lambda: f"{count} spans: {self.golden()}")
         assert len(self.spans) == count, self.golden()
         return sorted(self.spans, key=lambda span: span.start_time or 0)
 
     def named(self, name: str) -> ReadableSpan:
-        """Return the only span of a name."""
+        """Return the only span with this name."""
         [span] = [span for span in self.spans if span.name == name]
         return span
 
     def golden(self) -> list[dict[str, Any]]:
-        """Return every span in the order in which they began, without what differs from run to run."""
+        """Return all spans by start, without the values that differ between runs."""
         spans = sorted(self.spans, key=lambda span: span.start_time or 0)
         names = {format_span_id(context_of(span).span_id): span.name for span in spans}
         return [_golden(span, names) for span in spans]
@@ -82,7 +85,7 @@ class BrokenSampler(Sampler):
 
 
 class BrokenEnd(SpanProcessor):
-    """Raises as a span ends."""
+    """Raises at the end of a span."""
 
     def on_end(self, span: ReadableSpan) -> None:
         raise RuntimeError("no end")

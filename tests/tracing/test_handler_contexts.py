@@ -1,4 +1,4 @@
-"""The context in which a coroutine handler runs: it ends with the handler, however that ends."""
+"""The context of a coroutine handler ends with the handler in every case."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ SAMPLED = f"00-{'a' * 32}-{'b' * 16}-01"
 @pytest.mark.parametrize("context", [SAMPLED, SAMPLED[:-1] + "0"], ids=["a span", "no span"])
 @pytest.mark.parametrize("thrown_away", [False, True])
 def test_a_context_ends_with_its_handler(context: str, thrown_away: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Also by a GeneratorExit: the handler's own leaves no context; that of a task thrown away detaches no other's."""
+    """This covers a GeneratorExit in the handler and a discarded task.
+
+    A GeneratorExit leaves no context behind, and a discarded task does not detach the context of another task.
+    """
 
     async def handle(_: Delivery) -> None:
         if not thrown_away:

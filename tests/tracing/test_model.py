@@ -1,4 +1,4 @@
-"""OpenTelemetry's model as we read it: what each type of span lists, and how a span that strays is found."""
+"""The parsed OpenTelemetry model, and the check that finds wrong spans."""
 
 from __future__ import annotations
 

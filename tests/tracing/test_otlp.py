@@ -1,6 +1,6 @@
-"""Spans as a collector gets them: exported by OTLP over HTTP, decoded with OpenTelemetry's own protocol buffers.
+"""Spans as a collector receives them by OTLP over HTTP.
 
-Each test compares all that the spans say with what they should.
+OpenTelemetry's own protocol buffers decode them. Each test compares all values of the spans.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ both_apis = pytest.mark.parametrize(
 
 
 class Collector(ThreadingHTTPServer):
-    """A collector in this process: keeps what is posted to it."""
+    """A collector in this process that keeps the posted requests."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Posts)
@@ -65,7 +65,7 @@ class _Posts(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def broker() -> Iterator[ScriptedBroker]:
 
 
 class Traces:
-    """Traces of spans that go to a collector."""
+    """Traces whose spans are sent to a collector."""
 
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
@@ -94,7 +94,7 @@ class Traces:
         self.tracing = Tracing(tracer_provider=self._provider)
 
     def golden(self) -> list[dict[str, Any]]:
-        """Return all that the collected spans say; names stand for ids."""
+        """Return all values of the collected spans, with names in place of ids."""
         self._provider.shutdown()
         spans = self._collector.spans
         names = {span.span_id: span.name for span in spans}
@@ -119,7 +119,7 @@ def decoded(attributes: Iterable[KeyValue]) -> dict[str, Any]:
 
 
 def common(broker: ScriptedBroker, client: str, operation: str, kind: str) -> dict[str, Any]:
-    """The attributes of each span."""
+    """Return the attributes that all spans have."""
     return {
         "messaging.system": "rabbitmq",
         "messaging.client.id": client,
@@ -141,7 +141,7 @@ def of_message(message_id: str) -> dict[str, Any]:
 
 
 def sent(broker: ScriptedBroker, message_id: str) -> dict[str, Any]:
-    """The span of a publish in no other span."""
+    """Return the span of a publish without a parent."""
     return {
         "name": "send orders",
         "kind": "SPAN_KIND_PRODUCER",
@@ -161,7 +161,7 @@ def sent(broker: ScriptedBroker, message_id: str) -> dict[str, Any]:
 
 
 def settled(broker: ScriptedBroker, how: str, message_id: str, *, trace: str, parent: str) -> dict[str, Any]:
-    """The span of the settlement of one delivery."""
+    """Return the span of the settlement of one delivery."""
     return {
         "name": f"{how} orders",
         "kind": "SPAN_KIND_CLIENT",
@@ -235,7 +235,7 @@ def test_a_collector_gets_the_spans_of_publisher_and_consumer(
 def test_a_collector_gets_the_spans_of_an_outbox(
     collector: Collector, broker: ScriptedBroker, publisher: type[Any], consumer: type[Any], tmp_path: Path
 ) -> None:
-    """The row of a message keeps its context: each send span of the relay links to it. A nack ends the first."""
+    """Each send span links to the context in the row; a nack ends the first."""
     traces = Traces(collector)
 
     def nacked_first(published: Published) -> None:
@@ -286,7 +286,7 @@ def test_a_collector_gets_the_spans_of_an_outbox(
 def test_a_collector_gets_the_spans_of_get(
     collector: Collector, broker: ScriptedBroker, publisher: type[Any], consumer: type[Any]
 ) -> None:
-    """Asking for a message is no part of its trace, but links to it; so does the ack."""
+    """The receive span links to the trace of the message, and so does the ack."""
     traces = Traces(collector)
 
     def ready(published: Published) -> None:

@@ -1,4 +1,4 @@
-"""`Tracing`: what it refuses, what it imports, and the names that it uses."""
+"""`Tracing`: refused arguments, imports, and names."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_without_the_extra_the_error_names_it() -> None:
 def test_every_attribute_is_one_of_the_conventions_or_ours() -> None:
     names = {value for name, value in vars(conventions).items() if name.isupper() and "." in str(value)}
     assert len(names) > 15
-    assert names - REGISTRY.keys() == {*OURS, "amq.default"}  # a destination
+    assert names - REGISTRY.keys() == {*OURS, "amq.default"}  # amq.default is a destination
 
 
 @pytest.mark.parametrize(

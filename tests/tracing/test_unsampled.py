@@ -1,4 +1,7 @@
-"""What a message in a context that is not sampled carries is what the propagator writes, asked or not."""
+"""A message in an unsampled context has the headers that the propagator writes.
+
+This holds with and without a call of the propagator.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class SampledAlone(TraceContextTextMapPropagator):
-    """Writes what is sampled, and nothing else."""
+    """Writes only sampled contexts."""
 
     def inject(self, carrier: Any, context: Context | None = None, setter: Any = None) -> None:
         headers: dict[str, str] = {}
@@ -36,7 +39,7 @@ def unsampled(trace_id: int = 1 << 100, span_id: int = 7, flags: int = 0, state:
 
 
 def handled(traceparent: str) -> Context:
-    """The context in which a handler runs."""
+    """Return the context in which a handler runs."""
     properties = encode_properties(Message(b"", headers={"traceparent": traceparent}))
     context = Propagation(get_global_textmap()).passed_on(properties)
     assert context is not None

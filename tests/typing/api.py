@@ -1,4 +1,7 @@
-"""What a type checker makes of the public names, on both APIs. Checked by mypy in `make check`; nothing here runs."""
+"""The types of the public names of both APIs, checked by mypy in `make check`.
+
+Nothing here runs.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ def publishing() -> None:
 
 
 def with_options() -> None:
-    """Options have their types on every public class, and an option that does not exist is an error."""
+    """Options are typed on every public class, and an unknown option is an error."""
     Publisher([URL], max_outstanding=10, reconnect_wait=lambda attempt: min(attempt, 30.0))
     AsyncPublisher(URL, reconnect_stop=lambda attempt: attempt > 5, reconnect_wait=tenacity.wait_fixed(1))
     Publisher(URL, max_outstanding="10")  # type: ignore[arg-type]

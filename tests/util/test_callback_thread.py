@@ -15,7 +15,7 @@ def threads() -> list[threading.Thread]:
 
 
 def test_a_callback_after_the_end_runs_on_a_thread_that_ends() -> None:
-    """One that comes late is run all the same, and leaves nothing behind; expecting one starts nothing."""
+    """A late callback runs and leaves no thread; expecting one starts no thread."""
     callbacks = CallbackThread(NAME)
     called: list[int] = []
     callbacks.put(lambda: called.append(1))
@@ -39,7 +39,7 @@ def test_one_that_was_never_started_stops_at_once() -> None:
 def test_callbacks_that_may_wait_run_together_and_at_the_end() -> None:
     callbacks = CallbackThread(NAME)
     called: list[int] = []
-    for number in range(250):  # more than are kept
+    for number in range(250):  # more than the thread keeps
         callbacks.put_later(lambda number=number: called.append(number))
     wait_until(lambda: len(called) == 250, timeout=10, what="all of them")
     callbacks.put_later(lambda: called.append(250))

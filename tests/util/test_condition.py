@@ -8,7 +8,7 @@ from reliable_mq._util.threads import Condition
 
 
 def test_a_condition_is_entered_by_its_lock_alone() -> None:
-    """To enter the condition itself is a function of Python, which a signal may end with the lock taken."""
+    """A signal could interrupt the condition's own ``__enter__`` with the lock held."""
     condition = Condition()
     with pytest.raises(TypeError, match="enter the lock"), condition:
         pytest.fail("it was entered")

@@ -1,4 +1,4 @@
-"""Threads for calls that may block: what is called late, and what hangs."""
+"""Threads for calls that may block: late calls, and calls that hang."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def running() -> list[str]:
 
 
 def test_a_call_after_the_end_is_made_and_leaves_no_thread() -> None:
-    """A task that is cancelled gives back what it has claimed: nobody would end a thread that waits for more."""
+    """A cancelled task releases its claims. No one would end an idle thread."""
 
     async def main() -> None:
         threads = DaemonExecutor("test", 2)

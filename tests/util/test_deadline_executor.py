@@ -1,4 +1,4 @@
-"""Calls that hang: the caller goes on in time, and what hangs is ended or forgotten."""
+"""Calls that hang: the caller continues in time, and the call is ended or dropped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reliable_mq._util.threads import CancelHandle, DaemonExecutor
 
 
 class Connection:
-    """A driver's, as far as this needs one."""
+    """A minimal driver connection."""
 
     def __init__(self) -> None:
         self.near, self.far = socket.socketpair()
@@ -38,7 +38,7 @@ def test_calls_one_after_the_other_share_a_thread() -> None:
 
 
 def test_a_call_that_waits_for_its_socket_is_ended() -> None:
-    """Its thread is there for the next one."""
+    """Its thread can be used for the next call."""
     calls, connection = DaemonExecutor("test", most=1), Connection()
     ended = threading.Event()
 
@@ -103,11 +103,11 @@ def test_a_block_waiting_on_its_socket_is_cut_on_its_own_thread() -> None:
 
 
 def test_a_block_that_ends_in_time_leaves_its_connection_alone() -> None:
-    """Also when its time is over afterwards; its thread is there for the next one."""
+    """This holds if the deadline passes later; the thread can be used again."""
     calls, connection = DaemonExecutor("test", most=1), Connection()
     with calls.cutting(60) as lifeline, lifeline.using(connection, lambda: None):
         pass
-    lifeline.cut()  # as late as can be
+    lifeline.cut()  # as late as possible
     connection.far.send(b"x")
     assert connection.near.recv(1) == b"x"
     assert call_when_idle(calls) == 7
@@ -116,7 +116,10 @@ def test_a_block_that_ends_in_time_leaves_its_connection_alone() -> None:
 
 
 def test_a_block_keeps_its_deadline_while_every_thread_hangs() -> None:
-    """So has a call whose number others bound: a handler's transaction must not fail for want of a thread."""
+    """The same holds for a call with ``beyond=True``, whose caller limits the number.
+
+    A handler's transaction must not fail because no thread is free.
+    """
     calls, connection, over = DaemonExecutor("test", most=1), Connection(), threading.Event()
     with pytest.raises(TimeoutError, match="no answer"):
         calls.call(lambda _: over.wait(30), 0.05)
@@ -131,7 +134,7 @@ def test_a_block_keeps_its_deadline_while_every_thread_hangs() -> None:
 
 
 def call_when_idle(calls: DaemonExecutor) -> int:
-    """When the one thread has ended what it did, which nobody waits for."""
+    """Call once the only thread has ended an abandoned call."""
     deadline = time.monotonic() + 10
     while True:
         try:

@@ -1,4 +1,7 @@
-"""In which order the package's hooks run in a forked child and at exit, whatever was imported first."""
+"""The order of the package's hooks in a forked child and at exit.
+
+It does not depend on the order of imports.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,10 @@ def run(program: str, modules: list[str]) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("modules", [MODULES, MODULES[::-1]], ids=["consumer-first", "publisher-first"])
 def test_hooks_in_a_forked_child_run_by_stage(modules: list[str]) -> None:
-    """Copies are marked before the last references to them go; within a stage, hooks run as they were added."""
+    """Copies are marked before the last references to them are dropped.
+
+    Within a stage, hooks run in the order in which they were added.
+    """
     done = run(FORK, modules)
     said = done.stdout.split("\n")
     expected = ["RENEW 1", "RENEW 2", "marked", "MARK 1", "MARK 2", "RELEASE 1", "RELEASE 2", "gone", "FORGET 1"]
@@ -103,7 +109,7 @@ def test_hooks_in_a_forked_child_run_by_stage(modules: list[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("modules", [MODULES, MODULES[::-1]], ids=["consumer-first", "publisher-first"])
 def test_consumers_are_closed_at_exit_before_publishers(modules: list[str]) -> None:
-    """Handlers that run may publish until they return."""
+    """Running handlers may publish until they return."""
     done = run(EXIT, modules)
     said = done.stdout.split("\n")
     assert said == ["consumer", "CONSUMERS", "KEPT", "publisher", "PUBLISHERS", "PROBES", ""], done.stderr
@@ -111,7 +117,7 @@ def test_consumers_are_closed_at_exit_before_publishers(modules: list[str]) -> N
 
 @pytest.mark.slow
 def test_a_hook_that_fails_keeps_no_other_from_running() -> None:
-    """What it raised is logged; an interruption is raised when the others have run."""
+    """Its error is logged. An interruption is raised after the other hooks."""
     done = run(FAILURES, MODULES)
     assert done.stdout == "forked\nexited\n"
     for part in (
@@ -125,7 +131,7 @@ def test_a_hook_that_fails_keeps_no_other_from_running() -> None:
 
 
 def test_every_hook_of_the_package_is_in_the_registry() -> None:
-    """Python's own registers give no order across modules."""
+    """Python's own registries define no order across modules."""
     package = Path(reliable_mq.__file__).parent
     own = re.compile(r"register_at_fork|\batexit\b")
     assert [path.name for path in package.rglob("*.py") if own.search(path.read_text())] == ["hooks.py"]

@@ -1,4 +1,4 @@
-"""Log lines with a limit in time: the first at once, then one for all since."""
+"""Rate-limited log lines: the first at once, then one for all later ones."""
 
 from __future__ import annotations
 

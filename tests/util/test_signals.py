@@ -1,4 +1,4 @@
-"""Signal handlers that are replaced for a time."""
+"""Signal handlers that are replaced temporarily."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_handler_that_was_not_replaced_is_not_restored() -> None:
 
 
 def test_a_replacement_that_was_cut_short_is_undone() -> None:
-    """Another signal's handler raises just after the new handler is set."""
+    """The handler of another signal raises just after the new handler is set."""
 
     def install() -> None:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)

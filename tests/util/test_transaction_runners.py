@@ -29,7 +29,7 @@ def one(connection: Connection) -> Any:
 
 
 def test_work_that_hangs_ends_for_its_caller_in_time(tmp_path: Path) -> None:
-    """It hangs on another thread, with its connection, and later work goes on. No thread is left behind."""
+    """It hangs on another thread with its connection; no thread is left behind."""
     engine = create_engine(f"sqlite:///{tmp_path}/database")
     released = threading.Event()
     with closing(SyncTransactionRunner(engine)) as runner:
@@ -43,7 +43,7 @@ def test_work_that_hangs_ends_for_its_caller_in_time(tmp_path: Path) -> None:
 
 
 def test_work_that_hangs_on_a_loop_is_cancelled_in_time(tmp_path: Path) -> None:
-    """Its connection is dropped, and an error of the work itself is not taken for the limit."""
+    """Its connection is dropped. A TimeoutError of the work itself is passed on."""
     engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path}/database")
     cancelled = threading.Event()
 
@@ -68,7 +68,7 @@ def test_work_that_hangs_on_a_loop_is_cancelled_in_time(tmp_path: Path) -> None:
 
 
 def test_a_message_whose_transaction_hangs_may_be_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit of the outbox ends the transaction, however far it got."""
+    """The timeout of the outbox ends the transaction at an unknown point."""
     engine = create_engine(f"sqlite:///{tmp_path}/database")
     outbox = SQLAlchemyOutbox(engine, create=True, timeout=0.1)
     outbox.open()

@@ -1,4 +1,4 @@
-"""Whole numbers as users give them."""
+"""Whole numbers in the arguments of users."""
 
 from __future__ import annotations
 

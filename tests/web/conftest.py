@@ -1,4 +1,4 @@
-"""The page on queues in memory."""
+"""The dead-letter page on queues in memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def broker(monkeypatch: pytest.MonkeyPatch) -> MemoryBroker:
 
 @pytest.fixture
 def page(broker: MemoryBroker) -> Iterator[Callable[..., TestClient]]:
-    """A function that makes a page, and returns a browser on this machine."""
+    """Return a function that creates a page and returns a browser on this machine."""
     apps: list[DeadLetterApp] = []
 
     def make(queues: Any = ("orders.dead",), *, client: str = "127.0.0.1", **options: Any) -> TestClient:

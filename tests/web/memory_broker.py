@@ -1,4 +1,7 @@
-"""Dead-letter queues in memory: `DeadLetterQueue` as it is, on a channel and a publisher without a broker."""
+"""Dead-letter queues in memory for the real `DeadLetterQueue`.
+
+Only its channel and publisher are replaced.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ class MemoryBroker:
         self.failure: BaseException = StaleDelivery("the connection was lost")
         self.gate = threading.Event()  # publishes wait for it
         self.gate.set()
-        self.reading = threading.Event()  # readings wait for it
+        self.reading = threading.Event()  # reads wait for it
         self.reading.set()
 
     def add(self, queue: str, *messages: Message) -> None:
@@ -108,7 +111,7 @@ class _Channel:
 
 
 class _Publisher:
-    """Confirms what a queue takes; returns the rest."""
+    """Confirms messages to known queues and returns the others."""
 
     def __init__(self, broker: MemoryBroker) -> None:
         self._broker = broker
@@ -125,7 +128,7 @@ class _Publisher:
 
 
 def letter(number: int, **table: object) -> Message:
-    """A dead letter of queue ``orders``; headers of this package by their last words."""
+    """Return a dead letter of the queue ``orders``; `table` adds headers."""
     known = {
         headers.FORMAT: 1,
         headers.ORIGINAL_QUEUE: "orders",

@@ -1,4 +1,4 @@
-"""Who may use the page and from where: host, origin, token; the headers that forbid scripts; forms of bounded size."""
+"""Access to the page: host, origin, token, security headers, and size of forms."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _letters(broker: MemoryBroker) -> None:
     ],
 )
 def test_only_allowed_hosts_are_served(page: Page, host: str, status: int) -> None:
-    """A name that an attacker lets resolve to this machine is not one of them."""
+    """A name that an attacker resolves to this machine is refused."""
     assert page(allowed_hosts=["shop.example"]).get("/", headers={"Host": host}).status_code == status
 
 
@@ -69,7 +69,7 @@ def test_only_allowed_hosts_are_served(page: Page, host: str, status: int) -> No
     ],
 )
 def test_only_its_own_forms_are_accepted(page: Page, headers: dict[str, str], status: int) -> None:
-    """Whoever can change is asked for the name of the queue, and gets 400 without one."""
+    """An accepted purge form gets 400 here because it lacks the name of the queue."""
     browser = page(allow_changes=True)
     for name in SAME_ORIGIN:
         del browser.headers[name]
@@ -105,7 +105,10 @@ def test_without_a_token_only_this_machine_is_served(page: Page) -> None:
 
 
 def test_users_sign_in_with_the_token(page: Page) -> None:
-    """The session ends when they sign out, and its cookie is out of reach of scripts and of other sites' posts."""
+    """The session ends at sign-out.
+
+    Its cookie is not readable by scripts and is not sent with posts of other sites.
+    """
     browser = page(token=TOKEN, client="10.0.0.7", allow_changes=True)
     answer = browser.get("/letters?queue=orders.dead")
     assert str(answer.url) == "http://localhost/sign-in"
@@ -171,7 +174,7 @@ def test_a_form_of_another_kind_or_size_is_refused(page: Page) -> None:
 
 
 def test_it_can_be_mounted(broker: MemoryBroker) -> None:
-    """Every address in it is below the path that it is mounted at."""
+    """All of its links are below the mount path."""
     pages = DeadLetterApp(URL, ["orders.dead"], token=TOKEN)
     browser = TestClient(Starlette(routes=[Mount("/ops/dead", pages)]), "http://localhost", headers=SAME_ORIGIN)
     signed_in = browser.post("/ops/dead/sign-in", data={"token": TOKEN, "name": "Ada"}, follow_redirects=False)

@@ -1,4 +1,7 @@
-"""Foreign text on a page: visible, bounded, never markup; JSON as it is; addresses that carry every byte."""
+"""Foreign text on a page is visible, bounded, and never markup.
+
+JSON is shown unchanged, and addresses carry every byte.
+"""
 
 from __future__ import annotations
 
@@ -62,14 +65,14 @@ _JSON = st.recursive(
 
 @given(_JSON, st.booleans())
 def test_indented_json_is_the_same_json(value: object, ascii_only: bool) -> None:
-    """Only white space outside of strings is another."""
+    """Only the white space outside of strings differs."""
     shown = body_as(json.dumps(value, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass"), "json", None)
     if shown.form == "json":
         assert json.loads(shown.text) == value
 
 
 def test_json_is_shown_as_it_is() -> None:
-    """Decoded and encoded again, it would lose digits, escapes and names that occur twice."""
+    """Decoding and encoding would lose digits, escapes and repeated names."""
     body = b'{"a":1.10,"a":12345678901234567890123,"b":"\\u0041","c":[],"d":{"e":[1,2]}}'
     assert body_as(body, "", None).text == (
         '{\n  "a": 1.10,\n  "a": 12345678901234567890123,\n  "b": "\\u0041",\n  "c": [],\n'
@@ -117,7 +120,7 @@ def test_an_address_carries_every_filter(pairs: list[tuple[str, str]]) -> None:
 
 
 def _is_text(value: str) -> bool:
-    """Whether it is what a header's bytes can be read as."""
+    """Return whether the bytes of a header can be decoded to this text."""
     try:
         return value.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape") == value
     except UnicodeEncodeError:
@@ -154,7 +157,7 @@ def test_ages_are_in_two_units() -> None:
 
 @pytest.mark.slow
 def test_hostile_messages_are_text_on_every_page(page: Callable[..., TestClient], broker: MemoryBroker) -> None:
-    """In each place that a sender fills: body, properties, header names and values, all that the package reads."""
+    """In the body, properties, header names, header values and decoded headers."""
     for text in HOSTILE:
         table = {
             headers.FORMAT: 1,
@@ -193,7 +196,7 @@ def test_hostile_messages_are_text_on_every_page(page: Callable[..., TestClient]
 
 
 def test_the_vendored_script_is_the_one_that_pages_name() -> None:
-    """Its hash is that of ``dist/htmx.min.js`` in the package ``htmx.org`` 2.0.11 of the npm registry."""
+    """The hash is that of ``dist/htmx.min.js`` in htmx.org 2.0.11 of npm."""
     (file,) = (Path(reliable_mq.web.__file__).parent / "static").glob("htmx-*.js")
     content = file.read_bytes()
     assert hashlib.sha256(content).hexdigest() == "d6fdc75f204e6bdefa99b69bf1e6d4ac69b8a364f77929f45c13476b4000f717"

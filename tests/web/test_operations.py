@@ -1,4 +1,4 @@
-"""Changing: replay, delete, export, edit; what each needs, leaves, and writes into the audit log."""
+"""Replay, delete, export and edit: requirements, effects, and audit log entries."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def letters(broker: MemoryBroker) -> None:
 
 
 def ended(browser: TestClient, answer: Response) -> str:
-    """The text of the page about an operation, once that has ended."""
+    """Wait until an operation has ended, and return the text of its page."""
     assert answer.status_code == 200, answer.text
     address = str(answer.url)
     wait_until(lambda: "Back to the letters" in browser.get(address).text, timeout=20, what="the end of the operation")
@@ -52,7 +52,7 @@ def ids_of(browser: TestClient, query: str = "") -> list[str]:
 
 @pytest.mark.usefixtures("letters")
 def test_nothing_can_be_changed_by_default(page: Page, broker: MemoryBroker) -> None:
-    """No button is there, and a form made by hand is refused. Looking and counting are allowed."""
+    """There are no buttons, and forged forms are refused; reading is allowed."""
     browser = page()
     html = browser.get(f"/letters?queue={QUEUE}").text
     assert "read only" in html
@@ -99,7 +99,7 @@ def test_selected_letters_are_replayed_and_no_others(page: Page, broker: MemoryB
 
 @pytest.mark.usefixtures("letters")
 def test_selected_letters_that_are_gone_are_counted(page: Page) -> None:
-    """Somebody else was faster: in another tab, with an older list."""
+    """Another tab with an older list may have replayed or deleted them."""
     browser = page(allow_changes=True)
     ids = ids_of(browser)
     form = {"queue": QUEUE, "choice": f"letter={ids[2]}", "go": "replay"}
@@ -112,7 +112,7 @@ def test_selected_letters_that_are_gone_are_counted(page: Page) -> None:
 
 
 def test_messages_that_are_equal_in_every_byte_go_together(page: Page, broker: MemoryBroker) -> None:
-    """They have one fingerprint: which of them is selected cannot be told apart."""
+    """They have one fingerprint, so one of them cannot be selected alone."""
     twin = letter(1)
     broker.add(QUEUE, twin, letter(2), twin)
     broker.queues["orders"] = []
@@ -150,7 +150,7 @@ def test_letters_that_cannot_be_replayed_are_named(page: Page, broker: MemoryBro
 
 
 def test_few_of_many_failures_are_kept(page: Page, broker: MemoryBroker) -> None:
-    """Each holds its letter, and operations are kept for hours."""
+    """Each failure holds its letter, and operations are kept for hours."""
     broker.add(QUEUE, *(Message(b"foreign", message_id=f"no-origin-{number}") for number in range(70)))
     browser = page()
     answer = browser.post("/replay", data={"queue": QUEUE, "choice": "", "go": "dry-run"})
@@ -201,7 +201,7 @@ def test_a_purge_needs_the_name_of_the_queue(page: Page, broker: MemoryBroker) -
 
 @pytest.mark.usefixtures("letters")
 def test_an_export_is_downloaded(page: Page, broker: MemoryBroker) -> None:
-    """The file is what ``dlq export`` writes; the letters stay."""
+    """The file equals the output of ``dlq export``, and the letters stay."""
     browser = page()
     answer = browser.post("/export", data={"queue": QUEUE, "choice": "exception=ValueError"})
     assert "Download 5 letters" in ended(browser, answer)
@@ -230,7 +230,7 @@ def test_editing_is_off_unless_it_is_asked_for(page: Page, broker: MemoryBroker)
 
 @pytest.mark.usefixtures("letters")
 def test_an_edit_publishes_the_body_of_its_form_and_needs_one(page: Page, broker: MemoryBroker) -> None:
-    """Byte for byte; a form without a body would have replaced that of the letter by nothing."""
+    """The bytes are kept; a missing body must not empty the letter's body."""
     browser = page(allow_changes=True, allow_editing=True)
     form = {"queue": QUEUE, "id": first_letter(browser)}
     answer = browser.post("/edit", data=form)
@@ -304,7 +304,7 @@ def test_the_attempts_that_a_store_counts_are_reset(page: Page) -> None:
 
 @pytest.mark.usefixtures("letters")
 def test_the_audit_log_has_who_did_what(page: Page, tmp_path: Path) -> None:
-    """A line before, a line after; the next process shows them."""
+    """One line is written before and one after. The next process shows them."""
     log = tmp_path / "audit.jsonl"
     browser = page(allow_changes=True, audit_log=log)
     form = {"queue": QUEUE, "choice": "exception=*Timeout", "rate": "1000", "go": "replay"}
@@ -334,7 +334,7 @@ def test_what_cannot_be_logged_does_not_begin(page: Page, broker: MemoryBroker, 
 
 
 def test_a_partly_written_audit_entry_fails_and_harms_no_other(tmp_path: Path) -> None:
-    """Nothing begins without its entry, so a short write must not pass for one."""
+    """Nothing begins without its entry, so a short write is an error."""
     path = tmp_path / "audit.jsonl"
     log = AuditLog(path)
     log.write("begun", "first", {})
@@ -386,7 +386,7 @@ def test_a_purge_that_fails_says_how_many_it_deleted(page: Page, broker: MemoryB
     ],
 )
 def test_a_misspelt_filter_selects_nothing(page: Page, broker: MemoryBroker, form: dict[str, str], text: str) -> None:
-    """Not all letters: it is refused where it would change something."""
+    """It must not select all letters: a form that changes something is refused."""
     browser = page(allow_changes=True)
     for path, fields in (("/replay", {"go": "replay"}), ("/purge", {"go": "purge", "name": QUEUE}), ("/export", {})):
         answer = browser.post(path, data={"queue": QUEUE, **form, **fields})
@@ -407,7 +407,7 @@ def test_selected_letters_without_a_name_are_not_all_letters(page: Page, broker:
 
 
 def test_an_unfinished_line_of_another_process_spoils_no_entry(tmp_path: Path) -> None:
-    """It was killed, or the disk was full when it ended."""
+    """The process was killed, or the disk was full."""
     path = tmp_path / "audit.jsonl"
     AuditLog(path).write("begun", "first", {})
     with path.open("ab") as file:

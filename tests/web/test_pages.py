@@ -1,4 +1,7 @@
-"""Looking: the list of queues, letters by a filter in the address, a letter in full; what nothing may change."""
+"""Reading: the list of queues, filtered letters, and a single letter.
+
+No page of these changes a queue.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def plain(html: str) -> str:
-    """The text of a page, spaces collapsed."""
+    """Return the text of a page with collapsed spaces."""
     return " ".join(unescape(re.sub(r"<[^>]*>", " ", html)).split())
 
 
@@ -39,7 +42,7 @@ def first_letter(page: TestClient) -> str:
 
 
 def test_the_list_shows_depth_and_age(page: Page, broker: MemoryBroker) -> None:
-    """A small queue is read once, for its age; an empty or a missing one is not."""
+    """A small queue is read once for its age. An empty or a missing queue is not read."""
     broker.add("orders.dead", letter(1, **{headers.LAST_FAILURE: datetime.now(UTC) - timedelta(hours=3)}))
     broker.queues["mail.dead"] = []
     browser = page(["orders.dead", "mail.dead", "gone.dead"])
@@ -64,7 +67,7 @@ def test_the_list_reads_no_queue_whose_reads_are_counted(page: Page, broker: Mem
 
 
 def test_a_queue_is_read_once_for_all_pages(page: Page, broker: MemoryBroker) -> None:
-    """RabbitMQ counts readings, and hides the messages meanwhile."""
+    """RabbitMQ counts reads as deliveries, and hides the messages during a read."""
     broker.add("orders.dead", *map(letter, range(120)))
     browser = page()
     for query in ("", "&page=2", "&exception=*Timeout", "&reason=5+of+5"):
@@ -107,7 +110,7 @@ def test_a_wrong_filter_is_named(page: Page, broker: MemoryBroker) -> None:
 
 
 def test_letters_are_grouped_by_exception_and_reason(page: Page, broker: MemoryBroker) -> None:
-    """The link of a group selects its letters and no others, whatever its name holds."""
+    """The link of a group selects only its letters, whatever its name contains."""
     odd = {headers.EXCEPTION_TYPE: "app.Error[*]?", headers.DEAD_LETTER_REASON: "100 % & more = \udcff"}
     message = letter(1)
     broker.add("orders.dead", *map(letter, range(5)))
@@ -153,7 +156,7 @@ def test_only_the_queues_that_were_named_can_be_opened(page: Page, broker: Memor
 
 
 def test_a_name_with_spaces_around_it_is_no_other_queue(page: Page, broker: MemoryBroker) -> None:
-    """RabbitMQ has such names. One that somebody types is found all the same."""
+    """RabbitMQ allows such names. A typed name with extra spaces is found too."""
     broker.add("orders.dead", letter(1))
     broker.add("orders.dead ", letter(2))
     for browser in (page(["orders.dead", "orders.dead "]), page(lambda: ["orders.dead", "orders.dead "])):
@@ -163,7 +166,7 @@ def test_a_name_with_spaces_around_it_is_no_other_queue(page: Page, broker: Memo
 
 
 def test_a_filter_that_is_no_address_leads_to_the_letters(page: Page, broker: MemoryBroker) -> None:
-    """Nor does it lead to another queue."""
+    """It does not lead to another queue either."""
     broker.add("orders.dead", letter(1))
     broker.add("orders", letter(2))
     browser = page((), any_queue=True)
@@ -175,7 +178,7 @@ def test_a_filter_that_is_no_address_leads_to_the_letters(page: Page, broker: Me
 
 @pytest.mark.parametrize(("name", "status"), [("%00", 400), ("a" * 256, 400), ("%ff", 404), ("", 404), ("nosuch", 503)])
 def test_a_name_that_is_no_queue_is_not_listed(page: Page, broker: MemoryBroker, name: str, status: int) -> None:
-    """Or a link of another site would spoil the list for everybody."""
+    """Otherwise a link on another site could fill the list with invalid names."""
     broker.add("orders.dead", letter(1))
     browser = page((), any_queue=True)
     assert browser.get(f"/letters?queue={name}").status_code == status
@@ -201,7 +204,7 @@ def test_a_broker_that_is_away_is_an_error_with_a_way_on(page: Page, broker: Mem
 def test_a_reading_that_takes_long_is_made_once(
     page: Page, broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch, away: bool, again: bool
 ) -> None:
-    """Its page may be loaded anew at any time: it leads to the letters, with the filter, or shows the error."""
+    """A reload shows the letters with the filter, or the error."""
     monkeypatch.setattr("reliable_mq.web.pages._READ_WITHIN", 0.0)
     broker.add("orders.dead", *map(letter, range(3)))
     browser = page()
@@ -234,7 +237,7 @@ def test_an_empty_queue_is_good_news(page: Page, broker: MemoryBroker) -> None:
 
 
 def test_a_reading_keeps_bounded_content(page: Page, broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the bound, a letter is read from the queue when somebody looks at it, one at a time."""
+    """Letters beyond the bound are read from the queue one by one when requested."""
     monkeypatch.setattr("reliable_mq.web.letters.KEPT_BYTES", 1000)
     broker.add("orders.dead", *map(letter, range(20)))
     browser = page()

@@ -1,4 +1,4 @@
-"""aio-pika's consumers: its iterator with acks every 100 and each, on either loop."""
+"""aio-pika's queue iterator, with acks every 100 or each, on both event loops."""
 
 from __future__ import annotations
 

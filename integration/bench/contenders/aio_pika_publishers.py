@@ -1,4 +1,7 @@
-"""aio-pika: 1000 tasks that publish and await their confirms, on either loop; and one message after the other."""
+"""aio-pika publishers: 1000 tasks that await their confirms, and a single task.
+
+The 1000 tasks run on asyncio's loop and on uvloop.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""FastStream on aio-pika: 1000 tasks that publish and await their confirms; a subscriber, which acks each."""
+"""FastStream on aio-pika: 1000 publishing tasks; a subscriber, which acks each.
+
+Each task awaits its confirms.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Our asyncio consumer with batched acks: a coroutine as handler and a plain function, on either loop."""
+"""Our asyncio consumer with batched acks.
+
+The handler is a coroutine or a plain function, on both event loops.
+"""
 
 from __future__ import annotations
 

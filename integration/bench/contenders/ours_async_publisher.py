@@ -1,4 +1,4 @@
-"""Our asyncio publisher, on asyncio's loop and on uvloop, and what it has to reach."""
+"""Our asyncio publisher, on asyncio's loop and on uvloop, and its bars."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 
 async def submit(publisher: AsyncPublisher, job: Job, count: int) -> None:
-    """A confirmation each, kept, and every outcome looked at."""
+    """Submit messages, keep their confirmations, and check every outcome."""
     body, queue = job.body, job.queue
     confirmations = [await publisher.submit(Message(body), routing_key=queue) for _ in range(count)]
     await publisher.flush()
@@ -28,7 +28,7 @@ async def submit(publisher: AsyncPublisher, job: Job, count: int) -> None:
 
 
 async def callers(publisher: AsyncPublisher, job: Job, count: int) -> None:
-    """So many tasks, each of which awaits every confirm."""
+    """Publish from `CALLERS` tasks, each of which awaits every confirm."""
     body, queue = job.body, job.queue
     numbers = iter(range(count))
 

@@ -1,4 +1,7 @@
-"""Our consumer with each idempotency store, beside itself without one. Servers are started here, unmeasured."""
+"""Our consumer with each idempotency store, compared with itself without one.
+
+Servers are started here, which is not measured.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ KINDS = ("memory", "sqlite", "redis", "postgresql", "mariadb")
 
 
 def new_store(kind: str, stack: ExitStack) -> IdempotencyStore:
-    """A store whose commits wait for the disk, as they do where it matters."""
+    """Return a store whose commits wait for the disk, as in production."""
     if kind == "memory":
         return MemoryStore()
     if kind == "sqlite":
@@ -56,7 +59,7 @@ def run(kind: str, job: Job) -> Sample:
             finished.set()
 
     def key(delivery: Delivery) -> str:
-        return f"{delivery.delivery_tag}"  # what is consumed here has no message_id, and comes once
+        return f"{delivery.delivery_tag}"  # messages here have no message_id, and are delivered once
 
     with ExitStack() as stack:
         store = new_store(kind, stack)

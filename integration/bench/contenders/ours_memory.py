@@ -1,4 +1,7 @@
-"""What an outstanding message of our publisher costs: its Message and its Confirmation, kept in a list."""
+"""The memory for an outstanding message of our publisher.
+
+This is the memory for its Message and its Confirmation, kept in a list.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ from reliable_mq.errors import PublishError
 from reliable_mq.message import Message
 from reliable_mq.sync.publisher import Publisher
 
-PATIENCE = 3600.0  # seconds: longer than the runner lets this process live
+PATIENCE = 3600.0  # seconds; longer than the runner lets this process run
 
 
 def run(job: Job) -> Sample:
-    # The bodies are there before the first measurement, each an object of its own: the bar is what comes on top.
+    # The bodies, each a separate object, exist before the first measurement, because the bar does not include them.
     bodies = [b"%0*d" % (job.size, number) for number in range(job.messages)]
     publisher = Publisher(
         job.url,
@@ -31,13 +34,13 @@ def run(job: Job) -> Sample:
     meter = Meter()
     meter.start()
     confirmations = [publisher.submit(Message(body), routing_key=job.queue) for body in bodies]
-    confirmations[-1].result()  # the only confirm that the peer sends, once everything has come
+    confirmations[-1].result()  # the only confirm that the peer sends, after all messages have arrived
     sample = meter.stop(job.messages)
     if publisher.outstanding != job.messages - 1:
         raise RuntimeError(f"{publisher.outstanding} are outstanding, not {job.messages - 1}")
     gc.collect()
     growth = rss() - before
-    with contextlib.suppress(PublishError):  # they are given up: nobody will confirm them
+    with contextlib.suppress(PublishError):  # the others fail, because the peer does not confirm them
         publisher.close(0)
     return dataclasses.replace(sample, rss_growth_bytes=growth)
 

@@ -1,4 +1,7 @@
-"""Our publisher with a SQLite outbox, fsync at every commit: how fast it accepts, and how fast its relay drains."""
+"""Our publisher with a SQLite outbox: how fast it stores and relays messages.
+
+Every commit waits for an fsync.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,14 @@ from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.sync.publisher import Publisher
 
 _THREADS = 32
-_ROWS = 1000  # of a transaction that fills an outbox, which is not measured
+_ROWS = 1000  # rows per transaction that fills an outbox, which is not measured
 
 
 def run_accept(job: Job) -> Sample:
-    """Messages submitted by one thread, until all are on disk; then the relay publishes them, beside the clock."""
+    """Measure one thread that submits messages, until all are on disk.
+
+    The time until the relay has published them is not measured.
+    """
     body = job.body
     with tempfile.TemporaryDirectory() as directory:
         outbox = SQLiteOutbox(Path(directory) / "outbox")
@@ -34,7 +40,7 @@ def run_accept(job: Job) -> Sample:
 
 
 def run_threads(job: Job) -> Sample:
-    """Threads that publish one by one: what they share is the fsync."""
+    """Measure threads that publish one message at a time, and share fsyncs."""
     body = job.body
     with tempfile.TemporaryDirectory() as directory:
         outbox = SQLiteOutbox(Path(directory) / "outbox")
@@ -58,7 +64,7 @@ def run_threads(job: Job) -> Sample:
 
 
 def run_drain(job: Job) -> Sample:
-    """An outbox that was filled before, until the last of its rows is confirmed and removed."""
+    """Measure the relay of a full outbox, until its last row is confirmed and removed."""
     with tempfile.TemporaryDirectory() as directory:
         outbox = SQLiteOutbox(Path(directory) / "outbox")
 
@@ -73,7 +79,7 @@ def run_drain(job: Job) -> Sample:
         with Publisher(job.url, max_outstanding=job.window, outbox=outbox) as publisher:
             publisher.flush(120)
             sample = meter.stop(job.messages)
-            fill(job.warmup)  # the runner counts what arrives
+            fill(job.warmup)  # the runner counts the messages that arrive
             publisher.flush(120)
     return sample
 

@@ -1,4 +1,4 @@
-"""Our publisher, its ways to publish, and what they have to reach."""
+"""Our publisher, with its ways to publish, and its bars."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reliable_mq.sync.publisher import Publisher
 
 
 def run_submit(job: Job) -> Sample:
-    """A Confirmation each, kept, and every outcome looked at."""
+    """Submit messages, keep their Confirmations, and check every outcome."""
 
     def publish(publisher: Publisher, body: bytes, count: int) -> None:
         submit, queue = publisher.submit, job.queue

@@ -1,4 +1,4 @@
-"""pika's ``BlockingChannel``: confirms, which wait for every message; and transactions, one per message."""
+"""pika's ``BlockingChannel``, with a confirm or a transaction for every message."""
 
 from __future__ import annotations
 

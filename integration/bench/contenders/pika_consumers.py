@@ -1,4 +1,4 @@
-"""Consumers on pika's ``SelectConnection``, with nothing around the callback."""
+"""Consumers on pika's ``SelectConnection``, with a bare callback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A publisher on pika's ``SelectConnection`` as one writes it by hand: a window, refilled as confirms come in."""
+"""A handwritten publisher on pika's ``SelectConnection``.
+
+It has a window, which it refills as confirms arrive.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ PERSISTENT = pika.BasicProperties(delivery_mode=2)
 
 
 class WindowedPublisher:
-    """Keeps up to `window` publishes outstanding, and remembers the body of each until it is confirmed."""
+    """Keeps up to `window` publishes outstanding, with the body of each."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -21,7 +24,7 @@ class WindowedPublisher:
         self.channel: Any = None
         self.sequence_number = 0
         self.last = 0
-        self.lowest = 1  # every number below was settled by a confirm for many
+        self.lowest = 1  # confirms of multiple messages have settled every number below
         self.outstanding: dict[int, bytes] = {}
         self.failure: BaseException | None = None
         self.connection = pika.SelectConnection(
@@ -33,7 +36,7 @@ class WindowedPublisher:
         self.run()
 
     def publish(self, count: int) -> None:
-        """Publish `count` messages; returns when the broker has confirmed them all."""
+        """Publish `count` messages, and wait until the broker has confirmed them all."""
         self.last += count
         self.refill()
         self.run()

@@ -1,4 +1,4 @@
-"""A reader of a stream on pika's ``SelectConnection``, with nothing around the callback."""
+"""A stream reader on pika's ``SelectConnection``, with a bare callback."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from integration.bench.contender import Contender, Job, Meter, Role, Sample
 
 
 def run(job: Job) -> Sample:
-    """From the first message on; the offset of each is looked at, or it could not go on after a crash."""
+    """Read from the first message on, with the offset of each message.
+
+    A reader needs the offsets to resume after a crash.
+    """
     meter = Meter()
     samples: list[Sample] = []
     failures: list[BaseException] = []

@@ -1,4 +1,7 @@
-"""rabbitmq-c, the C client: near what the broker can do. Compiled here, from rabbitmq_c.c beside this file."""
+"""rabbitmq-c, the C client, which is close to the broker's maximum rate.
+
+It is compiled here, from rabbitmq_c.c in this directory.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,10 @@ def consumer() -> list[str]:
 
 
 def compile_program() -> Path:
-    """Return the program, compiled; installs what that takes where we may.
+    """Compile the program, and install its dependencies if this is allowed.
 
     Raises:
-        Unavailable: there is no compiler or no librabbitmq; or the program does not compile.
+        Unavailable: If there is no compiler or no librabbitmq, or the program does not compile.
     """
     try:
         return compiled()
@@ -54,13 +57,16 @@ def compiled() -> Path:
 
 @functools.cache
 def installed() -> bool:
-    """Install the compiler and the library with apt-get; False where that is not ours to do, or fails."""
+    """Install the compiler and the library with apt-get; return whether it succeeded.
+
+    This is done only as root on Debian or a derivative.
+    """
     apt = shutil.which("apt-get")
     if os.geteuid() != 0 or apt is None or not Path("/etc/debian_version").exists():
         return False
     print("installing librabbitmq-dev, for the comparison with rabbitmq-c", file=sys.stderr)
     packages = ["librabbitmq-dev", *([] if shutil.which("cc") else ["gcc", "libc6-dev"])]
-    run([apt, "update", "-q"], deadline=INSTALL_DEADLINE)  # where this fails, the lists that are there may do
+    run([apt, "update", "-q"], deadline=INSTALL_DEADLINE)  # if this fails, the existing package lists may be enough
     done = run([apt, "install", "-q", "-y", "--no-install-recommends", *packages], deadline=INSTALL_DEADLINE)
     return done.returncode == 0
 

@@ -1,8 +1,8 @@
-"""PySpark on two cores: our source and sink, and what is written today in their place.
+"""PySpark on two cores: our source and sink, and the code they replace.
 
-The session is started, and has done the same with fewer messages, before the clock starts; what is measured is one job
-with its planning, or one query from its first delivery on. CPU is that of the JVM and of all Python processes, too;
-that of the driver alone where the executors are processes of their own (`DRIVER_ALONE`).
+The session starts and a warm-up runs before the clock starts. The measurement is one job with its planning, or one
+query from its first delivery on. CPU time includes the JVM and all Python processes. If the executors are separate
+processes (`DRIVER_ALONE`), it is the CPU time of the driver alone.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 PERSISTENT = pika.BasicProperties(delivery_mode=2)
 DRAINED = "body binary, message_id string"
 DRAINED_AT_A_TIME = 10_000
-SETTINGS = {"spark.driver.memory": "1g", "spark.driver.extraJavaOptions": "-Xshare:auto"}  # tests save on the compiler
-LOOK_EVERY = 0.25  # seconds, for the CPU time of processes that end with a query
-LOOKS_PER_COUNT = 4  # of the rows of a query: the JVM spends CPU time to tell them
-WARMUPS = 2  # reads before the one that is measured
+SETTINGS = {"spark.driver.memory": "1g", "spark.driver.extraJavaOptions": "-Xshare:auto"}  # tests limit the compiler
+LOOK_EVERY = 0.25  # seconds between readings of the CPU time of processes that end with a query
+LOOKS_PER_COUNT = 4  # readings for each count of rows, which costs the JVM CPU time
+WARMUPS = 2  # reads before the measured one
 TICKS = os.sysconf("SC_CLK_TCK")
 BEGUN = 60.0  # seconds for the first, empty batch of a query
 RELAY = (sys.executable, "-m", "reliable_mq.cli", "stage")
@@ -44,12 +44,12 @@ RELAY = (sys.executable, "-m", "reliable_mq.cli", "stage")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where tasks run, and whose CPU time is not counted.
+    """Where tasks run, and which processes are left out of the CPU time.
 
     Attributes:
-        master: of Spark.
-        settings: of Spark, more than those of all.
-        apart: parts of the command lines of processes that are not counted, nor what is below them.
+        master: The master of Spark.
+        settings: Additional settings of Spark.
+        apart: Parts of the command lines of processes that are left out, with their descendants.
     """
 
     master: str
@@ -58,7 +58,8 @@ class Place:
 
 
 HERE = Place("local[2]")
-# Master and workers are threads of the driver's JVM; executors, with the Python processes of their tasks, are below it.
+# Master and workers are threads of the driver's JVM. Executors, with the Python processes of their tasks, are its
+# descendants.
 DRIVER_ALONE = Place(
     "local-cluster[2,1,1024]",
     {
@@ -92,9 +93,9 @@ def run_foreach_partition(job: Job) -> Sample:
 
 
 def run_queue(job: Job, place: Place = HERE) -> Sample:
-    """Read until what was ready is read, into Spark's sink that does nothing; as many in a batch as 32 MiB hold."""
+    """Read all ready messages into Spark's noop sink, up to 32 MiB per batch."""
     options = {"url": job.url, "prefetch": "65535"}
-    options["failOnDataLoss"] = "false"  # the queue is as the broker makes it: a quorum queue drops after 20 deaths
+    options["failOnDataLoss"] = "false"  # by default, a quorum queue drops a message after 20 failed deliveries
 
     def read(spark: SparkSession, queue: str, expected: int, meter: Meter) -> None:
         with tempfile.TemporaryDirectory() as directory:
@@ -120,11 +121,11 @@ def run_queue(job: Job, place: Place = HERE) -> Sample:
 
 
 def run_staged(job: Job, place: Place = HERE, *, partitions: int | None = None, service: bool = False) -> Sample:
-    """Read in staged mode, while the relay moves, until all is read; with default options.
+    """Read all messages in staged mode with default options, while the relay runs.
 
     Args:
-        partitions: the option ``stagePartitions``.
-        service: the relay is a process of its own, which starts once the query has begun.
+        partitions: The option ``stagePartitions``.
+        service: Whether the relay is a separate process, which starts once the query has begun.
     """
     broker, queries, relays = BenchBroker(job.url), [], []
 
@@ -182,7 +183,10 @@ def run_staged(job: Job, place: Place = HERE, *, partitions: int | None = None, 
 
 
 def run_drain(job: Job) -> Sample:
-    """What a ``foreachBatch`` does that fetches its messages itself: all of them pass through the driver."""
+    """Read as a ``foreachBatch`` does that fetches its messages itself.
+
+    All messages pass through the driver.
+    """
 
     def drain(spark: SparkSession, queue: str, expected: int, meter: Meter) -> None:
         connection = pika.BlockingConnection(pika.URLParameters(job.url))
@@ -257,12 +261,12 @@ def measure_reading(
     tidy: Callable[[str], object] = str,
     place: Place = HERE,
 ) -> Sample:
-    """Measure ``read(spark, queue, messages, meter)``, which starts the clock at its first delivery.
+    """Measure ``read(spark, queue, messages, meter)``.
 
-    ``tidy(queue)`` comes after each, when the clock has stopped.
+    ``read`` starts the clock at its first delivery. ``tidy(queue)`` runs after each read, when the clock has stopped.
 
-    It has read as many messages before, more than once: the JVM compiles what it has run for some time, and a query
-    that goes on for days is no slower for its first minute.
+    The warm-up reads as many messages, more than once, because the JVM compiles only code that has run for some time. A
+    query that runs for days is no slower for its first minute.
     """
     broker, queue, meter = BenchBroker(job.url), f"{job.queue}-warmup", Meter(Family(place.apart).cpu_seconds)
     with session(place) as spark:
@@ -292,12 +296,14 @@ def noop(rows: DataFrame) -> None:
 
 
 class Family:
-    """The CPU time of this process and of all below it, with those that have ended since somebody asked.
+    """The CPU time of this process and of all its descendants.
 
-    Their parents are not asked, which may not have heard of it: what begins and ends between two questions is missing.
+    It includes descendants that have ended since the last reading. It does not use the totals that parents keep of
+    their ended children, because a parent may not have waited for them. So a process that starts and ends between two
+    readings is missing.
 
     Args:
-        apart: parts of the command lines of processes that are left out, with all below them.
+        apart: Parts of the command lines of processes that are left out, with their descendants.
     """
 
     def __init__(self, apart: tuple[str, ...] = ()) -> None:

@@ -1,6 +1,7 @@
-"""A queue into a stream: our relay, and the loop of our consumer and publisher that one would write in its place.
+"""From a queue into a stream: our relay, and a handwritten loop.
 
-The loop confirms a batch, then acks it: at least once. The relay moves each message once, whatever dies.
+The loop uses our consumer and publisher. It acks a batch after the batch is confirmed, so it delivers at least once.
+The relay moves each message once, even if a process is killed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ BATCH = 500
 
 
 def run_relay(job: Job) -> Sample:
-    """From its first delivery until everything is confirmed and acked."""
+    """Measure the relay, from its first delivery until all is confirmed and acked."""
     stage, broker, meter = f"{job.queue}.stage", BenchBroker(job.url), Meter()
     relay = StageRelay(StageOptions(url=job.url, queue=job.queue, stage=stage))
     relay.start()
@@ -36,7 +37,7 @@ def run_relay(job: Job) -> Sample:
 
 
 def run_loop(job: Job) -> Sample:
-    """Likewise; as many messages in a batch as are confirmed fast."""
+    """Measure the loop likewise, with a batch size that is confirmed fast."""
     stage, broker, meter = f"{job.queue}.stage", BenchBroker(job.url), Meter()
     finished = threading.Event()
     samples: list[Sample] = []
