@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from integration.support.seeds import soaking
 from reliable_mq import Consumer, Message, Publisher, PublishNacked, PublishUnconfirmed, Queue, RetryPolicy
 from reliable_mq.engine.publisher_channel import BasePublisherChannel
 from reliable_mq.outbox import SQLiteOutbox
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:unclosed <socket.socket:ResourceWarning",
 )
 
-EVERY = 3  # steps
+EVERY = 1 if soaking() else 12  # steps
 WAITS = ("_await_first_attempts", "wait_connected")  # both wait for connect_timeout
 
 entered: list[str] = []  # the blocks that were reached
@@ -192,7 +193,7 @@ def test_an_interrupted_entering_leaves_no_thread(
         nothing_is_left(where, before)
         if entered or where.endswith(WAITS):
             break
-    assert step > 30 * EVERY, "it looked at nothing"
+    assert step > 90, "it looked at nothing"
 
 
 def running_consumer(url: str, _: Path) -> None:
@@ -229,7 +230,7 @@ def test_an_interrupted_leaving_closes_a_publisher(tmp_path: Path, caplog: pytes
     The publisher gives up what is left, and disconnects.
     """
     caplog.set_level(logging.CRITICAL)
-    interrupt_to_the_end(publisher, tmp_path, range(100, 10_000))
+    interrupt_to_the_end(publisher, tmp_path, range(100, 10_000, EVERY))
 
 
 @pytest.mark.slow
