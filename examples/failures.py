@@ -4,7 +4,7 @@
 - *refused*: the broker closes the channel because of the message, without naming it. The unconfirmed messages are
   published again, in smaller and smaller groups, and only the culprit fails.
 - *refused before it was sent*: the message is too large.
-- *unconfirmed*: the deadline passed. This is the only outcome after which the message may have arrived.
+- *unconfirmed*: the deadline passed, and the message may have arrived.
 
 Prints::
 

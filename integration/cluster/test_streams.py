@@ -202,7 +202,7 @@ def test_f65_filtered_reads_from_a_lagging_replica_miss_nothing(
         assert whole.result(300) == there
 
 
-@pytest.mark.parametrize("allowed", ["true", "false"])
+@pytest.mark.parametrize("allowed", [pytest.param("true", marks=pytest.mark.soak), "false"])
 def test_a_query_on_a_lagging_replica_reads_nothing_again(
     rabbitmq_cluster: RabbitMQCluster, cluster_vhost: VirtualHost, rng: Random, allowed: str
 ) -> None:
