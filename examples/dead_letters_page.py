@@ -41,8 +41,8 @@ ORDERS = Queue("example.page.orders")
 def user(request: Request) -> str | None:
     """Return the user's name, or None to refuse the request.
 
-A service would read its session here.
-"""
+    A service would read its session here.
+    """
     return request.headers.get("x-user")
 
 

@@ -25,8 +25,8 @@ asked = 0
 def credentials() -> tuple[str, str]:
     """Return the credentials, for example from a vault.
 
-The callback may block, because it runs in a separate thread.
-"""
+    The callback may block, because it runs in a separate thread.
+    """
     global asked  # noqa: PLW0603
     asked += 1
     user, _, password = user_and_password.partition(":")

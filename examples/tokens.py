@@ -28,8 +28,8 @@ calls = 0
 def credentials() -> Credentials:
     """Return a token, for example from an identity provider.
 
-The callback may block, because it runs in a separate thread.
-"""
+    The callback may block, because it runs in a separate thread.
+    """
     global calls  # noqa: PLW0603
     calls += 1
     user, _, password = user_and_password.partition(":")

@@ -45,9 +45,7 @@ class Broker:
     def __init__(self) -> None:
         self.queue: deque[tuple[str, bool]] = deque()  # message id, redelivered
         self.waiting: list[RepublishRequest] = []  # in delay queues
-        self.waited: dict[
-            str, RepublishRequest
-        ] = {}  # retries in the queue or unacked, by the id they have there
+        self.waited: dict[str, RepublishRequest] = {}  # retries in the queue or unacked, by the id they have there
         self.unacked: dict[int, str] = {}
         self.acked: list[str] = []
         self.oversized: set[str] = set()  # ids of messages whose bodies the reader does not accept
