@@ -346,7 +346,7 @@ def test_risks_of_a_queue_are_logged_when_it_is_read(
     for queue, url, said in (
         ("limited", vhost.url, "after 4 deliveries they are dead-lettered"),
         ("hurried", vhost.url, "x-consumer-timeout=60000 ms"),
-        ("hurried", vhost.url.replace("guest:guest", "reader:reader"), "arguments of queue 'hurried' cannot be looked"),
+        ("hurried", vhost.url.replace("guest:guest", "reader:reader"), "cannot check the arguments of queue 'hurried'"),
     ):
         caplog.clear()
         assert query(url, queue=queue).batch() == 0
