@@ -61,7 +61,8 @@ def test_available_now_waits_for_the_deliveries_of_its_node(
     node: ClusterNode, cluster_vhost: VirtualHost, source: QueueSource
 ) -> None:
     suspend_member(node, cluster_vhost, "orders", LAG)
-    assert read_all(source) == COUNT
+    read = read_all(source)
+    assert read == COUNT, vars(source._reader)
 
 
 def test_available_now_waits_for_them_after_a_count_in_doubt(

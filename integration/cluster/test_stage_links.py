@@ -6,7 +6,6 @@ link repeatedly, which covers both.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -29,16 +28,17 @@ LINK_CLOSES = "erlang:disconnect_node('{name}'), ok"
 PATIENCE = "application:set_env(rabbit, consumer_disconnected_timeout, {})"
 
 
-@contextmanager
-def impatient(cluster: RabbitMQCluster) -> Iterator[None]:
-    """Make queues declared in this block requeue at once, on every version."""
-    for node in cluster.nodes:
+@pytest.fixture
+def _requeue_at_once(rabbitmq_cluster: RabbitMQCluster) -> Iterator[None]:
+    """Make queues requeue at once, on every version.
+
+    RabbitMQ 4.3 compares the settings of each queue with those of its node every five seconds.
+    """
+    for node in rabbitmq_cluster.nodes:
         node.evaluate(PATIENCE.format(1))
-    try:
-        yield
-    finally:
-        for node in cluster.nodes:
-            node.evaluate(PATIENCE.format(60_000))
+    yield
+    for node in rabbitmq_cluster.nodes:
+        node.evaluate(PATIENCE.format(60_000))
 
 
 def moved(relay: StageRelay) -> int:
@@ -49,12 +49,12 @@ def break_link(leader: ClusterNode, node: ClusterNode) -> None:
     leader.evaluate(LINK_CLOSES.format(name=node.name))
 
 
+@pytest.mark.usefixtures("_requeue_at_once")
 def test_f68_broken_links_of_nodes_move_each_message_once(
     rabbitmq_cluster: RabbitMQCluster, cluster_vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
     """The relay's channel survives; the leader redelivers on it with new tags."""
-    with impatient(rabbitmq_cluster):
-        publish(cluster_vhost.url, "orders", 1, type="quorum")
+    publish(cluster_vhost.url, "orders", 1, type="quorum")
     leader, near, _ = rabbitmq_cluster.nodes
     with (
         fault_proxy(near.url_of(cluster_vhost.name)) as proxy,
