@@ -147,7 +147,7 @@ class TLSOptions:
             try:
                 context.load_verify_locations(cadata=self.ca_data)
             except (ssl.SSLError, ValueError, TypeError) as error:
-                raise ConfigurationError(f"ca_data is no certificate in PEM or DER: {error}") from error
+                raise ConfigurationError(f"ca_data is not a certificate in PEM or DER: {error}") from error
 
     def _load_client_certificate(self, context: ssl.SSLContext, cert_file: FilePath) -> None:
         _require_file("cert_file", cert_file)

@@ -224,7 +224,7 @@ def _parse_host(text: str, default_port: int) -> Endpoint:
     if bracket:
         address = _decoded("host", host.removeprefix("["))
         if not (host.startswith("[") and _is_ipv6(address)):
-            raise ConfigurationError("the URL has a host in brackets that is no IPv6 address")
+            raise ConfigurationError("the URL has a host in brackets that is not an IPv6 address")
         host, colon, port = address, tail[:1], tail[1:]
         if tail and colon != ":":
             raise ConfigurationError(f"the URL has something other than a port after [{address}]")
@@ -245,7 +245,7 @@ def _parse_host(text: str, default_port: int) -> Endpoint:
         return Endpoint(host, default_port)
     # The error does not show the port: in user:password without a host, that is the password.
     if not _DIGITS.fullmatch(port) or not 1 <= int(port) <= _HIGHEST_PORT:
-        raise ConfigurationError(f"the URL has a port that is no number from 1 to {_HIGHEST_PORT}")
+        raise ConfigurationError(f"the URL has a port that is not a number from 1 to {_HIGHEST_PORT}")
     return Endpoint(host, int(port))
 
 

@@ -375,9 +375,9 @@ def test_a_file_with_the_wrong_content_is_named_with_its_field(authority: Author
 
     for message, options in (
         ("^ca_file .* holds no PEM certificate", TLSOptions(ca_file=junk)),
-        ("^ca_data is no certificate", TLSOptions(ca_data="junk")),
-        ("^ca_data is no certificate", TLSOptions(ca_data="")),
-        ("^ca_data is no certificate", TLSOptions(ca_data=b"junk")),
+        ("^ca_data is not a certificate", TLSOptions(ca_data="junk")),
+        ("^ca_data is not a certificate", TLSOptions(ca_data="")),
+        ("^ca_data is not a certificate", TLSOptions(ca_data=b"junk")),
         ("^cert_file .* holds no PEM certificate", TLSOptions(cert_file=junk, key_file=client.key_file)),
         ("^key_file .* holds no PEM private key", TLSOptions(cert_file=client.cert_file, key_file=junk)),
         ("^cert_file .* holds no PEM private key", TLSOptions(cert_file=client.cert_file)),

@@ -291,7 +291,7 @@ def test_a_plain_queue_is_refused_and_keeps_its_messages(vhost: VirtualHost) -> 
         lambda: read(RangeReader(options(vhost.url), StreamRange("events", 0, 3), COLUMNS)),
         lambda: batch(vhost.url).partitions(),
     ):
-        with pytest.raises(ConfigurationError, match="'events' is no stream: read it with the option queue"):
+        with pytest.raises(ConfigurationError, match="'events' is not a stream: read it with the option queue"):
             call()
     vhost.wait_for_messages("events", 3)
 

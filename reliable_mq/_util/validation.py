@@ -103,7 +103,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigurationError(f"the key {twice!r} is there twice; remove one")
+        raise ConfigurationError(f"the key {twice!r} occurs twice; remove one")
     return found
 
 
@@ -121,10 +121,10 @@ def file_path(path: str | os.PathLike[str]) -> Path:
         except (FileNotFoundError, NotADirectoryError):
             is_directory = False
         except (OSError, UnicodeEncodeError) as error:
-            raise ConfigurationError(f"path cannot be that of a file: {error}") from error
+            raise ConfigurationError(f"path cannot be the path of a file: {error}") from error
         if not is_directory:
             return found
-    raise ConfigurationError(f"path must be that of a file, not {given!r}")
+    raise ConfigurationError(f"path must be the path of a file, not {given!r}")
 
 
 def declared_by(

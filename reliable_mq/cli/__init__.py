@@ -28,7 +28,7 @@ def main() -> int:
     """Run the command line with this process's arguments and return the exit status."""
     try:
         if not _hold_streams():
-            print("reliable-mq: standard output is closed; /dev/null is for what nobody wants to see", file=sys.stderr)
+            print("reliable-mq: standard output is closed; redirect it to /dev/null to discard it", file=sys.stderr)
             return 1
         if os.environ.get("COLUMNS") == "0":  # rich would show nothing, so treat the width as unknown
             del os.environ["COLUMNS"]

@@ -78,7 +78,7 @@ def _ask(url: str, timeout: float) -> tuple[int, dict[str, Any]]:
         finally:
             connection.close()
 
-    # A socket's timeout applies to each read: a server that trickles would block the probe for ever.
+    # A socket's timeout applies to each read: a server that trickles would block the probe forever.
     try:
         status, reason, body = DaemonExecutor("probe", 1).call(get, timeout)
     except UnicodeError:

@@ -233,7 +233,7 @@ def _outbox(
         if not create:
             raise OutboxError(f"there is no outbox {where}; a database is named by its URL")
     elif not path.is_file():
-        raise OutboxError(f"{where} is no file: name the SQLite file of an outbox, or a database by its URL")
+        raise OutboxError(f"{where} is not a file: name the SQLite file of an outbox, or a database by its URL")
     from reliable_mq.outbox import SQLiteOutbox
 
     file = SQLiteOutbox(where)
@@ -294,7 +294,7 @@ def _in_database(url: str, **options: Any) -> Iterator[tuple[SQLAlchemyOutbox, E
         raise ConfigurationError(f"OUTBOX needs the driver {error.name}, which is not installed") from None
     except (SQLAlchemyError, ValueError, TypeError) as error:  # an invalid port, or an unknown driver option
         # The error's text may show the URL and its password.
-        raise ConfigurationError(f"OUTBOX is no database URL that can be used: {type(error).__name__}") from None
+        raise ConfigurationError(f"OUTBOX is not a usable database URL: {type(error).__name__}") from None
     box = SQLAlchemyOutbox(engine, **options)
     try:
         yield box, engine
@@ -306,7 +306,7 @@ def _in_database(url: str, **options: Any) -> Iterator[tuple[SQLAlchemyOutbox, E
 def _wait_for_answer(box: Outbox, engine: Engine) -> None:
     """Wait until the database responds to a connection, even with an error.
 
-    A frozen server accepts connections and never responds, and drivers wait for ever. The next use of the database
+    A frozen server accepts connections and never responds, and drivers wait forever. The next use of the database
     raises the error.
     """
     from reliable_mq._util.threads import DaemonExecutor

@@ -125,7 +125,7 @@ class _Recipe:
         exchange = line.exchange if self.exchange is None else self.exchange
         routing_key = line.routing_key if self.routing_key is None else self.routing_key
         if not exchange and not routing_key:
-            raise ConfigurationError("no routing_key, neither in the line nor as an option")
+            raise ConfigurationError("no routing_key in the line or as an option")
         return line.message, exchange or "", routing_key or ""
 
 

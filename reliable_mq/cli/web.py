@@ -94,7 +94,7 @@ def web(
     hide_logs(unwatched_logger)
     token = _token(token_file)
     if token is None and not _is_loopback(host):
-        raise typer.BadParameter(f"--host {host} is no loopback address: set {_TOKEN}, or give --token-file")
+        raise typer.BadParameter(f"--host {host} is not a loopback address: set {_TOKEN}, or give --token-file")
     settings = parse_url(url, connection_name="reliable-mq web")
     app = DeadLetterApp(
         url,
@@ -124,7 +124,7 @@ def _token(file: Path | None) -> str | None:
     try:
         text = file.read_text("utf-8").strip()
     except UnicodeDecodeError:  # the error's text would show a part of the token
-        raise ConfigurationError(f"the file of --token-file is no UTF-8 text: {file}") from None
+        raise ConfigurationError(f"the file given with --token-file is not UTF-8 text: {file}") from None
     if not text:
         raise typer.BadParameter(f"--token-file: {file} is empty")
     return text

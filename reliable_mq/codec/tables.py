@@ -266,7 +266,7 @@ def _encoder_of(value: FieldValue) -> Callable[[Any, int], bytes]:
     for known, encoder in _ENCODERS.items():
         if isinstance(value, known):
             return encoder
-    raise _Unfit(f"is a {type(value).__name__}, which AMQP has no type for: convert it, to str for example")
+    raise _Unfit(f"is a {type(value).__name__}, which has no AMQP type: convert it, for example to str")
 
 
 def encode_timestamp(value: object, field: str) -> bytes:

@@ -95,7 +95,7 @@ def checked_traceparent(name: str, text: str) -> str:
     """
     if trace_ids(text) is None:
         raise ConfigurationError(
-            f"{name} must be a context in W3C's form, 00-TRACE-SPAN-01 say, not {text[:80]!r}: correct it, or give none"
+            f"{name} must be a W3C trace context, such as 00-TRACE-SPAN-01, not {text[:80]!r}: correct it, or give none"
         )
     return text
 

@@ -123,7 +123,7 @@ def _common(signs: Signs, now: float) -> list[_Problem]:
     elif unanswered is not None and now - unanswered >= signs.patience:
         text = f"its event loop has stalled for {now - unanswered:.1f} s or longer"
         problems.append(_Problem(text, unanswered, live=False))
-    relayed = isinstance(signs, PublisherSigns) and signs.outbox is not None  # a relay retries for ever
+    relayed = isinstance(signs, PublisherSigns) and signs.outbox is not None  # a relay retries forever
     if signs.given_up and not relayed:
         problems.append(_Problem(f"given up: {signs.given_up}", signs.changed_at, live=False))
     waited = now - signs.worked_at

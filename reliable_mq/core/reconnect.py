@@ -191,7 +191,7 @@ class ReconnectPolicy:
 class CredentialsCalls:
     """The calls of a credentials callback that may hang.
 
-    A call may hang for ever and keeps its thread. So a second call begins after ``patience`` seconds, the next after
+    A call may hang forever and keeps its thread. So a second call begins after ``patience`` seconds, the next after
     twice as long, and so on until one returns, with at most `MOST_UNANSWERED` at a time.
     """
 

@@ -92,7 +92,7 @@ class DeadLetterQueue:
                 f"queue must be the name of one, or a Queue with a dead-letter queue, not {queue!r}"
             )
         if not is_text(name):
-            raise ConfigurationError("queue is no UTF-8, as every name of a queue has to be")
+            raise ConfigurationError("queue must be valid UTF-8")
         self._name = name
         settings = parse_url(
             url, tls=tls, credentials=credentials, heartbeat=heartbeat, connect_timeout=connect_timeout
@@ -432,7 +432,7 @@ class DeadLetterQueue:
     @contextmanager
     def _operation(self, name: str) -> Iterator[None]:
         if self._busy is not None:
-            raise UsageError(f"{self._busy}() is going on: exhaust or close it before {name}()")
+            raise UsageError(f"{self._busy}() is in progress: exhaust or close it before {name}()")
         self._busy = name
         try:
             yield
@@ -483,14 +483,14 @@ def _routing(own: str, to: str | Target | None, *, as_published: bool) -> Routin
         if target == Target("", ""):
             raise ConfigurationError("to is empty: name a queue, or an exchange")
         if target == Target("", own):
-            raise ConfigurationError(f"to is {own!r} itself: what is replayed would come back for ever")
+            raise ConfigurationError(f"to is {own!r} itself: what is replayed would come back forever")
         return lambda _message: target
     origin = _as_published if as_published else _to_queue
 
     def to_origin(message: DeadMessage) -> Target | None:
         target = origin(message)
         if target == Target("", own):
-            raise ConfigurationError(f"its origin is {own!r} itself, where it would come back for ever: name a target")
+            raise ConfigurationError(f"its origin is {own!r} itself, where it would come back forever: name a target")
         return target
 
     return to_origin

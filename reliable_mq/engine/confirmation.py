@@ -97,7 +97,7 @@ class BaseConfirmation(ObservedPublication):
         if not callable(callback):
             raise ConfigurationError(f"callback must be callable, not {callback!r}")
         if inspect.iscoroutinefunction(callback):
-            raise ConfigurationError("callback is a coroutine function, which nothing here would await")
+            raise ConfigurationError("callback is a coroutine function, which would never be awaited")
 
     def _mark_observed(self) -> None:
         """Mark the outcome as seen, whether or not it is known. The lock is held."""

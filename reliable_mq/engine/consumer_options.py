@@ -212,7 +212,7 @@ class ConsumerOptions:
         if idempotency_key is not None and not callable(idempotency_key):
             _refuse(f"idempotency_key must be callable, not {idempotency_key!r}")
         if is_coroutine_function(idempotency_key):
-            _refuse("idempotency_key is a coroutine function, which nothing here would await")
+            _refuse("idempotency_key is a coroutine function, which would never be awaited")
         if idempotency_namespace is not None and not is_text(idempotency_namespace):
             _refuse(f"idempotency_namespace must be text, not {idempotency_namespace!r}")
         if ack_every is not None:
@@ -545,7 +545,7 @@ class ConsumerOptions:
             _refuse(f"dead_letter must be a Queue, the name of one or None, not {given!r}")
         name = check_name("dead_letter", given) if isinstance(given, str) else given.name
         if name == self.queue_name:
-            _refuse("dead_letter is the queue itself: what is given up would come back for ever")
+            _refuse("dead_letter is the queue itself: what is given up would come back forever")
         return name
 
     @staticmethod

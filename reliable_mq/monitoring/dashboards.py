@@ -347,7 +347,7 @@ CONSUMERS: Final = Dashboard(
             ),
             stat(
                 "Rejected",
-                "Messages in the time shown that ended without a dead-letter queue of ours. The broker may have "
+                "Messages in the time shown that ended without a dead-letter queue of reliable_mq. The broker may have "
                 "dropped them.",
                 growth("consumer_rejected"),
                 alarm=1,
@@ -390,7 +390,7 @@ CONSUMERS: Final = Dashboard(
             lines(
                 "Dead letters per second",
                 "Messages given up; of these, messages without a handler (undecodable, too large, newer format); "
-                "messages moved to quarantine; messages rejected without a dead-letter queue of ours.",
+                "messages moved to quarantine; messages rejected without a dead-letter queue of reliable_mq.",
                 rates(
                     "queue",
                     consumer_dead_lettered="dead-lettered",

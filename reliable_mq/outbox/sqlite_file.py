@@ -76,7 +76,7 @@ class OpenFile:
         found = []
         for path in self._paths:
             try:
-                seen = os.stat(path)  # noqa: PTH116  # twice for every transaction
+                seen = os.stat(path)  # noqa: PTH116  # twice forevery transaction
             except FileNotFoundError:
                 found.append((0, 0))
             else:
@@ -101,7 +101,7 @@ class DiskReserve:
     def available(self) -> bool:
         """Return whether the reserve exists, after trying to make it if it did not."""
         with suppress(FileNotFoundError):
-            if os.stat(self._path).st_size >= _BYTES:  # noqa: PTH116  # once for every transaction
+            if os.stat(self._path).st_size >= _BYTES:  # noqa: PTH116  # once forevery transaction
                 return True
         return self._make()
 
@@ -142,7 +142,7 @@ _ADVICE: Final = {
     sqlite3.SQLITE_READONLY: "the file or its directory cannot be written to; see to the permissions",
     sqlite3.SQLITE_CANTOPEN: "the file cannot be opened; see to the directory and the permissions",
     sqlite3.SQLITE_CORRUPT: "the file is damaged; move it away with its -wal, and recover it with sqlite3's .recover",
-    sqlite3.SQLITE_NOTADB: "the file is no SQLite database, or damaged; give the outbox its own file",
+    sqlite3.SQLITE_NOTADB: "the file is not an SQLite database, or is damaged; give the outbox its own file",
     sqlite3.SQLITE_IOERR: "the disk failed; see to it. What was committed before is in the file",
     sqlite3.SQLITE_TOOBIG: "a message is larger than SQLite can store",
 }

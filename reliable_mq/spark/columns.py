@@ -167,7 +167,7 @@ def _refusal(kind: DataType, *, read: bool) -> str:
         return _refusal(kind.elementType, read=read)
     if isinstance(kind, _HEADER_READ if read else _HEADER_WRITTEN):
         return ""
-    return f"has a {kind.simpleString()} in it, which AMQP has no type for: use string"
+    return f"has a {kind.simpleString()} in it, which has no AMQP type: use string"
 
 
 def check_read_schema(schema: StructType) -> tuple[str, ...]:
@@ -178,7 +178,7 @@ def check_read_schema(schema: StructType) -> tuple[str, ...]:
     names = tuple(schema.fieldNames())
     if not names:
         raise ConfigurationError(
-            "the schema has no columns, and rows without one are lost on the way to Spark: name one, 'queue string' say"
+            "the schema has no columns, and rows without one are lost on the way to Spark: name one, for example 'queue string'"
         )
     if len(set(names)) < len(names):
         raise ConfigurationError(f"the schema has a column twice: {', '.join(names)}")
@@ -215,7 +215,7 @@ def check_written_schema(schema: StructType, options: WriteOptions) -> tuple[str
     """
     names = tuple(schema.fieldNames())
     if len(set(names)) < len(names):
-        raise ConfigurationError(f"a column is there twice: {', '.join(names)}")
+        raise ConfigurationError(f"a column occurs twice: {', '.join(names)}")
     for field in schema:
         accepted = WRITTEN.get(field.name)
         if accepted is None:

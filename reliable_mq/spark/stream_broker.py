@@ -115,7 +115,7 @@ class StreamChannel(AdminChannel):
         except StepRefused as refused:
             if refused.code == _PRECONDITION_FAILED and STREAM_OFFSET in refused.text:
                 raise ConfigurationError(
-                    f"{stream!r} is no stream: read it with the option queue ({refused.text})"
+                    f"{stream!r} is not a stream: read it with the option queue ({refused.text})"
                 ) from refused
             raise refusal(Consume(stream, tag), refused) from refused
         self._subscribed.add(tag)
@@ -333,7 +333,7 @@ def _counted(channel: StreamChannel, stream: str) -> int:
 def _offset(delivery: RawDelivery, stream: str) -> int:
     offset = offset_of(delivery)
     if offset is None:
-        raise ConfigurationError(f"a message of {stream!r} came without an offset: it is no stream")
+        raise ConfigurationError(f"a message of {stream!r} came without an offset: it is not a stream")
     return offset
 
 

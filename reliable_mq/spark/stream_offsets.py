@@ -80,7 +80,7 @@ def from_checkpoint(offset: Mapping[str, Any]) -> tuple[dict[str, int], bool]:
     positions = inner if initial else offset
     if not isinstance(positions, dict) or not all(type(value) is int for value in positions.values()):
         raise ConfigurationError(
-            f"the checkpoint holds an offset that is none of streams: {str(offset)[:200]}; it belongs to another "
+            f"the checkpoint holds an offset that is not one of streams: {str(offset)[:200]}; it belongs to another "
             "source or to a newer version of reliable-mq: give the query a checkpointLocation of its own"
         )
     return dict(positions), initial

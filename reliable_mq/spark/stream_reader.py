@@ -203,7 +203,7 @@ class RangeReader:
     def _offset(self, delivery: RawDelivery) -> int:
         offset = offset_of(delivery)
         if offset is None:
-            raise ConsumeError(f"a message of {self._range.stream!r} came without an offset: it is no stream")
+            raise ConsumeError(f"a message of {self._range.stream!r} came without an offset: it is not a stream")
         return offset
 
     def _connected(self, what: str) -> StreamChannel:

@@ -527,5 +527,5 @@ def _carried_out(step: Step) -> Generator[Step, Any, Any]:
 def _offset_of(delivery: RawDelivery) -> int:
     offset = Properties(delivery.properties).headers.get(STREAM_OFFSET)
     if not isinstance(offset, int):
-        raise ConsumeError("a message of a stage came without an offset: it is no stream")
+        raise ConsumeError("a message of a stage came without an offset: it is not a stream")
     return offset

@@ -329,7 +329,7 @@ def _where(url: object) -> str:
     if parts is None or "@" in parts.path + parts.query + parts.fragment:
         # The error of urlsplit may show the beginning of the password, which it takes for a port.
         raise ConfigurationError(
-            "url is none of Redis's, redis://[user:password@]host[:port][/database]: its port is no number, or its "
+            "url is not a Redis URL, redis://[user:password@]host[:port][/database]: its port is not a number, or its "
             "password holds '/', '?', '#', '[' or '@': percent-encode them (%2F, %3F, %23, %5B, %40)"
         )
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname or "localhost"
@@ -345,9 +345,9 @@ def _client(kind: Any, name: str, url: object, timeout: float, retry: object, op
             pool = client.connection_pool
             pool.connection_class(**pool.connection_kwargs)  # checks its arguments without connecting
         except ValueError as error:
-            raise ConfigurationError(f"url is none of Redis's: {error}") from error
+            raise ConfigurationError(f"url is not a Redis URL: {error}") from error
         except TypeError as error:
-            raise ConfigurationError(f"an option, here or in the URL, is none of {name}'s: {error}") from error
+            raise ConfigurationError(f"an option, here or in the URL, is not an option of {name}: {error}") from error
     elif not isinstance(url, kind):
         raise ConfigurationError(f"url must be a URL or a {name}, not {type(url).__name__}")
     elif options:

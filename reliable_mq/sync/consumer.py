@@ -89,10 +89,10 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
     def _check_options(self, options: ConsumerOptions) -> None:
         if inspect.iscoroutinefunction(getattr(options.store, "claim_many", None)):
             raise ConfigurationError(
-                f"idempotency is a store for AsyncConsumer, which nothing here would await: {options.store!r}"
+                f"idempotency is a store for AsyncConsumer, which would never be awaited: {options.store!r}"
             )
         if is_coroutine_function(options.handler):
-            raise ConfigurationError("handler is a coroutine function, which nothing here would await")
+            raise ConfigurationError("handler is a coroutine function, which would never be awaited")
 
     def _pool_type(self) -> type[WorkerPool]:
         return WorkerPool

@@ -316,5 +316,5 @@ def server_context(
     try:
         context.load_cert_chain(cert_file, key_file)
     except OSError as error:
-        raise ConfigurationError(f"cert_file and key_file are no certificate with its key: {error}") from error
+        raise ConfigurationError(f"cert_file and key_file are not a certificate with its key: {error}") from error
     return context

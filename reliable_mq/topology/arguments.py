@@ -287,7 +287,7 @@ def _delivery_limit(given: Mapping[str, object]) -> Iterator[ArgumentProblem]:
     limit = given.get("x-delivery-limit")
     if isinstance(limit, int) and limit >= 0 and "x-dead-letter-exchange" not in given:
         text = (
-            f"drops a message after {limit + 1} deliveries, as there is no dead-letter exchange; lost connections count"
+            f"drops a message after {limit + 1} deliveries, because there is no dead-letter exchange; lost connections count"
         )
         yield ArgumentProblem(
             "x-delivery-limit", text, "give x-dead-letter-exchange, or -1 and a retry policy that counts"
@@ -308,7 +308,7 @@ def _routing_key(given: Mapping[str, object]) -> Iterator[ArgumentProblem]:
 def _length(given: Mapping[str, object]) -> Iterator[ArgumentProblem]:
     limits = [name for name in ("x-max-length", "x-max-length-bytes") if name in given]
     if limits and given["x-queue-type"] != "stream" and "x-overflow" not in given:
-        text = "drops the oldest messages when it is reached, confirmed ones too, as there is no x-overflow"
+        text = "drops the oldest messages when it is reached, confirmed ones too, because x-overflow is not set"
         yield ArgumentProblem(
             limits[0], text, "give x-overflow=reject-publish: a full queue then nacks; or drop-head, if it is meant"
         )

@@ -217,7 +217,7 @@ class Queue:
         if isinstance(dead_letter, Queue | str) and self.type == "stream":
             raise self._error("dead_letter", "must be left out on a stream, which has no dead letters")
         if self.dead_letter_name == self.name:
-            raise self._error("dead_letter", "is the queue itself: what is rejected would come back for ever")
+            raise self._error("dead_letter", "is the queue itself: what is rejected would come back forever")
 
     def _check_arguments(self) -> None:
         given = self._fields()

@@ -548,7 +548,7 @@ def test_a_cancelled_handler_is_no_failure_and_others_take_over(store: Any) -> N
 def test_a_handler_awaiting_a_cancelled_future_has_failed(store: Any) -> None:
     """Its task continues.
 
-    Otherwise a message that always leads to this would be redelivered for ever, without an attempt.
+    Otherwise a message that always leads to this would be redelivered forever, without an attempt.
     """
 
     async def handle(item: Delivery) -> None:

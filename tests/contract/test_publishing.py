@@ -397,7 +397,7 @@ def test_a_broker_that_comes_and_goes_costs_nothing_but_time(
 def test_a_channel_that_nacks_all_for_too_long_is_replaced(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
     """A quorum queue tells each channel once that it is no longer full.
 
-    A channel that misses it would nack for ever.
+    A channel that misses it would nack forever.
     """
     channels: list[Channel] = []
 

@@ -169,7 +169,7 @@ def test_after_the_pause_no_deadline_is_set_until_a_probe_comes() -> None:
 
 
 def test_a_quarantined_message_probes_where_nothing_else_does() -> None:
-    """Otherwise it would wait for ever.
+    """Otherwise it would wait forever.
 
     If it hangs, the next delivery is another probe.
     """

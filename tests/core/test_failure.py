@@ -119,7 +119,7 @@ def test_a_delay_that_is_none_is_that_of_the_policy_and_said(delay: Any) -> None
     later.delay = delay
     failure = describe(later, 0.0)
     assert failure.delay is None
-    assert failure.exception_message == "in 5 s (its delay is no number of seconds: that of the policy counts)"
+    assert failure.exception_message == "in 5 s (its delay is not a number of seconds: the delay of the policy is used)"
 
 
 def test_a_delay_that_was_changed_counts() -> None:

@@ -221,7 +221,7 @@ class Broken(wait_base, stop_base):
         {"wait": lambda _: math.nan},
         {"wait": lambda _: math.inf},
     ],
-    ids=["wait raises", "stop raises", "no number", "not a number", "for ever"],
+    ids=["wait raises", "stop raises", "no number", "not a number", "forever"],
 )
 def test_a_mistake_in_the_users_objects_costs_no_attempt(options: dict[str, Any]) -> None:
     """The default wait is used, and each decision reports the error once."""

@@ -242,7 +242,7 @@ def test_what_can_be_written_passes(given: str) -> None:
         ("body int", "column 'body' is int, and must be binary or string"),
         ("body string, headers string", "column 'headers' is string, and must be map<string,string>"),
         ("body string, priority string", "column 'priority' is string, and must be tinyint or"),
-        ("body string, body string", "a column is there twice"),
+        ("body string, body string", "a column occurs twice"),
     ],
 )
 def test_what_cannot_be_written_is_refused(given: str, says: str) -> None:

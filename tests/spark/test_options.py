@@ -97,7 +97,7 @@ def test_every_option_of_a_stream_is_taken() -> None:
         ({"stream": "s", "startingOffsets": "[1]"}, "startingOffsets must be"),
         ({"stream": "s", "startingOffsets": '{"s": -1}'}, "for 's' it is -1"),
         ({"stream": "s", "startingOffsets": '{"s": true}'}, "for 's' it is True"),
-        ({"stream": "s", "startingOffsets": '{"s": 1, "s": 2}'}, "^startingOffsets: the key 's' is there twice"),
+        ({"stream": "s", "startingOffsets": '{"s": 1, "s": 2}'}, "^startingOffsets: the key 's' occurs twice"),
         ({"stream": "s", "startingOffsetsByTimestamp": '{"s": 1, "s": 2}'}, "^startingOffsetsByTimestamp: the key 's'"),
         ({"stream": "s", "startingOffsets": "[" * 100_000}, "startingOffsets must be"),
         ({"stream": "s", "startingOffsets": "latest", "startingTimestamp": "1"}, "are both given"),
@@ -245,7 +245,7 @@ def test_a_sink_passes_options_on_to_its_publishers() -> None:
         ({"exchange": "x" * 256}, "exchange has 256 bytes"),
         (
             {"traceparent": "0af7"},
-            "traceparent must be a context in W3C's form, 00-TRACE-SPAN-01 say, not '0af7': correct it, or give none",
+            "traceparent must be a W3C trace context, such as 00-TRACE-SPAN-01, not '0af7': correct it, or give none",
         ),
         ({"traceparent": f"00-{'0' * 32}-{'b' * 16}-01"}, "traceparent must be a context in W3C's form"),
         ({"publisher.confirmTimeout": "10"}, "publisher.confirmTimeout must be a time with its unit"),

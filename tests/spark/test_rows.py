@@ -197,7 +197,7 @@ def test_a_context_of_another_form_is_refused_by_its_column() -> None:
     row = unsendable(refused)
     assert (
         row.reason
-        == "traceparent must be a context in W3C's form, 00-TRACE-SPAN-01 say, not '0af7': correct it, or give none"
+        == "traceparent must be a W3C trace context, such as 00-TRACE-SPAN-01, not '0af7': correct it, or give none"
     )
     assert letter_of_row(row, MessageIds("q/0/0")).headers["traceparent"] == "0af7"
 

@@ -110,7 +110,7 @@ class LostRelay:
 
     def wait_moved(self, _timeout: float) -> bool:
         self._waits += 1
-        assert self._waits < 10, "it waits for ever"
+        assert self._waits < 10, "it waits forever"
         return False
 
     def close(self, _timeout: float) -> None:

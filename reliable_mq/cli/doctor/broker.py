@@ -239,13 +239,13 @@ _FACTS: Final = (
         (4, 3),
         Status.OK,
         "basic.reject and lost connections count against a quorum queue's delivery limit, basic.nack does not: a "
-        "consumer that nacks a poison message gets it for ever; the retry policy counts for itself",
+        "consumer that nacks a poison message gets it forever; the retry policy counts for itself",
     ),
     _Fact(
         "poison messages",
         (0,),
         Status.WARNING,
-        "quorum queues have no delivery limit unless told: a message that no consumer can process comes back for ever",
+        "quorum queues have no delivery limit unless told: a message that no consumer can process comes back forever",
         "Consume with a retry policy, which dead-letters after its last attempt.",
     ),
     _Fact(

@@ -160,7 +160,7 @@ def examine_quarantine(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding
     owner = queue.name.removesuffix(QUARANTINE_SUFFIX)
     if owner == queue.name or not queue.messages or snapshot.consumers_of(queue):
         return
-    text = f"{queue.messages:,} messages that may have killed their consumer wait here, and nobody consumes them"
+    text = f"{queue.messages:,} messages that may have killed their consumer wait here, and no consumer handles them"
     if owner not in snapshot.queues:
         text += f"; queue {owner!r}, whose consumer does, does not exist"
     fix = f"Run a Consumer of {owner!r} that declares it (a Queue, not its name): it handles these one at a time."
@@ -310,7 +310,7 @@ def _dead_lettering(queue: QueueView, route: Route | None) -> Iterator[Finding]:
         else:
             yield _warning(queue, "dead letters", route.flaw, fix)
     elif queue.name in route.targets:
-        text = "dead letters come back to the queue itself: what is rejected is delivered again for ever"
+        text = "dead letters come back to the queue itself: what is rejected is delivered again forever"
         yield _warning(queue, "dead letters", text, "Give it a dead-letter queue of its own.")
     if queue.type != "quorum":
         return

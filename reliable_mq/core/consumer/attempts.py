@@ -60,7 +60,7 @@ _TYPE_LIMIT: Final = 128
 _SHOWN: Final = 5  # exceptions of a group that its description shows
 _NO_TEXT: Final = "(its text cannot be shown)"
 _NO_NAME: Final = "(a class that cannot be named)"
-_WRONG_DELAY: Final = " (its delay is no number of seconds: that of the policy counts)"
+_WRONG_DELAY: Final = " (its delay is not a number of seconds: the delay of the policy is used)"
 _INSIDE: Final = BaseExceptionGroup.__dict__["exceptions"]  # a subclass may hide the attribute
 
 #: The class of an exception and the classes of its groups, from the inside out.

@@ -2,7 +2,7 @@
 
 The member of a quorum queue on the consumer's own node delivers, if the queue has one there. If it does not run, the
 leader assigns messages to the consumer, as many as its prefetch, and nobody delivers them. The subscription looks well
-on both sides, and would wait for ever. On another node, or on one without a member, the consumer gets all messages.
+on both sides, and would wait forever. On another node, or on one without a member, the consumer gets all messages.
 
 Such a consumer has had no delivery for a while, owes the broker nothing, and its queue has ready messages, again and
 again. A consumer that works gets ready messages at once, unless they are for another one, or for later: so the watch is

@@ -525,7 +525,7 @@ def check_handler(handler: object) -> None:
     if not callable(handler):
         raise ConfigurationError(f"handler must be callable, not {handler!r}")
     if _is(inspect.isgeneratorfunction, handler) or _is(inspect.isasyncgenfunction, handler):
-        raise ConfigurationError("handler is a generator function, of which a call runs nothing: take out its yield")
+        raise ConfigurationError("handler is a generator function, so a call runs nothing: remove its yield")
 
 
 def check_answer(answer: object, *, batch: bool) -> None:
@@ -545,11 +545,11 @@ def check_answer(answer: object, *, batch: bool) -> None:
     if isinstance(answer, CoroutineType):
         answer.close()  # otherwise Python warns that it was never awaited
         raise UsageError(
-            "the handler returned a coroutine, of which nothing has run; define it with async def, await what it "
+            "the handler returned a coroutine that has not run; define it with async def, await what it "
             "calls, and give it to an AsyncConsumer"
         )
     if isinstance(answer, (GeneratorType, AsyncGeneratorType)):
-        raise UsageError("the handler returned a generator, of which nothing has run: take out its yield")
+        raise UsageError("the handler returned a generator that has not run: remove its yield")
 
 
 def _is(kind: Callable[[object], bool], handler: object) -> bool:

@@ -211,7 +211,7 @@ class StageSession:
             epoch.tail.update(filter(None, each.tail.identities))
             each.tail.identities.clear()
         self._progress_at = now
-        if all(every.settled is not None for every in epoch.partitions):
+        if all(every.settled is not None forevery in epoch.partitions):
             self.state = EpochState.MOVING
             epoch.moving_since = now
         return over, self._ack_frames()
@@ -459,7 +459,7 @@ _SIZES: Final = {b"b": 1, b"B": 1, b"s": 2, b"I": 4, b"l": 8, b"L": 8}
 def _without_id(queue: str, delivery: RawDelivery) -> ConsumeError:
     return ConsumeError(
         f"a message of queue {queue!r}, published to exchange {delivery.exchange!r} with routing key "
-        f"{delivery.routing_key!r}, has no message_id: once a relay has died, nobody can tell whether it was moved. "
+        f"{delivery.routing_key!r}, has no message_id: once a relay has died, it is not known whether it was moved. "
         "Have the publisher set message_id (reliable_mq does), or allow such messages to come twice: "
         "stageMissingId=repeat, --missing-id repeat"
     )
