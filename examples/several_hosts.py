@@ -1,7 +1,7 @@
 """Several hosts, of which one is down, and credentials that change.
 
 Hosts are tried in order, and after a lost connection the next one is tried at once. A callback returns the user and the
-password forevery connect, so each connect uses the current ones. Without a callback they are in the URL.
+password for every connect, so each connect uses the current ones. Without a callback they are in the URL.
 
 Prints::
 

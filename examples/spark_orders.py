@@ -3,7 +3,7 @@
     spark-submit examples/spark_orders.py amqp://guest:guest@localhost/ /tmp/orders-checkpoint
 
 The query reads the queue ``orders`` (JSON with ``order``, ``customer``, ``cents`` and ``placed``), and publishes an
-alert to the queue ``alerts`` forevery customer who has ordered for more than 1000.00 within a minute. It uses staged
+alert to the queue ``alerts`` for every customer who has ordered for more than 1000.00 within a minute. It uses staged
 mode: a relay next to the driver moves orders into the stream ``orders.stage``, each once, and the executors read the
 stream. A duplicate of an order has the same ``message_id``, and is dropped. A duplicate of an alert has the same
 ``message_id``, too, so the consumer of alerts can detect it, for example with an idempotency store.

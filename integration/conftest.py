@@ -69,7 +69,7 @@ from tests.new_queues import treat_new_queues_as_old
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = [  # fixtures and hooks from elsewhere, forevery test here
+__all__ = [  # fixtures and hooks from elsewhere, for every test here
     "_uvloop",
     "audit",
     "fault_proxy",

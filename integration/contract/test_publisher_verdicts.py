@@ -176,7 +176,7 @@ TEXTS = {
 def test_f12_the_brokers_text_names_the_culprit(any_vhost: VirtualHost, flaw: str) -> None:
     """One more channel is enough, and later messages are published once.
 
-    This holds forevery broker line.
+    This holds for every broker line.
     """
     make, exchange, code = TEXTS[flaw]
     limit = 64 * 1024 * 1024

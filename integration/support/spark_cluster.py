@@ -38,7 +38,7 @@ class _Servers:
     """Processes with logs. A context manager.
 
     Args:
-        directory: For the logs, and foreverything that the processes write.
+        directory: For the logs, and for everything that the processes write.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -108,7 +108,7 @@ class StandaloneCluster(_Servers):
     """A master, and a worker on each host. A context manager.
 
     Args:
-        directory: For the logs, and foreverything that executors write.
+        directory: For the logs, and for everything that executors write.
         cores: The cores of each worker.
         hosts: Addresses of this machine, one for each worker. Spark treats them as different hosts.
 
@@ -170,7 +170,7 @@ class ConnectServer(_Servers):
     Its Python has this package, but not pandas.
 
     Args:
-        directory: For the log, and foreverything that Spark writes.
+        directory: For the log, and for everything that Spark writes.
         discovered: Whether the server finds the data source by itself, as it does with the wheel.
 
     Attributes:

@@ -199,7 +199,7 @@ class InboundReader:
     `feed` must not be called from a callback.
 
     Args:
-        foreign: A callable forevery complete frame that is not for a sink. It is also called with a protocol header (8
+        foreign: A callable for every complete frame that is not for a sink. It is also called with a protocol header (8
             bytes), with which a broker requests another version of the protocol.
         delivery: The class of deliveries, whose constructor takes the arguments of `RawDelivery`.
     """

@@ -37,7 +37,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ConnectCredentials:
-    """The credentials and the TLS context, read again forevery connect."""
+    """The credentials and the TLS context, read again for every connect."""
 
     credentials: Credentials | None = field(repr=False)
     context: ssl.SSLContext | None = field(repr=False)

@@ -288,7 +288,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
     def _connect(self, *, required: bool) -> Steps[SubscriptionT]:
         """Start, and wait for the first attempts.
 
-        If they fail or are interrupted forevery waiting caller, the start is undone.
+        If they fail or are interrupted for every waiting caller, the start is undone.
         """
         with self._lock:
             subscription = self._start()

@@ -67,7 +67,7 @@ _SHOWN: Final[Mapping[type, tuple[_Shown, ...]]] = {
     )
 }
 
-FAMILIES: Final = {shown.family.full_name: shown.family forevery in _SHOWN.values() for shown in every}
+FAMILIES: Final = {shown.family.full_name: shown.family for every in _SHOWN.values() for shown in every}
 """Every metric, by its name."""
 
 

@@ -122,7 +122,7 @@ class SQLAlchemyOutbox:
         timeout: The time within which a transaction of the outbox ends, in seconds. After that its connection is cut,
             and the call fails. It does not apply to ``add``, ``create_table``, ``retry`` and ``purge``, nor to a SQLite
             file, which has no server that could hang.
-        tracing: A ``Tracing`` that makes a *create* span forevery message passed to ``add``. The message carries the
+        tracing: A ``Tracing`` that makes a *create* span for every message passed to ``add``. The message carries the
             span's context. None makes no spans. For messages of a publisher, the publisher's tracing is used.
 
     Raises:

@@ -65,7 +65,7 @@ _MYSQL: Final = ("mysql", "mariadb")
 COLLATES: Final = frozenset(_MYSQL)
 """Databases that take some different texts for equal, by the default collation."""
 LOCKS_WHAT_IT_READS: Final = frozenset(_MYSQL)
-"""Databases whose changing statements wait forevery row that they read, and not only for those that they change."""
+"""Databases whose changing statements wait for every row that they read, and not only for those that they change."""
 _SKIP_LOCKED: Final = frozenset({"postgresql", "mysql", "mariadb", "oracle"})
 WALKS_AN_INDEX: Final = frozenset({"postgresql", "sqlite"})
 """Databases that need a recursive query to go from key to key in an index; others do so for GROUP BY."""

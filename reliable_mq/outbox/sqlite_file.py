@@ -76,7 +76,7 @@ class OpenFile:
         found = []
         for path in self._paths:
             try:
-                seen = os.stat(path)  # noqa: PTH116  # twice forevery transaction
+                seen = os.stat(path)  # noqa: PTH116  # twice for every transaction
             except FileNotFoundError:
                 found.append((0, 0))
             else:
@@ -101,7 +101,7 @@ class DiskReserve:
     def available(self) -> bool:
         """Return whether the reserve exists, after trying to make it if it did not."""
         with suppress(FileNotFoundError):
-            if os.stat(self._path).st_size >= _BYTES:  # noqa: PTH116  # once forevery transaction
+            if os.stat(self._path).st_size >= _BYTES:  # noqa: PTH116  # once for every transaction
                 return True
         return self._make()
 

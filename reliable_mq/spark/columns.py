@@ -178,7 +178,8 @@ def check_read_schema(schema: StructType) -> tuple[str, ...]:
     names = tuple(schema.fieldNames())
     if not names:
         raise ConfigurationError(
-            "the schema has no columns, and rows without one are lost on the way to Spark: name one, for example 'queue string'"
+            "the schema has no columns, and rows without one are lost on the way to Spark: name one, for example "
+            "'queue string'"
         )
     if len(set(names)) < len(names):
         raise ConfigurationError(f"the schema has a column twice: {', '.join(names)}")

@@ -128,5 +128,5 @@ def _imported(path: str) -> _Provider:
         return _Provider(path, found)
     raise ConfigurationError(
         f"credentialsProvider {path!r} cannot be imported on host {socket.gethostname()} by {sys.executable}: {why}; "
-        "install it for the driver and forevery executor (spark.submit.pyFiles does not reach every process)"
+        "install it for the driver and for every executor (spark.submit.pyFiles does not reach every process)"
     )

@@ -3,8 +3,8 @@
 AMQP does not return a queue's arguments. So an existing queue is compared with this package's default declaration
 (`core.channel_setup.compare`). This method cannot detect policies, and the messages say so.
 
-Two readers of a queue in one application would share its messages. Spark creates a source forevery branch of a query
-that reads a DataFrame, and forevery query. A stream delivers every message to each of them, but a queue delivers each
+Two readers of a queue in one application would share its messages. Spark creates a source for every branch of a query
+that reads a DataFrame, and for every query. A stream delivers every message to each of them, but a queue delivers each
 message to one of them: a join of a queue with itself would lose rows of both sides, which are acked. All readers of an
 application are on the driver's host. A claim is therefore a lock on a file in the application's own directory
 (`SPARK_LOCAL_DIRS`). The operating system releases it when the process ends, for whatever reason. A broker may have
@@ -259,7 +259,7 @@ class QueueClaims:
                     self.release()
                     raise ConfigurationError(
                         f"queue {queue!r} is read twice in this application, and each message would come to one of the "
-                        "two readers only. Spark makes a reader forevery query, and forevery branch of one (a "
+                        "two readers only. Spark makes a reader for every query, and for every branch of one (a "
                         "self-join, a union): read the queue once, in staged mode (the option stage), whose stream "
                         "gives every reader all messages; or do all that is to be done with a batch in one "
                         "foreachBatch. (Two brokers that tell the same cluster name count as one: rabbitmqctl "

@@ -149,7 +149,7 @@ class RabbitMQCluster:
         image: The docker image, as for `RabbitMQ`.
         conf: More lines for the ``rabbitmq.conf`` of every node.
         files: More files in every node, as for `RabbitMQ`.
-        environment: More environment variables forevery node, as for `RabbitMQ`.
+        environment: More environment variables for every node, as for `RabbitMQ`.
 
     Attributes:
         nodes: The nodes. Each is a `RabbitMQ` that can be killed, stopped, started, paused and starved alone.

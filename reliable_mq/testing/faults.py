@@ -126,7 +126,7 @@ class CutAt:
 
     Attributes:
         share: The share of the frame's payload that leaves before the cut, or None for the whole frame.
-        times: The number of connections that remain to be cut, or None forevery connection.
+        times: The number of connections that remain to be cut, or None for every connection.
     """
 
     matches: Callable[[Frame], bool]

@@ -287,7 +287,7 @@ class FaultProxy:
             direction: The direction in which frames are counted.
             of: The name of the frames to count, for example ``"basic.publish"``, or None for all frames.
             reset: True for a TCP reset on both sides, False for an orderly end (FIN).
-            times: The number of connections to cut, or None forevery connection until `heal`.
+            times: The number of connections to cut, or None for every connection until `heal`.
 
         Raises:
             ConfigurationError: If a value is out of range, or no frame has this name.

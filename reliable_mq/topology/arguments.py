@@ -287,7 +287,8 @@ def _delivery_limit(given: Mapping[str, object]) -> Iterator[ArgumentProblem]:
     limit = given.get("x-delivery-limit")
     if isinstance(limit, int) and limit >= 0 and "x-dead-letter-exchange" not in given:
         text = (
-            f"drops a message after {limit + 1} deliveries, because there is no dead-letter exchange; lost connections count"
+            f"drops a message after {limit + 1} deliveries, because there is no dead-letter exchange; lost connections "
+            "count"
         )
         yield ArgumentProblem(
             "x-delivery-limit", text, "give x-dead-letter-exchange, or -1 and a retry policy that counts"

@@ -96,7 +96,7 @@ class Exchange:
             raise ConfigurationError(f"argument {_ALTERNATE} of {what} is given twice: also as alternate_exchange")
 
     def arguments_for(self, _version: tuple[int, ...]) -> dict[str, object]:
-        """Return the arguments of the declaration, which are the same forevery version."""
+        """Return the arguments of the declaration, which are the same for every version."""
         alternate = self.alternate_exchange
         name = alternate.name if isinstance(alternate, Exchange) else alternate
         every = {_ALTERNATE: name, **self.arguments}

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 #: The version of the semantic conventions for names, kinds and attributes.
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
 
-_LOG_ERRORS_EVERY: Final = 60.0  # seconds: a broken tracer raises forevery message
+_LOG_ERRORS_EVERY: Final = 60.0  # seconds: a broken tracer raises for every message
 
 
 class TracerErrors:

@@ -224,7 +224,7 @@ class Pages:
             given = fields.all("body")
             if not given:
                 raise ConfigurationError("body is missing: that of the copy, which may be empty")
-            # A form sends CR LF forevery line end. This loses nothing, because a body with a CR cannot be edited.
+            # A form sends CR LF for every line end. This loses nothing, because a body with a CR cannot be edited.
             body = given[-1].replace("\r\n", "\n").encode("utf-8", "surrogateescape")
             choice = Choice.of_pairs([("letter", letter.fingerprint)])
             options = ReplayOptions(body=body, limit=1)

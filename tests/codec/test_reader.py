@@ -307,7 +307,7 @@ def test_remembered_names_are_bounded() -> None:
 
 
 def test_a_large_frame_in_small_chunks_is_joined_once() -> None:
-    """The received chunks are not copied again forevery new one.
+    """The received chunks are not copied again for every new one.
 
     The tail is a list until the frame is complete.
     """

@@ -39,5 +39,5 @@ def test_a_context_has_two_ids(text: str) -> None:
 )
 def test_text_of_another_form_is_no_context(text: str) -> None:
     assert trace_ids(text) is None
-    with pytest.raises(ConfigurationError, match=r"^a name must be a context in W3C's form"):
+    with pytest.raises(ConfigurationError, match=r"^a name must be a W3C trace context"):
         checked_traceparent("a name", text)

@@ -131,7 +131,7 @@ def test_what_nobody_declares_any_more_may_have_been_made() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["begin", "end", "made"]), st.floats(0, 3))))
 def test_latest_says_whether_any_confirm_can_be_provisional(events: list[tuple[str, str, float]]) -> None:
-    """The publisher reads ``latest`` forevery confirm."""
+    """The publisher reads ``latest`` for every confirm."""
     new, now, begun = made(), 100.0, {"a": 0, "b": 0}
     for name, event, seconds in events:
         now += seconds

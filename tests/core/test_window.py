@@ -178,7 +178,7 @@ def test_a_cleared_window_has_every_place_free() -> None:
 
 @pytest.mark.parametrize(("on_wire", "worth_it"), [(8, False), (5, False), (4, True), (0, True)])
 def test_waiting_callers_wake_at_half_a_window_on_the_wire(on_wire: int, worth_it: bool) -> None:
-    """Callers are not woken forevery place.
+    """Callers are not woken for every place.
 
     An idle channel always wakes them, otherwise the publisher would stop.
     """

@@ -1,4 +1,4 @@
-"""An outbox uses the options and events of its engine forevery connection."""
+"""An outbox uses the options and events of its engine for every connection."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ def test_a_sink_passes_options_on_to_its_publishers() -> None:
             {"traceparent": "0af7"},
             "traceparent must be a W3C trace context, such as 00-TRACE-SPAN-01, not '0af7': correct it, or give none",
         ),
-        ({"traceparent": f"00-{'0' * 32}-{'b' * 16}-01"}, "traceparent must be a context in W3C's form"),
+        ({"traceparent": f"00-{'0' * 32}-{'b' * 16}-01"}, "traceparent must be a W3C trace context"),
         ({"publisher.confirmTimeout": "10"}, "publisher.confirmTimeout must be a time with its unit"),
         ({"publisher.maxOutstandin": "10"}, "did you mean publisher.maxOutstanding?"),
     ],

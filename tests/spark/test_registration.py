@@ -75,7 +75,7 @@ def test_spark_connect_or_a_missing_version_is_accepted(monkeypatch: pytest.Monk
 
 
 def test_an_old_pyspark_warns_and_keeps_its_other_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spark imports the module forevery session, so it only issues a warning."""
+    """Spark imports the module for every session, so it only issues a warning."""
     pretend(monkeypatch, pyspark="4.1.0")
     with pytest.warns(UserWarning, match=r"PySpark 4\.1\.0 is too old"):
         found = runpy.run_path(autoregister.__file__)

@@ -335,8 +335,8 @@ def test_a_base_of_the_clock_that_was_rolled_back_is_not_kept(machine: Machine) 
     ("wrong", "named"),
     [
         ({"path": ":memory:"}, "path"),
-        ({"path": "x" * 300}, "path cannot be that of a file"),
-        ({"path": "\ud800"}, "path cannot be that of a file"),
+        ({"path": "x" * 300}, "path cannot be the path of a file"),
+        ({"path": "\ud800"}, "path cannot be the path of a file"),
         ({"path": ""}, "path"),
         ({"path": "/"}, "path"),
         ({"path": "a\0b"}, "path"),

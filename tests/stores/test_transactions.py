@@ -236,7 +236,7 @@ def test_a_handler_that_ends_the_transaction_itself_is_told(
     "url", ["postgresql+psycopg://db/orders", "mysql+pymysql://db/orders", "sqlite:////x/orders.db"]
 )
 def test_an_engine_that_commits_each_statement_is_refused(url: str) -> None:
-    """This holds forevery way to set it, and for asyncio engines."""
+    """This holds for every way to set it, and for asyncio engines."""
     for engine in (
         create_engine(url, isolation_level="AUTOCOMMIT"),
         create_engine(url, execution_options={"isolation_level": "AUTOCOMMIT"}),

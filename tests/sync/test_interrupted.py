@@ -183,7 +183,7 @@ def test_an_interrupted_entering_leaves_no_thread(
 ) -> None:
     """The block was never entered, so nothing leaves it.
 
-    This holds forevery step.
+    This holds for every step.
     """
     caplog.set_level(logging.CRITICAL)
     entered.clear()

@@ -75,7 +75,7 @@ class Recorder:
 
 
 class BrokenSampler(Sampler):
-    """Raises forevery span."""
+    """Raises for every span."""
 
     def should_sample(self, *_: Any, **__: Any) -> SamplingResult:
         raise RuntimeError("no sample")

@@ -1,4 +1,4 @@
-"""pika's ``BlockingChannel``, with a confirm or a transaction forevery message."""
+"""pika's ``BlockingChannel``, with a confirm or a transaction for every message."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class Link:
         self._end: asyncio.Future[None] = loop.asyncio.create_future()
         self._watch: Timer | None = None
         self._server: ServerInfo | None = None
-        with demoted_driver_logs(aiormq.__name__):  # also forevery task that the connection starts
+        with demoted_driver_logs(aiormq.__name__):  # also for every task that the connection starts
             self._connection = Connection(endpoint, settings, secrets, name, Transports(self._connect))
             self._task = loop.asyncio.create_task(self._run(), name=f"{name} {endpoint}")
         loop.tasks.add(self._task)

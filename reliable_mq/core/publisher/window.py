@@ -139,7 +139,7 @@ class PublishWindow:
     def worth_waking(self, on_wire: int) -> bool:
         """Return whether to wake the callers that wait for a place.
 
-        Waking a thread forevery single place would cost more than the publish itself. So callers are woken when at
+        Waking a thread for every single place would cost more than the publish itself. So callers are woken when at
         most half a window of publishes is on the wire. Publishes that wait for another attempt do not count, because
         they would keep the callers waiting as well.
         """

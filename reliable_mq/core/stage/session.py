@@ -211,7 +211,7 @@ class StageSession:
             epoch.tail.update(filter(None, each.tail.identities))
             each.tail.identities.clear()
         self._progress_at = now
-        if all(every.settled is not None forevery in epoch.partitions):
+        if all(every.settled is not None for every in epoch.partitions):
             self.state = EpochState.MOVING
             epoch.moving_since = now
         return over, self._ack_frames()
