@@ -314,7 +314,7 @@ def test_a_browse_that_is_left_early_requeues_what_it_took(vhost: VirtualHost) -
         browsing = dead.browse()
         next(browsing)
         assert len(dead) == 0
-        with pytest.raises(UsageError, match=r"browse\(\) is going on: exhaust or close it before replay"):
+        with pytest.raises(UsageError, match=r"browse\(\) is in progress: exhaust or close it before replay"):
             dead.replay()
         browsing.close()  # type: ignore[attr-defined]
         assert len(dead) == 3

@@ -176,7 +176,7 @@ def test_a_damaged_or_foreign_outbox_file_is_refused_clearly(tmp_path: Path) -> 
     """The file is not overwritten."""
     path = tmp_path / "text"
     path.write_bytes(b"this is no database, and long enough to see that" * 100)
-    with pytest.raises(OutboxError, match="no SQLite database, or damaged"):
+    with pytest.raises(OutboxError, match="not an SQLite database, or is damaged"):
         SQLiteOutbox(path).open()
     assert path.read_bytes().startswith(b"this is no database")
     with sqlite3.connect(tmp_path / "theirs") as connection:

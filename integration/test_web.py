@@ -536,7 +536,7 @@ def test_the_command_serves_the_page_until_a_signal(vhost: VirtualHost) -> None:
 def test_the_command_listens_elsewhere_with_a_token_only(vhost: VirtualHost) -> None:
     done = run_cli("web", vhost.url, DEAD, "--host", "0.0.0.0", "--port", "0")
     assert done.returncode == 2
-    assert "is no loopback address: set RELIABLE_MQ_WEB_TOKEN" in " ".join(
+    assert "is not a loopback address: set RELIABLE_MQ_WEB_TOKEN" in " ".join(
         done.stderr.decode().replace("│", " ").split()
     )
 
