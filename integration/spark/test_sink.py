@@ -94,7 +94,7 @@ def test_traces_pass_through_source_and_sink(spark: SparkSession, vhost: Virtual
     write(read.drop("traceparent"), vhost, routingKey="orders", traceparent=option)
     sent = [properties.headers["traceparent"] for properties, _ in drain(vhost, "orders")]
     assert sent == [trace, trace, own, option]
-    with pytest.raises(PySparkException, match="traceparent must be a context in W3C's form"):
+    with pytest.raises(PySparkException, match="traceparent must be a W3C trace context"):
         write(read, vhost, routingKey="orders", traceparent="0af7")
 
 
