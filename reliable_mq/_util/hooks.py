@@ -108,7 +108,7 @@ def _run(hooks: list[tuple[Stage, Callable[[], object]]]) -> None:
         try:
             hook()
         except Exception:
-            logger.exception("%s failed in exit stage %s", hook, stage.name)
+            logger.exception("%s failed in stage %s", hook, stage.name)
         except BaseException as error:  # noqa: BLE001  # raised when the others have run
             interruption = error
     if interruption is not None:

@@ -109,8 +109,8 @@ class TokenRenewer:
         if unanswered and loss is not None and loss.by_broker:
             self.statistics.refused += 1
             logger.error(
-                "%s: the broker refused the renewed token and closed the connection: %s %s; the next attempt asks"
-                " for another token",
+                "%s: the broker refused the renewed token and closed the connection: %s %s; the next attempt asks "
+                "for another token",
                 self._name,
                 loss.code,
                 printable(loss.text),

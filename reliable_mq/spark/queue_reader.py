@@ -289,8 +289,8 @@ class QueueReader(NullListener):
         self._seldom = self._seldom + 1 if backlog and apart >= _SELDOM and self._remaining is None else 0
         if self._seldom == _SELDOM_BATCHES:
             logger.warning(
-                "batches of %d messages are %.0f s apart, and %d more messages are ready: to read faster, shorten"
-                " the trigger interval, or raise maxBytesPerTrigger (and maxMessagesPerTrigger and prefetch if "
+                "batches of %d messages are %.0f s apart, and %d more messages are ready: to read faster, shorten "
+                "the trigger interval, or raise maxBytesPerTrigger (and maxMessagesPerTrigger and prefetch if "
                 "they are set)",
                 rows,
                 apart,

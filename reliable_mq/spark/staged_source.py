@@ -186,8 +186,8 @@ class StagedSource(StreamSource):
                 metrics.streams.at_risk[name] = int(why is not None)
             if why is not None:
                 logger.warning(
-                    "stage %r is about to drop messages that the query has not read: %s. The query has read up to"
-                    " offset %d of %d: read faster, or use a new stage with a larger stageRetention or "
+                    "stage %r is about to drop messages that the query has not read: %s. The query has read up to "
+                    "offset %d of %d: read faster, or use a new stage with a larger stageRetention or "
                     "stageMaxBytes",
                     name,
                     why,

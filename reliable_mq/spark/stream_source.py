@@ -332,8 +332,8 @@ class _Planner:
                 )
             if not unknown and now - changed_at >= _SURE:
                 logger.warning(
-                    "the leaders of the streams %s count more messages than this node has: it lags, or the counts"
-                    " include stored consumer offsets",
+                    "the leaders of the streams %s count more messages than this node has: it lags, or the counts "
+                    "include stored consumer offsets",
                     ", ".join(behind),
                 )
                 break

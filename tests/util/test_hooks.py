@@ -121,9 +121,9 @@ def test_a_hook_that_fails_keeps_no_other_from_running() -> None:
     done = run(FAILURES, MODULES)
     assert done.stdout == "forked\nexited\n"
     for part in (
-        "failed in exit stage RENEW",
+        "failed in stage RENEW",
         "of a fork",
-        "failed in exit stage CONSUMERS",
+        "failed in stage CONSUMERS",
         "of an exit",
         "KeyboardInterrupt",
     ):
