@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sqlite3
-import subprocess
 import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
-from integration.support.programs import environment
+from integration.support.programs import output_of
 from integration.support.seeds import soaking
 from integration.support.syncs import traced
 from reliable_mq import Message, OutboxError
@@ -23,6 +22,14 @@ if TYPE_CHECKING:
     from reliable_mq.testing import Audit, VirtualHost
 
 
+def on_a_full_disk(tmp_path: Path, *arguments: str) -> str:
+    """Run the program in a mount namespace, and return what it wrote."""
+    directory = tmp_path / "small"
+    directory.mkdir()
+    program = [sys.executable, "-m", "integration.programs.full_disk", str(directory), *arguments]
+    return output_of(["unshare", "--user", "--map-root-user", "--mount", *program], timeout=100)
+
+
 def test_f39_a_full_disk_refuses_new_messages_publishes_old_ones(
     one_api: str, vhost: VirtualHost, tmp_path: Path, checker: Audit
 ) -> None:
@@ -30,17 +37,8 @@ def test_f39_a_full_disk_refuses_new_messages_publishes_old_ones(
 
     Their rows are removed, so that there is space again.
     """
-    directory = tmp_path / "small"
-    directory.mkdir()
-    program = [sys.executable, "-m", "integration.programs.full_disk", vhost.url, str(directory), one_api]
-    done = subprocess.run(
-        ["unshare", "--user", "--map-root-user", "--mount", *program],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        timeout=100,
-        check=True,
-    )
-    for line in done.stdout.decode().splitlines():
+    said = on_a_full_disk(tmp_path, vhost.url, one_api)
+    for line in said.splitlines():
         what, _, message_id = line.partition(" ")
         {"attempt": checker.attempted, "accepted": checker.confirmed, "refused": checker.failed}[what](message_id)
     checker.drain(vhost, ["orders"])
@@ -48,6 +46,11 @@ def test_f39_a_full_disk_refuses_new_messages_publishes_old_ones(
     assert balance.confirmed > 50
     assert balance.failed >= 10
     assert not balance.refuted
+
+
+def test_f39_an_emptied_outbox_has_room_again(tmp_path: Path) -> None:
+    """The log that grew into the reserve while rows were removed does not keep the space."""
+    on_a_full_disk(tmp_path)
 
 
 def test_what_is_accepted_is_on_the_disk_before_publish_returns(one_api: str, tmp_path: Path) -> None:

@@ -1,18 +1,22 @@
-"""Fill a small file system with a SQLite outbox without a broker; then flush it.
+"""Fill a small file system with a SQLite outbox; then empty the outbox, and store one more message.
 
-Usage: ``unshare --mount python -m integration.programs.full_disk URL DIRECTORY API``. Mounts a tmpfs of 24 MB on
-DIRECTORY. Writes ``attempt ID``, ``accepted ID`` and ``refused ID`` for each message to stdout.
+Usage: ``unshare --mount python -m integration.programs.full_disk DIRECTORY [URL API]``. Mounts a tmpfs of 24 MB on
+DIRECTORY. With URL, publishers store the messages without a broker and then flush them to URL, and ``attempt ID``,
+``accepted ID`` and ``refused ID`` are written to stdout for each message. Without URL, each row is removed in its own
+transaction, as a relay does if the broker confirms slowly.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from integration.programs.outboxing import ORDERS, tell
 from integration.support.blocking import BlockingPublisher
 from reliable_mq import Message, OutboxError, Publisher
+from reliable_mq.core.outbox import NewRow, RowOutcome, RowSettlement
 from reliable_mq.outbox import SQLiteOutbox
 
 NOBODY = "amqp://guest:guest@127.0.0.1:1/"
@@ -37,10 +41,9 @@ def fill(publisher: Publisher | BlockingPublisher, size: int) -> int:
     return accepted
 
 
-def main(url: str, directory: str, api: str) -> None:
+def publish_and_flush(path: Path, url: str, api: str) -> None:
     kind = BlockingPublisher if api == "aio" else Publisher
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", directory], check=True)
-    outbox = SQLiteOutbox(Path(directory) / "outbox")
+    outbox = SQLiteOutbox(path)
     with kind(NOBODY, outbox=outbox) as publisher:
         accepted = fill(publisher, 100_000)
         accepted += fill(publisher, 1)  # until not even the smallest message fits
@@ -56,5 +59,31 @@ def main(url: str, directory: str, api: str) -> None:
         publisher.flush(30)
 
 
+def write_and_remove(path: Path) -> None:
+    outbox = SQLiteOutbox(path)
+    for size in (100_000, 1):
+        with suppress(OutboxError):
+            while True:
+                outbox.write([NewRow(Message(b"x" * size), "", "orders", True, None)], [])
+    assert outbox.status().rows > 50, outbox.status()
+    claims = outbox.claims()
+    while rows := claims.take(1000).rows:
+        for row in rows:
+            outbox.write([], [RowSettlement(row, RowOutcome.CONFIRMED)])
+    claims.close()
+    assert outbox.status().rows == 0
+    outbox.write([NewRow(Message(b"room again"), "", "orders", True, None)], [])
+    outbox.close()
+
+
+def main(directory: str, url: str = "", api: str = "") -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", directory], check=True)
+    path = Path(directory) / "outbox"
+    if url:
+        publish_and_flush(path, url, api)
+    else:
+        write_and_remove(path)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3])
+    main(*sys.argv[1:])

@@ -313,10 +313,13 @@ class SQLiteOutbox:
 
     def _need_reserve(self, what: str) -> None:
         try:
-            there = self._reserve.available()
+            available = self._reserve.available()
+            if not available:  # the log may have grown into its space while rows were removed
+                self._empty_log()
+                available = self._reserve.available()
         except OSError as error:
             raise outbox_error(error, self.path, what) from error
-        if not there:
+        if not available:
             raise OutboxError(
                 f"{what} failed in outbox {self.path}: the disk is full, but for the room that is needed to remove "
                 "rows; make room. Earlier rows are safe"
@@ -330,9 +333,13 @@ class SQLiteOutbox:
             if not is_full(error.__cause__):
                 raise
         self._reserve.release()
+        self._empty_log()
+        return self._transact(work, what)
+
+    def _empty_log(self) -> None:
+        """Copy the log into the database and return its space to the file system, if possible."""
         with self._lock, suppress(sqlite3.Error):
             self._open().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-        return self._transact(work, what)
 
     def _transact(self, work: Callable[[sqlite3.Connection], T], what: str) -> T:
         self._check_not_forked()
