@@ -76,7 +76,7 @@ class Source:
 
     file: str
     text: str
-    tree: ast.Module
+    nodes: list[ast.AST]
 
 
 @cache
@@ -84,12 +84,12 @@ def sources() -> list[Source]:
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_text()
-        found.append(Source(str(path.relative_to(PACKAGE)), text, ast.parse(text)))
+        found.append(Source(str(path.relative_to(PACKAGE)), text, list(ast.walk(ast.parse(text)))))
     return found
 
 
 def definitions(source: Source) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -137,12 +137,15 @@ def comments(source: Source) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
 
 
-def docstrings(source: Source) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(source.tree):
+@cache
+def docstrings(source: Source) -> list[tuple[int, str]]:
+    found = []
+    for node in source.nodes:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text:
-                yield getattr(node, "lineno", 1), text
+                found.append((getattr(node, "lineno", 1), text))
+    return found
 
 
 def docstring_verbs() -> Iterator[Place]:

@@ -337,7 +337,7 @@ class SQLiteOutbox:
         return self._transact(work, what)
 
     def _empty_log(self) -> None:
-        """Copy the log into the database and return its space to the file system, if possible."""
+        """Try to copy the log into the database and return its space to the disk."""
         with self._lock, suppress(sqlite3.Error):
             self._open().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
