@@ -65,6 +65,7 @@ from reliable_mq.testing.fixtures import audit, fault_proxy, new_vhost
 from tests import properties, reports
 from tests.collecting import pytest_collection
 from tests.new_queues import treat_new_queues_as_old
+from tests.signal_handlers import restored_handler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -75,6 +76,7 @@ __all__ = [  # fixtures and hooks from elsewhere, for every test here
     "fault_proxy",
     "new_vhost",
     "pytest_collection",
+    "restored_handler",
     "run_async",
 ]
 

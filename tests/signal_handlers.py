@@ -1,4 +1,8 @@
-"""Undo what Spark's readers do to the process that they run in."""
+"""The handler of SIGTERM is restored after each test.
+
+Spark's readers replace it, and their handler ends the process. A later test in the same process may send SIGTERM to
+itself.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,7 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(autouse=True)
-def _restored_handler() -> Iterator[None]:
-    """Restore the handler of SIGTERM. A reader's own would end this process in a later test."""
+def restored_handler() -> Iterator[None]:
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
