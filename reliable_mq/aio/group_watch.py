@@ -1,12 +1,13 @@
 """The watch over groups of deliveries in the asyncio API.
 
-If one handler of a group runs long, the results of the others are settled meanwhile, in a task of their own. The timer
-exists only while groups are handled.
+If one handler of a group runs long, a task of its own settles the results of the others meanwhile, and puts back the
+deliveries that have not begun. The timer exists only while groups are handled.
 
 Invariants:
 
-- A delivery belongs to one task: to the one that handles its group, or to the one that settles it.
-- A task that settles ends with the store's answer, and reports each of its deliveries, even if it is destroyed.
+- A delivery belongs to one task: to the one that handles its group, or to the one that has taken it over.
+- A task that has taken over deliveries ends with the store's answer, and reports or puts back each of them, even if it
+  is destroyed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from reliable_mq.core.consumer.attempts import shown
-from reliable_mq.core.consumer.handler import NotStarted, delivery_of
+from reliable_mq.core.consumer.handler import NotStarted
 from reliable_mq.engine import claim_groups
 from reliable_mq.engine.steps import awaiting
 
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
     from reliable_mq.aio.store_calls import StoreAdapter
     from reliable_mq.core.consumer.delivery import Delivery
-    from reliable_mq.core.consumer.handler import ClaimPolicy, Ended, Failed, Step
-    from reliable_mq.engine.claim_groups import ClaimBatcher
+    from reliable_mq.core.consumer.handler import ClaimPolicy, GroupProgress, GroupRemainder, Step
+    from reliable_mq.engine.claim_groups import ClaimBatcher, Waiting
     from reliable_mq.engine.workers import ResultSink
 
 __all__ = ["GroupWatch"]
@@ -42,6 +43,7 @@ class GroupWatch:
         name: The name of the tasks that settle.
         claiming: The policy for claiming deliveries. None if none are claimed.
         store: The store, if any.
+        waiting: The work to put deliveries back to.
         sink: The sink for results.
         tasks: The unreported deliveries of each task of the pool.
         context: The context in which tasks begin.
@@ -55,6 +57,7 @@ class GroupWatch:
         name: str,
         claiming: ClaimPolicy | None,
         store: StoreAdapter | None,
+        waiting: Waiting,
         sink: ResultSink,
         tasks: dict[asyncio.Task[None], Sequence[Delivery]],
         context: Context,
@@ -63,6 +66,7 @@ class GroupWatch:
         self._name = name
         self._claiming = claiming
         self._store = store
+        self._waiting = waiting
         self._sink = sink
         self._tasks = tasks
         self._context = context
@@ -93,19 +97,21 @@ class GroupWatch:
         self._timer = None
         for task, groups in self._groups.items():
             group = groups.overdue()
-            if group is not None and (taken := group.take_over()):
-                gone = set(map(delivery_of, taken))
+            if group is not None and (rest := group.take_over()).deliveries:
+                gone = set(rest.deliveries)
                 self._tasks[task] = [delivery for delivery in self._tasks[task] if delivery not in gone]
-                settling = self._loop.create_task(self._settle(group, taken), name=self._name)
+                settling = self._loop.create_task(self._settle(group, rest), name=self._name)
                 self.settling.add(settling)
                 settling.add_done_callback(self._ended)
         if self._groups:
             self._start()
 
-    async def _settle(self, group: Ended, taken: list[Delivery | Failed]) -> None:
+    async def _settle(self, group: GroupProgress, rest: GroupRemainder) -> None:
         if self._claiming is None:
             raise RuntimeError("there is no store")
-        await awaiting(claim_groups.settling_results(self._claiming, group, taken, self._ask, self._sink.report))
+        await awaiting(
+            claim_groups.settling_group_rest(self._claiming, group, rest, self._ask, self._waiting, self._sink)
+        )
 
     async def _ask(self, step: Step) -> Any:
         if self._store is None:

@@ -115,7 +115,7 @@ class TaskPool:
         self._loop = asyncio.get_running_loop()
         self._context = copy_context()  # the context in which each task begins
         self._tasks: dict[asyncio.Task[None], Sequence[Delivery]] = {}  # with the unreported deliveries of each task
-        self._watch = GroupWatch(f"{name}-settling", claiming, self._store, sink, self._tasks, self._context)
+        self._watch = GroupWatch(f"{name}-settling", claiming, self._store, self, sink, self._tasks, self._context)
         self._idle: deque[asyncio.Future[None]] = deque()
         self._stopped_starting = False  # whether no more handlers are started
         self._closed = False
@@ -322,7 +322,7 @@ class TaskPool:
         """Carry out the steps of `handling` with a store."""
         self._tasks[task] = deliveries = groups.take(item)
         steps = handling(
-            deliveries, batch=self._batch, claiming=self._claiming, wall_clock=time.time, ended=groups.ended
+            deliveries, batch=self._batch, claiming=self._claiming, wall_clock=time.time, progress=groups.progress
         )
         return await self._carry_out_all(task, steps, groups, None)
 

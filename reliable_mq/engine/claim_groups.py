@@ -4,8 +4,9 @@ If handlers are quick, several deliveries are claimed at once. Those that do not
 so that no lease runs while another handler takes its time. If the store fails, half as many are claimed next, and then
 slowly more, because the store may have no space for so many.
 
-The results of a group are settled together after its last handler. If that one runs for longer than `PATIENCE`, the
-others are settled meanwhile, by another thread or task.
+The results of a group are settled together after its last handler. If a handler runs for longer than `PATIENCE`, the
+results of the others are settled meanwhile by another thread or task, which also releases and puts back the deliveries
+that have not begun.
 
 Invariant: a group belongs to one epoch of the waiting work. Once the work was recalled, no further delivery of the
 group is started. The first of a group may always start. Deliveries that are put back come first again, in their order.
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from reliable_mq.core.consumer.attempts import shown
 from reliable_mq.core.consumer.delivery import Delivery
-from reliable_mq.core.consumer.handler import Ended, Skipped, SkipReason, delivery_of, settling_ended
+from reliable_mq.core.consumer.handler import GroupProgress, Skipped, SkipReason, settling_rest
 from reliable_mq.engine.steps import asking
 
 if TYPE_CHECKING:
@@ -26,13 +27,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from reliable_mq.core.consumer.dispatch import Work
-    from reliable_mq.core.consumer.handler import ClaimPolicy, Failed, Result, Step
+    from reliable_mq.core.consumer.handler import ClaimPolicy, GroupRemainder, Result, Step
     from reliable_mq.engine.steps import Steps
+    from reliable_mq.engine.workers import ResultSink
 
-__all__ = ["PATIENCE", "ClaimBatcher", "Waiting", "settling_results"]
+__all__ = ["PATIENCE", "ClaimBatcher", "Waiting", "settling_group_rest"]
 
 PATIENCE = 1.0
-"""The seconds after which results of a group are settled, within as much again, although a handler of it still runs."""
+"""The seconds after which the rest of a group is taken over, within as much again, while a handler of it runs."""
 _CLAIMED_TOGETHER = 64  # maximum number of deliveries claimed at once
 _GROUP_SECONDS = 0.05  # after that, deliveries that have not started are put back, as their leases are running
 
@@ -55,11 +57,11 @@ class ClaimBatcher:
         share: The maximum share of the work to take at once.
 
     Attributes:
-        ended: The results of handlers of the running group, or None between two groups.
+        progress: The progress of the running group, or None between two groups.
     """
 
     def __init__(self, waiting: Waiting, share: float) -> None:
-        self.ended: Ended | None = None
+        self.progress: GroupProgress | None = None
         self._waiting = waiting
         self._share = share
         self._together = 1  # deliveries to take at once while handlers are quick
@@ -67,12 +69,12 @@ class ClaimBatcher:
         self._calls = 0  # handler calls of this group
         self._epoch = 0  # epoch in which the group was taken
         self._end = 0.0  # until when deliveries of the group may start
-        self._seen: Ended | None = None  # the group at the last `overdue`
+        self._seen: GroupProgress | None = None  # the group at the last `overdue`
 
     def take(self, first: Work) -> list[Delivery]:
         """Start a group with ``first``, and a fair share of the work if it is no batch."""
-        self.ended = Ended()
         self._calls, self._epoch, self._end = 0, self._waiting.epoch, time.perf_counter() + _GROUP_SECONDS
+        self.progress = GroupProgress(self._epoch)
         if not isinstance(first, Delivery):
             return first
         deliveries = [first]
@@ -97,46 +99,58 @@ class ClaimBatcher:
         Returns:
             The results of the others, and the deliveries that could not be put back.
         """
-        self.ended = self._seen = None
-        left = [one.delivery for one in results if isinstance(one, Skipped) and one.reason is SkipReason.NOT_BEGUN]
+        interrupted = self.progress is not None and self.progress.interrupted
+        self.progress = self._seen = None
+        begun, left = _split(results)
         failed = any(isinstance(one, Skipped) and one.reason is SkipReason.STORE_FAILED for one in results)
         self._most = max(len(results) // 2, 1) if failed else min(self._most + 0.25, _CLAIMED_TOGETHER)
-        self._together = 1 if left else min(2 * self._together, int(self._most))
-        if not left:
-            return results, left
-        begun = [one for one in results if not (isinstance(one, Skipped) and one.reason is SkipReason.NOT_BEGUN)]
-        return begun, [] if self._waiting.put_back(left, self._epoch) else left
+        self._together = 1 if left or interrupted else min(2 * self._together, int(self._most))
+        return begun, [] if not left or self._waiting.put_back(left, self._epoch) else left
 
     def abandon(self, deliveries: Iterable[Delivery]) -> list[Delivery]:
         """End the group, and return those of its deliveries that nobody has taken over."""
-        ended, self.ended = self.ended, None
-        return list(deliveries) if ended is None else ended.left(deliveries)
+        progress, self.progress = self.progress, None
+        return list(deliveries) if progress is None else progress.left(deliveries)
 
-    def overdue(self) -> Ended | None:
+    def overdue(self) -> GroupProgress | None:
         """Return the group if it was running at the last call, too. Thread-safe."""
-        before, self._seen = self._seen, self.ended
+        before, self._seen = self._seen, self.progress
         return self._seen if self._seen is before else None
 
 
-def settling_results(
+def settling_group_rest(
     claiming: ClaimPolicy,
-    group: Ended,
-    taken: list[Delivery | Failed],
+    group: GroupProgress,
+    rest: GroupRemainder,
     ask: Callable[[Step], Any],
-    report: Callable[[list[Result]], None],
+    waiting: Waiting,
+    sink: ResultSink,
 ) -> Steps[None]:
-    """Settle and report results that were taken over from a group.
+    """Settle and report the results of a group's rest, and put back its deliveries.
 
     Args:
         claiming: The policy by which the group was claimed.
         group: The group.
-        taken: The results.
+        rest: The results, and the deliveries that have not begun.
         ask: A callable that carries out a step with the store.
-        report: A callable that accepts results.
+        waiting: The work to put deliveries back to.
+        sink: The sink for results.
     """
     try:
-        results = yield from asking(settling_ended(claiming, group.claims, taken), ask)
+        results = yield from asking(settling_rest(claiming, group.claims, rest), ask)
     except BaseException as error:  # from a store that ends its thread, or the task is destroyed
-        report([Skipped(delivery_of(one), SkipReason.STORE_FAILED, shown(error)) for one in taken])
+        sink.report([Skipped(one, SkipReason.STORE_FAILED, shown(error)) for one in rest.deliveries])
         raise
-    report(results)
+    begun, left = _split(results)
+    if begun:
+        sink.report(begun)
+    if left and not waiting.put_back(left, group.epoch):
+        sink.requeue(left)
+
+
+def _split(results: Sequence[Result]) -> tuple[Sequence[Result], list[Delivery]]:
+    """Return the results of deliveries that were begun, and the other deliveries."""
+    left = [one.delivery for one in results if isinstance(one, Skipped) and one.reason is SkipReason.NOT_BEGUN]
+    if not left:
+        return results, left
+    return [one for one in results if not (isinstance(one, Skipped) and one.reason is SkipReason.NOT_BEGUN)], left

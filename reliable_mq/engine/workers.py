@@ -3,8 +3,8 @@
 An exception from an unexpected place (sent by another thread, no memory) is logged, and the deliveries of the worker
 have failed. The worker continues, on another thread if necessary.
 
-With a store, deliveries are claimed in groups (`reliable_mq.engine.claim_groups`). One more thread settles the results
-of groups of which one handler runs long.
+With a store, deliveries are claimed in groups (`reliable_mq.engine.claim_groups`). One more thread takes over
+from groups of which one handler runs long.
 
 Invariants:
 
@@ -42,13 +42,13 @@ from reliable_mq.core.consumer.handler import (
 )
 from reliable_mq.core.statistics import Histogram
 from reliable_mq.engine import claim_groups
-from reliable_mq.engine.claim_groups import ClaimBatcher, settling_results
+from reliable_mq.engine.claim_groups import ClaimBatcher, settling_group_rest
 from reliable_mq.engine.steps import asking, blocking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from reliable_mq.core.consumer.handler import ClaimPolicy, Ended, Handling, Result, Step
+    from reliable_mq.core.consumer.handler import ClaimPolicy, GroupProgress, Handling, Result, Step
     from reliable_mq.engine.steps import Steps
     from reliable_mq.stores import IdempotencyStore
 
@@ -245,7 +245,7 @@ class WorkerPool:
         )
 
     def _watch(self) -> None:
-        """Settle the results of groups of which one handler runs long."""
+        """Take over from groups of which one handler runs long."""
         while not self._over.wait(claim_groups.PATIENCE):
             for worker in self._workers:
                 try:
@@ -257,8 +257,8 @@ class WorkerPool:
         if self._claiming is None:
             raise RuntimeError("there is no store")
         group = worker.overdue()
-        if group is not None and (taken := group.take_over()):
-            blocking(settling_results(self._claiming, group, taken, self._ask, self._sink.report))
+        if group is not None and (rest := group.take_over()).deliveries:
+            blocking(settling_group_rest(self._claiming, group, rest, self._ask, self._waiting, self._sink))
 
 
 class _WaitingWork:
@@ -366,7 +366,7 @@ class _Worker:
         unreported, self.unreported = self.unreported, ()
         return [unreported] if isinstance(unreported, Delivery) else list(unreported)
 
-    def overdue(self) -> Ended | None:
+    def overdue(self) -> GroupProgress | None:
         """Return the group that has been running for long, if any. Thread-safe."""
         return None
 
@@ -415,7 +415,7 @@ class _ClaimingWorker(_Worker):
                     batch=self._batch,
                     claiming=self._claiming,
                     wall_clock=time.time,
-                    ended=self._groups.ended,
+                    progress=self._groups.progress,
                 )
             )
         except BaseException as error:  # from a store or key function that ends its thread
@@ -431,7 +431,7 @@ class _ClaimingWorker(_Worker):
     def abandon(self) -> list[Delivery]:
         return self._groups.abandon(super().abandon())
 
-    def overdue(self) -> Ended | None:
+    def overdue(self) -> GroupProgress | None:
         return self._groups.overdue()
 
     def _run(self, steps: Handling) -> list[Result]:

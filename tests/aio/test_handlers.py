@@ -455,6 +455,37 @@ def test_a_hanging_handler_holds_up_no_result_of_its_group(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("new_store", [MemoryStore, Blocking, Awaiting])
+def test_a_hanging_handler_holds_up_no_delivery_of_its_group(
+    monkeypatch: pytest.MonkeyPatch, new_store: Callable[[], Any]
+) -> None:
+    """Another task handles the deliveries that have not begun."""
+    monkeypatch.setattr(claim_groups, "_GROUP_SECONDS", DEADLINE)
+    monkeypatch.setattr(claim_groups, "PATIENCE", 0.05)
+
+    async def main() -> None:
+        gate, begun = asyncio.Event(), asyncio.Event()
+
+        async def handle(item: Delivery) -> None:
+            if item.delivery_tag == 100:
+                begun.set()
+                await gate.wait()
+
+        async with running(handle, count=2, store=new_store()) as (tasks, sink):
+            tasks.put(items(99))
+            await sink.wait_for(99)
+            tasks.put(items(160)[99:])
+            await begun.wait()
+            await sink.wait_for(159)
+            assert 100 not in {one.delivery_tag for one in sink.results if isinstance(one, Delivery)}
+            gate.set()
+            await sink.wait_for(160)
+            assert len({id(one) for one in sink.results}) == len(sink.results) == 160
+            assert sink.requeued == []
+
+    asyncio.run(main())
+
+
 def test_stopping_ends_a_store_that_hangs_as_it_settles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The results taken over are reported as if the store failed."""
     monkeypatch.setattr(claim_groups, "_GROUP_SECONDS", DEADLINE)

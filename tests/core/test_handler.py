@@ -19,8 +19,8 @@ from reliable_mq.core.consumer.handler import (
     ClaimKeys,
     ClaimPolicy,
     Complete,
-    Ended,
     Failed,
+    GroupProgress,
     NotStarted,
     Release,
     Result,
@@ -32,7 +32,7 @@ from reliable_mq.core.consumer.handler import (
     failure_of_handler,
     handling,
     settling,
-    settling_ended,
+    settling_rest,
 )
 from reliable_mq.core.idempotency import Claim, ClaimStatus, CommitStatus, namespace_of
 from reliable_mq.stores import MemoryStore
@@ -75,10 +75,13 @@ class Runner:
         self.answers: dict[type, list[Any]] = {}
 
     def __call__(self, *deliveries: Delivery) -> list[Result]:
-        self.ended = Ended()
+        self.progress = GroupProgress()
         self.taken_over: list[Result] = []
+        self.gone: list[Delivery] = []
         results: list[Result] = self.carry_out(
-            handling(deliveries, batch=self.batch, claiming=self.claiming, wall_clock=lambda: 50.0, ended=self.ended)
+            handling(
+                deliveries, batch=self.batch, claiming=self.claiming, wall_clock=lambda: 50.0, progress=self.progress
+            )
         )
         assert len(results) + len(self.taken_over) == len(deliveries)
         return results
@@ -86,7 +89,9 @@ class Runner:
     def take_over(self) -> None:
         """Settle the ended deliveries, as another thread does if a handler runs long."""
         assert self.claiming is not None
-        self.taken_over += self.carry_out(settling_ended(self.claiming, self.ended.claims, self.ended.take_over()))
+        rest = self.progress.take_over()
+        self.gone += rest.deliveries
+        self.taken_over += self.carry_out(settling_rest(self.claiming, self.progress.claims, rest))
 
     def settle(self) -> None:
         """Settle what is left, as at the end of a consumer."""
@@ -637,27 +642,32 @@ def test_whatever_the_store_does_no_effect_happens_twice(handlers: list[str], br
     assert len(effects) <= 1
 
 
-def test_ended_handlers_are_settled_while_another_runs() -> None:
-    items = [delivery(number, message_id=f"m{number}") for number in range(1, 5)]
+def test_a_handler_that_runs_long_holds_up_no_others() -> None:
+    """Those that have ended are settled; those that have not begun are released."""
+    items = [delivery(number, message_id=f"m{number}") for number in range(1, 6)]
 
     def handle(item: Delivery) -> None:
         if item is items[0]:
             refuse(item)
         if item is items[2]:
+            assert not runner.progress.interrupted
             runner.take_over()
-            answers = runner.store.claim_many(["q|orders|m1", "q|orders|m2", "q|orders|m3"], HOUR)
+            answers = runner.store.claim_many([f"q|orders|m{number}" for number in range(1, 6)], HOUR)
             found.extend(claim.status for claim in answers)
 
     found: list[ClaimStatus] = []
     runner = Runner(handle)
-    assert runner(*items) == items[2:]
-    assert found == [ClaimStatus.NEW, ClaimStatus.DONE, ClaimStatus.IN_PROGRESS]
-    failed, handled = runner.taken_over
+    assert runner(*items) == [items[2]]
+    new = ClaimStatus.NEW
+    assert found == [new, ClaimStatus.DONE, ClaimStatus.IN_PROGRESS, new, new]
+    failed, handled, *untried = runner.taken_over
+    assert untried == [Skipped(item, SkipReason.NOT_BEGUN) for item in items[3:]]
     assert isinstance(failed, Failed)
     assert (failed.delivery, handled) == (items[0], items[1])
     settled = [[claim.key[-2:] for claim in step.claims] for step in runner.steps if isinstance(step, Complete)]
-    assert settled == [["m2"], ["m3", "m4"]]
-    assert runner.ended.left(items) == items[2:]
+    assert settled == [["m2"], ["m3"]]
+    assert runner.progress.interrupted
+    assert runner.progress.left(items) == [items[2]]
 
 
 @given(st.lists(st.sampled_from(["returns", "raises", "is taken over"]), min_size=1, max_size=6), st.booleans())
@@ -678,7 +688,8 @@ def test_each_result_is_settled_by_one_alone(handlers: list[str], broken: bool) 
     others = [one.delivery if isinstance(one, Skipped) else delivery_of(one) for one in runner.taken_over]
     own = [one.delivery if isinstance(one, Skipped) else delivery_of(one) for one in results]
     assert sorted(one.delivery_tag for one in [*own, *others]) == list(range(len(items)))
-    assert set(runner.ended.left(items)) == set(own)
+    assert set(others) == set(runner.gone)
+    assert set(runner.progress.left(items)) == set(own)
     settled = [claim for step in runner.steps if isinstance(step, (Complete, Release)) for claim in step.claims]
     assert len(settled) == len(set(settled)) == len(items)
 

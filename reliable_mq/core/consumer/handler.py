@@ -20,12 +20,14 @@ If the store did not answer when a claim was released or completed, that is repe
 the end (`settling`).
 
 Several deliveries may be claimed together. Those whose handlers have ended are settled together after the last handler
-of the group. If that one runs long, another thread or task takes them over meanwhile (`Ended`, `settling_ended`).
-Otherwise the effects of handlers that have returned would happen again if the connection is lost and the leases end.
+of the group. If a handler runs long, another thread or task takes over the others meanwhile (`GroupProgress`,
+`settling_rest`). Otherwise the effects of handlers that have returned would happen again if the connection is lost and
+the leases end, and deliveries that have not begun would wait although other handlers are idle.
 
 Invariants:
 
-- Every delivery has exactly one result, and is settled either by its group or by the one that has taken it over.
+- Every delivery has exactly one result, and is settled or released either by its group or by the one that has taken it
+  over.
 - With a store, no handler is called without a new claim, and no delivery is reported as handled before the store has it
   as done.
 - A handler that has returned is not called again because the store did not answer.
@@ -43,11 +45,12 @@ from __future__ import annotations
 import enum
 import inspect
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import repeat
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 from reliable_mq.core.consumer.attempts import Failure, describe, printable, shown
 from reliable_mq.core.consumer.delivery import Delivery
@@ -60,8 +63,9 @@ __all__ = [
     "ClaimKeys",
     "ClaimPolicy",
     "Complete",
-    "Ended",
     "Failed",
+    "GroupProgress",
+    "GroupRemainder",
     "Handling",
     "NotStarted",
     "Release",
@@ -77,8 +81,10 @@ __all__ = [
     "handling",
     "is_coroutine_function",
     "settling",
-    "settling_ended",
+    "settling_rest",
 ]
+
+T = TypeVar("T")
 
 _STALE: Final = "the lease ended before the handler did, and another holder took over"
 _COMMITTED: Final = "its handler raised after its transaction was committed"
@@ -103,10 +109,7 @@ class NotStarted(Exception):
 
 
 class _HandlerExit(Exception):
-    """A replacement for a ``GeneratorExit`` of the handler.
-
-    A ``GeneratorExit`` would close the generator before it releases the claim.
-    """
+    """Replaces a handler's ``GeneratorExit``, which would close the generator early."""
 
     def __init__(self, error: GeneratorExit) -> None:
         self.error = error
@@ -223,47 +226,87 @@ class ClaimPolicy:
         return prefix[1] + key
 
 
-class Ended:
-    """The results of the handlers of a group that have ended, until they are settled.
-
-    The group adds and takes results. One other thread may take them over at any time, because each step is one
-    operation of a deque.
-
-    Attributes:
-        claims: The claims of the group.
-    """
+class _Handover(Generic[T]):
+    """Items that the owner takes one by one. Another thread may take the rest."""
 
     def __init__(self) -> None:
+        self._items: deque[T] = deque()  # each step is one operation on it
+        self._added: list[T] = []
+        self._own: list[T] = []
+
+    def add(self, item: T) -> None:
+        self._added.append(item)
+        self._items.append(item)
+
+    def take(self, *, own: bool) -> Iterator[T]:
+        """Yield the items that belong to the caller, which is the owner if ``own``."""
+        with suppress(IndexError):
+            while True:
+                item = self._items.popleft()
+                if own:
+                    self._own.append(item)
+                yield item
+
+    def lost(self) -> Iterator[T]:
+        """Return the items of the other thread, after the owner has taken the rest."""
+        deque(self.take(own=True), maxlen=0)
+        own = set(map(id, self._own))
+        return (item for item in self._added if id(item) not in own)
+
+
+class GroupRemainder(NamedTuple):
+    """The results and unbegun deliveries of a group that others settle and release."""
+
+    results: list[Delivery | Failed]
+    unbegun: list[Delivery]
+
+    @property
+    def deliveries(self) -> list[Delivery]:
+        return [*map(delivery_of, self.results), *self.unbegun]
+
+
+class GroupProgress:
+    """The deliveries of a group that have not begun, and its unsettled results.
+
+    The group adds and takes them. One other thread may take them over at any time.
+
+    Attributes:
+        epoch: The epoch of the waiting work to which the group belongs.
+        claims: The claims of the group.
+        interrupted: Whether deliveries that had not begun were taken over.
+    """
+
+    def __init__(self, epoch: int = 0) -> None:
+        self.epoch = epoch
         self.claims: dict[Delivery, Claim] = {}
-        self._results: deque[Delivery | Failed] = deque()
-        self._added: list[Delivery | Failed] = []
-        self._taken: list[Delivery | Failed] = []
+        self.interrupted = False
+        self._waiting = _Handover[Delivery]()
+        self._results = _Handover[Delivery | Failed]()
+
+    def begin(self, deliveries: Iterable[Delivery]) -> Iterator[Delivery]:
+        """Yield the deliveries that the group is to begin, one after the other."""
+        for delivery in deliveries:
+            self._waiting.add(delivery)
+        return self._waiting.take(own=True)
 
     def add(self, result: Delivery | Failed) -> None:
         """Add the result of a handler that has ended."""
-        self._added.append(result)
-        self._results.append(result)
+        self._results.add(result)
 
     def take(self) -> list[Delivery | Failed]:
         """Return the results that the group is to settle."""
-        taken = self.take_over()
-        self._taken += taken
-        return taken
+        return list(self._results.take(own=True))
 
-    def take_over(self) -> list[Delivery | Failed]:
-        """Return the results that the caller is to settle instead of the group."""
-        taken: list[Delivery | Failed] = []
-        while True:
-            try:
-                taken.append(self._results.popleft())
-            except IndexError:
-                return taken
+    def take_over(self) -> GroupRemainder:
+        """Return the rest, which the caller is to settle instead of the group."""
+        rest = GroupRemainder(list(self._results.take(own=False)), list(self._waiting.take(own=False)))
+        self.interrupted = self.interrupted or bool(rest.unbegun)
+        return rest
 
     def left(self, deliveries: Iterable[Delivery]) -> list[Delivery]:
         """Return those of the group's deliveries that nobody takes over. It has ended."""
-        self.take()
-        taken_over = set(map(delivery_of, self._added)).difference(map(delivery_of, self._taken))
-        return [delivery for delivery in deliveries if delivery not in taken_over]
+        lost = {*map(delivery_of, self._results.lost()), *self._waiting.lost()}
+        return [delivery for delivery in deliveries if delivery not in lost]
 
 
 def delivery_of(result: Delivery | Failed) -> Delivery:
@@ -280,7 +323,7 @@ def handling(
     batch: bool,
     claiming: ClaimPolicy | None,
     wall_clock: Callable[[], float],
-    ended: Ended | None = None,
+    progress: GroupProgress | None = None,
 ) -> Handling:
     """Handle deliveries, step by step.
 
@@ -289,32 +332,33 @@ def handling(
         batch: Whether the handler takes a list.
         claiming: The policy for claims. None without a store.
         wall_clock: A callable that returns the time of a failure, in seconds since 1970.
-        ended: An object of which somebody else may take over the results of handlers that have ended.
+        progress: The progress of the group, of which somebody else may take over deliveries.
 
     Returns:
         The result of each delivery that nobody has taken over, in any order.
     """
-    ended = ended or Ended()
+    progress = progress or GroupProgress()
     results: list[Result] = []
     if claiming is None:
-        left = yield from _call_handler(list(deliveries), batch, wall_clock, ended)
-        return [*ended.take(), *(Skipped(delivery, SkipReason.NOT_BEGUN) for delivery in left)]
+        left = yield from _call_handler(list(deliveries), batch, wall_clock, progress)
+        return [*progress.take(), *(Skipped(delivery, SkipReason.NOT_BEGUN) for delivery in left)]
     done = [(delivery, delivery.claim) for delivery in deliveries if delivery.claim is not None]
     fresh = [delivery for delivery in deliveries if delivery.claim is None]
-    ended.claims = claims = yield from _claim(fresh, claiming, results, wall_clock)
-    left = yield from _call_handler(list(claims), batch, wall_clock, ended)
-    own = ended.take()
+    progress.claims = claims = yield from _claim(fresh, claiming, results, wall_clock)
+    left = yield from _call_handler(list(claims), batch, wall_clock, progress)
+    own = progress.take()
     untried = {delivery: claims[delivery] for delivery in left}
     results += yield from _release_untried(claiming, untried, SkipReason.NOT_BEGUN)
     results += yield from _settle_results(claiming, claims, own, done)
     return results
 
 
-def settling_ended(
-    claiming: ClaimPolicy, claims: dict[Delivery, Claim], taken: Sequence[Delivery | Failed]
-) -> Handling:
-    """Settle results that were taken over from a group with these claims."""
-    return (yield from _settle_results(claiming, claims, taken, []))
+def settling_rest(claiming: ClaimPolicy, claims: dict[Delivery, Claim], rest: GroupRemainder) -> Handling:
+    """Settle and release the rest of a group with these claims."""
+    results = yield from _settle_results(claiming, claims, rest.results, [])
+    untried = {delivery: claims[delivery] for delivery in rest.unbegun}
+    results += yield from _release_untried(claiming, untried, SkipReason.NOT_BEGUN)
+    return results
 
 
 def settling(claiming: ClaimPolicy) -> Generator[Step, Any, None]:
@@ -365,12 +409,12 @@ def _failed_or_unknown(result: Failed, released: object) -> Result:
 
 
 def _call_handler(
-    deliveries: list[Delivery], batch: bool, wall_clock: Callable[[], float], ended: Ended
+    deliveries: list[Delivery], batch: bool, wall_clock: Callable[[], float], progress: GroupProgress
 ) -> Generator[Step, Any, list[Delivery]]:
     """Call the handler. Add the results, and return the deliveries not begun."""
     left: list[Delivery] = []
     if not batch:
-        for delivery in deliveries:
+        for delivery in progress.begin(deliveries):
             try:
                 yield RunHandler(delivery)
             except NotStarted:
@@ -378,9 +422,9 @@ def _call_handler(
             except GeneratorExit:
                 raise
             except BaseException as error:  # noqa: BLE001 -- the handler's, whatever it is: sys.exit() too
-                ended.add(Failed(delivery, _describe(error, wall_clock())))
+                progress.add(Failed(delivery, _describe(error, wall_clock())))
             else:
-                ended.add(delivery)
+                progress.add(delivery)
     elif deliveries:
         try:
             given = list(deliveries)  # a copy that the handler may change
@@ -392,10 +436,10 @@ def _call_handler(
         except BaseException as error:  # noqa: BLE001 -- the handler's, whatever it is: sys.exit() too
             failure = _describe(error, wall_clock())
             for delivery in deliveries:
-                ended.add(Failed(delivery, failure, alone=len(deliveries) == 1))
+                progress.add(Failed(delivery, failure, alone=len(deliveries) == 1))
         else:
             for delivery, verdict in found:
-                ended.add(delivery if verdict is None else Failed(delivery, describe(verdict, wall_clock())))
+                progress.add(delivery if verdict is None else Failed(delivery, describe(verdict, wall_clock())))
     return left
 
 
