@@ -12,10 +12,12 @@ import pytest
 
 from integration.support.leaders import suspend_leader
 from reliable_mq import (
+    Binding,
     ConfigurationError,
     ConsumeError,
     Consumer,
     DeadLetter,
+    Exchange,
     Message,
     Publisher,
     Queue,
@@ -26,7 +28,7 @@ from reliable_mq import (
 )
 from reliable_mq.codec import encode_properties, join_properties, rewrite_properties
 from reliable_mq.core import headers
-from reliable_mq.deadletters import DeadLetterQueue, Filter, Target
+from reliable_mq.deadletters import DeadLetterQueue, Filter, Origin, Target
 from reliable_mq.deadletters.replay import RateLimit
 from reliable_mq.stores import MemoryStore
 from reliable_mq.testing.waiting import wait_until
@@ -369,6 +371,35 @@ def test_a_replay_without_the_store_keeps_the_stored_attempts(vhost: VirtualHost
                 assert dead.replay(idempotency=known).replayed == 1
             wait_until(lambda: vhost.live_counts()["orders.dead"] == 1, timeout=20, what="a dead letter")
             assert len(calls) == expected
+
+
+def test_a_copy_that_dies_in_another_queue_is_of_that_queue(vhost: VirtualHost) -> None:
+    """It was published to both queues and died in one; its replay as published dies in the other, twice.
+
+    Before the last death it waits in a delay queue.
+    """
+    events, mail = Exchange("events"), Queue("mail")
+    bindings = [Binding(events, queue, routing_key="paid") for queue in (ORDERS, mail)]
+
+    def fail(_delivery: Delivery) -> None:
+        raise Unpaid("no")
+
+    def origin_of_death(queue: Queue, retry: RetryPolicy, **replay: bool) -> Origin | None:
+        with Consumer(vhost.url, queue, fail, retry=retry) as consumer:
+            wait_until(lambda: consumer.statistics.dead_lettered == 1, timeout=20, what="a dead letter")
+        with DeadLetterQueue(vhost.url, queue) as dead:
+            (letter,) = dead.browse()
+            assert dead.replay(**replay).replayed == 1
+        return letter.origin
+
+    with Publisher(vhost.url, topology=[events, ORDERS, mail, *bindings]) as publisher:
+        publisher.publish(Message(b""), exchange="events", routing_key="paid")
+    assert bodies(vhost, "mail", 1) == [b""]
+    assert origin_of_death(ORDERS, RetryPolicy(1), as_published=True) == ("orders", "events", "paid")
+    assert bodies(vhost, "orders", 1) == [b""]
+    assert origin_of_death(mail, RetryPolicy(1)) == ("mail", "events", "paid")
+    assert origin_of_death(mail, RetryPolicy(2, delays=(0.01,))) == ("mail", "events", "paid")
+    assert (bodies(vhost, "mail", 1), vhost.live_counts()["orders"]) == ([b""], 0)
 
 
 def test_only_what_is_chosen_moves_and_the_rest_keeps_its_order(any_vhost: VirtualHost) -> None:

@@ -15,7 +15,7 @@ ATTEMPTS               int        of a dead letter: how many attempts were made 
 DEAD_LETTER_REASON     str        why it was dead-lettered
 EXCEPTION_TYPE         str        class of the exception that the last attempt raised, with its module
 EXCEPTION_MESSAGE      str        its text, cut
-ORIGINAL_QUEUE         str        the queue that it was first consumed from, or that Spark's sink meant it for
+ORIGINAL_QUEUE         str        the queue that it was consumed from when it died, or that Spark's sink meant it for
 ORIGINAL_EXCHANGE      str        the exchange that it was first published to
 ORIGINAL_ROUTING_KEY   str        with which routing key
 FIRST_FAILURE          timestamp  when an attempt first failed

@@ -2,7 +2,8 @@
 
 Origin and cause come from this package's headers or, if the message was dead-lettered by others, from RabbitMQ's
 ``x-death`` and ``x-first-death-*``. RabbitMQ's headers are shown to a user and used as the target of a replay, but
-nothing is counted by them.
+nothing is counted by them. A message that was replayed and then dead-lettered by others has both: its queue is the one
+that RabbitMQ names, and exchange and routing key are those of the first publish.
 
 Invariants:
 
@@ -245,14 +246,14 @@ def _cut(table: Mapping[str, object], size: int) -> str:
 def _origin(ours: Mapping[str, object], table: Mapping[str, object], death: Mapping[str, object]) -> Origin | None:
     queue = _text(ours.get(headers.ORIGINAL_QUEUE))
     exchange, key = _name(ours.get(headers.ORIGINAL_EXCHANGE)), _name(ours.get(headers.ORIGINAL_ROUTING_KEY))
+    theirs = _text(table.get("x-first-death-queue")) or _text(death.get("queue"))
     if queue or exchange:
-        return Origin(queue, exchange, key)
-    queue = _text(table.get("x-first-death-queue")) or _text(death.get("queue"))
-    if not queue:
+        return Origin(queue if headers.DEAD_LETTER_REASON in ours else theirs or queue, exchange, key)
+    if not theirs:
         return None
     first = table.get("x-first-death-exchange", death.get("exchange"))
     keys = death.get("routing-keys")
-    return Origin(queue, _name(first), _name(keys[0]) if isinstance(keys, list) and keys else None)
+    return Origin(theirs, _name(first), _name(keys[0]) if isinstance(keys, list) and keys else None)
 
 
 def _reason(table: Mapping[str, object], death: Mapping[str, object]) -> str:

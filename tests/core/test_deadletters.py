@@ -117,6 +117,20 @@ def test_dead_lettering_again_keeps_origin_and_drops_old_errors() -> None:
     assert headers.EXCEPTION_TYPE not in table
 
 
+def test_a_replayed_message_that_dies_elsewhere_is_of_that_queue() -> None:
+    """It keeps its first publish. It is no dead letter any more, so its old queue says nothing about this death."""
+    replayed = {
+        headers.FORMAT: 1,
+        headers.ORIGINAL_QUEUE: "invoices",
+        headers.ORIGINAL_EXCHANGE: "shop",
+        headers.ORIGINAL_ROUTING_KEY: "new.order",
+    }
+    table = view(dead_letter(delivery(exchange="", routing_key="orders", headers=replayed))).headers
+    assert table[headers.ORIGINAL_QUEUE] == "orders"
+    assert table[headers.ORIGINAL_EXCHANGE] == "shop"
+    assert table[headers.ORIGINAL_ROUTING_KEY] == "new.order"
+
+
 def test_an_origin_without_our_format_is_not_believed() -> None:
     table = view(dead_letter(delivery(headers={headers.ORIGINAL_QUEUE: "elsewhere"}))).headers
     assert table[headers.ORIGINAL_QUEUE] == "orders"

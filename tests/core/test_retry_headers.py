@@ -115,8 +115,15 @@ def test_a_dead_letter_that_waits_stays_one() -> None:
     assert out.attempt == 2
 
 
+def test_a_replayed_message_that_waits_keeps_its_origin() -> None:
+    """The origin counts only with its format, so both come back."""
+    table = {headers.FORMAT: 1, headers.ORIGINAL_QUEUE: "orders", headers.ORIGINAL_EXCHANGE: "shop"}
+    out, _ = through(delivery(headers=table))
+    assert out.headers == table
+
+
 def test_twice_through_is_the_same_as_once() -> None:
-    item = delivery(exchange="shop", headers={"CC": ["a"], "z": 1}, expiration=short("1"))
+    item = delivery(exchange="shop", headers={"CC": ["a"], headers.FORMAT: 1, "z": 1}, expiration=short("1"))
     once, _ = through(item)
     twice, _ = through(once)
     assert same(twice, item)
@@ -187,7 +194,7 @@ values = (
     | st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=5)
     | st.lists(st.integers(0, 9))
 )
-names = st.sampled_from(["CC", "BCC", *DEATHS]) | st.text(
+names = st.sampled_from(["CC", "BCC", headers.FORMAT, *DEATHS]) | st.text(
     st.characters(codec="utf-8", exclude_characters="\0"), max_size=6
 )
 texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=20)

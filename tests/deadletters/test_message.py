@@ -94,12 +94,29 @@ def test_the_death_headers_of_rabbitmq_give_origin_and_reason() -> None:
 
 
 def test_our_headers_beat_the_brokers_unless_of_a_newer_format() -> None:
-    table = {headers.ORIGINAL_QUEUE: "ours", "x-death": [death("theirs", "expired", AT)]}
+    table = {
+        headers.ORIGINAL_QUEUE: "ours",
+        headers.DEAD_LETTER_REASON: "r",
+        "x-death": [death("theirs", "expired", AT)],
+    }
     assert with_headers({headers.FORMAT: 1, **table}).origin == Origin("ours")
     newer = with_headers({headers.FORMAT: 2, **table})
     assert "format 2" in newer.unreadable
     assert newer.origin == Origin("theirs", "e", "k")
     assert with_headers(table).unreadable == ""
+
+
+def test_the_broker_says_where_a_replayed_message_died() -> None:
+    """Our headers are from before the replay: they are right about the first publish only."""
+    table = {
+        headers.FORMAT: 1,
+        headers.ORIGINAL_QUEUE: "ours",
+        headers.ORIGINAL_EXCHANGE: "shop",
+        headers.ORIGINAL_ROUTING_KEY: "order.new",
+    }
+    assert with_headers(table).origin == Origin("ours", "shop", "order.new")
+    died = with_headers({**table, "x-death": [death("theirs", "expired", AT)]})
+    assert died.origin == Origin("theirs", "shop", "order.new")
 
 
 ANYTHING = st.recursive(

@@ -8,7 +8,8 @@ Invariants:
   expire).
 - RabbitMQ's delivery counts are left out, because they belong to the queue that the message leaves.
 - The ``message_id`` is unchanged, even if there is none.
-- When a dead letter is dead-lettered again, the headers of its original queue, exchange and properties are kept.
+- When a dead letter is dead-lettered again, the headers of its original queue, exchange and properties are kept. A
+  replayed message is no dead letter. It keeps the exchange of its first publish, but not the queue.
 """
 
 from __future__ import annotations
@@ -135,6 +136,8 @@ class DeadLetters:
             table[headers.ORIGINAL_QUEUE] = wire_text(delivery.queue)
             table[headers.ORIGINAL_EXCHANGE] = wire_text(delivery.exchange)
             table[headers.ORIGINAL_ROUTING_KEY] = wire_text(delivery.routing_key)
+        elif headers.DEAD_LETTER_REASON not in theirs:
+            table[headers.ORIGINAL_QUEUE] = wire_text(delivery.queue)
         if delivery.attempt_context is not None:
             table[headers.TRACE_CONTEXT] = delivery.attempt_context
         failures = delivery.failures

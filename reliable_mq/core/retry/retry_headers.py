@@ -8,10 +8,10 @@ Invariants:
 - A value of ours that is out of range is ignored.
 
 Some properties and headers may not stay in place while the message waits. ``CC`` and ``BCC`` (the message would be
-routed there again) and the headers of earlier dead-lettering (the broker overwrites them) are renamed. ``user_id``
-(that of another user closes the channel) and ``expiration`` (it would shorten the delay) move into the header
-`headers.RETRY`, with the exchange and routing key, which a delay queue does not keep. The attempt is in
-`headers.ATTEMPT`.
+routed there again), the headers of earlier dead-lettering (the broker overwrites them) and the format of a dead letter
+or replayed message (a waiting message has its own) are renamed. ``user_id`` (that of another user closes the channel)
+and ``expiration`` (it would shorten the delay) move into the header `headers.RETRY`, with the exchange and routing key,
+which a delay queue does not keep. The attempt is in `headers.ATTEMPT`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DEATHS: Final = (
     "x-last-death-queue",
     "x-last-death-reason",
 )
-_MOVED: Final = {name: headers.ORIGINAL + name.lower() for name in ("CC", "BCC", *DEATHS)}
+_MOVED: Final = {name: headers.ORIGINAL + name.lower() for name in ("CC", "BCC", headers.FORMAT, *DEATHS)}
 _CLEARED: Final = ("user_id", "expiration")
 
 
@@ -122,11 +122,9 @@ def decode_retry_headers(delivery: Delivery) -> RetryState:
     moved = table.get("moved")
     said = [name for name in moved if isinstance(name, str)] if isinstance(moved, list) else []
     back = {_MOVED[name]: name for name in said if name in _MOVED}
-    dropped = [headers.ATTEMPT, headers.RETRY, headers.TRACE_CONTEXT, *DEATHS]
-    if headers.DEAD_LETTER_REASON not in ours:  # otherwise the format belongs to the dead letter
-        dropped.append(headers.FORMAT)
+    dropped = (headers.FORMAT, headers.ATTEMPT, headers.RETRY, headers.TRACE_CONTEXT, *DEATHS)
     try:
-        # In two steps: the broker's headers must be gone before the original ones take their names again.
+        # In two steps: the added headers must be gone before the original ones take their names again.
         properties = rewrite_properties(delivery.properties, drop_headers=dropped)
         segments = split_properties(rewrite_properties(properties, rename_headers=back))
     except CodecError as error:  # pragma: no cover -- its headers were read above
