@@ -120,7 +120,9 @@ class QueueDepths:
                     while not self._stop.is_set():
                         self._measure(channel)
                         self._stop.wait(self._interval)
-            except ReliableMQError:  # the connection has logged the error
+            except Exception as error:  # for example, no thread can be started at the moment
+                if not isinstance(error, ReliableMQError):  # the connection has logged those
+                    logger.exception("failed to get the depths of the queues")
                 self._status = {}
                 for statistics in self._statistics.values():
                     statistics.failures += 1

@@ -67,6 +67,7 @@ class IOThread(BaseConnection):
 
         Raises:
             UsageError: If the thread was started or stopped before.
+            RuntimeError: If no thread can be started at the moment. This object has then ended.
         """
         with self._lock:
             if self._thread is not None or self._ended:
@@ -76,7 +77,12 @@ class IOThread(BaseConnection):
             self._has_connector = True
             self._loop.call_soon(self._connector.begin)
             self._thread = threading.Thread(target=self._main, name=self._name, daemon=True)
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError:  # no thread can be started at the moment, or the interpreter exits
+                self._thread, self._ended = None, True
+                self._loop.close()
+                raise
 
     def call_soon(self, fn: Callable[[], None], /) -> bool:
         """Run `fn` on the I/O thread. Each call costs a wake-up write, so coalesce calls.

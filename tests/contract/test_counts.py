@@ -19,6 +19,7 @@ from reliable_mq.monitoring import QueueDepths
 from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.testing.waiting import wait_until
 from reliable_mq.url import parse_url
+from tests.refused_threads import refusing_threads
 
 if TYPE_CHECKING:
     from tests.contract.scripted_broker import ScriptedBroker
@@ -65,6 +66,23 @@ def test_a_queue_seems_empty_only_if_it_is_counted_again(broker: ScriptedBroker)
             what="the gauge",
         )
         assert registry.get_sample_value("reliable_mq_queue_messages", labels) == 5
+
+
+def test_depths_are_measured_again_once_threads_can_start(broker: ScriptedBroker) -> None:
+    """A process that is short of threads or descriptors has some later. Otherwise no alert would ever fire again."""
+    registry, labels = CollectorRegistry(), {"queue": QUEUE, "role": "dead_letters"}
+
+    def value(name: str) -> float:
+        return registry.get_sample_value(f"reliable_mq_queue_{name}", labels) or 0
+
+    broker.count, broker.greeting = (5, 0), b"no broker"
+    with QueueDepths(broker.url, [QUEUE], registry=registry, interval=0.05):
+        wait_until(lambda: value("depth_failures_total") >= 1, timeout=20, what="a failure")
+        with refusing_threads("queue depths"):
+            several = value("depth_failures_total") + 3
+            wait_until(lambda: value("depth_failures_total") >= several, timeout=20, what="several failures")
+        broker.greeting = None
+        wait_until(lambda: value("messages") == 5, timeout=20, what="the gauge")
 
 
 @pytest.mark.parametrize(("last", "told"), [((5, 0), "5 messages"), (UNKNOWN, "0 messages ready, 0 consumers (Rabb")])

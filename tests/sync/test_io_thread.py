@@ -17,6 +17,7 @@ from reliable_mq.core.reconnect import ReconnectPolicy
 from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
 from reliable_mq.sync.io_thread import IOThread
 from tests.leftovers import nothing_left
+from tests.refused_threads import refusing_threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -74,6 +75,15 @@ def test_a_dead_port_fails_the_attempt_and_close_leaves_nothing(dead_port: Endpo
         assert will_retry
         assert str(dead_port) in str(error)
         assert io.close(10)
+
+
+def test_a_thread_that_cannot_be_started_leaves_nothing(dead_port: Endpoint) -> None:
+    """Its owner may try again with another one for a long time."""
+    io = io_thread(dead_port, Client())
+    with nothing_left():
+        with refusing_threads("test"), pytest.raises(RuntimeError, match="can't start new thread"):
+            io.start()
+        assert (io.over, io.call_soon(lambda: None), io.close(0)) == (True, False, True)
 
 
 def test_a_silent_peer_is_given_the_time_to_connect_and_no_more(silent_peer: Endpoint) -> None:
