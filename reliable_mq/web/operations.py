@@ -188,7 +188,7 @@ class Operations:
         self._namespace = namespace
         self._lock = threading.Lock()
         self._readings: dict[str, QueueReading] = {}
-        self._not_read_alone: set[str] = set()
+        self._tried_alone: set[str] = set()  # queues that were read for the list, or could not be, since they changed
 
     def reading(self, queue: str) -> QueueReading | None:
         """Return the latest reading of a queue, or None if there is none."""
@@ -200,11 +200,14 @@ class Operations:
         return self._reading_job(queue) or self.jobs.begin(Job("read", queue, _EVERYTHING, user), self._read)
 
     def read_alone(self, queue: str, depth: int) -> None:
-        """Begin to read a small queue for the list, unless RabbitMQ counts reads."""
+        """Begin to read a small queue for the list, once, unless RabbitMQ counts reads."""
+        if not 0 < depth <= _READ_ALONE or self.jobs.of(queue):
+            return
         with self._lock:
-            known = queue in self._readings or queue in self._not_read_alone
-        if not known and 0 < depth <= _READ_ALONE and not self.jobs.of(queue):
-            self.jobs.begin(Job("read", queue, _EVERYTHING, ""), self._read_if_not_counted)
+            if queue in self._readings or queue in self._tried_alone:
+                return
+            self._tried_alone.add(queue)
+        self.jobs.begin(Job("read", queue, _EVERYTHING, ""), self._read_if_not_counted)
 
     def read_letter(self, queue: str, fingerprint: str, user: str) -> Job:
         """Begin to read one letter whose content is not kept, and keep its content."""
@@ -277,10 +280,7 @@ class Operations:
 
     def _read_if_not_counted(self, job: Job) -> None:
         with self._source.open(job.queue) as dead:
-            if dead.counts_reads:
-                with self._lock:
-                    self._not_read_alone.add(job.queue)
-            else:
+            if not dead.counts_reads:
                 self._keep(job, dead)
 
     def _keep(self, job: Job, dead: DeadLetterQueue) -> None:
@@ -332,6 +332,7 @@ class Operations:
                 if changes:
                     with self._lock:
                         self._readings.pop(job.queue, None)
+                        self._tried_alone.discard(job.queue)
                     self._source.changed()
                 self._note_end(job, {**entry, **result})
 

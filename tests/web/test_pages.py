@@ -14,7 +14,7 @@ import pytest
 
 from reliable_mq import Message
 from reliable_mq.core import headers
-from reliable_mq.errors import ConfigurationError
+from reliable_mq.errors import ConfigurationError, ConsumeError
 from reliable_mq.testing.waiting import wait_until
 from reliable_mq.web import DeadLetterApp
 from tests.web.conftest import URL
@@ -64,6 +64,35 @@ def test_the_list_reads_no_queue_whose_reads_are_counted(page: Page, broker: Mem
     wait_until(lambda: "not read yet" in browser.get("/?part=list").text, timeout=20, what="the end of the attempt")
     assert broker.reads == 1
     assert "id-1" in browser.get("/letters?queue=orders.dead").text
+
+
+def test_the_list_tries_a_queue_that_cannot_be_read_once(page: Page, broker: MemoryBroker) -> None:
+    """Each refresh would connect, and its failed operation would take the place of a finished export or report."""
+
+    def refused(*_: Any) -> Any:
+        raise ConsumeError("RabbitMQ does not deliver from this queue")
+
+    broker.add("orders.dead", letter(1))
+    browser = page()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.web.memory_broker._Channel.take", refused)
+        for _ in range(3):
+            browser.get("/")
+            wait_until(lambda: "not read yet" in browser.get("/?part=list").text, timeout=20, what="the end")
+        assert broker.reads == 1
+        assert "does not deliver" in plain(browser.get("/letters?queue=orders.dead").text)
+    assert "id-1" in browser.get("/letters?queue=orders.dead").text
+
+
+def test_the_list_reads_more_queues_than_are_kept_once(page: Page, broker: MemoryBroker) -> None:
+    names = [f"orders-{number}.dead" for number in range(12)]
+    for name in names:
+        broker.add(name, letter(1))
+    browser = page(names)
+    for _ in range(3):
+        browser.get("/")
+        wait_until(lambda: "reading…" not in browser.get("/?part=list").text, timeout=20, what="the end")
+    assert broker.reads == 12
 
 
 def test_a_queue_is_read_once_for_all_pages(page: Page, broker: MemoryBroker) -> None:
