@@ -197,7 +197,8 @@ class Operations:
 
     def read(self, queue: str, user: str) -> Job:
         """Begin to read a queue, or return the job that already reads it."""
-        return self._reading_job(queue) or self.jobs.begin(Job("read", queue, _EVERYTHING, user), self._read)
+        there = self._reading_job(queue, _EVERYTHING)
+        return there or self.jobs.begin(Job("read", queue, _EVERYTHING, user), self._read)
 
     def read_alone(self, queue: str, depth: int) -> None:
         """Begin to read a small queue for the list, once, unless RabbitMQ counts reads."""
@@ -210,9 +211,10 @@ class Operations:
         self.jobs.begin(Job("read", queue, _EVERYTHING, ""), self._read_if_not_counted)
 
     def read_letter(self, queue: str, fingerprint: str, user: str) -> Job:
-        """Begin to read one letter whose content is not kept, and keep its content."""
+        """Begin to read one letter and to keep its content, or return the job that does."""
         choice = Choice.of_pairs([("letter", fingerprint)])
-        return self.jobs.begin(Job("read", queue, choice, user), self._read_one)
+        there = self._reading_job(queue, choice)
+        return there or self.jobs.begin(Job("read", queue, choice, user), self._read_one)
 
     def replay(self, queue: str, choice: Choice, user: str, options: ReplayOptions) -> Job:
         """Begin to replay letters, or with ``dry_run`` to count them."""
@@ -270,8 +272,8 @@ class Operations:
 
         return self.jobs.begin(Job("export", queue, choice, user), self._audited(work, changes=False))
 
-    def _reading_job(self, queue: str) -> Job | None:
-        there = (job for job in self.jobs.of(queue) if job.kind == "read" and job.choice.everything)
+    def _reading_job(self, queue: str, choice: Choice) -> Job | None:
+        there = (job for job in self.jobs.of(queue) if job.kind == "read" and job.choice.pairs == choice.pairs)
         return next(there, None)
 
     def _read(self, job: Job) -> None:

@@ -41,6 +41,7 @@ _GROUPS: Final = 12
 _ALL_GROUPS: Final = 500
 _LARGEST_FORM: Final = 1024 * 1024  # bytes
 _READ_WITHIN: Final = 1.0  # seconds for which a page waits for a reading before it shows the progress
+_LETTER_WITHIN: Final = 60.0  # seconds for which a page waits for a letter whose content is not kept
 _STATUS: Final = ((ConfigurationError, 400), (UsageError, 409), (BrokerUnavailable, 503))
 _HTMX: Final = "htmx-2.0.11.min.js"
 #: The hash of that file, which is ``htmx.org`` in the npm registry. Browsers refuse any other content.
@@ -132,8 +133,11 @@ class Pages:
         message = letter.message()
         if message is None:
             job = self._operations.read_letter(queue, letter.fingerprint, request.state.user)
-            await run_in_threadpool(job.wait, 60.0)
+            await run_in_threadpool(job.wait, _LETTER_WITHIN)
             message = letter.message()
+            if message is None and (job.error or not job.is_over):
+                text = job.error or "The letter has not been read yet, because operations on this queue go on."
+                return self._page(request, "error.html", 503, title=queue, text=text, queue=queue)
             if message is None:
                 return self._gone(request, queue)
         view = await run_in_threadpool(self._letter_view, reading, letter, message, choice, form)

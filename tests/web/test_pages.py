@@ -278,6 +278,35 @@ def test_a_reading_keeps_bounded_content(page: Page, broker: MemoryBroker, monke
     assert "not searched by header here" in plain(browser.get("/letters?queue=orders.dead&header=a%3Db").text)
 
 
+def test_a_letter_that_cannot_be_read_again_is_not_gone(
+    page: Page, broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its content is not kept, and the broker is away, or another operation on the queue goes on."""
+    monkeypatch.setattr("reliable_mq.web.letters.KEPT_BYTES", 0)
+    monkeypatch.setattr("reliable_mq.web.pages._LETTER_WITHIN", 0.01)
+    broker.add("orders.dead", letter(1), letter(2))
+    browser = page()
+    ids = re.findall(r'name="letter" value="([0-9a-f]{32})"', browser.get("/letters?queue=orders.dead").text)
+    one, other = (f"/letter?queue=orders.dead&id={each}" for each in ids)
+
+    def told(text: str, status: int = 503) -> bool:
+        answer = browser.get(one)
+        return (answer.status_code, text in plain(answer.text)) == (status, True)
+
+    broker.away = True
+    wait_until(lambda: told("no host could be reached"), timeout=20, what="the error")
+    broker.away = False
+    broker.reading.clear()
+    before = broker.reads
+    for _ in range(25):  # more operations than may wait for a queue
+        assert told("has not been read yet")
+    broker.reading.set()
+    wait_until(lambda: told("no 1", 200), timeout=20, what="the letter")
+    assert broker.reads == before + 1
+    broker.queues["orders.dead"].clear()
+    wait_until(lambda: browser.get(other).status_code == 404, timeout=20, what="the end of the other letter")
+
+
 def test_a_queue_with_more_letters_than_a_reading_holds(
     page: Page, broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
