@@ -127,6 +127,8 @@ class Jobs:
     def begin(self, job: Job, work: Callable[[Job], Any]) -> Job:
         """Schedule an operation after the earlier ones on its queue, and return it.
 
+        If no thread can be started for it, it has failed.
+
         Raises:
             UsageError: If too many operations wait for the queue, or the page is closed.
         """
@@ -141,8 +143,13 @@ class Jobs:
             if line is not None:
                 line.append((job, work))
                 return job
-            self._lines[job.queue] = deque([(job, work)])
-        start_daemon(f"dead letters {job.queue}", self._run, job.queue)
+            try:
+                start_daemon(f"dead letters {job.queue}", self._run, job.queue)  # it waits for the lock
+            except RuntimeError as refused:
+                job.error = f"no thread can be started: {refused}"
+                job.end(JobState.FAILED)
+            else:
+                self._lines[job.queue] = deque([(job, work)])
         return job
 
     def get(self, name: str) -> Job | None:

@@ -17,6 +17,7 @@ from reliable_mq.core import headers
 from reliable_mq.errors import ConfigurationError, ConsumeError
 from reliable_mq.testing.waiting import wait_until
 from reliable_mq.web import DeadLetterApp
+from tests.refused_threads import refusing_threads
 from tests.web.conftest import URL
 from tests.web.memory_broker import letter
 
@@ -225,6 +226,16 @@ def test_a_broker_that_is_away_is_an_error_with_a_way_on(page: Page, broker: Mem
     assert answer.status_code == 503
     assert "no host could be reached" in plain(answer.text)
     broker.away = False
+    assert "id-1" in browser.get("/letters?queue=orders.dead").text
+
+
+def test_a_thread_that_cannot_be_started_is_an_error_once(page: Page, broker: MemoryBroker) -> None:
+    """The next operation on the queue does not wait behind the one that never began."""
+    broker.add("orders.dead", letter(1))
+    browser = page()
+    with refusing_threads("dead letters orders.dead"):
+        answer = browser.get("/letters?queue=orders.dead")
+    assert (answer.status_code, "can't start new thread" in plain(answer.text)) == (503, True)
     assert "id-1" in browser.get("/letters?queue=orders.dead").text
 
 
