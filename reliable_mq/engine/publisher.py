@@ -429,7 +429,8 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
             useless = self._started_channel is channel and self._channel is None and not self._openers
             if useless:
                 self._started_channel = None
-                self._release()
+                if self._outbox_channel is None:  # otherwise messages may still have to be stored
+                    self._release()
         if useless:
             yield channel.close(0)
         raise error

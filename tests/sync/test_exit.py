@@ -8,6 +8,7 @@ from reliable_mq import Consumer, Message, Publisher, UsageError
 from reliable_mq.outbox import SQLiteOutbox, sqlite_relay
 from reliable_mq.sync import consumer as module
 from reliable_mq.sync import publisher as publisher_module
+from reliable_mq.testing.waiting import wait_until
 from tests.refused_threads import refusing_threads
 
 if TYPE_CHECKING:
@@ -63,3 +64,17 @@ def test_outboxes_are_flushed_and_closed_at_exit_without_threads(
     assert "Traceback" not in caplog.text
     assert all(publisher._is_closed for publisher in publishers)
     assert not sqlite_relay._open_claims
+
+
+def test_an_outbox_whose_broker_refuses_is_closed_at_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Submitted messages are stored then, although no connection is left to close."""
+    opened: set[Publisher] = set()
+    monkeypatch.setattr(publisher_module, "_open_publishers", opened)
+    publisher = Publisher(NOBODY, outbox=SQLiteOutbox(tmp_path / "outbox"), reconnect_stop=lambda _rounds: True)
+    publisher.publish(Message(b""), routing_key="q")
+    channel = publisher._outbox_channel
+    assert channel is not None
+    wait_until(lambda: channel.relay.statistics.interruptions >= 2, timeout=20, what="an attempt to send the row")
+    assert opened == {publisher}
+    publisher_module._close_at_exit()
+    assert publisher._is_closed
