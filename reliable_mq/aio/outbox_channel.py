@@ -231,6 +231,7 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
 
     def _admit(self, confirmation: AsyncStoredConfirmation) -> None:
         self._window.take(confirmation.size)
+        self._unstored[confirmation] = None
         self._writer.store(confirmation, confirmation.row)
 
     def _call_outside(self, call: Callable[[], object]) -> None:
@@ -283,6 +284,7 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
         self._relay_publisher.cancel()
         self._writer.stop()
         await self._join(self._writer.join, deadline)
+        self._give_up_unstored()
 
 
 def _resolve(future: asyncio.Future[T], result: T) -> None:

@@ -112,6 +112,7 @@ class BaseOutboxChannel(BaseChannel[C]):
         self.begun = False
         self.outbox = outbox
         self._window = PublishWindow(options.max_outstanding, options.window.max_bytes)
+        self._unstored: dict[C, None] = {}  # messages without the writer's answer, in order
         self._store_timeout = options.delivery_timeout
         self._outbox_closed = False  # or about to be closed
         self._failure_log = LogLimit(_LOG_FAILURES_EVERY)
@@ -182,7 +183,10 @@ class BaseOutboxChannel(BaseChannel[C]):
         raise NotImplementedError
 
     def _end_threads(self, deadline: float) -> Any:
-        """End the writer and the API's threads or tasks, after the relay. A step."""
+        """End the writer and the API's threads or tasks, after the relay. A step.
+
+        Call `_give_up_unstored` when the writer has had its time.
+        """
         raise NotImplementedError
 
     def _stored(self, confirmations: list[C], error: OutboxError | None) -> None:
@@ -200,7 +204,7 @@ class BaseOutboxChannel(BaseChannel[C]):
     # For callers
 
     def give_up(self, confirmation: C) -> None:
-        """Settle a message whose deadline has passed before the writer answered."""
+        """Settle a message for which the writer has not answered in time."""
         error = OutboxError(
             f"{confirmation} was not stored in time, and may be stored yet: writing to {self.outbox!r} hangs",
             message_id=confirmation.message.message_id,
@@ -210,6 +214,11 @@ class BaseOutboxChannel(BaseChannel[C]):
             if confirmation.outcome is None:
                 self._fail(confirmation, error)
                 confirmation.settled()
+
+    def _give_up_unstored(self) -> None:
+        with self._guard:
+            for confirmation in self._unstored:
+                self.give_up(confirmation)
 
     def timeout_of(self, confirmation: C) -> float:
         """Return the seconds that a message may take to be stored."""
@@ -345,6 +354,7 @@ class BaseOutboxChannel(BaseChannel[C]):
         with self._guard:
             size = 0
             for confirmation in confirmations:
+                self._unstored.pop(confirmation, None)
                 size += confirmation.size
                 if confirmation.outcome is not None:  # its caller has given it up
                     continue

@@ -255,6 +255,7 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
 
     def _take(self, confirmation: StoredConfirmation) -> None:
         self._writer.store(confirmation, confirmation.row)
+        self._unstored[confirmation] = None
         self._window.take(confirmation.size)
 
     def _wait_for_window(self, confirmation: StoredConfirmation) -> None:
@@ -305,6 +306,7 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
         self.relay.join(_until(deadline))
         self._writer.stop()
         self._writer.join(_until(deadline))
+        self._give_up_unstored()
         self._callbacks.stop()
         self._callbacks.join(_until(deadline))
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from reliable_mq import AsyncPublisher, BrokerUnavailable, Message, OutboxError, Outcome, UsageError
+from reliable_mq import AsyncPublisher, BrokerUnavailable, Message, OutboxError, Outcome, PublishError, UsageError
 from reliable_mq.aio import outbox_channel
 from reliable_mq.aio.outbox_channel import AsyncRelayPublisher
 from reliable_mq.core.outbox import NewRow, OutboxRow
@@ -305,6 +305,22 @@ def test_a_relay_that_hangs_keeps_no_program_from_ending(tmp_path: Path) -> None
         what="the end of its threads",
     )
     hanging.close()
+
+
+@pytest.mark.slow
+def test_closing_raises_what_a_hanging_outbox_has_not_stored(outbox: SlowOutbox) -> None:
+    async def main() -> None:
+        publisher = AsyncPublisher(NOBODY, outbox=outbox)
+        for _ in range(3):
+            await publisher.submit(message(1))
+        with pytest.raises(PublishError, match="3 messages") as left:
+            await publisher.close(0.1)
+        assert [failure.may_have_arrived for failure in left.value.failures] == [True] * 3
+
+    try:
+        asyncio.run(main())
+    finally:
+        outbox.may_write.set()
 
 
 def test_closing_does_not_wait_for_the_calls_of_the_program(tmp_path: Path) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
 from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
-from reliable_mq import BrokerUnavailable, Message, OutboxError, Publisher, UsageError
+from reliable_mq import BrokerUnavailable, Message, OutboxError, Publisher, PublishError, UsageError
 from reliable_mq.core.outbox import NewRow, OutboxRow
 from reliable_mq.outbox import SQLiteOutbox, sqlite_relay
 from reliable_mq.outbox.relay import OutboxWriter
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from reliable_mq import Confirmation
     from reliable_mq.core.outbox import RowSettlement
 
 NOBODY = "amqp://guest:guest@127.0.0.1:1/"
@@ -224,6 +226,29 @@ def test_small_messages_do_not_keep_a_large_one_from_the_outbox(tmp_path: Path) 
         small.result(20)
     publisher.close(0)
     assert outbox.bodies == [b"s"] * 10 + [b"l", b"s"]
+
+
+@pytest.mark.slow
+def test_closing_raises_what_a_hanging_outbox_has_not_stored(tmp_path: Path) -> None:
+    """The writer has some messages; others are still in its queue."""
+    outbox = Gated(tmp_path / "outbox")
+    publisher = Publisher(NOBODY, outbox=outbox)
+    confirmations = [publisher.submit(Message(b""), routing_key="q")]
+    channel = publisher._outbox_channel
+    assert channel is not None
+    wait_until(channel._writer._queue.empty, timeout=10, what="the first transaction")
+    confirmations += [publisher.submit(Message(b""), routing_key="q") for _ in range(2)]
+    called: Queue[Confirmation] = Queue()
+    for confirmation in confirmations[1:]:
+        confirmation.add_done_callback(called.put)
+    try:
+        with pytest.raises(PublishError, match="may be stored yet") as left:
+            publisher.close(0.1)
+        assert left.value.may_have_arrived
+        assert [called.get(timeout=10) for _ in range(2)] == confirmations[1:]
+        assert all(isinstance(confirmation.failure(), OutboxError) for confirmation in confirmations)
+    finally:
+        outbox.let.release(10)
 
 
 class GoneOutbox(SQLiteOutbox):
