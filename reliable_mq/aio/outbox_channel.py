@@ -324,6 +324,11 @@ class AsyncRelayPublisher:
 
     # On the relay's thread
 
+    @property
+    def ended(self) -> bool:
+        """Whether the event loop has ended, and no row is left for `take_settled`."""
+        return self._loop.is_closed() and not (self._to_send or self._settled)
+
     def connect(self) -> None:
         """Do nothing, because the task begins by connecting."""
 

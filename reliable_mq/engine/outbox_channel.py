@@ -130,6 +130,7 @@ class BaseOutboxChannel(BaseChannel[C]):
             outbox,
             relay_publisher,
             settle=self._writer.settle,
+            at_end=self._writer.stop,  # nothing else stops it if the event loop ends
             limit=options.max_outstanding,
             max_bytes=options.window.max_bytes,
             name=f"{options.name}-relay",

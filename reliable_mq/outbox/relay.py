@@ -21,7 +21,7 @@ Invariants of the relay:
   larger row, so the publisher always has space for them and the relay never blocks in a place where it cannot renew its
   leases;
 - an error that does not concern a row makes the relay pause, longer each time, and never ends it;
-- rows without an outcome are released at the end.
+- rows without an outcome are released at the end, also if the publisher of the rows has ended without a stop.
 """
 
 from __future__ import annotations
@@ -244,7 +244,14 @@ class OutboxWriter(_OutboxThread, Generic[T]):
 
 
 class RowPublisher(Protocol):
-    """A publisher of rows by the sync or the asyncio API, for the relay's thread."""
+    """A publisher of rows by the sync or the asyncio API, for the relay's thread.
+
+    Attributes:
+        ended: Whether no row can be published any more, and no row is left for `take_settled`.
+    """
+
+    @property
+    def ended(self) -> bool: ...
 
     def connect(self) -> None:
         """Begin to connect. Raise an error if no further attempt can help. May block."""
@@ -274,6 +281,7 @@ class OutboxRelay(_OutboxThread):
 
     Args:
         settle: A function that writes outcomes without blocking. ``settled`` is called after they are written.
+        at_end: A function that is called after the last outcome.
         limit: The maximum number of outstanding rows.
         max_bytes: The maximum total size of their bodies, in bytes.
         measured: Whether to count the rows of the outbox periodically, for ``status``.
@@ -288,6 +296,7 @@ class OutboxRelay(_OutboxThread):
         publisher: RowPublisher,
         *,
         settle: Callable[[list[RowSettlement]], None],
+        at_end: Callable[[], object] = lambda: None,
         limit: int,
         max_bytes: int,
         name: str,
@@ -300,6 +309,7 @@ class OutboxRelay(_OutboxThread):
         self._outbox = outbox
         self._publisher = publisher
         self._settle = settle
+        self._at_end = at_end
         self._limit = limit
         self._max_bytes = max_bytes
         self._session = RelaySession(limit, max_bytes)
@@ -382,6 +392,7 @@ class OutboxRelay(_OutboxThread):
         finally:
             self._session.stopped()  # the timeout of `stop` may have left no time for another turn
             self._decide(leases)
+            self._at_end()
             try:
                 leases.close()
             except ReliableMQError:
@@ -518,6 +529,6 @@ class OutboxRelay(_OutboxThread):
 
     def _ended(self) -> bool:
         if self._stop_by is None:
-            return False
+            return self._publisher.ended
         done = not self._outstanding and not self._unwritten and not self._session.settlements
         return done or time.monotonic() >= self._stop_by

@@ -329,6 +329,8 @@ class RelayPublisher:
         kept: A callable that returns the places that settled rows have at the channel.
     """
 
+    ended = False
+
     def __init__(
         self,
         connect: Callable[[], object],

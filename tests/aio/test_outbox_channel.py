@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -501,3 +503,29 @@ def test_an_error_of_sending_ends_no_relay(caplog: pytest.LogCaptureFixture) -> 
 
     asyncio.run(main())
     assert "unexpected error while the relay submitted a row" in caplog.text
+
+
+def test_a_publisher_whose_loop_ended_leaves_its_rows_to_another(tmp_path: Path) -> None:
+    """A file has one relay at a time, in all processes. Who forgot to close the publisher is told."""
+
+    async def main() -> weakref.ref[AsyncPublisher]:
+        publisher = AsyncPublisher(NOBODY, outbox=SQLiteOutbox(tmp_path / "outbox"))
+        await publisher.publish(message(1), routing_key="q")
+        await until(lambda: publisher._started_channel is not None)
+        return weakref.ref(publisher)
+
+    def run() -> None:
+        publisher = asyncio.run(main())
+        wait_until(lambda: not sqlite_relay._open_claims, timeout=10, what="the end of the relay")
+        wait_until(lambda: gc.collect() >= 0 and publisher() is None, timeout=10, what="the end of the writer")
+
+    other = SQLiteOutbox(tmp_path / "outbox")
+    try:
+        with pytest.warns(ResourceWarning, match="was not closed"):
+            run()
+        claims = other.claims()
+        wait_until(lambda: claims.take(1).rows, timeout=10, what="the row, which may be delayed")
+    finally:
+        for left in list(sqlite_relay._open_claims):
+            left.close()
+        other.close()

@@ -70,6 +70,8 @@ def test_what_is_in_an_outbox_that_publishers_share_is_no_sum() -> None:
 class Silent:
     """A publisher of rows that never settles any."""
 
+    ended = False
+
     def connect(self) -> None:
         """Do nothing: it is always connected."""
 

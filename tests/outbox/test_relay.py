@@ -25,6 +25,8 @@ def rows(*bodies: str) -> list[NewRow]:
 class FirstIsReturned:
     """A publisher that returns the first message while rows of its key are stored."""
 
+    ended = False
+
     def __init__(self, outbox: Outbox) -> None:
         self.sent: list[bytes] = []
         self.turns_after = 0
@@ -120,6 +122,8 @@ def test_a_stopping_relay_releases_waiting_rows_untouched(outbox: Outbox, timeou
 class Slow:
     """A publisher that confirms one row per call of `take_settled`."""
 
+    ended = False
+
     def __init__(self) -> None:
         self.outstanding: list[OutboxRow] = []
         self.most: list[list[int]] = []
@@ -199,6 +203,8 @@ class NoLeader:
 
     A row to that queue fails at its first attempt and stays outstanding at the second.
     """
+
+    ended = False
 
     def __init__(self) -> None:
         self.healthy = threading.Event()
