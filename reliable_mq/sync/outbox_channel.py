@@ -121,7 +121,11 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
                 return
             if self._opening is None:
                 self._opening = _Opening()
-                start_daemon(self._open_name, self._open, self._opening)
+                try:
+                    start_daemon(self._open_name, self._open, self._opening)
+                except BaseException:
+                    self._opening = None  # later callers must not wait for a thread that was not started
+                    raise
             opening = self._opening
             opening.waiting += 1
             try:

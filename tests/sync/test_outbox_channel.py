@@ -76,13 +76,13 @@ def test_an_opening_that_is_interrupted_leaves_no_relay(tmp_path: Path, monkeypa
     assert outbox._connection is None
 
 
-@pytest.mark.parametrize("name", ["publisher-outbox", "publisher-relay"])
+@pytest.mark.parametrize("name", ["publisher-outbox", "publisher-relay", "publisher-outbox-open"])
 def test_opening_is_retried_after_its_threads_failed_to_start(tmp_path: Path, name: str) -> None:
     publisher = Publisher(NOBODY, outbox=SQLiteOutbox(tmp_path / "outbox"))
     with refusing_threads(name), pytest.raises(RuntimeError, match="can't start new thread"):
         publisher.publish(Message(b"1"), routing_key="orders")
     assert not sqlite_relay._open_claims
-    assert publisher.publish(Message(b"1"), routing_key="orders").status == "stored"
+    assert publisher.publish(Message(b"1"), routing_key="orders", timeout=20).status == "stored"
     publisher.close(0)
     assert not sqlite_relay._open_claims
 
