@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from reliable_mq.testing import Audit, VirtualHost
 
 
-def on_a_full_disk(tmp_path: Path, *arguments: str) -> str:
+def on_a_full_disk(tmp_path: Path, *arguments: str, megabytes: int = 24, size: int = 100_000) -> str:
     """Run the program in a mount namespace, and return what it wrote."""
     directory = tmp_path / "small"
     directory.mkdir()
-    program = [sys.executable, "-m", "integration.programs.full_disk", str(directory), *arguments]
+    program = [sys.executable, "-m", "integration.programs.full_disk", str(directory)]
+    program += [str(megabytes), str(size), *arguments]
     return output_of(["unshare", "--user", "--map-root-user", "--mount", *program], timeout=100)
 
 
@@ -51,6 +52,15 @@ def test_f39_a_full_disk_refuses_new_messages_publishes_old_ones(
 def test_f39_an_emptied_outbox_has_room_again(tmp_path: Path) -> None:
     """The log that grew into the reserve while rows were removed does not keep the space."""
     on_a_full_disk(tmp_path)
+
+
+@pytest.mark.parametrize("megabytes", [50, 54, 58, 62])
+def test_f39_an_outbox_emptied_of_large_messages_has_room_again(tmp_path: Path, megabytes: int) -> None:
+    """The log of one large message is larger than the usual reserve.
+
+    How much of it the disk has no room for depends on the size of the disk.
+    """
+    on_a_full_disk(tmp_path, megabytes=megabytes, size=15 * 1024 * 1024)
 
 
 def test_what_is_accepted_is_on_the_disk_before_publish_returns(one_api: str, tmp_path: Path) -> None:

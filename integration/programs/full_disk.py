@@ -1,13 +1,14 @@
 """Fill a small file system with a SQLite outbox; then empty the outbox, and store one more message.
 
-Usage: ``unshare --mount python -m integration.programs.full_disk DIRECTORY [URL API]``. Mounts a tmpfs of 24 MB on
-DIRECTORY. With URL, publishers store the messages without a broker and then flush them to URL, and ``attempt ID``,
-``accepted ID`` and ``refused ID`` are written to stdout for each message. Without URL, each row is removed in its own
-transaction, as a relay does if the broker confirms slowly.
+Usage: ``unshare --mount python -m integration.programs.full_disk DIRECTORY MEGABYTES SIZE [URL API]``. Mounts a tmpfs
+of MEGABYTES on DIRECTORY, and fills it with messages of SIZE bytes. With URL, publishers store the messages without a
+broker and then flush them to URL, and ``attempt ID``, ``accepted ID`` and ``refused ID`` are written to stdout for each
+message. Without URL, each row is removed in its own transaction, as a relay does if the broker confirms slowly.
 """
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -41,11 +42,11 @@ def fill(publisher: Publisher | BlockingPublisher, size: int) -> int:
     return accepted
 
 
-def publish_and_flush(path: Path, url: str, api: str) -> None:
+def publish_and_flush(path: Path, size: int, url: str, api: str) -> None:
     kind = BlockingPublisher if api == "aio" else Publisher
     outbox = SQLiteOutbox(path)
     with kind(NOBODY, outbox=outbox) as publisher:
-        accepted = fill(publisher, 100_000)
+        accepted = fill(publisher, size)
         accepted += fill(publisher, 1)  # until not even the smallest message fits
     assert accepted > 50, accepted
     assert outbox.status().rows == accepted
@@ -59,13 +60,15 @@ def publish_and_flush(path: Path, url: str, api: str) -> None:
         publisher.flush(30)
 
 
-def write_and_remove(path: Path) -> None:
+def write_and_remove(path: Path, size: int) -> None:
     outbox = SQLiteOutbox(path)
-    for size in (100_000, 1):
+    stored = 0
+    for each in (size, size // 100, size // 10_000):
         with suppress(OutboxError):
             while True:
-                outbox.write([NewRow(Message(b"x" * size), "", "orders", True, None)], [])
-    assert outbox.status().rows > 50, outbox.status()
+                outbox.write([NewRow(Message(b"x" * each), "", "orders", True, None)], [])
+                stored += each
+    assert stored > shutil.disk_usage(path.parent).total // 5, outbox.status()
     claims = outbox.claims()
     while rows := claims.take(1000).rows:
         for row in rows:
@@ -76,13 +79,13 @@ def write_and_remove(path: Path) -> None:
     outbox.close()
 
 
-def main(directory: str, url: str = "", api: str = "") -> None:
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", directory], check=True)
+def main(directory: str, megabytes: str, size: str, url: str = "", api: str = "") -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", directory], check=True)
     path = Path(directory) / "outbox"
     if url:
-        publish_and_flush(path, url, api)
+        publish_and_flush(path, int(size), url, api)
     else:
-        write_and_remove(path)
+        write_and_remove(path, int(size))
 
 
 if __name__ == "__main__":

@@ -119,8 +119,9 @@ class SQLiteOutbox:
     Any number of processes may have the same file open, with one publisher in each process:
     ``Publisher(url, outbox=SQLiteOutbox("orders.outbox"))``. The file and its tables are created if they do not exist,
     readable by their owner only. These files belong to it and are kept beside it: SQLite's ``-wal`` and ``-shm``, the
-    lock ``-relay``, and ``-reserve`` with 8 MiB, so that rows can be removed on a full disk. Put the file on a local
-    disk: neither SQLite's locks nor the relay's lock work reliably on a network file system.
+    lock ``-relay``, and ``-reserve`` with 8 MiB (more after a message of more than 2 MiB), so that rows can be removed
+    on a full disk. Put the file on a local disk: neither SQLite's locks nor the relay's lock work reliably on a network
+    file system.
 
     Args:
         path: The path of the file.
@@ -205,7 +206,8 @@ class SQLiteOutbox:
         if not (stored or removed or changed):
             return
         if stored:
-            self._need_reserve(f"storing {len(stored)} messages")
+            size = sum(len(row.message.body) + len(row.message.encoded_properties or b"") for row in rows)
+            self._need_reserve(size, f"storing {len(stored)} messages")
 
         def work(connection: sqlite3.Connection) -> None:
             if stored:
@@ -311,12 +313,12 @@ class SQLiteOutbox:
 
         return self._transact_on_full_disk(work, "changing what was set aside")
 
-    def _need_reserve(self, what: str) -> None:
+    def _need_reserve(self, size: int, what: str) -> None:
         try:
-            available = self._reserve.available()
+            available = self._reserve.available(size)
             if not available:  # the log may have grown into its space while rows were removed
                 self._empty_log()
-                available = self._reserve.available()
+                available = self._reserve.available(size)
         except OSError as error:
             raise outbox_error(error, self.path, what) from error
         if not available:

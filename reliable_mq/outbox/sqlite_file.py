@@ -11,8 +11,8 @@ Invariants:
 
 - once noted, the database file stays the same until `forget`, because ids of one file mean nothing in another. The log
   may be a different file after the connection was closed and opened again;
-- with the reserve, a log of the usual size can be copied into the database on a full disk. Without the reserve, nothing
-  is stored.
+- with the reserve, the log can be copied into the database on a full disk: before a transaction it has the usual size,
+  and the reserve grows with the transaction. Without the reserve, nothing is stored.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class OpenFile:
         return found
 
 
-_BYTES: Final = 8 * 1024 * 1024  # a log of 4 MiB (SQLite's default), one more transaction, and space for the removal
+_BYTES: Final = 8 * 1024 * 1024  # at least: enough for most transactions
+_BYTES_BESIDES: Final = 6 * 1024 * 1024  # a log of 4 MiB (SQLite's default), and space for the removal
 _ZEROS: Final = bytes(1024 * 1024)
 _CANNOT_ALLOCATE: Final = (
     errno.EINVAL,
@@ -98,40 +99,40 @@ class DiskReserve:
     def __init__(self, database: Path) -> None:
         self._path = f"{database}-reserve"
 
-    def available(self) -> bool:
-        """Return whether the reserve exists, after trying to make it if it did not."""
+    def available(self, size: int) -> bool:
+        """Try to make the reserve enough to store ``size`` bytes; return whether it is."""
+        needed, found = max(_BYTES, _BYTES_BESIDES + size), 0
         with suppress(FileNotFoundError):
-            if os.stat(self._path).st_size >= _BYTES:  # noqa: PTH116  # once for every transaction
-                return True
-        return self._make()
+            found = os.stat(self._path).st_size  # noqa: PTH116  # once for every transaction
+        return found >= needed or self._extend(found, needed)
 
     def release(self) -> None:
         """Return the space to the file system."""
         with suppress(OSError):
             os.truncate(self._path, 0)
 
-    def _make(self) -> bool:
+    def _extend(self, found: int, needed: int) -> bool:
         descriptor = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
-            _allocate(descriptor)
+            _allocate(descriptor, needed)
         except OSError:
-            os.ftruncate(descriptor, 0)
+            os.ftruncate(descriptor, found)
             return False
         finally:
             os.close(descriptor)
         return True
 
 
-def _allocate(descriptor: int) -> None:
+def _allocate(descriptor: int, size: int) -> None:
     if hasattr(os, "posix_fallocate"):  # not on macOS
         try:
-            os.posix_fallocate(descriptor, 0, _BYTES)
+            os.posix_fallocate(descriptor, 0, size)
         except OSError as error:
             if error.errno not in _CANNOT_ALLOCATE:
                 raise
         else:
             return
-    for start in range(0, _BYTES, len(_ZEROS)):
+    for start in range(0, size, len(_ZEROS)):
         os.pwrite(descriptor, _ZEROS, start)
     os.fsync(descriptor)  # some file systems allocate space only when they write to the disk
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import shutil
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,10 @@ def outbox(tmp_path: Path) -> Iterator[SQLiteOutbox]:
 
 def store(outbox: SQLiteOutbox, count: int, *keys: str | None) -> None:
     outbox.write([NewRow(Message(b"%d" % n), "", "q", True, keys[n % len(keys)]) for n in range(count)], [])
+
+
+def store_bytes(outbox: SQLiteOutbox, size: int) -> None:
+    outbox.write([NewRow(Message(bytes(size)), "", "q", True, None)], [])
 
 
 def reader_of(outbox: SQLiteOutbox) -> sqlite3.Connection:
@@ -245,8 +250,51 @@ def test_a_reserve_that_finds_no_room_is_said_to_be_missing(tmp_path: Path, monk
     monkeypatch.delattr(os, "posix_fallocate")
     monkeypatch.setattr(os, "pwrite", full)
     reserve = DiskReserve(tmp_path / "outbox")
-    assert not reserve.available()
+    assert not reserve.available(1)
     assert (tmp_path / "outbox-reserve").stat().st_size == 0
+
+
+def file_of(outbox: SQLiteOutbox, name: str) -> Path:
+    return Path(f"{outbox.path}-{name}")
+
+
+@pytest.mark.parametrize("properties", [0, 100_000])
+def test_the_reserve_has_room_for_the_log_of_large_transactions(outbox: SQLiteOutbox, properties: int) -> None:
+    """SQLite may have to copy the log into the database on a full disk."""
+    store_bytes(outbox, 3_900_000)
+    if properties:
+        message = Message(b"", headers={"large": "x" * properties})
+        outbox.write([NewRow(message, "", "q", True, None)] * 120, [])
+    else:
+        store_bytes(outbox, 12_000_000)
+    assert file_of(outbox, "wal").stat().st_size > 15_900_000
+    size = file_of(outbox, "reserve").stat().st_size
+    assert size > file_of(outbox, "wal").stat().st_size + 1_000_000
+    store_bytes(outbox, 1)
+    assert file_of(outbox, "reserve").stat().st_size == size
+
+
+@contextmanager
+def file_sizes_limited(size: int) -> Iterator[None]:
+    """Let writes beyond this size fail, in all files of this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_refused_large_message_leaves_the_usual_reserve(outbox: SQLiteOutbox) -> None:
+    """Small messages are stored, and rows are removed, as before."""
+    store(outbox, 1, None)
+    with file_sizes_limited(10_000_000):
+        with pytest.raises(OutboxError, match="the disk is full") as refused:
+            store_bytes(outbox, 5_000_000)
+        assert not refused.value.may_have_arrived
+        assert file_of(outbox, "reserve").stat().st_size == sqlite_file._BYTES
+        store(outbox, 1, None)
+    assert outbox.status().rows == 2
 
 
 @pytest.mark.parametrize(("file", "what"), [("reserve", "storing 1 messages failed"), ("relay", "opening failed")])
