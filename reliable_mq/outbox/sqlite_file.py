@@ -144,7 +144,7 @@ _ADVICE: Final = {
     sqlite3.SQLITE_CANTOPEN: "the file cannot be opened; see to the directory and the permissions",
     sqlite3.SQLITE_CORRUPT: "the file is damaged; move it away with its -wal, and recover it with sqlite3's .recover",
     sqlite3.SQLITE_NOTADB: "the file is not an SQLite database, or is damaged; give the outbox its own file",
-    sqlite3.SQLITE_IOERR: "the disk failed; see to it. What was committed before is in the file",
+    sqlite3.SQLITE_IOERR: "the disk failed, or a quota is used up; see to it. What was committed before is in the file",
     sqlite3.SQLITE_TOOBIG: "a message is larger than SQLite can store",
 }
 
@@ -157,16 +157,16 @@ def outbox_error(error: Exception, path: Path, what: str) -> OutboxError:
 
 def uncertain(error: BaseException) -> bool:
     """Return whether a failed commit may be in the file nevertheless."""
-    return isinstance(error, sqlite3.Error) and _code(error) not in (
-        sqlite3.SQLITE_FULL,
-        sqlite3.SQLITE_BUSY,
-        sqlite3.SQLITE_TOOBIG,
-    )
+    certain = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_TOOBIG)
+    return isinstance(error, sqlite3.Error) and not is_full(error) and _code(error) not in certain
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Return whether the error was caused by a full disk."""
-    return isinstance(error, sqlite3.Error) and _code(error) == sqlite3.SQLITE_FULL
+    """Return whether a write failed, so that there is no commit.
+
+    The disk is full, or a quota is used up, which SQLite does not tell from other failures of a write.
+    """
+    return getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)
 
 
 def _code(error: BaseException) -> int:

@@ -297,6 +297,22 @@ def test_a_refused_large_message_leaves_the_usual_reserve(outbox: SQLiteOutbox) 
     assert outbox.status().rows == 2
 
 
+def test_a_quota_that_is_used_up_is_a_full_disk(outbox: SQLiteOutbox) -> None:
+    """The error of the write is another one. Nothing is in doubt, and rows are removed with the reserve."""
+    store_bytes(outbox, 2_000_000)
+    claims = outbox.claims()
+    with file_sizes_limited(file_of(outbox, "wal").stat().st_size):
+        with pytest.raises(OutboxError, match="disk I/O error") as refused:
+            store_bytes(outbox, 10_000)
+        assert not refused.value.may_have_arrived
+        settle(outbox, claims, claims.take(10).rows)
+        assert file_of(outbox, "reserve").stat().st_size == 0
+    claims.close()
+    assert outbox.status().rows == 0
+    store(outbox, 1, None)
+    assert file_of(outbox, "reserve").stat().st_size == sqlite_file._BYTES
+
+
 @pytest.mark.parametrize(("file", "what"), [("reserve", "storing 1 messages failed"), ("relay", "opening failed")])
 def test_a_sidecar_file_that_cannot_open_is_an_outbox_error(outbox: SQLiteOutbox, file: str, what: str) -> None:
     """The file may belong to another user; the message may be stored elsewhere."""
