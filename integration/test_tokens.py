@@ -1,12 +1,13 @@
 """Expiring tokens on a real broker with the OAuth 2 plugin, on both APIs.
 
-They are renewed on the open connection.
+They are renewed on the open connection. A token that expires costs its connection.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,8 +19,11 @@ from integration.support.seeds import soaking
 from integration.support.set_up import LINES, broker_image
 from integration.support.tokens import CONF, Issuer
 from reliable_mq import Consumer, Message, Publisher, Queue
+from reliable_mq.codec.methods import DeleteQueue
+from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.testing import RabbitMQ
 from reliable_mq.testing.waiting import wait_until
+from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -156,3 +160,57 @@ def test_a_callback_without_a_token_is_tried_again_in_time(
     assert any(
         "failed to get a new token; the current one expires in" in record.getMessage() for record in caplog.records
     )
+
+
+@pytest.mark.parametrize("url", LINES, indirect=True)
+def test_messages_wait_while_an_expired_token_has_no_successor(
+    url: str, issuer: Issuer, kinds: tuple[Any, Any]
+) -> None:
+    """RabbitMQ 4.3 disconnects. RabbitMQ 4.0 refuses every publish, and no message is to blame."""
+    with kinds[0](url, topology=[ORDERS], credentials=issuer.credentials, reconnect_wait=lambda _: 0.2) as publisher:
+        publisher.publish(Message(b"before"), routing_key="orders")
+        issuer.fails = True
+        meanwhile = [publisher.submit(Message(b"meanwhile"), routing_key="orders")]
+
+        def is_away() -> bool:
+            """Publish until the broker refuses it, and while no attempt can succeed."""
+            meanwhile.append(publisher.submit(Message(b"meanwhile"), routing_key="orders"))
+            return "credentials callback raised" in getattr(publisher, "publisher", publisher).health().reason
+
+        wait_until(is_away, timeout=60, what="an attempt without a token")
+        issuer.fails = False
+        assert [confirmation.exception(60) for confirmation in meanwhile if confirmation.exception(60)] == []
+
+
+@pytest.mark.parametrize("url", LINES, indirect=True)
+def test_a_token_of_unknown_lifetime_is_replaced_once_it_expires(
+    url: str, issuer: Issuer, kinds: tuple[Any, Any]
+) -> None:
+    """Also for a consumer, whose next channel the broker would refuse as well."""
+    new_publisher, new_consumer = kinds
+    handled: list[bytes] = []
+    read = 0
+
+    def credentials() -> tuple[str, str]:
+        nonlocal read
+        read += 1
+        token = issuer.credentials()
+        return token.username, token.password
+
+    with new_consumer(url, ORDERS, lambda delivery: handled.append(delivery.body), credentials=credentials) as consumer:
+        wait_until(lambda: consumer.connected, timeout=60, what="a subscription")
+        with new_publisher(url, topology=[ORDERS], credentials=credentials, mandatory=False) as publisher:
+
+            def is_renewed() -> bool:
+                publisher.publish(Message(b"x"), routing_key="orders", timeout=30)
+                return read > 2
+
+            wait_until(is_renewed, timeout=60, what="another token, as the first have expired")
+            with AdminChannel(replace(parse_url(url), credentials=issuer.credentials), name="admin") as admin:
+                admin.perform(DeleteQueue("orders"))  # so the consumer declares it again
+
+            def arrives() -> bool:
+                publisher.publish(Message(b"last"), routing_key="orders", timeout=30)
+                return b"last" in handled
+
+            wait_until(arrives, timeout=60, what="another subscription")

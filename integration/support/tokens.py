@@ -51,8 +51,14 @@ class Issuer:
         public = self._key.public_key().public_bytes(
             serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
         )
+        # Permissions are checked again each second, not each minute. rabbitmq.conf has no name for this.
+        advanced = b"[{rabbit, [{channel_tick_interval, 1000}]}]."
         plugins = b"[rabbitmq_management,rabbitmq_prometheus,rabbitmq_stream,rabbitmq_auth_backend_oauth2]."
-        return {"/etc/rabbitmq/key1.pem": public, "/etc/rabbitmq/enabled_plugins": plugins}
+        return {
+            "/etc/rabbitmq/key1.pem": public,
+            "/etc/rabbitmq/enabled_plugins": plugins,
+            "/etc/rabbitmq/advanced.config": advanced,
+        }
 
     def credentials(self) -> Credentials:
         """Return a new token. This is the callback of publishers and consumers."""

@@ -74,6 +74,7 @@ __all__ = [
     "declare",
     "is_away",
     "is_missing",
+    "is_undecided",
     "parse_version",
     "publisher_setup",
     "pull_setup",
@@ -82,6 +83,7 @@ __all__ = [
 ]
 
 _PROPERTIES = frozenset({"durable", "auto_delete", "internal", "type"})
+_ACCESS_REFUSED = 403
 _NOT_FOUND = 404
 _PRECONDITION_FAILED = 406
 _MOST_DIFFERENCES = 24  # maximum rounds of a comparison, each of which costs a channel
@@ -98,7 +100,7 @@ _DELAYED_RETRY = (4, 3)
 _DIFFERENT = frozenset({_PRECONDITION_FAILED, 503})
 # access-refused, not-found, precondition-failed, command-invalid, not-allowed (a reserved name), not-implemented. Other
 # conditions pass: resource-locked (the exclusive queue of a connection that is dying), internal-error, ...
-_PERMANENT = frozenset({403, _NOT_FOUND, *_DIFFERENT, 530, 540})
+_PERMANENT = frozenset({_ACCESS_REFUSED, _NOT_FOUND, *_DIFFERENT, 530, 540})
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,6 +335,15 @@ def refusal(step: Step, refused: StepRefused) -> ReliableMQError:
 def is_away(refused: StepRefused) -> bool:
     """Return whether a queue was refused because its node is away or starting."""
     return refused.code in _AWAY_CODES and any(text in refused.text for text in _AWAY)
+
+
+def is_undecided(code: int, text: str) -> bool:
+    """Return whether the broker could not decide on a permission.
+
+    An authorization backend failed, or the token of the connection has expired: RabbitMQ 4.0 does not
+    disconnect then, and refuses whatever needs a permission.
+    """
+    return code == _ACCESS_REFUSED and "', backend " in text.rpartition("' refused for user '")[2]
 
 
 def is_missing(error: ReliableMQError) -> bool:

@@ -38,6 +38,9 @@ CONNECT_TIMEOUT = 10.0
 WAIT = 3.0
 CHANNEL_OPEN_OK, CHANNEL_CLOSE, CHANNEL_CLOSE_OK = (20, 11), (20, 40), (20, 41)
 SELECT_OK, ACK = (85, 11), (60, 80)
+UNDECIDED = (
+    b"ACCESS_REFUSED - read access to queue 'q' in vhost '/' refused for user 'u', backend b returned an error: no"
+)
 LEGAL = changes(TRANSITIONS)
 SERVER = ServerInfo("RabbitMQ", "4.3.0", (4, 3, 0))
 
@@ -329,14 +332,16 @@ class ConnectorMachine(RuleBasedStateMachine):
                 self.answer()
 
     @precondition(lambda self: self.link is not None and self.link.channel is not None)
-    @rule(code=st.sampled_from([404, 406]))
+    @rule(code=st.sampled_from([403, 404, 406]))
     def close_channel(self, code: int) -> None:
         link = self.link
         assert link is not None
         assert link.channel is not None
         number = link.channel.number
         link.asked = [one for one in link.asked if one[0] != number]
-        self.loop.guard(lambda: link.send(number, CHANNEL_CLOSE, code.to_bytes(2, "big") + b"\4text" + bytes(4)))
+        text = UNDECIDED if code == 403 else b"text"
+        close = code.to_bytes(2, "big") + bytes([len(text)]) + text + bytes(4)
+        self.loop.guard(lambda: link.send(number, CHANNEL_CLOSE, close))
         self.loop.turn()
 
     @precondition(lambda self: self.link is not None and self.link.channel is not None)

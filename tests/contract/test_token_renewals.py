@@ -1,6 +1,6 @@
 """Token renewal on open connections, in either API.
 
-The callback raises or hangs, or the broker blocks the connection.
+The callback raises or hangs, the broker blocks the connection, or the token expires.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reliable_mq import Message
-from reliable_mq.settings import Credentials
+from reliable_mq import BrokerUnavailable, Message, Queue
+from reliable_mq.codec.methods import CheckQueue, QueueState
+from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
+from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.contract.scripted_broker import Published, ScriptedBroker
+    from tests.contract.scripted_broker import Channel, Published, ScriptedBroker
 
-NewPublisher = "Callable[..., Any]"
+NewPublisher = NewConsumer = "Callable[..., Any]"
+ORDERS = Queue("orders", type="classic", dead_letter=None)
 
 LIFETIME = 1.5  # seconds; a token is renewed after one
 
@@ -55,6 +58,14 @@ class Issuer:
 
         self.next = hang
         return hangs, release
+
+
+def expired(access: str) -> tuple[int, str]:
+    """Return RabbitMQ's refusal of a method once the token has expired."""
+    return 403, (
+        f"ACCESS_REFUSED - {access} in vhost '/' refused for user 'guest', backend rabbit_auth_backend_oauth2 returned "
+        'an error: "Provided JWT token has expired at timestamp 1795730978 (validated at 1795730978)"'
+    )
 
 
 def renewals(broker: ScriptedBroker) -> int:
@@ -147,3 +158,70 @@ def test_an_unanswered_renewal_waits_while_the_broker_blocks(
         assert waiting.exception(60) is None
         broker.wait(lambda: broker.connection is not connection, "another one, as no answer comes")
         broker.secrets_unanswered = False
+
+
+def test_an_expired_token_refuses_no_message(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    """RabbitMQ 4.0 does not disconnect then, and refuses every publish."""
+
+    def script(published: Published) -> None:
+        if len(broker.connections) == 1:
+            published.channel.close(*expired("write access to exchange 'amq.default'"))
+        else:
+            acking(published)
+
+    broker.script = script
+    url = f"amqp://127.0.0.1:{broker.port}/"
+    with new_publisher(url, credentials=lambda: ("guest", f"token {len(broker.connections)}")) as publisher:
+        assert publisher.publish(Message(b"x"), routing_key="orders", timeout=20).status == "confirmed"
+        assert len(broker.connections) == 2
+
+
+class Renewing:
+    """A callback whose current token expires when the test says so."""
+
+    def __init__(self, broker: ScriptedBroker) -> None:
+        self.calls = 0
+        self._broker = broker
+
+    def __call__(self) -> tuple[str, str]:
+        self.calls += 1
+        self._broker.refusals.clear()
+        return "guest", f"token {self.calls}"
+
+    def expire(self, channel: Channel, method: str, access: str) -> None:
+        """Have the broker close a channel, and refuse a method until the next call."""
+        self._broker.refusals[method] = expired(access)
+        channel.close(404, "NOT_FOUND - no exchange 'gone' in vhost '/'")
+
+
+def test_a_set_up_with_an_expired_token_gets_another_one(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    """A channel on the same connection would be refused again."""
+    broker.script = acking
+    credentials = Renewing(broker)
+    url = f"amqp://127.0.0.1:{broker.port}/"
+    with new_publisher(url, credentials=credentials, topology=[ORDERS]) as publisher:
+        publisher.connect()
+        (channel,) = broker.connection.channels.values()
+        credentials.expire(channel, "Queue.Declare", "configure access to queue 'orders'")
+        publisher.publish(Message(b"x"), routing_key="orders", timeout=20)
+        assert credentials.calls == 2
+
+
+def test_a_consumer_with_an_expired_token_gets_another_one(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
+    credentials = Renewing(broker)
+    with new_consumer(lambda _: None, url=f"amqp://127.0.0.1:{broker.port}/", credentials=credentials):
+        credentials.expire(broker.consuming, "Basic.Consume", "read access to queue 'orders'")
+        broker.wait(lambda: broker.seen.count("Basic.Consume") == 3 and broker.consumed, "another subscription")
+        assert credentials.calls == 2
+
+
+def test_steps_of_a_ready_channel_do_not_see_an_expired_token(broker: ScriptedBroker) -> None:
+    """The next step gets another connection."""
+    credentials = Renewing(broker)
+    settings = ConnectionSettings(endpoints=(Endpoint("127.0.0.1", broker.port),), credentials=credentials)
+    with AdminChannel(settings, name="admin") as channel:
+        broker.refusals["Queue.Declare"] = expired("read access to queue 'orders'")
+        with pytest.raises(BrokerUnavailable, match="the broker cannot check a permission: 403 ACCESS_REFUSED"):
+            channel.perform(CheckQueue("orders"))
+        assert channel.perform(CheckQueue("orders")) == QueueState("orders", 0, 0)
+        assert credentials.calls == 2

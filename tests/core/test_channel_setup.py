@@ -26,6 +26,7 @@ from reliable_mq.core.channel_setup import (
     consumer_setup,
     declare,
     is_missing,
+    is_undecided,
     parse_version,
     publisher_setup,
     pull_setup,
@@ -44,6 +45,10 @@ if TYPE_CHECKING:
 
 NEWEST = (4, 3, 6)
 OLD = (3, 12, 0)
+EXPIRED = (
+    "refused for user 'guest', backend rabbit_auth_backend_oauth2 returned an error: "
+    '"Provided JWT token has expired at timestamp 1795730978 (validated at 1795730978)"'
+)
 
 
 def test_a_publisher_declares_in_order_and_then_selects_confirms() -> None:
@@ -323,6 +328,21 @@ def test_refusals_that_time_heals(step: Step, code: int, text: str) -> None:
     error = refusal(step, StepRefused(code, text))
     assert isinstance(error, BrokerUnavailable)
     assert not error.permanent
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "undecided"),
+    [
+        (403, f"write access to exchange 'amq.default' in vhost '/' {EXPIRED}", True),
+        (403, f"configure access to queue 'q' in vhost '/' {EXPIRED}"[:120] + "...", True),
+        (403, "write access to exchange 'amq.default' in vhost '/' refused for user 'guest'", False),
+        (403, "write access to topic 'a', backend ' in exchange 'x' in vhost '/' refused for user 'guest'", False),
+        (406, f"write access to exchange 'amq.default' in vhost '/' {EXPIRED}", False),
+    ],
+)
+def test_what_the_broker_cannot_decide_is_told_from_a_refusal(code: int, text: str, undecided: bool) -> None:
+    """An expired token, or an authorization backend that failed."""
+    assert is_undecided(code, f"ACCESS_REFUSED - {text}") is undecided
 
 
 def test_a_queue_that_is_not_back_yet_is_not_missing() -> None:
