@@ -7,7 +7,8 @@ or None to give up.
 Invariants:
 
 - Hosts are tried in the given order, starting with the first. `host` advances after a failed attempt and after a lost
-  connection. A round is one attempt at every host, without a wait in between. The wait object is called after a round.
+  connection; so do the addresses of a host (`AddressOrder`). A round is one attempt at every host, without a wait in
+  between. The wait object is called after a round.
 - If *every* attempt of a round failed for a reason that time does not heal (wrong credentials, unknown virtual host, a
   certificate that does not verify, a topology that differs), the policy gives up, as long as nothing was ever ready.
   The configuration is wrong, and waiting would hide it. Once something was ready, everything is tried again, because
@@ -22,11 +23,12 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite
 from random import Random, SystemRandom
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import tenacity
 from tenacity.stop import stop_base
@@ -37,7 +39,15 @@ from reliable_mq.errors import BrokerUnavailable, ConfigurationError, TopologyMi
 if TYPE_CHECKING:
     from reliable_mq.errors import ReliableMQError
 
-__all__ = ["ConnectionLoss", "CredentialsCalls", "ReconnectPolicy", "ReconnectStop", "ReconnectWait", "is_permanent"]
+__all__ = [
+    "AddressOrder",
+    "ConnectionLoss",
+    "CredentialsCalls",
+    "ReconnectPolicy",
+    "ReconnectStop",
+    "ReconnectWait",
+    "is_permanent",
+]
 
 #: The seconds to wait after a round, as a function of the number of rounds since the connection was lost, or a tenacity
 #: wait.
@@ -49,6 +59,8 @@ CHANNEL_BURST: Final = 64  # channels that may be reopened in a row without a wa
 CHANNEL_REFILL: Final = 1.0  # channels per second in the long run
 CONNECTION_BURST: Final = 32
 CONNECTION_REFILL: Final = 2.0
+
+ADDRESSES_KEPT: Final = 64  # addresses of hosts whose last attempts are known
 
 MOST_UNANSWERED: Final = 8  # concurrent calls of one connection's credentials callback, each on its own thread
 
@@ -213,6 +225,26 @@ class CredentialsCalls:
     def answered(self) -> None:
         self.unanswered -= 1
         self._begun = 0
+
+
+class AddressOrder:
+    """The order in which the addresses of host names are tried.
+
+    An address may accept connections and never answer, which ends the attempt. So the next attempt begins with an
+    address that was not tried yet, or not for the longest time.
+    """
+
+    def __init__(self) -> None:
+        self._tried: deque[object] = deque(maxlen=ADDRESSES_KEPT)  # the last one was tried last
+
+    def tried(self, address: object) -> None:
+        if address in self._tried:
+            self._tried.remove(address)
+        self._tried.append(address)
+
+    def sort(self, found: list[Any]) -> list[Any]:
+        """Return the results of ``getaddrinfo`` in the order in which to try them."""
+        return sorted(found, key=lambda one: self._tried.index(one[4]) if one[4] in self._tried else -1)
 
 
 def _check_callable(option: str, given: object, kind: type[wait_base | stop_base]) -> None:

@@ -122,7 +122,7 @@ class TestEventLoop:
             daemons.append(threading.current_thread().daemon)
             if arguments[0] == "unknown":
                 raise socket.gaierror(-2, "unknown")
-            return [arguments[:2]]
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", arguments[:2])]
 
         def got(result: object) -> None:
             results.append(result)
@@ -138,7 +138,7 @@ class TestEventLoop:
         loop.run()
         loop.close()
         assert all(daemons)
-        assert [("host", 2)] in results
+        assert [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("host", 2))] in results
         assert "cancelled" not in results
         assert any(isinstance(result, socket.gaierror) for result in results)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import socket
 import struct
 import threading
 import time
@@ -1247,3 +1248,23 @@ def test_an_answer_that_comes_after_the_time_to_connect_is_used(
     url = f"amqp://127.0.0.1:{broker.port}/"
     with new_publisher(url, credentials=credentials, connect_timeout=0.3, reconnect_wait=tenacity.wait_none()) as it:
         it.publish(Message(b"1"), routing_key="orders", timeout=10)
+
+
+def test_an_address_that_does_not_answer_is_followed_by_the_next(
+    broker: ScriptedBroker, new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first address of the host accepts connections, as that of a frozen broker."""
+    resolve = socket.getaddrinfo
+
+    def addresses(host: Any, port: Any, *rest: Any, **named: Any) -> Any:
+        if host != "rabbit.test":
+            return resolve(host, port, *rest, **named)
+        if socket.AI_NUMERICHOST in rest:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, broker.port)) for ip in ("127.0.0.2", "127.0.0.1")]
+
+    monkeypatch.setattr(socket, "getaddrinfo", addresses)
+    broker.script = acking
+    url = f"amqp://guest:guest@rabbit.test:{broker.port}/"
+    with socket.create_server(("127.0.0.2", broker.port)), new_publisher(url, connect_timeout=0.5) as publisher:
+        publisher.publish(Message(b"x"), routing_key=KEY, timeout=10)

@@ -15,11 +15,13 @@ from tenacity.stop import stop_base
 from tenacity.wait import wait_base
 
 from reliable_mq.core.reconnect import (
+    ADDRESSES_KEPT,
     CHANNEL_BURST,
     CHANNEL_REFILL,
     CONNECTION_BURST,
     CONNECTION_REFILL,
     MOST_UNANSWERED,
+    AddressOrder,
     ConnectionLoss,
     CredentialsCalls,
     ReconnectPolicy,
@@ -300,3 +302,26 @@ def test_an_answer_makes_room_for_the_next_question() -> None:
     assert calls.unanswered == MOST_UNANSWERED - 1
     assert calls.begin(200_000.0)
     assert not calls.begin(300_000.0)
+
+
+def found(*addresses: str) -> list[tuple[Any, ...]]:
+    return [(2, 1, 6, "", (address, 5672)) for address in addresses]
+
+
+def test_addresses_are_tried_in_turn_in_any_order_of_the_answer() -> None:
+    """A name server may change the order from answer to answer."""
+    order = AddressOrder()
+    assert order.sort(found("a", "b", "c")) == found("a", "b", "c")
+    order.tried(("a", 5672))
+    assert order.sort(found("a", "b", "c")) == found("b", "c", "a")
+    order.tried(("b", 5672))
+    assert order.sort(found("b", "a", "c")) == found("c", "a", "b")
+    order.tried(("a", 5672))
+    assert order.sort(found("a", "b")) == found("b", "a")
+
+
+def test_the_number_of_addresses_kept_is_bounded() -> None:
+    order = AddressOrder()
+    for number in range(ADDRESSES_KEPT + 1):
+        order.tried((str(number), 5672))
+    assert order.sort(found("1", "0")) == found("0", "1")

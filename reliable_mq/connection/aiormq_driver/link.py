@@ -233,7 +233,8 @@ class Link:
         server_name = None
         if self._settings.tls is not None:
             server_name = self._settings.tls.server_name or self.endpoint.host
-        for family, _, _, _, address in await self._addresses():
+        for family, _, _, _, address in self._loop.addresses.sort(await self._addresses()):
+            self._loop.addresses.tried(address)
             stream = asyncio.StreamReader(loop=loop)
             try:
                 async with asyncio.timeout(self._settings.connect_timeout / _ADDRESSES_TRIED):

@@ -9,6 +9,8 @@ import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from reliable_mq.core.reconnect import AddressOrder
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -22,6 +24,7 @@ class EventLoop:
         on_error: A callable that is called on the loop with every exception that a callback raises.
 
     Attributes:
+        addresses: The order in which links try the addresses of their hosts.
         stalled: The total length of stalls of the loop that endangered heartbeats, in seconds.
     """
 
@@ -29,6 +32,7 @@ class EventLoop:
         self.asyncio = asyncio.get_running_loop()
         self.on_error = on_error
         self.tasks: set[asyncio.Task[None]] = set()
+        self.addresses = AddressOrder()
         self.stalled = 0.0
 
     def call_soon(self, fn: Callable[[], None]) -> None:

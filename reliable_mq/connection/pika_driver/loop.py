@@ -21,6 +21,7 @@ from pika.adapters.utils.selector_ioloop_adapter import SelectorIOServicesAdapte
 
 from reliable_mq._util.logs import demoted_driver_logs
 from reliable_mq._util.threads import call_in_background
+from reliable_mq.core.reconnect import AddressOrder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -176,12 +177,17 @@ class _GuardedLoop(IOLoop):  # type: ignore[misc]  # pika has no types
 class _IOServices(SelectorIOServicesAdapter):  # type: ignore[misc]
     """pika's I/O services, with host names resolved on daemon threads.
 
-    pika's own threads would delay the program's end.
+    pika's own threads would delay the program's end. The addresses of a host are tried in turn, also across links.
     """
 
     def __init__(self, loop: _GuardedLoop) -> None:
         super().__init__(loop)
         self._call_soon = loop.add_callback_threadsafe
+        self._addresses = AddressOrder()
+
+    def connect_socket(self, sock: socket.socket, resolved_addr: Any, on_done: Callable[[Any], None]) -> Any:
+        self._addresses.tried(resolved_addr)
+        return super().connect_socket(sock, resolved_addr, on_done)
 
     def getaddrinfo(
         self,
@@ -193,7 +199,7 @@ class _IOServices(SelectorIOServicesAdapter):  # type: ignore[misc]
         proto: int = 0,
         flags: int = 0,
     ) -> _Lookup:
-        lookup = _Lookup(on_done)
+        lookup = _Lookup(lambda result: on_done(self._addresses.sort(result) if isinstance(result, list) else result))
         resolve = partial(socket.getaddrinfo, host, port, family, socktype, proto)
 
         def found(result: Any) -> None:
