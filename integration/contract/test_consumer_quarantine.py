@@ -90,6 +90,28 @@ def test_restarts_in_good_order_are_no_crashes(any_vhost: VirtualHost, consumer_
     assert not any_vhost.live_counts(["orders.dead"])["orders.dead"]
 
 
+@pytest.mark.both_lines
+def test_a_deleted_quarantine_costs_prefetched_messages_nothing(any_vhost: VirtualHost) -> None:
+    """Closing the channel returns them once, and the broker sends none again and again until then."""
+    declare(any_vhost)
+    bodies = [b"%d" % number for number in range(30)]
+    send(any_vhost, "orders", [Message(body) for body in bodies])
+    with Gate() as gate:
+        handler = Handler(then=gate)
+        with Consumer(any_vhost.url, ORDERS, handler) as consumer:
+            handler.wait_begun(1)
+            any_vhost.wait_for_consumers("orders.quarantine", 1)
+            any_vhost.delete_queue("orders.quarantine")
+            wait_until(lambda: consumer.statistics.cancelled == 1, timeout=20, what="cancelled")
+            send(any_vhost, "orders", [Message(b"late")])
+            wait_until(lambda: consumer.statistics.delivered > len(bodies), timeout=20, what="delivered")
+            gate.open()
+            handler.wait_bodies([*bodies, b"late"])
+            statistics = consumer.statistics
+    assert (statistics.requeued, statistics.quarantined) == (0, 0)
+    assert statistics.delivered == 2 * len(bodies) + 1
+
+
 # -- all kinds at once -------------------------------------------------------------------------------------------------
 
 

@@ -339,7 +339,7 @@ class BaseSubscription:
         """Subscribe again after the queue or its leader is gone, or a delivery timed out."""
         if consumer_tag not in {self.session.lifecycle.consumer_tag, self._options.quarantine_tag}:
             return
-        if not self.session.cancelled(time.monotonic()):
+        if not self.session.cancelled(consumer_tag, time.monotonic()):
             return
         logger.warning(
             "the broker cancelled consumer %r: queue %r was deleted or moved, or its consumer timeout expired; "

@@ -93,8 +93,8 @@ class SteppedSession(ConsumerSession):
     def acks_due_after(self) -> int:
         return self._acks.due_after
 
-    def drain(self) -> None:
-        self.cancelled(self._now)
+    def drain(self, consumer_tag: str = "ctag") -> None:
+        self.cancelled(consumer_tag, self._now)
 
     def stop(self, now: float | None = None, *, keep: bool = False) -> bool:
         """Stop the session, the subscription, and the pause without sends."""

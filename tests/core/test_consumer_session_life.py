@@ -109,7 +109,7 @@ def test_a_recalled_delivery_that_timed_out_is_not_waited_for() -> None:
     session = make(consumer_timeout=60.0)
     session.delivered(items(1), 0.0)
     [item] = session.poll(0.0).dispatch
-    session.cancelled(100.0)
+    session.cancelled("ctag", 100.0)
     session.timed_out(ConsumerTimeout(60.0), 100.0, 0.0)
     assert session.drained
     session.recalled([item])

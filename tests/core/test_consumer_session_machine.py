@@ -365,7 +365,7 @@ class Consuming(RuleBasedStateMachine):
     def drain(self, really: bool) -> None:
         if not really:
             return
-        self.session.cancelled(self.now)
+        self.session.cancelled("ctag", self.now)
         self.recall()
         self.turn()
         assert not self.work

@@ -92,7 +92,7 @@ def test_a_stop_waits_for_a_handler_up_to_the_stop_timeout(single_active: bool) 
     life = make(single_active=single_active)
     life.opened()
     life.stop(1.0)
-    assert life.keeps == single_active
+    assert life.keeps("c") == single_active
     step(life, 0.9 + STOP_TIMEOUT, drained=False)
     assert life.state is (ConsumerState.STOPPING if single_active else ConsumerState.CANCELLING)
     step(life, 1.0 + STOP_TIMEOUT, drained=False)
@@ -108,12 +108,23 @@ def test_a_loss_ends_the_wait_for_cancel_ok() -> None:
     assert life.state is ConsumerState.STOPPING
 
 
+def test_after_a_cancel_only_its_own_subscription_gets_requeues() -> None:
+    life = make()
+    life.opened()
+    life.cancelled("other", 1.0)
+    assert (life.keeps("other"), life.keeps("c")) == (False, True)
+    life.stop(2.0)
+    assert (life.keeps("other"), life.keeps("c")) == (False, True)
+    life.lost()
+    assert not life.keeps("c")
+
+
 @pytest.mark.parametrize(("drained", "at"), [(True, 2.0), (False, 1.0 + STOP_TIMEOUT)])
 def test_a_cancelled_channel_reopens_when_drained_or_in_time(drained: bool, at: float) -> None:
     life = make()
     life.opened()
-    assert life.cancelled(1.0)
-    assert not life.cancelled(1.0)
+    assert life.cancelled("c", 1.0)
+    assert not life.cancelled("c", 1.0)
     assert not step(life, 1.5, drained=False)
     assert step(life, at, drained=drained) == [ChannelStep.REOPEN]
     assert not step(life, at + 1.0)
@@ -248,7 +259,7 @@ class Living(RuleBasedStateMachine):
     def broker_cancels(self, really: bool) -> None:
         if really:
             self.subscription = None
-            assert self.life.cancelled(self.now) is not (self.life.stopping)
+            assert self.life.cancelled(self.life.consumer_tag, self.now) is not (self.life.stopping)
             self.turn()
 
     @precondition(lambda self: self.cancelling)
@@ -281,7 +292,7 @@ class Living(RuleBasedStateMachine):
     def stop(self, really: bool) -> None:
         if really and self.life.stop(self.now):
             self.stopped_at = self.now
-            assert self.life.keeps == (self.single_active and self.subscription is not None)
+            assert self.life.keeps(self.life.consumer_tag) == (self.single_active and self.subscription is not None)
             self.turn()
 
     @rule(seconds=st.sampled_from([0.05, 0.2, 1.0, 6.0]))
@@ -326,7 +337,7 @@ def reached(state: ConsumerState) -> CheckedLifecycle:
     if state is ConsumerState.LINGERING:
         life.sent(MANY_ACKS, 1.0)
     if state is ConsumerState.RESUBSCRIBING:
-        life.cancelled(1.0)
+        life.cancelled("c", 1.0)
     elif state is not ConsumerState.SUBSCRIBED:
         life.stop(1.0)
     if state in (ConsumerState.SETTLING, ConsumerState.STOPPING):

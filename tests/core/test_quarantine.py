@@ -15,7 +15,7 @@ from reliable_mq import (
     Queue,
     RetryPolicy,
 )
-from reliable_mq.codec import encode_ack
+from reliable_mq.codec import encode_ack, encode_nack
 from reliable_mq.core.consumer.consumer_timeout import ConsumerTimeout
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.quarantine import AFTER, TRANSITIONS, Quarantine, returns
@@ -29,6 +29,7 @@ from tests.core.sessions import (
     SteppedSession,
     deliver,
     fail,
+    items,
     kinds,
     make,
     only_republish,
@@ -368,6 +369,38 @@ def test_a_policy_without_delays_has_none_there() -> None:
 def test_returns_by_channels_survived_are_forgiven_in_quarantine() -> None:
     session = subscribed()
     republish = moved(session)
+    session.delivered([isolated(republish, 2)], 0.0)
+    session.lost(1)
+    session.opened(2, CHANNEL)
+    item = isolated(republish, 1, returned=1)
+    session.delivered([item], 0.0)
+    assert session.take_isolated() == [item]
+    assert item.attempt == 1
+
+
+@pytest.mark.parametrize(("cancelled", "other"), [(ISOLATED, "ctag"), ("ctag", ISOLATED)])
+@pytest.mark.parametrize("stops", [False, True])
+def test_after_a_cancel_the_other_subscription_gets_no_requeue(cancelled: str, other: str, stops: bool) -> None:
+    """It would get the message again at once, and the broker would count each return."""
+    session = subscribed()
+    deliver(session, [delivery(1)])
+    deliveries = items(5)
+    for item, tag in zip(deliveries, ("ctag", other, cancelled, other, other), strict=True):
+        item.consumer_tag = tag
+    _, queued, of_the_cancelled, late, oversized = deliveries
+    session.delivered([queued, of_the_cancelled], 0.0)
+    session.drain(cancelled)
+    if stops:
+        session.stop()
+    session.delivered([late], 0.0)
+    session.oversized(oversized, 2**30, 0.0)
+    assert session.take_output(0.0) == encode_nack(CHANNEL, 3, multiple=False, requeue=True)
+
+
+def test_a_return_after_a_cancel_is_forgiven_in_quarantine() -> None:
+    session = subscribed()
+    republish = moved(session)
+    session.drain()
     session.delivered([isolated(republish, 2)], 0.0)
     session.lost(1)
     session.opened(2, CHANNEL)

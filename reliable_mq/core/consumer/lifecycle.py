@@ -10,6 +10,8 @@ Invariants:
   cancel the subscription and requeues nothing. When its handlers have ended, closing the connection returns the
   remaining deliveries and passes the role on in one step, so that the next consumer begins with the oldest delivery.
   For the same reason, a new prefetch waits until nothing is unacked.
+- After the broker has cancelled one of several subscriptions, nothing is requeued to another one, which would get it
+  again at once. Closing the channel returns it.
 - Nothing is sent from the stop until the subscription has ended.
 - Every state in which a consumer waits for its handlers or for the broker ends by a timer at the latest.
 - A consumer ends once, and needs no timer after that.
@@ -116,9 +118,10 @@ class ConsumerLifecycle:
         self.state = ConsumerState.SUBSCRIBED
         self.connected = False  # whether a channel is set up, and the consumer neither stops nor was cancelled
         self._open = False  # whether a channel is set up, and no reopening was requested
+        self._keeps_role = False  # whether the stop is that of the single active consumer
+        self._cancelled: str | None = None  # the tag of the subscription of this channel that the broker cancelled
         self.consumer_tag = consumer_tag  # the tag of the newest subscription
         self.gave_up = False  # whether it ended because `stop_timeout` was over
-        self.keeps = False  # whether deliveries stay unacked until the channel's close requeues them in one step
         self._stop_timeout = stop_timeout
         self._single_active = single_active
         self._subscribes = subscribes
@@ -145,15 +148,17 @@ class ConsumerLifecycle:
 
     def lost(self) -> None:
         self.connected = self._open = False
+        self._cancelled = None
         self._changes.clear()
         if self.state is ConsumerState.CANCELLING:
             self.unsubscribed(-inf)  # there is nothing to wait for
 
-    def cancelled(self, now: float) -> bool:
-        """Record that the broker cancelled the subscription. Return False if not news."""
+    def cancelled(self, consumer_tag: str, now: float) -> bool:
+        """Record that the broker cancelled a subscription. Return False if not news."""
         if self.state is not ConsumerState.SUBSCRIBED:
             return False
         self.state = ConsumerState.RESUBSCRIBING
+        self._cancelled = consumer_tag
         self.connected = False
         self._changes.clear()
         self._patience = now + self._stop_timeout
@@ -164,8 +169,8 @@ class ConsumerLifecycle:
         if self.state in _STOPPING:
             return False
         self._changes.clear()
-        self.keeps = self.is_single_active
-        if self.subscribed and not self.keeps:
+        self._keeps_role = self.is_single_active
+        if self.subscribed and not self._keeps_role:
             self.state = ConsumerState.CANCELLING
             self._changes.append(ChannelStep.UNSUBSCRIBE)
         else:
@@ -272,6 +277,13 @@ class ConsumerLifecycle:
     def consuming(self) -> bool:
         """Whether deliveries are dispatched. Otherwise they are requeued."""
         return self.state is ConsumerState.SUBSCRIBED
+
+    def keeps(self, consumer_tag: str) -> bool:
+        """Return whether deliveries of this subscription are not requeued.
+
+        They stay unacked until the channel is closed, which requeues them in one step.
+        """
+        return self._keeps_role or self._cancelled not in (None, consumer_tag)
 
     @property
     def stopping(self) -> bool:

@@ -187,6 +187,8 @@ class ConsumerSession:
         if self.automatic:
             self.statistics.redelivered += sum(delivery.redelivered for delivery in deliveries)
         elif not self.lifecycle.consuming:
+            if self._quarantine is not None and any(map(self._quarantine.has, deliveries)):
+                self._quarantine.received()
             self._settlement.requeue(deliveries)
             return
         elif not self._admission.plain(deliveries):
@@ -206,12 +208,12 @@ class ConsumerSession:
         else:
             self._settlement.requeue([delivery])
 
-    def cancelled(self, now: float) -> bool:
+    def cancelled(self, consumer_tag: str, now: float) -> bool:
         """End a subscription that the broker cancelled. Return False without one.
 
         The caller reports dispatched deliveries that no handler has begun with as `recalled`.
         """
-        if not self.lifecycle.cancelled(now):
+        if not self.lifecycle.cancelled(consumer_tag, now):
             return False
         self.statistics.cancelled += 1
         self._end_subscription()

@@ -351,7 +351,9 @@ class Settlement:
         deliveries = list(deliveries)
         for delivery in deliveries:
             delivery.state = DeliveryState.SETTLED
-        if self.source is not None and not self.automatic and self.stream_offset is None and not self._lifecycle.keeps:
+        if self.source is not None and not self.automatic and self.stream_offset is None:
+            keeps = self._lifecycle.keeps
+            deliveries = [delivery for delivery in deliveries if not keeps(delivery.consumer_tag)]
             self._requeued += [delivery.delivery_tag for delivery in deliveries]
             self._record("nack", deliveries, len(deliveries))
 
