@@ -94,6 +94,24 @@ def test_from_a_time(any_vhost: VirtualHost) -> None:
     assert handler.bodies == numbered(5, first=5)
 
 
+@pytest.mark.parametrize("given", [None, "last"])
+def test_a_loss_before_the_first_delivery_skips_no_message(
+    any_vhost: VirtualHost, fault_proxy: FaultProxyFactory, given: str | None
+) -> None:
+    """The default start, "next", would be another position after the loss."""
+    proxy = fault_proxy(any_vhost.url)
+    declare(any_vhost)
+    handler = Handler()
+    with Consumer(proxy.url, EVENTS, handler, offset=given, prefetch=10, reconnect_wait=SOON) as consumer:
+        proxy.refuse_connections()
+        proxy.cut()
+        publish(any_vhost, "events", numbered(20))
+        proxy.accept_connections()
+        handler.wait_done(20)
+        assert consumer.reconnects == 1
+    assert handler.bodies == numbered(20)
+
+
 @pytest.mark.parametrize("concurrency", [1, 4])
 def test_after_a_loss_it_goes_on_where_it_was(
     any_vhost: VirtualHost, fault_proxy: FaultProxyFactory, rng: Random, concurrency: int

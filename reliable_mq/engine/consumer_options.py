@@ -162,7 +162,8 @@ class ConsumerOptions:
                 of ``queue``. With None these messages are rejected, and lost if the broker has no dead-letter exchange
                 for them.
             offset: The start position in a stream: ``"first"``, ``"last"``, ``"next"`` (the default), an offset, or an
-                aware ``datetime``.
+                aware ``datetime``. If the connection is lost before the first delivery, ``"last"`` and ``"next"`` then
+                mean the time of the first subscription, and messages from shortly before it may come, too.
             exclusive: Whether to refuse other consumers of a classic queue. RabbitMQ ignores this on other queues,
                 which have ``Queue(..., single_active_consumer=True)``.
             consumer_arguments: Further arguments of ``basic.consume``, for example ``{"x-priority": 5}``.
@@ -396,7 +397,7 @@ class ConsumerOptions:
             batcher=batcher,
             max_body_bytes=max_body,
             max_header_bytes=max_header,
-            stream_offset=StreamOffset() if self.is_stream else None,
+            stream_offset=StreamOffset(start_moves=self._start_moves) if self.is_stream else None,
             delay_queues=self._delay_queues,
             broker_retries=self._broker_retries,
             kill_switch=None if self._kill_switch is None else KillSwitchMonitor(self._kill_switch),
@@ -455,11 +456,16 @@ class ConsumerOptions:
         )
 
     def setup(
-        self, server: ServerInfo, consumer_tag: str, following: int | None, maker: NewQueueListener | None = None
+        self,
+        server: ServerInfo,
+        consumer_tag: str,
+        following: int | datetime | None,
+        maker: NewQueueListener | None = None,
     ) -> SetupGenerator:
         """Return the set-up steps after which the broker delivers messages.
 
-        A stream is read from the offset ``following``. `maker` is notified of the quorum queues that the steps declare.
+        A stream is read from the offset or time ``following``. `maker` is notified of the quorum queues that the steps
+        declare.
         """
         return consumer_setup(
             self._queue,
@@ -477,7 +483,7 @@ class ConsumerOptions:
         """Return the set-up steps before ``basic.get``. `maker` is as in `setup`."""
         return pull_setup(self._queue, self._declared, server.version_tuple, maker)
 
-    def consume(self, consumer_tag: str, following: int | None) -> Consume:
+    def consume(self, consumer_tag: str, following: int | datetime | None) -> Consume:
         """Return the subscribing step of `setup`."""
         arguments = self._arguments if following is None else {**self._arguments, STREAM_OFFSET: following}
         return Consume(self.queue_name, consumer_tag, self._ack_mode == "automatic", self._exclusive, arguments)
@@ -497,6 +503,11 @@ class ConsumerOptions:
         if self._quarantine is not None:
             yield SetPrefetch(1)
             yield Consume(self._quarantine.name, self.quarantine_tag)
+
+    @property
+    def _start_moves(self) -> bool:
+        start = self._arguments.get(STREAM_OFFSET, "next")
+        return isinstance(start, str) and start != "first"
 
     @property
     def _broker_dead_letters(self) -> bool:

@@ -296,6 +296,8 @@ class BaseSubscription:
             self.session.declared(*self._refused.pop(), time.monotonic())
         if self.connected:
             self._vitals.subscribed()
+            if self.session.stream_offset is not None:
+                self.session.stream_offset.subscribed(time.time())
             logger.info("consuming from queue %r on %s %s", self._options.queue_name, server.product, server.version)
             self._first_attempts_over.set()
             self._delivery_check.begin()
@@ -507,7 +509,7 @@ class BaseSubscription:
         yield Cancel(change.before)
         yield SetPrefetch(change.prefetch)
         offset = self.session.stream_offset
-        yield self._options.consume(change.consumer_tag, None if offset is None else offset.upcoming)
+        yield self._options.consume(change.consumer_tag, None if offset is None else offset.here)
 
     def _resubscribed(self, outcome: object) -> None:
         if isinstance(outcome, Exception):

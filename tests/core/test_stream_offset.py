@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +24,26 @@ def test_a_position_that_nothing_came_to_is_unknown() -> None:
     position = StreamOffset()
     position.lost(1)
     assert (position.following, position.upcoming) == (None, None)
+
+
+def test_a_start_that_moves_is_pinned_until_the_first_delivery() -> None:
+    position = StreamOffset(start_moves=True)
+    assert position.here is None
+    position.subscribed(1005.0)
+    position.lost(1)
+    position.subscribed(2000.0)
+    assert position.following == position.here == datetime.fromtimestamp(1000.0, UTC)
+    position.delivered(at(10), 1)
+    assert position.here == 11
+    position.lost(1)
+    position.subscribed(3000.0)
+    assert position.following == position.here == 10
+
+
+def test_a_start_that_stays_needs_no_time() -> None:
+    position = StreamOffset()
+    position.subscribed(1005.0)
+    assert position.following is None
 
 
 def test_what_is_not_settled_is_where_the_next_channel_begins() -> None:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from datetime import datetime
 from typing import Any
 
 import pytest
 
 from reliable_mq import KillSwitch, Queue
 from reliable_mq.codec import encode_ack
+from reliable_mq.codec.methods import Consume
+from reliable_mq.core.channel_setup import ServerInfo
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.dispatch import Work
 from reliable_mq.core.consumer.handler import Failed
+from reliable_mq.core.consumer.lifecycle import Resubscribe
+from reliable_mq.core.reconnect import ConnectionLoss
 from reliable_mq.engine.consumer_options import ConsumerOptions
 from reliable_mq.engine.subscription import BaseSubscription
 from tests.core.deliveries import delivery, failure
@@ -95,3 +100,24 @@ def test_a_delivery_handled_as_the_kill_switch_trips_is_acked(
     assert connection.stopped
     assert b"".join(connection.written) == encode_ack(1, 1, multiple=False)
     assert "kill switch pauses dispatch" in caplog.text
+
+
+SERVER = ServerInfo("RabbitMQ", "4.3.6", (4, 3, 6))
+
+
+@pytest.mark.parametrize(
+    ("given", "pinned"), [(None, True), ("next", True), ("last", True), ("first", False), (7, False)]
+)
+def test_a_stream_that_gave_nothing_resumes_where_it_began(given: str | int | None, pinned: bool) -> None:
+    """A second subscription with "next" would skip all messages since the first one."""
+    options = ConsumerOptions("amqp://localhost/", Queue("events", type="stream"), print, offset=given)
+    subscription = FakeSubscription(options)
+    subscription.handlers = FakeHandlers()
+    subscription.ready(1, 1, 131072, SERVER)
+    *_, with_another_prefetch = subscription._resubscribe(Resubscribe("consumer", "consumer#2", 10))
+    subscription.lost(1, ConnectionLoss(None, "gone", "connection", by_broker=False))
+    *_, after_a_loss = subscription._subscribe(SERVER)
+    for step in (with_another_prefetch, after_a_loss):
+        assert isinstance(step, Consume)
+        offset = step.arguments.get("x-stream-offset")
+        assert isinstance(offset, datetime) if pinned else offset == given, offset

@@ -29,8 +29,9 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
+from datetime import UTC, datetime
 from math import inf
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from reliable_mq.core.statistics import ConsumerStatistics
 from reliable_mq.errors import ConfigurationError, ConsumeError
@@ -44,6 +45,7 @@ __all__ = ["AckBatcher", "Frames", "StreamOffset"]
 
 _LARGEST_BATCH = 100  # the maximum number of acks that one frame replaces, unless ``ack_every`` is larger
 _STEPS = 64  # tags that are always worth stepping through
+_CLOCK_SKEW: Final = 5.0  # seconds by which the clocks of the broker and of this process may differ
 
 #: Frames to send, in this order: (delivery tag, multiple).
 Frames: TypeAlias = list[tuple[int, bool]]
@@ -296,15 +298,31 @@ class StreamOffset:
 
     Invariants: The offset is never beyond an unsettled delivery, so no message is skipped. A settled delivery behind an
     unsettled one is delivered again and marked as redelivered, which RabbitMQ does not do for streams. Memory is
-    bounded by the deliveries between the oldest unsettled one and the newest.
+    bounded by the deliveries between the oldest unsettled one and the newest. A start position that moves with the
+    stream is not used twice, because that would skip the messages in between.
+
+    Args:
+        start_moves: Whether the start position is another message in each subscription, as with ``"next"``.
     """
 
-    def __init__(self) -> None:
-        self.following: int | None = None  # where the next channel begins; None before the first delivery
+    def __init__(self, *, start_moves: bool = False) -> None:
+        self._start_moves = start_moves
+        #: Where the next channel begins: an offset, or a time before the first delivery. None for the start position.
+        self.following: int | datetime | None = None
         self.upcoming: int | None = None  # the lowest offset of the next delivery here; None before the first
         self._offsets: deque[int | None] = deque()  # the offsets of deliveries, from delivery tag _first on
         self._first = 1
         self._unseen = 0  # offsets below were delivered on this channel or an earlier one
+
+    def subscribed(self, at: float) -> None:
+        """Record a subscription. ``at`` is its time, in seconds since 1970."""
+        if self._start_moves and self.following is None:
+            self.following = datetime.fromtimestamp(at - _CLOCK_SKEW, UTC)
+
+    @property
+    def here(self) -> int | datetime | None:
+        """Where another subscription on the same channel begins."""
+        return self.following if self.upcoming is None else self.upcoming
 
     def delivered(self, deliveries: Iterable[Delivery], lowest: int) -> None:
         """Add deliveries, in order. All with a tag below ``lowest`` are settled."""
@@ -324,7 +342,9 @@ class StreamOffset:
     def lost(self, lowest: int) -> None:
         """Resume at the first delivery from tag ``lowest`` on after a lost channel."""
         self._forget(lowest)
-        self.following = self.upcoming = self._offsets[0] if self._offsets else self.upcoming
+        self.upcoming = self._offsets[0] if self._offsets else self.upcoming
+        if self.upcoming is not None:
+            self.following = self.upcoming
         self._offsets.clear()
         self._first = 1
 
