@@ -129,6 +129,37 @@ def on_its_way(*path: int) -> Delivery:
     return delivery(1, headers={headers.FORMAT: 1, headers.RETRY: {"path": list(path)}})
 
 
+@pytest.mark.parametrize("longest", [0, 10])
+def test_a_blocked_step_of_a_long_delay_is_published_again(longest: int) -> None:
+    """It cannot be held for so long."""
+    session = make(retry=RetryPolicy(3, delays=(longest,)), queues=True)
+    assert deliver(session, [on_its_way(1_000_000, 500_000)]) == []
+    [queue] = session.take_declarations()
+    session.declared(queue, None, 0.0)
+    republish = only_republish(session)
+    session.published(republish, BLOCKED, 0.0)
+    assert attempt_again(session, 0.9) == []
+    assert session.take_republishes() == []
+    assert attempt_again(session, 1.0) == []
+    assert only_republish(session) is republish
+    session.published(republish, None, 1.0)
+    assert session.statistics.delayed == 1
+
+
+@pytest.mark.parametrize("refused", ["its queue", "the message"])
+def test_a_refused_step_of_a_long_delay_is_held_like_a_retry(refused: str) -> None:
+    session = make(queues=True)
+    assert deliver(session, [on_its_way(1_000_000, 500_000)]) == []
+    [queue] = session.take_declarations()
+    if refused == "its queue":
+        session.declared(queue, BrokerUnavailable("403", permanent=True), 0.0)
+    else:
+        session.declared(queue, None, 0.0)
+        session.published(only_republish(session), REFUSED, 0.0)
+    assert attempt_again(session, 9.9) == []
+    assert [one.attempt for one in attempt_again(session, 10.0)] == [1]
+
+
 def test_what_says_that_it_waits_is_held_no_longer_than_a_retry() -> None:
     """Otherwise a few of these messages could fill the prefetch for years."""
     session = make()

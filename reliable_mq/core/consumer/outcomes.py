@@ -142,7 +142,7 @@ class OutcomeHandler:
             if republish.purpose is not RepublishReason.QUARANTINE or not self.move_to_quarantine(
                 republish.delivery, known=False
             ):
-                self._hold_instead(republish.delivery, now)
+                self._hold_instead(republish, now)
 
     def move_to_quarantine(self, delivery: Delivery, *, known: bool) -> bool:
         """Move a delivery to quarantine. Return False if that is not possible.
@@ -318,17 +318,18 @@ class OutcomeHandler:
             if self._broker_dead_letters and (refused or (blocked and republish.tries >= _BLOCKED_TRIES)):
                 self._settlement.reject(delivery, republish.reason)
                 return
-        elif refused or (blocked and republish.purpose is RepublishReason.RETRY):
-            self._hold_instead(delivery, now)
+        elif refused or (blocked and republish.purpose is RepublishReason.RETRY and republish.left is None):
+            self._hold_instead(republish, now)
             return
         elif isinstance(error, PublishReturned) and republish.tries == 1:
             self._settlement.republish.missing(republish)
             return
         self._settlement.hold(republish, now + _backoff(republish.tries))
 
-    def _hold_instead(self, delivery: Delivery, now: float) -> None:
+    def _hold_instead(self, republish: RepublishRequest, now: float) -> None:
         """Hold a delivery that cannot wait in a delay queue."""
-        self._settlement.hold(delivery, now if delivery.failures is None else max(now, delivery.failures.due))
+        delivery, due = republish.delivery, now + (republish.left or 0.0)
+        self._settlement.hold(delivery, due if delivery.failures is None else max(due, delivery.failures.due))
 
     def _skipped(self, result: Skipped, now: float) -> None:
         settlement, statistics = self._settlement, self._statistics

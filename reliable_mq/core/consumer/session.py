@@ -496,9 +496,10 @@ class ConsumerSession:
         if result.refusal is not None:
             self._settlement.dead_letter(delivery, result.refusal)
         elif result.path:
-            if not self._settlement.republish.forward(delivery, result.path, suspect=result.suspect):
-                # At most the policy's longest delay: any client can send a path, and a held delivery uses prefetch.
-                self._settlement.hold(delivery, now + min(sum(result.path) / 1000, self._longest_delay))
+            # At most the policy's longest delay: any client can send a path, and a held delivery uses prefetch.
+            left = min(sum(result.path) / 1000, self._longest_delay)
+            if not self._settlement.republish.forward(delivery, result.path, suspect=result.suspect, left=left):
+                self._settlement.hold(delivery, now + left)
         elif result.lost:
             self._outcomes.returned(delivery, now)
         elif self._move_to_quarantine(delivery, result):

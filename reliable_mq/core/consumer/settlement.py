@@ -96,8 +96,13 @@ class RepublishQueue:
             delivery, self._delay_queues.path(delay), suspect=suspect
         )
 
-    def forward(self, delivery: Delivery, path: Sequence[int], *, suspect: bool = False) -> bool:
-        """Send a delivery through delay queues. Return False if it must be held instead."""
+    def forward(
+        self, delivery: Delivery, path: Sequence[int], *, suspect: bool = False, left: float | None = None
+    ) -> bool:
+        """Send a delivery through delay queues. Return False if it must be held instead.
+
+        ``left`` is as in `RepublishRequest`.
+        """
         if self._delay_queues is None or not path:
             return False
         path = self._delay_queues.through(path)
@@ -108,7 +113,9 @@ class RepublishQueue:
         if properties is None:
             return False
         target = Target("", queue.name)
-        self.again(RepublishRequest(delivery, target, properties, "", purpose=RepublishReason.RETRY, queue=queue))
+        self.again(
+            RepublishRequest(delivery, target, properties, "", purpose=RepublishReason.RETRY, queue=queue, left=left)
+        )
         return True
 
     def quarantine(self, delivery: Delivery, queue: Queue, delay: float = 0.0) -> bool:

@@ -66,7 +66,7 @@ class RepublishReason(enum.Enum):
 class RepublishRequest:
     """A message to publish, mandatory and confirmed, before its original may be acked."""
 
-    __slots__ = ("delivery", "exchange", "properties", "purpose", "queue", "reason", "routing_key", "tries")
+    __slots__ = ("delivery", "exchange", "left", "properties", "purpose", "queue", "reason", "routing_key", "tries")
 
     def __init__(
         self,
@@ -77,6 +77,7 @@ class RepublishRequest:
         *,
         purpose: RepublishReason = RepublishReason.DEAD_LETTER,
         queue: Queue | None = None,
+        left: float | None = None,
     ) -> None:
         self.purpose = purpose
         self.queue = queue  # the target queue, if it may have to be declared
@@ -84,6 +85,7 @@ class RepublishRequest:
         self.exchange, self.routing_key = target
         self.properties = properties  # encoded
         self.reason = reason  # why the message is a dead letter; empty for any other purpose
+        self.left = left  # seconds to hold it in place of further delay queues; None for the first of a delay
         self.tries = 0  # unconfirmed publishes of this request
 
     @property
