@@ -90,6 +90,7 @@ class ReconnectPolicy:
             time up to 30 s, of which a random part between half and all is used.
         stop: A callable that returns whether to give up. It is called like ``wait``. For a tenacity stop,
             ``seconds_since_start`` counts from the beginning of the outage. Default: never.
+        proven: Whether another connection with the same configuration was ready.
         random: The source of randomness of the default wait. A seeded one makes it repeatable.
 
     Raises:
@@ -102,6 +103,7 @@ class ReconnectPolicy:
         hosts: int = 1,
         wait: ReconnectWait | None = None,
         stop: ReconnectStop | None = None,
+        proven: bool = False,
         random: Random | None = None,
     ) -> None:
         if hosts < 1:
@@ -116,7 +118,7 @@ class ReconnectPolicy:
         self._stop: ReconnectStop = tenacity.stop_never if stop is None else stop
         self.broken: Exception | None = None  # raised by the wait or the stop object at the last decision
         self.host = 0  # the index of the next host to try
-        self._ever_ready = False
+        self._ever_ready = proven
         self._outage_began = 0.0
         self._rounds = 0
         self._tried = 0  # attempts in this round

@@ -44,13 +44,14 @@ if TYPE_CHECKING:
     from reliable_mq.core.consumer.delivery import Delivery
     from reliable_mq.core.new_queues import NewQueueListener
     from reliable_mq.core.reconnect import ReconnectStop, ReconnectWait
+    from reliable_mq.engine.publisher import BasePublisher
     from reliable_mq.settings import Credentials, CredentialsCallback
     from reliable_mq.tls import TLSOptions
     from reliable_mq.tracing.consuming import ConsumerTracer
 
 __all__ = ["CONSUMER_TIMEOUT", "AckMode", "ConsumerOptions", "Offset"]
 
-PublisherT = TypeVar("PublisherT")
+PublisherT = TypeVar("PublisherT", bound="BasePublisher[Any, Any, Any, Any]")
 AckMode = Literal["manual", "automatic"]
 Offset = str | int | datetime
 
@@ -430,9 +431,14 @@ class ConsumerOptions:
     def new_publisher(self, kind: Callable[..., PublisherT]) -> PublisherT:
         """Return a new publisher for retries and dead letters.
 
-        It does not retry nacked messages. The session does.
+        It does not retry nacked messages. The session does. It never gives up connecting, since the consumer was
+        connected with the same settings.
         """
-        return kind(**self._republishing, delivery_timeout=_REPUBLISH_TIMEOUT, retry=RetryPolicy(1), on_blocked="raise")
+        publisher = kind(
+            **self._republishing, delivery_timeout=_REPUBLISH_TIMEOUT, retry=RetryPolicy(1), on_blocked="raise"
+        )
+        publisher._options.proven = True  # noqa: SLF001  # no user has this publisher
+        return publisher
 
     def new_tracer(self) -> ConsumerTracer | None:
         """Return a new tracer for the consumer, or None without tracing."""
@@ -456,16 +462,11 @@ class ConsumerOptions:
         )
 
     def setup(
-        self,
-        server: ServerInfo,
-        consumer_tag: str,
-        following: int | datetime | None,
-        maker: NewQueueListener | None = None,
+        self, server: ServerInfo, consumer_tag: str, following: Offset | None, maker: NewQueueListener | None = None
     ) -> SetupGenerator:
         """Return the set-up steps after which the broker delivers messages.
 
-        A stream is read from the offset or time ``following``. `maker` is notified of the quorum queues that the steps
-        declare.
+        A stream is read from ``following``. `maker` is notified of the quorum queues that the steps declare.
         """
         return consumer_setup(
             self._queue,
@@ -483,7 +484,7 @@ class ConsumerOptions:
         """Return the set-up steps before ``basic.get``. `maker` is as in `setup`."""
         return pull_setup(self._queue, self._declared, server.version_tuple, maker)
 
-    def consume(self, consumer_tag: str, following: int | datetime | None) -> Consume:
+    def consume(self, consumer_tag: str, following: Offset | None) -> Consume:
         """Return the subscribing step of `setup`."""
         arguments = self._arguments if following is None else {**self._arguments, STREAM_OFFSET: following}
         return Consume(self.queue_name, consumer_tag, self._ack_mode == "automatic", self._exclusive, arguments)

@@ -52,6 +52,7 @@ class PublisherOptions:
         settings: The connection settings.
         limits: The limits for each message.
         window: The window of unconfirmed messages.
+        proven: As in `ReconnectPolicy`. To be set before the publisher connects.
     """
 
     def __init__(
@@ -177,6 +178,7 @@ class PublisherOptions:
         self.confirm_timeout = seconds("confirm_timeout", confirm_timeout, positive=True)
         self.limits = MessageLimits(max_message_bytes, mandatory=mandatory)
         self.window = PublishWindow(max_outstanding, max_outstanding_bytes)
+        self.proven = False
         self._reconnect = reconnect_wait, reconnect_stop
         self.new_reconnect_policy()  # refuses an invalid reconnect_wait or reconnect_stop
 
@@ -195,7 +197,7 @@ class PublisherOptions:
     def new_reconnect_policy(self) -> ReconnectPolicy:
         """Return a new policy for the connection attempts of one connection."""
         wait, stop = self._reconnect
-        return ReconnectPolicy(hosts=len(self.settings.endpoints), wait=wait, stop=stop)
+        return ReconnectPolicy(hosts=len(self.settings.endpoints), wait=wait, stop=stop, proven=self.proven)
 
     def setup(self, server: ServerInfo, maker: NewQueueListener | None = None) -> SetupGenerator:
         """Return the set-up steps of a publishing channel.

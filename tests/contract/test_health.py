@@ -219,5 +219,28 @@ def test_a_consumer_unable_to_publish_dead_letters_is_not_ready(
         wait_health(consumer, lambda health: health.ready)
 
 
+@pytest.mark.parametrize("first", [(541, "INTERNAL_ERROR - starting"), (530, "NOT_ALLOWED - vhost / not found")])
+def test_the_retry_connection_never_gives_up(
+    broker: ScriptedBroker, new_consumer: NewClient, first: tuple[int, str]
+) -> None:
+    """The consumer is connected with the same settings, so they are not wrong."""
+
+    def fail(_delivery: Any) -> None:
+        raise ValueError("no stock")
+
+    broker.script = lambda published: published.channel.ack(published.number)
+    with new_consumer(fail, retry=RetryPolicy(1), dead_letter="orders.dead") as consumer:
+        wait_health(consumer, lambda health: health.ready)
+        broker.refusals["Connection.Open"] = first
+        broker.consuming.deliver(b"fails")
+        wait_health(consumer, lambda health: first[1] in health.reason)
+        broker.refusals["Connection.Open"] = 530, "NOT_ALLOWED - refused for now"
+        health = wait_health(consumer, lambda health: "refused for now" in health.reason)
+        assert states(health) == (True, False, True)
+        del broker.refusals["Connection.Open"]
+        broker.wait_published(1)
+        wait_health(consumer, lambda health: health.ready)
+
+
 def test_both_apis_have_it() -> None:
     assert AsyncPublisher.health is Publisher.health

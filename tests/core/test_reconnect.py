@@ -95,6 +95,9 @@ class TestGivingUp:
         subject.lost(CONNECTION_LOSS, 1.0)
         assert subject.failed(REFUSED, 2.0) == 7.0
 
+    def test_it_does_not_with_a_configuration_that_is_proven(self) -> None:
+        assert policy(proven=True).failed(REFUSED, 1.0) == 7.0
+
     def test_a_mismatch_while_connected_gives_up_despite_other_hosts(self) -> None:
         subject = policy(hosts=3)
         assert subject.failed(DOWN, 1.0) == 0.0
