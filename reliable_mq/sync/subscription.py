@@ -46,7 +46,10 @@ class Republisher(BaseRepublisher):
 
     def put(self, republish: RepublishRequest) -> None:
         """Publish a message. Does not block."""
-        self._thread.put(lambda: blocking(self._publish(republish)))
+        try:
+            self._thread.put(lambda: blocking(self._publish(republish)))
+        except RuntimeError as error:  # no thread can be started now; the session tries again later
+            self._not_submitted(republish, error)
 
     def close(self, timeout: float) -> None:
         """Close the publisher. Originals of publishes not confirmed in time stay unacked."""

@@ -13,6 +13,7 @@ from reliable_mq.core.consumer.delivery import ChannelGeneration
 from reliable_mq.core.retry.dead_letters import DeadLetters, RepublishRequest, Target
 from reliable_mq.sync.subscription import Republisher
 from tests.core.deliveries import delivery
+from tests.refused_threads import refusing_threads
 
 RETURNED = PublishReturned("no queue", reply_code=312, reply_text="NO_ROUTE", exchange="", routing_key="bin")
 
@@ -122,6 +123,18 @@ def test_a_publish_that_cannot_be_watched_answers_an_error(
     republisher.put(dead_letter())
     [failed] = answers.wait_for(1)
     assert "can't start new thread" in str(failed)
+
+
+def test_without_a_thread_the_outcome_is_an_error(make: Callable[[Publisher], Republisher], answers: Answers) -> None:
+    publisher = Publisher(None)
+    republisher = make(publisher)
+    with refusing_threads("test"):
+        republisher.put(dead_letter())
+    [failed] = answers.wait_for(1)
+    assert "can't start new thread" in str(failed)
+    republisher.put(dead_letter())
+    assert answers.wait_for(2) == [failed, None]
+    assert len(publisher.submitted) == 1
 
 
 @pytest.mark.parametrize("error", [UsageError("closed"), RuntimeError("a bug")])
