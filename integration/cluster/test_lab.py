@@ -123,9 +123,27 @@ def test_a_node_that_lost_its_disk_gets_copies_of_every_queue(
 
     assert node.status() == "exited"
     assert is_confirmed(leader, orders, within=30)
+    with pytest.raises(UsageError, match="a majority"):
+        rabbitmq_cluster.lose_disk(leader)
     rabbitmq_cluster.heal()
     rabbitmq_cluster.transfer_leader("orders", node, orders.name)  # needs an up-to-date copy
     orders.wait_for_messages("orders", 2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dead", [1, 2])
+def test_a_lost_disk_heals_when_other_nodes_are_dead(
+    rabbitmq_cluster: RabbitMQCluster, orders: VirtualHost, dead: int
+) -> None:
+    lost, *others = rabbitmq_cluster.nodes
+    rabbitmq_cluster.lose_disk(lost)
+    for node in others[:dead]:
+        node.kill()
+
+    rabbitmq_cluster.heal()
+
+    rabbitmq_cluster.transfer_leader("orders", lost, orders.name)
+    assert is_confirmed(lost, orders, within=30)
 
 
 @pytest.mark.soak

@@ -302,17 +302,21 @@ class RabbitMQCluster:
         Raises:
             TimeoutError: If a node does not answer within 180 s.
         """
-        dead = [node for node in nodes or self.nodes if node.status() == "exited"]
-        for node in dead:
-            if node.disk_lost:
+        chosen = nodes or self.nodes
+        dead = [node for node in chosen if node.status() == "exited"]
+        lost = [node for node in chosen if node.disk_lost]
+        # A majority forgets a node, and the dead nodes may be part of this majority.
+        self._each([node for node in dead if node not in lost], lambda node: node.start(timeout=_TIMEOUT))
+        empty = [node for node in dead if node in lost]
+        for node in empty:
+            if f"'{node.name}'" in self.evaluate("rabbit_nodes:list_members()"):  # an earlier start may have failed
                 self.rabbitmqctl("forget_cluster_node", node.name)
-        self._each(dead, lambda node: node.start(timeout=_TIMEOUT))
+        self._each(empty, lambda node: node.start(timeout=_TIMEOUT))
         self._drained.difference_update(dead)
-        for node in dead:
-            if node.disk_lost:
-                self._wait_for_members()
-                node.evaluate(_ADD_REPLICAS.format(node=node.name))
-                node.disk_lost = False
+        for node in lost:
+            self._wait_for_members()
+            node.evaluate(_ADD_REPLICAS.format(node=node.name))
+            node.disk_lost = False
 
     def partition(self, *nodes: ClusterNode, one_way: bool = False) -> None:
         """Drop the packets between some nodes and the others, until `heal`.
@@ -343,10 +347,12 @@ class RabbitMQCluster:
         """Kill a node and delete all its data. It stays down until `start` or `heal`.
 
         Raises:
-            UsageError: If no other node is running.
+            UsageError: If no other node is running, or if less than a majority of the nodes would keep their disks.
         """
         if not [other for other in self.running if other is not node]:
             raise UsageError("the last node that runs cannot lose its disk: there would be no cluster to join again")
+        if 2 * sum(other.disk_lost or other is node for other in self.nodes) >= len(self.nodes):
+            raise UsageError("a majority must keep their disks, or no node can join again: heal() first, or add nodes")
         if node.status() == "paused":
             node.unpause()
         if node.status() == "running":
