@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import docker
 import pika
@@ -15,7 +15,7 @@ from integration.support.baseline import back_to_baseline
 from reliable_mq.errors import LabError
 from reliable_mq.testing import Audit, RabbitMQ
 from reliable_mq.testing.containers import OWNER_LABEL, is_orphan, owner, remove_leftovers
-from reliable_mq.testing.management import ManagementAPIError
+from reliable_mq.testing.management import Management, ManagementAPIError
 from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -165,6 +165,67 @@ def test_whatever_was_done_to_a_broker_heals(private_broker: RabbitMQ) -> None:
     private_broker.kill()
     private_broker.heal()
     assert private_broker.answers()
+
+
+def test_a_broker_that_boots_is_waited_for(private_broker: RabbitMQ) -> None:
+    private_broker.kill()
+    private_broker.container.start()
+
+    private_broker.heal()
+
+    assert private_broker.answers()
+
+
+@pytest.mark.parametrize("state", ["running", "paused", "exited"])
+def test_lost_packets_heal_in_any_state(private_broker: RabbitMQ, state: str) -> None:
+    private_broker.lose_packets(1)
+    if state == "paused":
+        private_broker.pause()
+    elif state == "exited":
+        private_broker.kill()
+
+    private_broker.heal()
+
+    assert private_broker.answers()
+
+
+def test_what_heal_could_not_undo_is_undone_by_the_next(
+    private_broker: RabbitMQ, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private_broker.lose_packets(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(private_broker, "_in_network_of_container", fail)
+        with pytest.raises(LabError, match="docker"):
+            private_broker.heal()
+
+    private_broker.heal()
+
+    assert private_broker.answers()
+
+
+def test_packets_that_could_not_be_lost_need_no_healing(
+    private_broker: RabbitMQ, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = private_broker._in_network_of_container
+    monkeypatch.setattr(private_broker, "_in_network_of_container", lambda _: run("no-iptables-here"))
+    with pytest.raises(LabError, match="needs iptables"):
+        private_broker.lose_packets(1)
+
+    private_broker.heal()
+
+    assert private_broker.answers()
+
+
+def test_an_alarm_that_nobody_saw_is_cleared(private_broker: RabbitMQ, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(Management, "alarmed", fail)
+        with pytest.raises(LabError, match="docker"):
+            private_broker.alarm("memory")
+    wait_until(private_broker.management.alarmed, timeout=30, what="the alarm")
+
+    private_broker.heal()
+
+    assert not private_broker.management.alarmed()
 
 
 @pytest.mark.soak
@@ -334,6 +395,10 @@ def test_the_fault_proxy_stands_before_a_broker(vhost: VirtualHost, fault_proxy:
     with pika.BlockingConnection(pika.URLParameters(proxy.url)) as connection:
         assert connection.is_open
         assert proxy.connections == 1
+
+
+def fail(_: object) -> NoReturn:
+    raise LabError("docker does not answer")
 
 
 def book(checker: Audit, ids: list[str]) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import pika
 import pytest
 
-from reliable_mq.errors import UsageError
+from reliable_mq.errors import LabError, UsageError
 from reliable_mq.testing import wait_until
 
 if TYPE_CHECKING:
@@ -73,6 +73,36 @@ def test_leaders_move_and_drained_nodes_accept_nobody(rabbitmq_cluster: RabbitMQ
     assert not node.answers()
     rabbitmq_cluster.revive(node)
     assert node.answers()
+
+
+def test_a_drain_whose_end_nobody_saw_heals(rabbitmq_cluster: RabbitMQCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = rabbitmq_cluster.nodes[2]
+    evaluate = node.evaluate
+
+    def interrupted(expression: str) -> NoReturn:
+        evaluate(expression)
+        raise LabError("docker does not answer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(node, "evaluate", interrupted)
+        with pytest.raises(LabError):
+            rabbitmq_cluster.drain(node)
+
+    rabbitmq_cluster.heal()
+
+    assert node.answers()
+
+
+def test_a_node_that_lost_its_packets_does_not_keep_others_dead(rabbitmq_cluster: RabbitMQCluster) -> None:
+    silent, *others = rabbitmq_cluster.nodes
+    silent.lose_packets(1)
+    for node in others:
+        node.lose_packets(1)
+        node.kill()
+
+    rabbitmq_cluster.heal()
+
+    assert all(node.answers() for node in rabbitmq_cluster.nodes)
 
 
 def test_an_alarm_of_one_node_blocks_publishing_on_all(rabbitmq_cluster: RabbitMQCluster, orders: VirtualHost) -> None:

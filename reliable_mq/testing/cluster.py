@@ -133,9 +133,8 @@ class ClusterNode(RabbitMQ):
 
     def unreachable(self, rules: Iterable[tuple[str, str]]) -> None:
         """Drop packets from (``"INPUT"``) and to (``"OUTPUT"``) other addresses."""
-        before, self._unreachable = self._unreachable, set(rules)
-        if self._unreachable != before and self.status() in ("running", "paused"):
-            self._set_packet_filter()
+        self._unreachable = set(rules)
+        self._set_packet_filter()
 
 
 class RabbitMQCluster:
@@ -402,8 +401,8 @@ class RabbitMQCluster:
 
         The node closes its client connections, accepts no new ones, and moves the leaders of its queues to other nodes.
         """
-        node.evaluate("rabbit_maintenance:drain()")
         self._drained.add(node)
+        node.evaluate("rabbit_maintenance:drain()")
 
     def revive(self, node: ClusterNode) -> None:
         """End the maintenance mode of a node. Blocks until it accepts connections."""
@@ -421,6 +420,7 @@ class RabbitMQCluster:
         for node in self.nodes:
             node.cut_off = False
         self._filter_links()
+        self._each(self.nodes, lambda node: node.lose_packets(0))
         self._each([node for node in self.nodes if node.status() == "paused"], lambda node: node.unpause())
         self.start()
         for node in tuple(self._drained):

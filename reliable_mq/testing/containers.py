@@ -22,7 +22,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from docker.errors import APIError, DockerException, ImageNotFound, NotFound
+from docker.errors import APIError, ContainerError, DockerException, ImageNotFound, NotFound
 from testcontainers.core.docker_client import DockerClient
 
 from reliable_mq.errors import ConfigurationError, LabError, UsageError
@@ -73,6 +73,7 @@ class ContainedServer(ABC):
         self._container: Container | None = None
         self._loss = 0.0
         self._unreachable: set[tuple[str, str]] = set()
+        self._filter: list[str] | None = []  # the rules in effect, None if they are not known
 
     # life
 
@@ -119,6 +120,7 @@ class ContainedServer(ABC):
         if self._container is not None:
             raise UsageError("the container was created already: remove() it first")
         self._docker = connect_to_docker()
+        self._loss, self._filter = 0.0, []
         try:
             host = self._docker.host()
             local = host in _LOOPBACK
@@ -227,10 +229,11 @@ class ContainedServer(ABC):
         Raises:
             TimeoutError: If the server does not answer, as for `wait_ready`.
         """
+        if self.status() == "exited":
+            self._filter = []  # the network namespace is new
         self.container.start()
         self.let_go()
-        if self._loss or self._unreachable:
-            self._set_packet_filter()
+        self._set_packet_filter()
         self.wait_ready(timeout)
 
     def restart(self) -> None:
@@ -266,7 +269,8 @@ class ContainedServer(ABC):
     def lose_packets(self, share: float) -> None:
         """Drop a share of the server's TCP packets, in both directions.
 
-        No packet is lost between docker's port proxy and a client on docker's host, so connect to `address` instead.
+        A dead server drops them from its next start. No packet is lost between docker's port proxy and a client on
+        docker's host, so connect to `address` instead.
 
         Args:
             share: The share to drop, from 0 (no packets) to 1.
@@ -286,14 +290,18 @@ class ContainedServer(ABC):
         return sum(int(line.split()[0]) for line in listed.splitlines() if " DROP " in line)
 
     def heal(self) -> None:
-        """Undo every fault. Blocks until the server answers."""
+        """Undo every fault. Blocks until the server answers.
+
+        Raises:
+            TimeoutError: If the server does not answer, as for `wait_ready`.
+        """
+        self.lose_packets(0)
         status = self.status()
         if status == "paused":
             self.unpause()
         elif status != "running":
             self.start()
-        if self._loss:
-            self.lose_packets(0)
+        self.wait_ready()
 
     # below
 
@@ -350,13 +358,24 @@ class ContainedServer(ABC):
         self.container.client.close()
 
     def _set_packet_filter(self) -> None:
-        """Replace the container's packet filter with the rules of the current faults."""
+        """Set the packet filter of a running container to the current faults."""
         rules = [f"-A {chain} {'-s' if chain == 'INPUT' else '-d'} {peer} -j DROP" for chain, peer in self._unreachable]
         if self._loss:
             drop = f"-p tcp -m statistic --mode random --probability {self._loss:.4f} -j DROP"
             rules += [f"-A {chain} {drop}" for chain in ("INPUT", "OUTPUT")]
-        lines = ["*filter", ":INPUT ACCEPT [0:0]", ":OUTPUT ACCEPT [0:0]", *sorted(rules), "COMMIT"]
-        self._in_network_of_container("printf '%s\\n' " + " ".join(f"'{one}'" for one in lines) + " | iptables-restore")
+        rules.sort()
+        if rules == self._filter or self.status() not in ("running", "paused"):
+            return
+        before, self._filter = self._filter, None
+        lines = ["*filter", ":INPUT ACCEPT [0:0]", ":OUTPUT ACCEPT [0:0]", *rules, "COMMIT"]
+        script = "printf '%s\\n' " + " ".join(f"'{one}'" for one in lines) + " | iptables-restore"
+        try:
+            self._in_network_of_container(script)
+        except LabError as error:
+            if isinstance(error.__cause__, ContainerError):  # iptables-restore replaces all rules or none
+                self._filter = before
+            raise
+        self._filter = rules
 
     def _in_network_of_container(self, script: str) -> str:
         """Run a script in the container's network namespace. Return its output.

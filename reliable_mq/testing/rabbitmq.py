@@ -22,7 +22,7 @@ from reliable_mq.testing.management import Management
 from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
 __all__ = ["Alarm", "RabbitMQ", "default_image"]
 
@@ -39,7 +39,7 @@ loopback_users.guest = false
 log.console = true
 collect_statistics_interval = 1000
 """
-_ALARMS: Final = {  # expressions to set and to clear
+_ALARMS: Final[dict[Alarm, tuple[str, str]]] = {  # expressions to set and to clear
     "memory": (
         "vm_memory_monitor:set_vm_memory_high_watermark(0.0)",
         "vm_memory_monitor:set_vm_memory_high_watermark(0.6)",
@@ -104,7 +104,7 @@ class RabbitMQ(ContainedServer):
         self._files["/etc/rabbitmq/conf.d/95-testing.conf"] = File((_CONF + conf).encode())
         # Erlang sizes its port table by the descriptor limit, which can be a thousand million in a container.
         self._environment = {"ERL_MAX_PORTS": "65536", **(environment or {})}
-        self._to_undo: dict[str, Callable[[], object]] = {}
+        self._alarms: set[Alarm] = set()
         self._version = ""
 
     def __repr__(self) -> str:
@@ -195,7 +195,7 @@ class RabbitMQ(ContainedServer):
         Raises:
             TimeoutError: If the broker does not answer within `timeout`. The message has the end of the log.
         """
-        self._to_undo.clear()  # alarms end with the process
+        self._alarms.clear()  # they end with the process
         super().start(timeout=timeout)
 
     def alarm(self, kind: Alarm) -> None:
@@ -210,8 +210,10 @@ class RabbitMQ(ContainedServer):
             ConfigurationError: If `kind` is neither ``"memory"`` nor ``"disk"``.
             TimeoutError: If the broker does not raise the alarm within 30 s.
         """
-        self._set_alarm(kind, on=True)
-        self._to_undo[kind] = lambda: self.clear_alarm(kind)
+        expression, _ = _expressions(kind)
+        self._alarms.add(kind)
+        self.evaluate(expression)
+        self._wait_for_alarm(kind, raised=True)
 
     def clear_alarm(self, kind: Alarm) -> None:
         """Clear an alarm. Blocks until it has ended, unless the other alarm is raised.
@@ -220,7 +222,11 @@ class RabbitMQ(ContainedServer):
             ConfigurationError: If `kind` is neither ``"memory"`` nor ``"disk"``.
             TimeoutError: If the broker does not clear the alarm within 30 s.
         """
-        self._set_alarm(kind, on=False)
+        _, expression = _expressions(kind)
+        self.evaluate(expression)
+        self._alarms.discard(kind)
+        if not self._alarms:
+            self._wait_for_alarm(kind, raised=False)
 
     def change_certificate(self, files: Mapping[str, bytes]) -> None:
         """Replace certificates and keys of `files`, for future connections."""
@@ -228,10 +234,14 @@ class RabbitMQ(ContainedServer):
         self.evaluate("ssl:clear_pem_cache()")
 
     def heal(self) -> None:
-        """Undo every fault. Blocks until the broker answers."""
+        """Undo every fault. Blocks until the broker answers.
+
+        Raises:
+            TimeoutError: If the broker does not answer within 90 s, or does not clear an alarm within 30 s.
+        """
         super().heal()
-        for undo in list(self._to_undo.values()):
-            undo()
+        for kind in tuple(self._alarms):
+            self.clear_alarm(kind)
 
     def rabbitmqctl(self, *arguments: str) -> str:
         """Run ``rabbitmqctl --quiet`` and return its output. Takes about 1 s of CPU time.
@@ -280,18 +290,20 @@ class RabbitMQ(ContainedServer):
             self._version = found[1].decode()
         return found is not None
 
-    def _set_alarm(self, kind: str, *, on: bool) -> None:
-        if kind not in _ALARMS:
-            raise ConfigurationError(f"an alarm is 'memory' or 'disk', not {kind!r}")
-        self.evaluate(_ALARMS[kind][0 if on else 1])
-        self._to_undo.pop(kind, None)
-        expected = on or bool(self._to_undo.keys() & _ALARMS.keys())
+    def _wait_for_alarm(self, kind: Alarm, *, raised: bool) -> None:
         wait_until(
-            lambda: self.management.alarmed() is expected,
+            lambda: self.management.alarmed() is raised,
             timeout=_ALARM_TIMEOUT,
-            what=f"{kind} alarm {'raised' if on else 'cleared'}",
+            what=f"{kind} alarm {'raised' if raised else 'cleared'}",
             interval=0.2,
         )
+
+
+def _expressions(kind: Alarm) -> tuple[str, str]:
+    """Return the expressions that set and clear an alarm."""
+    if kind not in _ALARMS:
+        raise ConfigurationError(f"an alarm is 'memory' or 'disk', not {kind!r}")
+    return _ALARMS[kind]
 
 
 def default_image() -> str:
