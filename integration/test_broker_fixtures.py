@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 from typing import TYPE_CHECKING, NoReturn
 
@@ -13,7 +15,7 @@ from docker.errors import NotFound
 
 from integration.support.baseline import back_to_baseline
 from reliable_mq.errors import LabError
-from reliable_mq.testing import Audit, RabbitMQ
+from reliable_mq.testing import Audit, RabbitMQ, containers
 from reliable_mq.testing.containers import OWNER_LABEL, is_orphan, owner, remove_leftovers
 from reliable_mq.testing.management import Management, ManagementAPIError
 from reliable_mq.testing.waiting import wait_until
@@ -254,13 +256,21 @@ def test_an_image_without_erl_call_has_rabbitmqctl_asked(private_broker: RabbitM
 
 
 def test_only_containers_whose_owner_is_gone_are_leftovers(broker: RabbitMQ) -> None:
-    host, process, started = owner().rsplit(":", 2)
+    home, process, started = owner().rsplit(":", 2)
 
     assert broker.container.labels[OWNER_LABEL] == owner()
     assert not is_orphan(owner())
     assert not is_orphan(f"elsewhere:{process}:1")
-    assert is_orphan(f"{host}:{process}:{int(started) - 1}")
-    assert is_orphan(f"{host}:4194305:{started}")  # above the largest possible process id
+    assert is_orphan(f"{home}:{process}:{int(started) - 1}")
+    assert is_orphan(f"{home}:4194305:{started}")  # above the largest possible process id
+
+
+def test_a_process_of_another_pid_namespace_is_no_leftover() -> None:
+    """Test runs in containers may have one host name, and do not see each other's processes."""
+    code = "import sys; from reliable_mq.testing.containers import is_orphan; sys.exit(is_orphan(sys.argv[1]))"
+    unshared = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    done = subprocess.run([*unshared, sys.executable, "-c", code, owner()], timeout=60, check=False)
+    assert done.returncode == 0
 
 
 def test_a_leftover_may_vanish_while_leftovers_are_removed(broker: RabbitMQ, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +279,7 @@ def test_a_leftover_may_vanish_while_leftovers_are_removed(broker: RabbitMQ, mon
         client.containers.create(broker.container.image, labels={OWNER_LABEL: f"this-test:4194305:{n}"})
         for n in range(2)
     ]
-    monkeypatch.setattr(socket, "gethostname", lambda: "this-test")  # no other test process on this host is affected
+    monkeypatch.setattr(containers, "process_home", lambda: "this-test")  # no other test process is affected
     listing = docker.APIClient.containers
 
     def overtaken(api: docker.APIClient, **arguments: object) -> object:

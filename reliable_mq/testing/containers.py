@@ -450,7 +450,8 @@ def has_image(image: str, client: DockerClient | None = None) -> bool:
 def remove_leftovers() -> None:
     """Remove the containers and networks of processes that no longer run.
 
-    Only processes of this host are considered.
+    Only processes of this boot of the host, and of this process's PID namespace, are considered. A container in which
+    tests run usually has a PID namespace of its own.
 
     Raises:
         ConfigurationError: If the system is not Linux.
@@ -475,19 +476,28 @@ def remove_leftovers() -> None:
 
 
 def owner(process: int | str = "self") -> str:
-    """Return host, process id and start time, since process ids are reused."""
+    """Return a process's home, id and start time, since process ids are reused."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return f"{socket.gethostname()}:{os.getpid() if process == 'self' else process}:{fields[19]}"
+    return f"{process_home()}:{os.getpid() if process == 'self' else process}:{fields[19]}"
+
+
+def process_home() -> str:
+    """Return the boot and the PID namespace, in which a process id has a meaning.
+
+    A host name does not tell, because containers may have the name of their host, or of each other.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}:{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 def is_orphan(label: str) -> bool:
     """Return whether the process of an `OWNER_LABEL` is known to be gone."""
-    host, process, _started = label.rsplit(":", 2)
-    if host != socket.gethostname():
+    home, process, _started = label.rsplit(":", 2)
+    if home != process_home():
         return False
     try:
         return owner(process) != label
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return True
 
 
