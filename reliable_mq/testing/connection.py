@@ -307,8 +307,9 @@ class ProxiedConnection:
         self.state.changed()
 
     def cut_side(self, side: ProxiedSocket, *, reset: bool) -> None:
-        """End one side. The other stays open and silent."""
+        """End one side and lose its bytes. The other stays open and silent."""
         self.orphaned = True
+        side.outbound.stop()
         side.orphan()
         side.reset() if reset else side.finish()
         self.state.changed()

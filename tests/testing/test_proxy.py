@@ -502,6 +502,19 @@ def test_cut_of_one_side_leaves_the_other_in_the_dark(proxy: FaultProxy, wire: W
     kept.expect_reset()
 
 
+@pytest.mark.parametrize("side", ["client", "broker"])
+def test_bytes_of_a_cut_side_that_have_not_left_are_lost(proxy: FaultProxy, wire: Wire, side: str) -> None:
+    cut, kept = (wire.client, wire.broker) if side == "client" else (wire.broker, wire.client)
+    proxy.black_hole()
+    cut.send(HEARTBEAT)
+    proxy.wait_for(lambda: proxy.seen("heartbeat") == 1)
+    proxy.cut(side="client" if side == "client" else "broker")
+
+    proxy.resume()
+
+    kept.expect_nothing()
+
+
 def test_side_left_over_can_end_by_itself(proxy: FaultProxy, wire: Wire) -> None:
     proxy.cut(side="client", reset=False)
     wire.client.expect_end()
