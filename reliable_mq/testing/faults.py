@@ -7,7 +7,8 @@ faults on frames.
 Invariants:
 - Faults are changed and applied only on the proxy's thread.
 - Faults on frames are applied in the order in which they were set, each to the output of the previous one.
-- Held confirms leave in the order in which they came, and never after the close of their channel.
+- Held confirms leave in the order in which they came, never after the close of their channel, and never within another
+  content of their channel.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
 
 from reliable_mq.errors import ConfigurationError
-from reliable_mq.testing.frames import BODY, HEADER, Frame
+from reliable_mq.testing.frames import BODY, CONTENT_KEYS, HEADER, Frame
 
 __all__ = [
     "DIRECTIONS",
@@ -163,7 +164,13 @@ class ConfirmMode(enum.Enum):
 
 @dataclass(slots=True)
 class _HeldFrame:
-    """One ack, nack or return. The mode of a return also applies to its content."""
+    """One ack, nack or return, or a method whose content passes.
+
+    Attributes:
+        mode: The treatment of the frame and of its content.
+        frames: The frames that are held. If the content passes, the released confirms that follow it.
+        missing: The bytes of the content that have not come.
+    """
 
     connection: int
     channel: int
@@ -198,12 +205,14 @@ class ConfirmGate:
     def apply(self, connection: int, frame: Frame, /) -> Iterable[Step]:
         if frame.kind in (HEADER, BODY):
             return self._content(connection, frame)
-        if frame.name in ("basic.ack", "basic.nack", "basic.return") and self.mode is not ConfirmMode.PASS:
-            entry = _HeldFrame(connection, frame.channel, self.mode, [frame])
-            if frame.name == "basic.return":
-                self._open[connection, frame.channel] = entry
-            if self.mode is ConfirmMode.HOLD:
-                self._held.append(entry)
+        mode = self.mode if frame.name in ("basic.ack", "basic.nack", "basic.return") else ConfirmMode.PASS
+        entry = _HeldFrame(connection, frame.channel, mode, [])
+        if frame.key in CONTENT_KEYS:
+            self._open[connection, frame.channel] = entry
+        if mode is ConfirmMode.HOLD:
+            entry.frames.append(frame)
+            self._held.append(entry)
+        if mode is not ConfirmMode.PASS:
             return ()
         # No broker sends a confirm after the close of its channel, so held confirms are lost with the channel.
         if frame.name in ("channel.close", "channel.close-ok"):
@@ -215,13 +224,25 @@ class ConfirmGate:
     def release(self, count: int | None) -> list[tuple[int, list[Frame]]]:
         """Remove the first `count` held confirms (None: all).
 
-        Return the connection number and the frames of each.
+        Return the connection number and the frames of each, but no frames if they follow a content that passes.
         """
-        return [(entry.connection, entry.frames) for entry in self._take(count, ConfirmMode.PASS)]
+        released: list[tuple[int, list[Frame]]] = []
+        for entry in self._take(count):
+            frames, entry.frames = entry.frames, []
+            content = self._open.get((entry.connection, entry.channel))
+            if content is not None and content.mode is ConfirmMode.PASS:
+                content.frames += frames
+                frames = []
+            entry.mode = ConfirmMode.PASS
+            released.append((entry.connection, frames))
+        return released
 
     def drop(self, count: int | None) -> int:
         """Drop the first `count` held confirms (None: all). Return the number dropped."""
-        return len(self._take(count, ConfirmMode.DROP))
+        dropped = self._take(count)
+        for entry in dropped:
+            entry.mode = ConfirmMode.DROP
+        return len(dropped)
 
     def forget(self, connection: int) -> None:
         """Drop the held frames of a connection that has ended."""
@@ -236,18 +257,14 @@ class ConfirmGate:
         if entry.missing <= 0:
             del self._open[connection, frame.channel]
         if entry.mode is ConfirmMode.PASS:
-            return (frame,)
+            return (frame, *entry.frames) if entry.missing <= 0 else (frame,)
         if entry.mode is ConfirmMode.HOLD:
             entry.frames.append(frame)
         return ()
 
-    def _take(self, count: int | None, mode: ConfirmMode) -> list[_HeldFrame]:
-        taken: list[_HeldFrame] = []
-        while self._held and (count is None or len(taken) < count):
-            entry = self._held.popleft()
-            entry.mode = mode
-            taken.append(entry)
-        return taken
+    def _take(self, count: int | None) -> list[_HeldFrame]:
+        size = len(self._held) if count is None else min(count, len(self._held))
+        return [self._held.popleft() for _ in range(size)]
 
     def _forget(self, matches: Callable[[_HeldFrame], bool]) -> None:
         self._held = deque(entry for entry in self._held if not matches(entry))

@@ -62,7 +62,7 @@ _KEYS: Final = {  # pamqp writes "Basic.GetOk" for "basic.get-ok"
     for key, method in cast("dict[int, Any]", INDEX_MAPPING).items()
 } | {"header": _HEADER_KEY, "body": _BODY_KEY, "heartbeat": _HEARTBEAT_KEY}
 _NAMES: Final = {key: name for name, key in _KEYS.items()}
-_CONTENT_KEYS: Final = frozenset(
+CONTENT_KEYS: Final = frozenset(
     _KEYS[name] for name in ("basic.publish", "basic.return", "basic.deliver", "basic.get-ok")
 )
 
@@ -193,7 +193,7 @@ class Splitter:
             if kind == METHOD:
                 key = key_at(data, position + 7)[0]
                 keys.append(key)
-                if key in _CONTENT_KEYS:
+                if key in CONTENT_KEYS:
                     opened[channel] = 0
             elif kind == HEADER:
                 keys.append(_HEADER_KEY)

@@ -41,6 +41,7 @@ DEADLINE = 30.0
 PROTOCOL_HEADER = b"AMQP\0\0\x09\x01"
 HEARTBEAT = Frame(8, 0, b"")
 PUBLISH = method(1, "basic.publish", b"\0\0\0\1q\0")
+DELIVER = method(1, "basic.deliver", b"\1c" + bytes(9) + b"\0\0")
 RETURN = method(1, "basic.return", struct.pack(">H", 312) + b"\0\0\0")
 
 
@@ -567,6 +568,34 @@ def test_return_whose_content_is_under_way_follows_its_head(proxy: FaultProxy, w
     wire.broker.send(body(b"cdef"), RETURN, header(0), HEARTBEAT)
     wire.client.expect(HEARTBEAT)
     assert proxy.held_confirms == 1
+
+
+@pytest.mark.parametrize("release", [FaultProxy.release_confirms, FaultProxy.heal])
+def test_released_confirms_follow_a_content_of_their_channel(
+    proxy: FaultProxy, wire: Wire, release: Callable[[FaultProxy], object]
+) -> None:
+    delivery = [DELIVER, header(6), body(b"abc")]
+    proxy.hold_confirms()
+    wire.broker.send(basic_ack(1, 1), basic_ack(2, 1), *delivery)
+    wire.client.expect(*delivery)
+
+    assert release(proxy) in (2, None)
+
+    wire.client.expect(basic_ack(2, 1))
+    wire.broker.send(body(b"def"), basic_ack(1, 2))
+    wire.client.expect(body(b"def"), basic_ack(1, 1), basic_ack(1, 2))
+
+
+def test_confirms_are_released_before_a_return_that_is_held(proxy: FaultProxy, wire: Wire) -> None:
+    proxy.hold_confirms()
+    wire.broker.send(basic_ack(1, 1), RETURN, header(6), body(b"abc"))
+    proxy.wait_for(lambda: proxy.seen("body") == 1)
+
+    assert proxy.release_confirms(1) == 1
+    wire.client.expect(basic_ack(1, 1))
+    assert proxy.release_confirms() == 1
+    wire.broker.send(body(b"def"), basic_ack(1, 2))
+    wire.client.expect(RETURN, header(6), body(b"abc"), body(b"def"), basic_ack(1, 2))
 
 
 def test_return_that_had_begun_to_pass_is_not_held(proxy: FaultProxy, wire: Wire) -> None:
