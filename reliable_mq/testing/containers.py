@@ -502,15 +502,16 @@ def is_orphan(label: str) -> bool:
 
 
 def free_port() -> int:
-    """Return a free port outside the kernel's range of local ports.
+    """Return a free port, outside the kernel's range of local ports if it leaves any.
 
     A client that repeatedly connects to a dead port inside that range would at some time connect to itself, and the
     server could then not bind the port again.
     """
     low, high = (int(n) for n in Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    candidates = [port for port in range(10_000, 65_000) if not low <= port <= high]
-    for port in random.SystemRandom().sample(candidates, 100):
+    ports = range(10_000, 65_000)
+    candidates = [port for port in ports if not low <= port <= high] or ports
+    for port in random.SystemRandom().sample(candidates, min(100, len(candidates))):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise LabError("no free port outside the range of local ports (net.ipv4.ip_local_port_range)")
+    raise LabError("no free port: is the range of local ports (net.ipv4.ip_local_port_range) too wide?")
