@@ -32,6 +32,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, multiple, precondition, rule, run_state_machine_as_test
 
+from reliable_mq._util.threads import start_daemon
 from reliable_mq.errors import IdempotencyStoreError
 from reliable_mq.stores import Claim, ClaimStatus
 
@@ -50,6 +51,7 @@ __all__ = [
 ]
 
 LEASE, RETENTION = 10.0, 40.0  # seconds
+_PATIENCE = 60.0  # seconds
 NEW, IN_PROGRESS, DONE, UNREADABLE = (
     ClaimStatus.NEW,
     ClaimStatus.IN_PROGRESS,
@@ -294,11 +296,9 @@ def _run_threads(functions: Sequence[Callable[[], object]]) -> None:
         except BaseException as error:  # noqa: BLE001 -- raised below
             errors.append(error)
 
-    threads = [threading.Thread(target=guarded, args=(function,)) for function in functions]
+    threads = [start_daemon("store contract", guarded, function) for function in functions]
     for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+        thread.join(_PATIENCE)
         assert not thread.is_alive()
     if errors:
         raise errors[0]

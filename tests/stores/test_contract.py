@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from integration.support.seeds import soak_seeds
 from reliable_mq.stores import Claim, ClaimStatus
 from reliable_mq.stores.protocol import ResettableStore
+from reliable_mq.testing import store_contract
 from reliable_mq.testing.store_contract import StoreCall, StoreContract, explain
 from tests.stores import subjects
 from tests.stores.subjects import Subject
@@ -31,6 +33,19 @@ class TestStores(StoreContract):
     @pytest.fixture
     def examples(self, request: pytest.FixtureRequest) -> int:
         return {"memory": 80, "sqlite": 25}.get(request.node.callspec.params["subject"], 10) * soak_seeds()
+
+
+def test_a_store_that_hangs_does_not_keep_pytest_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_contract, "_PATIENCE", 0.1)
+    before, answers = set(threading.enumerate()), threading.Event()
+
+    with pytest.raises(AssertionError):
+        store_contract._run_threads([answers.wait])
+
+    (hanging,) = set(threading.enumerate()) - before
+    answers.set()
+    hanging.join(20)
+    assert hanging.daemon
 
 
 def test_every_store_can_forget_failed_attempts(subject: Subject) -> None:
