@@ -243,12 +243,13 @@ class FaultProxy:
             while True:
                 with self._changed:
                     version = self._version
+                late = time.monotonic() >= deadline
                 self._raise_failure()
                 if condition():
                     return
                 with self._changed:
-                    while self._version == version:
-                        if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    while late or self._version == version:
+                        if late or not self._changed.wait(max(0.0, deadline - time.monotonic())):
                             raise TimeoutError(
                                 f"{what} did not come true within {timeout} s: {self._observed().summary()}"
                             )

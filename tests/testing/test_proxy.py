@@ -1018,6 +1018,18 @@ def test_wait_for_says_what_was_seen_when_it_times_out(proxy: FaultProxy, wire: 
         proxy.wait_for(lambda: proxy.seen("basic.ack") == 2, 0.05, what="two acks")
 
 
+def test_wait_for_ends_although_the_proxy_keeps_changing(proxy: FaultProxy) -> None:
+    begun = time.monotonic()
+
+    def never() -> bool:
+        proxy.drop_held_confirms()
+        assert time.monotonic() < begun + DEADLINE
+        return False
+
+    with pytest.raises(TimeoutError, match="did not come true"):
+        proxy.wait_for(never, timeout=0.2)
+
+
 def test_wait_for_is_woken_by_what_it_waits_for(proxy: FaultProxy, wire: Wire) -> None:
     asked = threading.Event()
 
