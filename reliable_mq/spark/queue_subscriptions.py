@@ -231,17 +231,19 @@ class Subscriptions:
     def certain_counts(self, queues: Sequence[str]) -> Generator[Step, Any, dict[str, int] | None]:
         """Count messages that are ready or on their way here; None if in doubt.
 
-        The number on their way from a queue with ready messages is not known, and taken to be the prefetch.
+        The number on their way is not known, and taken to be the prefetch, unless all these queues are settled.
         """
+        granted = self._granted
         counted: dict[str, int] = {}
         for queue in queues:
             state: QueueState = yield CheckQueue(queue)
             if state.in_doubt:
                 return None
-            yield CheckQueue(queue)  # messages that were sent before the first reply are delivered before this one
-            counted[queue] = state.messages and state.messages + self._granted
+            counted[queue] = state.messages and state.messages + granted
         empty = [queue for queue in queues if not counted[queue]]
-        return counted if not empty or (yield from self.settled(empty)) else None
+        if empty and not (yield from self.settled(empty)):
+            counted.update(dict.fromkeys(empty, granted))
+        return counted
 
     def settled(self, queues: Sequence[str] | None = None) -> Generator[Step, Any, bool]:
         """Renew the subscriptions. Return whether nothing is ready or on its way.

@@ -33,3 +33,22 @@ def test_a_cancelled_queue_with_a_count_in_doubt_is_read_again(broker: ScriptedB
         opening.join(20)
         reader.close(1.0)
     assert not opening.is_alive()
+
+
+@pytest.mark.slow
+def test_a_message_during_the_subscription_lets_a_query_start(broker: ScriptedBroker) -> None:
+    """The queue was empty. A quorum queue counts a cancelled consumer whose delivery the reader holds."""
+    broker.counts.extend([(0, 0), (0, 1)])
+    broker.count = 0, 2
+    options = read_options({"url": broker.url, "queue": "orders"}, streaming=True)
+    assert isinstance(options, QueueOptions)
+    reader = QueueReader(options, "test", PrefetchChoice(100))
+    opening = threading.Thread(target=reader.open)
+    opening.start()
+    try:
+        broker.consuming.deliver(b"first", message_id="m1")
+        opening.join(5)
+        assert not opening.is_alive()
+    finally:
+        opening.join(20)
+        reader.close(1.0)

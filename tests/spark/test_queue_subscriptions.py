@@ -71,10 +71,18 @@ def test_each_queue_must_be_settled() -> None:
 
 def test_a_certain_count_has_the_messages_on_their_way() -> None:
     """It adds the prefetch, or nothing once the queue is settled."""
-    assert outcome(consumed("orders").certain_counts(["orders"]), {"orders": (3, 1)})[0] == {"orders": 3 + GRANTED}
-    assert outcome(consumed("orders").certain_counts(["orders"]), {"orders": (0, 1)})[0] == {"orders": 0}
-    for count in ((0, 0), (0, 2)):
-        assert outcome(consumed("orders").certain_counts(["orders"]), {"orders": count})[0] is None
+    for count, found in (((3, 1), 3 + GRANTED), ((0, 1), 0), ((0, 2), GRANTED)):
+        assert outcome(consumed("orders").certain_counts(["orders"]), {"orders": count})[0] == {"orders": found}
+    assert outcome(consumed("orders").certain_counts(["orders"]), {"orders": (0, 0)})[0] is None
+
+
+def test_messages_on_their_way_are_those_of_the_first_prefetch() -> None:
+    """The renewed subscription may have a smaller one."""
+    granted = iter([64, 1])
+    subscriptions = Subscriptions("reader", ["orders"], lambda _: True, lambda: next(granted))
+    subscriptions.found("orders", 0)
+    outcome(subscriptions.begin(), {})
+    assert outcome(subscriptions.certain_counts(["orders"]), {"orders": (0, 2)})[0] == {"orders": 64}
 
 
 def test_a_queue_is_subscribed_to_again_once() -> None:
