@@ -12,14 +12,18 @@ from pyspark.sql.streaming.datasource import ReadMaxRows
 
 from integration.support.leaders import suspend_leader, suspend_member
 from integration.support.stages import DEADLINE, publish, relaying
+from reliable_mq.codec.methods import Cancel, CheckQueue, QueueState, Step
 from reliable_mq.spark import queue_source
 from reliable_mq.spark.options import QueueOptions, read_options
 from reliable_mq.spark.queue_checks import check_queues
 from reliable_mq.spark.queue_source import QueueSource
+from reliable_mq.spark.queue_subscriptions import Subscriptions
+from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.testing import wait_until
+from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Generator, Iterator
 
     from reliable_mq.spark.queue_checks import QueueProfile
     from reliable_mq.testing import RabbitMQCluster, VirtualHost
@@ -58,6 +62,39 @@ def read_all(source: QueueSource) -> int:
     count = end["queues"]["orders"]
     assert isinstance(count, int)
     return count
+
+
+def perform(channel: AdminChannel, steps: Generator[Step, Any, Any], after: Callable[[Step], None]) -> Any:
+    """Perform the steps, and call `after` with each of them. Return the result."""
+    try:
+        step = next(steps)
+        while True:
+            reply = channel.perform(step)
+            after(step)
+            step = steps.send(reply)
+    except StopIteration as stopped:
+        return stopped.value
+
+
+def test_a_message_returned_between_two_subscriptions_is_found(node: ClusterNode, cluster_vhost: VirtualHost) -> None:
+    """A node returns deliveries to a cancelled consumer. The queue delivers them to the next one."""
+    subscriptions = Subscriptions("reader", ["orders"], lambda _: True, lambda: COUNT)
+    subscriptions.found("orders", 0)
+    suspend_member(node, cluster_vhost, "orders", LAG)
+    with (
+        AdminChannel(parse_url(node.url_of(cluster_vhost.name)), name="reader") as channel,
+        AdminChannel(parse_url(cluster_vhost.url), name="observer") as observer,
+    ):
+
+        def after(step: Step) -> None:
+            if isinstance(step, Cancel):
+                returned = QueueState("orders", COUNT, 0)
+                wait_until(
+                    lambda: observer.perform(CheckQueue("orders")) == returned, timeout=DEADLINE, what="returned"
+                )
+
+        perform(channel, subscriptions.begin(), after)
+        assert perform(channel, subscriptions.settled(), after) is False
 
 
 def test_available_now_waits_for_the_deliveries_of_its_node(

@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Final, cast
 
@@ -63,7 +63,9 @@ class QueueReader(NullListener):
     The constructor does not connect.
     """
 
-    def __init__(self, options: QueueOptions, session: str, prefetch: PrefetchChoice) -> None:
+    def __init__(
+        self, options: QueueOptions, session: str, prefetch: PrefetchChoice, single_active: Collection[str] = ()
+    ) -> None:
         self.error: ReliableMQError | None = None  # the error that ended reading
         queues = dict.fromkeys(options.queues, 0)
         self.statistics = QueueStatistics(Counter(queues), Counter(queues), Counter(queues))
@@ -113,9 +115,7 @@ class QueueReader(NullListener):
         )
         self._acks = AckBatcher(ack_interval=0.0, prefetch=0)
         self._channel = 0
-        self._subscriptions = Subscriptions(
-            f"spark-{session}", options.queues, self._wants, lambda: self._prefetch.grant(self._acks.outstanding)
-        )
+        self._subscriptions = Subscriptions(f"spark-{session}", options.queues, self._wants, self._grant, single_active)
 
     # -- for Spark's thread --------------------------------------------------------------------------------------------
 
@@ -401,6 +401,9 @@ class QueueReader(NullListener):
 
     def _wants(self, queue: str) -> bool:
         return not self._closing and (self._remaining is None or self._remaining.get(queue, 0) > 0)
+
+    def _grant(self) -> int:
+        return self._prefetch.grant(self._acks.outstanding)
 
     def _set_up(self, server: ServerInfo) -> SetupGenerator:
         counted: dict[str, int] = {}

@@ -212,11 +212,13 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
             if self._claims is None:
                 settings = self._given.connection.settings(self._given.url)
                 self._claims = QueueClaims(application_directory(), settings)
-            prefetch = choose(self._given.prefetch, check_queues(self._given, self._claims))
+            queues = check_queues(self._given, self._claims)
+            prefetch = choose(self._given.prefetch, queues)
             # Logged as a warning, because Spark does not configure logging in this process, which then shows no lower
             # level.
             logger.warning("prefetch %d for %s: %s", prefetch.most, ", ".join(self._given.queues), prefetch.reason)
-            reader = QueueReader(self._given, uuid.uuid4().hex[:12], prefetch)
+            single_active = [queue.name for queue in queues if queue.single_active_consumer]
+            reader = QueueReader(self._given, uuid.uuid4().hex[:12], prefetch, single_active)
             on_termination(lambda: reader.close(_REQUEUE))
             reader.open()
             self._reader = reader

@@ -20,7 +20,7 @@ can be distinguished from those of its successor.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -182,12 +182,18 @@ class Subscriptions:
     """
 
     def __init__(
-        self, name: str, queues: Sequence[str], wanted: Callable[[str], bool], grant: Callable[[], int]
+        self,
+        name: str,
+        queues: Sequence[str],
+        wanted: Callable[[str], bool],
+        grant: Callable[[], int],
+        single_active: Collection[str] = (),
     ) -> None:
         self._name = name
         self._queues = queues
         self._wanted = wanted
         self._grant = grant
+        self._single_active = single_active  # the queues with a single active consumer
         self._granted = 1
         self._queue_of: dict[str, str] = {}  # by consumer tag, for this channel
         self._active: list[str] = []  # the tags of consumers that receive deliveries
@@ -248,15 +254,24 @@ class Subscriptions:
     def settled(self, queues: Sequence[str] | None = None) -> Generator[Step, Any, bool]:
         """Renew the subscriptions. Return whether nothing is ready or on its way.
 
-        A quorum queue delivers from the member on the consumer's node, which may lag behind the leader. The leader
-        counts a cancelled consumer as long as it has unacked deliveries, wherever they are.
+        A quorum queue delivers from the member on the consumer's node, which may lag behind. The leader counts a
+        cancelled consumer as long as it has unacked deliveries. When these arrive, the node returns them, and the
+        leader delivers them to the new consumer. So the leader must count no consumer between two subscriptions, except
+        an active one that has replaced this reader's, and only the new one after that.
         """
-        yield from self.renew()
-        for queue in filter(self._wanted, queues or self._queues):
+        chosen = list(filter(self._wanted, queues or self._queues))
+        settled = True
+        yield from self.end()
+        for queue in chosen:
             state: QueueState = yield CheckQueue(queue)
-            if state.in_doubt or state.messages or state.consumers > 1 + self._others[queue]:
-                return False
-        return True
+            others = max(self._others[queue], queue in self._single_active)
+            settled = settled and not state.messages and state.consumers <= others
+        yield from self._consume_wanted()
+        for queue in chosen:
+            state = yield CheckQueue(queue)
+            certain = not state.in_doubt and not state.messages
+            settled = settled and certain and state.consumers <= 1 + self._others[queue]
+        return settled
 
     def resume(self, queue: str) -> Generator[Step, Any, None]:
         """Consume a queue again that is not consumed, as the broker has cancelled it."""

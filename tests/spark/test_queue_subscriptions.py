@@ -7,13 +7,50 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from reliable_mq.codec.methods import Cancel, CheckQueue, Consume, QueueState, SetPrefetch, Step
 from reliable_mq.spark.queue_subscriptions import Subscriptions
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
+    from collections.abc import Callable, Generator, Mapping
 
 GRANTED = 5
+
+
+class LateQueue:
+    """A quorum queue of one message, as its leader sees it.
+
+    The delivery arrives after a step. If its consumer is cancelled by then, it is returned.
+    """
+
+    def __init__(self, arrives_after: type[Step]) -> None:
+        self._arrives_after = arrives_after
+        self._ready = 1
+        self._held: dict[str, int] = {}  # by consumer tag
+        self._cancelled: set[str] = set()
+
+    def perform(self, step: Step) -> QueueState | None:
+        reply = None
+        if isinstance(step, Consume):
+            self._held[step.consumer_tag], self._ready = self._ready, 0
+        elif isinstance(step, Cancel):
+            self._cancelled.add(step.consumer_tag)
+        elif isinstance(step, CheckQueue):
+            reply = QueueState(step.name, self._ready, len(self._held))
+        if isinstance(step, self._arrives_after):
+            self._ready += sum(self._held.pop(tag, 0) for tag in self._cancelled)
+        return reply
+
+
+def carried_out(steps: Generator[Step, Any, Any], perform: Callable[[Step], QueueState | None]) -> Any:
+    """Perform the steps and return their result."""
+    reply = None
+    try:
+        while True:
+            reply = perform(steps.send(reply))
+    except StopIteration as stopped:
+        return stopped.value
 
 
 def consumed(*queues: str, others: int = 0) -> Subscriptions:
@@ -26,28 +63,59 @@ def consumed(*queues: str, others: int = 0) -> Subscriptions:
 
 
 def outcome(steps: Generator[Step, Any, Any], counts: Mapping[str, tuple[int, int]]) -> tuple[Any, list[type[Step]]]:
-    """Return result and types of steps for these counts of messages and consumers."""
+    """Return result and types of steps for these counts of messages and consumers, with the reader's consumer."""
     taken: list[type[Step]] = []
-    reply: QueueState | None = None
-    try:
-        while True:
-            step = steps.send(reply)
-            taken.append(type(step))
-            reply = QueueState(step.name, *counts[step.name]) if isinstance(step, CheckQueue) else None
-    except StopIteration as stopped:
-        return stopped.value, taken
+    cancelled = False
+
+    def perform(step: Step) -> QueueState | None:
+        nonlocal cancelled
+        taken.append(type(step))
+        cancelled = isinstance(step, Cancel) or (cancelled and not isinstance(step, Consume))
+        if not isinstance(step, CheckQueue):
+            return None
+        messages, consumers = counts[step.name]
+        return QueueState(step.name, messages, max(consumers - cancelled, 0))
+
+    return carried_out(steps, perform), taken
 
 
 def test_one_consumer_after_a_new_subscription_has_nothing_more() -> None:
     assert outcome(consumed("orders").settled(), {"orders": (0, 1)}) == (
         True,
-        [Cancel, SetPrefetch, Consume, CheckQueue],
+        [Cancel, CheckQueue, SetPrefetch, Consume, CheckQueue],
     )
 
 
 def test_an_earlier_consumer_still_counted_has_deliveries() -> None:
     """The deliveries may be anywhere."""
     assert outcome(consumed("orders").settled(), {"orders": (0, 2)})[0] is False
+
+
+@pytest.mark.parametrize("arrives_after", [Cancel, CheckQueue, SetPrefetch, Consume])
+def test_a_message_returned_between_subscriptions_settles_none(arrives_after: type[Step]) -> None:
+    """The queue delivers it to the new consumer, the only one that is counted then."""
+    queue = LateQueue(arrives_after)
+    subscriptions = Subscriptions("reader", ["orders"], lambda _: True, lambda: GRANTED)
+    subscriptions.found("orders", 0)
+    carried_out(subscriptions.begin(), queue.perform)
+    assert carried_out(subscriptions.settled(), queue.perform) is False
+
+
+@pytest.mark.parametrize("last", [(0, 2), (1, 1), (0, 0)])
+def test_the_last_count_shows_messages_despite_a_silent_leader(last: tuple[int, int]) -> None:
+    """The count between the subscriptions is in doubt."""
+    counts = iter([QueueState("orders", 0, 0), QueueState("orders", *last)])
+    steps = consumed("orders").settled()
+    assert carried_out(steps, lambda step: next(counts) if isinstance(step, CheckQueue) else None) is False
+
+
+def test_another_consumer_may_become_the_single_active_one() -> None:
+    """It is counted instead of the reader's, which waits."""
+    count = QueueState("orders", 0, 1)
+    for single_active in ([], ["orders"]):
+        subscriptions = Subscriptions("reader", ["orders"], lambda _: True, lambda: GRANTED, single_active)
+        subscriptions.found("orders", 0)
+        assert carried_out(subscriptions.settled(), lambda _: count) is bool(single_active)
 
 
 def test_ready_messages_or_counts_in_doubt_settle_no_queue() -> None:
