@@ -19,10 +19,13 @@ from integration.support.shovels import shovel
 from integration.support.spark import read_to_the_end
 from integration.support.spark_application import batches_in, committed_rows, killed_in_each_phase
 from reliable_mq import Binding, ConfigurationError, ConsumeError, Exchange, Message, Publisher, Queue
+from reliable_mq.codec.methods import Consume, QueueState, SetPrefetch
 from reliable_mq.spark.datasource import RabbitMQDataSource
 from reliable_mq.spark.metrics import exporter
 from reliable_mq.stage import StageOptions, StageRelay
+from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.testing.waiting import wait_until
+from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
     import random
@@ -119,6 +122,29 @@ def test_available_now_waits_for_what_another_relay_moves(
         finally:
             proxy.heal()
             service.close(10)
+
+
+def test_available_now_ends_though_another_has_a_message(
+    vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It comes after the relay's first count, while the stage is too new."""
+    monkeypatch.setattr("reliable_mq.spark.staged_source._STARVED", 5.0)
+    first = publish(vhost, 10)
+    lock = StageOptions(url=vhost.url, **STAGED).lock
+
+    def is_counted() -> bool:
+        state = channel.counts([lock])[lock]
+        return isinstance(state, QueueState) and state.consumers == 1
+
+    with AdminChannel(parse_url(vhost.url), name="other") as channel, ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(ended, vhost, None)
+        wait_until(is_counted, timeout=60, what="a relay that has the lock")
+        channel.perform(SetPrefetch(1))
+        channel.perform(Consume("orders", "other"))
+        rows, _ = reading.result(60)
+    assert set(rows) < set(first)
+    assert len(rows) == 9
+    assert "other consumers or a lagging node have the rest" in caplog.text
 
 
 def test_f69_a_stage_deleted_between_runs_is_not_silently_remade(vhost: VirtualHost) -> None:

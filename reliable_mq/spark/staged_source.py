@@ -29,6 +29,7 @@ _DECLARED: Final = 60.0  # seconds for the stage to be declared
 _ACTIVE: Final = 15.0  # seconds for this relay to become active, or for another to make progress, when a query ends
 _EMPTY: Final = 2  # consecutive checks that find a queue empty
 _MOVED: Final = 1.0  # seconds between two such checks of the relay
+_STARVED: Final = 60.0  # seconds in which an active relay moves nothing, and nothing is ready
 _CLOSE: Final = 5.0  # seconds for outstanding confirms
 _LOOK_EVERY: Final = 30.0  # seconds between two checks of the beginning of the stage
 _MOST_BYTES: Final = 0.75  # maximum unread share of the bytes that the stage keeps
@@ -94,8 +95,8 @@ class StagedSource(StreamSource):
         if relay is not None and options is not None:
             if not self._wait_moved(relay, options.queue):
                 logger.warning(
-                    "queue %r is not empty, but another relay is active or the broker is unavailable: reading "
-                    "what the stage has now",
+                    "queue %r is not empty, but another relay is active, other consumers or a lagging node have the "
+                    "rest, or the broker is unavailable: reading what the stage has now",
                     options.queue,
                 )
             self._close_relay()
@@ -104,17 +105,25 @@ class StagedSource(StreamSource):
     def _wait_moved(self, relay: StageRelay, queue: str) -> bool:
         """Wait until the ready messages are moved. Return whether they are.
 
-        The work of another relay is visible only in the depth of the queue. It is done once the queue was found empty
-        twice. The wait continues as long as the depth decreases.
+        A consumer that came later may keep some of them, so the wait ends once this relay has moved nothing for a while
+        although nothing is ready. The work of another relay is visible only in the depth of the queue. It is done once
+        the queue was found empty twice. The wait continues as long as the depth decreases.
         """
         least, empty = float("inf"), 0
+        moved, moved_at = 0, time.monotonic()
         until = time.monotonic() + _ACTIVE
         while time.monotonic() < until:
             if relay.wait_active(_MOVED):
                 if relay.wait_moved(_MOVED):
                     return True
-                until = time.monotonic() + _ACTIVE  # this relay may lose its connection, and another may become active
+                now, status = time.monotonic(), relay.status()
+                if status.ready or status.outstanding or relay.statistics.moved != moved:
+                    moved, moved_at = relay.statistics.moved, now
+                if now - moved_at >= _STARVED:
+                    return False
+                until = now + _ACTIVE  # this relay may lose its connection, and another may become active
                 continue
+            moved_at = time.monotonic()
             depth = self._planner.depth(queue)
             empty = empty + 1 if depth == 0 else 0
             if empty >= _EMPTY:

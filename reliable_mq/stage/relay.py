@@ -89,7 +89,9 @@ class StageRelay:
     def wait_moved(self, timeout: float) -> bool:
         """Wait until the messages that were ready at activation are moved.
 
-        Other consumers may have taken some of them, so the wait also ends once the queue was found empty twice.
+        Other consumers may have taken some of them, so the wait also ends once the queue was found empty twice, and a
+        new subscription shows that nothing is on its way. It does not end while a consumer that came later is there and
+        may have one.
 
         Args:
             timeout: The maximum time to wait, in seconds.
