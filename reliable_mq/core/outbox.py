@@ -221,6 +221,7 @@ class RelaySession:
         self.trouble: ReliableMQError | None = None
         self._behind: dict[str, deque[OutboxRow]] = {}  # by ordering key, the rows behind the outstanding one
         self.waiting = 0  # the number of rows that wait for another row of their ordering key
+        self.waiting_bytes = 0  # the total size of their bodies
         self._suspects: dict[int, int] = {}  # by id, the sizes of suspect rows that are ready or outstanding
         self._suspect_bytes = 0
         self._most = max(places // 2, 1)  # suspect rows
@@ -248,6 +249,7 @@ class RelaySession:
             if key is not None and key in self._behind:
                 self._behind[key].append(row)
                 self.waiting += 1
+                self.waiting_bytes += len(row.message.body)
             elif key is not None and key in delayed:
                 self.settlements.append(RowSettlement(row, RowOutcome.BACK))
             elif self._is_suspect(row) and self._is_full(row, kept):
@@ -323,8 +325,10 @@ class RelaySession:
             return
         behind = self._behind[row.ordering_key]
         if behind:
+            following = behind.popleft()
             self.waiting -= 1
-            self._make_ready(behind.popleft())
+            self.waiting_bytes -= len(following.message.body)
+            self._make_ready(following)
         else:
             del self._behind[row.ordering_key]
 
@@ -335,4 +339,5 @@ class RelaySession:
 
     def _return(self, rows: Collection[OutboxRow]) -> None:
         self.waiting -= len(rows)
+        self.waiting_bytes -= sum(len(row.message.body) for row in rows)
         self.settlements.extend(RowSettlement(row, RowOutcome.BACK) for row in rows)

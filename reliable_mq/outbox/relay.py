@@ -20,6 +20,7 @@ Invariants of the relay:
 - at most ``limit`` rows with ``max_bytes`` of bodies are outstanding or keep a place of the publisher, or a single
   larger row, so the publisher always has space for them and the relay never blocks in a place where it cannot renew its
   leases;
+- no rows are taken while those that wait for their key, or for their outcome to be written, have ``max_bytes``;
 - an error that does not concern a row makes the relay pause, longer each time, and never ends it;
 - rows without an outcome are released at the end, also if the publisher of the rows has ended without a stop.
 """
@@ -243,6 +244,10 @@ class OutboxWriter(_OutboxThread, Generic[T]):
             logger.exception("a callback of the writer of %r raised; the writer continues", self._outbox)
 
 
+def _size(settlements: Sequence[RowSettlement]) -> int:
+    return sum(len(settlement.row.message.body) for settlement in settlements)
+
+
 class RowPublisher(Protocol):
     """A publisher of rows by the sync or the asyncio API, for the relay's thread.
 
@@ -321,6 +326,7 @@ class OutboxRelay(_OutboxThread):
         self._outstanding_bytes = 0
         self._full = False  # more rows are ready than ``max_bytes`` allows
         self._unwritten = 0  # outcomes on their way into the outbox
+        self._unwritten_bytes = 0
         self._stop_by: float | None = None
         self._pauses = 0
         self._trouble_since = 0.0
@@ -414,6 +420,7 @@ class OutboxRelay(_OutboxThread):
             written, self._written = self._written, []
         if written:
             self._unwritten -= len(written)
+            self._unwritten_bytes -= _size(written)
             leases.written(written)
             if any(one.row.ordering_key is not None and not session.has(one.row.ordering_key) for one in written):
                 self._take_at = 0.0  # rows that waited for other rows of their key can be taken now
@@ -452,7 +459,8 @@ class OutboxRelay(_OutboxThread):
         space = self._limit - self._outstanding - self._unwritten - session.waiting - len(session.ready) - kept.rows
         # Taking only a few rows at a time would cost a query for each take.
         least = max(min(_ROWS_PER_TAKE, self._limit // 2), 1)
-        if space < least or now < self._take_at or self._full:
+        full = self._full or session.waiting_bytes + self._unwritten_bytes >= self._max_bytes
+        if space < least or now < self._take_at or full:
             return 0
         self._take_at = now + self._outbox.poll_interval  # unless `wake` is called earlier
         batch = leases.take(min(space, _ROWS_PER_TAKE), session.suspects_to_take(kept))
@@ -496,6 +504,7 @@ class OutboxRelay(_OutboxThread):
                 self.error = None
         leases.decided(settlements)
         self._unwritten += len(settlements)
+        self._unwritten_bytes += _size(settlements)
         self._settle(settlements)
 
     def _count(self) -> None:

@@ -299,6 +299,20 @@ def test_rows_that_failed_take_half_of_the_bytes() -> None:
     assert numbers(session.ready) == [4]
 
 
+def test_the_bodies_of_rows_that_wait_for_their_key_are_counted() -> None:
+    session = RelaySession()
+    rows = [row(size, "key")._replace(message=Message(bytes(size))) for size in (1, 10, 100, 1000)]
+    session.add(rows)
+    assert session.waiting_bytes == 1110
+    session.settled(session.ready.popleft(), None)
+    assert session.waiting_bytes == 1100
+    session.settled(session.ready.popleft(), RETURNED)
+    assert session.waiting_bytes == 0
+    session.add(rows)
+    session.stopped()
+    assert session.waiting_bytes == 0
+
+
 def test_new_rows_to_a_silent_destination_are_suspects() -> None:
     """The next answer ends the suspicion, even if it is a nack."""
     other = row(9)._replace(routing_key="other")

@@ -12,8 +12,10 @@ from sqlalchemy import create_engine
 
 from reliable_mq import Message, PublishReturned, PublishUnconfirmed, ReliableMQError
 from reliable_mq.core.outbox import KeptPlaces, NewRow, OutboxRow, RowSettlement
-from reliable_mq.outbox import Outbox, SQLAlchemyOutbox, SQLiteOutbox
+from reliable_mq.outbox import Outbox, SQLAlchemyOutbox, SQLiteOutbox, sqlite_relay
+from reliable_mq.outbox.protocol import RowBatch
 from reliable_mq.outbox.relay import OutboxRelay
+from reliable_mq.testing.waiting import wait_until
 
 RETURNED = PublishReturned("no queue", reply_code=312, reply_text="NO_ROUTE", exchange="", routing_key="")
 
@@ -174,6 +176,65 @@ def test_a_relay_keeps_no_more_bytes_outstanding_than_fit(outbox: Outbox) -> Non
     assert publisher.confirmed == [b"%d" % n for n in range(len(sizes))]
     assert all(sum(each) <= 250 or len(each) == 1 for each in publisher.most), publisher.most
     assert max(map(sum, publisher.most)) == 1000
+
+
+class Held:
+    """A publisher that confirms all rows or none, and counts the turns of the relay."""
+
+    ended = False
+
+    def __init__(self, confirms: bool) -> None:
+        self.turns = 0
+        self._confirms = confirms
+        self._settled: list[tuple[OutboxRow, ReliableMQError | None]] = []
+
+    def connect(self) -> None:
+        """Do nothing: it is always connected."""
+
+    def send(self, rows: Sequence[OutboxRow]) -> None:
+        if self._confirms:
+            self._settled += [(row, None) for row in rows]
+
+    def take_settled(self) -> list[tuple[OutboxRow, ReliableMQError | None]]:
+        self.turns += 1
+        settled, self._settled = self._settled, []
+        return settled
+
+    def kept(self) -> KeptPlaces:
+        return KeptPlaces()
+
+    def watch(self, wake: Callable[[], object]) -> None:
+        wake()
+
+
+@pytest.mark.parametrize("held", ["by their key", "by writes that hang"])
+def test_a_relay_holds_few_bytes_of_rows_not_outstanding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: str
+) -> None:
+    """A backlog of large rows would use up the memory, up to the number of places."""
+    monkeypatch.setattr(sqlite_relay, "_BYTES_PER_TAKE", 10_000)
+    outbox = SQLiteOutbox(tmp_path / "outbox", poll_interval=0.01)
+    outbox.write([NewRow(Message(bytes(1000)), "", "q", True, f"{number % 20}") for number in range(1000)], [])
+    publisher, leases = Held(held == "by writes that hang"), outbox.claims()
+    relay = OutboxRelay(outbox, publisher, settle=lambda _: None, limit=1000, max_bytes=20_000, name="relay")
+    take, taken, taken_at = leases.take, 0, 0
+
+    def counted(limit: int, retries: int | None = None) -> RowBatch:
+        nonlocal taken, taken_at
+        batch = take(limit, retries)
+        if batch.rows:
+            taken, taken_at = taken + len(batch.rows), publisher.turns
+        return batch
+
+    monkeypatch.setattr(leases, "take", counted)
+    relay.start(leases)
+    try:
+        wait_until(lambda: taken and publisher.turns > taken_at + 100, timeout=20, what="turns without a take")
+    finally:
+        relay.stop(0)
+        assert relay.join(20)
+        outbox.close()
+    assert 20 <= taken <= 60
 
 
 class Unconnected(Silent):
