@@ -468,6 +468,8 @@ class OutboxRelay(_OutboxThread):
             self._take_at = 0.0
         elif not self._outstanding:
             self._pauses = 0  # nothing is left to publish
+            if isinstance(self.error, OutboxError):  # only a confirm shows that the broker is available
+                self.error = None
         session.add(batch.rows, kept)
         session.settlements.extend(batch.damaged)
         return len(batch.rows)

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine
 
-from reliable_mq import Message, PublishReturned, PublishUnconfirmed, ReliableMQError
+from reliable_mq import (
+    BrokerUnavailable,
+    Message,
+    OutboxError,
+    PublishReturned,
+    PublishUnconfirmed,
+    ReliableMQError,
+)
 from reliable_mq.core.outbox import KeptPlaces, NewRow, OutboxRow, RowSettlement
 from reliable_mq.outbox import Outbox, SQLAlchemyOutbox, SQLiteOutbox, sqlite_relay
 from reliable_mq.outbox.protocol import RowBatch
@@ -257,6 +264,38 @@ def test_an_error_of_connecting_ends_no_relay(outbox: Outbox, caplog: pytest.Log
         assert relay.join(20)
     assert publisher.sent == [b"a"]
     assert "can't start new thread" in caplog.text
+
+
+class Refused(Slow):
+    """A publisher that the broker refuses."""
+
+    def connect(self) -> None:
+        raise BrokerUnavailable("the password is wrong", permanent=True)
+
+
+@pytest.mark.parametrize("away", ["outbox", "broker"])
+def test_an_outbox_that_answers_again_is_no_trouble(outbox: Outbox, monkeypatch: pytest.MonkeyPatch, away: str) -> None:
+    """The next confirm may come hours later. That a broker is available is only known from a confirm."""
+    publisher, leases = Refused() if away == "broker" else Slow(), outbox.claims()
+    relay = OutboxRelay(outbox, publisher, settle=lambda _: None, limit=10, max_bytes=2**20, name="relay")
+    take, takes = leases.take, 0
+
+    def counted(limit: int, retries: int | None = None) -> RowBatch:
+        nonlocal takes
+        takes += 1
+        if takes == 1 and away == "outbox":
+            raise OutboxError("the database is away")
+        return take(limit, retries)
+
+    monkeypatch.setattr(leases, "take", counted)
+    relay.start(leases)
+    try:
+        wait_until(lambda: takes > 2, timeout=20, what="an answer")
+        assert relay.statistics.interruptions == 1
+        assert (relay.trouble[0] is None) == (away == "outbox")
+    finally:
+        relay.stop(0)
+        assert relay.join(20)
 
 
 class NoLeader:
