@@ -44,12 +44,14 @@ class LoopWatch:
 
         Args:
             now: The current time in seconds, on a monotonic clock.
-            call_soon: A thread-safe callable that runs a function on the loop.
+            call_soon: A thread-safe callable that runs a function on the loop. It may return False if the loop does not
+                run.
         """
         asked_at = self._asked_at
         if asked_at is None:
             self._asked_at = now
-            call_soon(self._answered)
+            if call_soon(self._answered) is False:
+                self._asked_at = None
         return asked_at
 
     def _answered(self) -> None:

@@ -14,8 +14,10 @@ import tenacity
 from reliable_mq._util.threads import call_in_background
 from reliable_mq.core.channel_setup import publisher_setup
 from reliable_mq.core.reconnect import ReconnectPolicy
+from reliable_mq.engine.health import LoopWatch
 from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
 from reliable_mq.sync.io_thread import IOThread
+from reliable_mq.testing.waiting import wait_until
 from tests.leftovers import nothing_left
 from tests.refused_threads import refusing_threads
 
@@ -210,3 +212,16 @@ def test_a_background_call_runs_inline_if_no_thread_can_start(
     answers: list[object] = []
     call_in_background("test", lambda: 42, answers.append)
     assert answers == [42]
+
+
+def test_a_look_before_the_start_does_not_count_as_unanswered(dead_port: Endpoint) -> None:
+    """A probe may come while a publisher or consumer starts."""
+    io = io_thread(dead_port, Client(), wait=tenacity.wait_fixed(60))
+    watch = LoopWatch()
+    assert watch.look(1.0, io.call_soon) is None
+    io.start()
+    try:
+        assert watch.look(2.0, io.call_soon) is None
+        wait_until(lambda: watch.look(3.0, io.call_soon) is None, timeout=30, what="an answer")
+    finally:
+        io.close(10)
