@@ -237,6 +237,7 @@ class Connector:
             return
         self._enter(ConnectionState.GIVEN_UP)
         self._cancel_timer()
+        self._end_set_up()
         self._drop_link("the event loop failed")
         self._report_loss(ConnectionLoss(None, f"the event loop failed: {error!r}", "connection", by_broker=False))
         self._notify(self._client.failed, BrokerUnavailable(f"{self._name}: the event loop failed: {error!r}"), False)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
 
-from reliable_mq import DeadLetter, Message, Publisher, PublishError, Queue
+from reliable_mq import AsyncPublisher, DeadLetter, Message, Publisher, PublishError, Queue
 from reliable_mq.deadletters import DeadLetterQueue
 from reliable_mq.engine.publisher_options import PublisherOptions
 from reliable_mq.outbox import SQLiteOutbox
@@ -211,3 +213,26 @@ def test_a_set_up_takes_as_long_as_the_broker_answers(broker: ScriptedBroker, ne
         assert submit(publisher, "large-1")[0].result(30).attempts == 1
     assert broker.seen.count("Queue.Declare") == 2 * len(names), "a look at each, and its declaration"
     assert len(broker.connections) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_queue_is_not_new_for_ever_after_its_loop_has_ended(broker: ScriptedBroker) -> None:
+    """Otherwise each confirm of a publish to an exchange would be provisional in this process."""
+    broker.script = acking
+    broker.missing.add("orders")
+    broker.declare_seconds = 1.0
+    kept = AsyncPublisher(broker.url, topology=topology("orders"), new_queue_grace=SHORT)
+
+    async def leave_a_set_up() -> None:
+        connecting = asyncio.create_task(kept.connect())
+        await asyncio.to_thread(broker.wait, lambda: broker.seen.count("Queue.Declare") == 2, "the declaration")
+        assert not connecting.done()
+
+    asyncio.run(leave_a_set_up())
+    broker.declare_seconds = 0.0
+    with Publisher(broker.url, new_queue_grace=SHORT) as publisher:
+        publisher.publish(Message(b"x"), exchange="events", timeout=30)  # the queue is new for a short time
+        began = time.monotonic()
+        publisher.publish(Message(b"y"), exchange="events", timeout=30)
+        assert time.monotonic() - began < SHORT
