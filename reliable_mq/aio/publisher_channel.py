@@ -242,7 +242,7 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
     @property
     def stalled_seconds(self) -> float:
         """The seconds for which the event loop has stalled (`AsyncConnection`)."""
-        return self._io.stalled_seconds
+        return self._stalled_before + self._io.stalled_seconds
 
     # The work
 

@@ -137,6 +137,9 @@ class TokenStatistics:
     refused: int = 0
     failed: int = 0
 
+    def __add__(self, other: TokenStatistics) -> TokenStatistics:
+        return TokenStatistics(self.accepted + other.accepted, self.refused + other.refused, self.failed + other.failed)
+
 
 @dataclass(slots=True)
 class PublisherStatistics:

@@ -28,7 +28,7 @@ from reliable_mq.codec import encode_properties
 from reliable_mq.core.health import Health, OutboxSigns, PublisherSigns, health_of
 from reliable_mq.core.outbox import KeptPlaces, NewRow
 from reliable_mq.core.publisher.publication import PublishReport, StoredPublication, summary
-from reliable_mq.core.statistics import PublisherStatistics, PublisherStatus
+from reliable_mq.core.statistics import PublisherStatistics
 from reliable_mq.engine.confirmation import BaseConfirmation
 from reliable_mq.engine.outbox_channel import BaseOutboxChannel
 from reliable_mq.engine.publisher_channel import BasePublisherChannel
@@ -91,6 +91,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
     _state = PublisherState.CLOSED  # until ``__init__`` has finished
     _channel: ChannelT | None = None  # to the broker; open, so every host has had its first attempt
     _started_channel: ChannelT | None = None  # becomes _channel once it is open
+    _former: ChannelT | None = None  # the last open channel that ended; the next one continues its counts
     _openers = 0  # callers that wait for the channel to open
     _outbox_channel: OutboxChannelT | None = None  # open
     _started_outbox_channel: OutboxChannelT | None = None  # becomes _outbox_channel once it is open
@@ -129,7 +130,8 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
     @property
     def statistics(self) -> PublisherStatistics:
         """The counts since the publisher was opened."""
-        return PublisherStatistics() if self._channel is None else self._channel.session.statistics
+        channel = self._channel or self._former
+        return PublisherStatistics() if channel is None else channel.session.statistics
 
     def health(self, *, stuck_after: Duration | None = None) -> Health:
         """Return whether the publisher is live, ready and progressing, for probes.
@@ -317,7 +319,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
         if channel.fatal is not None:  # the cause may have been fixed; rows wait for that
             with self._lock:
                 if self._channel is channel:
-                    self._channel = self._started_channel = None
+                    self._former, self._channel, self._started_channel = channel, None, None
             yield channel.close(0)
             channel = yield from self._open(FOR_EVER)
         return channel
@@ -442,6 +444,8 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
         self._state = PublisherState.STARTING
         try:
             channel: ChannelT = self._channel_type(self._options)
+            if self._former is not None:
+                channel.continue_counts(self._former)
             self._started_channel = channel  # stored before it runs
             self._keep()
             channel.start()
@@ -515,25 +519,9 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
         logger.error(text, exc_type.__name__, exc_info=error)
 
     def _readings(self) -> Iterator[Reading]:
-        name, channel = self._options.name, self._channel
+        name, channel = self._options.name, self._channel or self._former
         if channel is not None:
-            yield from readings(
-                (name,),
-                PublisherStatus(
-                    outstanding=channel.outstanding,
-                    oldest_age=channel.oldest_age,
-                    connected=channel.connected,
-                    blocked=channel.session.blocked_reason is not None,
-                    blocked_seconds=channel.blocked_seconds,
-                    reconnects=channel.reconnects,
-                    stale_confirms=channel.session.stale_confirms,
-                    tokens_accepted=channel.tokens.accepted,
-                    tokens_refused=channel.tokens.refused,
-                    tokens_failed=channel.tokens.failed,
-                    event_loop_stalled_seconds=channel.stalled_seconds,
-                ),
-                channel.session.statistics,
-            )
+            yield from readings((name,), channel.status, channel.session.statistics)
         if self._outbox_channel is not None:
             relay = self._outbox_channel.relay
             yield from readings((name,), relay.status, relay.statistics)

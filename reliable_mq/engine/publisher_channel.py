@@ -29,6 +29,7 @@ from reliable_mq.core.consumer.attempts import printable
 from reliable_mq.core.health import OutboxSigns, PublisherSigns
 from reliable_mq.core.outbox import KeptPlaces
 from reliable_mq.core.publisher.publication import BrokerReply, Outcome, Publication
+from reliable_mq.core.statistics import PublisherStatus, TokenStatistics
 from reliable_mq.engine.channel import BaseChannel
 from reliable_mq.engine.connection import Wakeup
 from reliable_mq.engine.health import LoopWatch
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator
     from reliable_mq.core.publisher.session import PublisherSession
     from reliable_mq.core.reconnect import ConnectionLoss
-    from reliable_mq.core.statistics import TokenStatistics
     from reliable_mq.engine.connection import BaseConnection
     from reliable_mq.engine.publisher_options import PublisherOptions
     from reliable_mq.errors import ReliableMQError
@@ -124,6 +124,8 @@ class BasePublisherChannel(BaseChannel[P]):
         self._heartbeat = options.settings.heartbeat
         self._blocked_since: float | None = None
         self._blocked_seconds = 0.0
+        self._tokens_before = TokenStatistics()
+        self._stalled_before = 0.0
         self._state_changed()
         self._io = self._connection_type(
             name=options.name,
@@ -241,7 +243,31 @@ class BasePublisherChannel(BaseChannel[P]):
     @property
     def tokens(self) -> TokenStatistics:
         """The counts of renewed tokens."""
-        return self._io.tokens
+        return self._tokens_before + self._io.tokens
+
+    @property
+    def status(self) -> PublisherStatus:
+        """The state for metrics. Thread-safe."""
+        return PublisherStatus(
+            outstanding=self.outstanding,
+            oldest_age=self.oldest_age,
+            connected=self.connected,
+            blocked=self.session.blocked_reason is not None,
+            blocked_seconds=self.blocked_seconds,
+            reconnects=self.reconnects,
+            stale_confirms=self.session.stale_confirms,
+            tokens_accepted=self.tokens.accepted,
+            tokens_refused=self.tokens.refused,
+            tokens_failed=self.tokens.failed,
+            event_loop_stalled_seconds=self.stalled_seconds,
+        )
+
+    def continue_counts(self, former: BasePublisherChannel[P]) -> None:
+        """Continue the counts of a channel that has ended. To be called before the start."""
+        self.session.continue_counts(former.session)
+        self.reconnects, self._connection_lost = former.reconnects, former._connection_lost
+        self._blocked_seconds = former.blocked_seconds
+        self._tokens_before, self._stalled_before = former.tokens, former.stalled_seconds or 0.0
 
     @property
     def kept_places(self) -> KeptPlaces:

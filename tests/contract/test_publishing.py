@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import tenacity
+from prometheus_client import CollectorRegistry
 
 from reliable_mq import (
     BrokerUnavailable,
@@ -37,11 +38,13 @@ from reliable_mq import (
     UsageError,
 )
 from reliable_mq.core.reconnect import MOST_UNANSWERED
+from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.testing.containers import free_port
 from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from tests.contract.scripted_broker import Channel, Published, ScriptedBroker
 
@@ -1268,3 +1271,33 @@ def test_an_address_that_does_not_answer_is_followed_by_the_next(
     url = f"amqp://guest:guest@rabbit.test:{broker.port}/"
     with socket.create_server(("127.0.0.2", broker.port)), new_publisher(url, connect_timeout=0.5) as publisher:
         publisher.publish(Message(b"x"), routing_key=KEY, timeout=10)
+
+
+@pytest.mark.slow
+def test_counts_go_on_when_a_relay_opens_another_channel(
+    broker: ScriptedBroker, new_publisher: NewPublisher, tmp_path: Path
+) -> None:
+    """The first one has given up."""
+    registry = CollectorRegistry()
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"reliable_mq_publisher_{name}", {"publisher": "shop", **labels})
+
+    def confirmed() -> float | None:
+        return value("settled_total", outcome="confirmed")
+
+    broker.script = acking
+    outbox = SQLiteOutbox(tmp_path / "outbox.db")
+    with new_publisher(outbox=outbox, registry=registry, name="shop", reconnect_stop=lambda _: True) as publisher:
+        publisher.publish(Message(b"1"), routing_key=KEY)
+        wait_until(lambda: confirmed() == 1, timeout=30, what="a confirm")
+        broker.refusals["Connection.Open"] = 541, "INTERNAL_ERROR - starting"
+        broker.connection.cut()
+        wait_until(lambda: value("connected") == 0, timeout=30, what="the end of the channel")
+        publisher.publish(Message(b"2"), routing_key=KEY)
+        broker.wait(lambda: broker.seen.count("Connection.Open") > 3, "attempts of other channels")
+        assert (confirmed(), value("connected")) == (1, 0)
+        broker.refusals.clear()
+        wait_until(lambda: confirmed() == 2, timeout=30, what=lambda: f"another confirm, not {confirmed()}")
+        assert (value("connected"), value("reconnects_total")) == (1, 1)
+        assert publisher.statistics.confirmed == 2

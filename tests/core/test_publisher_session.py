@@ -161,6 +161,19 @@ def test_a_late_confirm_of_an_old_channel_settles_nothing(shell: Shell) -> None:
     assert shell.session.on_wire == 1
 
 
+def test_a_session_continues_the_counts_of_another_one(shell: Shell) -> None:
+    shell.accept("a")
+    shell.send()
+    shell.ack(1)
+    shell.ack(1)
+    following = Shell()
+    following.session.continue_counts(shell.session)
+    following.accept("b")
+    following.send()
+    following.ack(1)
+    assert (following.session.statistics.confirmed, following.session.stale_confirms) == (2, 1)
+
+
 def test_a_return_on_a_lost_channel_does_not_fail_the_retry(shell: Shell) -> None:
     """The message is routable on the next channel, so it is confirmed."""
     (publication,) = shell.accept("body")

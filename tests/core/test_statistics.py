@@ -18,6 +18,7 @@ from reliable_mq.core.statistics import (
     MetricOfField,
     PublisherStatistics,
     PublisherStatus,
+    TokenStatistics,
 )
 
 VALUES = st.one_of(st.floats(0, 200), st.sampled_from(LATENCY_BUCKETS))
@@ -108,3 +109,7 @@ def test_a_bucket_exemplar_is_its_latest_traced_observation() -> None:
     first.add(second)
     assert {bucket: one.ids["trace_id"] for bucket, one in first.exemplars.items()} == {0: "c", 2: "b"}
     assert first.counts == [0, 0, 0]
+
+
+def test_counts_of_tokens_are_added_by_outcome() -> None:
+    assert TokenStatistics(1, 2, 3) + TokenStatistics(10, 20, 30) == TokenStatistics(11, 22, 33)

@@ -126,6 +126,11 @@ class PublisherSession(Generic[P]):
         self.abandoned_count = self.abandoned_bytes = 0  # places of publishes in the state `ABANDONED`
         self.freed_count = self.freed_bytes = 0  # places of the window released since the caller last reset them
 
+    def continue_counts(self, former: PublisherSession[P]) -> None:
+        """Continue the counts of a session that has ended, before the first event."""
+        self.statistics = former.statistics
+        self._tracker.stale = former.stale_confirms
+
     # Events
 
     def accept(self, publications: Collection[P]) -> None:
