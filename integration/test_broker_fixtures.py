@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from typing import TYPE_CHECKING, NoReturn
 
 import docker
@@ -57,6 +58,14 @@ def test_a_virtual_host_is_one_tests_own(vhost: VirtualHost, new_vhost: Callable
     assert vhost.queue("orders")["type"] == "quorum"
     assert other.queue("orders") is None
     assert vhost.live_counts() == {"orders": 1}
+
+
+def test_the_management_api_is_asked_without_the_http_proxy(broker: RabbitMQ, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setattr(urllib.request, "_opener", None)  # it keeps the proxy that it found first
+
+    assert not broker.management.alarmed()
 
 
 def test_live_counts_know_of_acks_that_wait_for_the_disk(any_vhost: VirtualHost) -> None:

@@ -9,12 +9,14 @@ import base64
 import json
 import urllib.error
 import urllib.request
-from typing import Any
+from typing import Any, Final
 from urllib.parse import quote
 
 from reliable_mq.errors import LabError
 
 __all__ = ["Management", "ManagementAPIError"]
+
+_DIRECTLY: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without the proxy of `http_proxy`
 
 
 class ManagementAPIError(LabError):
@@ -65,7 +67,7 @@ class Management:
             headers={"Authorization": self._authorization, "Content-Type": "application/json"},
         )
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout) as response:  # noqa: S310
+            with _DIRECTLY.open(request, timeout=self._timeout) as response:
                 content = response.read()
         except urllib.error.HTTPError as error:
             with error:
