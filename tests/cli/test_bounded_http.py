@@ -109,8 +109,9 @@ def test_when_all_are_busy_more_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     with served() as address, ExitStack() as stack:
         for _ in range(2):
             busy = stack.enter_context(socket.create_connection(address))
+            wait_until(lambda: BoundedHTTP._waiting, timeout=20, what="the connection")
             busy.sendall(POST)
-        threading.Event().wait(0.2)
+            wait_until(lambda: not BoundedHTTP._waiting, timeout=20, what="the head of its request")
         with socket.create_connection(address) as client:
             client.sendall(GET + b"Connection: close\r\n\r\n")
             client.settimeout(10)
