@@ -239,7 +239,7 @@ def test_aio_11_frames_with_secrets_are_not_logged(
 ) -> None:
     """At DEBUG, aiormq logs every frame to be sent, including the password."""
     caplog.set_level(logging.DEBUG)
-    logging.getLogger("aiormq").setLevel(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "aiormq")
 
     async def main() -> None:
         async with AsyncPublisher(vhost.url, topology=[ORDERS]) as publisher:
