@@ -15,6 +15,7 @@ import pytest
 from docker.errors import NotFound
 
 from integration.support.baseline import back_to_baseline
+from integration.support.lossy import LossyProxy
 from reliable_mq.errors import LabError
 from reliable_mq.testing import Audit, RabbitMQ, containers
 from reliable_mq.testing.containers import OWNER_LABEL, is_orphan, owner, remove_leftovers
@@ -418,6 +419,23 @@ def test_the_fault_proxy_stands_before_a_broker(vhost: VirtualHost, fault_proxy:
 
 def fail(_: object) -> NoReturn:
     raise LabError("docker does not answer")
+
+
+def test_the_lossy_proxy_serves_again_when_its_server_does() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))  # refuses connections until it listens
+        server.settimeout(20)
+        with LossyProxy(server.getsockname()[1]) as proxy:
+            with socket.create_connection(("127.0.0.1", proxy.port), timeout=20) as client:
+                assert client.recv(1) == b""
+
+            server.listen()
+
+            with socket.create_connection(("127.0.0.1", proxy.port), timeout=20) as client:
+                client.sendall(b"x")
+                served, _ = server.accept()
+                with served:
+                    assert served.recv(1) == b"x"
 
 
 def book(checker: Audit, ids: list[str]) -> None:

@@ -70,7 +70,11 @@ class LossyProxy:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
-                server = socket.create_connection(("127.0.0.1", self._upstream), timeout=10)
+                try:
+                    server = socket.create_connection(("127.0.0.1", self._upstream), timeout=10)
+                except OSError:  # the server is dead
+                    client.close()
+                    continue
                 server.settimeout(None)
                 self._sockets += [client, server]
                 losing, answered = threading.Event(), threading.Event()
