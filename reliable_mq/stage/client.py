@@ -109,7 +109,7 @@ class _ChannelReads(enum.Enum):
     TAIL = "the tail of a partition"
     AGEING = "nothing: the stage is too new to be moved into"
     QUEUE = "the queue"
-    PAUSED = "nothing, while too many bytes are held"
+    PAUSED = "nothing, while too many bytes are held, or the queue is counted without a subscription"
 
 
 class RelayClient(NullListener):
@@ -391,7 +391,10 @@ class RelayClient(NullListener):
         if isinstance(outcome, StepRefused):
             logger.warning("%s: %s; trying again", self, outcome)  # the channel is lost
         elif not isinstance(outcome, Exception):
-            if self._subscription is _ChannelReads.QUEUE and self.counts.unknown:
+            if isinstance(outcome, QueueState):
+                with self.changed:
+                    self.counts.renewed(outcome)
+            elif self._subscription is _ChannelReads.QUEUE and self.counts.wants_count:
                 self._count()
             self._advance()
 
@@ -446,10 +449,7 @@ class RelayClient(NullListener):
         if self.counts.drained:
             self._session.drained(time.monotonic())
         elif subscribed and self.counts.wants_renewal and self._wants_to_know():
-            self._subscribe_to_queue()
-            with self.changed:
-                self.counts.renewed()
-            self._count()
+            self._change(_ChannelReads.PAUSED, None, CheckQueue(self._options.queue))
         if others:
             logger.warning(
                 "%s: the queue has other consumers (%d), such as a relay of another stage: each message goes to only "

@@ -14,9 +14,11 @@ def renew(counts: QueueCounts) -> None:
     """Renew the subscription, which two empty counts in a row require."""
     assert counts.wants_renewal
     assert not counts.drained
-    counts.renewed()
+    counts.renewed(of(0, consumers=0))
     assert not counts.wants_renewal
+    assert counts.wants_count
     counts.counted(of(0), 0)
+    assert not counts.wants_count
 
 
 def test_a_queue_is_drained_by_two_empty_counts_in_a_row() -> None:
@@ -51,7 +53,7 @@ def test_deliveries_on_their_way_show_a_queue_is_not_empty() -> None:
     counts.set_up(of(1, consumers=0))
     counts.counted(of(0), 0)
     counts.counted(of(0), 0)
-    counts.renewed()
+    counts.renewed(of(0, consumers=1))
     for _ in range(3):
         counts.counted(of(0, consumers=2), 0)
         assert not counts.drained
@@ -69,10 +71,33 @@ def test_consumers_that_were_there_before_are_allowed_for() -> None:
     counts.set_up(of(1, consumers=2))
     counts.counted(of(0, consumers=3), 0)
     counts.counted(of(0, consumers=3), 0)
-    counts.renewed()
+    counts.renewed(of(0, consumers=3))
     counts.counted(of(0, consumers=4), 0)
     assert not counts.drained
     counts.counted(of(0, consumers=3), 0)
+    assert counts.wants_renewal
+    counts.renewed(of(0, consumers=2))
+    counts.counted(of(0, consumers=3), 0)
+    assert counts.drained
+
+
+def test_messages_returned_to_the_new_one_are_on_their_way() -> None:
+    """The node returned what the earlier subscription had, and the queue gave it to the new one."""
+    counts = QueueCounts()
+    counts.set_up(of(1, consumers=0))
+    counts.counted(of(0), 0)
+    counts.counted(of(0), 0)
+    for between in (of(0, consumers=1), of(1, consumers=0)):  # returned after that count, or before it
+        assert counts.wants_renewal
+        counts.renewed(between)
+        counts.counted(of(0), 0)
+        assert not counts.drained
+    counts.renewed(of(0, consumers=0))  # in doubt
+    for consumers in (2, 2, 1):
+        assert not counts.wants_renewal
+        counts.counted(of(0, consumers), 0)
+        assert not counts.drained
+    renew(counts)
     assert counts.drained
 
 

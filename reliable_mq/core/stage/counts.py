@@ -11,12 +11,14 @@ doubt, the first two counts after the subscription decide: messages sent before 
 
 The counts of a quorum queue come from its leader, and the deliveries from the member on the relay's node, which may lag
 behind. So messages may be on their way though two counts in a row find none. A new subscription shows it: the leader
-counts the one before as long as it has unacked deliveries.
+counts the one before as long as it has unacked deliveries. When these arrive, the node returns them, and the leader
+delivers them to the new one. So the queue is counted between the two subscriptions, too, and a new one that is counted
+alone only later may have messages on their way itself.
 
 Invariants:
 
-- A queue is empty only after two counts in a row, with no delivery between them, and after a new subscription that is
-  counted without the one before.
+- A queue is empty only after two counts in a row, with no delivery between them, and after a new subscription. No
+  consumer is counted before it, and only itself at first, apart from consumers that were there at the set-up.
 - A warning about other consumers is given once until they are gone, and only after two counts in a row, since a
   consumer that has just ended may be counted once.
 """
@@ -49,6 +51,7 @@ class QueueCounts:
         self._moved_before = 0  # moved messages when the relay became active
         self._empty = 0  # empty counts in a row
         self._renewed = False  # whether the subscription was renewed since the last delivery
+        self._free = False  # whether nothing was counted before that which the earlier subscription may have had
         self._alone = False  # whether no more consumers were counted after that than those found, and the relay
         self._others: int | None = None  # consumers when a channel was set up, the fewest
         self._delivered = 0
@@ -75,9 +78,10 @@ class QueueCounts:
         self._delivered += number
         self._renewed = self._alone = False
 
-    def renewed(self) -> None:
-        """Record a new subscription while the queue seemed empty."""
+    def renewed(self, between: QueueState) -> None:
+        """Record a new subscription of a seemingly empty queue; ``between`` precedes it."""
         self._renewed, self._alone = True, False
+        self._free = not between.messages and between.consumers <= (self._others or 0)
 
     def subscribed(self, moved: int, outstanding: int) -> None:
         """Record a new subscription. Earlier ones end with the outstanding deliveries."""
@@ -95,7 +99,10 @@ class QueueCounts:
         empty = not ready and not outstanding and self._delivered == self._delivered_before
         self._delivered_before = self._delivered
         self._empty = self._empty + 1 if empty else 0
-        self._alone = self._renewed and count.consumers <= 1 + (self._others or 0)
+        alone = count.consumers <= 1 + (self._others or 0)
+        self._free = self._free and alone
+        self._alone = self._renewed and self._free
+        self._renewed = self._renewed and (self._free or not alone)
         self.ready = ready
 
     def others(self, consumers: int, moved: int, *, subscribed: bool) -> int:
@@ -120,6 +127,11 @@ class QueueCounts:
     def unknown(self) -> bool:
         """Whether the number of messages that were ready at the set-up is not known yet."""
         return self._ready_before is None
+
+    @property
+    def wants_count(self) -> bool:
+        """Whether the first count of a new subscription matters."""
+        return self.unknown or (self._renewed and not self._alone)
 
     @property
     def wants_renewal(self) -> bool:
