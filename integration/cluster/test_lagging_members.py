@@ -79,7 +79,7 @@ def perform(channel: AdminChannel, steps: Generator[Step, Any, Any], after: Call
 def test_a_message_returned_between_two_subscriptions_is_found(node: ClusterNode, cluster_vhost: VirtualHost) -> None:
     """A node returns deliveries to a cancelled consumer. The queue delivers them to the next one."""
     subscriptions = Subscriptions("reader", ["orders"], lambda _: True, lambda: COUNT)
-    subscriptions.found("orders", 0)
+    subscriptions.found(QueueState("orders", COUNT, 0))
     suspend_member(node, cluster_vhost, "orders", LAG)
     with (
         AdminChannel(parse_url(node.url_of(cluster_vhost.name)), name="reader") as channel,

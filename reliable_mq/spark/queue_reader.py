@@ -414,7 +414,7 @@ class QueueReader(NullListener):
                 step = CheckQueue(queue)
                 state: QueueState = yield step
                 counted[queue] = state.messages
-                self._subscriptions.found(queue, state.consumers)
+                self._subscriptions.found(state)
                 if state.in_doubt and self._wants(queue):
                     in_doubt[queue] = self.statistics.delivered[queue]
             for step in self._subscriptions.begin():

@@ -198,7 +198,7 @@ class Subscriptions:
         self._queue_of: dict[str, str] = {}  # by consumer tag, for this channel
         self._active: list[str] = []  # the tags of consumers that receive deliveries
         self._made = 0  # number of consumers created
-        self._others: dict[str, int] = {}  # by queue: consumers that are not of this reader
+        self._others: dict[str, int] = {}  # by queue: the fewest consumers besides the active one of this reader
 
     def queue(self, consumer_tag: str) -> str:
         """Return the queue of a consumer of this channel, active or cancelled."""
@@ -218,9 +218,11 @@ class Subscriptions:
         yield from self.end()
         yield from self._consume_wanted()
 
-    def found(self, queue: str, consumers: int) -> None:
-        """Record the consumers of a queue when this reader has none here."""
-        self._others[queue] = min(self._others.get(queue, consumers), consumers)
+    def found(self, state: QueueState) -> None:
+        """Record a count of a queue with its consumers. One in doubt says nothing."""
+        if not state.in_doubt:
+            others = max(state.consumers - (state.name in self.queues), 0)
+            self._others[state.name] = min(self._others.get(state.name, others), others)
 
     def ready(self, before: Mapping[str, int]) -> Generator[Step, Any, dict[str, int]]:
         """Count the ready messages of all queues.
@@ -230,6 +232,7 @@ class Subscriptions:
         counted: dict[str, int] = {}
         for queue in self._queues:
             state: QueueState = yield CheckQueue(queue)
+            self.found(state)
             unknown = state.in_doubt and self._wanted(queue)  # else this reader would be a consumer
             counted[queue] = before.get(queue, 0) if unknown else state.messages
         return counted
@@ -245,6 +248,7 @@ class Subscriptions:
             state: QueueState = yield CheckQueue(queue)
             if state.in_doubt:
                 return None
+            self.found(state)
             counted[queue] = state.messages and state.messages + granted
         empty = [queue for queue in queues if not counted[queue]]
         if empty and not (yield from self.settled(empty)):

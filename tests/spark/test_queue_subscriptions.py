@@ -57,7 +57,7 @@ def consumed(*queues: str, others: int = 0) -> Subscriptions:
     """Return subscriptions of queues that already had the given number of consumers."""
     subscriptions = Subscriptions("reader", queues, lambda _: True, lambda: GRANTED)
     for queue in queues:
-        subscriptions.found(queue, others)
+        subscriptions.found(QueueState(queue, 1, others))
     assert outcome(subscriptions.begin(), {}) == (None, [SetPrefetch, *[Consume] * len(queues)])
     return subscriptions
 
@@ -96,7 +96,7 @@ def test_a_message_returned_between_subscriptions_settles_none(arrives_after: ty
     """The queue delivers it to the new consumer, the only one that is counted then."""
     queue = LateQueue(arrives_after)
     subscriptions = Subscriptions("reader", ["orders"], lambda _: True, lambda: GRANTED)
-    subscriptions.found("orders", 0)
+    subscriptions.found(QueueState("orders", 1, 0))
     carried_out(subscriptions.begin(), queue.perform)
     assert carried_out(subscriptions.settled(), queue.perform) is False
 
@@ -114,7 +114,7 @@ def test_another_consumer_may_become_the_single_active_one() -> None:
     count = QueueState("orders", 0, 1)
     for single_active in ([], ["orders"]):
         subscriptions = Subscriptions("reader", ["orders"], lambda _: True, lambda: GRANTED, single_active)
-        subscriptions.found("orders", 0)
+        subscriptions.found(QueueState("orders", 1, 0))
         assert carried_out(subscriptions.settled(), lambda _: count) is bool(single_active)
 
 
@@ -127,7 +127,24 @@ def test_consumers_of_others_that_were_there_are_allowed_for() -> None:
     """The lowest number counts: a channel that was just lost may be one of them."""
     subscriptions = consumed("orders", others=2)
     assert outcome(subscriptions.settled(), {"orders": (0, 3)})[0] is True
-    subscriptions.found("orders", 3)
+    subscriptions.lost()
+    subscriptions.found(QueueState("orders", 0, 3))
+    outcome(subscriptions.begin(), {})
+    assert outcome(subscriptions.settled(), {"orders": (0, 4)})[0] is False
+
+
+def test_consumers_that_have_left_are_not_allowed_for() -> None:
+    subscriptions = consumed("orders", others=1)
+    assert outcome(subscriptions.settled(), {"orders": (0, 2)})[0] is True
+    assert outcome(subscriptions.ready({}), {"orders": (0, 1)})[0] == {"orders": 0}
+    assert outcome(subscriptions.settled(), {"orders": (0, 2)})[0] is False
+
+
+def test_consumers_are_counted_later_after_a_count_in_doubt() -> None:
+    subscriptions = Subscriptions("reader", ["orders"], lambda _: True, lambda: GRANTED)
+    subscriptions.found(QueueState("orders", 0, 0))
+    outcome(subscriptions.begin(), {})
+    assert outcome(subscriptions.certain_counts(["orders"]), {"orders": (0, 3)})[0] == {"orders": 0}
     assert outcome(subscriptions.settled(), {"orders": (0, 4)})[0] is False
 
 
@@ -148,7 +165,7 @@ def test_messages_on_their_way_are_those_of_the_first_prefetch() -> None:
     """The renewed subscription may have a smaller one."""
     granted = iter([64, 1])
     subscriptions = Subscriptions("reader", ["orders"], lambda _: True, lambda: next(granted))
-    subscriptions.found("orders", 0)
+    subscriptions.found(QueueState("orders", 1, 0))
     outcome(subscriptions.begin(), {})
     assert outcome(subscriptions.certain_counts(["orders"]), {"orders": (0, 2)})[0] == {"orders": 64}
 
