@@ -131,7 +131,7 @@ def relay(
     def stop(number: int, _frame: FrameType | None) -> None:
         received.put(number)
         if not waits_for_signals:
-            raise KeyboardInterrupt  # interrupts a wait for the database, the broker, or an empty outbox
+            raise _Stopped  # interrupts a wait for the database, the broker, or an empty outbox
 
     for ending in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ending, stop)
@@ -152,10 +152,10 @@ def relay(
                     number = next_signal(received)
                     publisher.close(_LEAVE)
                     raise typer.Exit(INTERRUPTED if number == signal.SIGINT else 0)
-            except KeyboardInterrupt:
+            except _Stopped:
                 publisher.close(_LEAVE)
                 raise
-    except KeyboardInterrupt:
+    except _Stopped:
         number = received.get()
         in_order = not until_empty and number == signal.SIGTERM
         raise typer.Exit(0 if in_order else ended_by(number)) from None
@@ -171,6 +171,13 @@ def _connect(publisher: Publisher, *, patient: bool) -> None:
         if error.permanent or not patient:
             raise
         say(f"{error}; going on trying")
+
+
+class _Stopped(KeyboardInterrupt):
+    """The relay was told to stop.
+
+    ``python -m`` ends itself by SIGINT if a KeyboardInterrupt itself passed through exec(), even if it was caught.
+    """
 
 
 @outbox.command()

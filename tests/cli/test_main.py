@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import typer
 
+import reliable_mq
 from reliable_mq import cli
 from reliable_mq.cli import app
 from reliable_mq.cli import dlq as commands
@@ -74,6 +77,23 @@ def test_ctrl_c_during_an_import_ends_it_quietly(module: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 130
     assert done.stderr in ("", "reliable-mq: interrupted\n")
+
+
+def test_a_relay_stopped_in_an_import_has_its_own_exit_status(tmp_path: Path) -> None:
+    """An import that defines a dataclass calls exec()."""
+    code = """if True:
+        import signal, sys
+        from reliable_mq.cli import main, outbox
+        outbox._connect = lambda *_, **__: exec("signal.raise_signal(signal.SIGTERM)")
+        sys.exit(main())
+    """
+    (tmp_path / "stopped.py").write_text(code)
+    with closing(SQLiteOutbox(tmp_path / "outbox")) as outbox:
+        outbox.open()
+    command = [sys.executable, "-m", "stopped", "outbox", "relay", "amqp://127.0.0.1:1", "outbox", "--until-empty"]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(reliable_mq.__file__).parent.parent}"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 143, done.stderr
 
 
 def test_an_error_of_ours_is_one_line_and_status_1(
