@@ -373,7 +373,7 @@ class RelayClient(NullListener):
     def _subscribe_to_queue(self) -> None:
         prefetch = self._session.prefetch
         self._session.prefetch_granted = prefetch
-        self.counts.subscribed(self.moved, self._session.outstanding)
+        self.counts.subscribed(self.moved, self._session.outstanding, prefetch)
         self._subscribe(_ChannelReads.QUEUE, self._options.queue, prefetch, {})
 
     def _subscribe(self, to: _ChannelReads, queue: str, prefetch: int, arguments: Mapping[str, Any]) -> None:
@@ -440,12 +440,13 @@ class RelayClient(NullListener):
         if not isinstance(count, QueueState):
             return
         subscribed = self._subscription is _ChannelReads.QUEUE and not self._changing
+        unknown = self.counts.unknown
         with self.changed:
             self.counts.counted(count, self._session.outstanding)
             others = self.counts.others(count.consumers, self.moved, subscribed=subscribed)
             self.changed.notify_all()
-        if self.counts.unknown and not count.in_doubt:
-            self._count()
+        if unknown and not count.in_doubt:
+            self._count()  # two in a row show that the queue seems empty
         if self.counts.drained:
             self._session.drained(time.monotonic())
         elif subscribed and self.counts.wants_renewal and self._wants_to_know():

@@ -137,32 +137,54 @@ def test_a_count_without_the_relay_says_nothing() -> None:
 
 
 def test_what_was_ready_is_counted_again_after_a_count_in_doubt() -> None:
-    """Deliveries sent before the first count have arrived by the second."""
+    """It includes deliveries, and as many as may be on their way."""
     counts = QueueCounts()
     counts.set_up(of(0, consumers=0))
     counts.activated(10)
+    counts.subscribed(10, 0, 8)
     assert counts.unknown
     assert not counts.has_moved(10)
     counts.counted(of(0, consumers=0), 0)
-    counts.counted(of(5), 0)
     counts.delivered(2)
     assert counts.unknown
     counts.counted(of(5), 2)
     assert not counts.unknown
-    assert not counts.has_moved(16)
-    assert counts.has_moved(17)
+    counts.counted(of(3), 2)
+    assert not counts.has_moved(24)
+    assert counts.has_moved(25)
     counts.set_up(of(0, consumers=2))
     assert not counts.unknown
 
 
-def test_an_empty_queue_is_known_to_be_so_after_two_counts() -> None:
+def test_an_empty_queue_is_known_to_be_so_after_a_renewal() -> None:
+    """Until then messages may be on their way."""
     counts = QueueCounts()
     counts.set_up(of(0, consumers=0))
     counts.activated(0)
-    counts.counted(of(0), 0)
+    counts.subscribed(0, 0, 8)
+    for _ in range(2):
+        assert not counts.has_moved(0)
+        counts.counted(of(0), 0)
     assert not counts.has_moved(0)
-    counts.counted(of(0), 0)
+    renew(counts)
     assert counts.has_moved(0)
+
+
+def test_other_consumers_are_found_after_a_count_in_doubt() -> None:
+    """The relay is one of those counted once it has subscribed."""
+    for subscribed in (False, True):
+        counts = QueueCounts()
+        counts.set_up(of(0, consumers=0))
+        counts.activated(0)
+        if subscribed:
+            counts.subscribed(0, 0, 8)
+        counts.counted(of(0, consumers=2 + subscribed), 0)
+        counts.counted(of(0, consumers=3), 0)
+        counts.renewed(of(0, consumers=2))
+        counts.counted(of(0, consumers=3), 0)
+        assert counts.drained
+        counts.counted(of(0, consumers=4), 0)
+        assert not counts.drained
 
 
 def test_other_consumers_are_warned_of_once_until_they_are_gone() -> None:
@@ -173,7 +195,7 @@ def test_other_consumers_are_warned_of_once_until_they_are_gone() -> None:
 
 def test_own_consumers_that_are_cancelled_are_no_others() -> None:
     counts = QueueCounts()
-    counts.subscribed(5, 10)
+    counts.subscribed(5, 10, 8)
     assert [counts.others(2, moved, subscribed=True) for moved in (5, 14, 15, 15)] == [0, 0, 0, 1]
 
 

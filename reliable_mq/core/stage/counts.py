@@ -7,7 +7,8 @@ cancelled consumer until its deliveries are acked. With a single active consumer
 
 RabbitMQ reports 0 messages and 0 consumers for a quorum queue whose leader does not respond. The relay is a consumer of
 the queue, so such a count is ignored. When the channel is set up, the relay is not a consumer yet. If that count is in
-doubt, the first two counts after the subscription decide: messages sent before the first arrive before the second.
+doubt, the first count after the subscription decides. The number of messages on their way then is not known, and taken
+to be the prefetch.
 
 The counts of a quorum queue come from its leader, and the deliveries from the member on the relay's node, which may lag
 behind. So messages may be on their way though two counts in a row find none. A new subscription shows it: the leader
@@ -47,13 +48,13 @@ class QueueCounts:
     def __init__(self) -> None:
         self.ready: int | None = None
         self._ready_before: int | None = 0  # ready messages when the channel was set up; None if in doubt
-        self._ready_first: int | None = None  # ready messages by the first certain count after that
+        self._granted = 0  # the prefetch of the newest subscription of the channel
         self._moved_before = 0  # moved messages when the relay became active
         self._empty = 0  # empty counts in a row
         self._renewed = False  # whether the subscription was renewed since the last delivery
         self._free = False  # whether nothing was counted before that which the earlier subscription may have had
         self._alone = False  # whether no more consumers were counted after that than those found, and the relay
-        self._others: int | None = None  # consumers when a channel was set up, the fewest
+        self._others: int | None = None  # other consumers when a channel was set up, the fewest
         self._delivered = 0
         self._delivered_before = 0  # deliveries at the last count
         self._own_until = 0  # moved messages until which cancelled consumers of the relay may be counted
@@ -64,9 +65,10 @@ class QueueCounts:
         """Record the count when a channel is set up."""
         self.ready = count.messages
         self._ready_before = None if count.in_doubt else count.messages
-        self._ready_first = None
         self._delivered = self._delivered_before = 0
-        self._others = count.consumers if self._others is None else min(self._others, count.consumers)
+        self._granted = 0
+        if not count.in_doubt:
+            self._found(count.consumers)
         self._renewed = self._alone = False
 
     def activated(self, moved: int) -> None:
@@ -83,19 +85,19 @@ class QueueCounts:
         self._renewed, self._alone = True, False
         self._free = not between.messages and between.consumers <= (self._others or 0)
 
-    def subscribed(self, moved: int, outstanding: int) -> None:
+    def subscribed(self, moved: int, outstanding: int, prefetch: int) -> None:
         """Record a new subscription. Earlier ones end with the outstanding deliveries."""
         self._own_until = moved + outstanding
+        self._granted = prefetch
 
     def counted(self, count: QueueState, outstanding: int) -> None:
         """Record the messages of a count after the subscription."""
         if count.in_doubt:
             return
         ready = count.messages
-        if self._ready_first is None:
-            self._ready_first = ready
-        elif self._ready_before is None:
-            self._ready_before = self._ready_first + self._delivered
+        if self._ready_before is None:
+            self._ready_before = ready + self._delivered + self._granted
+            self._found(count.consumers - bool(self._granted))
         empty = not ready and not outstanding and self._delivered == self._delivered_before
         self._delivered_before = self._delivered
         self._empty = self._empty + 1 if empty else 0
@@ -104,6 +106,9 @@ class QueueCounts:
         self._alone = self._renewed and self._free
         self._renewed = self._renewed and (self._free or not alone)
         self.ready = ready
+
+    def _found(self, others: int) -> None:
+        self._others = others if self._others is None else min(self._others, others)
 
     def others(self, consumers: int, moved: int, *, subscribed: bool) -> int:
         """Record the consumers of a count. Return the number of others to warn about.
