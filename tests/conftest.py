@@ -61,7 +61,8 @@ def _begin_with_slow_tests(items: list[pytest.Item], processes: int) -> None:
     items.clear()
     for process in range(processes):
         first = slow[process::processes]
-        items += [*first, *islice(others, size + (process >= processes - larger) - len(first))]
+        space = size + (process >= processes - larger) - len(first)
+        items += [*first, *islice(others, max(space, 0))]
     items += others
 
 
