@@ -475,7 +475,7 @@ def test_a_channel_that_passes_over_one_queue_is_replaced(broker: ScriptedBroker
     broker.script = script
     with new_publisher(confirm_timeout=1.0) as publisher:
         first, second = (
-            submit(publisher, 2, routing_key="stuck", timeout=1.5),
+            submit(publisher, 1, routing_key="stuck", timeout=1.5),
             submit(publisher, 2, routing_key="stuck"),
         )
         quick: list[Any] = []
@@ -485,7 +485,7 @@ def test_a_channel_that_passes_over_one_queue_is_replaced(broker: ScriptedBroker
             return len(broker.connections) == 2
 
         wait_until(replaced, timeout=30, what="the channel was replaced", interval=0.1)
-        assert [type(error) for error in errors(first)] == [PublishUnconfirmed] * 2
+        assert [type(error) for error in errors(first)] == [PublishUnconfirmed]
         assert errors(second + quick) == [None] * (2 + len(quick))
         assert all(confirmation.result(0).possible_duplicate for confirmation in second)
 

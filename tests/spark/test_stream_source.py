@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from pyspark.sql.streaming.datasource import ReadMaxRows
 
+from reliable_mq.core.statistics import StageStatistics, StageStatus
 from reliable_mq.errors import BrokerUnavailable
 from reliable_mq.spark import staged_source
 from reliable_mq.spark.options import read_options, staged_options
@@ -96,6 +97,7 @@ class LostRelay:
 
     def __init__(self, *_args: object, **_named: object) -> None:
         self.closed = False
+        self.statistics = StageStatistics()
         self._active = [True, True]
         self._waits = 0
 
@@ -104,6 +106,9 @@ class LostRelay:
 
     def wait_declared(self, _timeout: float) -> None:
         pass
+
+    def status(self) -> StageStatus:
+        return StageStatus(active=1, outstanding=0, held_bytes=0)
 
     def wait_active(self, _timeout: float) -> bool:
         return bool(self._active and self._active.pop())
