@@ -156,7 +156,7 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
             raise
         if self._waiters or not self._window.fits(confirmation.size):
             return False
-        self._admit(confirmation)
+        self._store(confirmation)
         return True
 
     async def wait_for_window(self, confirmation: AsyncStoredConfirmation) -> None:
@@ -168,7 +168,7 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
         """
         remaining = confirmation.accepted_at + self.timeout_of(confirmation) - time.monotonic()
         try:
-            if not await self._waiters.wait(confirmation.size, remaining, partial(self._admit, confirmation)):
+            if not await self._waiters.wait(confirmation.size, remaining, partial(self._store, confirmation)):
                 self._check_open()
                 self._refuse_late(confirmation)
         except BaseException as error:
@@ -228,11 +228,6 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
             self._questions.close()
             raise
         self._relay_publisher.start()
-
-    def _admit(self, confirmation: AsyncStoredConfirmation) -> None:
-        self._window.take(confirmation.size)
-        self._unstored[confirmation] = None
-        self._writer.store(confirmation, confirmation.row)
 
     def _call_outside(self, call: Callable[[], object]) -> None:
         self.loop.call_soon(call)

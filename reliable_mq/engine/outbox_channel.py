@@ -216,6 +216,12 @@ class BaseOutboxChannel(BaseChannel[C]):
                 self._fail(confirmation, error)
                 confirmation.settled()
 
+    def _store(self, confirmation: C) -> None:
+        """Hand a message to the writer. The window has room for it."""
+        self._window.take(confirmation.size)
+        self._unstored[confirmation] = None
+        self._writer.store(confirmation, confirmation.row)
+
     def _give_up_unstored(self) -> None:
         with self._guard:
             for confirmation in self._unstored:

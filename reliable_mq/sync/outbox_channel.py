@@ -155,7 +155,7 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
                 if self._waiters.waiting or not self._window.fits(confirmation.size):
                     self._wait_for_window(confirmation)
                 else:
-                    self._take(confirmation)
+                    self._store(confirmation)
         except BaseException as error:
             end_trace(confirmation, error)
             raise
@@ -257,17 +257,12 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
         if not (self._closed or self.forked):
             self._waiters.admit(crowded=False)
 
-    def _take(self, confirmation: StoredConfirmation) -> None:
-        self._writer.store(confirmation, confirmation.row)
-        self._unstored[confirmation] = None
-        self._window.take(confirmation.size)
-
     def _wait_for_window(self, confirmation: StoredConfirmation) -> None:
         """Store a message once the window has room."""
         if not self._waiters.wait(
             confirmation.size,
             confirmation.accepted_at + self.timeout_of(confirmation),
-            partial(self._take, confirmation),
+            partial(self._store, confirmation),
             lambda: self._closed or self.forked,
             passes=False,
         ):

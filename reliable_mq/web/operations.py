@@ -197,8 +197,7 @@ class Operations:
 
     def read(self, queue: str, user: str) -> Job:
         """Begin to read a queue, or return the job that already reads it."""
-        there = self._reading_job(queue, _EVERYTHING)
-        return there or self.jobs.begin(Job("read", queue, _EVERYTHING, user), self._read)
+        return self._begin_reading(Job("read", queue, _EVERYTHING, user), self._read)
 
     def read_alone(self, queue: str, depth: int) -> None:
         """Begin to read a small queue for the list, once, unless RabbitMQ counts reads."""
@@ -213,8 +212,7 @@ class Operations:
     def read_letter(self, queue: str, fingerprint: str, user: str) -> Job:
         """Begin to read one letter and to keep its content, or return the job that does."""
         choice = Choice.of_pairs([("letter", fingerprint)])
-        there = self._reading_job(queue, choice)
-        return there or self.jobs.begin(Job("read", queue, choice, user), self._read_one)
+        return self._begin_reading(Job("read", queue, choice, user), self._read_one)
 
     def replay(self, queue: str, choice: Choice, user: str, options: ReplayOptions) -> Job:
         """Begin to replay letters, or with ``dry_run`` to count them."""
@@ -272,9 +270,10 @@ class Operations:
 
         return self.jobs.begin(Job("export", queue, choice, user), self._audited(work, changes=False))
 
-    def _reading_job(self, queue: str, choice: Choice) -> Job | None:
-        there = (job for job in self.jobs.of(queue) if job.kind == "read" and job.choice.pairs == choice.pairs)
-        return next(there, None)
+    def _begin_reading(self, job: Job, work: Callable[[Job], Any]) -> Job:
+        """Begin to read letters, or return the job that already reads them."""
+        there = (one for one in self.jobs.of(job.queue) if one.kind == "read" and one.choice.pairs == job.choice.pairs)
+        return next(there, None) or self.jobs.begin(job, work)
 
     def _read(self, job: Job) -> None:
         with self._source.open(job.queue) as dead:

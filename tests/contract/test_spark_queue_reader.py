@@ -15,14 +15,20 @@ if TYPE_CHECKING:
     from tests.contract.scripted_broker import ScriptedBroker
 
 
+def opening_reader(broker: ScriptedBroker, *, prefetch: int) -> tuple[QueueReader, threading.Thread]:
+    """Return a reader of a queue, and the thread that opens it."""
+    options = read_options({"url": broker.url, "queue": "orders"}, streaming=True)
+    assert isinstance(options, QueueOptions)
+    reader = QueueReader(options, "test", PrefetchChoice(prefetch))
+    opening = threading.Thread(target=reader.open)
+    opening.start()
+    return reader, opening
+
+
 @pytest.mark.slow
 def test_a_cancelled_queue_with_a_count_in_doubt_is_read_again(broker: ScriptedBroker) -> None:
     """A reliable count needs a subscription."""
-    options = read_options({"url": broker.url, "queue": "orders"}, streaming=True)
-    assert isinstance(options, QueueOptions)
-    reader = QueueReader(options, "test", PrefetchChoice(1))
-    opening = threading.Thread(target=reader.open)
-    opening.start()
+    reader, opening = opening_reader(broker, prefetch=1)
     try:
         channel = broker.consuming
         before = set(channel.consumers)
@@ -40,11 +46,7 @@ def test_a_message_during_the_subscription_lets_a_query_start(broker: ScriptedBr
     """The queue was empty. A quorum queue counts a cancelled consumer whose delivery the reader holds."""
     broker.counts.extend([(0, 0), (0, 1)])
     broker.count = 0, 2
-    options = read_options({"url": broker.url, "queue": "orders"}, streaming=True)
-    assert isinstance(options, QueueOptions)
-    reader = QueueReader(options, "test", PrefetchChoice(100))
-    opening = threading.Thread(target=reader.open)
-    opening.start()
+    reader, opening = opening_reader(broker, prefetch=100)
     try:
         broker.consuming.deliver(b"first", message_id="m1")
         opening.join(5)

@@ -31,10 +31,23 @@ def rows(*bodies: str) -> list[NewRow]:
     return [NewRow(Message(body.encode()), "", "q", True, "key") for body in bodies]
 
 
-class FirstIsReturned:
-    """A publisher that returns the first message while rows of its key are stored."""
+class Connected:
+    """A publisher that is always connected, keeps no places, and wakes the relay at once."""
 
     ended = False
+
+    def connect(self) -> None:
+        """Do nothing."""
+
+    def kept(self) -> KeptPlaces:
+        return KeptPlaces()
+
+    def watch(self, wake: Callable[[], object]) -> None:
+        wake()
+
+
+class FirstIsReturned(Connected):
+    """A publisher that returns the first message while rows of its key are stored."""
 
     def __init__(self, outbox: Outbox) -> None:
         self.sent: list[bytes] = []
@@ -42,9 +55,6 @@ class FirstIsReturned:
         self.looked_again = threading.Event()
         self._outbox = outbox
         self._outstanding: list[OutboxRow] = []
-
-    def connect(self) -> None:
-        """Do nothing: it is always connected."""
 
     def send(self, rows: Sequence[OutboxRow]) -> None:
         self.sent += [row.message.body for row in rows]
@@ -60,12 +70,6 @@ class FirstIsReturned:
             self._outbox.write(rows("c", "d"), [])
             return [(self._outstanding.pop(), RETURNED)]
         return []
-
-    def kept(self) -> KeptPlaces:
-        return KeptPlaces()
-
-    def watch(self, wake: Callable[[], object]) -> None:
-        wake()
 
 
 @pytest.fixture(params=["file", "table"])
@@ -128,18 +132,13 @@ def test_a_stopping_relay_releases_waiting_rows_untouched(outbox: Outbox, timeou
     assert left == [(b"a", True), (b"b", isinstance(outbox, SQLiteOutbox))]
 
 
-class Slow:
+class Slow(Connected):
     """A publisher that confirms one row per call of `take_settled`."""
-
-    ended = False
 
     def __init__(self) -> None:
         self.outstanding: list[OutboxRow] = []
         self.most: list[list[int]] = []
         self.confirmed: list[bytes] = []
-
-    def connect(self) -> None:
-        """Do nothing: it is always connected."""
 
     def send(self, rows: Sequence[OutboxRow]) -> None:
         self.outstanding += rows
@@ -151,12 +150,6 @@ class Slow:
         row = self.outstanding.pop(0)
         self.confirmed.append(row.message.body[:1])
         return [(row, None)]
-
-    def kept(self) -> KeptPlaces:
-        return KeptPlaces()
-
-    def watch(self, wake: Callable[[], object]) -> None:
-        wake()
 
 
 def test_a_relay_keeps_no_more_bytes_outstanding_than_fit(outbox: Outbox) -> None:
@@ -185,18 +178,13 @@ def test_a_relay_keeps_no_more_bytes_outstanding_than_fit(outbox: Outbox) -> Non
     assert max(map(sum, publisher.most)) == 1000
 
 
-class Held:
+class Held(Connected):
     """A publisher that confirms all rows or none, and counts the turns of the relay."""
-
-    ended = False
 
     def __init__(self, confirms: bool) -> None:
         self.turns = 0
         self._confirms = confirms
         self._settled: list[tuple[OutboxRow, ReliableMQError | None]] = []
-
-    def connect(self) -> None:
-        """Do nothing: it is always connected."""
 
     def send(self, rows: Sequence[OutboxRow]) -> None:
         if self._confirms:
@@ -206,12 +194,6 @@ class Held:
         self.turns += 1
         settled, self._settled = self._settled, []
         return settled
-
-    def kept(self) -> KeptPlaces:
-        return KeptPlaces()
-
-    def watch(self, wake: Callable[[], object]) -> None:
-        wake()
 
 
 @pytest.mark.parametrize("held", ["by their key", "by writes that hang"])
@@ -298,21 +280,16 @@ def test_an_outbox_that_answers_again_is_no_trouble(outbox: Outbox, monkeypatch:
         assert relay.join(20)
 
 
-class NoLeader:
+class NoLeader(Connected):
     """A publisher to two queues, one of which never confirms.
 
     A row to that queue fails at its first attempt and stays outstanding at the second.
     """
 
-    ended = False
-
     def __init__(self) -> None:
         self.healthy = threading.Event()
         self.stuck: list[OutboxRow] = []
         self._settled: list[tuple[OutboxRow, ReliableMQError | None]] = []
-
-    def connect(self) -> None:
-        """Do nothing: it is always connected."""
 
     def send(self, rows: Sequence[OutboxRow]) -> None:
         for row in rows:
@@ -327,12 +304,6 @@ class NoLeader:
     def take_settled(self) -> list[tuple[OutboxRow, ReliableMQError | None]]:
         settled, self._settled = self._settled, []
         return settled
-
-    def kept(self) -> KeptPlaces:
-        return KeptPlaces()
-
-    def watch(self, wake: Callable[[], object]) -> None:
-        wake()
 
 
 @pytest.mark.parametrize("key", [None, "key of {}"])
