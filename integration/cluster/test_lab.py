@@ -122,7 +122,8 @@ def test_an_alarm_of_one_node_blocks_publishing_on_all(rabbitmq_cluster: RabbitM
     assert is_confirmed(other, orders, within=30)
 
 
-@pytest.mark.parametrize("one_way", [pytest.param(False, marks=pytest.mark.soak), True])
+@pytest.mark.soak
+@pytest.mark.parametrize("one_way", [False, True])
 def test_an_isolated_leader_keeps_clients_and_confirms_nothing(
     rabbitmq_cluster: RabbitMQCluster, orders: VirtualHost, one_way: bool
 ) -> None:

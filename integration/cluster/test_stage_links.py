@@ -2,10 +2,15 @@
 
 The queue requeues the relay's deliveries: RabbitMQ 4.3 after a minute, earlier versions at once. The test closes the
 link repeatedly, which covers both.
+
+The link's end also stops the node's replica of the stage, which may be away for more than a minute. The relay then
+reconnects. The proxy stands for a load balancer, which leads new connections to another node.
 """
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,7 +28,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.usefixtures("baseline"), pytest.mark.timeout(600)]
 
-PART, LINKS = 100, 2
+PART = 100
 LINK_CLOSES = "erlang:disconnect_node('{name}'), ok"
 PATIENCE = "application:set_env(rabbit, consumer_disconnected_timeout, {})"
 
@@ -55,28 +60,30 @@ def test_f68_broken_links_of_nodes_move_each_message_once(
 ) -> None:
     """The relay's channel survives; the leader redelivers on it with new tags."""
     publish(cluster_vhost.url, "orders", 1, type="quorum")
-    leader, near, _ = rabbitmq_cluster.nodes
+    leader, *others = rabbitmq_cluster.nodes
     with (
-        fault_proxy(near.url_of(cluster_vhost.name)) as proxy,
+        fault_proxy(others[0].url_of(cluster_vhost.name)) as proxy,
         relaying(proxy.url, confirm_timeout=DEADLINE) as relay,
     ):
 
-        def more_than(deliveries: int) -> bool:
+        def more_than(deliveries: int, near: ClusterNode) -> bool:
             if proxy.seen("basic.deliver") > deliveries:
                 return True
             break_link(leader, near)
             return False
 
         wait_until(lambda: moved(relay) == 1, timeout=DEADLINE, what="the first one moved")
-        for number in range(1, LINKS + 1):
+        for number, (near, next_node) in enumerate(pairwise([*others, leader]), 1):
             rabbitmq_cluster.transfer_leader("orders", leader, cluster_vhost.name)
             proxy.hold_confirms()
             publish(url_of(cluster_vhost, [leader]), "orders", PART, first=1 + (number - 1) * PART)
             wait_until(lambda: relay.status().outstanding >= 8, timeout=DEADLINE, what="copies that are not confirmed")
-            before = proxy.seen("basic.deliver")
-            wait_until(lambda n=before: more_than(n), timeout=DEADLINE, what="more deliveries", interval=2.0)  # type: ignore[misc]
+            proxy.redirect(next_node.url_of(cluster_vhost.name))
+            again = partial(more_than, proxy.seen("basic.deliver"), near)
+            wait_until(again, timeout=DEADLINE, what="more deliveries", interval=2.0)
             proxy.release_confirms()
             wait_until(lambda n=number: moved(relay) > n * PART, timeout=DEADLINE, what="all moved")  # type: ignore[misc]
+            proxy.cut()  # to the other node, if it has not moved yet
     home = rabbitmq_cluster.leader_of("stage", cluster_vhost.name)  # a replica on another node may still have to start
-    check_each_once(home.url_of(cluster_vhost.name), "stage", count=1 + LINKS * PART)
+    check_each_once(home.url_of(cluster_vhost.name), "stage", count=1 + len(others) * PART)
     assert relay.statistics.moved_before >= 8

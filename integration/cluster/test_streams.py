@@ -60,13 +60,16 @@ def _content(vhost: VirtualHost) -> list[tuple[int, bytes]]:
         channel = connection.channel()
         channel.basic_qos(prefetch_count=500)
         end = channel.queue_declare(EVENTS.name, passive=True).method.message_count
+        quiet = 0  # seconds
         for method, properties, body in channel.consume(
-            EVENTS.name, arguments={"x-stream-offset": "first"}, inactivity_timeout=5
+            EVENTS.name, arguments={"x-stream-offset": "first"}, inactivity_timeout=1
         ):
-            if method is None:
+            if method is not None:
+                found.append((properties.headers["x-stream-offset"], body))
+                channel.basic_ack(method.delivery_tag)
+                quiet = 0
+            elif (quiet := quiet + 1) == 5 or len(found) >= end:
                 break
-            found.append((properties.headers["x-stream-offset"], body))
-            channel.basic_ack(method.delivery_tag)
         channel.cancel()
     assert len(found) >= end > 0
     return found

@@ -30,7 +30,7 @@ from reliable_mq.connection.channel import SetupRunner, StepQueue
 from reliable_mq.connection.errors import as_ours, is_refusal
 from reliable_mq.connection.interfaces import ConnectCredentials
 from reliable_mq.connection.token_renewer import TokenRenewer
-from reliable_mq.core.channel_setup import is_undecided
+from reliable_mq.core.channel_setup import reconnect_reason
 from reliable_mq.core.consumer.attempts import printable
 from reliable_mq.core.reconnect import ConnectionLoss, CredentialsCalls
 from reliable_mq.errors import BrokerUnavailable
@@ -448,8 +448,8 @@ class Connector:
         if channel is not self._channel:
             return
         self._channel = None
-        if self._state is not ConnectionState.CLOSING and is_undecided(code, text):
-            self.discard(f"the broker cannot check a permission: {code} {text}")  # the next has new credentials
+        if self._state is not ConnectionState.CLOSING and (reason := reconnect_reason(code, text)):
+            self.discard(reason)
         elif self._state is ConnectionState.SETTING_UP:
             if self._step_outstanding is not None:
                 self._step_outstanding.refuse(code, text)

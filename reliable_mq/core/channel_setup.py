@@ -74,10 +74,10 @@ __all__ = [
     "declare",
     "is_away",
     "is_missing",
-    "is_undecided",
     "parse_version",
     "publisher_setup",
     "pull_setup",
+    "reconnect_reason",
     "refusal",
     "round_trip",
 ]
@@ -89,12 +89,8 @@ _PRECONDITION_FAILED = 406
 _MOST_DIFFERENCES = 24  # maximum rounds of a comparison, each of which costs a channel
 _AWAY_CODES = frozenset({_NOT_FOUND, _PRECONDITION_FAILED})
 # RabbitMQ has no code for these states, only texts. AMQP is up before the replicas of streams and quorum queues are.
-_AWAY = (
-    "is down or inaccessible",
-    "due to timeout",
-    "process is stopped by supervisor",
-    "does not have a running replica on the local node",
-)
+_NO_REPLICA = "does not have a running replica on the local node"
+_AWAY = ("is down or inaccessible", "due to timeout", "process is stopped by supervisor", _NO_REPLICA)
 _DELAYED_RETRY = (4, 3)
 # 503 is command-invalid: an exchange type that does not exist.
 _DIFFERENT = frozenset({_PRECONDITION_FAILED, 503})
@@ -337,13 +333,18 @@ def is_away(refused: StepRefused) -> bool:
     return refused.code in _AWAY_CODES and any(text in refused.text for text in _AWAY)
 
 
-def is_undecided(code: int, text: str) -> bool:
-    """Return whether the broker could not decide on a permission.
+def reconnect_reason(code: int, text: str) -> str:
+    """Return why another connection may succeed after a refusal, empty if it cannot.
 
     An authorization backend failed, or the token of the connection has expired: RabbitMQ 4.0 does not
-    disconnect then, and refuses whatever needs a permission.
+    disconnect then, and refuses whatever needs a permission. Or the node has no replica of a stream, and another node
+    may have one.
     """
-    return code == _ACCESS_REFUSED and "', backend " in text.rpartition("' refused for user '")[2]
+    if code == _ACCESS_REFUSED and "', backend " in text.rpartition("' refused for user '")[2]:
+        return f"the broker cannot check a permission: {code} {text}"
+    if code == _PRECONDITION_FAILED and _NO_REPLICA in text:
+        return f"the stream has no replica on this node: {code} {text}"
+    return ""
 
 
 def is_missing(error: ReliableMQError) -> bool:

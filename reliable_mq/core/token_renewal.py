@@ -3,7 +3,7 @@
 RabbitMQ closes a connection whose token has expired, or refuses its methods. So the next token is read from the
 callback after a part of the lifetime and sent on the open connection (``connection.update-secret``). After a failure it
 is read again, even beyond the expiry of the current token: the broker decides when an expired token costs the
-connection (`core.channel_setup.is_undecided`). A connection that is lost takes a new token at the next connect.
+connection (`core.channel_setup.reconnect_reason`). A connection that is lost takes a new token at the next connect.
 
 Invariants:
 

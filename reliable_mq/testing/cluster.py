@@ -33,7 +33,7 @@ from reliable_mq.testing.rabbitmq import RabbitMQ
 from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from docker.models.networks import Network
 
@@ -134,6 +134,14 @@ class ClusterNode(RabbitMQ):
     def unreachable(self, rules: Iterable[tuple[str, str]]) -> None:
         """Drop packets from (``"INPUT"``) and to (``"OUTPUT"``) other addresses."""
         self._unreachable = set(rules)
+        self._set_packet_filter()
+
+    def refuse(self, peers: Iterable[str]) -> None:
+        """Refuse TCP connections to other addresses at once.
+
+        A machine does the same if no server listens.
+        """
+        self._refused = set(peers)
         self._set_packet_filter()
 
 
@@ -307,9 +315,7 @@ class RabbitMQCluster:
         # A majority forgets a node, and the dead nodes may be part of this majority.
         self._each([node for node in dead if node not in lost], lambda node: node.start(timeout=_TIMEOUT))
         empty = [node for node in dead if node in lost]
-        for node in empty:
-            if f"'{node.name}'" in self.evaluate("rabbit_nodes:list_members()"):  # an earlier start may have failed
-                self.rabbitmqctl("forget_cluster_node", node.name)
+        self._forget(empty)
         self._each(empty, lambda node: node.start(timeout=_TIMEOUT))
         self._drained.difference_update(dead)
         for node in lost:
@@ -452,6 +458,22 @@ class RabbitMQCluster:
                 what=f"every quorum queue has a majority without {node.name}",
                 interval=0.2,
             )
+
+    def _forget(self, nodes: Sequence[ClusterNode]) -> None:
+        """Remove nodes from the cluster.
+
+        For each of its queues, the broker connects to the node, which takes three seconds if nothing has its address.
+        """
+        members = self.evaluate("rabbit_nodes:list_members()") if nodes else ""  # an earlier start may have failed
+        known = [node for node in nodes if f"'{node.name}'" in members]
+        running = self.running if known else ()
+        try:
+            with contextlib.suppress(LabError):  # it takes longer without iptables
+                self._each(running, lambda node: node.refuse([lost.network_address for lost in known]))
+            for node in known:
+                self.rabbitmqctl("forget_cluster_node", node.name)
+        finally:
+            self._each(running, lambda node: node.refuse([]))
 
     def _wait_for_members(self, timeout: float = _TIMEOUT) -> None:
         expected = "[" + ",".join(f"'{node.name}'" for node in self.nodes) + "]"

@@ -73,6 +73,7 @@ class ContainedServer(ABC):
         self._container: Container | None = None
         self._loss = 0.0
         self._unreachable: set[tuple[str, str]] = set()
+        self._refused: set[str] = set()
         self._filter: list[str] | None = []  # the rules in effect, None if they are not known
 
     # life
@@ -360,6 +361,7 @@ class ContainedServer(ABC):
     def _set_packet_filter(self) -> None:
         """Set the packet filter of a running container to the current faults."""
         rules = [f"-A {chain} {'-s' if chain == 'INPUT' else '-d'} {peer} -j DROP" for chain, peer in self._unreachable]
+        rules += [f"-A OUTPUT -d {peer} -p tcp -j REJECT --reject-with tcp-reset" for peer in self._refused]
         if self._loss:
             drop = f"-p tcp -m statistic --mode random --probability {self._loss:.4f} -j DROP"
             rules += [f"-A {chain} {drop}" for chain in ("INPUT", "OUTPUT")]

@@ -41,6 +41,7 @@ SELECT_OK, ACK = (85, 11), (60, 80)
 UNDECIDED = (
     b"ACCESS_REFUSED - read access to queue 'q' in vhost '/' refused for user 'u', backend b returned an error: no"
 )
+NO_REPLICA = b"PRECONDITION_FAILED - stream queue 'q' in vhost '/' does not have a running replica on the local node"
 LEGAL = changes(TRANSITIONS)
 SERVER = ServerInfo("RabbitMQ", "4.3.0", (4, 3, 0))
 
@@ -339,7 +340,7 @@ class ConnectorMachine(RuleBasedStateMachine):
         assert link.channel is not None
         number = link.channel.number
         link.asked = [one for one in link.asked if one[0] != number]
-        text = UNDECIDED if code == 403 else b"text"
+        text = {403: UNDECIDED, 406: NO_REPLICA}.get(code, b"text")
         close = code.to_bytes(2, "big") + bytes([len(text)]) + text + bytes(4)
         self.loop.guard(lambda: link.send(number, CHANNEL_CLOSE, close))
         self.loop.turn()

@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry
 from integration.support.consuming import Gate, Handler
 from reliable_mq import (
     Ack,
+    BrokerUnavailable,
     DeadLetter,
     IdempotencyStoreError,
     KillSwitch,
@@ -31,19 +32,23 @@ from reliable_mq import (
     TopologyMismatch,
     UsageError,
 )
+from reliable_mq.codec.methods import CheckQueue, Consume, QueueState
 from reliable_mq.core import headers
 from reliable_mq.core.consumer import delivery_watch
 from reliable_mq.core.idempotency import Claim, ClaimStatus
 from reliable_mq.engine.subscription import BaseSubscription
+from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
 from reliable_mq.stores import MemoryStore
+from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.testing.waiting import wait_until
+from tests.contract.scripted_broker import ScriptedBroker
 from tests.core.deliveries import BROKEN_TABLE, properties
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from reliable_mq import Delivery
-    from tests.contract.scripted_broker import Channel, Published, ScriptedBroker, Settlement
+    from tests.contract.scripted_broker import Channel, Published, Settlement
 
 NewConsumer = "Callable[..., Any]"
 ORDERS = Queue("orders")
@@ -728,6 +733,37 @@ def test_a_broker_has_longer_to_attach_a_consumer_to_a_stream(
         broker.consuming.deliver(b"x")
         handler.wait_done(1)
     assert len(broker.connections) == 1
+
+
+GUEST = Credentials("guest", "guest")
+NO_REPLICA = (
+    "PRECONDITION_FAILED - stream queue 'events' in vhost '/' does not have a running replica on the local node"
+)
+
+
+def test_a_consumer_leaves_a_node_without_a_replica_of_its_stream(
+    broker: ScriptedBroker, new_consumer: NewConsumer
+) -> None:
+    """The node may never have one, if its replica was deleted."""
+    broker.refusals["Basic.Consume"] = 406, NO_REPLICA
+    handler = Handler()
+    with (
+        ScriptedBroker() as other,
+        new_consumer(handler, Queue("events", type="stream"), url=[broker.url, other.url], offset="next"),
+    ):
+        other.consuming.deliver(b"x")
+        handler.wait_done(1)
+
+
+def test_a_ready_channel_leaves_a_node_without_a_replica(broker: ScriptedBroker) -> None:
+    with ScriptedBroker() as other:
+        endpoints = tuple(Endpoint("127.0.0.1", one.port) for one in (broker, other))
+        with AdminChannel(ConnectionSettings(endpoints=endpoints, credentials=GUEST), name="admin") as channel:
+            broker.refusals["Basic.Consume"] = 406, NO_REPLICA
+            with pytest.raises(BrokerUnavailable, match="the stream has no replica on this node: 406"):
+                channel.perform(Consume("events", "tag"))
+            assert channel.perform(CheckQueue("events")) == QueueState("events", 0, 0)
+            assert other.seen.count("Queue.Declare") == 1
 
 
 TENANT: ContextVar[str] = ContextVar("tenant", default="")

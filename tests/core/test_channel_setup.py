@@ -26,10 +26,10 @@ from reliable_mq.core.channel_setup import (
     consumer_setup,
     declare,
     is_missing,
-    is_undecided,
     parse_version,
     publisher_setup,
     pull_setup,
+    reconnect_reason,
     refusal,
     round_trip,
 )
@@ -342,7 +342,20 @@ def test_refusals_that_time_heals(step: Step, code: int, text: str) -> None:
 )
 def test_what_the_broker_cannot_decide_is_told_from_a_refusal(code: int, text: str, undecided: bool) -> None:
     """An expired token, or an authorization backend that failed."""
-    assert is_undecided(code, f"ACCESS_REFUSED - {text}") is undecided
+    reason = reconnect_reason(code, f"ACCESS_REFUSED - {text}")
+    assert reason.startswith("the broker cannot check a permission: ") is undecided
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "lacks"),
+    [
+        (406, f"PRECONDITION_FAILED - stream {NO_REPLICA}", True),
+        (406, "PRECONDITION_FAILED - unknown delivery tag 1", False),
+        (404, "NOT_FOUND - home node 'rabbit@a' of durable queue 'q' is down or inaccessible", False),
+    ],
+)
+def test_a_node_without_a_replica_is_told_from_a_refusal(code: int, text: str, lacks: bool) -> None:
+    assert reconnect_reason(code, text) == (f"the stream has no replica on this node: {code} {text}" if lacks else "")
 
 
 def test_a_queue_that_is_not_back_yet_is_not_missing() -> None:
