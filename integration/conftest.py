@@ -136,7 +136,8 @@ _LONGEST = (
     "test_stream_ranges.py",
 )
 _APIS = ("sync", "aio")
-_CLUSTER = "cluster"  # the directory of the tests that share a cluster, and take longer than any file
+_CLUSTER = "cluster"  # the directory of the tests on a cluster, which take longer than any file
+_LONGEST_OF_CLUSTER = "test_nodes.py"
 _OLD_LINE = "4.0"  # the tests on this line share one broker
 _TESTS_BETWEEN_FREEZES = 20
 _tests_begun = count(1)
@@ -181,8 +182,8 @@ class _Scheduling(LoadFileScheduling):
         folder, _, name = file.rpartition("/")
         if _OLD_LINE in nodeid.partition("[")[2]:
             return _OLD_LINE
-        if folder.rpartition("/")[2] == _CLUSTER:  # the cluster that they share
-            return folder
+        if folder.rpartition("/")[2] == _CLUSTER:  # two clusters: these tests take as long as all others
+            return file if name == _LONGEST_OF_CLUSTER else folder
         return nodeid if name in _SPLIT else file
 
 

@@ -741,9 +741,7 @@ NO_REPLICA = (
 )
 
 
-def test_a_consumer_leaves_a_node_without_a_replica_of_its_stream(
-    broker: ScriptedBroker, new_consumer: NewConsumer
-) -> None:
+def test_a_consumer_leaves_a_node_without_a_replica(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
     """The node may never have one, if its replica was deleted."""
     broker.refusals["Basic.Consume"] = 406, NO_REPLICA
     handler = Handler()
