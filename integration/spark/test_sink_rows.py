@@ -96,16 +96,16 @@ def test_columns_direct_each_row_unless_an_option_overrides(vhost: VirtualHost) 
 
 
 def test_an_unroutable_row_is_an_error_with_its_id_and_reason(vhost: VirtualHost) -> None:
-    """Other rows stay published, and are published again by the next attempt."""
+    """Earlier rows stay published, and are published again by the next attempt."""
     batch = pa.RecordBatch.from_pydict(
         {
-            "body": ["a", "b", "c"],
-            "message_id": ["id-a", "id-b", "id-c"],
-            "routing_key": ["orders", "nowhere", "orders"],
+            "body": ["a", "c", "b"],
+            "message_id": ["id-a", "id-c", "id-b"],
+            "routing_key": ["orders", "orders", "nowhere"],
         }
     )
     with pytest.raises(
-        PublishError, match=r"1 of 3 rows of partition 0 .* row 1: message id-b .*312 NO_ROUTE"
+        PublishError, match=r"1 of 3 rows of partition 0 .* row 2: message id-b .*312 NO_ROUTE"
     ) as failed:
         write(vhost, batch)
     assert failed.value.message_id == "id-b"
