@@ -46,10 +46,19 @@ MATRIX = DOCS / "explanation" / "faults.md"
 PROXY = DOCS / "guides" / "testing.md"
 
 NOT_INSTALLED = ("celery",)  # used by the programs of a guide
+#: Names that blocks use and do not define.
+READERS_OWN = {
+    "url": "amqp://guest:guest@localhost/",
+    "orders": reliable_mq.Queue("orders"),
+    "handle": print,
+    "ship": print,
+    "book": print,
+}
 
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`([^`\n]+)`")
+_DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef)
 _UNITS = {"": 1, " s": 1, " MiB": 1024 * 1024, " attempts": 1}
 
 
@@ -199,6 +208,34 @@ def test_python_blocks_in_the_docs_compile_and_import_real_names() -> None:
                 module = importlib.import_module(node.module)
                 for alias in node.names:
                     assert hasattr(module, alias.name), f"{node.module}.{alias.name}"
+
+
+@pytest.mark.slow
+def test_python_blocks_construct_with_valid_arguments(tmp_path: Path) -> None:
+    """Constructors of the package accept the arguments in the blocks; none connects.
+
+    A call with a name that the block does not define is left out.
+    """
+    made = 0
+    for page in PAGES:
+        for block in _BLOCK.findall(page.read_text()):
+            names = {**vars(reliable_mq), **READERS_OWN}
+            for node in ast.walk(ast.parse(block.replace("/var/log/shop", str(tmp_path)))):
+                call = node.value if isinstance(node, ast.Assign) else node
+                function = call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else ""
+                found = names.get(function)
+                ours = inspect.isclass(found) and found.__module__.startswith("reliable_mq.")
+                assigns = isinstance(node, ast.Assign) and (function or isinstance(call, ast.Constant))
+                if ours or assigns or isinstance(node, _DEFINITIONS):
+                    try:
+                        exec(ast.unparse(node), names)
+                    except (NameError, ImportError):
+                        continue
+                    except Exception as error:
+                        error.add_note(f"{page.relative_to(ROOT)}: {ast.unparse(node)}")
+                        raise
+                    made += ours
+    assert made > 100
 
 
 def test_every_public_name_that_is_named_exists() -> None:
