@@ -77,7 +77,7 @@ def status(
 ) -> None:
     """Count waiting messages, and list those that were set aside with the reason.
 
-    The exit status is 1 if any was set aside.
+    The exit status is 1 if any was set aside, or is of a newer version.
     """
     with _outbox(where, table, schema) as box:
         counted, aside = box.status(), box.set_aside(limit)

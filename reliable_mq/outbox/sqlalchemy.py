@@ -114,7 +114,8 @@ class SQLAlchemyOutbox:
             called in another thread, by another event loop.
         table: The name of the table.
         schema: The schema of the table.
-        create: Whether to create the table if it does not exist. Otherwise you create it, see `ddl`.
+        create: Whether a publisher or relay that opens the outbox creates the table if it does not exist. ``add`` does
+            not create it: see `create_table` and `ddl`.
         ordering_key: A function of a message, its exchange and its routing key, for messages of a publisher. Messages
             for which it returns the same text are published one after the other. None means no order.
         lease: The time after which other relays may take the rows of a relay that died, in seconds.
