@@ -111,6 +111,8 @@ class Difference(NamedTuple):
 class TopologyMismatch(ReliableMQError):
     """A declaration differs from the object of that name on the broker.
 
+    Also raised if an object that is only given by its name does not exist.
+
     Attributes:
         kind: The kind of object: ``"queue"``, ``"exchange"`` or ``"binding"``.
         name: The name of the object.
