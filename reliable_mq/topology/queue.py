@@ -63,9 +63,11 @@ class Queue:
         durable: Whether the queue survives a restart of the broker. False is only for classic queues.
         exclusive: Whether only this connection can use the queue, which is deleted with it. Only for classic queues.
         auto_delete: Whether the queue is deleted with its last consumer. Only for classic queues.
-        dead_letter: The queue for messages that are rejected or expire: `DEFAULT` for a queue named ``<name>.dead``, a
-            `Queue` to declare, the name of an existing queue, or None to drop the messages. A `Queue` given here is
-            declared unchanged, with a default dead-letter queue unless it has ``dead_letter=None``.
+        dead_letter: The queue for messages that are rejected or expire. The default is a quorum queue named
+            ``<name>.dead``, which is declared first. For a stream, for an exclusive or auto-delete queue, and if
+            ``arguments`` route dead letters, there is none. Give a `Queue` to declare, the name of an existing queue,
+            or None to drop the messages. A `Queue` given here is declared unchanged, with a default dead-letter queue
+            unless it has ``dead_letter=None``.
         max_length: The maximum number of messages. A full queue refuses publishes (they are nacked) instead of dropping
             the oldest messages.
         max_length_bytes: The maximum total size of the bodies in bytes, with the same effect. On a stream, the oldest
