@@ -196,7 +196,7 @@ class ConsumerStatistics:
     quarantined: int = _count("Messages moved to the quarantine of their queue: confirmed there, then acked.")
     dead_lettered: int = _count("Messages dead-lettered: their dead letter was confirmed, then they were acked.")
     rejected_unseen: int = _count("Deliveries dead-lettered without a handler: undecodable, too large, newer format.")
-    rejected: int = _count("Deliveries ended by basic.reject, without a dead-letter queue of reliable_mq.")
+    rejected: int = _count("Deliveries ended by basic.reject: the broker dead-letters them, or drops them.")
     republish_failed: int = _count("Publishes of dead letters and retries that were not confirmed.")
     duplicates: int = _count("Deliveries acked because the idempotency store has them as done.")
     claims_in_progress: int = _count("Deliveries that waited because another holder has claimed them.")

@@ -154,7 +154,7 @@ ALERTS: Final = (
         severity="critical",
         expression="increase(reliable_mq_consumer_rejected_total[WINDOW]) > 0",
         summary=f"About {{{{ $value | humanize }}}} messages were rejected: {_CONSUMER}",
-        description="The queue has no dead-letter queue of reliable_mq: the broker drops or dead-letters the messages.",
+        description="Their queue has a dead-letter exchange, which keeps them, or the broker has dropped them.",
     ),
     Alert(
         name="ReliableMQDeadLetters",

@@ -347,8 +347,8 @@ CONSUMERS: Final = Dashboard(
             ),
             stat(
                 "Rejected",
-                "Messages in the time shown that ended without a dead-letter queue of reliable_mq. The broker may have "
-                "dropped them.",
+                "Messages in the time shown that the broker dead-letters, or drops if their queue has no dead-letter "
+                "exchange.",
                 growth("consumer_rejected"),
                 alarm=1,
             ),
@@ -390,7 +390,7 @@ CONSUMERS: Final = Dashboard(
             lines(
                 "Dead letters per second",
                 "Messages given up; of these, messages without a handler (undecodable, too large, newer format); "
-                "messages moved to quarantine; messages rejected without a dead-letter queue of reliable_mq.",
+                "messages moved to quarantine; messages rejected, for the broker to dead-letter or drop.",
                 rates(
                     "queue",
                     consumer_dead_lettered="dead-lettered",
