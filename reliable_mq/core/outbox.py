@@ -79,27 +79,42 @@ _NO_PLACE: Final = "it was not tried: half of the relay's places have messages t
 
 
 class NewRow(NamedTuple):
-    """A message on its way into an outbox."""
+    """A message on its way into an outbox.
+
+    Attributes:
+        message, exchange, routing_key: The message, its exchange and its routing key.
+        mandatory: Whether the message is set aside if no queue is bound for it. If False, the broker drops it.
+        ordering_key: Rows with the same key are published one after the other. None means no order.
+    """
 
     message: Message
     exchange: str
     routing_key: str
-    mandatory: bool  # without a bound queue, a mandatory message is set aside; the broker drops any other
-    ordering_key: str | None  # rows with the same key are published one after the other
+    mandatory: bool
+    ordering_key: str | None
 
 
 class OutboxRow(NamedTuple):
-    """A row that a relay has leased."""
+    """A row that a relay has leased.
 
-    id: int  # the position in the order of acceptance
-    message: Message  # with the `message_id` and the properties as accepted, byte for byte
+    Attributes:
+        id: The position in the order of acceptance.
+        message: The message, with its ``message_id``, its properties and its body as accepted, byte for byte.
+        exchange, routing_key, mandatory, ordering_key: The values of the `NewRow`.
+        attempts: How often the row was delayed or set aside.
+        possible_duplicate: Whether the message may have been published before.
+        claim: The lease, if relays share the outbox. It must hold when the row is settled.
+    """
+
+    id: int
+    message: Message
     exchange: str
     routing_key: str
     mandatory: bool
     ordering_key: str | None
-    attempts: int  # how often the row was delayed or set aside
-    possible_duplicate: bool  # whether it may have been published before
-    claim: str | None = None  # the lease, if relays share the outbox; it must hold when the row is settled
+    attempts: int
+    possible_duplicate: bool
+    claim: str | None = None
 
 
 class UnreadableRow(Exception):
@@ -175,22 +190,37 @@ def row_from(
 
 
 class RowOutcome(enum.Enum):
-    """The outcome of a row that a relay has leased."""
+    """The outcome of a row that a relay has leased.
 
-    CONFIRMED = "confirmed"  # the broker has the message: remove the row
-    LATER = "later"  # not confirmed, but another attempt may succeed: publish it again after a delay
-    SET_ASIDE = "set aside"  # it cannot be confirmed unchanged: keep it with the reason until an operator decides
-    BACK = "back"  # it was not published: leave the row unchanged
+    Attributes:
+        CONFIRMED: The broker has the message: remove the row.
+        LATER: The message was not confirmed, but another attempt may succeed: publish it again after a delay.
+        SET_ASIDE: The message cannot be confirmed unchanged: keep it with the reason until an operator decides.
+        BACK: The message was not published: leave the row unchanged.
+    """
+
+    CONFIRMED = "confirmed"
+    LATER = "later"
+    SET_ASIDE = "set aside"
+    BACK = "back"
 
 
 class RowSettlement(NamedTuple):
-    """The settlement of one row."""
+    """The settlement of one row.
+
+    Attributes:
+        row: The row.
+        outcome: Its outcome.
+        delay: The time until the row may be published again, in seconds.
+        reason: The reason why the message was not confirmed.
+        possible_duplicate: Whether the message may have arrived although it was not confirmed.
+    """
 
     row: OutboxRow
     outcome: RowOutcome
-    delay: float = 0.0  # the seconds until the row may be published again
-    reason: str | None = None  # why it was not confirmed
-    possible_duplicate: bool = False  # whether the message may have arrived although it was not confirmed
+    delay: float = 0.0
+    reason: str | None = None
+    possible_duplicate: bool = False
 
 
 def delay_after(attempts: int) -> float:

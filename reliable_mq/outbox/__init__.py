@@ -10,13 +10,26 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from reliable_mq.outbox.protocol import FailedRow, Outbox, OutboxStatus, RowLeases
+from reliable_mq.core.outbox import NewRow, OutboxRow, RowOutcome, RowSettlement
+from reliable_mq.outbox.protocol import FailedRow, Outbox, OutboxStatus, RowBatch, RowLeases
 from reliable_mq.outbox.sqlite import SQLiteOutbox
 
 if TYPE_CHECKING:
     from reliable_mq.outbox.sqlalchemy import SQLAlchemyOutbox
 
-__all__ = ["FailedRow", "Outbox", "OutboxStatus", "RowLeases", "SQLAlchemyOutbox", "SQLiteOutbox"]
+__all__ = [
+    "FailedRow",
+    "NewRow",
+    "Outbox",
+    "OutboxRow",
+    "OutboxStatus",
+    "RowBatch",
+    "RowLeases",
+    "RowOutcome",
+    "RowSettlement",
+    "SQLAlchemyOutbox",
+    "SQLiteOutbox",
+]
 
 if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept any name
 
