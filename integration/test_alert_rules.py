@@ -52,7 +52,7 @@ HEALTHY = {
 
 
 class Fault(NamedTuple):
-    """A fault that begins at ten minutes.
+    """A fault that begins at 20 minutes, when the counts of the start have left the window.
 
     Attributes:
         alert: the alert that fires.
@@ -73,87 +73,87 @@ class Fault(NamedTuple):
 FAULTS = (
     Fault(
         "ReliableMQOldestOutstanding",
-        {f"reliable_mq_publisher_outstanding_oldest_age_seconds{{{PUBLISHER}}}": "0+0x39 0+15x100"},
+        {f"reliable_mq_publisher_outstanding_oldest_age_seconds{{{PUBLISHER}}}": "0+0x79 0+15x100"},
         60, 75, 0, PUBLISHER,
     ),
     Fault(
         "ReliableMQNothingConfirmed",
-        {f'reliable_mq_publisher_settled_total{{{PUBLISHER},outcome="confirmed"}}': "0+1000x40 40000+0x160"},
+        {f'reliable_mq_publisher_settled_total{{{PUBLISHER},outcome="confirmed"}}': "0+1000x80 80000+0x160"},
         225, 255, 0, PUBLISHER,
     ),
     Fault(
         "ReliableMQMessagesNotConfirmed",
-        {f'reliable_mq_publisher_settled_total{{{PUBLISHER},outcome="returned"}}': "7+0x39 8+0x160"},
+        {f'reliable_mq_publisher_settled_total{{{PUBLISHER},outcome="returned"}}': "7+0x79 8+0x160"},
         -15, 15, 16 * MINUTES, f'{PUBLISHER},outcome="returned"',
     ),
     Fault(
         "ReliableMQPublishingBlocked",
-        {f"reliable_mq_publisher_blocked{{{PUBLISHER}}}": "0+0x39 1+0x160"}, 105, 135, 0, PUBLISHER
+        {f"reliable_mq_publisher_blocked{{{PUBLISHER}}}": "0+0x79 1+0x160"}, 105, 135, 0, PUBLISHER
     ),
     Fault(
         "ReliableMQPublisherDisconnected",
-        {f"reliable_mq_publisher_connected{{{PUBLISHER}}}": "1+0x39 0+0x160"}, 105, 135, 0, PUBLISHER
+        {f"reliable_mq_publisher_connected{{{PUBLISHER}}}": "1+0x79 0+0x160"}, 105, 135, 0, PUBLISHER
     ),
     Fault(
         "ReliableMQOldestInOutbox",
-        {f"reliable_mq_outbox_oldest_age_seconds{{{PUBLISHER}}}": "0+0x39 0+15x100"}, 60, 75, 0, PUBLISHER
+        {f"reliable_mq_outbox_oldest_age_seconds{{{PUBLISHER}}}": "0+0x79 0+15x100"}, 60, 75, 0, PUBLISHER
     ),
     Fault(
         "ReliableMQOutboxSetAside",
-        {f"reliable_mq_outbox_set_aside{{{PUBLISHER}}}": "0+0x39 1+0x160"}, -15, 15, 0, PUBLISHER
+        {f"reliable_mq_outbox_set_aside{{{PUBLISHER}}}": "0+0x79 1+0x160"}, -15, 15, 0, PUBLISHER
     ),
     Fault(
         "ReliableMQRejected",
-        {f"reliable_mq_consumer_rejected_total{{{CONSUMER}}}": "5+0x39 6+0x160"}, -15, 15, 16 * MINUTES, CONSUMER
+        {f"reliable_mq_consumer_rejected_total{{{CONSUMER}}}": "5+0x79 6+0x160"}, -15, 15, 16 * MINUTES, CONSUMER
     ),
     Fault(
         "ReliableMQDeadLetters",
-        {f"reliable_mq_consumer_dead_lettered_total{{{CONSUMER}}}": "5+0x39 6+0x160"},
+        {f"reliable_mq_consumer_dead_lettered_total{{{CONSUMER}}}": "5+0x79 6+0x160"},
         -15, 15, 16 * MINUTES, CONSUMER,
     ),
     Fault(
         "ReliableMQDeadLetterQueueGrows",
-        {f"reliable_mq_queue_messages{{{DEAD_LETTERS}}}": "5+0x39 6+0x160"}, -15, 15, 16 * MINUTES,
+        {f"reliable_mq_queue_messages{{{DEAD_LETTERS}}}": "5+0x79 6+0x160"}, -15, 15, 16 * MINUTES,
         'job="j",queue="q.dead"',
     ),
     Fault(
         "ReliableMQConsumerPaused",
-        {f"reliable_mq_consumer_pauses_total{{{CONSUMER}}}": "2+0x39 3+0x160"}, -15, 15, 16 * MINUTES, CONSUMER
+        {f"reliable_mq_consumer_pauses_total{{{CONSUMER}}}": "2+0x79 3+0x160"}, -15, 15, 16 * MINUTES, CONSUMER
     ),
     Fault(
         "ReliableMQConsumerPaused",  # by the gauge alone, as in a pause that began before the window
-        {f"reliable_mq_consumer_paused{{{CONSUMER}}}": "0+0x39 1+0x160"}, -15, 15, 0, CONSUMER
+        {f"reliable_mq_consumer_paused{{{CONSUMER}}}": "0+0x79 1+0x160"}, -15, 15, 0, CONSUMER
     ),
     Fault(
         "ReliableMQConsumerDisconnected",
-        {f"reliable_mq_consumer_connected{{{CONSUMER}}}": "1+0x39 0+0x160"}, 105, 135, 0, CONSUMER
+        {f"reliable_mq_consumer_connected{{{CONSUMER}}}": "1+0x79 0+0x160"}, 105, 135, 0, CONSUMER
     ),
     Fault(
         "ReliableMQHandlersOverdue",
-        {f"reliable_mq_consumer_overdue_total{{{CONSUMER}}}": "5+0x39 6+0x160"}, -15, 15, 16 * MINUTES, CONSUMER
+        {f"reliable_mq_consumer_overdue_total{{{CONSUMER}}}": "5+0x79 6+0x160"}, -15, 15, 16 * MINUTES, CONSUMER
     ),
     Fault(
         "ReliableMQStoreFailing",
-        {f"reliable_mq_consumer_store_failures_total{{{CONSUMER}}}": "5+0x39 5+1x160"}, 105, 135, 0, CONSUMER
+        {f"reliable_mq_consumer_store_failures_total{{{CONSUMER}}}": "5+0x79 5+1x160"}, 105, 135, 0, CONSUMER
     ),
     Fault(
         "ReliableMQTokensNotRenewed",
-        {f'reliable_mq_consumer_token_renewals_total{{{CONSUMER},outcome="refused"}}': "2+0x39 3+0x160"},
+        {f'reliable_mq_consumer_token_renewals_total{{{CONSUMER},outcome="refused"}}': "2+0x79 3+0x160"},
         -15, 15, 16 * MINUTES, f'{CONSUMER},outcome="refused"',
     ),
     Fault(
         "ReliableMQTokensNotRenewed",
-        {f'reliable_mq_publisher_token_renewals_total{{{PUBLISHER},outcome="failed"}}': "2+0x39 3+0x160"},
+        {f'reliable_mq_publisher_token_renewals_total{{{PUBLISHER},outcome="failed"}}': "2+0x79 3+0x160"},
         -15, 15, 16 * MINUTES, f'{PUBLISHER},outcome="failed"',
     ),
     Fault(
         "ReliableMQEventLoopStalled",
-        {f"reliable_mq_consumer_event_loop_stalled_seconds_total{{{CONSUMER}}}": "3+0x39 35+0x160"},
+        {f"reliable_mq_consumer_event_loop_stalled_seconds_total{{{CONSUMER}}}": "3+0x79 35+0x160"},
         -15, 15, 16 * MINUTES, CONSUMER,
     ),
     Fault(
         "ReliableMQEventLoopStalled",
-        {f"reliable_mq_publisher_event_loop_stalled_seconds_total{{{PUBLISHER}}}": "3+0x39 35+0x160"},
+        {f"reliable_mq_publisher_event_loop_stalled_seconds_total{{{PUBLISHER}}}": "3+0x79 35+0x160"},
         -15, 15, 16 * MINUTES, PUBLISHER,
     ),
 )  # fmt: skip
@@ -208,7 +208,7 @@ def test_an_alert_fires_under_its_fault_and_not_before(fault: Fault, rules: Path
             "promql_expr_test": [
                 {
                     "expr": f'ALERTS{{alertname="{fault.alert}",alertstate="firing"}}',
-                    "eval_time": f"{10 * MINUTES + seconds:.0f}s",
+                    "eval_time": f"{20 * MINUTES + seconds:.0f}s",
                     "exp_samples": [{"labels": fired, "value": 1}] if fires else [],
                 }
                 for seconds, fires in at
@@ -218,8 +218,52 @@ def test_an_alert_fires_under_its_fault_and_not_before(fault: Fault, rules: Path
 
 
 def test_no_alert_fires_or_is_pending_while_all_is_well(rules: Path) -> None:
-    quiet = [{"expr": "ALERTS", "eval_time": f"{minute}m", "exp_samples": []} for minute in (0, 1, 2, 5, 10, 20, 40)]
+    """Counts that Prometheus finds when it begins are events until they have left the window."""
+    quiet = [{"expr": "ALERTS", "eval_time": f"{minute}m", "exp_samples": []} for minute in (16, 17, 18, 20, 30, 40)]
     check(rules, {"interval": f"{EVERY}s", "input_series": series(HEALTHY), "promql_expr_test": quiet})
+
+
+@pytest.mark.parametrize(
+    ("name", "counter"),
+    [
+        ("ReliableMQRejected", f"reliable_mq_consumer_rejected_total{{{CONSUMER}}}"),
+        ("ReliableMQDeadLetters", f"reliable_mq_consumer_dead_lettered_total{{{CONSUMER}}}"),
+        ("ReliableMQMessagesNotConfirmed", f'reliable_mq_publisher_settled_total{{{PUBLISHER},outcome="returned"}}'),
+        ("ReliableMQTokensNotRenewed", f'reliable_mq_consumer_token_renewals_total{{{CONSUMER},outcome="failed"}}'),
+    ],
+)
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param("_x120 500+0x160", id="of a new instance"),
+        pytest.param("0+0x10 _x109 500+0x160", id="after a gap in the scrapes"),
+        pytest.param("7+0x10 _x109 500+0x160", id="of an instance that was restarted"),
+    ],
+)
+def test_events_before_the_first_scrape_count(name: str, counter: str, values: str, rules: Path) -> None:
+    """The first sample of them is at 30 minutes."""
+    firing = f'count by (alertname) (ALERTS{{alertname="{name}",alertstate="firing"}})'
+    found = [{"labels": f'{{alertname="{name}"}}', "value": 1}]
+    at = [("29m45s", []), ("30m", found), ("44m", found), ("46m", [])]
+    check(
+        rules,
+        {
+            "interval": f"{EVERY}s",
+            "input_series": series({counter: values}),
+            "promql_expr_test": [{"expr": firing, "eval_time": time, "exp_samples": exp} for time, exp in at],
+        },
+    )
+
+
+def test_old_counts_are_no_events_after_a_gap(rules: Path) -> None:
+    """Prometheus was away for 40 minutes."""
+    counters = {
+        name: f"{values.partition('+')[0]}+0x79 _x160 {values.partition('+')[0]}+0x200"
+        for name, values in HEALTHY.items()
+        if "_total" in name
+    }
+    quiet = [{"expr": "ALERTS", "eval_time": f"{minute}m", "exp_samples": []} for minute in (16, 61, 65, 75, 80, 100)]
+    check(rules, {"interval": f"{EVERY}s", "input_series": series(counters), "promql_expr_test": quiet})
 
 
 def test_an_alert_names_whom_it_concerns_and_the_runbook(rules: Path) -> None:

@@ -5,8 +5,8 @@ conditions:
 
 - an age above ``max_age``: the alert fires at once, because an age already measures a duration;
 - a state (blocked, not connected): the alert fires after the state has lasted for ``hold``;
-- an event (a rejected message, a dead letter), shown by a counter that grew within ``window``: the alert fires at once,
-  and ends when ``window`` has passed without another event.
+- an event (a rejected message, a dead letter), shown by a counter that grew within ``window``, or that is new and above
+  0: the alert fires at once, and ends when ``window`` has passed without another event.
 
 Invariant: the name of an alert is a heading of the runbook, ``docs/guides/runbook.md``.
 """
@@ -27,6 +27,7 @@ _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w
 _DURATION: Final = re.compile(
     r"(?:(\d+)y)?(?:(\d+)w)?(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?(?:(\d+)ms)?", re.ASCII
 )
+_REMEMBERED: Final = "1h"  # before the window, so that a gap in the samples is no event; a day is costly to evaluate
 _OPTIONS: Final = {"hold": "--for", "window": "--window", "max_age": "--max-age"}  # the command-line options
 
 
@@ -87,6 +88,19 @@ class Alert:
         return f"{base}guides/runbook.html#{self.name.lower()}"
 
 
+def _grew(counter: str) -> str:
+    """Return the condition that a counter grew within the window.
+
+    ``increase`` needs two samples, and does not see events before the first scrape of an instance. So the counter is
+    also compared with its last value before the window.
+    """
+    return (
+        f"increase({counter}[WINDOW]) > 0\n"
+        f"or\n"
+        f"{counter} > 0 unless {counter} == last_over_time({counter}[{_REMEMBERED}] offset WINDOW)"
+    )
+
+
 _PUBLISHER: Final = "publisher {{ $labels.publisher }} of {{ $labels.job }} ({{ $labels.instance }})"
 _CONSUMER: Final = (
     "consumer {{ $labels.consumer }} of queue {{ $labels.queue }}, {{ $labels.job }} ({{ $labels.instance }})"
@@ -115,7 +129,7 @@ ALERTS: Final = (
     Alert(
         name="ReliableMQMessagesNotConfirmed",
         severity="warning",
-        expression='increase(reliable_mq_publisher_settled_total{outcome!="confirmed"}[WINDOW]) > 0',
+        expression=_grew('reliable_mq_publisher_settled_total{outcome!="confirmed"}'),
         summary=f"About {{{{ $value | humanize }}}} messages were {{{{ $labels.outcome }}}}: {_PUBLISHER}",
         description="The publisher has given these messages up and has raised an error to its caller for each.",
     ),
@@ -152,14 +166,14 @@ ALERTS: Final = (
     Alert(
         name="ReliableMQRejected",
         severity="critical",
-        expression="increase(reliable_mq_consumer_rejected_total[WINDOW]) > 0",
+        expression=_grew("reliable_mq_consumer_rejected_total"),
         summary=f"About {{{{ $value | humanize }}}} messages were rejected: {_CONSUMER}",
         description="Their queue has a dead-letter exchange, which keeps them, or the broker has dropped them.",
     ),
     Alert(
         name="ReliableMQDeadLetters",
         severity="warning",
-        expression="increase(reliable_mq_consumer_dead_lettered_total[WINDOW]) > 0",
+        expression=_grew("reliable_mq_consumer_dead_lettered_total"),
         summary=f"About {{{{ $value | humanize }}}} messages were dead-lettered: {_CONSUMER}",
         description="Handlers have given these messages up.",
     ),
@@ -176,7 +190,7 @@ ALERTS: Final = (
     Alert(
         name="ReliableMQConsumerPaused",
         severity="critical",
-        expression="reliable_mq_consumer_paused > 0\nor\nincrease(reliable_mq_consumer_pauses_total[WINDOW]) > 0",
+        expression="reliable_mq_consumer_paused > 0\nor\n" + _grew("reliable_mq_consumer_pauses_total"),
         summary=f"The kill switch has paused a consumer: {_CONSUMER}",
         description="Nearly all handlers fail. Messages stay in the queue.",
     ),
@@ -191,7 +205,7 @@ ALERTS: Final = (
     Alert(
         name="ReliableMQHandlersOverdue",
         severity="warning",
-        expression="increase(reliable_mq_consumer_overdue_total[WINDOW]) > 0",
+        expression=_grew("reliable_mq_consumer_overdue_total"),
         summary=f"Handlers come close to the consumer timeout of the broker: {_CONSUMER}",
         description="A delivery that is unacked for longer is taken back and delivered again.",
     ),
@@ -207,9 +221,9 @@ ALERTS: Final = (
         name="ReliableMQTokensNotRenewed",
         severity="warning",
         expression=(
-            'increase(reliable_mq_publisher_token_renewals_total{outcome!="accepted"}[WINDOW]) > 0\n'
-            "or\n"
-            'increase(reliable_mq_consumer_token_renewals_total{outcome!="accepted"}[WINDOW]) > 0'
+            _grew('reliable_mq_publisher_token_renewals_total{outcome!="accepted"}')
+            + "\nor\n"
+            + _grew('reliable_mq_consumer_token_renewals_total{outcome!="accepted"}')
         ),
         summary=(
             "A token was not renewed ({{ $labels.outcome }}): "
@@ -221,9 +235,9 @@ ALERTS: Final = (
         name="ReliableMQEventLoopStalled",
         severity="warning",
         expression=(
-            "increase(reliable_mq_publisher_event_loop_stalled_seconds_total[WINDOW]) > 0\n"
-            "or\n"
-            "increase(reliable_mq_consumer_event_loop_stalled_seconds_total[WINDOW]) > 0"
+            _grew("reliable_mq_publisher_event_loop_stalled_seconds_total")
+            + "\nor\n"
+            + _grew("reliable_mq_consumer_event_loop_stalled_seconds_total")
         ),
         summary=(
             "The event loop stalled for {{ $value | humanizeDuration }}: "
