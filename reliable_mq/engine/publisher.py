@@ -21,6 +21,7 @@ import threading
 import time
 from collections import deque
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
 
 from reliable_mq._util.validation import declared_by, seconds
@@ -129,9 +130,15 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
 
     @property
     def statistics(self) -> PublisherStatistics:
-        """The counts since the publisher was opened."""
+        """The counts since the publisher was opened.
+
+        With an outbox, a message is settled when it is confirmed. The relay counts its other attempts at rows.
+        """
         channel = self._channel or self._former
-        return PublisherStatistics() if channel is None else channel.session.statistics
+        statistics = PublisherStatistics() if channel is None else channel.session.statistics
+        if self._outbox is not None:
+            statistics = replace(statistics, nacked=0, returned=0, refused=0, unknown=0)
+        return statistics
 
     def health(self, *, stuck_after: Duration | None = None) -> Health:
         """Return whether the publisher is live, ready and progressing, for probes.
@@ -521,7 +528,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
     def _readings(self) -> Iterator[Reading]:
         name, channel = self._options.name, self._channel or self._former
         if channel is not None:
-            yield from readings((name,), channel.status, channel.session.statistics)
+            yield from readings((name,), channel.status, self.statistics)
         if self._outbox_channel is not None:
             relay = self._outbox_channel.relay
             yield from readings((name,), relay.status, relay.statistics)

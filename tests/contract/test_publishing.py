@@ -1301,3 +1301,25 @@ def test_counts_go_on_when_a_relay_opens_another_channel(
         wait_until(lambda: confirmed() == 2, timeout=30, what=lambda: f"another confirm, not {confirmed()}")
         assert (value("connected"), value("reconnects_total")) == (1, 1)
         assert publisher.statistics.confirmed == 2
+
+
+def test_a_row_that_is_tried_again_is_no_message_given_up(
+    broker: ScriptedBroker, new_publisher: NewPublisher, tmp_path: Path
+) -> None:
+    """No caller has an error. The metrics of the outbox count the attempt."""
+    registry = CollectorRegistry()
+
+    def value(name: str, outcome: str) -> float | None:
+        labels = {"publisher": "shop", "outcome": outcome}
+        return registry.get_sample_value(f"reliable_mq_{name}_total", labels)
+
+    with new_publisher(outbox=SQLiteOutbox(tmp_path / "outbox.db"), registry=registry, name="shop") as publisher:
+        publisher.publish(Message(b"x"), routing_key=KEY)
+        first = broker.wait_published(1)[0]
+        first.channel.nack(first.number)
+        second = broker.wait_published(2)[1]
+        second.channel.ack(second.number)
+        publisher.flush(30)
+        assert (value("outbox_relayed", "delayed"), value("outbox_relayed", "confirmed")) == (1, 1)
+        assert (value("publisher_settled", "nacked"), value("publisher_settled", "confirmed")) == (0, 1)
+        assert (publisher.statistics.nacked, publisher.statistics.nacks) == (0, 1)
