@@ -266,6 +266,34 @@ def test_old_counts_are_no_events_after_a_gap(rules: Path) -> None:
     check(rules, {"interval": f"{EVERY}s", "input_series": series(counters), "promql_expr_test": quiet})
 
 
+def test_a_dead_letter_queue_that_two_pods_measure_may_shrink(rules: Path) -> None:
+    """The later count is always below the earlier one."""
+    pods = {
+        f'reliable_mq_queue_messages{{instance="{pod}",job="j",queue="q.dead",role="dead_letters"}}': values
+        for pod, values in (("a", "1000+0x39 1000-5x160"), ("b", "1000+0x39 997-5x160"))
+    }
+    quiet = [{"expr": "ALERTS", "eval_time": f"{minute}m", "exp_samples": []} for minute in (9, 12, 15, 20, 30)]
+    check(rules, {"interval": f"{EVERY}s", "input_series": series(pods), "promql_expr_test": quiet})
+
+
+def test_a_dead_letter_queue_grows_while_its_pod_is_replaced(rules: Path) -> None:
+    pods = {
+        f'reliable_mq_queue_messages{{instance="{pod}",job="j",queue="q.dead",role="dead_letters"}}': values
+        for pod, values in (("a", "5+0x39 stale"), ("b", "_x40 6+0x160"))
+    }
+    firing = 'count by (queue) (ALERTS{alertname="ReliableMQDeadLetterQueueGrows",alertstate="firing"})'
+    found = [{"labels": '{queue="q.dead"}', "value": 1}]
+    at = [("9m45s", []), ("10m15s", found), ("26m", [])]
+    check(
+        rules,
+        {
+            "interval": f"{EVERY}s",
+            "input_series": series(pods),
+            "promql_expr_test": [{"expr": firing, "eval_time": time, "exp_samples": exp} for time, exp in at],
+        },
+    )
+
+
 def test_an_alert_names_whom_it_concerns_and_the_runbook(rules: Path) -> None:
     name = "ReliableMQOutboxSetAside"
     check(

@@ -180,8 +180,8 @@ ALERTS: Final = (
     Alert(
         name="ReliableMQDeadLetterQueueGrows",
         severity="warning",
-        expression=(
-            'max by (job, queue) (reliable_mq_queue_messages{role="dead_letters"})\n'
+        expression=(  # of several pods, the lowest count is the latest one of a queue that shrinks
+            'min by (job, queue) (reliable_mq_queue_messages{role="dead_letters"})\n'
             '> min by (job, queue) (min_over_time(reliable_mq_queue_messages{role="dead_letters"}[WINDOW]))'
         ),
         summary="{{ $value }} messages are in dead-letter queue {{ $labels.queue }}, of {{ $labels.job }}",

@@ -4,7 +4,11 @@ A thread queries the broker with passive declares on a separate connection. A pa
 exist closes its channel, so it must not use a channel that publishes or consumes. Each queue costs one round trip per
 interval, or three if it is empty and without consumers (`AdminChannel.counts`).
 
-Invariant: a gauge shows the last reply of the broker, and disappears when there is no reply.
+RabbitMQ also reports no messages and no consumers while the leader of a quorum queue does not respond. A gauge that
+fell to 0 and rose again would look like new messages. So after other counts, such a count is believed only if several
+measurements in a row find it.
+
+Invariant: a gauge shows the last reply of the broker, and disappears when there is no reply, or one in doubt.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ __all__ = ["QueueDepths"]
 logger = logging.getLogger(__name__)
 
 _NAME: Final = "queue depths"
+_BELIEVED_AFTER: Final = 4  # measurements in a row that are in doubt
 _END: Final = 10.0  # seconds to wait for the end of the thread, which may wait for the broker
 
 
@@ -84,6 +89,7 @@ class QueueDepths:
         self._interval = seconds("interval", interval, positive=True)
         self._statistics = {name: QueueDepthStatistics() for name in self._roles}
         self._status: dict[str, QueueStatus] = {}
+        self._doubts = dict.fromkeys(self._roles, _BELIEVED_AFTER)  # in a row; without an earlier count, 0 is believed
         self._complaints: dict[str, str] = {}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -143,7 +149,9 @@ class QueueDepths:
                     logger.warning("failed to get the depth of queue %r: %s", name, reason)
                 self._complaints[name] = reason
             else:
-                measured[name] = QueueStatus(count.messages, count.consumers)
+                self._doubts[name] = self._doubts[name] + 1 if count.in_doubt else 0
+                if not 0 < self._doubts[name] < _BELIEVED_AFTER:
+                    measured[name] = QueueStatus(count.messages, count.consumers)
                 self._complaints.pop(name, None)
         self._status = measured
 

@@ -68,6 +68,26 @@ def test_a_queue_seems_empty_only_if_it_is_counted_again(broker: ScriptedBroker)
         assert registry.get_sample_value("reliable_mq_queue_messages", labels) == 5
 
 
+@pytest.mark.slow
+def test_a_gauge_falls_to_0_only_after_several_measurements(broker: ScriptedBroker) -> None:
+    """An election must not look like an empty queue that fills again, because an alert fires when it grows."""
+    registry, labels = CollectorRegistry(), {"queue": QUEUE, "role": "dead_letters"}
+
+    def seen() -> float | None:
+        return registry.get_sample_value("reliable_mq_queue_messages", labels)
+
+    broker.count = (5, 0)
+    with QueueDepths(broker.url, [QUEUE], registry=registry, interval=0.5):
+        wait_until(lambda: seen() == 5, timeout=20, what="the gauge")
+        broker.counts.extend([UNKNOWN] * 3)  # one measurement
+        wait_until(lambda: seen() != 5, timeout=20, what="the election")
+        assert seen() is None
+        wait_until(lambda: seen() is not None, timeout=20, what="the leader")
+        assert seen() == 5
+        broker.count = UNKNOWN
+        wait_until(lambda: seen() == 0, timeout=30, what="an empty queue")
+
+
 def test_depths_are_measured_again_once_threads_can_start(broker: ScriptedBroker) -> None:
     """A process that is short of threads or descriptors has some later. Otherwise no alert would ever fire again."""
     registry, labels = CollectorRegistry(), {"queue": QUEUE, "role": "dead_letters"}
