@@ -194,8 +194,9 @@ PUBLISHERS: Final = Dashboard(
             ),
             stat(
                 "Set aside in outboxes",
-                "Messages that stay unpublished until an operator decides: reliable-mq outbox status.",
-                "sum(reliable_mq_outbox_set_aside{FILTER}) or vector(0)",
+                "Messages that stay unpublished until an operator decides: reliable-mq outbox status. Publishers with "
+                "one name count once, as they may share an outbox.",
+                "sum(max by (job, publisher) (reliable_mq_outbox_set_aside{FILTER})) or vector(0)",
                 warn=1,
             ),
         ),
@@ -271,9 +272,11 @@ PUBLISHERS: Final = Dashboard(
             lines(
                 "Waiting in outboxes",
                 "Rows that wait to be published; of these, rows to be tried again later, rows behind one of their "
-                "ordering key; rows set aside, and rows of a newer format.",
+                "ordering key; rows set aside, and rows of a newer format. Publishers that share an outbox report the "
+                "same rows.",
                 gauges(
-                    "publisher",
+                    "instance, publisher",
+                    "max",
                     outbox_waiting="waiting",
                     outbox_delayed="delayed",
                     outbox_held="held",
@@ -332,9 +335,10 @@ CONSUMERS: Final = Dashboard(
             ),
             stat(
                 "Failed attempts",
-                "Share of deliveries whose handler failed.",
-                "sum(rate(reliable_mq_consumer_failed_attempts_total{FILTER}[$__rate_interval]))\n/ "
-                "clamp_min(sum(rate(reliable_mq_consumer_deliveries_total{FILTER}[$__rate_interval])), 1e-9)",
+                "Share of attempts that failed.",
+                "sum(rate(reliable_mq_consumer_failed_attempts_total{FILTER}[$__rate_interval]))\n/ clamp_min("
+                "sum(rate(reliable_mq_consumer_failed_attempts_total{FILTER}[$__rate_interval]))\n"
+                "+ sum(rate(reliable_mq_consumer_handled_total{FILTER}[$__rate_interval])), 1e-9)",
                 "percentunit",
                 warn=0.1,
                 alarm=0.5,
@@ -483,7 +487,7 @@ CONSUMERS: Final = Dashboard(
                 "new channels of the relay, and times that the stage did not take a message.",
                 tuple(
                     PanelQuery(
-                        f"sum by (queue) (rate(reliable_mq_stage_{metric}_total[$__rate_interval]))",
+                        f'sum by (queue) (rate(reliable_mq_stage_{metric}_total{{job=~"$job"}}[$__rate_interval]))',
                         f"{{{{queue}}}} {metric}",
                     )
                     for metric in ("moved", "moved_before", "epochs", "failures")
@@ -493,14 +497,16 @@ CONSUMERS: Final = Dashboard(
                 "State of the relays",
                 "Relays that move messages; messages that wait; deliveries not acked.",
                 tuple(
-                    PanelQuery(f"sum by (queue) (reliable_mq_stage_{metric})", f"{{{{queue}}}} {metric}")
-                    for metric in ("active", "ready", "outstanding")
+                    PanelQuery(
+                        f'{how} by (queue) (reliable_mq_stage_{metric}{{job=~"$job"}})', f"{{{{queue}}}} {metric}"
+                    )
+                    for metric, how in (("active", "sum"), ("ready", "max"), ("outstanding", "sum"))
                 ),
             ),
             lines(
                 "Bytes held by the relays",
                 "Bodies that the stage has not confirmed.",
-                (PanelQuery("sum by (queue) (reliable_mq_stage_held_bytes)", "{{queue}}"),),
+                (PanelQuery('sum by (queue) (reliable_mq_stage_held_bytes{job=~"$job"})', "{{queue}}"),),
                 unit="bytes",
             ),
         ),

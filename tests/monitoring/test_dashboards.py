@@ -108,6 +108,36 @@ def test_a_panel_asks_for_metrics_and_labels_that_exist(dashboard: Dashboard, pa
         assert "[$__" in query.expression or "rate(" not in query.expression
 
 
+def test_no_panel_adds_up_reports_of_the_same_thing() -> None:
+    """Several processes may report the rows of one outbox, or the depth of one queue."""
+    highest = {name for name, family in FAMILIES.items() if family.merged == "highest"}
+    asked = [
+        (panel.title, name, query.expression)
+        for _, panel in EVERY
+        for query in panel.queries
+        for name in highest & set(re.findall(r"reliable_mq_\w+", query.expression))
+    ]
+    assert {name for _, name, _ in asked} >= highest - {"reliable_mq_queue_consumers"}
+    for title, name, expression in asked:
+        assert re.search(rf"\bmax(?: by \([^)]*\) )?\({name}\b", expression), (title, expression)
+
+
+@pytest.mark.parametrize(("_dashboard", "panel"), EVERY, ids=lambda part: getattr(part, "title", None))
+def test_the_selected_jobs_filter_every_query(_dashboard: Dashboard, panel: Panel) -> None:
+    """One Prometheus may have the metrics of staging and production."""
+    for query in panel.queries:
+        selectors = re.findall(r"reliable_mq_\w+(\{[^}]*\})?", query.expression)
+        assert all("FILTER" in selector or 'job=~"$job"' in selector for selector in selectors), query.expression
+
+
+def test_the_share_of_failed_attempts_is_at_most_1() -> None:
+    """With retries in memory, there are more attempts than deliveries."""
+    [panel] = [panel for _, panel in EVERY if panel.title == "Failed attempts"]
+    share, of_all = panel.queries[0].expression.split("\n/ ")
+    assert share in of_all
+    assert "handled_total" in of_all
+
+
 def test_the_variables_are_values_of_labels(dashboard: Dashboard) -> None:
     before: list[str] = []
     for variable in dashboard_json(dashboard)["templating"]["list"]:
