@@ -214,10 +214,13 @@ class ConsumerStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumerStatus:
-    """State of a consumer. `event_loop_stalled_seconds` is None for the sync API."""
+    """State of a consumer.
+
+    `connected` is None while it stops, and `event_loop_stalled_seconds` for the sync API.
+    """
 
     unacked: int = field(metadata=_gauge("Deliveries received and not acked: waiting, in a handler or held."))
-    connected: bool = field(metadata=_gauge("1 while subscribed.", merged="lowest"))
+    connected: bool | None = field(metadata=_gauge("1 while subscribed; missing while it stops.", merged="lowest"))
     paused: bool = field(metadata=_gauge("1 while the kill switch pauses the consumer."))
     reconnects: int = field(metadata=_counter(_RECONNECTS))
     handler_seconds: Histogram = field(metadata=_histogram("Time in the handler, per call."))

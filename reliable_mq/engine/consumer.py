@@ -474,7 +474,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
             (self._options.name, self._options.queue_name),
             ConsumerStatus(
                 unacked=subscription.session.outstanding,
-                connected=subscription.connected,
+                connected=None if self._is_stopped else subscription.connected,  # handlers may run on for long
                 paused=subscription.session.paused,
                 reconnects=subscription.reconnects,
                 handler_seconds=handler_seconds,

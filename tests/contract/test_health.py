@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from reliable_mq import AsyncPublisher, KillSwitch, Message, Publisher, RetryPolicy
 from reliable_mq.errors import ConfigurationError
@@ -182,6 +183,30 @@ def test_a_consumer_whose_handlers_are_stuck_does_not_progress(broker: ScriptedB
         assert inner(consumer).health().progressing
         go_on.set()
         wait_health(consumer, lambda health: health.progressing, stuck_after=0.2)
+
+
+def test_a_consumer_that_stops_is_not_shown_as_disconnected(broker: ScriptedBroker, new_consumer: NewClient) -> None:
+    """Its handlers may run for longer than the alert waits."""
+    registry, entered, go_on = CollectorRegistry(), threading.Event(), threading.Event()
+
+    def handle(_delivery: Any) -> None:
+        entered.set()
+        go_on.wait(60)
+
+    def connected() -> float | None:
+        labels = {"consumer": "slow", "queue": "orders"}
+        return registry.get_sample_value("reliable_mq_consumer_connected", labels)
+
+    with new_consumer(handle, name="slow", registry=registry, stop_timeout=60) as consumer:
+        broker.consuming.deliver(b"slow")
+        assert entered.wait(30)
+        assert connected() == 1
+        inner(consumer).stop()
+        try:
+            wait_until(lambda: not inner(consumer).connected, timeout=30, what="the end of the subscription")
+            assert connected() is None
+        finally:
+            go_on.set()
 
 
 def test_a_paused_consumer_is_not_ready(broker: ScriptedBroker, new_consumer: NewClient) -> None:
