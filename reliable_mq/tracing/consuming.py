@@ -404,7 +404,7 @@ class ConsumerTracer:
 
     def _context_of(self, propagation: Propagation, delivery: Delivery) -> Context:
         """Return the context that a delivery carries, empty if none can be read."""
-        if not propagation.carries(delivery.properties):
+        if not propagation.may_carry_any(delivery.properties):
             return _EMPTY
         flaw = delivery.flaw
         try:

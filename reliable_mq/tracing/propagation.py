@@ -84,6 +84,10 @@ class Propagation:
         except CodecError:
             return True  # an unreadable context is not replaced
 
+    def may_carry_any(self, properties: bytes) -> bool:
+        """Return whether a message may carry a trace context or baggage."""
+        return _BAGGAGE_MARK in properties or self.carries(properties)
+
     def passed_on(self, properties: bytes) -> Context | None:
         """Return the context of a message that needs no span.
 

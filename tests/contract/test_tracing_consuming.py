@@ -149,7 +149,7 @@ def test_the_context_does_not_leak_into_the_next_delivery(broker: ScriptedBroker
         channel.deliver(b"6", headers={"baggage": "tenant=b"})
         handler.wait(6)
     assert handler.found == [(TRACE, True), NONE, (TRACE, False), NONE, (ANOTHER[3:35], True), NONE]
-    assert handler.baggage == ["a", None, None, None, None, None]
+    assert handler.baggage == ["a", None, None, None, None, "b"]
 
 
 def test_a_handler_that_raises_leaks_nothing(broker: ScriptedBroker, consume: Any) -> None:

@@ -1,4 +1,4 @@
-"""The context of a coroutine handler ends with the handler in every case."""
+"""The context of a handler: that of its message, and over with the handler in every case."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 from opentelemetry.context import get_current
+from opentelemetry.trace import NoOpTracerProvider
 
+from reliable_mq import Message
+from reliable_mq.tracing import Tracing
 from reliable_mq.tracing.consuming import ConsumerTracer
+from reliable_mq.tracing.publishing import PublisherTracer
 from tests.core.deliveries import delivery
 from tests.tracing.spans import Recorder
 
@@ -44,3 +48,18 @@ def test_a_context_ends_with_its_handler(context: str, thrown_away: bool, caplog
         assert task.run(get_current) == {}
     assert get_current() == {}
     assert caplog.messages == []
+
+
+def test_a_handler_passes_on_baggage_without_a_trace() -> None:
+    """Without an SDK, a message carries baggage alone."""
+    tracing = Tracing(tracer_provider=NoOpTracerProvider())
+    publisher = PublisherTracer(tracing, name="test", endpoints=())
+    passed_on: list[object] = []
+
+    def handle(_: Delivery) -> None:
+        trace = publisher.begin(Message(b""), "", "orders")
+        passed_on.append(trace and dict(trace.headers))
+
+    consumer = ConsumerTracer(tracing, name="test", queue="orders", endpoints=())
+    consumer.traced(handle, batch=False)(delivery(headers={"baggage": "tenant=acme"}))
+    assert passed_on == [{"baggage": "tenant=acme"}]
