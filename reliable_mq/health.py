@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import socket
 import threading
 import time
@@ -32,6 +31,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, at_fork
+from reliable_mq._util.logs import get_logger
 from reliable_mq._util.threads import start_daemon
 from reliable_mq._util.validation import is_text, is_whole_number
 from reliable_mq.core.health import Health
@@ -39,7 +39,7 @@ from reliable_mq.errors import ConfigurationError, UsageError
 
 __all__ = ["Health", "HealthApp", "HealthServer", "Part"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _PATIENCE: Final = 5.0  # seconds for one request
 _HEAD_BYTES: Final = 16 * 1024

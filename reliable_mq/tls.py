@@ -10,18 +10,18 @@ Invariants:
 
 from __future__ import annotations
 
-import logging
 import os
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq.errors import ConfigurationError
 
 __all__ = ["TLSOptions"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 FilePath = str | os.PathLike[str]
 

@@ -18,7 +18,6 @@ Invariant: No error and no log line shows a password, or a part of a malformed U
 from __future__ import annotations
 
 import ipaddress
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,7 @@ from itertools import chain
 from typing import Any, Final, get_args
 from urllib.parse import unquote_to_bytes
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq._util.validation import Duration, is_host, seconds
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.settings import ConnectionSettings, Credentials, CredentialsCallback, Endpoint, Mechanism
@@ -33,7 +33,7 @@ from reliable_mq.tls import TLSOptions
 
 __all__ = ["parse_url", "redacted"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _DEFAULT_PORTS: Final = {"amqp": 5672, "amqps": 5671}
 _GUEST: Final = Credentials("guest", "guest")

@@ -16,15 +16,16 @@ from __future__ import annotations
 
 import atexit
 import enum
-import logging
 import os
 from collections.abc import Callable
 from typing import TypeVar
 from weakref import WeakSet
 
+from reliable_mq._util.logs import get_logger
+
 __all__ = ["ExitStage", "ForkStage", "around_fork", "at_exit", "at_fork", "each_at_fork"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class ForkStage(enum.IntEnum):

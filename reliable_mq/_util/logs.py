@@ -1,4 +1,4 @@
-"""Rate-limited log lines, and the drivers' log records lowered to DEBUG.
+"""Loggers, rate-limited log lines, and drivers' log records lowered to DEBUG.
 
 A line that every message may cause is logged at most once per interval. Each such line has its own limit, so that a
 line about one problem does not hide a line about another.
@@ -8,6 +8,8 @@ same failures as exceptions and log each of them once. The driver's records help
 
 Invariants:
 
+- A call of a logger of this package raises no exception of a handler or filter of the program. Such an exception would
+  end a thread, or leave a reconnect half done.
 - Records of other threads and tasks are unchanged: a program may use the driver itself, beside this package.
 - No record is lost. If a logger of the driver is set to DEBUG, its records appear at that level.
 """
@@ -18,10 +20,35 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 
-__all__ = ["LogLimit", "demoted_driver_logs"]
+__all__ = ["LogLimit", "demoted_driver_logs", "get_logger"]
+
+_reporter = logging.NullHandler()
+
+
+def get_logger(name: str) -> logging.Logger:
+    """Return a logger whose calls raise no exception of a handler or filter.
+
+    The exception is written to stderr, as `logging` does for its own handlers, unless ``logging.raiseExceptions`` is
+    false.
+    """
+    logger = logging.getLogger(name)
+    handle = logger.handle
+
+    def guarded(record: logging.LogRecord) -> None:
+        try:
+            handle(record)
+        except Exception:  # noqa: BLE001  # a handler may raise any
+            with suppress(Exception):  # stderr may be closed
+                _reporter.handleError(record)
+        except SystemExit:  # rich's handler raises it if the reader of a pipe has left
+            if threading.current_thread() is threading.main_thread():  # a signal handler may have raised it
+                raise
+
+    logger.handle = guarded  # type: ignore[method-assign]
+    return logger
 
 
 class LogLimit:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -31,6 +30,7 @@ from sqlalchemy.engine.base import OptionEngine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq._util.threads import CancelHandle, DaemonExecutor, start_daemon
 from reliable_mq.errors import ConfigurationError
 
@@ -45,7 +45,7 @@ __all__ = [
     "transaction_at",
 ]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 

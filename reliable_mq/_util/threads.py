@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import socket
 import threading
@@ -30,6 +29,8 @@ from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Final, NoReturn, TypeAlias, TypeVar
+
+from reliable_mq._util.logs import get_logger
 
 __all__ = [
     "CallbackThread",
@@ -42,7 +43,7 @@ __all__ = [
     "start_daemon",
 ]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 _Report: TypeAlias = Callable[[Any, BaseException | None], object]

@@ -12,7 +12,6 @@ first ``run()`` are restored after the last, and in a forked child.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import threading
@@ -21,6 +20,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final, Self
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq._util.signals import ReplacedHandlers
 from reliable_mq._util.validation import Duration
 from reliable_mq.aio.handlers import TaskPool, ThreadPool
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncConsumer", "on_signals"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _CANCEL_TIMEOUT: Final = 5.0  # seconds for cancelled handlers, and for threads, after `run` itself was cancelled
 

@@ -13,9 +13,9 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import TYPE_CHECKING, Any
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq.core.consumer.attempts import shown
 from reliable_mq.core.consumer.handler import NotStarted
 from reliable_mq.engine import claim_groups
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GroupWatch"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class GroupWatch:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import time
 from collections import deque
 from contextvars import copy_context
@@ -27,6 +26,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq._util.threads import DaemonExecutor
 from reliable_mq.aio.group_watch import GroupWatch
 from reliable_mq.aio.store_calls import BlockingStore, StoreAdapter, awaits
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TaskPool", "ThreadPool"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _SLICE = 0.005  # seconds that one task may run handlers before it yields the loop
 _CANCEL_GRACE = 5.0  # seconds for a cancelled handler to end

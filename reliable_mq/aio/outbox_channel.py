@@ -15,7 +15,6 @@ on the event loop only.
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections import deque
@@ -23,6 +22,7 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq._util.threads import call_on_thread
 from reliable_mq.aio.confirmation import AsyncConfirmation
 from reliable_mq.aio.publisher_channel import AsyncWindowWaiters
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncOutboxChannel", "AsyncRelayPublisher", "AsyncStoredConfirmation"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 

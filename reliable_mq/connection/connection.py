@@ -25,6 +25,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq._util.threads import call_in_background
 from reliable_mq.connection.channel import SetupRunner, StepQueue
 from reliable_mq.connection.errors import as_ours, is_refusal
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TRANSITIONS", "ConnectionState", "Connector"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _CALL_AGAIN_AFTER = 0.9  # the part of the time to connect after which the credentials callback is called again
 _ABORT_GRACE = 1.0  # seconds for aborted sockets to close, which takes one turn of the loop
@@ -231,7 +232,7 @@ class Connector:
             self._link.close()
         self._end_if_closed()
 
-    def crashed(self, error: Exception) -> None:
+    def crashed(self, error: BaseException) -> None:
         """Report a permanent loss, because the loop itself failed."""
         if self._state is ConnectionState.ENDED:
             return

@@ -12,11 +12,11 @@ Invariants:
 
 from __future__ import annotations
 
-import logging
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq._util.threads import call_in_background
 from reliable_mq.codec import methods
 from reliable_mq.core.consumer.attempts import printable
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TokenRenewer"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _REASON: Final = "the token expires"
 _LOOK_AGAIN: Final = 1.0  # seconds between two tries while an earlier call of the callback has not returned

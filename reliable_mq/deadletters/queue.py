@@ -9,7 +9,6 @@ Invariants:
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -18,6 +17,7 @@ from functools import partial
 from types import TracebackType
 from typing import BinaryIO, Final, Self
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq._util.validation import Duration, is_text, whole_number
 from reliable_mq.codec import CodecError, Properties, join_properties
 from reliable_mq.codec.methods import DeclareQueue, QueueState
@@ -42,7 +42,7 @@ from reliable_mq.url import parse_url
 
 __all__ = ["DeadLetterQueue", "depths"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _NAME: Final = "dead letters"
 _PUBLISH_TIMEOUT: Final = 60.0  # seconds

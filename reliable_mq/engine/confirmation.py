@@ -13,10 +13,10 @@ Invariants:
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, Self
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq.core.publisher.publication import Outcome
 from reliable_mq.engine.publisher_channel import CALLED, ObservedPublication
 from reliable_mq.errors import ConfigurationError
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BaseConfirmation", "BaseConfirmationOwner", "end_trace"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _SUCCESSES = (Outcome.CONFIRMED, Outcome.STORED)
 

@@ -10,13 +10,13 @@ Invariants: a consumer runs once. A start that fails leaves nothing behind and m
 from __future__ import annotations
 
 import enum
-import logging
 import os
 import threading
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Protocol, TypeVar
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq._util.validation import Duration, declared_by, seconds, whole_number
 from reliable_mq.core.consumer.handler import is_coroutine_function
 from reliable_mq.core.health import ConsumerSigns, Health, health_of
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["END_TIMEOUT", "BaseConsumer", "HandlerPool", "RunState"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 END_TIMEOUT: Final = 5.0  # seconds for idle threads and tasks to end
 _STUCK_AFTER: Final = 300.0  # seconds

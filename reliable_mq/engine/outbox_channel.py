@@ -11,12 +11,11 @@ the outbox does not answer.
 
 from __future__ import annotations
 
-import logging
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
-from reliable_mq._util.logs import LogLimit
+from reliable_mq._util.logs import LogLimit, get_logger
 from reliable_mq._util.threads import DaemonExecutor
 from reliable_mq.core.publisher.publication import StoredPublication
 from reliable_mq.core.publisher.window import PublishWindow
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ANSWER_AT_LEAST", "CLOSE_GRACE", "QUESTIONS", "BacklogPoller", "BaseOutboxChannel", "not_open"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 CLOSE_GRACE: Final = 2.0
 """Seconds for threads to end, beyond the caller's own timeout."""

@@ -15,7 +15,6 @@ seen is raised once.
 from __future__ import annotations
 
 import enum
-import logging
 import os
 import threading
 import time
@@ -24,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq._util.validation import declared_by, seconds
 from reliable_mq.codec import encode_properties
 from reliable_mq.core.health import Health, OutboxSigns, PublisherSigns, health_of
@@ -55,7 +55,7 @@ __all__ = ["CLOSE_TIMEOUT", "FOR_EVER", "BasePublisher", "PublisherState", "Repo
 CLOSE_TIMEOUT: Final = 30.0  # seconds
 FOR_EVER: Final = float("inf")
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class PublisherState(enum.Enum):

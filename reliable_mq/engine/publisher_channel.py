@@ -15,13 +15,12 @@ Invariants:
 from __future__ import annotations
 
 import copy
-import logging
 import random
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
-from reliable_mq._util.logs import LogLimit
+from reliable_mq._util.logs import LogLimit, get_logger
 from reliable_mq.codec import CodecError, Properties
 from reliable_mq.connection.new_queues import QueueRecord
 from reliable_mq.core.channel_setup import round_trip
@@ -50,8 +49,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CALLED", "CLOSE_GRACE", "BasePublisherChannel", "ObservedPublication", "unwatched_logger"]
 
-logger = logging.getLogger(__name__)
-unwatched_logger = logger.getChild("unwatched")
+logger = get_logger(__name__)
+unwatched_logger = get_logger(f"{__name__}.unwatched")
 """Logs the number of failed publishes without a callback and without a caller that waits."""
 
 CALLED: list[Callable[[], object]] = []

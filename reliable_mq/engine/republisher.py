@@ -8,12 +8,12 @@ Invariant: the outcome of each publish is reported exactly once.
 
 from __future__ import annotations
 
-import logging
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq.core.consumer.delivery import message_names
 from reliable_mq.errors import PublishError, ReliableMQError
 from reliable_mq.message import Message
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BaseRepublisher"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class BaseRepublisher:

@@ -23,6 +23,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq.codec.methods import Cancel, SetPrefetch
 from reliable_mq.connection.new_queues import QueueRecord
 from reliable_mq.core.channel_setup import StepRefused, declare, explain, is_missing
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BaseSubscription", "Event", "WorkQueue"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 CLOSE_GRACE = 5.0  # seconds for the closing handshake
 

@@ -16,7 +16,6 @@ Invariants:
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -24,6 +23,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq._util.threads import Condition, InterruptibleEvent, start_daemon
 from reliable_mq.core.consumer.attempts import Failure, describe, shown
 from reliable_mq.core.consumer.delivery import Delivery, message_names
@@ -64,7 +64,7 @@ __all__ = [
     "store_call",
 ]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 UNANSWERED = (
     "consumer %r: the idempotency store did not answer to %d settlements: these messages wait until their leases end, "

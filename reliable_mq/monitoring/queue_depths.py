@@ -13,13 +13,13 @@ Invariant: a gauge shows the last reply of the broker, and disappears when there
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, Self
 
 from prometheus_client import CollectorRegistry
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq._util.threads import start_daemon
 from reliable_mq._util.validation import Duration, seconds
 from reliable_mq.core.channel_setup import StepRefused
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["QueueDepths"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _NAME: Final = "queue depths"
 _BELIEVED_AFTER: Final = 4  # measurements in a row that are in doubt

@@ -27,7 +27,6 @@ Invariants of the relay:
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -35,7 +34,7 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
-from reliable_mq._util.logs import LogLimit
+from reliable_mq._util.logs import LogLimit, get_logger
 from reliable_mq._util.threads import InterruptibleEvent
 from reliable_mq.core.outbox import KeptPlaces, NewRow, OutboxRow, RelaySession, RowOutcome, RowSettlement
 from reliable_mq.core.statistics import OutboxStatistics, OutboxStatus
@@ -44,7 +43,7 @@ from reliable_mq.outbox.protocol import Outbox, RowLeases
 
 __all__ = ["OutboxRelay", "OutboxWriter", "RowPublisher"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _PAUSES: Final = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds
 _ROWS_PER_TAKE: Final = 500

@@ -11,7 +11,6 @@ about. So a session's flush inserts messages after all its other statements, whi
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +21,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session
 from sqlalchemy.orm import Session, registry, scoped_session
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq._util.sqlalchemy import (
     CONFLICTS,
     AsyncTransactionRunner,
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SQLAlchemyOutbox"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 

@@ -15,7 +15,6 @@ Invariants:
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import sqlite3
 from collections import deque
@@ -26,6 +25,7 @@ from typing import Any, Final
 
 from reliable_mq._util.boottime import since_boot
 from reliable_mq._util.hooks import ForkStage, each_at_fork
+from reliable_mq._util.logs import get_logger
 from reliable_mq.core.outbox import (
     COLUMNS,
     FORMAT,
@@ -42,7 +42,7 @@ from reliable_mq.outbox.sqlite_file import OpenFile, outbox_error
 
 __all__ = ["SQLiteRowLeases"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _BYTES_PER_TAKE: Final = 16 * 1024 * 1024
 _ROWS_PER_KEY: Final = 100  # rows of one key taken at a time; they wait for one another

@@ -12,10 +12,10 @@ Invariant: no part of PySpark is imported before its version has been checked.
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 import re
 from typing import TYPE_CHECKING, Final
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["register"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _LEAST: Final = (4, 2)  # the first version with read limits for Python sources
 

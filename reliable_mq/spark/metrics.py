@@ -19,7 +19,6 @@ and never stops a query.
 from __future__ import annotations
 
 import fcntl
-import logging
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -32,12 +31,13 @@ from typing import Any, Final, Literal
 from prometheus_client import CollectorRegistry, Metric, write_to_textfile
 
 from reliable_mq._util.hooks import ForkStage, at_fork
+from reliable_mq._util.logs import get_logger
 from reliable_mq._util.threads import start_daemon
 from reliable_mq.metrics.registry import Family, Reading, register
 
 __all__ = ["FAMILIES", "Exporter", "QueueStatistics", "SinkStatistics", "StreamStatistics", "exporter", "locked"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _EVERY: Final = 5.0  # seconds between two writes
 _MOST: Final = 1024  # maximum processes per host

@@ -30,6 +30,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, Final
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq.codec.methods import CheckQueue, DeclareQueue
 from reliable_mq.core.channel_setup import Comparison, Pipeline, StepRefused, compare, refusal
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
@@ -50,7 +51,7 @@ __all__ = [
     "judge",
 ]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _NAME: Final = "spark-check"  # of the connection, and in log lines
 _LIMIT: Final = ARGUMENTS["x-delivery-limit"]

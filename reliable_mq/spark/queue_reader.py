@@ -15,7 +15,6 @@ Invariants:
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import Counter
@@ -23,6 +22,7 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Final, cast
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq.codec import RawDelivery, encode_ack, encode_nack
 from reliable_mq.codec.methods import CheckQueue, QueueState, Step
 from reliable_mq.connection.interfaces import NullListener
@@ -46,7 +46,7 @@ from reliable_mq.sync.io_thread import IOThread
 
 __all__ = ["QueueReader"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _CLOSE_GRACE: Final = 3.0  # seconds for the closing handshake
 _SETTLING: Final = 0.02  # seconds without a delivery after which a batch is considered full

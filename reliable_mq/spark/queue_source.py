@@ -28,7 +28,6 @@ Invariants:
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -43,6 +42,7 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.errors import ConfigurationError, ConsumeError, UsageError
 from reliable_mq.spark.columns import decode, raw_batch
@@ -56,7 +56,7 @@ from reliable_mq.spark.stream_offsets import worth_having
 
 __all__ = ["QueuePartition", "QueueSource", "on_termination", "refuse_batch"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def on_termination(close: Callable[[], None]) -> None:

@@ -26,7 +26,6 @@ Invariants:
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import uuid
@@ -41,6 +40,7 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
 from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, at_fork
+from reliable_mq._util.logs import get_logger
 from reliable_mq.core import headers
 from reliable_mq.errors import ConfigurationError, PublishError, PublishRefused, PublishReturned, ReliableMQError
 from reliable_mq.message import Message
@@ -55,7 +55,7 @@ from reliable_mq.topology import Queue
 
 __all__ = ["BatchSink", "StreamSink", "WrittenPartition", "close_all", "publisher_pool"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _IDLE_SECONDS: Final = 30.0
 _CLOSE_SECONDS: Final = 5.0

@@ -6,13 +6,13 @@ The relay ends with the process, or before it.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq.errors import ConsumeError
 from reliable_mq.spark.metrics import exporter
 from reliable_mq.spark.options import StagedOptions
@@ -23,7 +23,7 @@ from reliable_mq.stage import StageOptions, StageRelay
 
 __all__ = ["StagedSource"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _DECLARED: Final = 60.0  # seconds for the stage to be declared
 _ACTIVE: Final = 15.0  # seconds for this relay to become active, or for another to make progress, when a query ends

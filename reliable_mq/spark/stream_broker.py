@@ -18,7 +18,6 @@ Invariants:
 from __future__ import annotations
 
 import http
-import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from datetime import datetime
 from struct import Struct
 from typing import Any, Final
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq.codec import CodecError, Properties, RawDelivery, encode_ack
 from reliable_mq.codec.methods import (
     STREAM_OFFSET,
@@ -57,7 +57,7 @@ __all__ = [
     "offsets_at",
 ]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _ENTRY: Final = bytes((len(STREAM_OFFSET),)) + STREAM_OFFSET.encode() + b"l"  # name and type, as RabbitMQ encodes them
 _PRECONDITION_FAILED: Final = 406

@@ -15,7 +15,6 @@ Invariants:
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from bisect import bisect_left
@@ -24,6 +23,7 @@ from typing import Final
 
 import pyarrow as pa
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq.codec import CodecError, Properties, RawDelivery
 from reliable_mq.codec.methods import CheckQueue
 from reliable_mq.errors import BrokerUnavailable, ConsumeError, TopologyMismatch
@@ -37,7 +37,7 @@ from reliable_mq.spark.stream_offsets import StreamRange
 
 __all__ = ["RangeReader", "ValueFilter"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _ROWS: Final = 2000  # maximum rows of an Arrow batch
 _HELD: Final = 32 * 2**20  # approximate maximum bytes in transit or in an Arrow batch

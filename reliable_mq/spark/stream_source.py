@@ -11,7 +11,6 @@ seen, or a limit below it.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from pyspark.sql.streaming.datasource import (
     SupportsTriggerAvailableNow,
 )
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq.codec.methods import CheckQueue, QueueState
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError, TopologyMismatch
 from reliable_mq.spark.metrics import exporter
@@ -58,7 +58,7 @@ from reliable_mq.spark.stream_reader import RangeReader
 
 __all__ = ["FilteredStreamBatch", "StreamBatch", "StreamSource"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _FRESH: Final = 0.25  # seconds for which a looked-up end stays valid: Spark requests it every 10 ms
 _SURE: Final = 3.0  # seconds without a delivery after which a stream counts as empty, to be read from its beginning

@@ -19,13 +19,13 @@ Invariants:
 from __future__ import annotations
 
 import enum
-import logging
 import os
 import threading
 import time
 from collections.abc import Generator, Mapping
 from typing import Any, Final
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq.codec import Properties, RawDelivery
 from reliable_mq.codec.methods import (
     STREAM_OFFSET,
@@ -57,7 +57,7 @@ from reliable_mq.sync.io_thread import IOThread
 
 __all__ = ["TRANSITIONS", "RelayClient", "RelayState"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _CLOSE_GRACE: Final = 3.0  # seconds for the closing handshake
 _TICK: Final = 0.5  # seconds between two checks of the deadlines

@@ -25,13 +25,13 @@ Invariants:
 from __future__ import annotations
 
 import json
-import logging
 import re
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq._util.validation import Duration, seconds
 from reliable_mq.core.idempotency import ClaimStatus
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError
@@ -39,7 +39,7 @@ from reliable_mq.stores.base import FORMAT, ClaimAnswer, Held, PurgePace, Querie
 
 __all__ = ["Dialect", "MySQL", "PostgreSQL", "Query", "SQLStoreBase", "SQLite", "Steps", "Transaction", "checked_table"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 _ROWS_PER_PURGE: Final = 500

@@ -16,7 +16,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import logging
 import sqlite3
 import time
 from contextlib import asynccontextmanager, contextmanager
@@ -30,6 +29,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 
 from reliable_mq._util.boottime import boot, since_boot
+from reliable_mq._util.logs import get_logger
 from reliable_mq._util.sqlalchemy import (
     AUTOCOMMIT,
     CONFLICTS,
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncSQLAlchemyStore", "SQLAlchemyStore"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 _DIALECTS: Final[dict[str, type[Dialect]]] = {

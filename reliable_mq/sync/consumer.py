@@ -11,7 +11,6 @@ second.
 from __future__ import annotations
 
 import inspect
-import logging
 import signal
 import threading
 import time
@@ -21,6 +20,7 @@ from queue import Empty
 from typing import TYPE_CHECKING, Final, Self
 
 from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, at_fork
+from reliable_mq._util.logs import get_logger
 from reliable_mq._util.signals import ReplacedHandlers
 from reliable_mq._util.validation import Duration
 from reliable_mq.core.consumer.handler import is_coroutine_function
@@ -65,7 +65,7 @@ def next_signal(received: SimpleQueue[int]) -> int:
             continue
 
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class Consumer(BaseConsumer[Subscription, WorkerPool]):

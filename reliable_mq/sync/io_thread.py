@@ -16,11 +16,11 @@ Invariants:
 
 from __future__ import annotations
 
-import logging
 import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq.connection.interfaces import ConnectionListener, TimerHandle
 from reliable_mq.connection.pika_driver import EventLoop, Link
 from reliable_mq.engine.connection import BaseConnection
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ConnectionListener", "IOThread", "TimerHandle"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _ABORT_GRACE = 3.0  # seconds that `close` waits beyond its timeout for the thread to abort and end
 
@@ -136,7 +136,7 @@ class IOThread(BaseConnection):
     def _main(self) -> None:
         try:
             self._loop.run()
-        except Exception as error:
+        except BaseException as error:  # with SystemExit, a thread would end in silence
             logger.exception("%s: the event loop failed", self._name)
             self._connector.crashed(error)
         finally:

@@ -9,13 +9,13 @@ calls the channel, or by an exception that a signal handler raises. The invarian
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq._util.threads import CallbackThread, Condition, start_daemon
 from reliable_mq.core.outbox import KeptPlaces
 from reliable_mq.core.publisher.publication import StoredPublication
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OutboxChannel", "RelayPublisher", "StoredConfirmation"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 

@@ -10,11 +10,11 @@ runs, and a call that an exception ends leaves nothing behind that would stay op
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import TYPE_CHECKING, Self
 
 from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, at_fork
+from reliable_mq._util.logs import get_logger
 from reliable_mq._util.validation import Duration
 from reliable_mq.core.publisher.publication import PublishReport
 from reliable_mq.engine.publisher import CLOSE_TIMEOUT, FOR_EVER, BasePublisher
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PublishReport", "Publisher"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel, OutboxChannel]):

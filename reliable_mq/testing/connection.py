@@ -18,12 +18,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
-import logging
 import socket
 import struct
 from collections import deque
 from typing import TYPE_CHECKING, Final, cast
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq.testing.faults import Cut, Direction, LinkConditions
 from reliable_mq.testing.frames import Chunk, Frame, Splitter, parse
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ProxiedConnection", "ProxiedSocket", "Stream"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 _BACKLOG: Final = 256 * 1024
 _THROTTLED_BACKLOG: Final = 64 * 1024
 _DELAYED_BACKLOG: Final = 16 * 1024 * 1024

@@ -9,7 +9,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 import ssl
 from collections import Counter
@@ -17,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq.errors import ConfigurationError, UsageError
 from reliable_mq.testing.connection import ProxiedConnection
 from reliable_mq.testing.faults import (
@@ -42,7 +42,7 @@ __all__ = ["Server", "Upstream", "count_of", "server_context"]
 _CONNECT_TIMEOUT: Final = 10.0
 _BACKLOG: Final = 128
 _DEFAULT_PORTS: Final = {"amqp": 5672, "amqps": 5671}
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,10 @@ does not need it. Only publishers and consumers with a `Tracing` import the othe
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import TYPE_CHECKING, Final
 
-from reliable_mq._util.logs import LogLimit
+from reliable_mq._util.logs import LogLimit, get_logger
 from reliable_mq._util.version import OWN_VERSION
 from reliable_mq.errors import ConfigurationError
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CopyTracing", "TracerErrors", "Tracing"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: The version of the semantic conventions for names, kinds and attributes.
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"

@@ -12,7 +12,6 @@ Invariants:
 from __future__ import annotations
 
 import enum
-import logging
 import secrets
 import threading
 import time
@@ -21,6 +20,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq._util.threads import start_daemon
 from reliable_mq.errors import ReliableMQError, UsageError
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Job", "JobState", "Jobs"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _KEPT: Final = 100  # operations, including those that have ended
 _FILES_KEPT: Final = 10  # exports that can be downloaded

@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import logging
 import os
 import tempfile
 import threading
@@ -27,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, cast
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq.deadletters import Filter, ReplayReport
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.web.address import Choice
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FAILURES_KEPT", "AuditLog", "Operations", "ReplayOptions"]
 
-logger = logging.getLogger(__name__)
-_audit_logger = logging.getLogger("reliable_mq.web.audit")
+logger = get_logger(__name__)
+_audit_logger = get_logger("reliable_mq.web.audit")
 
 #: The maximum number of failures, with their letters, that a finished replay keeps.
 FAILURES_KEPT: Final = 50

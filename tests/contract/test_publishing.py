@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import random
 import socket
 import struct
@@ -377,6 +378,26 @@ def test_a_connection_that_ends_anyhow_is_replaced(
         again[0].channel.ack(5, multiple=True)
         assert errors(confirmations) == [None] * 5
         assert len(broker.connections) == 2
+
+
+def test_a_log_handler_that_raises_does_not_end_reconnecting(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    class Failing(logging.Handler):
+        def handle(self, record: logging.LogRecord) -> bool:
+            raise OSError("no space left on device")
+
+    logger, failing = logging.getLogger("reliable_mq"), Failing()
+    logger.addHandler(failing)
+    try:
+        with new_publisher() as publisher:
+            for number in range(3):
+                confirmations = submit(publisher, 1)
+                broker.wait_published(2 * number + 1)[-1].channel.connection.cut()
+                broker.wait_published(2 * number + 2)[-1].channel.ack(1)
+                assert errors(confirmations) == [None]
+    finally:
+        logger.removeHandler(failing)
 
 
 def test_a_broker_that_comes_and_goes_costs_nothing_but_time(

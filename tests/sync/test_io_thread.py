@@ -99,8 +99,9 @@ def test_a_silent_peer_is_given_the_time_to_connect_and_no_more(silent_peer: End
     assert io.close(10)
 
 
+@pytest.mark.parametrize("kind", [OSError, SystemExit])
 def test_a_broken_loop_is_reported_and_still_runs_queued_calls(
-    silent_peer: Endpoint, caplog: pytest.LogCaptureFixture
+    silent_peer: Endpoint, caplog: pytest.LogCaptureFixture, kind: type[BaseException]
 ) -> None:
     client = Client()
     io = io_thread(silent_peer, client)
@@ -109,7 +110,7 @@ def test_a_broken_loop_is_reported_and_still_runs_queued_calls(
 
     def break_it() -> None:
         def poll() -> None:
-            raise OSError("epoll is gone")
+            raise kind("epoll is gone")
 
         io._loop._loop._poller.poll = poll
         io.call_soon(ran.set)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import logging
 import socket
 import time
 from functools import partial
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import aiormq
 
-from reliable_mq._util.logs import demoted_driver_logs
+from reliable_mq._util.logs import demoted_driver_logs, get_logger
 from reliable_mq._util.threads import call_in_background
 from reliable_mq.codec import CodecError, InboundReader, methods
 from reliable_mq.connection.aiormq_driver.connection import Connection, Transports
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Link"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _ADDRESSES_TRIED = 2  # an unresponsive address may take half of the time to connect, before the next one is tried
 _PAUSE_BYTES, _RESUME_BYTES = 256 * 1024, 64 * 1024  # limits of the write buffer; ``link_drained`` below the second
