@@ -7,6 +7,7 @@ Invariants:
 - The output of a command goes to stdout, everything else (progress, logs, errors) to stderr.
 - The exit status is 0 after success, 1 after a failure, 2 for a wrong command line, 130 after Ctrl-C, 143 after SIGTERM
   (0 if the command runs until then), and 141 if the reader of standard output closed it early.
+- A failed write to stderr (its reader left, or the disk is full) ends no command. The text is dropped.
 - No output shows a password: a URL is shown as ``str(ConnectionSettings)``.
 - The library does not need this package. Without the extra ``cli`` the command explains how to install it.
 """
@@ -16,8 +17,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from typing import TextIO
 
 __all__ = ["main"]
 
@@ -53,7 +59,7 @@ def _hold_streams() -> bool:
 
     No file or socket takes the descriptor of a closed stream. A closed stream stays None in Python, so that readers of
     standard input notice. Characters that a terminal's encoding lacks, such as the tick marks of ``doctor`` in ISO
-    8859-1, are shown as escapes.
+    8859-1, are shown as escapes. Standard error drops text that it cannot write.
 
     Returns:
         Whether there is a standard output.
@@ -68,4 +74,24 @@ def _hold_streams() -> bool:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    sys.stderr = cast("TextIO", _Lossy(sys.stderr))
     return sys.stdout is not None
+
+
+class _Lossy:
+    """A text file whose writes drop the text if they fail."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._file.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)

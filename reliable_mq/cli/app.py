@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 import traceback
-from contextlib import suppress
 from typing import Annotated, Any, Final
 
 import typer
@@ -118,5 +117,4 @@ def _explained(error: Any) -> int:
 
 
 def _tell(text: str) -> None:
-    with suppress(BrokenPipeError):
-        say(f"reliable-mq: {without_passwords(text)}")
+    say(f"reliable-mq: {without_passwords(text)}")

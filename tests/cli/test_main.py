@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import typer
@@ -19,6 +21,9 @@ from reliable_mq.cli import dlq as commands
 from reliable_mq.cli.terminal import hide_logs, show_logs
 from reliable_mq.errors import BrokerUnavailable
 from reliable_mq.outbox import SQLiteOutbox
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
@@ -205,6 +210,45 @@ def test_a_reader_that_leaves_in_the_middle_is_no_error(
     monkeypatch.setattr("sys.stderr", sys.stderr)
     assert app.run() == 141
     assert capsys.readouterr().err == ""
+
+
+@pytest.fixture(params=["the reader left", "the disk is full"])
+def failing_log(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Yield a descriptor that takes nothing."""
+    if request.param == "the reader left":
+        reader, log = os.pipe()
+        os.close(reader)
+    else:
+        log = os.open("/dev/full", os.O_WRONLY)
+    yield log
+    os.close(log)
+
+
+@pytest.mark.slow
+def test_a_log_that_cannot_be_written_changes_nothing_else(failing_log: int) -> None:
+    code = (
+        "import sys; import reliable_mq.cli as c; from reliable_mq.cli import app, terminal;"
+        "app._run = lambda: terminal.say('to stderr') or print('to stdout') or 3; sys.exit(c.main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=failing_log, check=False)
+    assert (done.returncode, done.stdout) == (3, b"to stdout\n")
+
+
+@pytest.mark.slow
+def test_a_log_that_cannot_be_written_does_not_end_reconnecting(failing_log: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as broker:
+        broker.settimeout(20)
+        url = f"amqp://u:p@127.0.0.1:{broker.getsockname()[1]}/"
+        command = [sys.executable, "-m", "reliable_mq.cli", "consume", url, "q", "--ack"]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=failing_log)
+        try:
+            for _ in range(3):  # each lost attempt is a warning
+                broker.accept()[0].close()
+            process.terminate()
+            assert process.wait(20) == 143
+        finally:
+            process.kill()
+            process.wait()
 
 
 def test_a_flaw_is_a_line_and_with_v_the_place_of_it(
