@@ -74,8 +74,17 @@ def test_a_policy_that_shortens_the_delays_is_a_problem() -> None:
 
 
 def test_a_delay_queue_of_a_gone_queue_is_a_problem_unless_empty() -> None:
-    assert (PROBLEM, "queue 'orders.retry.10000'", "delay queue") in not_well(examine(view(DELAY, messages=2)))
-    assert (WARNING, "queue 'orders.retry.10000'", "delay queue") in not_well(examine(view(DELAY)))
+    assert not_well(examine(view(DELAY, messages=2))) == [(PROBLEM, "queue 'orders.retry.10000'", "delay queue")]
+    assert not_well(examine(view(DELAY))) == [(WARNING, "queue 'orders.retry.10000'", "delay queue")]
+
+
+def test_dead_letters_without_a_target_wait_if_at_least_once() -> None:
+    (kept,) = examine(view(ORDERS), names=("orders",))
+    assert (kept.status, kept.check) == (PROBLEM, "dead letters")
+    assert "'orders.dead' does not exist: dead letters wait in this queue" in kept.text
+    for changed in ({"x-overflow": "drop-head"}, {"x-dead-letter-strategy": "at-most-once"}):
+        lost, *_ = examine(view(ORDERS, changed=dict(changed)), names=("orders",))
+        assert "'orders.dead' does not exist: dead letters are dropped" in lost.text
 
 
 def test_a_delay_queue_that_somebody_consumes_from_is_a_problem() -> None:

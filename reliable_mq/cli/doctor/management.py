@@ -119,8 +119,9 @@ class Route:
 
     Attributes:
         targets: The target queues, as far as they are known.
-        flaw: The reason why dead letters may be dropped. Empty if they are not.
-        certain: Whether they are certainly dropped.
+        flaw: The reason why dead letters may reach no queue. Empty if they do.
+        certain: Whether they certainly reach none. Then they are dropped, or wait if they are dead-lettered at least
+            once.
     """
 
     targets: frozenset[str] = frozenset()

@@ -301,12 +301,15 @@ def _delivery_limit(queue: QueueView, route: Route | None, version: tuple[int, .
 
 
 def _dead_lettering(queue: QueueView, route: Route | None) -> Iterator[Finding]:
-    if route is None:
+    if route is None or DelayQueue.of(queue.name) is not None:  # `examine_delay_queue` checks these
         return
+    overflow = queue.argument("overflow") or ARGUMENTS["x-overflow"].default
+    at_least_once = queue.type == "quorum" and queue.argument("dead-letter-strategy") == "at-least-once"
     if route.flaw:
         fix = "Declare and bind what is missing, or correct the dead-letter exchange and routing key."
         if route.certain:
-            yield _problem(queue, "dead letters", f"{route.flaw}: dead letters are dropped", fix)
+            result = "wait in this queue" if at_least_once and overflow == "reject-publish" else "are dropped"
+            yield _problem(queue, "dead letters", f"{route.flaw}: dead letters {result}", fix)
         else:
             yield _warning(queue, "dead letters", route.flaw, fix)
     elif queue.name in route.targets:
@@ -314,8 +317,7 @@ def _dead_lettering(queue: QueueView, route: Route | None) -> Iterator[Finding]:
         yield _warning(queue, "dead letters", text, "Give it a dead-letter queue of its own.")
     if queue.type != "quorum":
         return
-    overflow = queue.argument("overflow") or ARGUMENTS["x-overflow"].default
-    if queue.argument("dead-letter-strategy") != "at-least-once":
+    if not at_least_once:
         text = (
             "dead-lettered at most once: a message on its way to its dead-letter queue is lost when a node dies, or "
             "where that queue does not take it"
