@@ -5,7 +5,8 @@ Invariants:
 - a completed claim is on the disk when `complete_many` returns;
 - a claim survives the death of any process, but not a crash of the machine, which also ends the work of its holder;
 - a call waits for other calls no longer than the timeout;
-- a connection is used only by the process that made it.
+- no connection is open while the process forks. SQLite notes a process's locks in its memory, so the child would have
+  the notes without the locks: it would take no locks of its own, or wait for ever for those of its parent.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ import os
 import sqlite3
 import threading
 import time
+from collections import defaultdict
+from pathlib import Path
 from typing import Any, Final, TypeVar
+from weakref import WeakSet
 
 from reliable_mq._util.boottime import boot, since_boot
-from reliable_mq._util.hooks import ForkStage, each_at_fork
+from reliable_mq._util.hooks import ForkStage, around_fork, at_fork
 from reliable_mq._util.validation import LONGEST_BUSY_TIMEOUT, Duration, file_path
 from reliable_mq.errors import IdempotencyStoreError
 from reliable_mq.stores.base import DAY, SyncStore, run_queries
@@ -33,8 +37,9 @@ _PAUSE_AT_WAL: Final = 0.01  # seconds between attempts to switch a new file to 
 class SQLiteStore(SQLStoreBase, SyncStore):
     """An idempotency store for all processes of this machine that use the file.
 
-    Thread-safe, and safe across processes and forks. Connects at the first call. The file must be on a local disk,
-    because SQLite's locks do not work over networks.
+    Thread-safe, and safe across processes and forks: a fork waits for running calls and closes the file, which the next
+    call of either process opens again. Connects at the first call. The file must be on a local disk, because SQLite's
+    locks do not work over networks.
 
     Args:
         path: The path of the file, which is created if it does not exist. The file may have other tables. For a store
@@ -62,9 +67,9 @@ class SQLiteStore(SQLStoreBase, SyncStore):
         super().__init__(SQLite(checked_table(table)), retention, timeout)
         self._lock = threading.Lock()  # for the attributes below
         self._connection: sqlite3.Connection | None = None
-        self._inherited: list[sqlite3.Connection | None] = []  # connections of parent processes, which are never used
         self._base = 0
-        _stores.add(self)
+        with _forking:
+            _stores.add(self)
 
     def purge(self) -> int:
         """Delete expired rows and return their number. Claims also delete some."""
@@ -73,14 +78,16 @@ class SQLiteStore(SQLStoreBase, SyncStore):
     def close(self) -> None:
         """Close the file. The next call opens it again."""
         with self._lock:
-            if self._connection is not None:
-                self._connection.close()
-                self._connection = None
+            self._disconnect()
 
     def __repr__(self) -> str:
         return f"<SQLiteStore {str(self._path)!r}>"
 
     def _send(self, query: Transaction) -> Any:
+        if self._path in _inherited:
+            raise IdempotencyStoreError(
+                f"{self!r} was in use by the parent of this process at the fork: start another process"
+            )
         if not self._lock.acquire(timeout=max(query.deadline - time.monotonic(), 0.0)):
             raise IdempotencyStoreError(f"{self!r} was busy for {self._timeout:g} s")
         try:
@@ -120,11 +127,23 @@ class SQLiteStore(SQLStoreBase, SyncStore):
         self._connection = connection
         return connection
 
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _close_for_fork(self, after: contextlib.ExitStack) -> None:
+        """Close the file until the fork is over, unless a call outlasts the timeout."""
+        if self._lock.acquire(timeout=self._timeout):
+            after.callback(self._lock.release)
+            self._disconnect()
+
     def _start_in_child(self) -> None:
-        """Replace lock and connection in a forked child: they belong to the parent."""
-        self._inherited.append(self._connection)
-        self._connection = None
-        self._lock = threading.Lock()
+        """Give up the file in a forked child if it was in use at the fork."""
+        if self._lock.locked() or self._connection is not None:
+            _inherited[self._path].append(self._connection)
+            self._connection = None
+            self._lock = threading.Lock()
 
 
 def _execute_steps(steps: Steps[T], connection: sqlite3.Connection) -> T:
@@ -153,5 +172,32 @@ def _use_wal(connection: sqlite3.Connection, deadline: float) -> None:
             return
 
 
+_stores: WeakSet[SQLiteStore] = WeakSet()
+_forking: Final = threading.RLock()  # held by a thread that forks; a signal handler may fork meanwhile
+_forks: Final[list[contextlib.ExitStack]] = []  # the ends of forks that have begun
+# Files that were in use at the fork of this process, with their connections, which are neither used nor closed.
+_inherited: Final[defaultdict[Path, list[sqlite3.Connection | None]]] = defaultdict(list)
+
+
+def _before_fork() -> None:
+    _forking.acquire()
+    after = contextlib.ExitStack()
+    after.callback(_forking.release)
+    _forks.append(after)
+    for store in list(_stores):
+        store._close_for_fork(after)  # noqa: SLF001  # of this module
+
+
+def _after_fork() -> None:
+    _forks.pop().close()
+
+
+def _after_fork_in_child() -> None:
+    _after_fork()
+    for store in list(_stores):
+        store._start_in_child()  # noqa: SLF001  # of this module
+
+
+around_fork(_before_fork, _after_fork)
 # Called before the child has other threads. Otherwise two threads, each with its own lock, could share a connection.
-_stores = each_at_fork(ForkStage.RENEW, SQLiteStore._start_in_child)  # noqa: SLF001  # of this module
+at_fork(ForkStage.RENEW, _after_fork_in_child)

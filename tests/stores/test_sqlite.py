@@ -65,30 +65,109 @@ def test_a_closed_store_opens_again(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_has_a_connection_of_its_own(tmp_path: Path) -> None:
-    """This holds even if another thread of the parent held the lock at the fork."""
-    path = tmp_path / "store.db"
-    store = SQLiteStore(path)
+    store = SQLiteStore(tmp_path / "store.db")
     store.claim_many(["parent"], 60.0)
+    assert in_child(store, ["parent", "child"]) == ["IN_PROGRESS", "NEW"]
+    assert store.claim_many(["child"], 60.0)[0].status is ClaimStatus.IN_PROGRESS
+    store.close()
+
+
+def in_child(store: SQLiteStore, keys: list[str]) -> list[str]:
+    """Claim keys in a forked child; return the statuses, or the error."""
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
 
     def child() -> None:
-        made = store.claim_many(["parent", "child"], 60.0)
-        answers.put([one.status.name for one in made])
+        try:
+            answers.put([claim.status.name for claim in store.claim_many(keys, 60.0)])
+        except IdempotencyStoreError as error:
+            answers.put([str(error)])
         os._exit(0)
 
+    process = context.Process(target=child, daemon=True)
+    process.start()
+    process.join(20)
+    assert process.exitcode == 0
+    found: list[str] = answers.get()
+    return found
+
+
+def test_completions_of_a_child_survive_its_parents_close(tmp_path: Path) -> None:
+    """The last connection deletes the log, unless SQLite sees the lock of another one."""
+    path = tmp_path / "store.db"
+    store = SQLiteStore(path)
+    store.claim_many(["parent"], 60.0)
+    context = multiprocessing.get_context("fork")
+    opened, closed = context.Event(), context.Event()
+
+    def child() -> None:
+        [claim] = store.claim_many(["order"], 300.0)
+        opened.set()
+        assert closed.wait(20)
+        os._exit(0 if store.complete_many([claim]) == [True] else 1)
+
+    process = context.Process(target=child, daemon=True)
+    process.start()
+    assert opened.wait(20)
+    store.close()
+    closed.set()
+    process.join(20)
+    assert process.exitcode == 0
+    assert claimed(path, ["order"]) == [ClaimStatus.DONE]
+
+
+def test_a_fork_waits_for_a_transaction_of_another_thread(tmp_path: Path) -> None:
+    """The child would inherit its lock, and nothing would release that."""
+    store = SQLiteStore(tmp_path / "store.db", timeout=2.0)
+    store.claim_many(["parent"], 60.0)
+    inside, forked = threading.Event(), threading.Event()
+
+    def slow(*, now: int) -> Steps[None]:
+        inside.set()
+        forked.wait(0.2)
+        return
+        yield
+
+    def send() -> None:
+        run_queries(store._query(slow), store._send)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    assert inside.wait(10)
+    context = multiprocessing.get_context("fork")
+    answers, over = context.SimpleQueue(), context.Event()
+
+    def child() -> None:
+        assert over.wait(20)
+        answers.put(store.claim_many(["child"], 60.0)[0].status.name)
+        os._exit(0)
+
+    process = context.Process(target=child, daemon=True)
+    process.start()
+    forked.set()
+    thread.join(10)
+    over.set()
+    process.join(20)
+    assert process.exitcode == 0
+    assert answers.get() == "NEW"
+    store.close()
+
+
+def test_a_child_refuses_a_file_that_was_in_use_at_the_fork(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    store = SQLiteStore(path, timeout=0.05)
+    store.claim_many(["parent"], 60.0)
+    another = SQLiteStore(path)
     with store._lock:
-        process = context.Process(target=child)
-        process.start()
-        process.join(20)
-    assert answers.get() == ["IN_PROGRESS", "NEW"]
-    assert store.claim_many(["child"], 60.0)[0].status is ClaimStatus.IN_PROGRESS
+        [said] = in_child(another, ["child"])
+    assert "in use by the parent" in said
+    assert store.claim_many(["child"], 60.0)[0].status is ClaimStatus.NEW
     store.close()
 
 
 def test_a_forked_child_may_close_its_copy_of_a_store_in_use(tmp_path: Path) -> None:
     """Leaving ``with`` closes it. The connection stays open in the parent."""
-    store = SQLiteStore(tmp_path / "store.db")
+    store = SQLiteStore(tmp_path / "store.db", timeout=0.05)
     store.claim_many(["parent"], 60.0)
     with store._lock:
         child = multiprocessing.get_context("fork").Process(target=store.close, daemon=True)
