@@ -18,7 +18,7 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
-from integration.support.databases import ASYNC_DRIVERS, with_driver
+from integration.support.databases import ASYNC_DRIVERS, Database, with_driver
 from integration.support.lossy import LossyProxy
 from integration.support.seeds import soak_seeds, soaking
 from reliable_mq import IdempotencyStoreError
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from sqlalchemy import Connection, Engine
-
-    from integration.support.databases import Database
 
 # A database, with a driver if it is not the usual one.
 KINDS = ("redis", "redis+asyncio", "postgresql", "postgresql+psycopg_async", "mariadb", "mysql")
@@ -313,6 +311,23 @@ def test_f42_a_hanging_store_fails_in_time_and_finds_its_claim(breakable: Breaka
     made = answered_again(partial(breakable.claim, "a", "b"))
     assert [one.status for one in made] == [ClaimStatus.NEW] * 2
     assert answered_again(partial(breakable.store.complete_many, [done, *made])) == [True] * 3
+
+
+@pytest.mark.parametrize("kind", ["redis", "redis+asyncio"])
+def test_a_store_leaves_a_redis_that_became_a_replica(database: Callable[[str], Database], kind: str) -> None:
+    """It stays up and refuses to write, and the URL leads to the new primary."""
+    with (
+        Database("redis") as old,
+        LossyProxy(old.port) as proxy,
+        closing(Breakable(kind, database, timeout=10.0, port=proxy.port)) as made,
+    ):
+        made.claim("a")
+        proxy.upstream = made.server.port
+        with redis.Redis(port=old.port) as client:
+            client.replicaof("127.0.0.1", made.server.port)
+        claims = made.claim("a", *map(str, range(2500)))
+        assert {one.status for one in claims} == {ClaimStatus.NEW}
+        assert all(made.store.complete_many(claims))
 
 
 def answered_again(call: Callable[[], list[Any]]) -> list[Any]:

@@ -27,12 +27,13 @@ class LossyProxy:
 
     Attributes:
         port: The port on which the proxy listens.
+        upstream: The port of the server for new connections.
         lost: The number of lost responses.
         round_trips: How often, on any connection, a request followed the response to the previous request.
     """
 
     def __init__(self, port: int, loses: Callable[[bytes], bool] = lambda _: False) -> None:
-        self._upstream = port
+        self.upstream = port
         self._loses = loses
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._sockets: list[socket.socket] = []
@@ -71,7 +72,7 @@ class LossyProxy:
             while True:
                 client, _ = self._listener.accept()
                 try:
-                    server = socket.create_connection(("127.0.0.1", self._upstream), timeout=10)
+                    server = socket.create_connection(("127.0.0.1", self.upstream), timeout=10)
                 except OSError:  # the server is dead
                     client.close()
                     continue

@@ -8,7 +8,9 @@ when its time to live is over.
 Invariants:
 
 - an attempt at a call ends within the timeout, and there are at most two: the second follows at once, in the name of
-  the same holder, and only if the connection broke;
+  the same holder, and only if the connection broke or the server answered with an error;
+- a connection on which the server answered with an error is closed: the server may have become a replica, and its name
+  may lead to the new primary;
 - all times are by the server's clock, so the clients' clocks do not matter;
 - a claim that finds its own holder keeps the token, so a script that was delayed and then repeated does no harm;
 - a token is greater than the key's previous one and not below the time, so it is not used again after the record is
@@ -143,7 +145,8 @@ _STATUS: Final = {
     b"u": ClaimStatus.UNREADABLE,
 }
 _PREFIX: Final = "{reliable-mq}:claim:"  # with braces, as all keys of a script must be in one slot of a cluster
-_BROKEN: Final = (redis.ConnectionError, OSError)  # also raised if a restart of the server closed the connection
+# Errors that end a connection, which a restart of the server may also have closed.
+_BROKEN: Final = (redis.ConnectionError, redis.ResponseError, OSError)
 
 
 class _RedisBase(StoreBase):
@@ -229,10 +232,13 @@ class RedisStore(_RedisBase, SyncStore):
 
     Args:
         url: A URL, ``redis://[user:password@]host[:port][/database]``, ``rediss://`` for TLS or ``unix://``. Or your
-            own ``redis.Redis``, for example from a ``Sentinel``, which must have a ``socket_timeout``.
+            own ``redis.Redis``, for example from a ``Sentinel``, which must have a ``socket_timeout``. To leave a
+            primary that became a replica, a client that is not from a ``Sentinel`` needs
+            ``retry_on_error=[redis.ReadOnlyError]``.
         retention: The time for which done keys, and the failed attempts of other keys, are remembered, in seconds.
-        timeout: The time that Redis may take to connect, and to reply, in seconds. If the connection breaks, the call
-            is repeated once. The ``socket_timeout`` of your own client takes precedence.
+        timeout: The time that Redis may take to connect, and to reply, in seconds. If the connection breaks, or Redis
+            answers with an error, the call is repeated once on a new connection. The ``socket_timeout`` of your own
+            client takes precedence.
         prefix: The prefix of the keys in Redis. Keep braces in it in a cluster.
         options: Further arguments of ``redis.Redis``, such as ``ssl_ca_certs``.
 
@@ -339,7 +345,13 @@ def _where(url: object) -> str:
 def _client(kind: Any, name: str, url: object, timeout: float, retry: object, options: dict[str, Any]) -> Any:
     """Return a client for a URL, or the user's own client after a check."""
     if isinstance(url, str):
-        settings = {"socket_timeout": timeout, "socket_connect_timeout": timeout, "retry": retry, **options}
+        settings = {
+            "socket_timeout": timeout,
+            "socket_connect_timeout": timeout,
+            "retry": retry,
+            "retry_on_error": [redis.ResponseError],  # closes the connection; there are no retries
+            **options,
+        }
         try:
             client = kind.from_url(url, **settings)
             pool = client.connection_pool
