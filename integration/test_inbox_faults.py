@@ -293,6 +293,18 @@ def test_f42_a_transaction_begins_ends_and_rolls_back_in_time(database: Callable
     engine.dispose()
 
 
+def test_an_inbox_keeps_the_settings_of_its_transaction(database: Callable[[str], Database]) -> None:
+    """The store's own calls wait for a lock for less than their timeout."""
+    engine = create_engine(prepared(database("postgresql").fresh()))
+    store = SQLAlchemyStore(engine)
+    [claim] = store.claim_many(["a"], 60.0)
+    with engine.begin() as connection:
+        store.inbox(connection, held(claim, store.transaction))
+        assert connection.scalar(text("SHOW lock_timeout")) == "0"
+    store.close()
+    engine.dispose()
+
+
 def connect(engine: Engine) -> None:
     """Put a connection into the pool.
 

@@ -178,6 +178,31 @@ def test_unheld_keys_do_not_wait_for_a_key_that_somebody_holds(
         assert {claim.status for claim in again} == {ClaimStatus.NEW}
 
 
+@pytest.mark.parametrize("two_stores", ["postgresql"], indirect=True)
+def test_no_query_is_left_that_waits_for_a_lock(two_stores: tuple[SQLAlchemyStore, Engine]) -> None:
+    """While PostgreSQL waits for a lock, it does not notice that its client is gone."""
+    store, other = two_stores
+    claims = store.claim_many(["a"], LEASE)
+    waiting = text(
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    )
+    calls: list[Callable[[], object]] = [
+        lambda: store.claim_many(["a"], LEASE),
+        lambda: store.complete_many(claims),
+        lambda: store.release_many(claims, failed=True),
+        lambda: store.reset_many(["a"]),
+    ]
+    assert store.release_many(claims, failed=True) == [True]  # without a failed attempt, there is nothing to reset
+    claims = store.claim_many(["a"], LEASE)
+    with other.connect() as holding, other.connect() as looking:
+        holding.execute(text("SELECT * FROM reliable_mq_claims WHERE claim_key = 'a' FOR UPDATE"))
+        for call in calls:
+            with pytest.raises(IdempotencyStoreError, match="LockNotAvailable"):
+                call()
+        assert looking.scalar(waiting) == 0
+    assert store.complete_many(claims) == [True]
+
+
 def test_a_purge_reads_what_is_over_by_the_index(two_stores: tuple[SQLAlchemyStore, Engine]) -> None:
     """This holds for a large table, analyzed or not.
 

@@ -16,6 +16,8 @@ Invariants:
   deleted;
 - a row of another format is neither changed nor interpreted;
 - rows are locked in the order of their keys, so that transactions do not deadlock;
+- the server itself ends a call that waits for a lock: while PostgreSQL waits, it does not notice that its client is
+  gone, and each further attempt would keep another of its processes;
 - ``expires``, which has an index, is changed as rarely as possible, because an update of the other columns costs
   PostgreSQL no index entry. So a row may be kept for a lease longer than the retention.
 """
@@ -32,7 +34,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from reliable_mq._util.logs import get_logger
-from reliable_mq._util.validation import Duration, seconds
+from reliable_mq._util.validation import LONGEST_BUSY_TIMEOUT, Duration, seconds
 from reliable_mq.core.idempotency import ClaimStatus
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError
 from reliable_mq.stores.base import FORMAT, ClaimAnswer, Held, PurgePace, Queries, StoreBase, microseconds
@@ -91,6 +93,13 @@ class Dialect:
             "(c.state = 1 AND (c.lease_ends <= excluded.token OR c.holder = excluded.holder))) "
             "RETURNING claim_key, token, attempts"
         )
+
+    def waiting(self, timeout: float) -> Dialect:
+        """Return a dialect that limits waits for a lock to less than the seconds.
+
+        MariaDB, MySQL and SQLite have limits of their own.
+        """
+        return self
 
     def claim(
         self, holders: Mapping[str, int], *, lease: int, retention: int, now: int
@@ -402,12 +411,23 @@ class PostgreSQL(Dialect):
     _listed = "c.claim_key = ANY(CAST(:keys AS text[]))"
     _given = "unnest(CAST(:keys AS text[]), CAST(:numbers AS bigint[])) AS g(k, n)"
 
+    def __init__(self, table: str, patience: int | None = None) -> None:
+        super().__init__(table)
+        # The function is called once, before rows are read. It applies to locks until the end of the transaction.
+        set_timeout = f"(SELECT set_config('lock_timeout', '{patience}', true)) IS NOT NULL"
+        self._patient = "true" if patience is None else set_timeout
+
+    def waiting(self, timeout: float) -> Dialect:
+        milliseconds = min(timeout, LONGEST_BUSY_TIMEOUT) * 1000
+        return PostgreSQL(self.table, max(int(0.9 * milliseconds), 1))
+
     def claim(
         self, holders: Mapping[str, int], *, lease: int, retention: int, now: int
     ) -> Steps[dict[str, ClaimAnswer]]:
         """Claim keys. Rows of other keys are read as before the statement, or missing."""
         rows = yield Query(
-            f"WITH given AS MATERIALIZED (SELECT g.k, g.n, {self._now} AS now FROM {self._given}), "
+            f"WITH given AS MATERIALIZED (SELECT g.k, g.n, {self._now} AS now FROM {self._given} "
+            f"WHERE {self._patient}), "
             f"taken AS (INSERT INTO {self.table} AS c "
             "(claim_key, format, state, token, holder, attempts, lease_ends, expires) "
             f"SELECT k, {FORMAT}, 1, now, n, 0, now + CAST(:lease AS bigint), now + CAST(:kept AS bigint) FROM given "
@@ -425,7 +445,7 @@ class PostgreSQL(Dialect):
 
     def _settle(self, held: Sequence[Held], states: str, change: str, retention: int, now: int) -> Steps[set[Held]]:
         rows = yield Query(
-            f"WITH given AS (SELECT g.k, g.n FROM {self._given}), "
+            f"WITH given AS (SELECT g.k, g.n FROM {self._given} WHERE {self._patient}), "
             f"locked AS (SELECT c.claim_key, c.token FROM {self.table} c JOIN given ON c.claim_key = given.k "
             f"AND c.token = given.n WHERE {self._listed} AND c.format = {FORMAT} AND c.state IN ({states}) "
             f"AND c.expires > {self._now} ORDER BY c.claim_key FOR UPDATE OF c) "
@@ -439,7 +459,7 @@ class PostgreSQL(Dialect):
 
     def reset(self, keys: Sequence[str], *, now: int) -> Steps[set[str]]:
         rows = yield Query(
-            f"UPDATE {self.table} SET attempts = 0 WHERE claim_key = ANY(CAST(:keys AS text[])) "
+            f"UPDATE {self.table} SET attempts = 0 WHERE {self._patient} AND claim_key = ANY(CAST(:keys AS text[])) "
             f"AND format = {FORMAT} AND state < 2 AND attempts > 0 AND expires > {self._now} RETURNING claim_key",
             {"keys": list(keys)},
         )
@@ -482,9 +502,9 @@ class SQLStoreBase(StoreBase):
 
     def __init__(self, dialect: Dialect, retention: Duration, timeout: Duration) -> None:
         super().__init__()
-        self._sql = dialect
         self._retention = microseconds(seconds("retention", retention, positive=True))
         self._timeout = seconds("timeout", timeout, positive=True)
+        self._sql = dialect.waiting(self._timeout)
         self._pace = PurgePace()
 
     def _query(
@@ -507,10 +527,7 @@ class SQLStoreBase(StoreBase):
         return found
 
     def _complete(self, held: Sequence[Held]) -> Queries[set[Held]]:
-        return self._query(self._completing(held), durable=True)
-
-    def _completing(self, held: Sequence[Held], *, again: bool = True) -> Callable[..., Steps[set[Held]]]:
-        return partial(self._sql.complete, held, again=again, retention=self._retention)
+        return self._query(partial(self._sql.complete, held, again=True, retention=self._retention), durable=True)
 
     def _release(self, held: Sequence[Held], failed: bool) -> Queries[set[Held]]:
         return self._query(partial(self._sql.release, held, failed=failed, retention=self._retention))

@@ -88,7 +88,8 @@ class _SQLAlchemyBase(SQLStoreBase):
         if "@" in (engine.url.host or ""):  # a part of the password, which the driver would show
             raise ConfigurationError("engine has a URL whose password holds an '@': percent-encode it (%40)")
         refuse_autocommit(engine, "no transaction of a handler would be one")
-        super().__init__(dialect(checked_table(table)), retention, timeout)
+        self._sql_in_transaction = dialect(checked_table(table))  # of a handler, which keeps its own settings
+        super().__init__(self._sql_in_transaction, retention, timeout)
         self._where = redacted(engine.url.render_as_string(hide_password=False))
         self._base: int | None = None  # the base of a SQLite file's clock
 
@@ -210,7 +211,8 @@ class _SQLAlchemyBase(SQLStoreBase):
             some = [one for one in inbox_claims if _may_complete_again(one, current) is again]
             if not (held := held_by(one.claim for one in some)):
                 continue
-            completed, _ = _execute_steps(self._timed(self._completing(held, again=again)), connection)
+            complete = partial(self._sql_in_transaction.complete, held, again=again, retention=self._retention)
+            completed, _ = _execute_steps(self._timed(complete), connection)
             stale = ", ".join([one[0] for one in held if one not in completed][:10])
             if stale and any(one.commit is CommitStatus.UNKNOWN for one in some):
                 raise IdempotencyStoreError(
