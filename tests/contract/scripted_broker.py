@@ -221,6 +221,10 @@ class Connection(threading.Thread):
             self._client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             self._client.shutdown(socket.SHUT_RD)  # wakes the thread, which closes it
 
+    def end_stream(self) -> None:
+        """Send no more, and stay connected."""
+        self._client.shutdown(socket.SHUT_WR)
+
     def close(self, code: int, text: str) -> None:
         self.send(commands.Connection.Close(code, text, 0, 0))
 

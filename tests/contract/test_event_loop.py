@@ -203,6 +203,38 @@ def test_a_connection_lost_to_a_stall_is_replaced_without_loss(
         run(main())
 
 
+def test_the_end_of_the_stream_is_noticed_despite_unsent_frames(
+    broker: ScriptedBroker, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker has an alarm and reads nothing. A proxy half-closes the connection."""
+    links: list[Link] = []
+    make, released = Link.__init__, threading.Event()
+
+    def made(self: Link, *arguments: Any) -> None:
+        links.append(self)
+        make(self, *arguments)
+
+    monkeypatch.setattr(Link, "__init__", made)
+
+    async def main() -> None:
+        broker.script = lambda _: released.wait(60)
+        async with AsyncPublisher(broker.url, reconnect_wait=tenacity.wait_fixed(0.02)) as publisher:
+            await publisher.connect()
+            while links[0].write_buffer_size() < 100_000:
+                await publisher.submit(Message(bytes(60_000)), routing_key="q")
+                await asyncio.sleep(0)
+            broker.script = acking
+            broker.connections[0].block("memory")
+            await until(lambda: publisher.blocked is not None)
+            broker.connections[0].end_stream()
+            try:
+                await until(lambda: len(broker.connections) == 2)
+            finally:
+                released.set()
+
+    run(main())
+
+
 @pytest.mark.slow
 def test_10_000_tasks_that_publish_hold_no_more_than_the_window(broker: ScriptedBroker, run: Any) -> None:
     """Only a window of messages is unconfirmed, encoded or buffered at a time."""

@@ -276,6 +276,11 @@ class Link:
         if self._aborted is not None:
             transport.abort()
 
+    def _stream_ended(self) -> None:
+        """Abort an open link, whose unsent bytes would keep the transport."""
+        if self._state is LinkState.OPEN and self._transport is not None:
+            self._transport.abort()
+
     def _transport_lost(self, cause: BaseException | None) -> None:
         """Report the loss, unless the handshake will fail with a more precise error."""
         if self._state is LinkState.OPEN:
@@ -366,6 +371,10 @@ class _Protocol(asyncio.StreamReaderProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._link._received(data)  # noqa: SLF001
+
+    def eof_received(self) -> bool | None:
+        self._link._stream_ended()  # noqa: SLF001
+        return super().eof_received()
 
     def resume_writing(self) -> None:
         super().resume_writing()
