@@ -6,6 +6,7 @@ The tests cover confirms, returns, closes, silence and alarms.
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import logging
 import random
@@ -1274,24 +1275,62 @@ def test_an_answer_that_comes_after_the_time_to_connect_is_used(
         it.publish(Message(b"1"), routing_key="orders", timeout=10)
 
 
+def let_resolve(monkeypatch: pytest.MonkeyPatch, host: str, addresses: list[tuple[socket.AddressFamily, Any]]) -> None:
+    """Let a host name have the given addresses, of which each has a family."""
+    resolve = socket.getaddrinfo
+
+    def answer(name: Any, port: Any, *rest: Any, **named: Any) -> Any:
+        if name != host:
+            return resolve(name, port, *rest, **named)
+        if socket.AI_NUMERICHOST in rest:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(family, socket.SOCK_STREAM, 6, "", address) for family, address in addresses]
+
+    monkeypatch.setattr(socket, "getaddrinfo", answer)
+
+
 def test_an_address_that_does_not_answer_is_followed_by_the_next(
     broker: ScriptedBroker, new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first address of the host accepts connections, as that of a frozen broker."""
-    resolve = socket.getaddrinfo
-
-    def addresses(host: Any, port: Any, *rest: Any, **named: Any) -> Any:
-        if host != "rabbit.test":
-            return resolve(host, port, *rest, **named)
-        if socket.AI_NUMERICHOST in rest:
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, broker.port)) for ip in ("127.0.0.2", "127.0.0.1")]
-
-    monkeypatch.setattr(socket, "getaddrinfo", addresses)
+    let_resolve(monkeypatch, "rabbit.test", [(socket.AF_INET, (f"127.0.0.{one}", broker.port)) for one in (2, 1)])
     broker.script = acking
     url = f"amqp://guest:guest@rabbit.test:{broker.port}/"
     with socket.create_server(("127.0.0.2", broker.port)), new_publisher(url, connect_timeout=0.5) as publisher:
         publisher.publish(Message(b"x"), routing_key=KEY, timeout=10)
+
+
+class WithoutIPv6(socket.socket):
+    """The sockets of a kernel without IPv6."""
+
+    def __init__(self, family: int = -1, *rest: Any, **named: Any) -> None:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        super().__init__(family, *rest, **named)
+
+
+def test_an_address_of_a_family_the_kernel_lacks_is_passed_over(
+    broker: ScriptedBroker, new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes last, as from a resolver, and is the first of the second attempt."""
+    addresses = [(socket.AF_INET, ("127.0.0.1", broker.port)), (socket.AF_INET6, ("::1", broker.port, 0, 0))]
+    let_resolve(monkeypatch, "rabbit.test", addresses)
+    monkeypatch.setattr(socket, "socket", WithoutIPv6)
+    broker.script = acking
+    with new_publisher(f"amqp://guest:guest@rabbit.test:{broker.port}/") as publisher:
+        publisher.publish(Message(b"1"), routing_key=KEY, timeout=10)
+        broker.connection.cut()
+        publisher.publish(Message(b"2"), routing_key=KEY, timeout=10)
+
+
+def test_a_host_only_of_a_family_the_kernel_lacks_is_unavailable(
+    broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_resolve(monkeypatch, "rabbit.test", [(socket.AF_INET6, ("::1", broker.port, 0, 0))])
+    monkeypatch.setattr(socket, "socket", WithoutIPv6)
+    url = f"amqp://guest:guest@rabbit.test:{broker.port}/"
+    with pytest.raises(BrokerUnavailable, match=r"^rabbit\.test:\d+: Address family not supported by protocol$"):
+        Publisher(url, reconnect_stop=lambda _: True).connect()
 
 
 @pytest.mark.slow

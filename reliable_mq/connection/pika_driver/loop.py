@@ -199,7 +199,7 @@ class _IOServices(SelectorIOServicesAdapter):  # type: ignore[misc]
         proto: int = 0,
         flags: int = 0,
     ) -> _Lookup:
-        lookup = _Lookup(lambda result: on_done(self._addresses.sort(result) if isinstance(result, list) else result))
+        lookup = _Lookup(lambda result: on_done(self._usable(result) if isinstance(result, list) else result))
         resolve = partial(socket.getaddrinfo, host, port, family, socktype, proto)
 
         def found(result: Any) -> None:
@@ -210,6 +210,21 @@ class _IOServices(SelectorIOServicesAdapter):  # type: ignore[misc]
         except (OSError, UnicodeError):  # ``host`` is a name, or invalid
             call_in_background("reliable_mq host name", partial(resolve, flags), found)
         return lookup
+
+    def _usable(self, found: list[Any]) -> list[Any] | OSError:
+        """Return the addresses to try, in order; an error if there is none.
+
+        An attempt of pika ends at an address for which it cannot make a socket.
+        """
+        usable, failure = [], OSError("the host name has no address")
+        for one in self._addresses.sort(found):
+            try:
+                socket.socket(*one[:3]).close()
+            except OSError as error:  # for example, the kernel has no IPv6
+                failure = error
+            else:
+                usable.append(one)
+        return usable or failure
 
 
 class _Lookup:
