@@ -87,10 +87,15 @@ _ACCESS_REFUSED = 403
 _NOT_FOUND = 404
 _PRECONDITION_FAILED = 406
 _MOST_DIFFERENCES = 24  # maximum rounds of a comparison, each of which costs a channel
-_AWAY_CODES = frozenset({_NOT_FOUND, _PRECONDITION_FAILED})
-# RabbitMQ has no code for these states, only texts. AMQP is up before the replicas of streams and quorum queues are.
-_NO_REPLICA = "does not have a running replica on the local node"
-_AWAY = ("is down or inaccessible", "due to timeout", "process is stopped by supervisor", _NO_REPLICA)
+# RabbitMQ has no code for a queue that exists and does not run, only texts, which it cuts at 255 characters. AMQP is up
+# before the replicas of streams and quorum queues are.
+_NO_REPLICA = "PRECONDITION_FAILED - stream queue '"
+_AWAY = (
+    "NOT_FOUND - home node '",
+    "NOT_FOUND - failed to perform operation on queue '",
+    "NOT_FOUND - queue '",
+    _NO_REPLICA,
+)
 _DELAYED_RETRY = (4, 3)
 # 503 is command-invalid: an exchange type that does not exist.
 _DIFFERENT = frozenset({_PRECONDITION_FAILED, 503})
@@ -329,8 +334,8 @@ def refusal(step: Step, refused: StepRefused) -> ReliableMQError:
 
 
 def is_away(refused: StepRefused) -> bool:
-    """Return whether a queue was refused because its node is away or starting."""
-    return refused.code in _AWAY_CODES and any(text in refused.text for text in _AWAY)
+    """Return whether a queue was refused that exists and does not run at present."""
+    return refused.text.startswith(_AWAY)
 
 
 def reconnect_reason(code: int, text: str) -> str:
@@ -342,7 +347,7 @@ def reconnect_reason(code: int, text: str) -> str:
     """
     if code == _ACCESS_REFUSED and "', backend " in text.rpartition("' refused for user '")[2]:
         return f"the broker cannot check a permission: {code} {text}"
-    if code == _PRECONDITION_FAILED and _NO_REPLICA in text:
+    if text.startswith(_NO_REPLICA):
         return f"the stream has no replica on this node: {code} {text}"
     return ""
 
