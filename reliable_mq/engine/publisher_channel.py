@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from contextlib import AbstractContextManager
 
-    from reliable_mq.codec import RawDelivery
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator
     from reliable_mq.core.publisher.session import PublisherSession
     from reliable_mq.core.reconnect import ConnectionLoss
@@ -440,25 +439,10 @@ class BasePublisherChannel(BaseChannel[P]):
         """Continue writing after the socket has taken the buffered frames."""
         self._advance()
 
-    def delivered(self, deliveries: list[RawDelivery]) -> None:
-        """Raise AssertionError. This channel consumes nothing."""
-        raise AssertionError("a delivery on a publishing channel")
+    def _impossible(self, *_: Any, **__: Any) -> None:
+        raise AssertionError("an event of a consumer on a publishing channel")
 
-    def got(self, delivery: RawDelivery, message_count: int) -> None:
-        """Raise AssertionError. This channel gets nothing."""
-        raise AssertionError("a get-ok on a publishing channel")
-
-    def got_empty(self) -> None:
-        """Raise AssertionError. This channel gets nothing."""
-        raise AssertionError("a get-empty on a publishing channel")
-
-    def oversized(self, delivery: RawDelivery, size: int, message_count: int | None) -> None:
-        """Raise AssertionError. This channel consumes nothing."""
-        raise AssertionError("a delivery on a publishing channel")
-
-    def cancelled(self, consumer_tag: str) -> None:
-        """Raise AssertionError. This channel consumes nothing."""
-        raise AssertionError("a cancel on a publishing channel")
+    delivered = got = got_empty = oversized = cancelled = _impossible
 
     # On the loop: the work
 

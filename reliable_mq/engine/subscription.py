@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 from reliable_mq._util.logs import get_logger
 from reliable_mq.codec.methods import Cancel, SetPrefetch
+from reliable_mq.connection.interfaces import NullListener
 from reliable_mq.connection.new_queues import QueueRecord
 from reliable_mq.core.channel_setup import StepRefused, declare, explain, is_missing
 from reliable_mq.core.consumer.attempts import printable
@@ -105,7 +106,7 @@ class WorkQueue(Protocol):
         """Return the deliveries that no handler has started or will start."""
 
 
-class BaseSubscription:
+class BaseSubscription(NullListener):
     """The connection of a consumer and its session. Each API adds its own parts.
 
     Args:
@@ -332,12 +333,6 @@ class BaseSubscription:
         elif self._attempts_left <= 0:
             self._first_attempts_over.set()
 
-    def blocked(self, reason: str) -> None:
-        """Do nothing. This connection publishes nothing."""
-
-    def unblocked(self) -> None:
-        """Do nothing. This connection publishes nothing."""
-
     def cancelled(self, consumer_tag: str) -> None:
         """Subscribe again after the queue or its leader is gone, or a delivery timed out."""
         if consumer_tag not in {self.session.lifecycle.consumer_tag, self._options.quarantine_tag}:
@@ -362,28 +357,13 @@ class BaseSubscription:
         """Pass a ``basic.get-ok`` to the session."""
         self.session.delivered([cast("Delivery", delivery)], time.monotonic())
 
-    def got_empty(self) -> None:
-        """Do nothing. A pull subscription handles ``basic.get-empty``."""
-
     def oversized(self, delivery: RawDelivery, size: int, message_count: int | None) -> None:
         """Pass a delivery or ``basic.get-ok`` without its body to the session."""
         self.session.oversized(cast("Delivery", delivery), size, time.monotonic())
 
-    def acked(self, tag: int, multiple: bool) -> None:
-        """Do nothing. It is never called, because nothing is published on this channel."""
-
-    def nacked(self, tag: int, multiple: bool) -> None:
-        """Do nothing. It is never called, because nothing is published on this channel."""
-
-    def returned(self, code: int, text: str, exchange: str, routing_key: str, properties: bytes, body: bytes) -> None:
-        """Do nothing. It is never called, because nothing is published on this channel."""
-
     def read_finished(self) -> None:
         """Act on all events of one read."""
         self._run()
-
-    def write_drained(self) -> None:
-        """Do nothing. Acks are few."""
 
     # On the loop: the work
 
