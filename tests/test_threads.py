@@ -21,8 +21,6 @@ STARTS: Final = {
     "start_daemon",
     "call_in_background",
 }
-#: The timers of both drivers' loops have the same name as those of `threading`.
-LOOPS: Final = {"connection/aiormq_driver/loop.py", "connection/pika_driver/loop.py"}
 #: Module -> purpose. Pools and callbacks of `_util/threads.py` start their threads there.
 MODULES: Final = {
     "_util/sqlalchemy.py": "the event loop of an asynchronous engine",
@@ -57,7 +55,7 @@ def starts_threads(path: Path) -> bool:
         used = [node.func] if isinstance(node, ast.Call) else node.bases if isinstance(node, ast.ClassDef) else []
         for name in used:
             found = name.attr if isinstance(name, ast.Attribute) else getattr(name, "id", None)
-            if found in STARTS and not (found == "Timer" and str(path.relative_to(PACKAGE)) in LOOPS):
+            if found in STARTS:
                 return True
     return False
 

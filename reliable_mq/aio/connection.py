@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Unpack
 
-    from reliable_mq.connection.aiormq_driver.loop import Timer
+    from reliable_mq.connection.interfaces import TimerHandle
     from reliable_mq.engine.connection import ConnectionArguments
 
 __all__ = ["AsyncConnection"]
@@ -79,7 +79,7 @@ class AsyncConnection(BaseConnection):
         """
         self._loop.call_soon(fn)
 
-    def call_later(self, delay: float, fn: Callable[[], None]) -> Timer:
+    def call_later(self, delay: float, fn: Callable[[], None]) -> TimerHandle:
         """Run `fn` in `delay` seconds. An exception in `fn` costs the connection."""
         return self._loop.call_later(delay, fn)
 

@@ -14,6 +14,7 @@ from pika import frame, spec
 from pika.adapters.base_connection import BaseConnection
 from pika.adapters.select_connection import IOLoop, SelectConnection
 from pika.adapters.utils import connection_workflow, io_services_utils
+from pika.adapters.utils.nbio_interface import AbstractTimerReference
 from pika.adapters.utils.selector_ioloop_adapter import SelectorIOServicesAdapter
 from pika.connection import Connection
 
@@ -33,8 +34,9 @@ LAYERS: list[tuple[Any, str, tuple[str, ...]]] = [
     (io_services_utils._AsyncSSLTransport, "write", ("self", "data")),
     (IOLoop, "add_callback_threadsafe", ("self", "callback")),
     (IOLoop, "call_later", ("self", "delay", "callback")),
-    (IOLoop, "remove_timeout", ("self", "timeout_handle")),
     (IOLoop, "add_handler", ("self", "fd", "handler", "events")),
+    (SelectorIOServicesAdapter, "call_later", ("self", "delay", "callback")),
+    (AbstractTimerReference, "cancel", ("self",)),
     (
         SelectorIOServicesAdapter,
         "getaddrinfo",

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reliable_mq.codec import ChannelSink
-    from reliable_mq.connection.aiormq_driver.loop import EventLoop, Timer
+    from reliable_mq.connection.aiormq_driver.loop import EventLoop
     from reliable_mq.connection.channel import Channel
-    from reliable_mq.connection.interfaces import ChannelEvents, ConnectCredentials, LinkEvents
+    from reliable_mq.connection.interfaces import ChannelEvents, ConnectCredentials, LinkEvents, TimerHandle
     from reliable_mq.settings import ConnectionSettings
 
 __all__ = ["Link"]
@@ -92,7 +92,7 @@ class Link:
         self._heartbeat_at = 0.0  # when aiormq last got a heartbeat in place of content
         self._tune = methods.Tune(settings.channel_max, settings.frame_max, settings.heartbeat)
         self._end: asyncio.Future[None] = loop.asyncio.create_future()
-        self._watch: Timer | None = None
+        self._watch: TimerHandle | None = None
         self._server: ServerInfo | None = None
         with demoted_driver_logs(aiormq.__name__):  # also for every task that the connection starts
             self._connection = Connection(endpoint, settings, secrets, name, Transports(self._connect))

@@ -14,7 +14,9 @@ from reliable_mq.core.reconnect import AddressOrder
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["EventLoop", "Timer"]
+    from reliable_mq.connection.interfaces import TimerHandle
+
+__all__ = ["EventLoop"]
 
 
 class EventLoop:
@@ -40,9 +42,9 @@ class EventLoop:
         with suppress(RuntimeError):
             self.asyncio.call_soon_threadsafe(self.guard, fn)
 
-    def call_later(self, delay: float, fn: Callable[[], None]) -> Timer:
+    def call_later(self, delay: float, fn: Callable[[], None]) -> TimerHandle:
         """Run `fn` on the loop in `delay` seconds."""
-        return Timer(self.asyncio.call_later(max(0.0, delay), self.guard, fn))
+        return self.asyncio.call_later(max(0.0, delay), self.guard, fn)
 
     def guard(self, fn: Callable[..., None], *args: object) -> None:
         """Call `fn`, and report its exception."""
@@ -57,16 +59,3 @@ class EventLoop:
             _, late = await asyncio.wait(self.tasks, timeout=grace)
             for task in late:
                 task.cancel()
-
-
-class Timer:
-    """A call that is scheduled for a later time."""
-
-    __slots__ = ("_handle",)
-
-    def __init__(self, handle: asyncio.TimerHandle) -> None:
-        self._handle = handle
-
-    def cancel(self) -> None:
-        """Cancel the call. Do nothing if it was made or cancelled before."""
-        self._handle.cancel()

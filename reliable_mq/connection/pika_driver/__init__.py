@@ -18,6 +18,6 @@ Invariants:
 
 from reliable_mq.connection.pika_driver.errors import broker_error
 from reliable_mq.connection.pika_driver.link import Link
-from reliable_mq.connection.pika_driver.loop import EventLoop, Timer
+from reliable_mq.connection.pika_driver.loop import EventLoop
 
-__all__ = ["EventLoop", "Link", "Timer", "broker_error"]
+__all__ = ["EventLoop", "Link", "broker_error"]

@@ -26,7 +26,9 @@ from reliable_mq.core.reconnect import AddressOrder
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["EventLoop", "SelfPipe", "Timer"]
+    from reliable_mq.connection.interfaces import TimerHandle
+
+__all__ = ["EventLoop", "SelfPipe"]
 
 
 class SelfPipe:
@@ -83,9 +85,10 @@ class EventLoop:
         """Remove a queued call; return whether it had not begun."""
         return self._loop.withdraw(call)
 
-    def call_later(self, delay: float, fn: Callable[[], None]) -> Timer:
+    def call_later(self, delay: float, fn: Callable[[], None]) -> TimerHandle:
         """Run `fn` on the loop in `delay` seconds."""
-        return Timer(self._loop, self._loop.call_later(max(0.0, delay), fn))
+        handle: TimerHandle = self.services.call_later(max(0.0, delay), fn)
+        return handle
 
     def run(self) -> None:
         """Run until `stop`. Only the poller itself can raise an exception."""
@@ -104,20 +107,6 @@ class EventLoop:
     def close(self) -> None:
         """Close the descriptors of the loop itself. After `run` only."""
         self._loop.close()
-
-
-class Timer:
-    """A call that is scheduled for a later time."""
-
-    __slots__ = ("_handle", "_loop")
-
-    def __init__(self, loop: _GuardedLoop, handle: object) -> None:
-        self._loop = loop
-        self._handle = handle
-
-    def cancel(self) -> None:
-        """Cancel the call. Do nothing if it was made or cancelled before."""
-        self._loop.remove_timeout(self._handle)
 
 
 class _GuardedLoop(IOLoop):  # type: ignore[misc]  # pika has no types
