@@ -68,6 +68,7 @@ __all__ = [
     "SetupGenerator",
     "StepGenerator",
     "StepRefused",
+    "carry_out",
     "compare",
     "consumer_setup",
     "corrected",
@@ -190,7 +191,7 @@ def publisher_setup(
         BrokerUnavailable: If the broker refused a step for another reason.
     """
     yield from _declare_all(topology, version, maker)
-    yield from _carry_out(ConfirmSelect())
+    yield from carry_out(ConfirmSelect())
 
 
 def consumer_setup(
@@ -208,8 +209,8 @@ def consumer_setup(
     """Carry out `pull_setup`, set the prefetch of this consumer, and consume."""
     yield from pull_setup(queue, topology, version, maker)
     name = queue.name if isinstance(queue, Queue) else queue
-    yield from _carry_out(SetPrefetch(prefetch))
-    yield from _carry_out(Consume(name, consumer_tag, ack_mode == "automatic", exclusive, arguments or {}))
+    yield from carry_out(SetPrefetch(prefetch))
+    yield from carry_out(Consume(name, consumer_tag, ack_mode == "automatic", exclusive, arguments or {}))
 
 
 def pull_setup(
@@ -224,7 +225,7 @@ def pull_setup(
         yield from _declare_all([*topology, queue], version, maker)
     else:
         yield from _declare_all(topology, version, maker)
-        yield from _carry_out(CheckQueue(queue))
+        yield from carry_out(CheckQueue(queue))
 
 
 def declare(queue: Queue, version: tuple[int, ...], maker: NewQueueListener | None = None) -> SetupGenerator:
@@ -238,7 +239,7 @@ def declare(queue: Queue, version: tuple[int, ...], maker: NewQueueListener | No
         BrokerUnavailable: If the broker refused the declaration for another reason.
     """
     new = [queue.name] if queue.type in REPLICATED else []
-    yield from _make(new, maker, _carry_out(_declare_queue(queue, version)))
+    yield from _make(new, maker, carry_out(_declare_queue(queue, version)))
 
 
 def explain(
@@ -314,6 +315,14 @@ def corrected(
     if value is not None:
         arguments[argument] = value
     return replace(step, arguments=arguments)
+
+
+def carry_out(step: Step) -> StepGenerator:
+    """Yield a step and return its reply, or raise the error that its refusal means."""
+    try:
+        return (yield step)
+    except StepRefused as refused:
+        raise refusal(step, refused) from refused
 
 
 def refusal(step: Step, refused: StepRefused) -> ReliableMQError:
@@ -439,13 +448,6 @@ def _declare(declaration: Declaration, version: tuple[int, ...]) -> DeclareQueue
         declaration.routing_key,
         declaration.arguments,
     )
-
-
-def _carry_out(step: Step) -> SetupGenerator:
-    try:
-        yield step
-    except StepRefused as refused:
-        raise refusal(step, refused) from refused
 
 
 def _carry_out_all(steps: tuple[DeclareQueue | DeclareExchange | Bind, ...]) -> SetupGenerator:

@@ -32,7 +32,7 @@ from typing import Any, Final
 
 from reliable_mq._util.logs import get_logger
 from reliable_mq.codec.methods import CheckQueue, DeclareQueue
-from reliable_mq.core.channel_setup import Comparison, Pipeline, StepRefused, compare, refusal
+from reliable_mq.core.channel_setup import Comparison, Pipeline, StepRefused, compare
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 from reliable_mq.settings import ConnectionSettings
 from reliable_mq.spark.metrics import locked
@@ -95,10 +95,7 @@ def check_queues(options: QueueOptions, claims: QueueClaims | None = None) -> li
             claims.claim(options.queues, cluster=channel.server.reported_name)
         version = channel.server.version_tuple
         for name in options.queues:
-            try:
-                channel.perform(CheckQueue(name))
-            except StepRefused as refused:
-                raise refusal(CheckQueue(name), refused) from refused
+            channel.carry_out(CheckQueue(name))
             queue = _declaration(channel, name, version)
             if queue is None:
                 profiles.append(QueueProfile(name, _in_effect(_LIMIT.default_on(version)), known=False))

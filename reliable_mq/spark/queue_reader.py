@@ -24,9 +24,9 @@ from typing import Final, cast
 
 from reliable_mq._util.logs import get_logger
 from reliable_mq.codec import RawDelivery, encode_ack, encode_nack
-from reliable_mq.codec.methods import CheckQueue, QueueState, Step
+from reliable_mq.codec.methods import CheckQueue, QueueState
 from reliable_mq.connection.interfaces import NullListener
-from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepRefused, is_missing, refusal
+from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, carry_out, is_missing
 from reliable_mq.core.consumer.acks import AckBatcher
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
@@ -408,19 +408,14 @@ class QueueReader(NullListener):
     def _set_up(self, server: ServerInfo) -> SetupGenerator:
         counted: dict[str, int] = {}
         in_doubt: dict[str, int] = {}
-        step: Step
-        try:
-            for queue in self._options.queues:
-                step = CheckQueue(queue)
-                state: QueueState = yield step
-                counted[queue] = state.messages
-                self._subscriptions.found(state)
-                if state.in_doubt and self._wants(queue):
-                    in_doubt[queue] = self.statistics.delivered[queue]
-            for step in self._subscriptions.begin():
-                yield step
-        except StepRefused as refused:
-            raise refusal(step, refused) from refused
+        for queue in self._options.queues:
+            state: QueueState = yield from carry_out(CheckQueue(queue))
+            counted[queue] = state.messages
+            self._subscriptions.found(state)
+            if state.in_doubt and self._wants(queue):
+                in_doubt[queue] = self.statistics.delivered[queue]
+        for step in self._subscriptions.begin():
+            yield from carry_out(step)
         with self._changed:
             self._ready, self._found, self._in_doubt = dict(counted), counted, in_doubt
 

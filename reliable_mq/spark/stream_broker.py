@@ -32,10 +32,8 @@ from reliable_mq.codec.methods import (
     Cancel,
     CheckQueue,
     Consume,
-    MethodReply,
     QueueState,
     SetPrefetch,
-    Step,
 )
 from reliable_mq.core.channel_setup import ServerInfo, StepRefused, is_away, refusal
 from reliable_mq.core.reconnect import ConnectionLoss
@@ -131,13 +129,6 @@ class StreamChannel(AdminChannel):
             self._arrived.clear()
         if last:
             self.ack(last)
-
-    def carry_out(self, step: Step) -> MethodReply:
-        """Perform a step like `perform`, but raise a `ReliableMQError` if it is refused."""
-        try:
-            return self.perform(step)
-        except StepRefused as refused:
-            raise refusal(step, refused) from refused
 
     def take(self, timeout: float, least: int = 1) -> list[RawDelivery]:
         """Wait for ``least`` deliveries, for ``timeout`` seconds at most; return them all.

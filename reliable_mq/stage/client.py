@@ -22,7 +22,7 @@ import enum
 import os
 import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from reliable_mq._util.logs import get_logger
@@ -43,9 +43,9 @@ from reliable_mq.core.channel_setup import (
     SetupGenerator,
     StepGenerator,
     StepRefused,
+    carry_out,
     is_missing,
     publisher_setup,
-    refusal,
 )
 from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
 from reliable_mq.core.stage.counts import QueueCounts
@@ -194,14 +194,14 @@ class RelayClient(NullListener):
                 self.declared_at = time.monotonic()
                 self.changed.notify_all()
         else:  # a deleted stage is not silently declared again, since unread messages are lost
-            yield from _carried_out(ConfirmSelect())
+            yield from carry_out(ConfirmSelect())
             for stream in options.streams:
-                yield from _carried_out(CheckQueue(stream))
-        state: QueueState = yield from _carried_out(CheckQueue(options.queue))
+                yield from carry_out(CheckQueue(stream))
+        state: QueueState = yield from carry_out(CheckQueue(options.queue))
         with self.changed:
             self.counts.set_up(state)
-        yield from _carried_out(SetPrefetch(1))
-        yield from _carried_out(Consume(options.lock, self._new_tag("lock"), exclusive=True))
+        yield from carry_out(SetPrefetch(1))
+        yield from carry_out(Consume(options.lock, self._new_tag("lock"), exclusive=True))
 
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
         """Begin an epoch: this relay is now the active one."""
@@ -516,13 +516,6 @@ def _all(steps: tuple[Step, ...]) -> StepGenerator:
     for step in steps:
         outcome = yield step
     return outcome
-
-
-def _carried_out(step: Step) -> Generator[Step, Any, Any]:
-    try:
-        return (yield step)
-    except StepRefused as refused:
-        raise refusal(step, refused) from refused
 
 
 def _offset_of(delivery: RawDelivery) -> int:

@@ -17,7 +17,7 @@ from tenacity.stop import stop_base
 from reliable_mq._util.threads import Condition
 from reliable_mq.codec.methods import CheckQueue, MethodReply, QueueState, Step
 from reliable_mq.connection.interfaces import NullListener
-from reliable_mq.core.channel_setup import Pipeline, ServerInfo, StepRefused
+from reliable_mq.core.channel_setup import Pipeline, ServerInfo, StepRefused, refusal
 from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
 from reliable_mq.errors import BrokerUnavailable, ReliableMQError
 from reliable_mq.settings import ConnectionSettings
@@ -105,6 +105,13 @@ class AdminChannel(NullListener):
             raise outcome[0]
         reply: MethodReply | tuple[MethodReply, ...] = outcome[0]
         return reply
+
+    def carry_out(self, step: Step) -> MethodReply:
+        """Perform a step like `perform`, but raise a `ReliableMQError` if it is refused."""
+        try:
+            return self.perform(step)
+        except StepRefused as refused:
+            raise refusal(step, refused) from refused
 
     def counts(self, queues: Iterable[str]) -> dict[str, QueueState | StepRefused]:
         """Return the numbers of each queue, or the refusal of the broker.
