@@ -18,7 +18,7 @@ from typing import Final, Literal, TypeAlias, get_args
 
 import tenacity
 
-from reliable_mq._util.validation import Duration, seconds, whole_number
+from reliable_mq._util.validation import Duration, fraction, is_number, seconds, whole_number
 from reliable_mq.errors import ConfigurationError
 
 __all__ = ["Ack", "DeadLetter", "KillSwitch", "RetryBackend", "RetryLater", "RetryPolicy", "Verdict"]
@@ -131,7 +131,7 @@ class RetryPolicy:
         if backend not in get_args(RetryBackend):
             raise ConfigurationError(f"backend must be 'queues', 'memory' or 'broker', not {backend!r}")
         self._backend: RetryBackend = backend
-        self._jitter = _part("jitter", jitter)
+        self._jitter = fraction("jitter", jitter)
         self._max_attempts = whole_number("max_attempts", max_attempts, 1, MOST_ATTEMPTS)
         self._retry_on = None if retry_on is None else _exceptions("retry_on", retry_on)
         self._give_up_on = _exceptions("give_up_on", give_up_on)
@@ -246,7 +246,7 @@ class KillSwitch:
     longest_pause: float = 60.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.share, (int, float)) or isinstance(self.share, bool) or not 0 < self.share <= 1:
+        if not is_number(self.share) or not 0 < self.share <= 1:
             raise ConfigurationError(f"share must be a number above 0, up to 1, not {self.share!r}")
         whole_number("minimum", self.minimum, 1)
         for name in ("window", "pause", "longest_pause"):
@@ -276,12 +276,6 @@ def _delays(delays: object) -> tuple[float, ...]:
     if isinstance(delays, Sequence) and not isinstance(delays, str) and delays:
         return tuple(seconds(f"delays[{index}]", delay) for index, delay in enumerate(delays))
     raise ConfigurationError(f"delays must be a sequence of at least one number of seconds, not {delays!r}")
-
-
-def _part(field: str, value: object) -> float:
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1:
-        return float(value)
-    raise ConfigurationError(f"{field} must be a number from 0 to 1, not {value!r}")
 
 
 def _is_any(kind: type[BaseException], bases: tuple[type[BaseException], ...]) -> bool:

@@ -16,16 +16,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import quote
 
-from reliable_mq._util.validation import Duration, is_text, seconds, whole_number
+from reliable_mq._util.validation import SHORT_STRING_BYTES, Duration, is_text, seconds, whole_number
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 from reliable_mq.tls import TLSOptions
 
 __all__ = ["ConnectionSettings", "Credentials", "CredentialsCallback", "Endpoint", "Mechanism"]
 
 Mechanism = Literal["PLAIN", "EXTERNAL"]
-
-#: The maximum size of a name in bytes: AMQP carries it as a short string.
-SHORT_STRING_BYTES = 255
 
 
 @dataclass(frozen=True, slots=True)

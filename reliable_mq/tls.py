@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from reliable_mq._util.logs import get_logger
+from reliable_mq._util.validation import check_flag
 from reliable_mq.errors import ConfigurationError
 
 __all__ = ["TLSOptions"]
@@ -66,8 +67,7 @@ class TLSOptions:
     context: ssl.SSLContext | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.verify, bool):
-            raise ConfigurationError(f"verify must be True or False, not {self.verify!r}")
+        check_flag("verify", self.verify)
         if self.minimum_version not in _MINIMUM_VERSIONS:
             raise ConfigurationError(f"minimum_version must be TLSv1_2 or TLSv1_3, not {self.minimum_version!r}")
         server_name: object = self.server_name

@@ -1,4 +1,4 @@
-"""Check users' arguments: whole numbers, durations, JSON, and paths for SQLite.
+"""Check users' arguments: numbers, flags, durations, JSON, and paths for SQLite.
 
 A constructor that passes its arguments on gets its signature from the class that declares them (`declared_by`).
 """
@@ -18,10 +18,14 @@ from reliable_mq.errors import ConfigurationError
 
 __all__ = [
     "LONGEST_BUSY_TIMEOUT",
+    "SHORT_STRING_BYTES",
     "Duration",
+    "check_flag",
     "declared_by",
     "file_path",
+    "fraction",
     "is_host",
+    "is_number",
     "is_text",
     "is_whole_number",
     "seconds",
@@ -34,12 +38,18 @@ P = ParamSpec("P")
 Duration = float | timedelta
 
 LONGEST_BUSY_TIMEOUT: Final = 2_000_000.0  # seconds, about three weeks; SQLite counts milliseconds in 32 bits
+SHORT_STRING_BYTES: Final = 255  # of a name or routing key, which AMQP carries as a short string
 LONGEST: Final = 1e9  # seconds, about thirty years: longer than a timer can be trusted with
 
 
 def is_whole_number(value: object, least: float = -math.inf, most: float = math.inf) -> TypeGuard[int]:
     """Return whether ``value`` is an int, not a bool, between two bounds."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether ``value`` is an int or a float, not a bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def is_text(value: object) -> TypeGuard[str]:
@@ -79,6 +89,19 @@ def whole_number(field: str, value: object, least: int, most: int | None = None,
     raise ConfigurationError(f"{field} must be a whole number {limits}{unit and f' ({unit})'}, not {value!r}")
 
 
+def fraction(field: str, value: object) -> float:
+    """Return ``value`` if it is a number from 0 to 1. Errors name it ``field``."""
+    if is_number(value) and 0 <= value <= 1:
+        return float(value)
+    raise ConfigurationError(f"{field} must be a number from 0 to 1, not {value!r}")
+
+
+def check_flag(field: str, value: object) -> None:
+    """Check that ``value`` is True or False. Errors name it ``field``."""
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{field} must be True or False, not {value!r}")
+
+
 def seconds(field: str, value: Duration, *, positive: bool = False) -> float:
     """Return a duration in seconds. Errors name it ``field``.
 
@@ -86,8 +109,7 @@ def seconds(field: str, value: Duration, *, positive: bool = False) -> float:
         ConfigurationError: If ``value`` is not a duration, negative, over 1e9 seconds, or 0 despite ``positive``.
     """
     number = value.total_seconds() if isinstance(value, timedelta) else value
-    in_range = isinstance(number, (int, float)) and not isinstance(number, bool) and 0 <= number <= LONGEST
-    if not in_range or (positive and number == 0):
+    if not (is_number(number) and 0 <= number <= LONGEST) or (positive and number == 0):
         least = "above 0" if positive else "from 0"
         raise ConfigurationError(f"{field} must be a number of seconds {least} to 1e9, or a timedelta, not {value!r}")
     return float(number)

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Final, NamedTuple
 
+from reliable_mq._util.validation import is_whole_number
 from reliable_mq.codec import CodecError, Properties, rewrite_properties
 from reliable_mq.core import headers
 from reliable_mq.core.consumer.attempts import BROKER_COUNTS
@@ -290,7 +291,7 @@ def _name(value: object) -> str | None:
 
 
 def _whole(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+    return value if is_whole_number(value, 0) else None
 
 
 def _time(value: object) -> datetime | None:

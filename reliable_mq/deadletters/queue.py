@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import BinaryIO, Final, Self
 
 from reliable_mq._util.logs import get_logger
-from reliable_mq._util.validation import Duration, is_text, whole_number
+from reliable_mq._util.validation import Duration, is_number, is_text, whole_number
 from reliable_mq.codec import CodecError, Properties, join_properties
 from reliable_mq.codec.methods import DeclareQueue, QueueState
 from reliable_mq.core.channel_setup import StepRefused
@@ -273,7 +273,7 @@ class DeadLetterQueue:
         routing = _routing(self._name, to, as_published=as_published)
         if limit is not None:
             whole_number("limit", limit, 1)
-        if rate is not None and (not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 < rate <= 1e6):
+        if rate is not None and (not is_number(rate) or not 0 < rate <= 1e6):
             raise ConfigurationError(f"rate must be a number of messages per second above 0, not {rate!r}")
         if idempotency is not None and not isinstance(idempotency, ResettableStore):
             raise ConfigurationError(

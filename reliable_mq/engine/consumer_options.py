@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeVar
 
-from reliable_mq._util.validation import Duration, is_text, is_whole_number, seconds, whole_number
+from reliable_mq._util.validation import Duration, check_flag, is_text, is_whole_number, seconds, whole_number
 from reliable_mq._util.version import OWN_VERSION
 from reliable_mq.codec import LARGEST_BODY
 from reliable_mq.codec.methods import STREAM_OFFSET, Consume, SetPrefetch
@@ -221,8 +221,7 @@ class ConsumerOptions:
             whole_number("ack_every", ack_every, 1)
         if batch_size is not None:
             whole_number("batch_size", batch_size, 1)
-        if not isinstance(exclusive, bool):
-            _refuse(f"exclusive must be True or False, not {exclusive!r}")
+        check_flag("exclusive", exclusive)
         if exclusive and isinstance(queue, Queue) and queue.type != "classic":
             _refuse(
                 f"exclusive is ignored by RabbitMQ on a {queue.type} queue; give queue {queue.name!r} "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from reliable_mq._util.validation import Duration, is_text, seconds
+from reliable_mq._util.validation import Duration, check_flag, is_text, seconds
 from reliable_mq.core import channel_setup
 from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
 from reliable_mq.core.publisher.session import PublisherSession
@@ -159,8 +159,7 @@ class PublisherOptions:
             )
         if not is_text(name) or not name:
             raise ConfigurationError(f"name must be text that is not empty, not {name!r}")
-        if not isinstance(mandatory, bool):
-            raise ConfigurationError(f"mandatory must be True or False, not {mandatory!r}")
+        check_flag("mandatory", mandatory)
         if tracing is not None and not isinstance(tracing, Tracing):
             raise ConfigurationError(f"tracing must be a Tracing, not {tracing!r}")
         self.name = name

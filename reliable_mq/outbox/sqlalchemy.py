@@ -30,7 +30,7 @@ from reliable_mq._util.sqlalchemy import (
     refuse_autocommit,
     refuse_connection_in_autocommit,
 )
-from reliable_mq._util.validation import Duration, is_text, seconds
+from reliable_mq._util.validation import Duration, check_flag, is_text, seconds
 from reliable_mq.codec import publish_head
 from reliable_mq.core.outbox import COLUMNS, FORMAT, NewRow, RowOutcome, RowSettlement, values_of
 from reliable_mq.errors import ConfigurationError, OutboxError, ReliableMQError, UsageError
@@ -202,8 +202,7 @@ class SQLAlchemyOutbox:
         """
         if not isinstance(message, Message):
             raise ConfigurationError(f"message must be a Message, not {type(message).__name__}: wrap it, Message(body)")
-        if not isinstance(mandatory, bool):
-            raise ConfigurationError(f"mandatory must be True or False, not {mandatory!r}")
+        check_flag("mandatory", mandatory)
         publish_head(1, exchange, routing_key, mandatory)  # raises an error that names a value it cannot encode
         _check_texts(message.message_id, exchange, routing_key, ordering_key)
         if not isinstance(session, _SESSIONS):

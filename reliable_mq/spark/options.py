@@ -17,11 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, NoReturn
 
-from reliable_mq._util.validation import LONGEST, unique_keys
+from reliable_mq._util.validation import LONGEST, SHORT_STRING_BYTES, unique_keys
 from reliable_mq.core.headers import checked_traceparent
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.monitoring.management import ManagementAPI
-from reliable_mq.settings import SHORT_STRING_BYTES
 from reliable_mq.spark.connection_options import ConnectionOptions
 from reliable_mq.stage import MissingId, StageOptions
 from reliable_mq.topology import Queue

@@ -26,6 +26,7 @@ from struct import Struct
 from typing import Any, Final
 
 from reliable_mq._util.logs import get_logger
+from reliable_mq._util.validation import is_whole_number
 from reliable_mq.codec import CodecError, Properties, RawDelivery, encode_ack
 from reliable_mq.codec.methods import (
     STREAM_OFFSET,
@@ -203,7 +204,7 @@ def offset_of(delivery: RawDelivery) -> int | None:
         value = Properties(raw).headers_beginning(STREAM_OFFSET).get(STREAM_OFFSET)
     except CodecError:
         return None
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return value if is_whole_number(value) else None
 
 
 _PREFETCH: Final = 2000  # for the search for the end; a chunk has at most some thousand messages, or many small ones

@@ -29,6 +29,7 @@ from pyspark.sql.datasource import (
     LessThanOrEqual,
 )
 
+from reliable_mq._util.validation import is_whole_number
 from reliable_mq.errors import ConfigurationError
 
 __all__ = [
@@ -182,7 +183,7 @@ class RangeFilters:
         elif (
             isinstance(each, (GreaterThan, GreaterThanOrEqual, LessThan, LessThanOrEqual))
             and each.attribute == ("offset",)
-            and _whole(each.value)
+            and is_whole_number(each.value)
         ):
             after = each.value + isinstance(each, (GreaterThan, LessThanOrEqual))
             if isinstance(each, (GreaterThan, GreaterThanOrEqual)):
@@ -196,10 +197,6 @@ class RangeFilters:
         return [each for each in cut if each.size > 0]
 
     def _values(self, attribute: tuple[str, ...], values: tuple[Any, ...]) -> None:
-        if attribute == ("offset",) and values and all(map(_whole, values)):
+        if attribute == ("offset",) and values and all(map(is_whole_number, values)):
             self._first = max(self._first, min(values))
             self._end = min(self._end, max(values) + 1)
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

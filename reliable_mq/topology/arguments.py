@@ -17,19 +17,17 @@ from dataclasses import KW_ONLY, dataclass
 from difflib import get_close_matches
 from typing import Any, Final, Literal
 
-from reliable_mq._util.validation import is_text, is_whole_number, seconds
+from reliable_mq._util.validation import SHORT_STRING_BYTES, is_text, is_whole_number, seconds
 from reliable_mq.errors import ConfigurationError
 
 __all__ = [
     "ARGUMENTS",
     "REPLICATED",
-    "SHORT_STRING_BYTES",
     "Argument",
     "ArgumentProblem",
     "Arguments",
     "QueueType",
     "TopologyWarning",
-    "check_flag",
     "check_name",
     "check_new_name",
     "check_short_string",
@@ -351,9 +349,6 @@ _RULES: Final[tuple[_Rule, ...]] = (
 )
 
 
-SHORT_STRING_BYTES: Final = 255
-"""The longest name or routing key: AMQP carries them as short strings."""
-
 _DEEPEST: Final = 32
 
 
@@ -416,12 +411,6 @@ def check_new_name(label: str, value: object) -> str:
             "name alone"
         )
     return name
-
-
-def check_flag(label: str, value: object) -> None:
-    """Check that `value` is True or False. Errors contain `label`."""
-    if not isinstance(value, bool):
-        raise ConfigurationError(f"{label} must be True or False, not {value!r}")
 
 
 def _table(label: str, given: object, depth: int) -> dict[str, object]:

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Final, NamedTuple
 
+from reliable_mq._util.validation import check_flag
 from reliable_mq.errors import ConfigurationError, Difference, TopologyMismatch
-from reliable_mq.topology.arguments import Arguments, check_flag, check_name, check_new_name, check_short_string
+from reliable_mq.topology.arguments import Arguments, check_name, check_new_name, check_short_string
 from reliable_mq.topology.queue import Queue
 
 __all__ = [

@@ -8,15 +8,13 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Final, get_args
 
-from reliable_mq._util.validation import Duration, seconds, whole_number
+from reliable_mq._util.validation import SHORT_STRING_BYTES, Duration, check_flag, seconds, whole_number
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.topology.arguments import (
     ARGUMENTS,
-    SHORT_STRING_BYTES,
     Arguments,
     QueueType,
     TopologyWarning,
-    check_flag,
     check_name,
     check_new_name,
     lint_arguments,

@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from reliable_mq._util.logs import LogLimit, get_logger
+from reliable_mq._util.validation import fraction
 from reliable_mq._util.version import OWN_VERSION
 from reliable_mq.errors import ConfigurationError
 
@@ -88,13 +89,11 @@ class Tracing:
             )
         if propagator is not None and not callable(getattr(propagator, "inject", None)):
             raise ConfigurationError(f"propagator must be a TextMapPropagator of OpenTelemetry, not {propagator!r}")
-        if isinstance(root_ratio, bool) or not isinstance(root_ratio, (int, float)) or not 0 <= root_ratio <= 1:
-            raise ConfigurationError(f"root_ratio must be a number from 0 to 1, not {root_ratio!r}")
+        self._root_ratio = fraction("root_ratio", root_ratio)
         self._tracer = trace.get_tracer(
             "reliable_mq", OWN_VERSION, tracer_provider=tracer_provider, schema_url=SCHEMA_URL
         )
         self._propagator = propagator
-        self._root_ratio = float(root_ratio)
         self._errors = TracerErrors()
 
     @property

@@ -27,11 +27,11 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, Final
 
+from reliable_mq._util.validation import SHORT_STRING_BYTES
 from reliable_mq.codec import CodecError, Properties
 from reliable_mq.core.consumer.attempts import BROKER_COUNTS, whole
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.topology import Queue
-from reliable_mq.topology.arguments import SHORT_STRING_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

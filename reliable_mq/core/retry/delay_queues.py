@@ -23,9 +23,9 @@ from bisect import bisect_left
 from math import ceil
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from reliable_mq._util.validation import SHORT_STRING_BYTES
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.topology import Queue
-from reliable_mq.topology.arguments import SHORT_STRING_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

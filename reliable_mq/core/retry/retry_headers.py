@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from reliable_mq._util.validation import is_whole_number
 from reliable_mq.codec import CodecError, Properties, join_properties, rewrite_properties, split_properties
 from reliable_mq.core import headers
 from reliable_mq.core.consumer.attempts import BROKER_COUNTS, failures_from_headers
@@ -145,8 +146,8 @@ def decode_retry_headers(delivery: Delivery) -> RetryState:
 def _path(value: object) -> tuple[int, ...]:
     if not isinstance(value, list) or len(value) > LONGEST_PATH:
         return ()
-    steps = tuple(step for step in value if isinstance(step, int) and not isinstance(step, bool))
-    return steps if len(steps) == len(value) and all(0 < step <= LONGEST for step in steps) else ()
+    steps = tuple(step for step in value if is_whole_number(step, 1, LONGEST))
+    return steps if len(steps) == len(value) else ()
 
 
 def _bytes(value: object) -> bytes | None:
