@@ -39,7 +39,8 @@ QUICK = tenacity.wait_fixed(0.1)
 
 
 def consuming(queue: Queue | str, prefetch: int = 100) -> Any:
-    return lambda server: consumer_setup(queue, [], server.version_tuple, prefetch=prefetch, consumer_tag="tag")
+    consume = Consume(queue.name if isinstance(queue, Queue) else queue, "tag")
+    return lambda server: consumer_setup(queue, [], server.version_tuple, consume, prefetch=prefetch)
 
 
 def one(step: Step) -> Generator[Step, Any, Any]:
@@ -649,7 +650,7 @@ def test_a_cancelled_consumer_tag_can_be_used_again_at_once(vhost: VirtualHost) 
         assert recorded.run_steps(again()) == "tag"
         vhost.delete_queue("q")
         assert recorded.client.wait_for("cancelled") == ("tag",)
-        outcome = recorded.run_steps(consumer_setup(Queue("q"), [], (4, 0), prefetch=1, consumer_tag="tag"))
+        outcome = recorded.run_steps(consumer_setup(Queue("q"), [], (4, 0), Consume("q", "tag"), prefetch=1))
         assert outcome is None
         assert len(recorded.client.all("ready")) == 1
 

@@ -9,6 +9,7 @@ import tenacity
 
 from integration.support.certificates import DAY, Authority, Certificate
 from integration.support.recorder import Recorded
+from reliable_mq.codec.methods import Consume
 from reliable_mq.core.channel_setup import consumer_setup, publisher_setup
 from reliable_mq.testing import RabbitMQ
 from reliable_mq.testing.waiting import wait_until
@@ -79,7 +80,8 @@ def test_more_than_any_buffer_holds_goes_both_ways(
             what="all confirms",
         )
         assert recorded.client.all("write_drained")
-    with Recorded(url, lambda _: consumer_setup(queue, [], (), prefetch=0, consumer_tag="tag"), tls=tls) as recorded:
+    consume = Consume(queue, "tag")
+    with Recorded(url, lambda _: consumer_setup(queue, [], (), consume, prefetch=0), tls=tls) as recorded:
         wait_until(lambda: len(bodies(recorded)) == 502, timeout=30, what="all deliveries")
         assert bodies(recorded) == [*large, *[b"small"] * 500]
 

@@ -28,10 +28,9 @@ from __future__ import annotations
 import re
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from reliable_mq.codec.methods import (
-    Arguments,
     Bind,
     CheckExchange,
     CheckQueue,
@@ -198,19 +197,15 @@ def consumer_setup(
     queue: Queue | str,
     topology: Iterable[Declaration],
     version: tuple[int, ...],
+    consume: Consume,
     *,
     prefetch: int,
-    consumer_tag: str,
-    arguments: Arguments | None = None,
-    ack_mode: Literal["manual", "automatic"] = "manual",
-    exclusive: bool = False,
     maker: NewQueueListener | None = None,
 ) -> SetupGenerator:
     """Carry out `pull_setup`, set the prefetch of this consumer, and consume."""
     yield from pull_setup(queue, topology, version, maker)
-    name = queue.name if isinstance(queue, Queue) else queue
     yield from carry_out(SetPrefetch(prefetch))
-    yield from carry_out(Consume(name, consumer_tag, ack_mode == "automatic", exclusive, arguments or {}))
+    yield from carry_out(consume)
 
 
 def pull_setup(

@@ -471,11 +471,8 @@ class ConsumerOptions:
             self._queue,
             self._declared,
             server.version_tuple,
+            self.consume(consumer_tag, following),
             prefetch=self.prefetch,
-            consumer_tag=consumer_tag,
-            arguments=self.consume(consumer_tag, following).arguments,
-            ack_mode=self._ack_mode,
-            exclusive=self._exclusive,
             maker=maker,
         )
 

@@ -93,7 +93,7 @@ def test_the_arguments_fit_the_version_of_the_broker() -> None:
 
 def test_a_queue_consumer_declares_sets_prefetch_and_consumes() -> None:
     queue = Queue("q", dead_letter=None)
-    setup = consumer_setup(queue, [Exchange("e")], NEWEST, prefetch=200, consumer_tag="tag")
+    setup = consumer_setup(queue, [Exchange("e")], NEWEST, Consume("q", "tag"), prefetch=200)
     assert steps_of(setup) == [
         DeclareExchange("e"),
         DeclareQueue("q", arguments=queue.arguments_for(NEWEST)),
@@ -103,22 +103,9 @@ def test_a_queue_consumer_declares_sets_prefetch_and_consumes() -> None:
 
 
 def test_a_consumer_of_a_name_checks_it_after_its_declarations() -> None:
-    setup = consumer_setup(
-        "q",
-        [Exchange("e")],
-        NEWEST,
-        prefetch=0,
-        consumer_tag="tag",
-        arguments={"x-priority": 5},
-        ack_mode="automatic",
-        exclusive=True,
-    )
-    assert steps_of(setup) == [
-        DeclareExchange("e"),
-        CheckQueue("q"),
-        SetPrefetch(0),
-        Consume("q", "tag", automatic_ack=True, exclusive=True, arguments={"x-priority": 5}),
-    ]
+    consume = Consume("q", "tag", automatic_ack=True, exclusive=True, arguments={"x-priority": 5})
+    setup = consumer_setup("q", [Exchange("e")], NEWEST, consume, prefetch=0)
+    assert steps_of(setup) == [DeclareExchange("e"), CheckQueue("q"), SetPrefetch(0), consume]
 
 
 def test_getting_from_a_queue_needs_the_queue_and_no_more() -> None:
@@ -140,7 +127,7 @@ def test_a_round_trip_asks_what_changes_nothing() -> None:
 
 
 def test_a_refusal_belongs_to_the_step_that_was_yielded_last() -> None:
-    setup = consumer_setup("missing", [], NEWEST, prefetch=1, consumer_tag="tag")
+    setup = consumer_setup("missing", [], NEWEST, Consume("missing", "tag"), prefetch=1)
     assert setup.send(None) == CheckQueue("missing")
     with pytest.raises(TopologyMismatch, match="'missing'") as caught:
         setup.throw(StepRefused(404, "NOT_FOUND - no queue 'missing' in vhost '/'"))
@@ -231,7 +218,7 @@ def test_a_look_that_costs_the_connection_ends_the_attempt() -> None:
 
 
 def test_a_consumer_looks_for_its_queue_and_its_topology() -> None:
-    setup = consumer_setup(A, [B], NEWEST, prefetch=1, consumer_tag="tag", maker=Noted())
+    setup = consumer_setup(A, [B], NEWEST, Consume("a", "tag"), prefetch=1, maker=Noted())
     assert sent_by(setup)[0] == Pipeline((CheckQueue("b"), CheckQueue("a")))
     assert sent_by(pull_setup(A, [B], NEWEST, Noted()))[0] == Pipeline((CheckQueue("b"), CheckQueue("a")))
     assert sent_by(pull_setup("a", [B], NEWEST, Noted()))[0] == Pipeline((CheckQueue("b"),))

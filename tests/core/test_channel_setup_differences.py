@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reliable_mq.codec.methods import Bind, CheckExchange, CheckQueue, DeclareExchange, DeclareQueue
+from reliable_mq.codec.methods import Bind, CheckExchange, CheckQueue, Consume, DeclareExchange, DeclareQueue
 from reliable_mq.core.channel_setup import (
     Comparison,
     Pipeline,
@@ -280,7 +280,7 @@ def test_a_set_up_raises_every_difference(start: str) -> None:
     if start == "publisher":
         setup = publisher_setup([Exchange("e"), ORDERS, Binding("e", ORDERS)], NEWEST)
     else:
-        setup = consumer_setup(ORDERS, [Exchange("e")], NEWEST, prefetch=1, consumer_tag="tag")
+        setup = consumer_setup(ORDERS, [Exchange("e")], NEWEST, Consume(ORDERS.name, "tag"), prefetch=1)
     with pytest.raises(TopologyMismatch) as caught:
         Broker(existing).carry_out(setup)
     error = caught.value
