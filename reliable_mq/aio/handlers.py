@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from reliable_mq._util.logs import get_logger
-from reliable_mq._util.threads import DaemonExecutor
+from reliable_mq._util.threads import call_on_thread
 from reliable_mq.aio.group_watch import GroupWatch
 from reliable_mq.aio.store_calls import BlockingStore, StoreAdapter, awaits
 from reliable_mq.core.consumer.attempts import shown
@@ -523,19 +523,12 @@ class ThreadPool:
         """
         if self._workers.stop(0.0):
             return True
-        thread = DaemonExecutor(f"{self._name}-end", 1)
-        try:
-            return await thread.future(partial(self._workers.stop, max(patience, 0.1)))
-        finally:
-            thread.close()
+        return await call_on_thread(f"{self._name}-end", partial(self._workers.stop, max(patience, 0.1)))
 
     async def retry_settlements(self, timeout: float, worth_waiting: Callable[[], bool]) -> int:
         """Retry settlements after `stop`, like `WorkerPool.retry_settlements`."""
-        thread = DaemonExecutor(f"{self._name}-settlements", 1)
-        try:
-            return await thread.future(partial(self._workers.retry_settlements, timeout, worth_waiting))
-        finally:
-            thread.close()
+        retry = partial(self._workers.retry_settlements, timeout, worth_waiting)
+        return await call_on_thread(f"{self._name}-settlements", retry)
 
     def cancel(self) -> None:
         """Do nothing, because a thread cannot be cancelled."""
