@@ -32,7 +32,7 @@ from reliable_mq.aio.group_watch import GroupWatch
 from reliable_mq.aio.store_calls import BlockingStore, StoreAdapter, awaits
 from reliable_mq.core.consumer.attempts import shown
 from reliable_mq.core.consumer.delivery import Delivery, message_names
-from reliable_mq.core.consumer.dispatch import verdicts
+from reliable_mq.core.consumer.dispatch import deliveries_of, verdicts
 from reliable_mq.core.consumer.handler import (
     NotStarted,
     RunHandler,
@@ -145,9 +145,7 @@ class TaskPool:
     def recall(self) -> list[Delivery]:
         """Return the deliveries that no handler has started. Tasks requeue their own."""
         self.epoch += 1
-        recalled: list[Delivery] = []
-        for item in self.items:
-            recalled += [item] if isinstance(item, Delivery) else item
+        recalled = [delivery for item in self.items for delivery in deliveries_of(item)]
         self.items.clear()
         return recalled
 
@@ -258,7 +256,7 @@ class TaskPool:
                     resumed = time.perf_counter()
                     continue
                 item = items.popleft()
-                self._tasks[task] = _deliveries(item)
+                self._tasks[task] = deliveries_of(item)
                 results = await handle(item, task, groups)
                 self._tasks[task] = ()
                 if results:
@@ -304,16 +302,16 @@ class TaskPool:
             found = verdicts(answer, item, given)
         except asyncio.CancelledError as error:
             if not task.cancelling():  # the handler awaited a cancelled task
-                return all_failed(_deliveries(item), error)
-            return [Skipped(delivery, SkipReason.CANCELLED, _CANCELLED) for delivery in _deliveries(item)]
+                return all_failed(deliveries_of(item), error)
+            return [Skipped(delivery, SkipReason.CANCELLED, _CANCELLED) for delivery in deliveries_of(item)]
         except KeyboardInterrupt as error:
             detail = self._interrupted(error)
-            return [Skipped(delivery, SkipReason.CANCELLED, detail) for delivery in _deliveries(item)]
+            return [Skipped(delivery, SkipReason.CANCELLED, detail) for delivery in deliveries_of(item)]
         except GeneratorExit as error:  # the handler's own, or the loop is gone and the task is destroyed
-            self._sink.report(all_failed(_deliveries(item), error))
+            self._sink.report(all_failed(deliveries_of(item), error))
             raise
         except BaseException as error:  # noqa: BLE001  # SystemExit in a handler is a failed attempt, too
-            return all_failed(_deliveries(item), error)
+            return all_failed(deliveries_of(item), error)
         finally:
             self.handler_seconds.observe(time.perf_counter() - started)
         return batch_results(found)
@@ -395,7 +393,7 @@ class TaskPool:
                         if not task.cancelling() and not isinstance(error, _Interrupted):
                             step = steps.throw(error)  # the handler awaited a cancelled task
                             continue
-                        cancelled += _deliveries(step.argument)
+                        cancelled += deliveries_of(step.argument)
                     step = steps.throw(NotStarted())
                 except GeneratorExit as error:
                     # The handler's own, or that of a future that it awaited, which was thrown into this task, too.
@@ -452,10 +450,6 @@ def _runs(task: asyncio.Task[None]) -> bool:
         return asyncio.current_task() is task
     except RuntimeError:  # no loop runs
         return False
-
-
-def _deliveries(item: Work) -> list[Delivery]:
-    return [item] if isinstance(item, Delivery) else item
 
 
 def _of(result: Result, deliveries: list[Delivery]) -> bool:

@@ -27,7 +27,7 @@ from reliable_mq._util.logs import get_logger
 from reliable_mq._util.threads import Condition, InterruptibleEvent, start_daemon
 from reliable_mq.core.consumer.attempts import Failure, describe, shown
 from reliable_mq.core.consumer.delivery import Delivery, message_names
-from reliable_mq.core.consumer.dispatch import Work, verdicts
+from reliable_mq.core.consumer.dispatch import Work, deliveries_of, verdicts
 from reliable_mq.core.consumer.handler import (
     ClaimKeys,
     Complete,
@@ -143,13 +143,7 @@ class WorkerPool:
 
     def recall(self) -> list[Delivery]:
         """Return the deliveries that no handler has started. Workers requeue their own."""
-        recalled: list[Delivery] = []
-        for item in self._waiting.recall():
-            if isinstance(item, Delivery):
-                recalled.append(item)
-            else:
-                recalled += item
-        return recalled
+        return [delivery for item in self._waiting.recall() for delivery in deliveries_of(item)]
 
     def stop(self, timeout: float) -> bool:
         """End the threads, each after its handler. Return whether all have ended in time."""

@@ -685,8 +685,8 @@ def test_each_result_is_settled_by_one_alone(handlers: list[str], broken: bool) 
     runner = Runner(handle)
     runner.broken = {Complete} if broken else set()
     results = runner(*items)
-    others = [one.delivery if isinstance(one, Skipped) else delivery_of(one) for one in runner.taken_over]
-    own = [one.delivery if isinstance(one, Skipped) else delivery_of(one) for one in results]
+    others = [*map(delivery_of, runner.taken_over)]
+    own = [*map(delivery_of, results)]
     assert sorted(one.delivery_tag for one in [*own, *others]) == list(range(len(items)))
     assert set(others) == set(runner.gone)
     assert set(runner.progress.left(items)) == set(own)

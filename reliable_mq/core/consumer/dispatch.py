@@ -31,6 +31,11 @@ _RUNNING: Final = DeliveryState.RUNNING  # a global is looked up faster than a m
 Work: TypeAlias = Delivery | list[Delivery]
 
 
+def deliveries_of(work: Work) -> list[Delivery]:
+    """Return one delivery as a list, and a batch as it is."""
+    return [work] if isinstance(work, Delivery) else work
+
+
 class Dispatcher:
     """The deliveries that wait for a handler. Not thread-safe."""
 

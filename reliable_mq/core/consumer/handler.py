@@ -309,9 +309,9 @@ class GroupProgress:
         return [delivery for delivery in deliveries if delivery not in lost]
 
 
-def delivery_of(result: Delivery | Failed) -> Delivery:
-    """Return the delivery of a handler's result."""
-    return result.delivery if isinstance(result, Failed) else result
+def delivery_of(result: Result) -> Delivery:
+    """Return the delivery of a result."""
+    return result if isinstance(result, Delivery) else result.delivery
 
 
 Handling: TypeAlias = Generator[Step, Any, list[Result]]

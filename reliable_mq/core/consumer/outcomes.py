@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from reliable_mq.core.consumer.admission import used_up
 from reliable_mq.core.consumer.attempts import AttemptHistory, describe
 from reliable_mq.core.consumer.delivery import Delivery, DeliveryState
-from reliable_mq.core.consumer.handler import Failed, Result, Skipped, SkipReason
+from reliable_mq.core.consumer.handler import Failed, Result, Skipped, SkipReason, delivery_of
 from reliable_mq.core.consumer.kill_switch import Transition
 from reliable_mq.core.consumer.quarantine import Quarantine, QuarantineState
 from reliable_mq.core.consumer.settlement import LogEventKind
@@ -192,7 +192,7 @@ class OutcomeHandler:
 
     def _late(self, result: Result) -> bool:
         """Drop a result that comes after the consumer timeout."""
-        delivery = _delivery_of(result)
+        delivery = delivery_of(result)
         if delivery.state is not DeliveryState.TIMED_OUT:
             return False
         self.overrunning -= 1
@@ -209,7 +209,7 @@ class OutcomeHandler:
 
     def _count_for_kill_switch(self, kill_switch: KillSwitchMonitor, results: Sequence[Result], now: float) -> None:
         if kill_switch.paused:
-            results = [result for result in results if kill_switch.is_probe(_delivery_of(result))]
+            results = [result for result in results if kill_switch.is_probe(delivery_of(result))]
             if not results:
                 return
         handled = sum(isinstance(result, Delivery) for result in results)
@@ -244,7 +244,7 @@ class OutcomeHandler:
 
     def _finished_automatically(self, results: Sequence[Result]) -> None:
         for result in results:
-            delivery = _delivery_of(result)
+            delivery = delivery_of(result)
             delivery.state = DeliveryState.FINISHED
             if isinstance(result, Failed):
                 dropped = _shown(result.failure)
@@ -374,10 +374,6 @@ class OutcomeHandler:
         failures.add(failure)
         attempts.remember(delivery, failures)
         return failures
-
-
-def _delivery_of(result: Result) -> Delivery:
-    return result if isinstance(result, Delivery) else result.delivery
 
 
 def _backoff(tries: int) -> float:
