@@ -25,12 +25,11 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Any, Final, NamedTuple, Protocol, Self
-from weakref import WeakSet
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, at_fork
+from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, each_at_fork
 from reliable_mq._util.logs import get_logger
 from reliable_mq._util.threads import start_daemon
 from reliable_mq._util.validation import is_text, is_whole_number
@@ -349,13 +348,7 @@ async def _live(receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
 
 
 # The thread does not exist in a forked child, whose copy of the socket would keep the port open after the parent's end.
-_servers: WeakSet[HealthServer] = WeakSet()
-
-
-def _forget_in_child() -> None:
-    for server in list(_servers):
-        server._forget()  # noqa: SLF001  # of this module
-    _servers.clear()
+_servers = each_at_fork(ForkStage.RELEASE, HealthServer._forget)  # noqa: SLF001  # of this module
 
 
 def _close_at_exit() -> None:
@@ -363,5 +356,4 @@ def _close_at_exit() -> None:
         server.close()
 
 
-at_fork(ForkStage.RELEASE, _forget_in_child)
 at_exit(ExitStage.PROBES, _close_at_exit)

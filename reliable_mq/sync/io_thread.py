@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from reliable_mq._util.logs import get_logger
-from reliable_mq.connection.interfaces import ConnectionListener, TimerHandle
+from reliable_mq.connection.interfaces import TimerHandle
 from reliable_mq.connection.pika_driver import EventLoop, Link
 from reliable_mq.engine.connection import BaseConnection
 from reliable_mq.errors import UsageError
@@ -30,9 +30,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Unpack
 
+    from reliable_mq.connection.interfaces import TimerHandle
     from reliable_mq.engine.connection import ConnectionArguments
 
-__all__ = ["ConnectionListener", "IOThread", "TimerHandle"]
+__all__ = ["IOThread"]
 
 logger = get_logger(__name__)
 
