@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from reliable_mq.engine.confirmation import BaseConfirmation, BaseConfirmationOwner
 from reliable_mq.errors import UsageError
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from reliable_mq.core.publisher.publication import Receipt
     from reliable_mq.errors import PublishError
 
-__all__ = ["AsyncConfirmation"]
+__all__ = ["AsyncConfirmation", "resolve"]
+
+T = TypeVar("T")
 
 
 class AsyncConfirmationOwner(BaseConfirmationOwner, Protocol):
@@ -61,7 +63,7 @@ class AsyncConfirmation(BaseConfirmation):
         if self.outcome is None:
             self.owner.check_usable()
             settled = self.owner.loop.create_future()
-            callback = partial(_resolve, settled)
+            callback = partial(resolve, settled, None)
             self._add_callback(callback)
             try:
                 yield from settled
@@ -111,6 +113,7 @@ class AsyncConfirmation(BaseConfirmation):
             call()
 
 
-def _resolve(future: asyncio.Future[None]) -> None:
+def resolve(future: asyncio.Future[T], result: T) -> None:
+    """Set the result of a future that is neither resolved nor cancelled."""
     if not future.done():
-        future.set_result(None)
+        future.set_result(result)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from reliable_mq._util.logs import get_logger
 from reliable_mq._util.threads import call_on_thread
-from reliable_mq.aio.confirmation import AsyncConfirmation
+from reliable_mq.aio.confirmation import AsyncConfirmation, resolve
 from reliable_mq.aio.publisher_channel import AsyncWindowWaiters
 from reliable_mq.core.outbox import KeptPlaces
 from reliable_mq.core.publisher.publication import StoredPublication
@@ -269,7 +269,7 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
 
     def _tell(self, answered: asyncio.Future[None]) -> None:
         with suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(_resolve, answered, None)
+            self.loop.call_soon_threadsafe(resolve, answered, None)
 
     async def _sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -280,11 +280,6 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
         self._writer.stop()
         await self._join(self._writer.join, deadline)
         self._give_up_unstored()
-
-
-def _resolve(future: asyncio.Future[T], result: T) -> None:
-    if not future.done():
-        future.set_result(result)
 
 
 class AsyncRelayPublisher:

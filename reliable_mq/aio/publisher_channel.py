@@ -28,7 +28,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
-from reliable_mq.aio.confirmation import AsyncConfirmation
+from reliable_mq.aio.confirmation import AsyncConfirmation, resolve
 from reliable_mq.aio.connection import AsyncConnection
 from reliable_mq.core.publisher.trace import PublicationEvent, record
 from reliable_mq.engine.confirmation import end_trace
@@ -72,7 +72,7 @@ class AsyncWindowWaiters:
             take: A callable that takes the place. It is called once there is a place, before any other task runs.
         """
         given: asyncio.Future[bool | None] = self._loop.create_future()
-        late = self._loop.call_later(max(timeout, 0.0), _resolve, given, False)
+        late = self._loop.call_later(max(timeout, 0.0), resolve, given, False)
         self._waiting[given] = size, take
         try:
             return await given
@@ -96,12 +96,7 @@ class AsyncWindowWaiters:
     def refuse(self) -> None:
         """Refuse all waiting tasks."""
         while self._waiting:
-            _resolve(self._waiting.popitem(last=False)[0], None)
-
-
-def _resolve(given: asyncio.Future[bool | None], result: bool | None) -> None:
-    if not given.done():
-        given.set_result(result)
+            resolve(self._waiting.popitem(last=False)[0], None)
 
 
 _ADVANCE_AT = 64  # publishes in the inbox that do not wait for the next turn of the loop
@@ -291,8 +286,7 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
     def _notify_change(self) -> None:
         changed, self._changed = self._changed, []
         for future in changed:
-            if not future.done():
-                future.set_result(None)
+            resolve(future, None)
 
     # Flushing
 
