@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from reliable_mq import Ack, ConfigurationError, DeadLetter, RetryLater, UsageError
 from reliable_mq.core.consumer.delivery import Delivery
-from reliable_mq.core.consumer.dispatch import Batcher, verdicts
+from reliable_mq.core.consumer.dispatch import Batcher, deliveries_of, verdicts
 from tests.core.deliveries import delivery
 from tests.properties import machine
 
@@ -235,3 +235,9 @@ class Grouping(RuleBasedStateMachine):
 
 TestGrouping = Grouping.TestCase
 TestGrouping.settings = machine(50, steps=30)
+
+
+def test_work_is_one_delivery_or_a_batch() -> None:
+    one, other = delivery(1), delivery(2)
+    assert deliveries_of(one) == [one]
+    assert deliveries_of([one, other]) == [one, other]
