@@ -139,12 +139,13 @@ def test_two_publishers_share_a_registry(vhost: VirtualHost, registry: Collector
     assert orders.settled()["confirmed"] == 8
 
 
-def test_a_publisher_never_opened_leaves_its_registry_unchanged(
-    vhost: VirtualHost, registry: CollectorRegistry
-) -> None:
-    """Closing removes it from the registry; an invalid registry is refused."""
-    Publisher(vhost.url, registry=registry).close()
-    assert list(registry.collect()) == []
+def test_a_publisher_never_opened_shows_counters_at_0(vhost: VirtualHost, registry: CollectorRegistry) -> None:
+    """It shows no gauges; an invalid registry is refused."""
+    publisher, scrape = Publisher(vhost.url, registry=registry), Scrape(registry)
+    assert set(scrape.settled().values()) == {0}
+    publisher.close()
+    assert {sample.value for metric in registry.collect() for sample in metric.samples} == {0}
+    assert scrape("connected") is None
     with pytest.raises(ConfigurationError, match="registry"):
         Publisher(vhost.url, registry="default")
 

@@ -461,8 +461,9 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
             self._state = RunState.FINISHED
 
     def _readings(self) -> Iterator[Reading]:
-        subscription = self._subscription
+        labels, subscription = (self._options.name, self._options.queue_name), self._subscription
         if subscription is None:
+            yield from readings(labels, self.statistics)
             return
         handler_seconds = Histogram()
         pools: tuple[Any, ...] = self._pools
@@ -471,7 +472,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
         if subscription.tracer is not None:
             handler_seconds.add(subscription.tracer.exemplars)
         yield from readings(
-            (self._options.name, self._options.queue_name),
+            labels,
             ConsumerStatus(
                 unacked=subscription.session.outstanding,
                 connected=None if self._is_stopped else subscription.connected,  # handlers may run on for long

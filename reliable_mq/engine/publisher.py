@@ -527,8 +527,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
 
     def _readings(self) -> Iterator[Reading]:
         name, channel = self._options.name, self._channel or self._former
-        if channel is not None:
-            yield from readings((name,), channel.status, self.statistics)
+        yield from readings((name,), None if channel is None else channel.status, self.statistics)
         if self._outbox_channel is not None:
             relay = self._outbox_channel.relay
             yield from readings((name,), relay.status, relay.statistics)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from reliable_mq import AsyncConsumer, AsyncPublisher, Consumer, Publisher
 from reliable_mq.core.statistics import Histogram
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.metrics.registry import Family, Reading, Registration, register
@@ -134,6 +135,22 @@ def test_the_exposition_format_takes_it(registry: CollectorRegistry) -> None:
     text = generate_latest(registry).decode()
     assert "# HELP reliable_mq_messages_total Messages.\n# TYPE reliable_mq_messages_total counter\n" in text
     assert 'reliable_mq_messages_total{name="a"} 3.0\n' in text
+
+
+@pytest.mark.parametrize(("publisher", "consumer"), [(Publisher, Consumer), (AsyncPublisher, AsyncConsumer)])
+def test_counters_are_at_0_before_anything_connects(
+    publisher: type[Publisher | AsyncPublisher], consumer: type[Consumer | AsyncConsumer], registry: CollectorRegistry
+) -> None:
+    """Otherwise the first count of a series is no growth for Prometheus."""
+    clients = (
+        publisher("amqp://localhost", registry=registry),
+        consumer("amqp://localhost", "orders", registry=registry),
+    )
+    found = shown(registry)
+    assert found["publisher_settled_total publisher returned"] == 0
+    assert found["consumer_rejected_total consumer orders"] == 0
+    assert not any("connected" in name for name in found)
+    assert clients
 
 
 def test_registries_know_nothing_of_each_other(registry: CollectorRegistry) -> None:
