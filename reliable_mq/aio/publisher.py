@@ -224,8 +224,7 @@ class AsyncPublisher(
         for channel in (self._started_outbox_channel, self._started_channel):
             if channel is not None:
                 channel.abort()
-        if self._registration is not None:
-            self._registration.close()
+        self._release()
 
     def _check_usable(self) -> None:
         """Raise UsageError if the publisher is closed or used on another event loop."""

@@ -107,6 +107,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
         self._tracer = self._options.new_tracer()
         registry = self._options.registry
         self._registration = None if registry is None else register(registry, self._readings)
+        self._release()  # from its registry, which would keep it alive though nothing is open
         self._state = PublisherState.OPEN
 
     @property
@@ -136,9 +137,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
         """
         channel = self._channel or self._former
         statistics = PublisherStatistics() if channel is None else channel.session.statistics
-        if self._outbox is not None:
-            statistics = replace(statistics, nacked=0, returned=0, refused=0, unknown=0)
-        return statistics
+        return statistics if self._outbox is None else replace(statistics, nacked=0, returned=0, refused=0, unknown=0)
 
     def health(self, *, stuck_after: Duration | None = None) -> Health:
         """Return whether the publisher is live, ready and progressing, for probes.
@@ -222,10 +221,14 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
         raise NotImplementedError
 
     def _keep(self) -> None:
-        """Keep the publisher alive until `_release`."""
+        """Keep the publisher alive, and in its registry, until `_release`."""
+        if self._registration is not None:
+            self._registration.open()
 
     def _release(self) -> None:
         """Note that nothing is left to close."""
+        if self._registration is not None:
+            self._registration.close()
 
     # Messages in flight
 
@@ -437,9 +440,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
                 return channel
             useless = self._started_channel is channel and self._channel is None and not self._openers
             if useless:
-                self._started_channel = None
-                if self._outbox_channel is None:  # otherwise messages may still have to be stored
-                    self._release()
+                self._not_started()
         if useless:
             yield channel.close(0)
         raise error
@@ -457,12 +458,18 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
             self._keep()
             channel.start()
         except BaseException:
-            self._started_channel = None
+            self._not_started()
             raise
         finally:
             if self._state is PublisherState.STARTING:  # otherwise a signal handler has closed the publisher
                 self._state = PublisherState.OPEN
         return channel
+
+    def _not_started(self) -> None:
+        """Forget a channel that could not be opened. The lock is held."""
+        self._started_channel = None
+        if self._started_outbox_channel is None:  # otherwise messages may still have to be stored, and relayed
+            self._release()
 
     # Flushing and closing
 
@@ -510,8 +517,6 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
 
     def _raise_unobserved(self) -> None:
         """Finish a close, and raise the failures that no user has seen."""
-        if self._registration is not None:
-            self._registration.close()
         self._state = PublisherState.CLOSED
         channel = self._outbox_channel or self._started_channel
         failed, count = ([], 0) if channel is None else channel.take_failures()

@@ -66,6 +66,13 @@ class Registration:
         self._collector = collector
         self.read = read
 
+    def open(self) -> None:
+        """Call ``read`` on every scrape again. Idempotent.
+
+        ``read`` must not count again the counts of the last reading, because they stay in the totals.
+        """
+        self._collector.add(self)
+
     def close(self) -> None:
         """Take a last reading. Counters stay in the totals; gauges vanish. Idempotent."""
         self._collector.retire(self)
@@ -86,7 +93,9 @@ def register(registry: CollectorRegistry, read: Callable[[], Iterable[Reading]])
             collector = _collectors.setdefault(registry, made)
             if collector is made:  # otherwise a signal handler was faster
                 registry.register(collector)
-    return collector.add(read)
+    registration = Registration(collector, read)
+    registration.open()
+    return registration
 
 
 @dataclass(slots=True)
@@ -145,14 +154,12 @@ class _Collector(Collector):
         """Begin without registrations and counts in a forked child. They are the parent's."""
         self._counted = _Counted(frozenset(), _Totals())
 
-    def add(self, read: Callable[[], Iterable[Reading]]) -> Registration:
-        registration = Registration(self, read)
+    def add(self, registration: Registration) -> None:
         with self._lock:
             while registration not in (before := self._counted).registrations:
                 after = before._replace(registrations=before.registrations | {registration})
                 if self._counted is before:
                     self._counted = after
-        return registration
 
     def retire(self, registration: Registration) -> None:
         with self._lock:

@@ -250,9 +250,11 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
         return OutboxChannel(outbox, relay, self._options, measured=self._registration is not None)
 
     def _keep(self) -> None:
+        super()._keep()
         _open_publishers.add(self)
 
     def _release(self) -> None:
+        super()._release()
         _open_publishers.discard(self)
 
 

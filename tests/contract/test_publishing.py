@@ -15,6 +15,7 @@ import struct
 import threading
 import time
 import tracemalloc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -883,6 +884,43 @@ def test_a_permanent_refusal_is_raised_and_not_retried(
     assert caught.value.permanent
     publisher.close()
     assert len(broker.connections) == 1
+
+
+def test_a_registry_does_not_keep_publishers_unable_to_open(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    """A supervisor may make another publisher after each failure."""
+    registry = CollectorRegistry()
+    broker.refusals["Connection.StartOk"] = 403, "ACCESS_REFUSED"
+
+    def fail_to_enter() -> weakref.ref[Any]:
+        publisher = new_publisher(registry=registry)
+        with pytest.raises(BrokerUnavailable):
+            publisher.__enter__()
+        return weakref.ref(getattr(publisher, "publisher", publisher))
+
+    failed = fail_to_enter()
+    wait_until(lambda: (gc.collect(), failed() is None)[1], timeout=30, what="the end of the publisher")
+
+
+def test_a_publisher_that_opens_later_is_in_its_registry(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    """Opening it again, and closing it, counts nothing twice."""
+    registry = CollectorRegistry()
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"reliable_mq_publisher_{name}", {"publisher": "publisher", **labels})
+
+    broker.script = acking
+    broker.refusals["Connection.StartOk"] = 403, "ACCESS_REFUSED"
+    publisher = new_publisher(registry=registry)
+    with pytest.raises(BrokerUnavailable):
+        publisher.connect()
+    assert value("connected") is None
+    broker.refusals.clear()
+    publisher.publish(Message(b"x"), routing_key=KEY)
+    assert (value("connected"), value("settled_total", outcome="confirmed")) == (1, 1)
+    publisher.close()
+    assert (value("connected"), value("settled_total", outcome="confirmed")) == (None, 1)
 
 
 @pytest.mark.slow
