@@ -11,9 +11,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from reliable_mq.cli.app import app
+from reliable_mq.cli.demo import display
 from reliable_mq.cli.demo.display import BrokerStatus, DemoResult, LinesDisplay, LiveDisplay, Story, display_for
-from reliable_mq.cli.demo.scenario import BrokerState, Outages, Progress, fails_once, is_poison
+from reliable_mq.cli.demo.scenario import BrokerState, Outages, Progress, Shop, fails_once, is_poison
 from reliable_mq.testing.audit import Audit
+from reliable_mq.url import parse_url
 
 RUNNING, KILLED, STARTING = BrokerState.RUNNING, BrokerState.KILLED, BrokerState.STARTING
 
@@ -34,6 +36,59 @@ def test_a_broker_that_is_killed_has_to_be_started_again(options: list[str]) -> 
     result = CliRunner().invoke(app, ["demo", *options])
     assert result.exit_code == 2
     assert "go together" in result.output
+
+
+# -- a broker that stays away ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shop(monkeypatch: pytest.MonkeyPatch) -> Shop:
+    """A shop whose broker is gone when the demo ends."""
+    url = "amqp://guest:guest@127.0.0.1:1/"
+    shop = Shop(url, parse_url(url), orders=10, rate=0)
+    shop.broker = "RabbitMQ"
+    shop.audit.attempted("1")
+    shop.audit.confirmed("1")
+
+    def enter(shop: Shop) -> Shop:
+        shop._open.callback(shop._take_down)
+        return shop
+
+    monkeypatch.setattr(Shop, "__enter__", enter)
+    return shop
+
+
+def test_a_broker_that_stays_away_hides_no_failed_command(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outages = Outages("true", "false", times=1)
+
+    def watch(*_: object) -> None:
+        outages.advance(1.0, connected=True)
+
+    monkeypatch.setattr(display, "_watch", watch)
+    assert display.run(shop, outages, "h") == 1
+    told = capsys.readouterr().err
+    assert "'false' failed with status 1" in told
+    assert f"{shop.queues[0]} and {shop.queues[1]} are not deleted: 127.0.0.1:1" in told
+    assert "of 1 confirmed 0 were handled" in told
+    assert "lost" not in told
+
+
+def test_a_broker_that_stays_away_hides_no_reason(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(display, "_watch", lambda *_: "no progress for 120 s")
+    assert display.run(shop, Outages(None, None, times=0), "h") == 1
+    assert "reliable-mq: no progress for 120 s" in capsys.readouterr().err
+
+
+def test_ctrl_c_during_an_outage_has_its_status(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    def watch(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(display, "_watch", watch)
+    assert display.run(shop, Outages(None, None, times=0), "h") == 130
 
 
 # -- outages -----------------------------------------------------------------------------------------------------------

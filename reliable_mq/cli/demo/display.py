@@ -52,18 +52,21 @@ def run(shop: Shop, outages: Outages, hosts: str) -> int:
             say("interrupted: closing")
         finally:
             outages.end()
-    result = DemoResult(shop.audit.balance(), shop.progress, outages.done, time.monotonic() - began)
+    all_counted = shop.not_deleted is None
+    result = DemoResult(shop.audit.balance(), shop.progress, outages.done, time.monotonic() - began, all_counted)
+    if shop.not_deleted is not None:
+        say(f"reliable-mq: the queues {' and '.join(shop.queues)} are not deleted: {shop.not_deleted}")
     if interrupted:
         say(f"interrupted: {result.so_far}")
         return INTERRUPTED
-    if outages.failure is not None:  # the demo ended in the middle of the job, so the audit cannot balance
+    error = outages.failure or error
+    if outages.failure is not None or not all_counted:  # the audit cannot balance
         say(f"ended early: {result.so_far}")
-        say(f"reliable-mq: {outages.failure}")
-        return 1
-    output.print(result)
+    else:
+        output.print(result)
     if error is not None:
         say(f"reliable-mq: {error}")
-    return 1 if result.faults or error is not None else 0
+    return 1 if result.faults or error is not None or not all_counted else 0
 
 
 def _watch(shop: Shop, outages: Outages, display: LinesDisplay | LiveDisplay, began: float) -> str | None:
@@ -236,12 +239,16 @@ def display_for(console: Console, title: str, orders: int) -> LinesDisplay | Liv
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """The audit at the end."""
+    """The audit at the end.
+
+    `all_counted` is whether the orders left in the queues were counted.
+    """
 
     balance: AuditResult
     progress: Progress
     outages: int
     seconds: float
+    all_counted: bool = True
 
     @property
     def faults(self) -> list[str]:
@@ -272,9 +279,12 @@ class DemoResult:
     def so_far(self) -> str:
         """The audit of a demo that was interrupted or ended early, in one line."""
         balance = self.balance
+        handled = f"of {balance.confirmed:,} confirmed {balance.handled:,} were handled"
+        if not self.all_counted:
+            return f"{handled}; those left in the queues are not counted"
         return (
-            f"of {balance.confirmed:,} confirmed {balance.handled:,} were handled, {balance.dead_lettered:,} "
-            f"dead-lettered, {balance.left:,} left in the queue, lost {len(balance.lost):,}"
+            f"{handled}, {balance.dead_lettered:,} dead-lettered, {balance.left:,} left in the queue, "
+            f"lost {len(balance.lost):,}"
         )
 
     @property

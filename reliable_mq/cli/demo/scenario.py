@@ -28,7 +28,7 @@ from reliable_mq.codec.methods import DeleteQueue
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.quarantine import Quarantine
 from reliable_mq.core.retry.delay_queues import DelayQueues
-from reliable_mq.errors import PublishUnconfirmed
+from reliable_mq.errors import PublishUnconfirmed, ReliableMQError
 from reliable_mq.message import Message
 from reliable_mq.retry import RetryPolicy
 from reliable_mq.settings import ConnectionSettings
@@ -94,6 +94,7 @@ class Shop:
         queue: The queue of the orders.
         queues: The names of the work queue and its dead-letter queue.
         failure: The reason why not all orders were published.
+        not_deleted: The reason why the queues were not emptied and deleted.
     """
 
     broker: str
@@ -110,6 +111,7 @@ class Shop:
         self.orders = orders
         self.audit = Audit()
         self.failure: Exception | None = None
+        self.not_deleted: ReliableMQError | None = None
         self._url = url
         self._settings = settings
         self._rate = rate
@@ -254,7 +256,16 @@ class Shop:
     # Closing
 
     def _take_down(self) -> None:
-        """Record the orders that are left in the queues, and delete the queues."""
+        """Record the orders that are left in the queues, and delete the queues.
+
+        Without the broker this fails, but must not hide the reason why the demo ended.
+        """
+        try:
+            self._empty_and_delete()
+        except ReliableMQError as error:
+            self.not_deleted = error
+
+    def _empty_and_delete(self) -> None:
         for name in (*self.queues, *self._beside):
             record = self.audit.dead_lettered if name == self.queues[1] else self.audit.left
             with Consumer(self._url, name, None, prefetch=_AT_A_TIME, name=_NAME) as consumer:
