@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -340,3 +341,19 @@ def test_every_finding_that_is_not_well_says_what_to_do() -> None:
     ]
     found = examine(*many, names=())
     assert all(finding.fix for finding in found if finding.status is not OK)
+
+
+def test_the_lists_of_a_virtual_host_are_not_walked_per_queue() -> None:
+    class Counted(list[Any]):
+        walks = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            self.walks += 1
+            return super().__iter__()
+
+    views = [queue(f"q{number}", dead_letter_exchange="dlx") for number in range(50)]
+    consumers = Counted({"queue": {"name": each.name}, "prefetch_count": 1, "ack_required": True} for each in views)
+    bindings = Counted([binding("dead", "dead")])
+    dlx = {"dlx": {"name": "dlx", "type": "direct"}}
+    examine(*views, names=(), consumers=consumers, bindings=bindings, exchanges=dlx)
+    assert (consumers.walks, bindings.walks) == (1, 1)

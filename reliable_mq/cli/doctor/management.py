@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import http
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from reliable_mq.monitoring.management import ManagementError, rows
@@ -129,7 +130,7 @@ class Route:
     certain: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Snapshot:
     """The content of a virtual host, for the checks.
 
@@ -158,7 +159,15 @@ class Snapshot:
         )
 
     def consumers_of(self, queue: QueueView) -> list[Mapping[str, Any]]:
-        return [each for each in self.consumers if (each.get("queue") or {}).get("name") == queue.name]
+        return self._consumers_by_queue.get(queue.name, [])
+
+    @cached_property
+    def _consumers_by_queue(self) -> dict[str, list[Mapping[str, Any]]]:
+        return _grouped(((each.get("queue") or {}).get("name"), each) for each in self.consumers)
+
+    @cached_property
+    def _bindings_by_exchange(self) -> dict[str, list[Mapping[str, Any]]]:
+        return _grouped((each.get("source"), each) for each in self.bindings)
 
     def dead_letter_route(self, queue: QueueView) -> Route | None:
         """Return the route of a queue's dead letters, or None if it has no such exchange."""
@@ -172,7 +181,7 @@ class Snapshot:
             return Route(flaw=f"the dead-letter exchange {exchange!r} does not exist", certain=True)
         if (found.get("arguments") or {}).get("alternate-exchange") or found.get("policy"):
             return Route()  # the alternate exchange or policy routes messages that match no binding
-        bound = [each for each in self.bindings if each.get("source") == exchange]
+        bound = self._bindings_by_exchange.get(exchange)
         if not bound:
             return Route(flaw=f"nothing is bound to the dead-letter exchange {exchange!r}", certain=True)
         matching = bound if key is None else [each for each in bound if _matches(str(found.get("type")), each, key)]
@@ -193,6 +202,14 @@ class Snapshot:
         if key not in self.queues:
             return Route(flaw=f"the dead-letter queue {key!r} does not exist", certain=True)
         return Route(frozenset({key}))
+
+
+def _grouped(rows: Iterable[tuple[object, Mapping[str, Any]]]) -> dict[str, list[Mapping[str, Any]]]:
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for name, row in rows:
+        if isinstance(name, str):
+            groups.setdefault(name, []).append(row)
+    return groups
 
 
 def _rows(api: ManagementAPI, what: str, *segments: str, named: bool = False) -> list[dict[str, Any]]:
