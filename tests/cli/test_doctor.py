@@ -48,6 +48,16 @@ def test_an_unreachable_host_is_a_problem_and_shows_no_password() -> None:
         assert SECRET not in result.output
 
 
+def test_a_silent_host_leaves_time_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examine, "_PATIENCE", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as other:
+        hosts = ",".join(f"127.0.0.1:{each.getsockname()[1]}" for each in (silent, other))
+        (found,) = examine._write(f"amqp://u:p@{hosts}/?connection_timeout=1000", "nowhere")
+        other.settimeout(0)
+        other.accept()[0].close()
+    assert (found.status, found.check) == (Status.UNCHECKED, "write")
+
+
 def test_a_port_that_speaks_something_else_is_not_let_pass() -> None:
     with http_server({}) as port:
         url = f"amqp://user:{SECRET}@127.0.0.1:{port}?connection_timeout=500"

@@ -198,12 +198,15 @@ def _write(url: str, nowhere: str) -> list[Finding]:
     publisher = Publisher(url, name="reliable-mq doctor")
     findings: list[Finding] = []
     try:
+        publisher.connect()  # before the time for the broker to return a message begins
         for _ in range(2):
             findings = [_publish(publisher, nowhere)]
             if findings[0].status is not Status.OK:
                 break
         if publisher.blocked is not None:
             findings = [each for each in findings if each.status is Status.OK] + [_blocked(publisher.blocked)]
+    except BrokerUnavailable as error:
+        return [_unknown("write", str(error))]
     finally:
         publisher.close(_PATIENCE)
     return findings
