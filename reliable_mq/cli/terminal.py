@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "INTERRUPTED",
+    "PASSWORD_HELP",
     "URL",
     "MetricsAddress",
     "MetricsPort",
@@ -50,14 +51,16 @@ __all__ = [
     "product",
     "say",
     "show_logs",
+    "with_password",
     "without_passwords",
 ]
 
 _PASSWORD: Final = "RELIABLE_MQ_PASSWORD"  # noqa: S105  # of the environment: all users of a machine see arguments
+PASSWORD_HELP: Final = f"A password may come from {_PASSWORD}."
 _USER_ALONE: Final = re.compile(r"(amqps?://[^:@/?#]+)(@.*)", re.DOTALL)
 
 
-def _with_password(url: str) -> str:
+def with_password(url: str) -> str:
     """Return the URL. Add the environment's password if it has only a user."""
     found = _USER_ALONE.fullmatch(url)
     password = os.environ.get(_PASSWORD)
@@ -68,8 +71,8 @@ URL: TypeAlias = Annotated[
     str,
     typer.Argument(
         metavar="URL",
-        help=f"amqp:// or amqps://, several hosts separated by commas. A password may come from {_PASSWORD}.",
-        callback=_with_password,
+        help=f"amqp:// or amqps://, several hosts separated by commas. {PASSWORD_HELP}",
+        callback=with_password,
     ),
 ]
 MetricsPort: TypeAlias = Annotated[

@@ -38,6 +38,12 @@ def test_a_broker_that_is_killed_has_to_be_started_again(options: list[str]) -> 
     assert "go together" in result.output
 
 
+def test_the_password_may_come_from_the_environment() -> None:
+    for password, reason in (({"RELIABLE_MQ_PASSWORD": "p"}, "Connection refused"), ({}, "has no password")):
+        result = CliRunner().invoke(app, ["demo", "--url", "amqp://u@127.0.0.1:1/"], env=password)
+        assert reason in str(result.exception)
+
+
 # -- a broker that stays away ------------------------------------------------------------------------------------------
 
 

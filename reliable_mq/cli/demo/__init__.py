@@ -6,14 +6,16 @@ from typing import Annotated
 
 import typer
 
-from reliable_mq.cli.terminal import hide_logs
+from reliable_mq.cli.terminal import PASSWORD_HELP, hide_logs, with_password
 
 __all__ = ["demo"]
 
 
 def demo(
     *,
-    url: Annotated[str, typer.Option(metavar="URL", help="The broker.")] = "amqp://guest:guest@localhost/",
+    url: Annotated[
+        str, typer.Option(metavar="URL", help=f"The broker. {PASSWORD_HELP}", callback=with_password)
+    ] = "amqp://guest:guest@localhost/",
     messages: Annotated[int, typer.Option(min=1, help="Orders to publish.")] = 30_000,
     rate: Annotated[float, typer.Option(min=0.0, help="Orders a second; 0 for as many as possible.")] = 5000.0,
     kill_command: Annotated[
