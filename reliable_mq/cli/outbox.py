@@ -299,6 +299,8 @@ def _in_database(url: str, **options: Any) -> Iterator[tuple[SQLAlchemyOutbox, E
         engine = create_engine(url)
     except ModuleNotFoundError as error:
         raise ConfigurationError(f"OUTBOX needs the driver {error.name}, which is not installed") from None
+    except ImportError as error:  # such as psycopg's without libpq
+        raise ConfigurationError(f"the driver of OUTBOX cannot be imported: {error}") from None
     except (SQLAlchemyError, ValueError, TypeError) as error:  # an invalid port, or an unknown driver option
         # The error's text may show the URL and its password.
         raise ConfigurationError(f"OUTBOX is not a usable database URL: {type(error).__name__}") from None

@@ -121,6 +121,20 @@ def test_the_exit_status_of_a_command_is_ours(code: int | None, status: int, mon
     assert app.run() == status
 
 
+def test_a_database_driver_that_cannot_be_imported_is_no_flaw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """psycopg raises ImportError without libpq."""
+    (tmp_path / "psycopg.py").write_text("raise ImportError('no pq wrapper available')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "psycopg"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr("sys.argv", ["reliable-mq", "outbox", "status", "postgresql+psycopg://u:p@127.0.0.1:1/db"])
+    assert app.run() == 1
+    told = "reliable-mq: the driver of OUTBOX cannot be imported: no pq wrapper available\n"
+    assert capsys.readouterr().err == told
+
+
 def test_warnings_are_shown_and_drivers_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     show_logs()
     logging.getLogger("reliable_mq.sync").warning("the connection [x] is lost")
