@@ -6,6 +6,7 @@ import contextlib
 import math
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -336,6 +337,17 @@ def test_f42_a_hanging_store_fails_in_time_and_finds_its_claim(breakable: Breaka
     made = answered_again(partial(breakable.claim, "a", "b"))
     assert [one.status for one in made] == [ClaimStatus.NEW] * 2
     assert answered_again(partial(breakable.store.complete_many, [done, *made])) == [True] * 3
+
+
+@pytest.mark.parametrize("kind", ["redis", "redis+asyncio"])
+def test_redis_takes_a_call_of_each_of_many_workers(database: Callable[[str], Database], kind: str) -> None:
+    """By default, redis-py has a hundred connections, and no call waits for one."""
+    with closing(Breakable(kind, database, timeout=30.0)) as made, ThreadPoolExecutor(150) as pool:
+        made.server.pause()
+        calls = [pool.submit(made.claim, str(number)) for number in range(150)]
+        wait_until(lambda: all(call.running() for call in calls), timeout=20, what="all calls at once")
+        made.server.unpause()
+        assert {call.result()[0].status for call in calls} == {ClaimStatus.NEW}
 
 
 @pytest.mark.parametrize("kind", ["redis", "redis+asyncio"])

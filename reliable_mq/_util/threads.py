@@ -8,8 +8,9 @@ Invariants:
 - A call with a deadline returns or raises within it. A database driver waits for its server without a limit, and a
   frozen server never replies. So such a call runs on a separate thread, and at its deadline the socket that it waits
   for is shut down (`CancelHandle`). That ends most calls; the others end when the server, or its machine, replies.
-- If `most` threads exist and all of them hang, further calls with a deadline fail at once, unless the caller itself
-  limits their number. They also fail at once if they need a thread and none can be started.
+- If `most` calls hang whose callers have given up, further calls with a deadline fail at once, unless the caller itself
+  limits their number. They also fail at once if they need a thread and none can be started. Calls with a waiting caller
+  are not limited.
 - A connection is shut down only while the hanging call uses it.
 - Callbacks (`CallbackThread`) run one at a time, in the order in which they were added, and never on an I/O thread. An
   exception of a callback is logged and affects no other callback.
@@ -129,9 +130,10 @@ def _shut(connection: Any) -> None:
 
 
 class DaemonExecutor:
-    """An executor with up to ``most`` daemon threads. Thread-safe, and fork-safe.
+    """An executor on daemon threads. Thread-safe, and fork-safe.
 
-    A signal handler that interrupts a method may call any other method.
+    Up to ``most`` futures run at a time, and up to ``most`` calls hang. A signal handler that interrupts a method may
+    call any other method.
     """
 
     _threads: int  # number of threads that take calls from the queue
@@ -154,26 +156,35 @@ class DaemonExecutor:
         Args:
             fn: The function, which is called with a handle that ends the call.
             timeout: The maximum time to wait, in seconds.
-            beyond: Whether the call may use a thread beyond ``most``, because its caller limits the number of calls.
+            beyond: Whether to call even if ``most`` earlier calls hang, because the caller limits the number of calls.
 
         Raises:
-            TimeoutError: If the call did not return in time, ``most`` earlier calls have not returned, or no thread can
-                be started.
+            TimeoutError: If the call did not return in time, ``most`` earlier calls that did not return in time still
+                run, or no thread can be started.
         """
+        self._reset_in_child()
+        if self._hanging >= self._most and not beyond:
+            raise TimeoutError(f"{self._hanging} earlier questions are without an answer")
         handle = CancelHandle()
         outcome: list[Any] = []
         ended = threading.Lock()  # the cheapest object that one thread can wait for and another one can signal
         ended.acquire()
+        given_up = False
 
         def report(result: T | None, error: BaseException | None) -> None:
-            outcome.extend((result, error))
+            with self._lock:
+                outcome.extend((result, error))
+                self._hanging -= given_up
             ended.release()
 
         try:
-            self._submit(partial(fn, handle), report, beyond=beyond)
+            self._submit(partial(fn, handle), report)
         except RuntimeError as refused:
             raise TimeoutError(f"no thread can be started: {refused}") from refused
         if not ended.acquire(timeout=timeout):
+            with self._lock:
+                given_up = not outcome
+                self._hanging += given_up
             handle.cut()
             raise TimeoutError(f"no answer within {timeout:g} s")
         result: T
@@ -190,7 +201,7 @@ class DaemonExecutor:
     def cutting(self, timeout: float) -> Iterator[CancelHandle]:
         """Cut the handle if the block takes too long. It runs on the current thread."""
         handle, over = CancelHandle(), InterruptibleEvent()
-        self._submit(lambda: None if over.wait(timeout) else handle.cut(), lambda _result, _error: None, beyond=True)
+        self._submit(lambda: None if over.wait(timeout) else handle.cut(), lambda _result, _error: None)
         try:
             yield handle
         finally:
@@ -234,24 +245,23 @@ class DaemonExecutor:
         self._calls: SimpleQueue[tuple[Callable[[], object], _Report] | None] = SimpleQueue()
         self._threads = 0
         self._busy = 0
+        self._hanging = 0  # calls that run although their callers have given up
         self._closed = False
 
     def _reset_in_child(self) -> None:
         if os.getpid() != self._pid:  # no thread exists in a forked child; one of them may have held the lock
             self._reset()
 
-    def _submit(self, fn: Callable[[], T], report: _Report, *, beyond: bool = False, queue: bool = False) -> None:
+    def _submit(self, fn: Callable[[], T], report: _Report, *, queue: bool = False) -> None:
         """Call `fn` on a thread, count the thread as idle, and report the outcome."""
         self._reset_in_child()
         with self._lock:
-            if self._busy >= self._most and not beyond and not queue:
-                raise TimeoutError(f"{self._busy} earlier questions are without an answer")
             closed = self._closed
             if closed:
                 start_daemon(f"{self._name}-late", self._run_one, fn, report)
                 self._busy += 1
                 return
-            if self._busy >= self._threads and (beyond or self._threads < self._most):
+            if self._busy >= self._threads and (not queue or self._threads < self._most):
                 start_daemon(f"{self._name}-{self._threads + 1}", self._run, self._calls)
                 self._threads += 1
             self._busy += 1

@@ -350,6 +350,7 @@ def _client(kind: Any, name: str, url: object, timeout: float, retry: object, op
             "socket_connect_timeout": timeout,
             "retry": retry,
             "retry_on_error": [redis.ResponseError],  # closes the connection; there are no retries
+            "max_connections": 2**31 - 1,  # at its limit, redis-py does not wait but raises an error
             **options,
         }
         try:

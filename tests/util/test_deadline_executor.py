@@ -91,6 +91,24 @@ def test_where_every_thread_hangs_further_calls_fail_at_once() -> None:
     calls.close()
 
 
+def test_calls_with_waiting_callers_are_not_limited() -> None:
+    calls, together = DaemonExecutor("test", most=2), threading.Barrier(5)
+    answers: list[int] = []
+
+    def ask() -> None:
+        answers.append(calls.call(lambda _: together.wait(10), 20))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    together.wait(10)
+    for thread in threads:
+        thread.join(10)
+    assert len(answers) == 4
+    assert calls.call(lambda _: 7, 5) == 7
+    calls.close()
+
+
 def test_a_block_waiting_on_its_socket_is_cut_on_its_own_thread() -> None:
     calls, connection = DaemonExecutor("test"), Connection()
     begun = time.monotonic()
