@@ -152,7 +152,7 @@ def declarations(topology: Iterable[Declaration]) -> list[Declaration]:
     collected = _Collected()
     for item in _listed(topology):
         collected.add(item)
-    return [*collected.exchanges.values(), *collected.queues.values(), *collected.bindings]
+    return [*collected.exchanges.values(), *collected.queues.values(), *collected.bindings.values()]
 
 
 class _Collected:
@@ -161,7 +161,7 @@ class _Collected:
     def __init__(self) -> None:
         self.exchanges: dict[str, Exchange] = {}
         self.queues: dict[str, Queue] = {}
-        self.bindings: dict[Binding, None] = {}
+        self.bindings: dict[tuple[object, ...], Binding] = {}
 
     def add(self, item: object) -> None:
         match item:
@@ -176,7 +176,8 @@ class _Collected:
             case Binding():
                 self._refer(item.source)
                 self._refer(item.destination)
-                self.bindings[item] = None
+                arguments = repr(sorted(item.arguments.items()))  # hashable, and tells True from 1
+                self.bindings[item.source, item.destination, item.routing_key, arguments] = item
             case _:
                 raise ConfigurationError(
                     f"topology holds a {type(item).__name__}: it takes Queue, Exchange and Binding"
