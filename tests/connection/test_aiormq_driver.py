@@ -6,16 +6,18 @@ import asyncio
 import socket
 import ssl
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import aiormq.exceptions as aiormq_errors
 import pytest
 
 from reliable_mq.connection.aiormq_driver.errors import Aborted, MechanismNotOffered, link_error
-from reliable_mq.connection.aiormq_driver.link import _Protocol
+from reliable_mq.connection.aiormq_driver.link import Link, _Protocol
 from reliable_mq.connection.aiormq_driver.loop import EventLoop
+from reliable_mq.connection.interfaces import ConnectCredentials
 from reliable_mq.errors import BrokerUnavailable
-from reliable_mq.settings import Endpoint
+from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
 
 ENDPOINT = Endpoint("broker.example", 5671)
 
@@ -164,6 +166,29 @@ def test_a_peer_gone_when_writing_resumes_is_lost_only_once() -> None:
         assert complaints == []
 
     asyncio.run(main())
+
+
+def test_the_zone_of_a_link_local_address_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel refuses to connect without it."""
+    connected: list[Any] = []
+    index, interface = socket.if_nameindex()[0]
+
+    async def sock_connect(_loop: object, _sock: object, address: object) -> None:
+        connected.append(address)
+        raise ConnectionRefusedError
+
+    async def main() -> None:
+        monkeypatch.setattr(type(asyncio.get_running_loop()), "sock_connect", sock_connect)
+        endpoint = Endpoint(f"fe80::1%{interface}", 5672)
+        settings = ConnectionSettings(endpoints=(endpoint,), credentials=Credentials("guest", "guest"))
+        ended = asyncio.Event()
+        events: Any = SimpleNamespace(link_closed=lambda *_: ended.set())
+        secrets = ConnectCredentials(settings.credentials, None)
+        Link(EventLoop(lambda _: None), endpoint, settings, secrets, "name", events)
+        await asyncio.wait_for(ended.wait(), 10)
+
+    asyncio.run(main())
+    assert connected == [("fe80::1", 5672, 0, index)]
 
 
 def test_a_call_from_another_thread_survives_the_loop_closing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,7 @@ __all__ = ["Link"]
 logger = get_logger(__name__)
 
 _ADDRESSES_TRIED = 2  # an unresponsive address may take half of the time to connect, before the next one is tried
+_NUMERIC = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
 _PAUSE_BYTES, _RESUME_BYTES = 256 * 1024, 64 * 1024  # limits of the write buffer; ``link_drained`` below the second
 _HEARTBEAT_FRAME = b"\x08\0\0\0\0\0\0\xce"
 _SHORTEST_GAP = 2e-4  # the shortest gap between two reads that is worth a timer, which waits for a millisecond
@@ -239,7 +240,7 @@ class Link:
                 async with asyncio.timeout(self._settings.connect_timeout / _ADDRESSES_TRIED):
                     transport, protocol = await loop.create_connection(
                         lambda stream=stream: _Protocol(self, stream, loop),
-                        host=str(address[0]),
+                        host=socket.getnameinfo(address, _NUMERIC)[0],  # with the zone of a link-local address
                         port=self.endpoint.port,
                         family=family,
                         ssl=self._context,
