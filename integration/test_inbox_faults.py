@@ -25,6 +25,7 @@ from reliable_mq.core.idempotency import CommitStatus, InboxClaim
 from reliable_mq.stores import AsyncSQLAlchemyStore, ClaimStatus, SQLAlchemyStore
 from reliable_mq.testing.waiting import wait_until
 from tests.core.deliveries import delivery
+from tests.refused_threads import refusing_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -289,6 +290,31 @@ def test_f42_a_transaction_begins_ends_and_rolls_back_in_time(database: Callable
     assert [one.inbox_claim.commit for one in (begin, end, back, own) if one.inbox_claim] == [CommitStatus.NONE] * 4
     wait_until(lambda: all_new(store, keys), timeout=20, what="the leases have ended", interval=0.2)
     assert not effects(engine.url.render_as_string(hide_password=False))
+    store.close()
+    engine.dispose()
+
+
+def test_a_transaction_without_a_thread_for_its_end_rolls_back(database: Callable[[str], Database]) -> None:
+    """Its connection is closed at once: without that thread, nothing would limit a ROLLBACK."""
+    url = prepared(database("postgresql").fresh())
+    engine = create_engine(url)
+    store = SQLAlchemyStore(engine)
+    one = held(store.claim_many(["a"], 60.0)[0], store.transaction)
+
+    def write_and_lose_threads(session: Session) -> None:
+        session.execute(INSERT, {"id": "lost"})
+        store.close()
+        refusing.enter_context(refusing_threads("-late"))
+
+    with (
+        contextlib.ExitStack() as refusing,
+        pytest.raises(IdempotencyStoreError, match="no thread can be started"),
+        one.transaction() as session,
+    ):
+        write_and_lose_threads(session)
+    assert engine.pool.checkedout() == 0  # type: ignore[attr-defined]
+    assert not effects(url)
+    assert store.claim_many(["b"], 60.0)[0].status is ClaimStatus.NEW
     store.close()
     engine.dispose()
 

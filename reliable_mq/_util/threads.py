@@ -177,10 +177,7 @@ class DaemonExecutor:
                 self._hanging -= given_up
             ended.release()
 
-        try:
-            self._submit(partial(fn, handle), report)
-        except RuntimeError as refused:
-            raise TimeoutError(f"no thread can be started: {refused}") from refused
+        self._submit_or_time_out(partial(fn, handle), report)
         if not ended.acquire(timeout=timeout):
             with self._lock:
                 given_up = not outcome
@@ -199,9 +196,13 @@ class DaemonExecutor:
 
     @contextlib.contextmanager
     def cutting(self, timeout: float) -> Iterator[CancelHandle]:
-        """Cut the handle if the block takes too long. It runs on the current thread."""
+        """Cut the handle if the block takes too long. It runs on the current thread.
+
+        Raises:
+            TimeoutError: If no thread can be started. The block did not run.
+        """
         handle, over = CancelHandle(), InterruptibleEvent()
-        self._submit(lambda: None if over.wait(timeout) else handle.cut(), lambda _result, _error: None)
+        self._submit_or_time_out(lambda: None if over.wait(timeout) else handle.cut(), lambda _result, _error: None)
         try:
             yield handle
         finally:
@@ -251,6 +252,12 @@ class DaemonExecutor:
     def _reset_in_child(self) -> None:
         if os.getpid() != self._pid:  # no thread exists in a forked child; one of them may have held the lock
             self._reset()
+
+    def _submit_or_time_out(self, fn: Callable[[], T], report: _Report) -> None:
+        try:
+            self._submit(fn, report)
+        except RuntimeError as refused:
+            raise TimeoutError(f"no thread can be started: {refused}") from refused
 
     def _submit(self, fn: Callable[[], T], report: _Report, *, queue: bool = False) -> None:
         """Call `fn` on a thread, count the thread as idle, and report the outcome."""

@@ -505,6 +505,7 @@ class SQLStoreBase(StoreBase):
         self._retention = microseconds(seconds("retention", retention, positive=True))
         self._timeout = seconds("timeout", timeout, positive=True)
         self._sql = dialect.waiting(self._timeout)
+        self._sql_in_transaction = dialect  # of a handler, which keeps its own settings
         self._pace = PurgePace()
 
     def _query(
@@ -528,6 +529,10 @@ class SQLStoreBase(StoreBase):
 
     def _complete(self, held: Sequence[Held]) -> Queries[set[Held]]:
         return self._query(partial(self._sql.complete, held, again=True, retention=self._retention), durable=True)
+
+    def _completing(self, held: Sequence[Held], *, again: bool) -> Callable[..., Steps[set[Held]]]:
+        """Return the statements that complete claims in a transaction of a handler."""
+        return partial(self._sql_in_transaction.complete, held, again=again, retention=self._retention)
 
     def _release(self, held: Sequence[Held], failed: bool) -> Queries[set[Held]]:
         return self._query(partial(self._sql.release, held, failed=failed, retention=self._retention))

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import copy_context
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -88,8 +88,7 @@ class _SQLAlchemyBase(SQLStoreBase):
         if "@" in (engine.url.host or ""):  # a part of the password, which the driver would show
             raise ConfigurationError("engine has a URL whose password holds an '@': percent-encode it (%40)")
         refuse_autocommit(engine, "no transaction of a handler would be one")
-        self._sql_in_transaction = dialect(checked_table(table))  # of a handler, which keeps its own settings
-        super().__init__(self._sql_in_transaction, retention, timeout)
+        super().__init__(dialect(checked_table(table)), retention, timeout)
         self._where = redacted(engine.url.render_as_string(hide_password=False))
         self._base: int | None = None  # the base of a SQLite file's clock
 
@@ -211,8 +210,7 @@ class _SQLAlchemyBase(SQLStoreBase):
             some = [one for one in inbox_claims if _may_complete_again(one, current) is again]
             if not (held := held_by(one.claim for one in some)):
                 continue
-            complete = partial(self._sql_in_transaction.complete, held, again=again, retention=self._retention)
-            completed, _ = _execute_steps(self._timed(complete), connection)
+            completed, _ = _execute_steps(self._timed(self._completing(held, again=again)), connection)
             stale = ", ".join([one[0] for one in held if one not in completed][:10])
             if stale and any(one.commit is CommitStatus.UNKNOWN for one in some):
                 raise IdempotencyStoreError(
@@ -427,20 +425,24 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
         if self._executor is None or connection.closed or connection.invalidated:
             yield
             return
-        with self._executor.cutting(self._timeout) as handle:
-            try:
-                with handle.using(connection.connection.dbapi_connection, connection.invalidate):
-                    yield
-            except Exception as error:
-                if handle.is_cut:
-                    raise self._failed(TimeoutError(f"no answer within {self._timeout:g} s")) from error
-                raise
+        used = connection.connection.dbapi_connection
+        handle: CancelHandle | None = None
+        try:
+            with self._executor.cutting(self._timeout) as handle, handle.using(used, connection.invalidate):
+                yield
+        except Exception as error:
+            if handle is None or handle.is_cut:
+                late = TimeoutError(f"no answer within {self._timeout:g} s")
+                raise self._failed(error if handle is None else late) from error
+            raise
 
     def _roll_back(self, session: Session, connection: Connection) -> None:
         try:
             with self._in_time(connection):
                 session.close()
         except Exception as error:  # noqa: BLE001 -- whatever the driver raises; the handler's own error matters more
+            with suppress(Exception):
+                session.invalidate()  # does not wait for the server, which then rolls back
             self._log_failed_rollback(error)
 
     def _send(self, query: Transaction) -> Any:
