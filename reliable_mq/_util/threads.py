@@ -215,18 +215,30 @@ class DaemonExecutor:
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
+        returned = given_up = False
 
         def report(result: T, error: BaseException | None) -> None:
+            nonlocal returned
+            with self._lock:
+                returned = True
+                self._hanging -= given_up
             with suppress(RuntimeError):  # the loop is closed: no task waits any more
                 loop.call_soon_threadsafe(_settle, future, result, error)
 
+        def ended(future: asyncio.Future[T]) -> None:
+            nonlocal given_up
+            with self._lock:
+                given_up = future.cancelled() and not returned
+                self._hanging += given_up
+
         self._submit(fn, report, queue=True)
+        future.add_done_callback(ended)
         return future
 
     @property
-    def busy(self) -> int:
-        """The number of calls that have not returned, including abandoned ones."""
-        return self._busy
+    def hanging(self) -> int:
+        """The number of calls that have not returned although their callers have given up."""
+        return self._hanging
 
     def close(self) -> None:
         """End each thread after its queued calls. Does not wait.
@@ -246,7 +258,7 @@ class DaemonExecutor:
         self._calls: SimpleQueue[tuple[Callable[[], object], _Report] | None] = SimpleQueue()
         self._threads = 0
         self._busy = 0
-        self._hanging = 0  # calls that run although their callers have given up
+        self._hanging = 0
         self._closed = False
 
     def _reset_in_child(self) -> None:

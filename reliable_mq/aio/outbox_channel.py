@@ -241,7 +241,7 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
 
     async def _ask(self, question: Callable[[], T], deadline: float) -> T:
         limit = max(deadline - time.monotonic(), ANSWER_AT_LEAST)
-        if self._questions.busy >= QUESTIONS:
+        if self._questions.hanging >= QUESTIONS:
             raise TimeoutError(f"{self.outbox!r} does not answer: {QUESTIONS} questions are without an answer")
         try:
             async with asyncio.timeout(limit if limit < float("inf") else None):

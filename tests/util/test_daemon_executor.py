@@ -22,7 +22,6 @@ def test_a_call_after_the_end_is_made_and_leaves_no_thread() -> None:
         threads.close()
         assert await threads.future(lambda: 2) == 2
         await until(lambda: not running())
-        assert threads.busy == 0
 
     asyncio.run(main())
 
@@ -39,5 +38,22 @@ def test_a_call_after_the_end_waits_for_none_that_hangs() -> None:
         go_on.set()
         assert await hanging
         await until(lambda: not running())
+
+    asyncio.run(main())
+
+
+def test_a_call_hangs_from_the_end_of_the_wait_for_it_until_it_returns() -> None:
+    go_on = threading.Event()
+
+    async def main() -> None:
+        threads = DaemonExecutor("test", 1)
+        hanging, queued = threads.future(lambda: go_on.wait(20)), threads.future(lambda: None)
+        assert threads.hanging == 0
+        hanging.cancel()
+        queued.cancel()
+        await until(lambda: threads.hanging == 2)
+        go_on.set()
+        await until(lambda: threads.hanging == 0)
+        threads.close()
 
     asyncio.run(main())
