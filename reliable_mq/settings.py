@@ -112,7 +112,7 @@ class ConnectionSettings:
         credentials: Static credentials, or a callback that returns a user name and a password and is called at every
             connect. None with ``EXTERNAL``, and only there.
         mechanism: ``"PLAIN"``, or ``"EXTERNAL"``, with which the client's certificate names the user.
-        heartbeat: The heartbeat in seconds, 1 to 65535. Below 5, RabbitMQ's documentation warns of false alarms.
+        heartbeat: The heartbeat in seconds, 1 to 65534. Below 5, RabbitMQ's documentation warns of false alarms.
             Heartbeats cannot be switched off, because a vanished peer would never be noticed. The default of 20 is the
             upper end of the recommended range; it detects a vanished peer of an idle connection within 45 s.
         connect_timeout: The maximum time for the TCP, TLS and AMQP handshakes of one endpoint together, in seconds.
@@ -145,7 +145,8 @@ class ConnectionSettings:
         if self.tls is not None and not isinstance(self.tls, TLSOptions):
             raise ConfigurationError(f"tls must be TLSOptions, not {type(self.tls).__name__}")
         self._check_authentication()
-        whole_number("heartbeat", self.heartbeat, 1, 65535, unit="seconds; heartbeats cannot be switched off")
+        # aiormq turns 65535 into 0, which switches heartbeats off.
+        whole_number("heartbeat", self.heartbeat, 1, 65534, unit="seconds; heartbeats cannot be switched off")
         seconds("connect_timeout", self.connect_timeout, positive=True)
         if self.connection_name is not None:
             _check_short_string("connection_name", self.connection_name)

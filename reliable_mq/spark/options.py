@@ -181,8 +181,8 @@ def _duration(name: str, text: str) -> float:
 
 def _heartbeat(name: str, text: str) -> int:
     seconds = _duration(name, text)
-    if seconds not in range(1, 65536):
-        _refuse(f"{name} must be whole seconds, 1s to 65535s, not {text[:40]!r}: heartbeats cannot be switched off")
+    if seconds not in range(1, 65535):
+        _refuse(f"{name} must be whole seconds, 1s to 65534s, not {text[:40]!r}: heartbeats cannot be switched off")
     return int(seconds)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import aiormq.exceptions as aiormq_errors
 import pytest
 
+from reliable_mq.connection.aiormq_driver.connection import Connection, Transports
 from reliable_mq.connection.aiormq_driver.errors import Aborted, MechanismNotOffered, link_error
 from reliable_mq.connection.aiormq_driver.link import Link, _Protocol
 from reliable_mq.connection.aiormq_driver.loop import EventLoop
@@ -77,6 +78,17 @@ def test_only_the_broker_itself_can_refuse_for_good(code: int, opened: bool, per
     error = link_error(guess, ENDPOINT, (code, "WHY"), opened=opened)
     assert f"{code} WHY" in str(error)
     assert error.permanent is permanent
+
+
+def test_the_longest_heartbeat_does_not_switch_heartbeats_off() -> None:
+    """aiormq makes 0 of a longer one."""
+
+    async def main() -> float:
+        settings = ConnectionSettings(endpoints=(ENDPOINT,), credentials=Credentials("u", "p"), heartbeat=65534)
+        secrets = ConnectCredentials(settings.credentials, None)
+        return Connection(ENDPOINT, settings, secrets, "name", Transports(dict)).heartbeat_timeout
+
+    assert asyncio.run(main()) == 65534
 
 
 def test_callback_exceptions_reach_the_handler_and_stop_nothing() -> None:

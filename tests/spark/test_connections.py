@@ -44,7 +44,8 @@ def test_each_option_is_taken() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"connection.heartbeat": "0s"}, "^connection.heartbeat must be whole seconds, 1s to 65535s, not '0s'"),
+        ({"connection.heartbeat": "0s"}, "^connection.heartbeat must be whole seconds, 1s to 65534s, not '0s'"),
+        ({"connection.heartbeat": "65535s"}, "^connection.heartbeat must be whole seconds, 1s to 65534s"),
         ({"connection.heartbeat": "1500ms"}, "connection.heartbeat must be whole seconds"),
         ({"connection.timeout": "10"}, "connection.timeout must be a time with its unit"),
         ({"connection.timeout": "0s"}, "^connection.timeout must be longer"),
