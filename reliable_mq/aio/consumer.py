@@ -281,6 +281,7 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
                 pool.abort()
             if subscription.republisher is not None:
                 subscription.republisher.abort()
+            self._finished()
             raise
         finally:
             late.cancel()

@@ -812,19 +812,22 @@ def test_an_outbox_opened_after_its_publisher_closed_is_closed(run: Any, tmp_pat
 
 
 def test_cancelling_twice_leaves_no_connection_for_dead_letters(broker: ScriptedBroker, run: Any) -> None:
-    """This holds even if a confirm is missing on that connection."""
+    """This holds even if a confirm is missing on that connection. The gauges end, too."""
+    registry = CollectorRegistry()
 
     async def handle(_: Delivery) -> None:
         raise DeadLetter("no")
 
     async def main() -> None:
         before = asyncio.all_tasks()
-        consumer = AsyncConsumer(broker.url, Queue("orders"), handle)
+        consumer = AsyncConsumer(broker.url, Queue("orders"), handle, registry=registry)
         task = asyncio.create_task(consumer.run())
         await until(lambda: broker.consumed)
         broker.consuming.deliver(b"x")
         await until(lambda: broker.published)
+        assert b"consumer_unacked" in generate_latest(registry)
         await cancelled_twice(task, lambda: not consumer.connected)
+        assert b"consumer_unacked" not in generate_latest(registry)
         await nothing_runs(before)
 
     run(main())
