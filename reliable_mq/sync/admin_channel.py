@@ -155,7 +155,8 @@ class AdminChannel(NullListener):
 
     def _performed(self, outcome: list[Any], result: object) -> None:
         with self._lock:
-            self._ready = self._ready and not isinstance(result, StepRefused)  # a refusal closes the channel
+            gone = isinstance(result, StepRefused | BrokerUnavailable)  # the channel; ``lost`` may follow
+            self._ready = self._ready and not gone
             outcome.append(result)
             self._changed.notify_all()
 

@@ -764,6 +764,27 @@ def test_a_ready_channel_leaves_a_node_without_a_replica(broker: ScriptedBroker)
             assert other.seen.count("Queue.Declare") == 1
 
 
+def test_no_step_is_sent_to_a_channel_that_another_has_lost(
+    broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller learns of it before ``lost`` is called, and may go on at once."""
+    ready: list[bool] = []
+    lost = AdminChannel.lost
+
+    def seen(channel: AdminChannel, *arguments: Any) -> None:
+        ready.append(channel._ready)
+        lost(channel, *arguments)
+
+    monkeypatch.setattr(AdminChannel, "lost", seen)
+    settings = ConnectionSettings(endpoints=(Endpoint("127.0.0.1", broker.port),), credentials=GUEST)
+    with AdminChannel(settings, name="admin") as channel:
+        broker.refusals["Basic.Consume"] = 406, NO_REPLICA
+        with pytest.raises(BrokerUnavailable):
+            channel.perform(Consume("events", "tag"))
+        assert channel.perform(CheckQueue("events")) == QueueState("events", 0, 0)
+    assert ready == [False, True]  # the second loss is the close
+
+
 TENANT: ContextVar[str] = ContextVar("tenant", default="")
 
 
