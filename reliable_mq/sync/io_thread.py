@@ -21,7 +21,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from reliable_mq._util.logs import get_logger
-from reliable_mq.connection.interfaces import TimerHandle
 from reliable_mq.connection.pika_driver import EventLoop, Link
 from reliable_mq.engine.connection import BaseConnection
 from reliable_mq.errors import UsageError
