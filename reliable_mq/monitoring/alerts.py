@@ -182,7 +182,12 @@ ALERTS: Final = (
         severity="warning",
         expression=(  # of several pods, the lowest count is the latest one of a queue that shrinks
             'min by (job, queue) (reliable_mq_queue_messages{role="dead_letters"})\n'
-            '> min by (job, queue) (min_over_time(reliable_mq_queue_messages{role="dead_letters"}[WINDOW]))'
+            '> min by (job, queue) (min_over_time(reliable_mq_queue_messages{role="dead_letters"}[WINDOW]))\n'
+            "or\n"  # several virtual hosts have a queue of this name
+            "max by (job, queue) (\n"
+            '  reliable_mq_queue_messages{role="dead_letters"}\n'
+            '  > min_over_time(reliable_mq_queue_messages{role="dead_letters"}[WINDOW])\n'
+            ")"
         ),
         summary="{{ $value }} messages are in dead-letter queue {{ $labels.queue }}, of {{ $labels.job }}",
         description="More than before: RabbitMQ or a consumer has dead-lettered messages. Needs QueueDepths.",
