@@ -64,6 +64,7 @@ from reliable_mq.testing import Audit, RabbitMQ, VirtualHost, remove_leftovers
 from reliable_mq.testing.fixtures import audit, fault_proxy, new_vhost
 from tests import properties, reports
 from tests.collecting import pytest_collection
+from tests.log_records import records_can_be_formatted
 from tests.new_queues import treat_new_queues_as_old
 from tests.signal_handlers import restored_handler
 
@@ -76,6 +77,7 @@ __all__ = [  # fixtures and hooks from elsewhere, for every test here
     "fault_proxy",
     "new_vhost",
     "pytest_collection",
+    "records_can_be_formatted",
     "restored_handler",
     "run_async",
 ]

@@ -16,8 +16,9 @@ Invariants:
   deleted;
 - a row of another format is neither changed nor interpreted;
 - rows are locked in the order of their keys, so that transactions do not deadlock;
-- the server itself ends a call that waits for a lock: while PostgreSQL waits, it does not notice that its client is
-  gone, and each further attempt would keep another of its processes;
+- the server itself ends a call that waits for the lock of a record: while PostgreSQL waits, it does not notice that its
+  client is gone, and each further attempt would keep another of its processes. The transaction of a handler has the
+  handler's settings;
 - ``expires``, which has an index, is changed as rarely as possible, because an update of the other columns costs
   PostgreSQL no index entry. So a row may be kept for a lease longer than the retention.
 """

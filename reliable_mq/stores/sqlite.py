@@ -84,7 +84,7 @@ class SQLiteStore(SQLStoreBase, SyncStore):
         return f"<SQLiteStore {str(self._path)!r}>"
 
     def _send(self, query: Transaction) -> Any:
-        if self._path in _inherited:
+        if _inherited and self._path.resolve() in _inherited:
             raise IdempotencyStoreError(
                 f"{self!r} was in use by the parent of this process at the fork: start another process"
             )
@@ -141,7 +141,7 @@ class SQLiteStore(SQLStoreBase, SyncStore):
     def _start_in_child(self) -> None:
         """Give up the file in a forked child if it was in use at the fork."""
         if self._lock.locked() or self._connection is not None:
-            _inherited[self._path].append(self._connection)
+            _inherited[self._path.resolve()].append(self._connection)
             self._connection = None
             self._lock = threading.Lock()
 

@@ -77,15 +77,14 @@ def test_a_gauge_falls_to_0_only_after_several_measurements(broker: ScriptedBrok
         return registry.get_sample_value("reliable_mq_queue_messages", labels)
 
     broker.count = (5, 0)
-    with QueueDepths(broker.url, [QUEUE], registry=registry, interval=0.5):
+    with QueueDepths(broker.url, [QUEUE], registry=registry, interval=2):
         wait_until(lambda: seen() == 5, timeout=20, what="the gauge")
         broker.counts.extend([UNKNOWN] * 3)  # one measurement
-        wait_until(lambda: seen() != 5, timeout=20, what="the election")
-        assert seen() is None
+        wait_until(lambda: seen() is None, timeout=20, what="the election")
         wait_until(lambda: seen() is not None, timeout=20, what="the leader")
         assert seen() == 5
         broker.count = UNKNOWN
-        wait_until(lambda: seen() == 0, timeout=30, what="an empty queue")
+        wait_until(lambda: seen() == 0, timeout=60, what="an empty queue")
 
 
 def test_depths_are_measured_again_once_threads_can_start(broker: ScriptedBroker) -> None:

@@ -157,7 +157,9 @@ def test_a_child_refuses_a_file_that_was_in_use_at_the_fork(tmp_path: Path) -> N
     path = tmp_path / "store.db"
     store = SQLiteStore(path, timeout=0.05)
     store.claim_many(["parent"], 60.0)
-    another = SQLiteStore(path)
+    link = tmp_path / "link.db"
+    link.symlink_to(path)
+    another = SQLiteStore(link)
     with store._lock:
         [said] = in_child(another, ["child"])
     assert "in use by the parent" in said

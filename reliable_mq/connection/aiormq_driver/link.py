@@ -374,7 +374,8 @@ class _Protocol(asyncio.StreamReaderProtocol):
         self._link._received(data)  # noqa: SLF001
 
     def eof_received(self) -> bool | None:
-        self._link._stream_ended()  # noqa: SLF001
+        # Later: asyncio's TLS may still read from its buffer, and fails if the transport was aborted meanwhile.
+        asyncio.get_running_loop().call_soon(self._link._stream_ended)  # noqa: SLF001
         return super().eof_received()
 
     def resume_writing(self) -> None:
