@@ -42,7 +42,7 @@ def test_a_call_after_the_end_waits_for_none_that_hangs() -> None:
     asyncio.run(main())
 
 
-def test_a_call_hangs_from_the_end_of_the_wait_for_it_until_it_returns() -> None:
+def test_a_call_hangs_once_nobody_waits_for_it() -> None:
     go_on = threading.Event()
 
     async def main() -> None:
