@@ -20,6 +20,7 @@ import reliable_mq
 from reliable_mq import Consumer, Message, Publisher, Queue
 from reliable_mq.core.consumer import quarantine
 from reliable_mq.stores import MemoryStore
+from reliable_mq.testing.waiting import wait_until
 from tests.contract.scripted_broker import ScriptedBroker
 
 if TYPE_CHECKING:
@@ -125,10 +126,17 @@ def consume(profile: Profile, **options: Any) -> None:
         with consumer:
             broker.wait(lambda: broker.consumed, "a subscription")
             for number in range(MESSAGES + 1):
+                wait_until(handlers_are_idle, timeout=10, what="idle handlers")  # the last steps are those of an ack
                 profile.enter("delivery" if number else None)
                 broker.consuming.deliver(b"paid", message_id=f"{number}")
                 broker.wait_settled(number + 1)
                 profile.leave(consumer._subscription)
+
+
+def handlers_are_idle() -> bool:
+    frames = sys._current_frames()
+    threads = [thread for thread in threading.enumerate() if "-worker-" in thread.name]
+    return all(frames[thread.ident].f_code is threading.Condition.wait.__code__ for thread in threads if thread.ident)
 
 
 @pytest.fixture(scope="module", autouse=True)
