@@ -276,31 +276,17 @@ def test_a_dead_letter_queue_that_two_pods_measure_may_shrink(rules: Path) -> No
     check(rules, {"interval": f"{EVERY}s", "input_series": series(pods), "promql_expr_test": quiet})
 
 
-def test_one_of_two_dead_letter_queues_of_one_name_grows(rules: Path) -> None:
-    """They are in different virtual hosts, which different pods measure."""
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        pytest.param("0+0x200", "0+0x39 500+0x160", id="of one name, in another virtual host"),
+        pytest.param("5+0x39 stale", "_x40 6+0x160", id="while its pod is replaced"),
+    ],
+)
+def test_a_dead_letter_queue_that_two_pods_measure_may_grow(rules: Path, one: str, other: str) -> None:
     pods = {
         f'reliable_mq_queue_messages{{instance="{pod}",job="j",queue="q.dead",role="dead_letters"}}': values
-        for pod, values in (("a", "0+0x200"), ("b", "0+0x39 500+0x160"))
-    }
-    firing = 'count by (queue) (ALERTS{alertname="ReliableMQDeadLetterQueueGrows",alertstate="firing"})'
-    found = [{"labels": '{queue="q.dead"}', "value": 1}]
-    at = [("9m45s", []), ("10m15s", found), ("26m", [])]
-    check(
-        rules,
-        {
-            "interval": f"{EVERY}s",
-            "input_series": series(pods),
-            "promql_expr_test": [
-                {"expr": firing, "eval_time": moment, "exp_samples": samples} for moment, samples in at
-            ],
-        },
-    )
-
-
-def test_a_dead_letter_queue_grows_while_its_pod_is_replaced(rules: Path) -> None:
-    pods = {
-        f'reliable_mq_queue_messages{{instance="{pod}",job="j",queue="q.dead",role="dead_letters"}}': values
-        for pod, values in (("a", "5+0x39 stale"), ("b", "_x40 6+0x160"))
+        for pod, values in (("a", one), ("b", other))
     }
     firing = 'count by (queue) (ALERTS{alertname="ReliableMQDeadLetterQueueGrows",alertstate="firing"})'
     found = [{"labels": '{queue="q.dead"}', "value": 1}]

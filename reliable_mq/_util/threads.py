@@ -27,6 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Final, NoReturn, TypeAlias, TypeVar
@@ -129,6 +130,14 @@ def _shut(connection: Any) -> None:
             one.shutdown(socket.SHUT_RDWR)
 
 
+@dataclass(slots=True)
+class _Wait:
+    """The wait for a call."""
+
+    returned: bool = False
+    given_up: bool = False
+
+
 class DaemonExecutor:
     """An executor on daemon threads. Thread-safe, and fork-safe.
 
@@ -169,19 +178,16 @@ class DaemonExecutor:
         outcome: list[Any] = []
         ended = threading.Lock()  # the cheapest object that one thread can wait for and another one can signal
         ended.acquire()
-        given_up = False
+        wait = _Wait()
 
         def report(result: T | None, error: BaseException | None) -> None:
-            with self._lock:
-                outcome.extend((result, error))
-                self._hanging -= given_up
+            outcome.extend((result, error))
+            self._returned(wait)
             ended.release()
 
         self._submit_or_time_out(partial(fn, handle), report)
         if not ended.acquire(timeout=timeout):
-            with self._lock:
-                given_up = not outcome
-                self._hanging += given_up
+            self._give_up(wait)
             handle.cut()
             raise TimeoutError(f"no answer within {timeout:g} s")
         result: T
@@ -215,24 +221,15 @@ class DaemonExecutor:
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        returned = given_up = False
+        wait = _Wait()
 
         def report(result: T, error: BaseException | None) -> None:
-            nonlocal returned
-            with self._lock:
-                returned = True
-                self._hanging -= given_up
+            self._returned(wait)
             with suppress(RuntimeError):  # the loop is closed: no task waits any more
                 loop.call_soon_threadsafe(_settle, future, result, error)
 
-        def ended(future: asyncio.Future[T]) -> None:
-            nonlocal given_up
-            with self._lock:
-                given_up = future.cancelled() and not returned
-                self._hanging += given_up
-
         self._submit(fn, report, queue=True)
-        future.add_done_callback(ended)
+        future.add_done_callback(lambda future: self._give_up(wait) if future.cancelled() else None)
         return future
 
     @property
@@ -264,6 +261,17 @@ class DaemonExecutor:
     def _reset_in_child(self) -> None:
         if os.getpid() != self._pid:  # no thread exists in a forked child; one of them may have held the lock
             self._reset()
+
+    def _returned(self, wait: _Wait) -> None:
+        with self._lock:
+            wait.returned = True
+            self._hanging -= wait.given_up
+
+    def _give_up(self, wait: _Wait) -> None:
+        """Count the call as hanging until it returns."""
+        with self._lock:
+            wait.given_up = not wait.returned
+            self._hanging += wait.given_up
 
     def _submit_or_time_out(self, fn: Callable[[], T], report: _Report) -> None:
         try:

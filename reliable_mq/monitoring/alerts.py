@@ -88,16 +88,17 @@ class Alert:
         return f"{base}guides/runbook.html#{self.name.lower()}"
 
 
-def _grew(counter: str) -> str:
-    """Return the condition that a counter grew within the window.
+def _grew(*counters: str) -> str:
+    """Return the condition that one of the counters grew within the window.
 
     ``increase`` needs two samples, and does not see events before the first scrape of an instance. So the counter is
     also compared with its last value before the window.
     """
-    return (
+    return "\nor\n".join(
         f"increase({counter}[WINDOW]) > 0\n"
         f"or\n"
         f"{counter} > 0 unless {counter} == last_over_time({counter}[{_REMEMBERED}] offset WINDOW)"
+        for counter in counters
     )
 
 
@@ -226,9 +227,10 @@ ALERTS: Final = (
         name="ReliableMQTokensNotRenewed",
         severity="warning",
         expression=(
-            _grew('reliable_mq_publisher_token_renewals_total{outcome!="accepted"}')
-            + "\nor\n"
-            + _grew('reliable_mq_consumer_token_renewals_total{outcome!="accepted"}')
+            _grew(
+                'reliable_mq_publisher_token_renewals_total{outcome!="accepted"}',
+                'reliable_mq_consumer_token_renewals_total{outcome!="accepted"}',
+            )
         ),
         summary=(
             "A token was not renewed ({{ $labels.outcome }}): "
@@ -240,9 +242,10 @@ ALERTS: Final = (
         name="ReliableMQEventLoopStalled",
         severity="warning",
         expression=(
-            _grew("reliable_mq_publisher_event_loop_stalled_seconds_total")
-            + "\nor\n"
-            + _grew("reliable_mq_consumer_event_loop_stalled_seconds_total")
+            _grew(
+                "reliable_mq_publisher_event_loop_stalled_seconds_total",
+                "reliable_mq_consumer_event_loop_stalled_seconds_total",
+            )
         ),
         summary=(
             "The event loop stalled for {{ $value | humanizeDuration }}: "

@@ -139,7 +139,7 @@ class SQLiteStore(SQLStoreBase, SyncStore):
             self._disconnect()
 
     def _start_in_child(self) -> None:
-        """Give up the file in a forked child if it was in use at the fork."""
+        """Refuse the file in a forked child if it was in use at the fork."""
         if self._lock.locked() or self._connection is not None:
             _inherited[self._path.resolve()].append(self._connection)
             self._connection = None
