@@ -132,6 +132,36 @@ def test_f03_deliveries_of_a_lost_channel_never_reach_a_handler(
     assert all(delivery.redelivered for delivery in handler.begun[1:])
 
 
+def test_f04_late_results_settle_nothing_on_the_next_channel(
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
+) -> None:
+    """Handlers end after their connection was replaced. The broker keeps the messages, and delivers them once more.
+
+    The delivery tags of the late results are also those of the deliveries that are being handled at that time.
+    """
+    proxy = fault_proxy(vhost.url)
+    count = rng.randint(2, 30)
+    with Gate(lambda one: not one.redelivered) as first, Gate(lambda one: one.redelivered) as second:
+        handler = Handler(lambda one: (first(one), second(one)), account=checker)
+        with Consumer(
+            proxy.url, ORDERS, handler, concurrency=count, prefetch=count, ack_every=1, reconnect_wait=SOON
+        ) as consumer:
+            publish(vhost, "orders", numbered(count), checker)
+            handler.wait_begun(count)
+            proxy.cut()
+            wait_until(lambda: consumer.statistics.delivered == 2 * count, timeout=20, what="all redelivered")
+            first.open()
+            handler.wait_begun(2 * count)
+            known = consumer.statistics
+            wait_until(lambda: known.stale + known.acked >= count, timeout=20, what="the late results to be known")
+            proxy.cut()
+            wait_until(lambda: consumer.statistics.delivered == 3 * count, timeout=20, what="all redelivered again")
+            second.open()
+            wait_until(lambda: consumer.statistics.acked == count, timeout=20, what="all acked")
+    checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
+    assert checker.close().left == 0
+
+
 def test_f04_connection_is_reset_between_publish_and_ack(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:

@@ -1,8 +1,7 @@
-"""A proxy for a server of any protocol, which loses selected responses.
+"""A proxy for a server of any protocol, which loses selected requests and responses.
 
-Every request reaches the server. Instead of a selected response, the client gets a closed connection, so it does not
-know that the server has done the work. Connections can also be silenced, as if the host had vanished: they stay open,
-and no data passes.
+Instead of a response, the client gets a closed connection, so it does not know whether the server has done the work.
+Connections can also be silenced, as if the host had vanished: they stay open, and no data passes.
 """
 
 from __future__ import annotations
@@ -24,17 +23,24 @@ class LossyProxy:
     Args:
         port: The port of the server.
         loses: Called with the bytes of a request; returns whether to lose the response. By default none is lost.
+        drops: Called before `loses` with the same bytes; returns whether to lose the request itself.
 
     Attributes:
         port: The port on which the proxy listens.
         upstream: The port of the server for new connections.
-        lost: The number of lost responses.
+        lost: The number of lost requests and responses.
         round_trips: How often, on any connection, a request followed the response to the previous request.
     """
 
-    def __init__(self, port: int, loses: Callable[[bytes], bool] = lambda _: False) -> None:
+    def __init__(
+        self,
+        port: int,
+        loses: Callable[[bytes], bool] = lambda _: False,
+        drops: Callable[[bytes], bool] = lambda _: False,
+    ) -> None:
         self.upstream = port
         self._loses = loses
+        self._drops = drops
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
@@ -93,6 +99,9 @@ class LossyProxy:
                 if answered.is_set():
                     answered.clear()
                     self.round_trips += 1
+                if not losing.is_set() and self._drops(data):
+                    self.lost += 1
+                    break
                 if not losing.is_set() and self._loses(data):
                     losing.set()
                 server.sendall(data)
