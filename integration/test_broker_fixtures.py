@@ -240,6 +240,32 @@ def test_an_alarm_that_nobody_saw_is_cleared(private_broker: RabbitMQ, monkeypat
     assert not private_broker.management.alarmed()
 
 
+def test_closed_connections_are_counted_though_output_is_lost(
+    vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each command that closes connections runs twice. The second time, they are already closed."""
+    execute, lost = vhost.broker.execute, set()
+
+    def loses_first_output(*command: str) -> str:
+        output = execute(*command)
+        if "close_connections" not in command[-1] or command in lost:
+            return output
+        lost.add(command)
+        with pytest.raises(pika.exceptions.ConnectionClosedByBroker):
+            connection.process_data_events(time_limit=10)
+        wait_until(lambda: still_open() == "[]", timeout=10, what="the connection is closed")
+        return ""
+
+    def still_open() -> str:
+        return vhost.broker.evaluate(f'rabbit_connection_tracking:list(<<"{vhost.name}">>)')
+
+    monkeypatch.setattr(vhost.broker, "execute", loses_first_output)
+    connection = vhost.connect()
+    wait_until(lambda: still_open() != "[]", timeout=10, what="the broker knows of the connection")
+    assert vhost.close_connections() == 1
+    assert lost
+
+
 @pytest.mark.soak
 def test_a_broker_can_be_given_configuration_and_files() -> None:
     with RabbitMQ(conf="heartbeat = 17\n", files={"/etc/reliable-mq/ca.pem": b"content"}) as broker:

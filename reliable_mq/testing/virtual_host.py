@@ -46,12 +46,16 @@ _LIVE_COUNTS: Final = """
     {{base64:encode(Name), Count}}
 end || Q <- rabbit_amqqueue:list(<<"{vhost}">>)]
 """
-# This does the same as `rabbitmqctl close_all_connections`.
+# An expression may be evaluated twice, so a first one finds the connections, and a second one closes them. That one
+# does the same as `rabbitmqctl close_all_connections`. The second field of a connection is its node and its name.
+_OPEN_CONNECTIONS: Final = """
+[element(2, element(2, Open)) || Open <- rabbit_connection_tracking:list(<<"{vhost}">>)]
+"""
 _CLOSE_CONNECTIONS: Final = """
 begin
-    Open = rabbit_connection_tracking:list(<<"{vhost}">>),
-    rabbit_connection_tracking_handler:close_connections(Open, base64:decode_to_string("{reason}"), 0),
-    length(Open)
+    Named = fun(Open) -> lists:member(element(2, element(2, Open)), {names}) end,
+    Open = lists:filter(Named, rabbit_connection_tracking:list(<<"{vhost}">>)),
+    rabbit_connection_tracking_handler:close_connections(Open, base64:decode_to_string("{reason}"), 0)
 end
 """
 _COUNTED: Final = re.compile(r'\{<<"([^"]*)">>,(\d+)\}')
@@ -130,8 +134,12 @@ class VirtualHost:
 
         Return the number of connections that the broker knew.
         """
-        encoded = base64.b64encode(reason.encode()).decode()
-        return int(self.broker.evaluate(_CLOSE_CONNECTIONS.format(vhost=self.name, reason=encoded)))
+        names = self.broker.evaluate(_OPEN_CONNECTIONS.format(vhost=self.name))
+        count = names.count("<<")
+        if count:
+            encoded = base64.b64encode(reason.encode()).decode()
+            self.broker.evaluate(_CLOSE_CONNECTIONS.format(vhost=self.name, reason=encoded, names=names))
+        return count
 
     def peek(self, queue: str, count: int = 1000) -> list[dict[str, Any]]:
         """Return messages at the head of a queue, as the broker's JSON.
