@@ -63,6 +63,11 @@ def test_f39_an_outbox_emptied_of_large_messages_has_room_again(tmp_path: Path, 
     on_a_full_disk(tmp_path, megabytes=megabytes, size=15 * 1024 * 1024)
 
 
+def test_f39_an_outbox_somebody_read_for_long_has_room_again(tmp_path: Path) -> None:
+    """Its log grew meanwhile and keeps that size, and stores go on in it when the disk is full."""
+    on_a_full_disk(tmp_path, "read", megabytes=64)
+
+
 def test_what_is_accepted_is_on_the_disk_before_publish_returns(one_api: str, tmp_path: Path) -> None:
     """A power cut loses data that was not synced.
 

@@ -1,17 +1,19 @@
 """Fill a small file system with a SQLite outbox; then empty the outbox, and store one more message.
 
-Usage: ``unshare --mount python -m integration.programs.full_disk DIRECTORY MEGABYTES SIZE [URL API]``. Mounts a tmpfs
-of MEGABYTES on DIRECTORY, and fills it with messages of SIZE bytes. With URL, publishers store the messages without a
-broker and then flush them to URL, and ``attempt ID``, ``accepted ID`` and ``refused ID`` are written to stdout for each
-message. Without URL, each row is removed in its own transaction, as a relay does if the broker confirms slowly.
+Usage: ``unshare --mount python -m integration.programs.full_disk DIRECTORY MEGABYTES SIZE [read | URL API]``. Mounts a
+tmpfs of MEGABYTES on DIRECTORY, and fills it with messages of SIZE bytes. With URL, publishers store the messages
+without a broker and then flush them to URL, and ``attempt ID``, ``accepted ID`` and ``refused ID`` are written to
+stdout for each message. Without URL, each row is removed in its own transaction, as a relay does if the broker confirms
+slowly. With ``read``, somebody reads the outbox while its first 20 MB are stored, so its log grows.
 """
 
 from __future__ import annotations
 
 import shutil
+import sqlite3
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 from integration.programs.outboxing import ORDERS, tell
@@ -60,13 +62,28 @@ def publish_and_flush(path: Path, size: int, url: str, api: str) -> None:
         publisher.flush(30)
 
 
-def write_and_remove(path: Path, size: int) -> None:
+def store(outbox: SQLiteOutbox, size: int) -> None:
+    outbox.write([NewRow(Message(b"x" * size), "", "orders", True, None)], [])
+
+
+def store_while_reading(outbox: SQLiteOutbox) -> None:
+    outbox.open()
+    with closing(sqlite3.connect(outbox.path, isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM outbox").fetchone()
+        for _ in range(20):
+            store(outbox, 1_000_000)
+
+
+def write_and_remove(path: Path, size: int, *, read: bool) -> None:
     outbox = SQLiteOutbox(path)
     stored = 0
+    if read:
+        store_while_reading(outbox)
     for each in (size, size // 100, size // 10_000):
         with suppress(OutboxError):
             while True:
-                outbox.write([NewRow(Message(b"x" * each), "", "orders", True, None)], [])
+                store(outbox, each)
                 stored += each
     assert stored > shutil.disk_usage(path.parent).total // 5, outbox.status()
     claims = outbox.claims()
@@ -75,17 +92,17 @@ def write_and_remove(path: Path, size: int) -> None:
             outbox.write([], [RowSettlement(row, RowOutcome.CONFIRMED)])
     claims.close()
     assert outbox.status().rows == 0
-    outbox.write([NewRow(Message(b"room again"), "", "orders", True, None)], [])
+    store(outbox, 1)
     outbox.close()
 
 
-def main(directory: str, megabytes: str, size: str, url: str = "", api: str = "") -> None:
+def main(directory: str, megabytes: str, size: str, what: str = "", api: str = "") -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", directory], check=True)
     path = Path(directory) / "outbox"
-    if url:
-        publish_and_flush(path, int(size), url, api)
+    if api:
+        publish_and_flush(path, int(size), what, api)
     else:
-        write_and_remove(path, int(size))
+        write_and_remove(path, int(size), read=what == "read")
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ Invariants:
 
 - once noted, the database file stays the same until `forget`, because ids of one file mean nothing in another. The log
   may be a different file after the connection was closed and opened again;
-- with the reserve, the log can be copied into the database on a full disk: before a transaction it has the usual size,
-  and the reserve grows with the transaction. Without the reserve, nothing is stored.
+- with the reserve, the log can be copied into the database on a full disk: the reserve grows with the log, which grows
+  while somebody reads and keeps its size, and with the transaction. Without the reserve, nothing is stored.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class OpenFile:
 
 
 _BYTES: Final = 8 * 1024 * 1024  # at least: enough for most transactions
-_BYTES_BESIDES: Final = 6 * 1024 * 1024  # a log of 4 MiB (SQLite's default), and space for the removal
+_BYTES_OF_LOG: Final = 4 * 1024 * 1024  # SQLite's default
+_BYTES_BESIDES: Final = 2 * 1024 * 1024  # space for the removal
 _ZEROS: Final = bytes(1024 * 1024)
 _CANNOT_ALLOCATE: Final = (
     errno.EINVAL,
@@ -98,12 +99,12 @@ class DiskReserve:
 
     def __init__(self, database: Path) -> None:
         self._path = f"{database}-reserve"
+        self._log = f"{database}-wal"
 
     def available(self, size: int) -> bool:
         """Try to make the reserve enough to store ``size`` bytes; return whether it is."""
-        needed, found = max(_BYTES, _BYTES_BESIDES + size), 0
-        with suppress(FileNotFoundError):
-            found = os.stat(self._path).st_size  # noqa: PTH116  # once for every transaction
+        found = _size(self._path)
+        needed = max(_BYTES, max(_size(self._log), _BYTES_OF_LOG) + size + _BYTES_BESIDES)
         return found >= needed or self._extend(found, needed)
 
     def release(self) -> None:
@@ -121,6 +122,13 @@ class DiskReserve:
         finally:
             os.close(descriptor)
         return True
+
+
+def _size(path: str) -> int:
+    """Return the size of a file, or 0 if there is none."""
+    with suppress(FileNotFoundError):
+        return os.stat(path).st_size  # noqa: PTH116  # twice for every transaction
+    return 0
 
 
 def _allocate(descriptor: int, size: int) -> None:

@@ -274,6 +274,20 @@ def test_the_reserve_has_room_for_the_log_of_large_transactions(outbox: SQLiteOu
     assert file_of(outbox, "reserve").stat().st_size == size
 
 
+def test_the_reserve_has_room_for_a_log_that_a_reader_let_grow(outbox: SQLiteOutbox) -> None:
+    """The log does not start over while somebody reads, and keeps its size afterwards."""
+    store_bytes(outbox, 1)
+    with closing(sqlite3.connect(outbox.path, isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM outbox").fetchone()
+        for _ in range(12):
+            store_bytes(outbox, 1_000_000)
+    store_bytes(outbox, 1)
+    log = file_of(outbox, "wal").stat().st_size
+    assert log > 11_900_000
+    assert file_of(outbox, "reserve").stat().st_size > log + 1_000_000
+
+
 @contextmanager
 def file_sizes_limited(size: int) -> Iterator[None]:
     """Let writes beyond this size fail, in all files of this process."""
