@@ -68,6 +68,11 @@ def test_f39_an_outbox_somebody_read_for_long_has_room_again(tmp_path: Path) -> 
     on_a_full_disk(tmp_path, "read", megabytes=64)
 
 
+def test_f39_a_disk_full_of_other_files_opens_the_outbox(tmp_path: Path) -> None:
+    """SQLite needs some space for that, which the reserve has; the rest of it stays for removing the rows."""
+    on_a_full_disk(tmp_path, "open")
+
+
 def test_what_is_accepted_is_on_the_disk_before_publish_returns(one_api: str, tmp_path: Path) -> None:
     """A power cut loses data that was not synced.
 

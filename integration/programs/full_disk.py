@@ -1,10 +1,11 @@
 """Fill a small file system with a SQLite outbox; then empty the outbox, and store one more message.
 
-Usage: ``unshare --mount python -m integration.programs.full_disk DIRECTORY MEGABYTES SIZE [read | URL API]``. Mounts a
-tmpfs of MEGABYTES on DIRECTORY, and fills it with messages of SIZE bytes. With URL, publishers store the messages
-without a broker and then flush them to URL, and ``attempt ID``, ``accepted ID`` and ``refused ID`` are written to
-stdout for each message. Without URL, each row is removed in its own transaction, as a relay does if the broker confirms
-slowly. With ``read``, somebody reads the outbox while its first 20 MB are stored, so its log grows.
+Usage: ``unshare --mount python -m integration.programs.full_disk DIRECTORY MEGABYTES SIZE [read | open | URL API]``.
+Mounts a tmpfs of MEGABYTES on DIRECTORY, and fills it with messages of SIZE bytes. With URL, publishers store the
+messages without a broker and then flush them to URL, and ``attempt ID``, ``accepted ID`` and ``refused ID`` are written
+to stdout for each message. Without URL, each row is removed in its own transaction, as a relay does if the broker
+confirms slowly. With ``read``, somebody reads the outbox while its first 20 MB are stored, so its log grows. With
+``open``, other files fill the file system while the outbox is closed, and again when it is open.
 """
 
 from __future__ import annotations
@@ -66,6 +67,15 @@ def store(outbox: SQLiteOutbox, size: int) -> None:
     outbox.write([NewRow(Message(b"x" * size), "", "orders", True, None)], [])
 
 
+def remove(outbox: SQLiteOutbox) -> None:
+    claims = outbox.claims()
+    while rows := claims.take(1000).rows:
+        for row in rows:
+            outbox.write([], [RowSettlement(row, RowOutcome.CONFIRMED)])
+    claims.close()
+    assert outbox.status().rows == 0
+
+
 def store_while_reading(outbox: SQLiteOutbox) -> None:
     outbox.open()
     with closing(sqlite3.connect(outbox.path, isolation_level=None)) as reader:
@@ -86,12 +96,31 @@ def write_and_remove(path: Path, size: int, *, read: bool) -> None:
                 store(outbox, each)
                 stored += each
     assert stored > shutil.disk_usage(path.parent).total // 5, outbox.status()
-    claims = outbox.claims()
-    while rows := claims.take(1000).rows:
-        for row in rows:
-            outbox.write([], [RowSettlement(row, RowOutcome.CONFIRMED)])
-    claims.close()
-    assert outbox.status().rows == 0
+    remove(outbox)
+    store(outbox, 1)
+    outbox.close()
+
+
+def fill_with_others(directory: Path) -> None:
+    """Use the last block of the file system."""
+    with (directory / "others").open("ab", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
+def open_and_remove(path: Path, size: int) -> None:
+    outbox = SQLiteOutbox(path)
+    for _ in range(20):
+        store(outbox, size)
+    outbox.close()
+    for _ in range(3):
+        fill_with_others(path.parent)
+        assert outbox.status().rows == 20
+        outbox.close()
+    outbox.open()
+    fill_with_others(path.parent)
+    remove(outbox)
+    (path.parent / "others").unlink()
     store(outbox, 1)
     outbox.close()
 
@@ -101,6 +130,8 @@ def main(directory: str, megabytes: str, size: str, what: str = "", api: str = "
     path = Path(directory) / "outbox"
     if api:
         publish_and_flush(path, int(size), what, api)
+    elif what == "open":
+        open_and_remove(path, int(size))
     else:
         write_and_remove(path, int(size), read=what == "read")
 

@@ -34,7 +34,14 @@ from reliable_mq._util.validation import LONGEST_BUSY_TIMEOUT, Duration, file_pa
 from reliable_mq.core.outbox import COLUMNS, FORMAT, NewRow, RowOutcome, RowSettlement, values_of
 from reliable_mq.errors import ConfigurationError, OutboxError, UsageError
 from reliable_mq.outbox.protocol import FailedRow, OutboxStatus, RowLeases, check_ids, check_number, ordering_by
-from reliable_mq.outbox.sqlite_file import DiskReserve, OpenFile, is_full, outbox_error, uncertain
+from reliable_mq.outbox.sqlite_file import (
+    DiskReserve,
+    OpenFile,
+    is_full,
+    needs_space_to_open,
+    outbox_error,
+    uncertain,
+)
 from reliable_mq.outbox.sqlite_relay import SQLiteRowLeases
 
 if TYPE_CHECKING:
@@ -401,7 +408,7 @@ class SQLiteOutbox:
         if self._connection is None:
             self._file.check_file()  # before _connect() makes a new file in place of a deleted one
             try:
-                self._connection = self._connect()
+                self._connection = self._connect_on_full_disk()
             except (sqlite3.Error, OSError) as error:
                 raise outbox_error(error, self.path, "opening") from error
         return self._connection
@@ -417,6 +424,16 @@ class SQLiteOutbox:
             with suppress(sqlite3.Error):
                 self._reader.close()
             self._reader = None
+
+    def _connect_on_full_disk(self) -> sqlite3.Connection:
+        """Connect, and lend space of the reserve for it if the disk is full."""
+        try:
+            return self._connect()
+        except sqlite3.Error as error:
+            if not needs_space_to_open(error):
+                raise
+        with self._reserve.lent():
+            return self._connect()
 
     def _connect(self) -> sqlite3.Connection:
         new = not self.path.exists()

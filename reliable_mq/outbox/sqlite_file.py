@@ -5,7 +5,8 @@ finds it. The write-ahead log is a separate file, with commits that are nowhere 
 
 Disk space: SQLite needs space even to delete rows. It appends the change to the log, and before the log can start
 over, its pages have to fit into the database. The reserve is a file beside the database. When the disk is full, the
-reserve is released so that rows can be removed, and nothing more is stored until it is restored.
+reserve is released so that rows can be removed, and nothing more is stored until it is restored. A little of it is used
+to open the file, for SQLite's ``-shm``.
 
 Invariants:
 
@@ -20,13 +21,14 @@ from __future__ import annotations
 import errno
 import os
 import sqlite3
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from reliable_mq.errors import OutboxError
 
-__all__ = ["DiskReserve", "OpenFile", "is_full", "outbox_error", "uncertain"]
+__all__ = ["DiskReserve", "OpenFile", "is_full", "needs_space_to_open", "outbox_error", "uncertain"]
 
 
 class OpenFile:
@@ -87,6 +89,7 @@ class OpenFile:
 _BYTES: Final = 8 * 1024 * 1024  # at least: enough for most transactions
 _BYTES_OF_LOG: Final = 4 * 1024 * 1024  # SQLite's default
 _BYTES_BESIDES: Final = 2 * 1024 * 1024  # space for the removal
+_BYTES_TO_OPEN: Final = 128 * 1024  # the -shm of a log of 60 MiB
 _ZEROS: Final = bytes(1024 * 1024)
 _CANNOT_ALLOCATE: Final = (
     errno.EINVAL,
@@ -111,6 +114,17 @@ class DiskReserve:
         """Return the space to the file system."""
         with suppress(OSError):
             os.truncate(self._path, 0)
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Return the space to the file system for the block, which needs a little of it."""
+        size = _size(self._path)
+        self.release()
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                self._extend(0, size - _BYTES_TO_OPEN)
 
     def _extend(self, found: int, needed: int) -> bool:
         descriptor = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -152,7 +166,7 @@ _ADVICE: Final = {
     sqlite3.SQLITE_CANTOPEN: "the file cannot be opened; see to the directory and the permissions",
     sqlite3.SQLITE_CORRUPT: "the file is damaged; move it away with its -wal, and recover it with sqlite3's .recover",
     sqlite3.SQLITE_NOTADB: "the file is not an SQLite database, or is damaged; give the outbox its own file",
-    sqlite3.SQLITE_IOERR: "the disk failed, or a quota is used up; see to it. What was committed before is in the file",
+    sqlite3.SQLITE_IOERR: "the disk failed or is full, or a quota is used up; see to it. Earlier rows are in the file",
     sqlite3.SQLITE_TOOBIG: "a message is larger than SQLite can store",
 }
 
@@ -175,6 +189,11 @@ def is_full(error: BaseException | None) -> bool:
     The disk is full, or a quota is used up, which SQLite does not tell from other failures of a write.
     """
     return getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)
+
+
+def needs_space_to_open(error: sqlite3.Error) -> bool:
+    """Return whether opening failed because the ``-shm`` has no space."""
+    return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_IOERR_SHMSIZE
 
 
 def _code(error: BaseException) -> int:
