@@ -9,7 +9,8 @@ Invariants:
 - a row is not taken again before its outcome is written or it is released;
 - a row of an ordering key is not taken while an earlier row of the key is delayed, set aside or unreadable;
 - every row that is ready and not held is taken eventually: a row that is passed over is noted by its key, and a row
-  before the position that may be ready again sets the position back.
+  before the position that may be ready again sets the position back. An operator may decide about a row that was set
+  aside before the relay knows that this was written, so the relay starts over when it does.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ class SQLiteRowLeases:
         self._due: set[int] = set()  # taken rows that were delayed before
         self._keys: dict[str, _Key] = {}
         self._held: set[str] = set()  # keys with a row that is delayed, set aside or unreadable
-        self._holding: set[str] = set()  # held keys for which the outcome is not written yet
+        self._unwritten: dict[int, str | None] = {}  # rows to delay or set aside, by id, and their keys
+        self._overlooked: set[int] = set()  # of these, the ones at the last start from the first row
         self._again: deque[str] = deque()  # keys with rows that were passed over and can be taken now
         self._size = 0  # total size of the bodies in this take, in bytes
         self._walked = self._walked_bytes = 0  # rows passed over in this take, and the size of their bodies
@@ -156,13 +158,12 @@ class SQLiteRowLeases:
     def decided(self, settlements: Sequence[RowSettlement]) -> None:
         """Hold the later rows of a key after a row is delayed or set aside."""
         for settlement in settlements:
-            row, key = settlement.row, settlement.row.ordering_key
-            if key is None or settlement.outcome is RowOutcome.CONFIRMED:
+            row, key, outcome = settlement.row, settlement.row.ordering_key, settlement.outcome
+            if outcome in (RowOutcome.LATER, RowOutcome.SET_ASIDE):
+                self._unwritten[row.id] = key
+            if key is None or outcome is RowOutcome.CONFIRMED:
                 continue
-            if settlement.outcome is not RowOutcome.BACK:
-                self._held.add(key)
-                self._holding.add(key)
-            elif row.id in self._due:  # it is still delayed
+            if outcome is not RowOutcome.BACK or row.id in self._due:  # a due row that goes back is still delayed
                 self._held.add(key)
             else:
                 self._pass(self._keys[key], row.id)
@@ -172,9 +173,10 @@ class SQLiteRowLeases:
             row, outcome = settlement.row, settlement.outcome
             self._taken.discard(row.id)
             self._due.discard(row.id)
+            self._unwritten.pop(row.id, None)
             key = row.ordering_key
-            if key is not None and outcome in (RowOutcome.LATER, RowOutcome.SET_ASIDE):
-                self._holding.discard(key)
+            if outcome is RowOutcome.SET_ASIDE and row.id in self._overlooked:
+                self._epoch = -1  # an operator may have put it back or deleted it before that start
             if outcome is RowOutcome.BACK and key is None:
                 self._position = min(self._position, row.id - 1)
             if key is not None:
@@ -243,7 +245,9 @@ class SQLiteRowLeases:
     def _start_over(self, connection: sqlite3.Connection, epoch: int) -> None:
         """Start from the first row: rows that held others may be deleted or put back."""
         holding = connection.execute(_HELD, (FORMAT,))
-        self._held = {key for number, key in holding if number not in self._due} | self._holding
+        self._held = {key for number, key in holding if number not in self._due}
+        self._held.update(key for key in self._unwritten.values() if key is not None)
+        self._overlooked = set(self._unwritten)
         self._position = 0
         self._epoch = epoch
 

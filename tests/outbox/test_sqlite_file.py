@@ -456,6 +456,24 @@ def test_a_damaged_row_is_set_aside_after_a_read_error(outbox: SQLiteOutbox) -> 
     claims.close()
 
 
+@pytest.mark.parametrize("decision", ["retry", "purge"])
+@pytest.mark.parametrize("key", [None, "key"])
+def test_a_decision_counts_before_the_relay_notes_its_row(outbox: SQLiteOutbox, decision: str, key: str | None) -> None:
+    """The row is set aside in the file, and the relay does not know yet that this was written."""
+    store(outbox, 2, key)
+    claims = outbox.claims()
+    outcome = [RowSettlement(claims.take(1).rows[0], RowOutcome.SET_ASIDE, 0.0, "why")]
+    claims.decided(outcome)
+    outbox.write([], outcome)
+    assert getattr(outbox, decision)() == 1
+    rows = claims.take(10).rows
+    claims.written(outcome)
+    bodies = [row.message.body for row in [*rows, *claims.take(10).rows]]
+    assert sorted(bodies) == ([b"0", b"1"] if decision == "retry" else [b"1"])
+    assert key is None or bodies == sorted(bodies)
+    claims.close()
+
+
 @pytest.mark.parametrize("due", [True, False])
 def test_taking_reads_no_more_where_more_rows_are_delayed(outbox: SQLiteOutbox, due: bool) -> None:
     """Otherwise the many delayed rows after an outage would take quadratic time."""
