@@ -238,9 +238,14 @@ class AsyncTransactionRunner:
 
     def _started(self) -> tuple[asyncio.AbstractEventLoop, AsyncEngine]:
         if self._loop is None or self._engine is None:
-            self._engine = type(self._theirs)(_EngineWithPool(self._theirs.sync_engine))
-            self._loop = asyncio.new_event_loop()
-            self._thread = start_daemon("reliable_mq outbox database", _run_loop, self._loop)
+            engine = type(self._theirs)(_EngineWithPool(self._theirs.sync_engine))
+            loop = asyncio.new_event_loop()
+            try:
+                self._thread = start_daemon("reliable_mq outbox database", _run_loop, loop)
+            except Exception:  # later calls must not wait for a loop that does not run
+                loop.close()
+                raise
+            self._loop, self._engine = loop, engine
         return self._loop, self._engine
 
     @staticmethod

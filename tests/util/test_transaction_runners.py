@@ -18,6 +18,7 @@ from reliable_mq._util.sqlalchemy import AsyncTransactionRunner, SyncTransaction
 from reliable_mq.core.outbox import NewRow
 from reliable_mq.outbox import SQLAlchemyOutbox
 from reliable_mq.testing.waiting import wait_until
+from tests.refused_threads import refusing_threads
 
 
 def _threads() -> list[threading.Thread]:
@@ -64,6 +65,16 @@ def test_work_that_hangs_on_a_loop_is_cancelled_in_time(tmp_path: Path) -> None:
         assert runner.run(one, None, 20) == 1
         with pytest.raises(TimeoutError, match="its own"):
             runner.run(fail, None, 20)
+    asyncio.run(engine.dispose())
+
+
+def test_a_loop_whose_thread_was_refused_starts_with_next_call(tmp_path: Path) -> None:
+    """No call waits for a loop that does not run."""
+    engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path}/database")
+    with closing(AsyncTransactionRunner(engine)) as runner:
+        with refusing_threads("outbox database"), pytest.raises(RuntimeError, match="can't start new thread"):
+            runner.run(one, None, 20)
+        assert runner.run(one, None, 20) == 1
     asyncio.run(engine.dispose())
 
 
