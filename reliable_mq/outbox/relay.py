@@ -19,7 +19,7 @@ Invariants of the relay:
 - a row is removed only after its confirm;
 - at most ``limit`` rows with ``max_bytes`` of bodies are outstanding or keep a place of the publisher, or a single
   larger row, so the publisher always has space for them and the relay never blocks in a place where it cannot renew its
-  leases;
+  leases. It counts rows on another thread, and ends after it;
 - no rows are taken while those that wait for their key, or for their outcome to be written, have ``max_bytes``;
 - an error that does not concern a row makes the relay pause, longer each time, and never ends it;
 - rows without an outcome are released at the end, also if the publisher of the rows has ended without a stop.
@@ -35,7 +35,7 @@ from queue import Empty, SimpleQueue
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from reliable_mq._util.logs import LogLimit, get_logger
-from reliable_mq._util.threads import InterruptibleEvent
+from reliable_mq._util.threads import InterruptibleEvent, call_in_background
 from reliable_mq.core.outbox import KeptPlaces, NewRow, OutboxRow, RelaySession, RowOutcome, RowSettlement
 from reliable_mq.core.statistics import OutboxStatistics, OutboxStatus
 from reliable_mq.errors import OutboxError, ReliableMQError
@@ -333,6 +333,9 @@ class OutboxRelay(_OutboxThread):
         self._take_at = 0.0  # when to look for rows again: other processes may have stored some
         self._keep_at = 0.0
         self._count_at = 0.0 if measured else float("inf")
+        self._count: tuple[OutboxStatus | Exception, float] | None = None  # a new count and its time
+        self._no_count = InterruptibleEvent()  # no count runs
+        self._no_count.set()
         self._counted: tuple[OutboxStatus, float] | None = None  # the last count and its time
         self._count_log = LogLimit(_LOG_ERRORS_EVERY)
         self._pause_log = LogLimit(_LOG_ERRORS_EVERY)
@@ -393,7 +396,7 @@ class OutboxRelay(_OutboxThread):
                     logger.exception("unexpected error in the relay of %r; the relay continues", self._outbox)
                     self._pause(error)
                 if not moved:
-                    self._wait()
+                    self._wait(leases)
         finally:
             self._session.stopped()  # the timeout of `stop` may have left no time for another turn
             self._decide(leases)
@@ -402,6 +405,7 @@ class OutboxRelay(_OutboxThread):
                 leases.close()
             except ReliableMQError:
                 logger.exception("failed to release the rows of %r", self._outbox)
+            self._no_count.wait()  # it would open the outbox again if that is closed
 
     def _connect(self) -> None:
         try:
@@ -441,7 +445,9 @@ class OutboxRelay(_OutboxThread):
             self._keep_at = now + leases.keep_every
             leases.keep()
         if now >= self._count_at:
-            self._count()
+            self._begin_count(now)
+        if self._count is not None:
+            self._note_count(*self._count)
         if stopping:
             session.stopped()
         self._decide(leases)  # before rows are taken, so that rows held by these outcomes are not taken
@@ -508,15 +514,26 @@ class OutboxRelay(_OutboxThread):
         self._unwritten_bytes += _size(settlements)
         self._settle(settlements)
 
-    def _count(self) -> None:
-        began = time.monotonic()
-        try:
-            self._counted = self._outbox.status(), began
-        except ReliableMQError as error:
+    def _begin_count(self, began: float) -> None:
+        def ended(outcome: OutboxStatus | Exception) -> None:
+            self._count = outcome, began
+            self._no_count.set()
+            self._wake.set()
+
+        self._count_at = float("inf")
+        self._no_count.clear()
+        call_in_background(f"{self._thread.name}-count", self._outbox.status, ended)
+
+    def _note_count(self, outcome: OutboxStatus | Exception, began: float) -> None:
+        self._count = None
+        if isinstance(outcome, OutboxStatus):
+            self._counted = outcome, began
+        else:
             self._counted = None
             self.statistics.interruptions += 1
             if self._count_log.count():
-                logger.error("failed to count the rows of %r: %s", self._outbox, error)  # noqa: TRY400
+                unexpected = None if isinstance(outcome, ReliableMQError) else outcome
+                logger.error("failed to count the rows of %r: %s", self._outbox, outcome, exc_info=unexpected)
         ended = time.monotonic()
         self._count_at = ended + max(_COUNT_EVERY, _COUNT_SHARE * (ended - began))
 
@@ -531,11 +548,10 @@ class OutboxRelay(_OutboxThread):
         if self._pause_log.count():
             logger.error("cannot publish from %r for now, trying again: %s", self._outbox, error)
 
-    def _wait(self) -> None:
-        now = time.monotonic()
-        until = max(now + self._outbox.poll_interval, min(self._paused_until, now + 1.0))
+    def _wait(self, leases: RowLeases) -> None:
+        longest = max(self._outbox.poll_interval, min(self._paused_until - time.monotonic(), 1.0))
         self._publisher.watch(self._wake.set)
-        self._wake.wait(until - now)
+        self._wake.wait(min(longest, leases.keep_every))
 
     def _ended(self) -> bool:
         if self._stop_by is None:

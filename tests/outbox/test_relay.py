@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 from sqlalchemy import create_engine
@@ -19,6 +20,7 @@ from reliable_mq import (
     ReliableMQError,
 )
 from reliable_mq.core.outbox import KeptPlaces, NewRow, OutboxRow, RowSettlement
+from reliable_mq.core.statistics import OutboxStatus
 from reliable_mq.outbox import Outbox, SQLAlchemyOutbox, SQLiteOutbox, sqlite_relay
 from reliable_mq.outbox.protocol import RowBatch
 from reliable_mq.outbox.relay import OutboxRelay
@@ -224,6 +226,75 @@ def test_a_relay_holds_few_bytes_of_rows_not_outstanding(
         assert relay.join(20)
         outbox.close()
     assert 20 <= taken <= 60
+
+
+class Unanswered(Held):
+    """A publisher that confirms nothing and never wakes the relay."""
+
+    def watch(self, wake: Callable[[], object]) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("busy", ["waiting", "counting"])
+def test_leases_are_renewed_while_the_relay_waits_or_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: str
+) -> None:
+    """Other relays would publish its rows again."""
+    engine = create_engine(f"sqlite:///{tmp_path}/database")
+    counts = busy == "counting"
+    outbox = SQLAlchemyOutbox(engine, create=True, lease=2, poll_interval=0.01 if counts else 60)
+    outbox.open()
+    outbox.write(rows("a"), [])
+    leases, released, kept = outbox.claims(), threading.Event(), threading.Semaphore(0)
+    keep, status = leases.keep, outbox.status
+
+    def keep_and_count() -> None:
+        keep()
+        kept.release()
+
+    def count_at_last() -> OutboxStatus:
+        assert released.wait(20)
+        return status()
+
+    monkeypatch.setattr(leases, "keep", keep_and_count)
+    monkeypatch.setattr(outbox, "status", count_at_last)
+    relay = OutboxRelay(
+        outbox, Unanswered(False), settle=lambda _: None, limit=10, max_bytes=2**20, name="relay", measured=counts
+    )
+    relay.start(leases)
+    try:
+        assert all(kept.acquire(timeout=15) for _ in range(4))
+        assert relay.status is None
+        released.set()
+        if counts:
+            wait_until(lambda: relay.status == OutboxStatus(1, oldest_age=ANY), timeout=20, what="the count")
+    finally:
+        released.set()
+        relay.stop(0)
+        assert relay.join(20)
+        engine.dispose()
+
+
+def test_a_relay_ends_after_its_count(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The count would open an outbox that is closed meanwhile."""
+    counting, released = threading.Event(), threading.Event()
+
+    def count_at_last() -> OutboxStatus:
+        counting.set()
+        assert released.wait(20)
+        return OutboxStatus(0)
+
+    monkeypatch.setattr(outbox, "status", count_at_last)
+    relay = OutboxRelay(
+        outbox, Held(False), settle=lambda _: None, limit=10, max_bytes=2**20, name="relay", measured=True
+    )
+    relay.start(outbox.claims())
+    assert counting.wait(20)
+    relay.stop(0)
+    assert not relay.join(0.2)
+    released.set()
+    assert relay.join(20)
 
 
 class Unconnected(Silent):
