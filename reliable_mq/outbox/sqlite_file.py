@@ -34,8 +34,8 @@ __all__ = ["DiskReserve", "OpenFile", "is_full", "needs_space_to_open", "outbox_
 class OpenFile:
     """The files that a path named when they were opened. Thread-safe.
 
-    The checks raise `OutboxError` if the path now names other files or none: no later process would find changes to
-    the open ones.
+    The checks raise `OutboxError` if the path now names other files or none, or cannot be read: no later process would
+    find changes to the open files.
     """
 
     def __init__(self, path: Path) -> None:
@@ -81,6 +81,8 @@ class OpenFile:
                 seen = os.stat(path)  # noqa: PTH116  # twice for every transaction
             except FileNotFoundError:
                 found.append((0, 0))
+            except OSError as error:
+                raise outbox_error(error, Path(self._paths[0]), "finding the files") from error
             else:
                 found.append((seen.st_dev, seen.st_ino))
         return found

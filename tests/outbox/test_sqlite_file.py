@@ -200,6 +200,27 @@ def test_a_file_that_is_put_back_is_good_again(outbox: SQLiteOutbox, tmp_path: P
     assert outbox.status().rows == 2
 
 
+def test_a_directory_that_cannot_be_read_is_an_outbox_error(tmp_path: Path) -> None:
+    """The outbox works again when the directory can be read."""
+    directory = tmp_path / "directory"
+    directory.mkdir()
+    outbox = SQLiteOutbox(directory / "outbox")
+    store(outbox, 1, None)
+    claims = outbox.claims()
+    directory.rename(tmp_path / "moved")
+    directory.touch()
+    for ask in (outbox.status, outbox.backlog, lambda: claims.take(1), lambda: store(outbox, 1, None)):
+        with pytest.raises(OutboxError, match="Not a directory") as refused:
+            ask()
+        assert not refused.value.may_have_arrived
+    directory.unlink()
+    (tmp_path / "moved").rename(directory)
+    store(outbox, 1, None)
+    assert outbox.backlog()[0] == len(claims.take(10).rows) == 2
+    claims.close()
+    outbox.close()
+
+
 def test_a_file_deleted_during_a_commit_may_hold_the_message(
     outbox: SQLiteOutbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
