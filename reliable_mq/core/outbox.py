@@ -47,6 +47,7 @@ __all__ = [
     "RowSettlement",
     "UnreadableRow",
     "delay_after",
+    "is_answer",
     "row_from",
     "values_of",
 ]
@@ -236,6 +237,11 @@ class KeptPlaces(NamedTuple):
     connected: bool = True  # whether the publisher has a channel to the broker
 
 
+def is_answer(error: ReliableMQError | None) -> bool:
+    """Return whether the broker has answered a publish that ended so."""
+    return error is None or isinstance(error, (PublishNacked, PublishReturned))
+
+
 class RelaySession:
     """The leased rows of a relay, their order and settlements. Not thread-safe.
 
@@ -247,7 +253,7 @@ class RelaySession:
     def __init__(self, places: int = _NO_LIMIT, max_bytes: int = _NO_LIMIT) -> None:
         self.ready: deque[OutboxRow] = deque()  # rows to publish now, in order; the relay removes them
         self.settlements: list[RowSettlement] = []  # settlements to carry out, in order; the relay removes them
-        #: The error that prevents all publishing. The relay pauses until a row is confirmed, which clears it.
+        #: The error that prevents all publishing. The relay pauses until the broker answers, which clears it.
         self.trouble: ReliableMQError | None = None
         self._behind: dict[str, deque[OutboxRow]] = {}  # by ordering key, the rows behind the outstanding one
         self.waiting = 0  # the number of rows that wait for another row of their ordering key
@@ -297,8 +303,9 @@ class RelaySession:
         """Settle a row whose publish failed with ``error``, or was confirmed if None."""
         self._suspect_bytes -= self._suspects.pop(row.id, 0)
         self._note_answer(row, error)
-        if error is None:
+        if is_answer(error):
             self.trouble = None
+        if error is None:
             self.settlements.append(RowSettlement(row, RowOutcome.CONFIRMED))
             self._next(row)
             return
@@ -347,7 +354,7 @@ class RelaySession:
             if len(self._silent) >= _SILENT_KEPT:
                 self._silent.clear()
             self._silent.add(destination)
-        elif self._silent and (error is None or isinstance(error, (PublishNacked, PublishReturned))):
+        elif self._silent and is_answer(error):
             self._silent.discard(destination)
 
     def _next(self, row: OutboxRow) -> None:

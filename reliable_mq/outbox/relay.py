@@ -36,7 +36,7 @@ from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from reliable_mq._util.logs import LogLimit, get_logger
 from reliable_mq._util.threads import InterruptibleEvent, call_in_background
-from reliable_mq.core.outbox import KeptPlaces, NewRow, OutboxRow, RelaySession, RowOutcome, RowSettlement
+from reliable_mq.core.outbox import KeptPlaces, NewRow, OutboxRow, RelaySession, RowOutcome, RowSettlement, is_answer
 from reliable_mq.core.statistics import OutboxStatistics, OutboxStatus
 from reliable_mq.errors import OutboxError, ReliableMQError
 from reliable_mq.outbox.protocol import Outbox, RowLeases
@@ -433,6 +433,9 @@ class OutboxRelay(_OutboxThread):
         for row, error in settled:
             self._outstanding_bytes -= len(row.message.body)
             session.settled(row, error)
+            if is_answer(error):
+                self._pauses = 0
+                self.error = None
         if session.suspects < suspects:
             self._take_at = 0.0  # rows that failed before may be taken now
         trouble, session.trouble = session.trouble, None
@@ -473,7 +476,7 @@ class OutboxRelay(_OutboxThread):
             self._take_at = 0.0
         elif not self._outstanding:
             self._pauses = 0  # nothing is left to publish
-            if isinstance(self.error, OutboxError):  # only a confirm shows that the broker is available
+            if isinstance(self.error, OutboxError):  # only an answer shows that the broker is available
                 self.error = None
         session.add(batch.rows, kept)
         session.settlements.extend(batch.damaged)
@@ -507,8 +510,6 @@ class OutboxRelay(_OutboxThread):
                 self.statistics.delayed += 1
             elif settlement.outcome is RowOutcome.CONFIRMED:
                 self.statistics.confirmed += 1
-                self._pauses = 0
-                self.error = None
         leases.decided(settlements)
         self._unwritten += len(settlements)
         self._unwritten_bytes += _size(settlements)

@@ -15,6 +15,7 @@ from reliable_mq import (
     PublishRefused,
     PublishReturned,
     PublishUnconfirmed,
+    ReliableMQError,
 )
 from reliable_mq.core import outbox as core_outbox
 from reliable_mq.core.outbox import (
@@ -36,6 +37,7 @@ from reliable_mq.core.statistics import OutboxStatus
 from reliable_mq.errors import OutboxError
 
 RETURNED = PublishReturned("no queue", reply_code=312, reply_text="NO_ROUTE", exchange="", routing_key="q")
+UNANSWERED = PublishUnconfirmed("no leader", sent=True)
 REFUSED = PublishRefused("too large", reply_code=406, reply_text="PRECONDITION_FAILED")
 
 
@@ -190,19 +192,24 @@ def test_what_was_not_confirmed_is_tried_again_later(error: Any, doubt: bool) ->
     assert outcomes(session) == [(1, RowOutcome.LATER), (2, RowOutcome.LATER), (3, RowOutcome.BACK)]
 
 
-def test_an_error_about_the_connection_hands_rows_back() -> None:
+@pytest.mark.parametrize(
+    ("answer", "outcome"),
+    [(None, RowOutcome.CONFIRMED), (RETURNED, RowOutcome.SET_ASIDE), (PublishNacked("full"), RowOutcome.LATER)],
+)
+def test_an_error_about_the_connection_hands_rows_back(answer: ReliableMQError | None, outcome: RowOutcome) -> None:
     """The error says nothing about the row.
 
-    It is kept until another row is confirmed.
+    It is kept until the broker answers the publish of another row.
     """
     session = RelaySession()
-    session.add([row(1), row(2)])
+    session.add([row(1), row(2), row(3)])
     error = BrokerUnavailable("nobody there")
     session.settled(row(1), error)
+    session.settled(row(2), UNANSWERED)
     assert session.trouble is error
-    session.settled(row(2), None)
+    session.settled(row(3), answer)
     assert session.trouble is None
-    assert outcomes(session) == [(1, RowOutcome.BACK), (2, RowOutcome.CONFIRMED)]
+    assert outcomes(session) == [(1, RowOutcome.BACK), (2, RowOutcome.LATER), (3, outcome)]
 
 
 def test_a_relay_that_stops_releases_what_is_not_outstanding() -> None:
@@ -264,9 +271,6 @@ def test_what_waits_grows_older_while_nobody_counts_it() -> None:
     """A relay that hangs must not hide the age of the waiting messages."""
     assert OutboxStatus(rows=1, oldest_age=1.5).after(10.0) == OutboxStatus(rows=1, oldest_age=11.5)
     assert OutboxStatus(rows=0, set_aside=1).after(10.0) == OutboxStatus(rows=0, set_aside=1)
-
-
-UNANSWERED = PublishUnconfirmed("no leader", sent=True)
 
 
 def test_rows_that_failed_take_half_of_the_places() -> None:

@@ -15,6 +15,7 @@ from reliable_mq import (
     BrokerUnavailable,
     Message,
     OutboxError,
+    PublishNacked,
     PublishReturned,
     PublishUnconfirmed,
     ReliableMQError,
@@ -328,7 +329,7 @@ class Refused(Slow):
 
 @pytest.mark.parametrize("away", ["outbox", "broker"])
 def test_an_outbox_that_answers_again_is_no_trouble(outbox: Outbox, monkeypatch: pytest.MonkeyPatch, away: str) -> None:
-    """The next confirm may come hours later. That a broker is available is only known from a confirm."""
+    """The next confirm may come hours later. That a broker is available is only known from its answers."""
     publisher, leases = Refused() if away == "broker" else Slow(), outbox.claims()
     relay = OutboxRelay(outbox, publisher, settle=lambda _: None, limit=10, max_bytes=2**20, name="relay")
     take, takes = leases.take, 0
@@ -346,6 +347,33 @@ def test_an_outbox_that_answers_again_is_no_trouble(outbox: Outbox, monkeypatch:
         wait_until(lambda: takes > 2, timeout=20, what="an answer")
         assert relay.statistics.interruptions == 1
         assert (relay.trouble[0] is None) == (away == "outbox")
+    finally:
+        relay.stop(0)
+        assert relay.join(20)
+
+
+class Answering(Refused):
+    """A publisher that the broker refuses at first; later each publish fails with this answer."""
+
+    def __init__(self, answer: ReliableMQError) -> None:
+        super().__init__()
+        self._answer = answer
+
+    def take_settled(self) -> list[tuple[OutboxRow, ReliableMQError | None]]:
+        return [(row, self._answer) for row, _ in super().take_settled()]
+
+
+@pytest.mark.parametrize("answer", [RETURNED, PublishNacked("full")])
+def test_a_broker_that_answers_without_a_confirm_is_no_trouble(outbox: Outbox, answer: ReliableMQError) -> None:
+    """The outbox may be empty then, so that no confirm follows."""
+    outbox.write(rows("a"), [])
+    decided: list[RowSettlement] = []
+    relay = OutboxRelay(outbox, Answering(answer), settle=decided.extend, limit=10, max_bytes=2**20, name="relay")
+    relay.start(outbox.claims())
+    try:
+        wait_until(lambda: decided, timeout=20, what="an answer")
+        assert relay.statistics.interruptions == 1
+        assert relay.trouble[0] is None
     finally:
         relay.stop(0)
         assert relay.join(20)
