@@ -63,7 +63,8 @@ _DUE: Final = f"""
 _OF_A_KEY: Final = f"{_SELECT} WHERE ordering_key = ? AND id >= ? AND id <= ? AND state = 0 ORDER BY id LIMIT ?"
 _HELD: Final = """
     SELECT id, ordering_key FROM outbox WHERE state > 0 AND ordering_key IS NOT NULL
-    UNION ALL SELECT id, ordering_key FROM outbox WHERE format > ? AND ordering_key IS NOT NULL
+    UNION ALL
+    SELECT min(id), ordering_key FROM outbox WHERE format > ? AND +ordering_key IS NOT NULL GROUP BY +ordering_key
 """
 _KEY: Final = COLUMNS.index("ordering_key")
 _BODY: Final = COLUMNS.index("body")
@@ -105,7 +106,7 @@ class SQLiteRowLeases:
         self._taken: set[int] = set()
         self._due: set[int] = set()  # taken rows that were delayed before
         self._keys: dict[str, _Key] = {}
-        self._held: set[str] = set()  # keys with a row that is delayed, set aside or unreadable
+        self._held: dict[str, set[int]] = {}  # by key, its rows that are delayed, set aside or unreadable
         self._unwritten: dict[int, str | None] = {}  # rows to delay or set aside, by id, and their keys
         self._overlooked: set[int] = set()  # of these, the ones at the last start from the first row
         self._again: deque[str] = deque()  # keys with rows that were passed over and can be taken now
@@ -164,7 +165,7 @@ class SQLiteRowLeases:
             if key is None or outcome is RowOutcome.CONFIRMED:
                 continue
             if outcome is not RowOutcome.BACK or row.id in self._due:  # a due row that goes back is still delayed
-                self._held.add(key)
+                self._hold(key, row.id)
             else:
                 self._pass(self._keys[key], row.id)
 
@@ -244,9 +245,13 @@ class SQLiteRowLeases:
 
     def _start_over(self, connection: sqlite3.Connection, epoch: int) -> None:
         """Start from the first row: rows that held others may be deleted or put back."""
-        holding = connection.execute(_HELD, (FORMAT,))
-        self._held = {key for number, key in holding if number not in self._due}
-        self._held.update(key for key in self._unwritten.values() if key is not None)
+        self._held = {}
+        for number, key in connection.execute(_HELD, (FORMAT,)):
+            if number not in self._due:
+                self._hold(key, number)
+        for number, key in self._unwritten.items():
+            if key is not None:
+                self._hold(key, number)
         self._overlooked = set(self._unwritten)
         self._position = 0
         self._epoch = epoch
@@ -272,7 +277,7 @@ class SQLiteRowLeases:
                     self._due.add(number)
                     if row.ordering_key is not None:
                         # The later rows of its key were passed over or released.
-                        self._held.discard(row.ordering_key)
+                        self._let_go(row.ordering_key, number)
                         self._keys.setdefault(row.ordering_key, _Key()).passed = number + 1
                 self._add(row, taken)
                 if self._is_enough(taken, limit):
@@ -284,18 +289,17 @@ class SQLiteRowLeases:
             return
         first, key.passed = key.passed, None
         more = False
-        if name not in self._held:
-            with closing(connection.execute(_OF_A_KEY, (name, first, self._position, _ROWS_PER_KEY))) as cursor:
-                for count, (number, *values) in enumerate(cursor, 1):
-                    row = None if number in self._taken else self._read(number, values, taken)
-                    if name in self._held:  # this row cannot be read and holds the key
-                        break
-                    first = number + 1
-                    if row is not None:
-                        self._add(row, taken)
-                    more = count == _ROWS_PER_KEY or self._is_enough(taken, limit)
-                    if more:
-                        break
+        with closing(connection.execute(_OF_A_KEY, (name, first, self._position, _ROWS_PER_KEY))) as cursor:
+            for count, (number, *values) in enumerate(cursor, 1):
+                if self._is_held(name, number):
+                    break
+                row = None if number in self._taken else self._read(number, values, taken)
+                first = number + 1
+                if row is not None:
+                    self._add(row, taken)
+                more = count == _ROWS_PER_KEY or self._is_enough(taken, limit)
+                if more:
+                    break
         if more:
             key.passed = first
         if not key.taken:
@@ -311,7 +315,7 @@ class SQLiteRowLeases:
             key = values[_KEY]
             key = key if isinstance(key, str) else None
             if key is not None:
-                self._held.add(key)
+                self._hold(key, number)
             if not error.newer:
                 row = OutboxRow(number, Message(b""), "", "", True, key, 0, False)
                 if key is not None:
@@ -334,7 +338,7 @@ class SQLiteRowLeases:
     def _is_free(self, number: int, name: object) -> bool:
         if not isinstance(name, str):  # the row has no key, or a damaged one
             return True
-        if name in self._held:
+        if self._is_held(name, number):
             return False
         key = self._keys.get(name)
         if key is None:
@@ -343,6 +347,19 @@ class SQLiteRowLeases:
             return True
         self._pass(key, number)
         return False
+
+    def _hold(self, name: str, number: int) -> None:
+        self._held.setdefault(name, set()).add(number)
+
+    def _let_go(self, name: str, number: int) -> None:
+        numbers = self._held.get(name, set())  # an earlier relay may write an outcome after this one began
+        numbers.discard(number)
+        if not numbers:
+            self._held.pop(name, None)
+
+    def _is_held(self, name: str, number: int) -> bool:
+        """Return whether an earlier row of its key holds the row."""
+        return name in self._held and min(self._held[name]) < number
 
     @staticmethod
     def _pass(key: _Key, number: int) -> None:
@@ -362,7 +379,7 @@ class SQLiteRowLeases:
         key.taken -= 1
         if key.taken > 0:
             return
-        if key.passed is None or name in self._held:
+        if key.passed is None or self._is_held(name, key.passed):
             del self._keys[name]
         else:
             self._again.append(name)

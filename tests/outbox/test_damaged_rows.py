@@ -65,6 +65,40 @@ def test_a_damaged_row_is_set_aside_and_holds_those_of_its_key(tmp_path: Path, c
     outbox.close()
 
 
+@pytest.mark.parametrize("outcome", [RowOutcome.LATER, RowOutcome.BACK])
+@pytest.mark.parametrize("relay", ["same", "next"])
+@pytest.mark.parametrize("row", ["damaged", "newer"])
+def test_a_bad_row_holds_later_rows_of_its_key_and_no_earlier(
+    tmp_path: Path, outcome: RowOutcome, relay: str, row: str
+) -> None:
+    """This holds although the row before it is published at a second attempt only."""
+    outbox = SQLiteOutbox(tmp_path / "outbox")
+    outbox.write([NewRow(Message(b"%d" % number), "", "q", True, "key") for number in range(4)], [])
+
+    def change(values: str) -> None:
+        with closing(sqlite3.connect(tmp_path / "outbox")) as connection, connection:
+            connection.execute(f"UPDATE outbox SET {values} WHERE id = 2")
+
+    change("properties = X'FF'" if row == "damaged" else "format = 2")
+    claims = outbox.claims()
+    taken = claims.take(10)
+    settle(outbox, claims, taken.damaged)
+    settle(outbox, claims, [RowSettlement(taken.rows[0], outcome)])
+    if relay == "next":
+        claims.close()
+        claims = outbox.claims()
+    rows = claims.take(10).rows
+    assert [one.message.body for one in rows] == [b"0"]
+    settle(outbox, claims, [RowSettlement(one, RowOutcome.CONFIRMED) for one in rows])
+    assert bodies(claims) == []
+    if row == "newer":
+        change("format = 1, state = 2")
+    assert outbox.purge() == 1
+    assert bodies(claims) == [b"2", b"3"]
+    claims.close()
+    outbox.close()
+
+
 def test_a_key_that_is_damaged_is_no_key(tmp_path: Path) -> None:
     """The damaged row is set aside, and no row waits for it."""
     outbox = SQLiteOutbox(tmp_path / "outbox")
