@@ -268,6 +268,8 @@ class DeadLetterQueue:
             ConfigurationError: If an argument is invalid. The message names it.
             BrokerUnavailable: If the connection is lost and does not come back.
             ConsumeError: If RabbitMQ does not deliver from this queue.
+            StaleDelivery: If the connection was lost, and after the limit or the stop, replayed messages without a
+                message id may still be in the queue.
             IdempotencyStoreError: If the store does not respond.
         """
         routing = _routing(self._name, to, as_published=as_published)

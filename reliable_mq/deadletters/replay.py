@@ -5,8 +5,9 @@ Invariants:
 - A dead letter is acked after its copy was confirmed and never before. Whatever fails in between, the message is in the
   dead-letter queue, at its target, or in both. After a crash, at most a batch (`BATCH`, less under a rate) is in both.
 - If this run published a copy but could not ack the original because a channel was lost, the copy is not published
-  again: the original is acked when it is redelivered. This needs a message id. Without one, the ack may have arrived,
-  and the next delivery may be another message that is equal in every byte, so it is published, perhaps a second time.
+  again: the original is acked when it is redelivered, also if no more is tried, because of the limit or a stop. This
+  needs a message id. Without one, the ack may have arrived, and the next delivery may be another message that is equal
+  in every byte, so it is published, perhaps a second time. If no more is tried, the run fails instead.
 - A dead letter that could not be published is tried once and counted once in a run, whatever is lost in between.
 - A run processes the messages that are in the queue when it begins. Later dead letters are left to the next run.
 - In any second, no more messages are published than the rate, even after idle time. For a rate that is not a whole
@@ -160,6 +161,7 @@ class Replay:
         self._total = 0  # messages at the beginning
         self._acked = 0
         self._unacked: Counter[str] = Counter()  # messages with an id that this run published, perhaps not acked
+        self._in_doubt = 0  # messages without an id that this run published, perhaps not acked
         self._failed: Counter[str] = Counter()  # messages that this run could not publish
         self._passed: Counter[str] = Counter()  # failed messages from before the channel was lost, to be read again
 
@@ -170,6 +172,8 @@ class Replay:
             BrokerUnavailable: If the connection is lost and does not come back. The next run may replay dead letters
                 again that were confirmed but not acked.
             ConsumeError: If RabbitMQ does not deliver from the queue.
+            StaleDelivery: If the connection was lost before the acks of messages without an id were known to have
+                arrived, and no more is tried.
             IdempotencyStoreError: If the store does not respond.
         """
         losses = 0
@@ -183,6 +187,10 @@ class Replay:
                 if losses > _LOSSES:
                     raise
         self.channel.finish()
+        if self._in_doubt and not self._may_try:
+            raise StaleDelivery(
+                f"the connection was lost; {self._in_doubt} replayed messages without an id may still be in the queue"
+            )
         return self.report
 
     @property
@@ -190,8 +198,13 @@ class Replay:
         return self.report.replayed + self.report.failed
 
     @property
+    def _may_try(self) -> bool:
+        return not self.stop.is_set() and (self.limit is None or self._tried < self.limit)
+
+    @property
     def _enough(self) -> bool:
-        return self.stop.is_set() or (self.limit is not None and self._tried >= self.limit)
+        """Whether no more is tried, and no published message waits to be acked."""
+        return not self._may_try and not self._unacked.total()
 
     def _go_through(self) -> None:
         """Read the queue from its head, up to the number of messages at the beginning."""
@@ -210,7 +223,7 @@ class Replay:
     def _handle(self, messages: list[DeadMessage]) -> None:
         done: list[DeadMessage] = []
         chosen: list[DeadMessage] = []
-        now = datetime.now(UTC)
+        now, may_try = datetime.now(UTC), self._may_try
         for message in messages:
             digest = message.fingerprint if message.redelivered else ""
             if self._unacked[digest]:
@@ -218,7 +231,7 @@ class Replay:
                 done.append(message)
             elif self._passed[digest]:
                 self._passed[digest] -= 1
-            elif self.chosen.matches(message, now):
+            elif may_try and self.chosen.matches(message, now):
                 chosen.append(message)
         if self.limit is not None:
             chosen = chosen[: self.limit - self._tried]
@@ -280,6 +293,7 @@ class Replay:
             self.channel.ack([message.delivery for message in (*done, *confirmed)])
         except ReliableMQError:
             self._unacked.update(message.fingerprint for message in (*done, *confirmed) if message.message_id)
+            self._in_doubt += sum(not message.message_id for message in confirmed)
             raise
         self.report.already_published += len(done)
         self._acked += len(done) + len(confirmed)

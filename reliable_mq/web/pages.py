@@ -23,6 +23,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 
 from reliable_mq._util.validation import is_text
 from reliable_mq.codec.tables import encode_short_string
+from reliable_mq.deadletters.replay import BATCH
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ReliableMQError, UsageError
 from reliable_mq.web.address import FIELDS, Choice, Fields, ago, encoded, exactly
 from reliable_mq.web.content import FORMS, body_as, is_editable, rows_of_headers, rows_of_properties, visible
@@ -71,7 +72,12 @@ class Pages:
             lstrip_blocks=True,
         )
         self._templates.globals.update(
-            htmx=_HTMX, integrity=_HTMX_INTEGRITY, shown_failures=FAILURES_KEPT, ago=ago, exactly=exactly
+            htmx=_HTMX,
+            integrity=_HTMX_INTEGRITY,
+            shown_failures=FAILURES_KEPT,
+            batch=BATCH,
+            ago=ago,
+            exactly=exactly,
         )
         self.exception_handlers: Mapping[Any, Callable[..., Any]] = {
             HTTPException: self._http_error,

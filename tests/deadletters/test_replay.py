@@ -20,8 +20,9 @@ from reliable_mq.errors import PublishNacked, StaleDelivery
 class FakeChannel:
     """A queue of dead letters that are delivered in batches."""
 
-    def __init__(self, count: int, *, lost_at: int = 0) -> None:
+    def __init__(self, count: int, *, lost_at: int = 0, has_ids: bool = True) -> None:
         self.left = self._count = count
+        self._has_ids = has_ids
         self.acked = 0
         self._lost_at = lost_at
         self._redelivered = False
@@ -35,7 +36,8 @@ class FakeChannel:
         taken = []
         for tag in range(self._next, self._next + most):
             message = Message(b"", message_id=f"id-{tag}")
-            delivery = Delivery("", tag, self._redelivered, "", "orders.dead", encode_properties(message), b"")
+            properties = encode_properties(message) if self._has_ids else b"\0\0"
+            delivery = Delivery("", tag, self._redelivered, "", "orders.dead", properties, b"")
             delivery.came_from(ChannelGeneration(1, 1, "orders.dead"))
             taken.append(delivery)
         self._next += most
@@ -46,6 +48,16 @@ class FakeChannel:
 
     def finish(self) -> None:
         pass
+
+
+class AckLosingChannel(FakeChannel):
+    """Is lost at its first ack, and then delivers everything again."""
+
+    def ack(self, deliveries: list[Delivery]) -> None:
+        if not self._redelivered:
+            self._next, self._redelivered = 1, True
+            raise StaleDelivery("the channel was lost")
+        super().ack(deliveries)
 
 
 class FakePublisher:
@@ -59,7 +71,7 @@ class FakePublisher:
     def submit(self, message: Message, **_: Any) -> Any:
         self.submitted += 1
         self.bodies.append(message.body)
-        if message.message_id[-1] in self._refuses:
+        if message.message_id[-1:] in [*self._refuses]:
             raise PublishNacked("it was nacked")
         return self
 
@@ -133,6 +145,30 @@ def test_a_run_that_is_stopped_ends_with_what_it_is_at() -> None:
     assert replay(channel, publisher, None, Target("", "orders"), stop=stop, report=report) is report
     assert (publisher.submitted, report.replayed, channel.acked) == (250, 250, 250)
     assert replay(channel, publisher, None, Target("", "orders"), stop=stop).replayed == 0
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_lost_ack_is_sent_again_though_no_more_is_tried(stopped: bool) -> None:
+    """Otherwise the run would report success, and the next one would publish these messages again."""
+    channel, publisher, stop = AckLosingChannel(1000), FakePublisher(refuses=""), threading.Event()
+    submit = publisher.submit
+
+    def submitting(message: Message, **options: Any) -> Any:
+        if stopped and publisher.submitted == 9:
+            stop.set()
+        return submit(message, **options)
+
+    publisher.submit = submitting  # type: ignore[method-assign]
+    report = replay(channel, publisher, None if stopped else 10, Target("", "orders"), stop=stop)
+    assert (publisher.submitted, report.replayed, report.already_published, channel.acked) == (10, 10, 10, 10)
+
+
+def test_a_lost_ack_without_an_id_fails_a_run_that_tries_no_more() -> None:
+    """Nobody knows whether the message is still in the queue."""
+    channel, publisher, report = AckLosingChannel(1000, has_ids=False), FakePublisher(refuses=""), ReplayReport()
+    with pytest.raises(StaleDelivery, match="10 replayed messages without an id may still be in the queue"):
+        replay(channel, publisher, 10, Target("", "orders"), report=report)
+    assert (publisher.submitted, report.replayed, channel.acked) == (10, 10, 0)
 
 
 def test_a_stop_interrupts_the_wait_for_the_rate() -> None:

@@ -100,6 +100,8 @@ class _Channel:
     def ack(self, deliveries: Iterable[Delivery]) -> None:
         self._broker.fails_at_ack -= 1
         if self._broker.fails_at_ack == 0:
+            if isinstance(self._broker.failure, StaleDelivery):
+                self.finish()
             raise self._broker.failure
         for delivery in deliveries:
             del self._unacked[delivery.delivery_tag]

@@ -11,6 +11,7 @@ import pytest
 
 from reliable_mq import Message
 from reliable_mq.core import headers
+from reliable_mq.errors import BrokerUnavailable
 from reliable_mq.stores import MemoryStore
 from reliable_mq.testing.waiting import wait_until
 from reliable_mq.web.operations import AuditLog
@@ -356,7 +357,30 @@ def test_an_operation_that_fails_says_what_became_of_the_letters(page: Page, bro
     broker.away = True
     browser = page(allow_changes=True)
     told = ended(browser, browser.post("/replay", data={"queue": QUEUE, "choice": "", "go": "replay"}))
-    assert "no host could be reached. What was confirmed is out of the queue, everything else is in it" in told
+    assert "no host could be reached. What was confirmed is out of the queue; everything else is in it." in told
+
+
+@pytest.mark.usefixtures("letters")
+def test_an_edited_letter_leaves_the_queue_after_a_lost_ack(page: Page, broker: MemoryBroker) -> None:
+    """Otherwise the next replay would also publish the letter with its old body."""
+    broker.fails_at_ack = 1
+    browser = page(allow_changes=True, allow_editing=True)
+    form = {"queue": QUEUE, "id": first_letter(browser), "body": "mended"}
+    assert "Replayed 1 confirmed, and out of the queue" in ended(browser, browser.post("/edit", data=form))
+    assert broker.bodies("orders") == [b"mended"]
+    assert b'{"order":0}' not in broker.bodies(QUEUE)
+    assert len(broker.queues[QUEUE]) == 9
+
+
+@pytest.mark.usefixtures("letters")
+def test_a_replay_whose_acks_fail_does_not_say_the_letters_left(page: Page, broker: MemoryBroker) -> None:
+    broker.fails_at_ack, broker.failure = 1, BrokerUnavailable("no host could be reached")
+    browser = page(allow_changes=True)
+    form = {"queue": QUEUE, "choice": "", "limit": "3", "go": "replay"}
+    told = ended(browser, browser.post("/replay", data=form))
+    assert len(broker.queues[QUEUE]) == 10
+    assert "Replayed 3 confirmed no host could be reached." in told
+    assert "out of the queue, except perhaps the last 3; everything else is in it." in told
 
 
 def test_a_purge_that_fails_says_how_many_it_deleted(page: Page, broker: MemoryBroker, tmp_path: Path) -> None:
