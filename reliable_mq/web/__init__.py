@@ -55,7 +55,7 @@ class DeadLetterApp:
         allow_editing: True to let users change the body of a letter that they replay. Requires ``allow_changes``.
         token: A secret of at least 16 characters.
         user: A function that takes a Starlette ``Request`` and returns a name for the audit log, or None to refuse the
-            request.
+            request. Any other value also refuses it. The function must not be a coroutine function.
         allowed_hosts: The host names of the page, besides ``localhost`` and the loopback addresses. Requests for any
             other host are refused.
         audit_log: The path of a file to which each change and each export is appended.

@@ -31,11 +31,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from reliable_mq.core.consumer.handler import is_coroutine_function
 from reliable_mq.errors import ConfigurationError
 
 __all__ = ["SHORTEST_TOKEN", "Guard", "UserOf"]
 
-#: A function that returns the user's name for the audit log, or None to refuse the request.
+#: A function that returns the user's name for the audit log, or None to refuse the request. Only a name admits a user.
 UserOf: TypeAlias = Callable[[Request], str | None]
 
 #: The minimum length of a token, in characters.
@@ -77,6 +78,10 @@ class Guard:
             )
         if token is not None and user is not None:
             raise ConfigurationError("token and user contradict each other: give one of them")
+        if user is not None and not callable(user):
+            raise ConfigurationError(f"user must be a function of the request, not {user!r}")
+        if is_coroutine_function(user):
+            raise ConfigurationError("user must be a plain function: a coroutine function is not awaited")
         self._app = app
         self._hosts = {_host(host) for host in (*_LOOPBACK, *hosts)}
         self._token = None if token is None else _digest(token)
@@ -176,7 +181,8 @@ class Guard:
 
     def _name(self, request: Request) -> str | None:
         if self._user is not None:
-            return self._user(request)
+            name: object = self._user(request)
+            return name if isinstance(name, str) and name.strip() else None
         if self._token is None:
             return _named("", request) if _is_local(request) else None
         scheme, _, given = request.headers.get("authorization", "").partition(" ")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.testclient import TestClient
 
+from reliable_mq.errors import ConfigurationError
 from reliable_mq.web import DeadLetterApp
 from tests.web.conftest import SAME_ORIGIN, URL
 from tests.web.memory_broker import letter
@@ -148,6 +150,31 @@ def test_the_service_decides_who_a_user_is(page: Page) -> None:
     browser.headers["x-user"] = "Grace"
     form = {"queue": "orders.dead", "choice": "", "go": "replay"}
     assert "begun by Grace" in browser.post("/replay", data=form).text
+
+
+@pytest.mark.filterwarnings("ignore:coroutine 'sleep' was never awaited")
+@pytest.mark.parametrize("answer", [lambda: False, lambda: True, str, lambda: " ", object, lambda: asyncio.sleep(0)])
+def test_only_a_name_admits_a_user(page: Page, answer: Callable[[], Any]) -> None:
+    browser = page(user=lambda _request: answer(), client="10.0.0.7", allow_changes=True)
+    assert browser.get("/letters?queue=orders.dead").status_code == 403
+    form = {"queue": "orders.dead", "choice": "", "go": "replay"}
+    assert browser.post("/replay", data=form).status_code == 403
+
+
+class AsyncUser:
+    async def __call__(self, _request: Request) -> str | None:
+        return None
+
+
+@pytest.mark.parametrize("user", [AsyncUser(), AsyncUser().__call__])
+def test_an_asynchronous_user_function_is_refused(user: Any) -> None:
+    with pytest.raises(ConfigurationError, match="user must be a plain function"):
+        DeadLetterApp(URL, ["orders.dead"], user=user)
+
+
+def test_a_user_that_is_no_function_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="user must be a function of the request, not 'Ada'"):
+        DeadLetterApp(URL, ["orders.dead"], user="Ada")  # type: ignore[arg-type]
 
 
 def test_every_response_forbids_foreign_scripts(page: Page) -> None:
