@@ -31,6 +31,8 @@ from reliable_mq.web.jobs import Job, JobState
 from reliable_mq.web.operations import FAILURES_KEPT, AuditLog, Operations, ReplayOptions
 
 if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
     from reliable_mq.deadletters import DeadMessage
     from reliable_mq.web.access import Guard
     from reliable_mq.web.letters import Letter, QueueReading, Source
@@ -276,7 +278,7 @@ class Pages:
         except ValueError as error:  # closed meanwhile
             raise HTTPException(404, "This export is not kept any more: export again.") from error
         name = f"{_file_name(job.queue)}-{job.begun:%Y%m%d-%H%M%S}.jsonl"
-        return StreamingResponse(_content(descriptor), media_type="application/jsonl", headers=_attachment(name))
+        return _Download(descriptor, media_type="application/jsonl", headers=_attachment(name))
 
     # -- signing in ----------------------------------------------------------------------------------------------------
 
@@ -499,15 +501,29 @@ def _matching(reading: QueueReading, choice: Choice) -> Sequence[Letter]:
     return reading.matching(choice.filter, datetime.now(UTC))
 
 
+class _Download(StreamingResponse):
+    """A response with the content of an open file, which it closes.
+
+    An iterator cannot close it: if the client leaves before the first chunk, the iterator is never started.
+    """
+
+    def __init__(self, descriptor: int, **options: Any) -> None:
+        super().__init__(_content(descriptor), **options)
+        self._descriptor = descriptor
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            os.close(self._descriptor)  # no thread reads it now: a cancelled read is waited for
+
+
 def _content(descriptor: int) -> Iterator[bytes]:
-    """Yield the content of an open file, then close it."""
-    try:
-        place = 0
-        while data := os.pread(descriptor, 65536, place):
-            yield data
-            place += len(data)
-    finally:
-        os.close(descriptor)
+    """Yield the content of an open file."""
+    place = 0
+    while data := os.pread(descriptor, 65536, place):
+        yield data
+        place += len(data)
 
 
 def _file_name(queue: str) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import resource
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from starlette.requests import ClientDisconnect
 
 from reliable_mq import Message
 from reliable_mq.core import headers
@@ -15,6 +18,7 @@ from reliable_mq.errors import BrokerUnavailable
 from reliable_mq.stores import MemoryStore
 from reliable_mq.testing.waiting import wait_until
 from reliable_mq.web.operations import AuditLog
+from tests.leftovers import nothing_left
 from tests.web.memory_broker import letter
 from tests.web.test_pages import first_letter, plain
 
@@ -321,6 +325,47 @@ def test_the_audit_log_has_who_did_what(page: Page, tmp_path: Path) -> None:
     assert "2026-01-01 00:00:00 UTC &lt;b&gt;" in " ".join(
         re.sub(r"<[^>]*>", " ", page(audit_log=log).get("/audit").text).split()
     )
+
+
+@pytest.mark.usefixtures("letters")
+@pytest.mark.parametrize("spec", ["2.3", "2.4"])
+def test_a_download_that_is_given_up_at_once_leaves_no_file_open(page: Page, spec: str) -> None:
+    """An open descriptor would keep the disk space of the file, which has no name."""
+    browser = page()
+    form = {"queue": QUEUE, "choice": ""}
+    answer = browser.post("/export", data=form)
+    ended(browser, answer)
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": spec},
+        "http_version": "1.1",
+        "method": "GET",
+        "scheme": "http",
+        "path": "/file",
+        "root_path": "",
+        "query_string": answer.url.query,
+        "headers": [(b"host", b"localhost")],
+        "client": ("127.0.0.1", 50000),
+    }
+
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def send(_: object) -> None:
+        if spec == "2.4":
+            raise OSError("the client is gone")
+
+    async def give_up(times: int) -> None:
+        for _ in range(times):
+            with suppress(ClientDisconnect):
+                await browser.app({**scope}, receive, send)
+
+    async def give_up_all() -> None:
+        await give_up(1)
+        with nothing_left():
+            await give_up(10)
+
+    asyncio.run(give_up_all())
 
 
 @pytest.mark.usefixtures("letters")
