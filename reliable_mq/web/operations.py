@@ -66,6 +66,7 @@ class AuditLog:
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         self._path = None if path is None else Path(path)
+        self._writing = threading.Lock()  # held while the disk writes, so only by writers
         self._lock = threading.Lock()
         self._latest: deque[Mapping[str, Any]] = deque(maxlen=_ENTRIES_SHOWN)
         self._unfinished = False  # whether the last line is incomplete: the disk was full, or a process died
@@ -90,14 +91,15 @@ class AuditLog:
         """
         full = {"at": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, "id": operation, **entry}
         line = json.dumps(full)
-        with self._lock:
+        with self._writing:
             if self._path is not None:
                 self._append(line.encode() + b"\n")
-            self._latest.append(json.loads(line))
+            with self._lock:
+                self._latest.append(json.loads(line))
         _audit_logger.info("%s", line)
 
     def latest(self) -> list[Mapping[str, Any]]:
-        """Return the latest entries, newest first."""
+        """Return the latest entries, newest first. Does not wait for the disk."""
         with self._lock:
             return [*reversed(self._latest)]
 

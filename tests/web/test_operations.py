@@ -6,6 +6,8 @@ import asyncio
 import json
 import re
 import resource
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -366,6 +368,27 @@ def test_a_download_that_is_given_up_at_once_leaves_no_file_open(page: Page, spe
             await give_up(10)
 
     asyncio.run(give_up_all())
+
+
+@pytest.mark.usefixtures("letters")
+def test_the_audit_page_does_not_wait_for_the_disk(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would block the event loop of the service."""
+    writing, disk = threading.Event(), threading.Event()
+
+    def fsync(_descriptor: int) -> None:
+        writing.set()
+        assert disk.wait(60)
+
+    monkeypatch.setattr("reliable_mq.web.operations.os.fsync", fsync)
+    browser = page(audit_log=tmp_path / "audit.jsonl")
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            begun = browser.post("/export", data={"queue": QUEUE, "choice": ""})
+            assert writing.wait(20)
+            assert pool.submit(browser.get, "/audit").result(20).status_code == 200
+        finally:
+            disk.set()
+    ended(browser, begun)
 
 
 @pytest.mark.usefixtures("letters")
