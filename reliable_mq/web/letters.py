@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from reliable_mq.settings import Credentials, CredentialsCallback
     from reliable_mq.tls import TLSOptions
 
-__all__ = ["KEPT_BYTES", "MOST", "Letter", "LetterGroup", "QueueReading", "Source"]
+__all__ = ["KEPT_BYTES", "MOST", "Letter", "LetterGroup", "QueueReading", "QueueSummary", "Source"]
 
 #: The maximum number of letters in a reading.
 MOST: Final = 200_000
@@ -234,6 +234,14 @@ class LetterGroup:
         return encoded((name, value) for name, value in pairs if value)
 
 
+@dataclass(frozen=True, slots=True)
+class QueueSummary:
+    """A row in the list of queues: the oldest letter and the largest group."""
+
+    oldest: datetime | None
+    largest: LetterGroup
+
+
 class QueueReading:
     """One reading of a queue, with its letters in queue order.
 
@@ -301,3 +309,7 @@ class QueueReading:
     def oldest(self) -> datetime | None:
         """The time at which the first letter died, or None if no such time is known."""
         return min((letter.died_at for letter in self.letters if letter.died_at is not None), default=None)
+
+    def summary(self) -> QueueSummary | None:
+        """Return the summary, or None if there are no letters."""
+        return QueueSummary(self.oldest, self.groups(self.letters)[0]) if self.letters else None

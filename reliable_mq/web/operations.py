@@ -31,7 +31,7 @@ from reliable_mq.deadletters import Filter, ReplayReport
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.web.address import Choice
 from reliable_mq.web.jobs import Job, Jobs
-from reliable_mq.web.letters import MOST, QueueReading, Source
+from reliable_mq.web.letters import MOST, QueueReading, QueueSummary, Source
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,7 +48,8 @@ _audit_logger = get_logger("reliable_mq.web.audit")
 FAILURES_KEPT: Final = 50
 _ENTRIES_SHOWN: Final = 200
 _ENTRIES_TAIL: Final = 256 * 1024  # bytes at the end of a file that are read for these entries
-_READINGS: Final = 8
+_READINGS: Final = 8  # the readings that are kept
+_AT_A_TIME: Final = 8  # queues that are read for the list
 _READ_ALONE: Final = 1000  # messages in a queue that is read without a user's request
 _EVERYTHING: Final = Choice((), Filter())
 
@@ -189,27 +190,41 @@ class Operations:
         self._store = store
         self._namespace = namespace
         self._lock = threading.Lock()
-        self._readings: dict[str, QueueReading] = {}
+        self._readings: dict[str, QueueReading] = {}  # the least recently used one first
+        self._summaries: dict[str, QueueSummary | None] = {}  # of the latest readings, also of those not kept
+        self._alone: list[Job] = []  # the readings for the list that go on
         self._tried_alone: set[str] = set()  # queues that were read for the list, or could not be, since they changed
 
     def reading(self, queue: str) -> QueueReading | None:
         """Return the latest reading of a queue, or None if there is none."""
         with self._lock:
-            return self._readings.get(queue)
+            reading = self._readings.pop(queue, None)
+            if reading is not None:
+                self._readings[queue] = reading
+            return reading
+
+    def summary(self, queue: str) -> QueueSummary | None:
+        """Return the summary of the latest reading of a queue, or None if there is none."""
+        with self._lock:
+            return self._summaries.get(queue)
 
     def read(self, queue: str, user: str) -> Job:
         """Begin to read a queue, or return the job that already reads it."""
         return self._begin_reading(Job("read", queue, _EVERYTHING, user), self._read)
 
     def read_alone(self, queue: str, depth: int) -> None:
-        """Begin to read a small queue for the list, once, unless RabbitMQ counts reads."""
+        """Begin to read a small queue for the list, once, unless RabbitMQ counts reads.
+
+        If many queues are being read, leave this one to a later call.
+        """
         if not 0 < depth <= _READ_ALONE or self.jobs.of(queue):
             return
         with self._lock:
-            if queue in self._readings or queue in self._tried_alone:
+            self._alone = [job for job in self._alone if not job.is_over]
+            if queue in self._summaries or queue in self._tried_alone or len(self._alone) >= _AT_A_TIME:
                 return
             self._tried_alone.add(queue)
-        self.jobs.begin(Job("read", queue, _EVERYTHING, ""), self._read_if_not_counted)
+            self._alone.append(self.jobs.begin(Job("read", queue, _EVERYTHING, ""), self._read_if_not_counted))
 
     def read_letter(self, queue: str, fingerprint: str, user: str) -> Job:
         """Begin to read one letter and to keep its content, or return the job that does."""
@@ -284,9 +299,10 @@ class Operations:
     def _read_if_not_counted(self, job: Job) -> None:
         with self._source.open(job.queue) as dead:
             if not dead.counts_reads:
-                self._keep(job, dead)
+                self._keep(job, dead, alone=True)
 
-    def _keep(self, job: Job, dead: DeadLetterQueue) -> None:
+    def _keep(self, job: Job, dead: DeadLetterQueue, *, alone: bool = False) -> None:
+        """Read a queue, and keep the reading if a user requested it, or if there is room."""
         reading = QueueReading(job.queue)
         there = len(dead)
         with closing(dead.browse(limit=MOST, progress=job.progress)) as messages:  # type: ignore[type-var]
@@ -295,8 +311,12 @@ class Operations:
                 if job.stop.is_set():
                     return
         reading.total = max(reading.total, there)
+        summary = reading.summary()
         with self._lock:
+            self._summaries[job.queue] = summary
             self._readings.pop(job.queue, None)
+            if alone and len(self._readings) >= _READINGS:
+                return
             self._readings[job.queue] = reading
             while len(self._readings) > _READINGS:
                 del self._readings[next(iter(self._readings))]
@@ -335,6 +355,7 @@ class Operations:
                 if changes:
                     with self._lock:
                         self._readings.pop(job.queue, None)
+                        self._summaries.pop(job.queue, None)
                         self._tried_alone.discard(job.queue)
                     self._source.changed()
                 self._note_end(job, {**entry, **result})

@@ -369,10 +369,8 @@ class Pages:
             depth = depths.get(name)
             if depth is not None:
                 self._operations.read_alone(name, depth)
-            reading = self._operations.reading(name)
-            groups = [] if reading is None else reading.groups(reading.letters)
             jobs = self._operations.jobs.of(name)
-            rows.append({"name": name, "depth": depth, "reading": reading, "groups": groups[:1], "jobs": jobs})
+            rows.append({"name": name, "depth": depth, "summary": self._operations.summary(name), "jobs": jobs})
         return rows, problem
 
     def _letters_view(self, reading: QueueReading, choice: Choice, page: int, all_groups: bool) -> dict[str, Any]:
