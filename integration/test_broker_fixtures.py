@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NoReturn
 
 import docker
@@ -125,6 +126,23 @@ def test_a_paused_broker_accepts_connections_and_says_nothing(private_broker: Ra
             connection.recv(1)
     private_broker.unpause()
     private_broker.wait_ready(timeout=10)
+
+
+def test_a_broker_that_falls_silent_ends_a_wait(private_vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reliable_mq.testing.virtual_host._HEARTBEAT", 1)
+    publish(private_vhost, "orders", ["1"])
+    broker = private_vhost.broker
+
+    with ThreadPoolExecutor(1) as pool:
+        wait = pool.submit(private_vhost.wait_for_consumers, "orders", 1, timeout=60)
+        wait_until(lambda: "<<" in open_connections(private_vhost), timeout=10, what="the connection of the wait")
+        broker.pause()
+        try:
+            error = wait.exception(timeout=40)
+        finally:
+            broker.unpause()
+
+    assert isinstance(error, pika.exceptions.AMQPHeartbeatTimeout)
 
 
 def test_a_broker_that_waits_for_the_disk_can_be_frozen(private_broker: RabbitMQ) -> None:
@@ -253,15 +271,12 @@ def test_closed_connections_are_counted_though_output_is_lost(
         lost.add(command)
         with pytest.raises(pika.exceptions.ConnectionClosedByBroker):
             connection.process_data_events(time_limit=10)
-        wait_until(lambda: still_open() == "[]", timeout=10, what="the connection is closed")
+        wait_until(lambda: open_connections(vhost) == "[]", timeout=10, what="the connection is closed")
         return ""
-
-    def still_open() -> str:
-        return vhost.broker.evaluate(f'rabbit_connection_tracking:list(<<"{vhost.name}">>)')
 
     monkeypatch.setattr(vhost.broker, "execute", loses_first_output)
     connection = vhost.connect()
-    wait_until(lambda: still_open() != "[]", timeout=10, what="the broker knows of the connection")
+    wait_until(lambda: open_connections(vhost) != "[]", timeout=10, what="the broker knows of the connection")
     assert vhost.close_connections() == 1
     assert lost
 
@@ -441,6 +456,10 @@ def test_the_fault_proxy_stands_before_a_broker(vhost: VirtualHost, fault_proxy:
     with pika.BlockingConnection(pika.URLParameters(proxy.url)) as connection:
         assert connection.is_open
         assert proxy.connections == 1
+
+
+def open_connections(vhost: VirtualHost) -> str:
+    return vhost.broker.evaluate(f'rabbit_connection_tracking:list(<<"{vhost.name}">>)')
 
 
 def fail(_: object) -> NoReturn:

@@ -114,6 +114,7 @@ class Audit:
 
         Raises:
             TimeoutError: If a queue is not empty after `timeout`. The message has the counts.
+            pika.exceptions.AMQPHeartbeatTimeout: If the broker is silent for about 40 s.
         """
         deadline = time.monotonic() + timeout
         while True:

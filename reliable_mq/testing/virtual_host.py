@@ -58,6 +58,7 @@ begin
     rabbit_connection_tracking_handler:close_connections(Open, base64:decode_to_string("{reason}"), 0)
 end
 """
+_HEARTBEAT: Final = 15  # seconds; a broker that is silent for about 40 s ends the connection
 _COUNTED: Final = re.compile(r'\{<<"([^"]*)">>,(\d+)\}')
 
 
@@ -105,8 +106,9 @@ class VirtualHost:
     def connect(self, **parameters: Any) -> Any:
         """Return a ``pika.BlockingConnection``, in a cluster to a running node.
 
-        The connection has no heartbeat, because a test that blocks in another call would lose it. Every blocking step
-        has a timeout of 30 s. `parameters` override these attributes of pika's ``URLParameters``.
+        The connection is opened within 30 s. It has no heartbeat, because a test that blocks in another call would lose
+        it. Therefore, a call waits without limit for a broker that is silent, for example paused, unless `parameters`
+        has ``heartbeat``. They override these attributes of pika's ``URLParameters``.
         """
         settings = pika.URLParameters(self.broker.reachable_url_of(self.name))
         settings.heartbeat = 0
@@ -158,12 +160,15 @@ class VirtualHost:
 
         A queue that does not exist is empty. The id of a message without one is ``"<no message id>"``. Blocks until no
         message is ready, but at most about `timeout` seconds.
+
+        Raises:
+            pika.exceptions.AMQPHeartbeatTimeout: If the broker is silent for about 40 s.
         """
         taken: list[str] = []
         if self.queue(queue) is None:
             return taken
         deadline = time.monotonic() + timeout
-        with self.connect() as connection:
+        with self.connect(heartbeat=_HEARTBEAT) as connection:
             channel = connection.channel()
             channel.basic_qos(prefetch_count=1000)
             last_tag = acked = 0
@@ -189,9 +194,13 @@ class VirtualHost:
         return taken
 
     def bodies(self, queue: str) -> list[tuple[str, bytes]]:
-        """Take all ready messages of a queue. Return their ids and bodies in order."""
+        """Take all ready messages of a queue. Return their ids and bodies in order.
+
+        Raises:
+            pika.exceptions.AMQPHeartbeatTimeout: If the broker is silent for about 40 s.
+        """
         found: list[tuple[str, bytes]] = []
-        with self.connect() as connection:
+        with self.connect(heartbeat=_HEARTBEAT) as connection:
             channel = connection.channel()
             while True:
                 method, properties, body = channel.basic_get(queue, auto_ack=True)
@@ -216,6 +225,7 @@ class VirtualHost:
         """Block until a queue has exactly `count` consumers.
 
         Raises:
+            pika.exceptions.AMQPHeartbeatTimeout: If the broker is silent for about 40 s.
             TimeoutError: If it does not within `timeout` seconds.
         """
         self._wait_for("consumer_count", queue, count, timeout)
@@ -224,13 +234,14 @@ class VirtualHost:
         """Block until a queue has exactly `count` ready messages, without unacked ones.
 
         Raises:
+            pika.exceptions.AMQPHeartbeatTimeout: If the broker is silent for about 40 s.
             TimeoutError: If it does not within `timeout` seconds.
         """
         self._wait_for("message_count", queue, count, timeout)
 
     def _wait_for(self, what: str, queue: str, count: int, timeout: float) -> None:
         seen = -1
-        with self.connect() as connection:
+        with self.connect(heartbeat=_HEARTBEAT) as connection:
             channel = connection.channel()
 
             def reached() -> bool:
