@@ -14,6 +14,7 @@ import docker
 import pika
 import pytest
 from docker.errors import NotFound
+from docker.models.containers import Container
 
 from integration.support.baseline import back_to_baseline
 from integration.support.lossy import LossyProxy
@@ -279,6 +280,26 @@ def test_closed_connections_are_counted_though_output_is_lost(
     wait_until(lambda: open_connections(vhost) != "[]", timeout=10, what="the broker knows of the connection")
     assert vhost.close_connections() == 1
     assert lost
+
+
+@pytest.mark.parametrize("step", ["put_archive", "start"])
+def test_an_interrupted_launch_leaves_no_container(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    def interrupted(container: Container, *_: object) -> NoReturn:
+        made.append(container)
+        raise KeyboardInterrupt
+
+    made: list[Container] = []
+    broker = RabbitMQ()
+    monkeypatch.setattr(Container, step, interrupted)
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            broker.launch()
+
+    assert len(made) == 2
+    for container in made:
+        with pytest.raises(NotFound):
+            container.reload()
 
 
 @pytest.mark.soak

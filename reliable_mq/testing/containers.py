@@ -138,15 +138,14 @@ class ContainedServer(ABC):
                     ports={f"{inside}/tcp": (bind, outside) for inside, outside in self._ports.items()},
                     **options,
                 )
-                self.put_files(files or {})
                 try:
+                    self.put_files(files or {})
                     self._container.start()
                     break
-                except APIError as error:
+                except BaseException as error:
+                    self.remove()
                     # Another process may have bound one of the ports after it was found free.
-                    self._container.remove(force=True, v=True)
-                    self._container = None
-                    if attempt == _START_ATTEMPTS - 1 or "port" not in str(error):
+                    if not isinstance(error, APIError) or attempt == _START_ATTEMPTS - 1 or "port" not in str(error):
                         raise
         except DockerException as error:
             raise LabError(f"docker cannot start a container of {image}: {error}") from error
