@@ -259,6 +259,15 @@ def test_an_alarm_that_nobody_saw_is_cleared(private_broker: RabbitMQ, monkeypat
     assert not private_broker.management.alarmed()
 
 
+def test_an_alarm_outlives_a_start_that_changes_nothing(private_broker: RabbitMQ) -> None:
+    private_broker.alarm("memory")
+    private_broker.start()
+
+    private_broker.heal()
+
+    assert not private_broker.management.alarmed()
+
+
 def test_closed_connections_are_counted_though_output_is_lost(
     vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:

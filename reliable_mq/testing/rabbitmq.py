@@ -195,7 +195,8 @@ class RabbitMQ(ContainedServer):
         Raises:
             TimeoutError: If the broker does not answer within `timeout`. The message has the end of the log.
         """
-        self._alarms.clear()  # they end with the process
+        if self.status() == "exited":
+            self._alarms.clear()  # they ended with the process
         super().start(timeout=timeout)
 
     def alarm(self, kind: Alarm) -> None:
