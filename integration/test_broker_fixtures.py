@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import socket
 import subprocess
 import sys
 import threading
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 import docker
@@ -19,7 +21,7 @@ from docker.models.containers import Container
 from integration.support.baseline import back_to_baseline
 from integration.support.lossy import LossyProxy
 from reliable_mq.errors import LabError
-from reliable_mq.testing import Audit, RabbitMQ, containers
+from reliable_mq.testing import Audit, RabbitMQ, containers, fixtures
 from reliable_mq.testing.containers import OWNER_LABEL, is_orphan, owner, remove_leftovers
 from reliable_mq.testing.management import Management, ManagementAPIError
 from reliable_mq.testing.waiting import wait_until
@@ -89,6 +91,19 @@ def test_a_deleted_virtual_host_is_gone(broker: RabbitMQ, new_vhost: Callable[[R
     with pytest.raises(ManagementAPIError, match="404"):
         vhost.delete()
     vhost.create()  # for the fixture to delete
+
+
+def test_a_virtual_host_that_is_gone_keeps_no_other(broker: RabbitMQ) -> None:
+    fixture = contextmanager(inspect.unwrap(fixtures.new_vhost))()
+    new_vhost = fixture.__enter__()
+    made = [new_vhost(broker) for _ in range(3)]
+    made[1].delete()
+
+    with pytest.raises(ManagementAPIError, match="404"):
+        fixture.__exit__(None, None, None)
+
+    left = {each["name"] for each in broker.management.call("GET", "vhosts")}
+    assert left.isdisjoint(vhost.name for vhost in made)
 
 
 def test_a_killed_broker_returns_at_its_address_with_messages(private_vhost: VirtualHost) -> None:

@@ -111,18 +111,16 @@ def rabbitmq_cluster(_session_rabbitmq_cluster: RabbitMQCluster) -> Iterator[Rab
 @pytest.fixture
 def new_vhost() -> Iterator[Callable[[RabbitMQ | RabbitMQCluster], VirtualHost]]:
     """Return a function that creates virtual hosts, which are deleted after the test."""
-    made: list[VirtualHost] = []
+    with ExitStack() as made:
 
-    def make(broker: RabbitMQ | RabbitMQCluster) -> VirtualHost:
-        virtual_host = testing.VirtualHost(broker, f"test-{uuid.uuid4().hex[:12]}")
-        virtual_host.create()
-        made.append(virtual_host)
-        return virtual_host
+        def make(broker: RabbitMQ | RabbitMQCluster) -> VirtualHost:
+            virtual_host = testing.VirtualHost(broker, f"test-{uuid.uuid4().hex[:12]}")
+            virtual_host.create()
+            made.callback(virtual_host.delete)
+            made.callback(broker.heal)
+            return virtual_host
 
-    yield make
-    for virtual_host in made:
-        virtual_host.broker.heal()
-        virtual_host.delete()
+        yield make
 
 
 @pytest.fixture
