@@ -10,7 +10,7 @@ message id, from any thread. At the end, the audit drains the queues with plain 
     audit.close()
 
 - *lost*: confirmed, but never drained. There must be none.
-- *unexpected*: drained, but never attempted. There must be none.
+- *unexpected*: drained or with an effect, but never attempted. There must be none.
 - *duplicated*: drained more than once. Allowed after an unknown outcome, and counted.
 - *recovered*: neither confirmed nor failed, but drained. Allowed, and counted.
 - *refuted*: reported as failed, but drained. Allowed if an earlier send had an unknown outcome, and counted.
@@ -158,7 +158,7 @@ class Audit:
                 left=len(self._left.keys() - self._dead_lettered.keys() - self._handled.keys()),
                 drained=len(drained),
                 lost=frozenset(self._confirmed - drained.keys()),
-                unexpected=frozenset(drained.keys() - self._attempted),
+                unexpected=frozenset((drained.keys() | self._effects.keys()) - self._attempted),
                 duplicated=frozenset(m for m, times in drained.items() if times > 1),
                 recovered=frozenset(unknown & drained.keys()),
                 refuted=frozenset(self._failed & drained.keys()),

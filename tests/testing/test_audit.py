@@ -61,6 +61,18 @@ def test_a_message_that_nobody_published_is_unexpected() -> None:
         balance.check()
 
 
+def test_an_effect_of_a_message_nobody_published_is_unexpected() -> None:
+    made = account(attempted="a", handled="a")
+    made.effect("a")
+    made.effect("b")
+
+    balance = made.balance()
+
+    assert balance.unexpected == {"b"}
+    with pytest.raises(AssertionError, match=r"unexpected: b$"):
+        balance.check(effects_once=True)
+
+
 def test_an_unknown_outcome_whose_message_arrived_is_recovered() -> None:
     balance = account(attempted="ab", confirmed="a", handled="ab").balance()
 
