@@ -27,6 +27,7 @@ from itertools import pairwise
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
+from reliable_mq.errors import PublishError
 from reliable_mq.testing.audit import Audit, first_few
 
 if TYPE_CHECKING:
@@ -169,12 +170,18 @@ class History:
     def during(
         self, kind: OperationKind, message_id: str, *, by: str = "", timeout: float = math.inf
     ) -> Iterator[Operation]:
-        """Record the block as an operation, which fails if the block raises an exception."""
+        """Record the block as an operation, which fails if the block raises an exception.
+
+        The outcome of a publish is unknown after an exception, unless it is a ``PublishError`` without
+        ``may_have_arrived``.
+        """
         operation = self.begin(kind, message_id, by=by, timeout=timeout)
         try:
             yield operation
-        except BaseException:
-            operation.end(OperationOutcome.FAILED)
+        except BaseException as error:
+            refused = isinstance(error, PublishError) and not error.may_have_arrived
+            certain = refused or kind is not OperationKind.PUBLISH
+            operation.end(OperationOutcome.FAILED if certain else OperationOutcome.UNKNOWN)
             raise
         operation.end()
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reliable_mq.errors import PublishNacked, PublishUnconfirmed
 from reliable_mq.testing.history import History, OperationKind, OperationOutcome
 
 
@@ -130,6 +131,25 @@ def test_a_handler_that_failed_has_handled_nothing(story: Story) -> None:
 
     with pytest.raises(AssertionError, match=r"lost: a$"):
         story.history.result().check()
+
+
+@pytest.mark.parametrize(
+    ("error", "failed"),
+    [
+        (PublishNacked("it was nacked"), 1),
+        (PublishUnconfirmed("not within 30 s", sent=False), 1),
+        (PublishUnconfirmed("not within 30 s"), 0),
+        (KeyboardInterrupt(), 0),
+    ],
+)
+def test_a_publish_fails_only_if_the_broker_does_not_have_it(story: Story, error: BaseException, failed: int) -> None:
+    with pytest.raises(type(error)), story.history.during(OperationKind.PUBLISH, "a"):
+        raise error
+    story.handle("a", 2)
+
+    balance = story.history.result().balance
+
+    assert (balance.failed, len(balance.refuted), len(balance.recovered)) == (failed, failed, 1 - failed)
 
 
 def test_a_block_that_ends_well_has_handled_it(story: Story) -> None:
