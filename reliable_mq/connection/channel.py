@@ -219,11 +219,20 @@ class SetupRunner:
         done: A callable for the generator's result, or the exception that ended it. It is called exactly once, unless
             the runner is dropped.
         answered: A callable that is called at every reply of the broker.
+        in_line: A callable that returns whether the steps wait behind work that has a time limit of its own.
+
+    Attributes:
+        in_line: The argument.
     """
 
     def __init__(
-        self, generator: StepGenerator, done: Callable[[Any], None], answered: Callable[[], None] | None = None
+        self,
+        generator: StepGenerator,
+        done: Callable[[Any], None],
+        answered: Callable[[], None] | None = None,
+        in_line: Callable[[], bool] = lambda: False,
     ) -> None:
+        self.in_line = in_line
         self._generator = generator
         self._done: Callable[[Any], None] | None = done
         self._answered = answered
@@ -350,14 +359,16 @@ class StepQueue:
         """Whether steps are running."""
         return bool(self._runners)
 
-    def add(self, generator: StepGenerator, done: Callable[[Any], None]) -> None:
+    def add(self, generator: StepGenerator, done: Callable[[Any], None], in_line: Callable[[], bool]) -> None:
         """Perform steps after those of earlier calls, never from inside this call.
 
         Args:
             generator: The generator that yields the steps.
             done: A callable for the generator's result, or the exception that ended it. It is called exactly once.
+            in_line: A callable that returns whether the steps wait behind work that has a time limit of its own, and so
+                may take longer.
         """
-        self._runners.append(SetupRunner(generator, partial(self._ended, done), self._answered))
+        self._runners.append(SetupRunner(generator, partial(self._ended, done), self._answered, in_line))
         if len(self._runners) == 1:
             self._loop.call_soon(self._start)
 
@@ -395,7 +406,7 @@ class StepQueue:
         self._timer = self._loop.call_later(seconds, partial(self._on_timeout, waited + seconds))
 
     def _on_timeout(self, waited: float) -> None:
-        if self._is_blocked():
+        if self._is_blocked() or self._runners[0].in_line():
             self._set_timer(self._usual)
         elif (limit := self._runners[0].time_to_answer(self._usual)) > waited:
             self._set_timer(limit - waited, waited)

@@ -173,18 +173,18 @@ class Connector:
 
     # -- calls of the client -------------------------------------------------------------------------------------------
 
-    def run(self, generator: StepGenerator, done: Callable[[Any], None]) -> None:
+    def run(self, generator: StepGenerator, done: Callable[[Any], None], in_line: Callable[[], bool]) -> None:
         """Perform steps on the ready channel, after those of earlier calls.
 
         Args:
-            generator: The generator that yields the steps, as for a set-up. The broker closes the channel over a step
-                that it refuses.
+            generator: A generator of steps, as for a set-up. The broker closes the channel over a step that it refuses.
             done: A callable for the generator's result, or for the exception that ended it: the generator's own, or
                 BrokerUnavailable if no channel was ready or it was lost meanwhile (then ``lost`` follows). It is called
                 exactly once, never from inside this call.
+            in_line: A callable that returns whether the steps wait behind work that has a time limit of its own.
         """
         if self._state is ConnectionState.READY:
-            self._runs.add(generator, partial(self._notify, done))
+            self._runs.add(generator, partial(self._notify, done), in_line)
         else:
             generator.close()
             self._loop.call_soon(partial(self._notify, done, BrokerUnavailable("no channel is open")))

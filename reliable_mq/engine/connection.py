@@ -110,9 +110,11 @@ class BaseConnection:
         """Run `fn` in `delay` seconds, unless the loop ends first."""
         raise NotImplementedError
 
-    def run(self, generator: StepGenerator, done: Callable[[Any], None]) -> None:
+    def run(
+        self, generator: StepGenerator, done: Callable[[Any], None], in_line: Callable[[], bool] = lambda: False
+    ) -> None:
         """Perform steps on the ready channel, as `Connector.run` does."""
-        self._connector.run(generator, done)
+        self._connector.run(generator, done, in_line)
 
     def discard(self, reason: str) -> None:
         """Abort the connection with its doubtful channel. ``lost`` and a reconnect follow."""

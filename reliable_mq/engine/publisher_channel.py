@@ -465,7 +465,8 @@ class BasePublisherChannel(BaseChannel[P]):
                 io.write(data)
             if session.round_trip_due(now):
                 session.round_trip_begun(now)
-                io.run(round_trip(), self._round_trip_ended)
+                # It waits behind the publishes on the wire, which the confirm timeout limits.
+                io.run(round_trip(), self._round_trip_ended, lambda: session.on_wire > 0)
         self._settle()
         self._wakeup.set(session.next_wakeup(), now, self._io.call_later)
 

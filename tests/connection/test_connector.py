@@ -409,7 +409,7 @@ class ConnectorMachine(RuleBasedStateMachine):
             return "done"
 
         self.runs.append(None)
-        self.call(self.connector.run, steps(), partial(self._ran, len(self.runs) - 1))
+        self.call(self.connector.run, steps(), partial(self._ran, len(self.runs) - 1), lambda: False)
         assert self.runs[-1] is None, "reported from inside the call"
 
     def _ran(self, index: int, outcome: object) -> None:

@@ -63,7 +63,7 @@ def counts(number: int) -> Generator[Step, Any, int]:
 
 def test_every_step_has_the_whole_time_for_its_reply() -> None:
     broker, outcomes = Broker(), list[object]()
-    broker.steps.add(counts(3), outcomes.append)
+    broker.steps.add(counts(3), outcomes.append, lambda: False)
     for _ in range(3):
         broker.wait(0.9 * LIMIT)
         broker.reply(QueueState("orders", 0, 0))
@@ -74,10 +74,21 @@ def test_every_step_has_the_whole_time_for_its_reply() -> None:
 
 def test_a_step_without_a_reply_discards_the_connection() -> None:
     broker, outcomes = Broker(), list[object]()
-    broker.steps.add(counts(2), outcomes.append)
+    broker.steps.add(counts(2), outcomes.append, lambda: False)
     broker.wait(0.9 * LIMIT)
     broker.reply(QueueState("orders", 0, 0))
     broker.wait(0.9 * LIMIT)
     assert broker.discarded == []
     broker.wait(0.2 * LIMIT)
+    assert broker.discarded == ["the broker did not answer within 10 s"]
+
+
+def test_steps_in_line_behind_other_work_may_take_longer() -> None:
+    broker, waiting = Broker(), [True]
+    broker.steps.add(counts(1), lambda _: None, lambda: bool(waiting))
+    for _ in range(3):
+        broker.wait(LIMIT)
+    assert broker.discarded == []
+    waiting.clear()
+    broker.wait(LIMIT)
     assert broker.discarded == ["the broker did not answer within 10 s"]

@@ -118,6 +118,25 @@ def test_a_broker_silent_within_the_grace_confirms_nothing(broker: ScriptedBroke
 
 
 @pytest.mark.slow
+def test_a_slow_broker_keeps_its_connection_within_the_grace(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    """It answers the round trip behind a hundred publishes, and confirms each of them."""
+
+    def script(published: Published) -> None:
+        time.sleep(0.02)
+        acking(published)
+
+    broker.script = script
+    broker.missing = {"slow-new"}
+    with new_publisher(topology=topology("slow-new"), new_queue_grace=SHORT, connect_timeout=1.0) as publisher:
+        publisher.connect()
+        confirmations = submit(publisher, *["slow-new"] * 120)
+        assert {confirmation.result(30).attempts for confirmation in confirmations} == {1}
+    assert len(broker.connections) == 1
+
+
+@pytest.mark.slow
 def test_an_original_stays_while_its_dead_letter_is_provisional(
     broker: ScriptedBroker, new_consumer: NewConsumer
 ) -> None:
