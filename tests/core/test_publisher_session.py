@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from reliable_mq.core.publisher import channel_trust
 from reliable_mq.core.publisher import session as module
 from reliable_mq.core.publisher.publication import BrokerReply, Outcome, Publication
 from reliable_mq.errors import PublishBlocked, PublishRefused, PublishReturned
@@ -703,12 +704,13 @@ def test_a_queue_that_never_confirms_costs_one_channel(shell: Shell) -> None:
     shell.lose()
     pass_over(shell, 120.0, "stuck")
     assert not shell.session.channel_in_doubt(240.0)
+    shell.ack(1, now=240.0)  # too late
     shell.lose()
-    pass_over(shell, 240.0, "also stuck")
+    pass_over(shell, 240.0, "stuck", "also stuck")
     assert not shell.session.channel_in_doubt(360.0)
     (confirmed,) = shell.accept("in time", at=360.0, routing_key="stuck")
     shell.send(now=360.0)
-    shell.ack(3, now=370.0)
+    shell.ack(4, now=370.0)
     assert confirmed.outcome is Outcome.CONFIRMED
     shell.lose()
     pass_over(shell, 370.0, "also stuck")
@@ -718,22 +720,53 @@ def test_a_queue_that_never_confirms_costs_one_channel(shell: Shell) -> None:
     assert shell.session.channel_in_doubt(610.0), "it did confirm in the meantime"
 
 
+def test_a_destination_costs_another_channel_after_a_while(shell: Shell) -> None:
+    """Its queue may have a leader again, and its confirms may be lost on this channel."""
+    shell.lose()
+    pass_over(shell, 0.0, "stuck")
+    assert shell.session.channel_in_doubt(120.0)
+    shell.lose()
+    pass_over(shell, 590.0, "stuck")
+    assert not shell.session.channel_in_doubt(710.0)
+    shell.lose()
+    pass_over(shell, 600.0, "stuck")
+    assert shell.session.channel_in_doubt(720.0)
+
+
+def test_many_destinations_hide_lost_confirms_for_a_while(shell: Shell) -> None:
+    """Each message to a topic exchange may have its own routing key."""
+    shell.lose()
+    pass_over(shell, 0.0, *(f"order.{number}" for number in range(channel_trust._MAX_BLAMED + 1)))
+    assert shell.session.channel_in_doubt(120.0)
+    shell.lose()
+    assert len(shell.session._trust._blamed) == channel_trust._MAX_BLAMED
+    pass_over(shell, 590.0, "deaf")
+    assert not shell.session.channel_in_doubt(710.0)
+    shell.lose()
+    pass_over(shell, 600.0, "deaf")
+    assert shell.session.channel_in_doubt(720.0)
+
+
 def test_what_was_as_late_costs_no_second_channel(shell: Shell) -> None:
     """A channel in doubt blames every destination left unconfirmed for as long."""
     (slower,) = shell.accept("slower", routing_key="slower", timeout=200.0)
     shell.accept("stuck", routing_key="stuck")
     shell.accept("quick")
     shell.send()
+    shell.accept("younger", at=100.0, routing_key="younger")
+    shell.send(now=100.0)
     shell.ack(3, now=100.0)
     shell.session.tick(120.0)
     shell.lose()
     shell.reopen(now=120.0)
     shell.accept("quick again", at=120.0)
     shell.send(now=120.0)
-    shell.ack(2, now=190.0)
+    shell.ack(3, now=190.0)
     shell.session.tick(200.0)
     assert slower.outcome is Outcome.UNKNOWN
     assert not shell.session.channel_in_doubt(200.0)
+    shell.session.tick(220.0)
+    assert shell.session.channel_in_doubt(220.0), "the last channel owed it for less time"
 
 
 @pytest.mark.parametrize("case", ["sent of late", "nothing later is settled", "blocked", "left by its caller"])

@@ -50,6 +50,7 @@ MAX_ATTEMPTS = 2
 ONCE_EVERY = 4  # one publish in this many is tried only once
 GRACE = 2.0
 ROUND_TRIPS, PAUSE = 7, GRACE / 8
+BLAMED_FOR = 20 * CONFIRM_TIMEOUT
 WATCHED = (ROUND_TRIPS - 1) * PAUSE
 TIMEOUTS = st.sampled_from([None, None, None, 5.0, 500.0])
 MISSING = "missing"  # the exchange that NO_EXCHANGE names
@@ -136,7 +137,7 @@ class PublishingMachine(RuleBasedStateMachine):
         self.disconnected: str | None = "no attempt to connect has ended yet"
         self.again: list[Expected] = []  # unsettled at a channel loss and not sent since, in sending order
         self.last_first_send = -1
-        self.blamed: set[tuple[str, str]] = set()  # destinations that cost a channel
+        self.blamed: dict[tuple[str, str], float] = {}  # destinations that cost a channel, and when
         self.settled: Counter[Publication] = Counter()
         self.stale = 0
         self.stray = 0
@@ -337,16 +338,16 @@ class PublishingMachine(RuleBasedStateMachine):
     def expire_on_wire(self, expected: Expected) -> None:
         """Blame the destination of an old publish that the broker has passed over.
 
-        Each destination costs one channel.
+        Each destination costs one channel in `BLAMED_FOR` seconds.
         """
         channel = self.channel
         if channel is None or self.connection_blocked or expected not in channel.on_wire:
             return
         tag = next(tag for tag in channel.unconfirmed if channel.sent[tag - 1] is expected)
         long_ago = self.now - expected.sent_at >= CONFIRM_TIMEOUT
-        if long_ago and tag < channel.settled_through and expected.destination not in self.blamed:
-            self.blamed.add(expected.destination)
-            channel.passed_over_at = min(channel.passed_over_at, self.now)
+        to_blame = self.now - self.blamed.get(expected.destination, -inf) >= BLAMED_FOR
+        if long_ago and tag < channel.settled_through and to_blame and channel.passed_over_at == inf:
+            channel.passed_over_at = self.blamed[expected.destination] = self.now
 
     @property
     def provisional(self) -> list[Expected]:
@@ -454,7 +455,7 @@ class PublishingMachine(RuleBasedStateMachine):
             expected.nacks += not ack
             if expected.outcome is not None:
                 continue
-            self.blamed.discard(expected.destination)
+            self.blamed.pop(expected.destination, None)
             if expected in channel.returned:
                 expected.outcome = Outcome.RETURNED
             elif ack and self.proven < self.new_since(expected) + GRACE and not expected.unroutable:
@@ -556,7 +557,7 @@ class PublishingMachine(RuleBasedStateMachine):
         unsettled = [expected for expected in on_wire if expected.outcome is None]
         if channel.passed_over_at < inf:
             long_ago = [one for one in on_wire if one.sent_at + CONFIRM_TIMEOUT <= channel.passed_over_at]
-            self.blamed.update(one.destination for one in long_ago)
+            self.blamed.update((one.destination, channel.passed_over_at) for one in long_ago)
         blames = reply in (NO_EXCHANGE, FRAME_ERROR)
         named = [one for one in on_wire if one.publication.exchange == MISSING] if reply is NO_EXCHANGE else []
         self.mark_doubt(on_wire, named, alone=blames and len(on_wire) == 1)

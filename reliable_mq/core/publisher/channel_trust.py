@@ -14,23 +14,26 @@ is the only cure:
 
 Publishes on the wire of a channel in doubt are published again, and can arrive twice. A queue that has no leader, or is
 slower than the deadline of its publishes, passes over publishes on every channel. Therefore, its destination (exchange
-and routing key) costs one channel only, until the broker settles a publish to it in time.
+and routing key) costs one channel only, until the broker settles a publish to it in time. This blame lapses after 20
+confirm timeouts: the queue may have a leader again, and its confirms may be lost on this channel.
 
 The trust is that of one channel at a time. ``now`` is the monotonic clock of the caller, in seconds.
 
 Invariants of `ChannelTrust`:
 
 - A new channel is trusted for a whole confirm timeout, whichever publishes expire.
-- No destination is to blame for two channels, except if a publish to it was settled in time between them. Those that
-  are to blame are the destination of the publish passed over, and those of all that were on the wire for as long.
+- No destination is to blame for two channels, except if a publish to it was settled in time between them, or the blame
+  has lapsed. Those that are to blame are the destination of the publish passed over, and those of all that were on the
+  wire for as long.
 - An ack renews the trust: the confirm timeout of nacks only is counted from the next nack.
 - Nothing more is published on a channel that is to be opened anew, so that its last confirms come before its end.
 - Every operation is O(1) for each publish, and settling costs nothing while no destination is to blame.
-- Memory is bounded: with 1024 destinations to blame, no further one costs a channel.
+- Memory is bounded: with 1024 destinations to blame, no further one costs a channel until the first blame lapses.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -42,6 +45,7 @@ __all__ = ["ChannelTrust"]
 
 
 _MAX_BLAMED = 1024  # destinations
+_BLAMED_FOR = 20  # confirm timeouts
 
 
 class ChannelTrust:
@@ -58,7 +62,8 @@ class ChannelTrust:
         self.reopening = False  # whether the channel is being closed for its nacks
         self.passed_over: Publication | None = None  # the first publish on the channel that was passed over
         self._passed_over_at = 0.0
-        self._blamed: set[tuple[str, str]] = set()  # destinations that have cost a channel and were not settled since
+        #: Destinations that have cost a channel and were not settled since, with the time of that, the oldest first.
+        self._blamed: OrderedDict[tuple[str, str], float] = OrderedDict()
 
     # Events
 
@@ -73,17 +78,22 @@ class ChannelTrust:
         """Blame all that the channel owed for as long as the publish that was passed over."""
         if self.passed_over is not None:
             sent_before = self._passed_over_at - self._confirm_timeout
-            self._blamed.update(_destination(one) for one in lost if one.sent_at <= sent_before)
+            for one in lost:
+                if one.sent_at <= sent_before:
+                    self._blame(_destination(one))
             self.passed_over = None
 
     def expired(self, publication: Publication, settled_through: int, now: float) -> None:
         """Record a publish that expires on the wire, and the latest tag that is settled."""
         overdue = now - publication.sent_at >= self._confirm_timeout and publication.tag < settled_through
+        if not overdue or self.passed_over is not None:
+            return
+        while self._blamed and now - next(iter(self._blamed.values())) >= _BLAMED_FOR * self._confirm_timeout:
+            self._blamed.popitem(last=False)
         destination = _destination(publication)
-        if overdue and destination not in self._blamed and len(self._blamed) < _MAX_BLAMED:
-            self._blamed.add(destination)
-            if self.passed_over is None:
-                self.passed_over, self._passed_over_at = publication, now
+        if destination not in self._blamed and len(self._blamed) < _MAX_BLAMED:
+            self.passed_over, self._passed_over_at = publication, now
+            self._blame(destination)
 
     def owes_nothing(self, now: float) -> None:
         """Record that no confirm is outstanding."""
@@ -107,7 +117,14 @@ class ChannelTrust:
     def _settled(self, publications: Iterable[Publication], now: float) -> None:
         self._progress_at = now
         if self._blamed:
-            self._blamed.difference_update(_destination(one) for one in publications if one.outcome is None)
+            for one in publications:
+                if one.outcome is None:
+                    self._blamed.pop(_destination(one), None)
+
+    def _blame(self, destination: tuple[str, str]) -> None:
+        self._blamed.pop(destination, None)
+        if len(self._blamed) < _MAX_BLAMED:
+            self._blamed[destination] = self._passed_over_at
 
     # Readings
 
