@@ -164,9 +164,11 @@ def _within(events: set[str], call: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def new_session(max_attempts: int = MAX_ATTEMPTS, grace: float = 0.0) -> PublisherSession[Publication]:
+def new_session(
+    max_attempts: int = MAX_ATTEMPTS, grace: float = 0.0, delays: tuple[float, ...] = DELAYS
+) -> PublisherSession[Publication]:
     return CheckedSession(
-        retry=RetryPolicy(max_attempts, delays=DELAYS),
+        retry=RetryPolicy(max_attempts, delays=delays),
         confirm_timeout=CONFIRM_TIMEOUT,
         delivery_timeout=DELIVERY_TIMEOUT,
         random=random.Random(1),
@@ -177,8 +179,8 @@ def new_session(max_attempts: int = MAX_ATTEMPTS, grace: float = 0.0) -> Publish
 class Shell:
     """A session with a channel, on a clock that starts at 0."""
 
-    def __init__(self, grace: float = 0.0) -> None:
-        self.session = new_session(grace=grace)
+    def __init__(self, grace: float = 0.0, delays: tuple[float, ...] = DELAYS) -> None:
+        self.session = new_session(grace=grace, delays=delays)
         self.new_queues = NewQueues()
         self.new_queues.longest = grace
         self.generation = 0

@@ -944,6 +944,20 @@ def test_publishes_given_up_without_a_channel_do_not_pile_up(shell: Shell) -> No
     assert shell.sent(now=1_000.0) == [str(number) for number in range(991, 1_000)]
 
 
+def test_nacked_publishes_that_are_given_up_do_not_pile_up() -> None:
+    """A delay may be longer than the deadline."""
+    shell = Shell(delays=(3600.0,))
+    for moment in range(1_000):
+        shell.accept(f"{moment}", timeout=10.0, at=float(moment))
+        shell.accept(f"quick {moment}", at=float(moment))
+        shell.send(now=float(moment))
+        shell.nack(2 * moment + 1, now=float(moment))
+        shell.ack(2 * moment + 2, now=float(moment))
+        shell.session.tick(float(moment))
+    assert shell.session.outstanding == 10
+    assert len(shell.session._delayed) <= 2 * 10 + module._DEAD_KEPT
+
+
 def test_the_time_to_the_confirm_is_measured_from_acceptance(shell: Shell) -> None:
     """The latency includes later attempts, and failures do not count."""
     shell.accept("a", "b", "returned")

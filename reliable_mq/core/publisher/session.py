@@ -76,7 +76,7 @@ _NEW = (
 )
 _FOR_EVER = float("inf")
 _NO_LEADER = " (does a quorum queue have no leader? `rabbitmq-queues quorum_status` tells)"
-_DEAD_KEPT = 64  # given-up publishes that may be in the queue before they are removed
+_DEAD_KEPT = 64  # given-up publishes that may be in the queue, or in the heap of delays, before they are removed
 
 
 class PublisherSession(Generic[P]):
@@ -553,6 +553,9 @@ class PublisherSession(Generic[P]):
         self._finish(publication, outcome, confirm_owed=publication.state is _ON_WIRE)
         if len(self._ready) > 2 * len(self._deadlines) + _DEAD_KEPT:
             self._ready = deque(waiting for waiting in self._ready if waiting.outcome is None)
+        if len(self._delayed) > 2 * len(self._deadlines) + _DEAD_KEPT:
+            self._delayed = [entry for entry in self._delayed if entry[2].outcome is None]
+            heapq.heapify(self._delayed)
 
     def _finish(self, publication: P, outcome: Outcome, *, confirm_owed: bool = False) -> None:
         """Settle a publish: set its outcome, count it, and free its place and its id.
