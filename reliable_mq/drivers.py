@@ -10,10 +10,12 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from math import isfinite
 from typing import Any
 
-from reliable_mq.codec import BASIC_PROPERTIES, Properties
+from reliable_mq.codec import BASIC_PROPERTIES, Properties, encode_property
+from reliable_mq.codec.properties import MAX_EXPIRATION_MS
 from reliable_mq.errors import ConfigurationError
 
 __all__ = ["DeliverArguments", "aio_pika_message", "aio_pika_properties", "pika_objects", "pika_properties"]
@@ -28,7 +30,7 @@ def pika_properties(properties: object) -> bytes:
     """Return pika's ``BasicProperties``, or None, encoded as pika sends them.
 
     Raises:
-        ConfigurationError: If ``properties`` is another object, or pika cannot encode one of its values.
+        ConfigurationError: If ``properties`` is another object, or pika or RabbitMQ does not accept one of its values.
     """
     import pika  # noqa: PLC0415
 
@@ -43,7 +45,7 @@ def aio_pika_properties(message: object) -> tuple[bytes, bytes]:
     """Return the body and properties of an aio-pika message as aio-pika sends them.
 
     Raises:
-        ConfigurationError: If ``message`` is another object, or aio-pika cannot encode one of its values.
+        ConfigurationError: If ``message`` is another object, or aio-pika or RabbitMQ does not accept one of its values.
     """
     import aio_pika  # noqa: PLC0415
 
@@ -108,15 +110,31 @@ def aio_pika_message(method: DeliverArguments, raw: bytes, body: bytes) -> Any:
 
 
 def _encoded(driver: str, encode: Callable[[], bytes]) -> bytes:
-    """Return properties encoded by a driver; refuse an expiration that is no number."""
+    """Return properties encoded by a driver, within the limits of RabbitMQ."""
     try:
         raw = encode()
-        expiration = Properties(raw).expiration
+        properties = Properties(raw)
+        expiration, headers = properties.expiration, properties.headers
     except Exception as error:
         raise ConfigurationError(f"{driver} cannot encode the properties: {error!r}") from error
-    if expiration is not None and not expiration.isdecimal():
-        raise ConfigurationError(f"expiration must be a number of milliseconds, not {expiration!r}")
+    if expiration is not None:
+        if not (expiration.isascii() and expiration.isdecimal()):
+            raise ConfigurationError(f"expiration must be a number of milliseconds, not {expiration!r}")
+        if int(expiration) > MAX_EXPIRATION_MS:
+            raise ConfigurationError(f"expiration must be at most ten years in milliseconds, not {expiration!r}")
+    encode_property("headers", {name: headers[name] for name in ("CC", "BCC") if name in headers})
+    for number in _floats(headers):
+        if not isfinite(number):
+            raise ConfigurationError(f"headers hold {number}, over which RabbitMQ closes the connection: leave it out")
     return raw
+
+
+def _floats(value: object) -> Iterator[float]:
+    if isinstance(value, float):
+        yield value
+    elif isinstance(value, (list, Mapping)):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _floats(inner)
 
 
 def _headers(properties: Properties) -> Any:

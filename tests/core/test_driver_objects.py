@@ -110,6 +110,11 @@ def test_a_message_without_an_id_gets_one() -> None:
         (lambda: Message.from_pika(7), "body must be bytes"),  # type: ignore[arg-type]
         (lambda: Message.from_pika(b"", pika.BasicProperties(headers={"a": object()})), "pika cannot encode"),
         (lambda: Message.from_pika(b"", pika.BasicProperties(expiration="soon")), "expiration must be"),
+        (lambda: Message.from_pika(b"", pika.BasicProperties(expiration="315360000001")), "at most ten years"),
+        (lambda: Message.from_pika(b"", pika.BasicProperties(expiration="\u0663")), "expiration must be"),
+        (lambda: Message.from_pika(b"", pika.BasicProperties(headers={"CC": "q"})), "must be a list of routing keys"),
+        (lambda: Message.from_aio_pika(aio_pika.Message(b"", headers={"a": float("nan")})), "hold nan"),
+        (lambda: Message.from_aio_pika(aio_pika.Message(b"", headers={"a": [{"b": float("-inf")}]})), "hold -inf"),
         (lambda: Message.from_aio_pika(b""), "must be an aio_pika.Message, not bytes"),
         (lambda: Message.from_aio_pika(aio_pika.Message(b"", headers={"a": object()})), "aio-pika cannot encode"),  # type: ignore[dict-item]
         (lambda: Message.from_aio_pika(aio_pika.Message(b"", expiration=-1)), "expiration must be"),
