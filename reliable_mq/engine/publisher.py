@@ -382,8 +382,9 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
         if self._channel is None:
             yield from self._open(FOR_EVER, required=True)
             return
+        settings = self._options.settings
         error: ReliableMQError | None = yield self._channel.wait_connected(
-            self._options.settings.first_attempts_timeout
+            settings.first_attempts_timeout, len(settings.endpoints)
         )
         if error is not None:
             raise error

@@ -820,6 +820,19 @@ def test_a_broker_that_was_never_there_is_no_connection_either(new_publisher: Ne
 
 
 @pytest.mark.slow
+def test_connecting_again_tries_every_host(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    """The first host accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"amqp://guest:guest@127.0.0.1:{silent.getsockname()[1]},127.0.0.1:{broker.port}/"
+        with new_publisher(url, connect_timeout=1.0) as publisher:
+            publisher.connect()
+            broker.connection.cut()
+            wait_until(lambda: not publisher.connected, timeout=30, what="the loss")
+            publisher.connect()
+            assert publisher.connected
+
+
+@pytest.mark.slow
 def test_a_first_publish_keeps_its_deadline_behind_later_ones(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
