@@ -29,6 +29,7 @@ class IsolationMachine(RuleBasedStateMachine):
         self.settled: set[int] = set()
         self.culprits: set[int] = set()
         self.group: list[int] = []
+        self.cleared: list[int] = []
         self.probing = False
 
     @precondition(lambda self: not self.probing)
@@ -75,15 +76,32 @@ class IsolationMachine(RuleBasedStateMachine):
         self.isolation.interrupted(self.group)
         self.group = []
 
+    @precondition(lambda self: self.probing)
+    @rule(data=st.data())
+    def group_is_overdue(self, data: st.DataObject) -> None:
+        """Those written are cleared. They are never probed."""
+        written = data.draw(st.integers(0, len(self.group)))
+        self.isolation.overdue = True
+        self.isolation.interrupted(self.group[:written], self.group[written:])
+        self.cleared += self.group[:written]
+        self.group = []
+
     @precondition(lambda self: self.probing and not self.group)
     @rule()
     def next_group(self) -> None:
-        below = self.everyone - self.settled - self.culprits
-        self.group = self.isolation.next_group()
-        assert set(self.group) <= below
-        assert self.group == sorted(self.group)
-        assert self.isolation.active is bool(self.group) is bool(below)
-        self.probing = bool(self.group)
+        below = self.everyone - self.settled - self.culprits - set(self.cleared)
+        group = self.isolation.next_group()
+        assert self.isolation.active is bool(below)
+        if below:
+            assert group
+            assert set(group) <= below
+            assert group == sorted(group)
+            self.group = group
+        else:
+            assert group == self.cleared
+            self.settled.update(group)
+            self.cleared = []
+        self.probing = bool(below)
 
     @invariant()
     def active_while_suspects_are_probed(self) -> None:

@@ -14,6 +14,7 @@ from reliable_mq.core.publisher.publication import BrokerReply, Outcome, Publica
 from reliable_mq.errors import PublishBlocked, PublishRefused, PublishReturned
 from reliable_mq.message import Message
 from tests.core.published import (
+    CONFIRM_TIMEOUT,
     DELAYS,
     DELIVERY_TIMEOUT,
     FORCED,
@@ -351,6 +352,49 @@ def test_a_connection_lost_during_an_isolation_convicts_nobody(shell: Shell) -> 
     assert shell.sent() == ["b"]
     shell.ack(2)
     assert outcomes([a, b]) == [Outcome.CONFIRMED, Outcome.CONFIRMED]
+
+
+def test_a_group_that_is_not_confirmed_delays_others_once(shell: Shell) -> None:
+    """The broker has read the group and closed no channel over it."""
+    (stuck,) = shell.accept("stuck", routing_key="no leader")
+    (culprit,) = shell.accept("culprit", exchange="missing")
+    (other,) = shell.accept("other")
+    shell.send()
+    shell.lose(NO_EXCHANGE, connection=False)
+    shell.reopen()
+    assert shell.sent() == ["stuck"]
+    (new,) = shell.accept("new")
+    assert shell.session.channel_in_doubt(CONFIRM_TIMEOUT)
+    shell.session.abandon_overdue()
+    shell.lose()
+    shell.reopen(now=CONFIRM_TIMEOUT)
+    assert shell.sent(now=CONFIRM_TIMEOUT) == ["other"]
+    shell.ack(1, now=CONFIRM_TIMEOUT)
+    assert shell.sent(now=CONFIRM_TIMEOUT) == ["stuck", "new"]
+    shell.ack(3, now=CONFIRM_TIMEOUT)
+    assert outcomes([stuck, culprit, other, new]) == [None, Outcome.REFUSED, Outcome.CONFIRMED, Outcome.CONFIRMED]
+
+
+def test_groups_that_are_not_confirmed_stay_in_their_order(shell: Shell) -> None:
+    """A group that was not written as a whole keeps the rest as a group."""
+    shell.accept(*"abcdefghi")
+    shell.send()
+    shell.lose(UNKNOWN_ERROR, connection=False)
+    shell.reopen()
+    for written, limit in (("a", 1), ("bc", 1_000_000), ("d", 1)):
+        assert "".join(shell.sent(limit=limit)) == written
+        shell.session.abandon_overdue()
+        shell.lose()
+        shell.reopen()
+    assert shell.sent() == ["e", "f"]
+    shell.lose(UNKNOWN_ERROR, connection=False)
+    shell.reopen()
+    for tag, suspect in enumerate("ef", 1):
+        assert shell.sent() == [suspect]
+        shell.ack(tag)
+    assert shell.sent() == ["g", "h", "i"]
+    shell.ack(5, multiple=True)
+    assert shell.sent() == ["a", "b", "c", "d"]
 
 
 def test_a_publish_that_was_given_up_is_a_suspect_too(shell: Shell) -> None:

@@ -136,6 +136,7 @@ class PublishingMachine(RuleBasedStateMachine):
         self.connection_blocked = False
         self.disconnected: str | None = "no attempt to connect has ended yet"
         self.again: list[Expected] = []  # unsettled at a channel loss and not sent since, in sending order
+        self.cleared: list[Expected] = []  # those that were suspects and not confirmed, in the order of clearing
         self.last_first_send = -1
         self.blamed: dict[tuple[str, str], float] = {}  # destinations that cost a channel, and when
         self.settled: Counter[Publication] = Counter()
@@ -286,7 +287,7 @@ class PublishingMachine(RuleBasedStateMachine):
             for expected in self.channel.on_wire:
                 if expected.publication.once and expected.outcome is None:
                     self.give_up(expected)
-            self.lose(None, connection=True)
+            self.lose(None, connection=True, overdue=True)
         if self.session.reopening_due(self.now):
             self.session.reopening_begun()
             assert not self.session.reopening_due(self.now)
@@ -548,10 +549,11 @@ class PublishingMachine(RuleBasedStateMachine):
     def lose_channel(self, loss: tuple[BrokerReply | None, bool]) -> None:
         self.lose(loss[0], connection=loss[1])
 
-    def lose(self, reply: BrokerReply | None, *, connection: bool) -> None:
+    def lose(self, reply: BrokerReply | None, *, connection: bool, overdue: bool = False) -> None:
         channel = self.channel
         assert channel is not None
-        isolating = reply in (NO_EXCHANGE, FRAME_ERROR) or self.session._bisector.active
+        probing = self.session._bisector.active
+        isolating = reply in (NO_EXCHANGE, FRAME_ERROR) or probing
         self.session.channel_lost(channel.generation, reply, connection=connection, text="reset")
         on_wire = channel.on_wire
         unsettled = [expected for expected in on_wire if expected.outcome is None]
@@ -570,11 +572,19 @@ class PublishingMachine(RuleBasedStateMachine):
             assert named == on_wire, "refused, though the error may have meant others"
             assert all(one.sends and one.publication.exchange == MISSING for one in together)
             self.refuse([*named, *together])
+        if not probing:
+            self.cleared = []
+        elif overdue:
+            self.cleared += unsettled
         if connection:
             unsettled = [*self.lose_provisional(), *unsettled]
             if not isolating:
                 unsettled.sort(key=lambda one: one.sent_last)
         self.again = [*unsettled, *self.again]
+        if probing and overdue:
+            suspects = [one for one in self.again if one.publication.state is PublicationState.SUSPECT]
+            others = [one for one in self.again if one not in suspects and one not in self.cleared]
+            self.again = [*suspects, *self.cleared, *others]
         self.channel = None
         if connection:
             self.connection_blocked, self.disconnected = False, "reset"

@@ -28,15 +28,23 @@ States, and the calls that move between them::
     probing  --closed: as when idle, but-->          a group of those named, all named again: all are culprits;
                                                      a group of the narrowing, none named: one by one
     probing  --interrupted: lost for another reason--> the same group again
+    probing  --interrupted, and overdue-->           the group is cleared, except its unwritten part, which is a group
+
+A group that is not confirmed for the confirm timeout is cleared, since the broker has read it and closed no channel
+over it. Otherwise one queue that does not confirm would stop all publishing until the deadline of its publishes. If the
+broker was frozen, and has read nothing, the search begins again when it closes the channel over the cleared publishes.
 
 Invariants:
 
-- Every suspect is either returned as a culprit, settled by the broker, or in exactly one group. None is forgotten.
-- Groups keep the order of publishing, except that the named publishes come last.
+- Every suspect is either returned as a culprit, settled by the broker, cleared, or in exactly one group. None is
+  forgotten.
+- Groups keep the order of publishing, except that the named publishes come last. So do the cleared publishes, which
+  come after all groups.
 - Several culprits that one error names are found by one further channel close, and a single one without any. A culprit
   that no text names is found by two.
 - The broker processes an innocent publish at most once more than without the error if the text names the culprit, and
-  at most twice more if it does not. A publish behind the culprit is never processed twice.
+  at most twice more if it does not. A publish behind the culprit is never processed twice. A loss for another reason
+  adds to this.
 
 RabbitMQ's text names the exchange, the routing key or the value that it objects to. The texts here are those of
 RabbitMQ 4.0 to 4.3. A long reply text is cut at 255 bytes and ends with three dots. Invariants of `named_by`:
@@ -80,8 +88,10 @@ class ChannelErrorBisector(Generic[T]):
 
     def __init__(self) -> None:
         self.active = False  # True while suspects are probed and nothing else may be published
+        self.overdue = False  # whether the channel is given up because the probed group is not confirmed
         self._groups: list[_Group[T]] = []  # a stack: the next group to probe is last
         self._kind: _Kind = "any"  # the kind of the probed group
+        self._cleared: list[T] = []
 
     def closed(
         self, unsettled: Sequence[T], unwritten: Sequence[T] = (), named: Sequence[T] = (), *, crashed: bool = False
@@ -119,9 +129,18 @@ class ChannelErrorBisector(Generic[T]):
                 self._push(unsettled[start : start + size], "narrowed")
         return culprits
 
-    def interrupted(self, unsettled: Sequence[T]) -> None:
-        """Probe the group again after a loss that blames no publish."""
-        self._push(unsettled, self._kind)
+    def interrupted(self, unsettled: Sequence[T], unwritten: Sequence[T] = ()) -> None:
+        """Probe the group again after a loss that blames no publish, unless it is overdue.
+
+        Args:
+            unsettled: The publishes on the channel, in order.
+            unwritten: The publishes of the probed group that were not written.
+        """
+        if self.overdue:
+            self._cleared += unsettled
+            self._push(unwritten, self._kind)
+        else:
+            self._push([*unsettled, *unwritten], self._kind)
 
     def innocent(self, publications: Sequence[T]) -> None:
         """Publish provisional publishes again, before the next group."""
@@ -130,14 +149,16 @@ class ChannelErrorBisector(Generic[T]):
     def next_group(self) -> list[T]:
         """Return the group to publish alone, until it is settled or the channel is lost.
 
-        The group is empty if no suspects remain, and the bisector is idle.
+        If no suspects remain, the bisector is idle, and the group has the cleared publishes, which need not be alone.
         """
+        self.overdue = False
         if self._groups:
             members, self._kind = self._groups.pop()
             return members
         self.active = False
         self._kind = "any"
-        return []
+        cleared, self._cleared = self._cleared, []
+        return cleared
 
     def _culprits(self, kind: _Kind, unsettled: Sequence[T], everyone: list[T], named: Sequence[T]) -> list[T]:
         if kind == "named" and len(named) == len(everyone):

@@ -13,7 +13,7 @@ Invariants:
 - Every accepted publish is settled exactly once, and ``outcome`` never changes afterwards.
 - A return takes precedence over its ack: a returned publish is never reported as confirmed.
 - Exactly the publishes that were on the wire when the channel was lost are published again, before anything newer and
-  in order, except that those named by the error of the broker come last.
+  in order, except that those named by the error of the broker come last, and after them those that the search cleared.
 - A publish behind the one over which the broker closed the channel was not processed, and is not in doubt.
 - While a channel error is bisected, nothing is published except the probed group.
 - A publish is refused only if it was alone on the closed channel, if it is the only one that the error can mean, or if
@@ -252,7 +252,7 @@ class PublisherSession(Generic[P]):
         crashed = reply is not None and reply.code == INTERNAL_ERROR
         doubted = processed(lost, named) if blames and not crashed else len(lost)
         unsettled: list[P] = []
-        state = _SUSPECT if blames or self._bisector.active else _READY
+        state = _SUSPECT if blames or (self._bisector.active and not self._bisector.overdue) else _READY
         for place, publication in enumerate(lost):
             if publication.state is _ABANDONED:
                 self._release(publication)
@@ -270,7 +270,7 @@ class PublisherSession(Generic[P]):
                     culprit.reply = reply
                     self._finish(culprit, Outcome.REFUSED)
         elif self._bisector.active:
-            self._bisector.interrupted([*unsettled, *unwritten])
+            self._bisector.interrupted(unsettled, unwritten)
         elif connection and self._provisional:
             places = {one: (generation, number) for one, number in zip(lost, numbers, strict=True)}
             self._send_first({one: places[one] for one in unsettled})
@@ -299,7 +299,11 @@ class PublisherSession(Generic[P]):
             self._give_up(publication)
 
     def abandon_overdue(self) -> None:
-        """Settle publishes that are tried once, before a channel in doubt is discarded."""
+        """Settle publishes that are tried once, before a channel in doubt is discarded.
+
+        The others are no suspects any more.
+        """
+        self._bisector.overdue = True
         for publication in self._tracker.outstanding:
             if publication.once and publication.outcome is None:
                 self._give_up(publication)
@@ -491,6 +495,9 @@ class PublisherSession(Generic[P]):
         bisector = self._bisector
         while bisector.active and not len(self._tracker) and all(one.outcome is not None for one in self._probe):
             self._probe = deque(bisector.next_group())
+        if self._probe and not bisector.active:  # the cleared publishes
+            self._ready.extendleft(reversed(self._probe))
+            self._probe.clear()
         return self._probe if bisector.active else self._ready
 
     def _confirm(self, acked: Sequence[P], now: float) -> None:
