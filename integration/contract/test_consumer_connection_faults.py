@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from reliable_mq import Delivery
-    from reliable_mq.testing import Audit, FaultProxyFactory, RabbitMQ, VirtualHost
+    from reliable_mq.testing import Audit, Direction, FaultProxyFactory, Frame, RabbitMQ, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 
@@ -130,6 +130,38 @@ def test_f03_deliveries_of_a_lost_channel_never_reach_a_handler(
     generations = [delivery.source.generation for delivery in handler.begun]
     assert generations == [generations[0]] + [generations[-1]] * 30
     assert all(delivery.redelivered for delivery in handler.begun[1:])
+
+
+def test_a_stop_during_a_set_up_requeues_each_delivery_once(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A handler of the lost channel still runs, so the stop takes time. The new subscription ends at once."""
+    proxy = fault_proxy(vhost.url)
+
+    def keep_answer(_direction: Direction, frame: Frame) -> list[Frame]:
+        if frame.name == "basic.consume":
+            proxy.black_hole("to_client")
+        return [frame]
+
+    with Gate() as gate, caplog.at_level(logging.INFO, "reliable_mq"):
+        handler = Handler(then=gate)
+        with Consumer(proxy.url, ORDERS, handler, reconnect_wait=SOON) as consumer:
+            publish(vhost, "orders", numbered(30))
+            wait_until(lambda: consumer.statistics.delivered == 30, timeout=10, what="30 delivered")
+            handler.wait_begun(1)
+            proxy.refuse_connections()
+            proxy.cut()
+            subscriptions = proxy.seen("basic.consume")
+            proxy.rewrite(keep_answer, "to_broker")
+            proxy.accept_connections()
+            proxy.wait_for(lambda: proxy.seen("basic.consume") > subscriptions, timeout=20)
+            consumer.stop()
+            wait_until(lambda: "stopping consumer" in caplog.text, timeout=20, what="the stop")
+            proxy.resume("to_client")
+            wait_until(lambda: consumer.statistics.requeued >= 30, timeout=20, what="30 requeued")
+            vhost.wait_for_consumers("orders", 0)
+            gate.open()
+    assert consumer.statistics.requeued == 30
 
 
 def test_f04_late_results_settle_nothing_on_the_next_channel(

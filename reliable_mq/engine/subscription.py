@@ -484,7 +484,9 @@ class BaseSubscription(NullListener):
         offset = self.session.stream_offset
         self.session.subscribing(self._options.prefetch)
         following = None if offset is None else offset.following
-        return self._options.setup(server, self.session.lifecycle.consumer_tag, following, self._maker)
+        yield from self._options.setup(server, self.session.lifecycle.consumer_tag, following, self._maker)
+        if self.session.lifecycle.stopping:  # deliveries that it requeues would come back at once
+            yield Cancel(self.session.lifecycle.consumer_tag)
 
     def _resubscribe(self, change: Resubscribe) -> StepGenerator:
         yield Cancel(change.before)

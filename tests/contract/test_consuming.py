@@ -6,6 +6,7 @@ The tests cover acks, retries, dead letters, cancels and closes.
 from __future__ import annotations
 
 import gc
+import logging
 import random
 import struct
 import threading
@@ -191,6 +192,28 @@ def test_stop_acks_what_runs_and_requeues_what_has_not_begun(broker: ScriptedBro
     back = [one for one in broker.settlements if one.verdict != "ack"]
     assert all(one.requeue for one in back)
     assert broker.connections[0].closed_in_good_order
+
+
+def test_a_stop_during_a_set_up_ends_the_new_subscription(
+    broker: ScriptedBroker, new_consumer: NewConsumer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Messages requeued to it would come back at once, as long as a handler of the lost channel runs."""
+    with Gate() as gate, caplog.at_level(logging.INFO, "reliable_mq"):
+        handler = Handler(then=gate)
+        consumer = new_consumer(handler, name="orders")
+        with consumer:
+            first = broker.consuming
+            first.deliver(b"slow")
+            handler.wait_begun(1)
+            answered = broker.gates["orders"] = threading.Event()
+            first.connection.cut()
+            broker.wait(lambda: broker.seen.count("Basic.Consume") == 2, "another subscription")
+            consumer.stop()
+            wait_until(lambda: "stopping consumer" in caplog.text, timeout=30, what="the stop")
+            answered.set()
+            broker.wait(lambda: "Basic.Cancel" in broker.seen, "the end of the new subscription")
+            gate.open()
+    assert broker.connections[-1].closed_in_good_order
 
 
 @pytest.mark.parametrize("kind", ["plain", "claimed", "batches"])

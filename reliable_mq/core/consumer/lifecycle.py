@@ -1,8 +1,9 @@
 """The life of a consumer, from its subscription to the end of its connection.
 
 `TRANSITIONS` lists all changes of state. A consumer that stops first cancels its subscription. It requeues deliveries
-only after that, or the broker would deliver them here again. Before it sends anything, it waits for a moment: if quick
-handlers end meanwhile, one frame settles all deliveries, instead of one frame each.
+only after that, or the broker would deliver them here again. A set-up in progress cancels the subscription that it has
+made. Before the consumer sends anything, it waits for a moment: if quick handlers end meanwhile, one frame settles all
+deliveries, instead of one frame each.
 
 Invariants:
 
