@@ -16,7 +16,8 @@ import pytest
 from integration.programs.killed_by_messages import LEASE
 from integration.support.consuming import Gate, Handler, dead_letters, send
 from integration.support.killed import Killed, Settings
-from reliable_mq import Consumer, Message, Publisher, Queue
+from reliable_mq import Consumer, Message, Publisher, Queue, RetryPolicy
+from reliable_mq.core.consumer.quarantine import AFTER
 from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -110,6 +111,21 @@ def test_a_deleted_quarantine_costs_prefetched_messages_nothing(any_vhost: Virtu
             statistics = consumer.statistics
     assert (statistics.requeued, statistics.quarantined) == (0, 0)
     assert statistics.delivered == 2 * len(bodies) + 1
+
+
+@pytest.mark.both_lines
+def test_handlers_are_acked_without_permission_for_quarantine(any_vhost: VirtualHost, consumer_api: str) -> None:
+    """The refusal closes the channel. Handlers take longer than the wait for the first subscription to quarantine."""
+    queue = Queue("orders", dead_letter=None)
+    any_vhost.add_user("worker")
+    any_vhost.broker.rabbitmqctl("set_permissions", "--vhost", any_vhost.name, "worker", ".*", ".*", "^orders$")
+    url = any_vhost.url.replace("guest:guest", "worker:worker")
+    handler = Handler(then=lambda _: time.sleep(1.5 * AFTER))
+    with Consumer(url, queue, handler, retry=RetryPolicy(backend="memory")) as consumer:
+        send(any_vhost, "orders", [Message(b"slow")])
+        wait_until(lambda: consumer.statistics.acked == 1, timeout=20, what="acked")
+        assert consumer.statistics.lost == 1
+    assert handler.attempts == [1, 1]
 
 
 # -- all kinds at once -------------------------------------------------------------------------------------------------

@@ -510,7 +510,12 @@ class BaseSubscription(NullListener):
     def _subscribed_to_quarantine(self, outcome: object) -> None:
         self._in_quarantine = not isinstance(outcome, Exception)
         if not self._in_quarantine and not isinstance(outcome, BrokerUnavailable):  # then the next channel tries again
-            logger.warning("consumer %r cannot consume from its quarantine queue: %s", self._options.name, outcome)
+            logger.error(
+                "consumer %r cannot consume from its quarantine queue, and tries again in %g s: %s",
+                self._options.name,
+                self.session.quarantine_refused(time.monotonic()),
+                outcome,
+            )
 
     def _declared(self, queue: Queue, outcome: object) -> None:
         error = outcome if isinstance(outcome, ReliableMQError) else None

@@ -277,6 +277,26 @@ def test_an_ending_session_drops_the_quarantine_deadline(end: Callable[[SteppedS
     assert (session.deadline is None) == (end is SteppedSession.stop)
 
 
+def test_refused_subscriptions_to_quarantine_become_rare() -> None:
+    """Each one costs a channel. A delivery from quarantine shows that the cause is gone."""
+    session = subscribed()
+    republish = moved(session)
+    now = 0.0
+    for generation, wait in enumerate((60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 3600.0, 3600.0, 60.0), 2):
+        if generation == 10:
+            session.delivered([isolated(republish)], now)
+        assert session.quarantine_refused(now) == wait
+        session.lost(generation - 1)
+        session.opened(generation, CHANNEL)
+        session.tick(now + 1.0)
+        assert session.deadline == now + wait
+        now += wait
+        session.tick(now - 0.1)
+        assert not session.take_subscription()
+        session.tick(now)
+        assert session.take_subscription()
+
+
 def subscribed(**options: Any) -> SteppedSession:
     session = make(quarantine=True, **options)
     session.tick(-AFTER)

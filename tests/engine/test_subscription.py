@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from typing import Any
@@ -13,11 +14,11 @@ import pytest
 from reliable_mq import KillSwitch, Queue
 from reliable_mq.codec import encode_ack
 from reliable_mq.codec.methods import Consume
-from reliable_mq.core.channel_setup import ServerInfo
+from reliable_mq.core.channel_setup import ServerInfo, StepRefused
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.dispatch import Work
 from reliable_mq.core.consumer.handler import Failed
-from reliable_mq.core.consumer.lifecycle import Resubscribe
+from reliable_mq.core.consumer.lifecycle import ChannelStep, Resubscribe
 from reliable_mq.core.reconnect import ConnectionLoss
 from reliable_mq.engine.consumer_options import ConsumerOptions
 from reliable_mq.engine.subscription import BaseSubscription
@@ -100,6 +101,20 @@ def test_a_delivery_handled_as_the_kill_switch_trips_is_acked(
     assert connection.stopped
     assert b"".join(connection.written) == encode_ack(1, 1, multiple=False)
     assert "kill switch pauses dispatch" in caplog.text
+
+
+def test_a_refused_quarantine_is_left_out_for_a_while() -> None:
+    """Each refusal costs the channel, and with it the acks of all running handlers."""
+    subscription = FakeSubscription(ConsumerOptions("amqp://localhost/", Queue("orders"), print))
+    subscription.handlers = subscription.quarantine_handlers = FakeHandlers()
+    subscription.ready(1, 1, 131072, SERVER)
+    subscription._subscribed_to_quarantine(StepRefused(403, "ACCESS_REFUSED - read access"))
+    subscription.lost(1, ConnectionLoss(403, "ACCESS_REFUSED - read access", "channel", by_broker=True))
+    subscription.ready(2, 1, 131072, SERVER)
+    now = time.monotonic()
+    for later, subscribes in ((10, False), (70, True)):
+        changes = subscription.session.poll(now + later).subscribe
+        assert (ChannelStep.SUBSCRIBE_TO_QUARANTINE in changes) == subscribes
 
 
 SERVER = ServerInfo("RabbitMQ", "4.3.6", (4, 3, 6))

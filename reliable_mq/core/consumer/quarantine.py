@@ -20,11 +20,13 @@ Invariants:
   itself, which costs a detour but no attempt.
 - Quarantine is subscribed a moment after the queue, so that a process that quarantine kills has had time for other
   messages.
+- A refused subscription is tried again rarely: each refusal closes the channel, and running handlers are repeated.
 """
 
 from __future__ import annotations
 
 import enum
+from math import inf
 from typing import TYPE_CHECKING, Final
 
 from reliable_mq._util.validation import SHORT_STRING_BYTES
@@ -45,6 +47,7 @@ SUSPECT_FROM: Final = 2
 #: The same, for returns that may have been regular.
 SUSPECT_FROM_ANY: Final = 10
 AFTER: Final = 1.0  # seconds between the subscriptions to the queue and to its quarantine
+FIRST_WAIT, LONGEST_WAIT = 60.0, 3600.0  # seconds from a refused subscription to the next one
 QUARANTINE_SUFFIX: Final = ".quarantine"
 
 
@@ -82,6 +85,8 @@ class Quarantine:
         self.deadline: float | None = None  # when WAITING ends; None if unknown
         self._timed_out = False  # whether this process has seen the consumer timeout take a delivery back
         self._received = False  # whether a delivery has come from quarantine on this channel
+        self._wait = FIRST_WAIT  # seconds after the next refusal
+        self._refused_until = -inf
 
     @staticmethod
     def of(queue: Queue) -> Queue:
@@ -128,11 +133,17 @@ class Quarantine:
         if self.state is not QuarantineState.WAITING:
             return False
         if self.deadline is None:
-            self.deadline = now + AFTER
+            self.deadline = max(now + AFTER, self._refused_until)
         if now < self.deadline:
             return False
         self.state, self.deadline = QuarantineState.SUBSCRIBED, None
         return True
+
+    def refused(self, now: float) -> float:
+        """Record a refused subscription. Return the seconds until the next one."""
+        wait, self._wait = self._wait, min(2 * self._wait, LONGEST_WAIT)
+        self._refused_until = now + wait
+        return wait
 
     def has(self, delivery: Delivery) -> bool:
         """Return whether the delivery came from quarantine."""
@@ -141,6 +152,7 @@ class Quarantine:
     def received(self) -> int:
         """Record a delivery from quarantine. Return its number of forgiven returns."""
         self._received = True
+        self._wait = FIRST_WAIT
         return self.forgiven
 
     def suspects(self, delivery: Delivery) -> bool:

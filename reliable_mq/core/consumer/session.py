@@ -298,6 +298,14 @@ class ConsumerSession:
         """Apply the outcome of a declaration, which succeeded if ``error`` is None."""
         self._outcomes.declared(queue, error, now)
 
+    def quarantine_refused(self, now: float) -> float:
+        """Record a refused subscription to quarantine, which closes the channel.
+
+        Returns:
+            The seconds until the next subscription to quarantine.
+        """
+        return 0.0 if self._quarantine is None else self._quarantine.refused(now)
+
     # Events: the user
 
     def stop(self, now: float) -> bool:
