@@ -6,7 +6,7 @@ waits for their end.
 
 Invariants:
 
-- A delivery is with one task, and has exactly one result or is requeued. A delivery that no handler has started can be
+- A delivery is with one task, and has exactly one result or is put back. A delivery that no handler has started can be
   recalled. Deliveries are started in the order in which they were put. No exception affects another delivery.
 - A handler whose task is cancelled has not failed. A handler that raises ``CancelledError`` by itself has failed,
   because a message that always causes this would be delivered again forever. The same applies to ``GeneratorExit``,
@@ -143,7 +143,7 @@ class TaskPool:
         self.epoch += 1
 
     def recall(self) -> list[Delivery]:
-        """Return the deliveries that no handler has started. Tasks requeue their own."""
+        """Return the deliveries that no handler has started. Tasks return their own."""
         self.epoch += 1
         recalled = [delivery for item in self.items for delivery in deliveries_of(item)]
         self.items.clear()
@@ -362,7 +362,7 @@ class TaskPool:
         self._tasks[task] = ()
         begun, left = groups.end([one for one in results if not _of(one, cancelled)])
         if left:
-            self._sink.requeue(left)
+            self._sink.put_back(left)
         return [*begun, *(Skipped(delivery, SkipReason.CANCELLED, _CANCELLED) for delivery in cancelled)]
 
     async def _carry_out(

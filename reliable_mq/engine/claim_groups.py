@@ -145,7 +145,7 @@ def settling_group_rest(
     if begun:
         sink.report(begun)
     if left and not waiting.put_back(left, group.epoch):
-        sink.requeue(left)
+        sink.put_back(left)
 
 
 def _split(results: Sequence[Result]) -> tuple[Sequence[Result], list[Delivery]]:

@@ -154,6 +154,7 @@ class BaseSubscription(NullListener):
         self._reported_at = 0.0  # when the oldest of the results was reported
         self._report_after = 1  # number of results; fewer than that wait for the next poll
         self._published: deque[tuple[RepublishRequest, ReliableMQError | None]] = deque()
+        self._unstarted: deque[Delivery] = deque()
         self._requeued: deque[Delivery] = deque()
         self._woken = False
         self._connection_lost = False
@@ -246,9 +247,12 @@ class BaseSubscription(NullListener):
         ):
             self._wake()
 
-    def requeue(self, deliveries: Iterable[Delivery]) -> None:
-        """Requeue dispatched deliveries that no handler has started."""
-        self._requeued.extend(deliveries)
+    def put_back(self, deliveries: Iterable[Delivery]) -> None:
+        """Queue dispatched deliveries again that no handler has started.
+
+        They wait if the kill switch pauses the consumer. If the consumer stops, they are requeued.
+        """
+        self._unstarted.extend(deliveries)
         self._wake()
 
     def published(self, republish: RepublishRequest, error: ReliableMQError | None) -> None:
@@ -405,6 +409,9 @@ class BaseSubscription(NullListener):
             self._vitals.worked(now)
         while self._published:
             session.published(*self._published.popleft(), now)
+        if self._unstarted:
+            unstarted = self._unstarted
+            session.postponed([unstarted.popleft() for _ in range(len(unstarted))], now)
         if self._requeued:
             back = self._requeued
             session.recalled([back.popleft() for _ in range(len(back))])

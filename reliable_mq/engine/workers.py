@@ -8,7 +8,7 @@ from groups of which one handler runs long.
 
 Invariants:
 
-- A delivery is with one worker, and has exactly one result or is requeued. A delivery that no handler has started can
+- A delivery is with one worker, and has exactly one result or is put back. A delivery that no handler has started can
   be recalled. Deliveries are started in the order in which they were put.
 - No exception ends a worker or affects another delivery. No lock is held while a handler runs. A batch handler gets its
   own list.
@@ -81,8 +81,8 @@ class ResultSink(Protocol):
     def report(self, results: Sequence[Result]) -> None:
         """Accept results."""
 
-    def requeue(self, deliveries: Sequence[Delivery]) -> None:
-        """Requeue deliveries that no handler has started or will start."""
+    def put_back(self, deliveries: Sequence[Delivery]) -> None:
+        """Accept recalled deliveries that no handler has started."""
 
 
 class WorkerPool:
@@ -142,7 +142,7 @@ class WorkerPool:
         self._waiting.stop_starting()
 
     def recall(self) -> list[Delivery]:
-        """Return the deliveries that no handler has started. Workers requeue their own."""
+        """Return the deliveries that no handler has started. Workers return their own."""
         return [delivery for item in self._waiting.recall() for delivery in deliveries_of(item)]
 
     def stop(self, timeout: float) -> bool:
@@ -419,7 +419,7 @@ class _ClaimingWorker(_Worker):
         self.unreported = ()
         begun, left = self._groups.end(results)
         if left:
-            self._sink.requeue(left)
+            self._sink.put_back(left)
         return begun
 
     def abandon(self) -> list[Delivery]:

@@ -28,15 +28,15 @@ class Sink:
 
     def __init__(self) -> None:
         self.results: list[Result] = []
-        self.requeued: list[Delivery] = []
+        self.returned: list[Delivery] = []
         self._changed = asyncio.Event()
 
     def report(self, results: Sequence[Result]) -> None:
         self.results += results
         self._changed.set()
 
-    def requeue(self, deliveries: Sequence[Delivery]) -> None:
-        self.requeued += deliveries
+    def put_back(self, deliveries: Sequence[Delivery]) -> None:
+        self.returned += deliveries
         self._changed.set()
 
     async def wait_for(self, count: int, what: Callable[[Sink], Sequence[object]] = lambda sink: sink.results) -> None:
@@ -481,7 +481,7 @@ def test_a_hanging_handler_holds_up_no_delivery_of_its_group(
             gate.set()
             await sink.wait_for(160)
             assert len({id(one) for one in sink.results}) == len(sink.results) == 160
-            assert sink.requeued == []
+            assert sink.returned == []
 
     asyncio.run(main())
 
@@ -542,7 +542,7 @@ def test_where_a_handler_says_so_nothing_more_begins(store: Any) -> None:
             tasks.put(work[10:])
             assert await tasks.stop(DEADLINE)
             assert seen == work[:2]
-            assert sink.requeued + tasks.recall() == work[2:]
+            assert sink.returned + tasks.recall() == work[2:]
 
     asyncio.run(main())
 

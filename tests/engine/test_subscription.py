@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from reliable_mq import KillSwitch, Queue
-from reliable_mq.codec import encode_ack
+from reliable_mq.codec import encode_ack, encode_nack
 from reliable_mq.codec.methods import Consume
 from reliable_mq.core.channel_setup import ServerInfo, StepRefused
 from reliable_mq.core.consumer.delivery import Delivery
@@ -115,6 +115,26 @@ def test_a_refused_quarantine_is_left_out_for_a_while() -> None:
     for later, subscribes in ((10, False), (70, True)):
         changes = subscription.session.poll(now + later).subscribe
         assert (ChannelStep.SUBSCRIBE_TO_QUARANTINE in changes) == subscribes
+
+
+def test_a_group_that_a_pause_interrupts_waits_unacked() -> None:
+    """A worker has claimed its deliveries and not begun. The broker would count each return."""
+    switch = KillSwitch(share=0.5, minimum=1)
+    subscription = FakeSubscription(ConsumerOptions("amqp://localhost/", Queue("orders"), print, kill_switch=switch))
+    subscription.handlers = handlers = FakeHandlers()
+    subscription.quarantine_handlers = FakeHandlers()
+    connection: Any = subscription._io
+    subscription.ready(1, 1, 131072, SERVER)
+    subscription.delivered([delivery(1), delivery(2)])
+    subscription.read_finished()
+    [first, second], handlers.waiting = handlers.waiting, []
+    subscription.report([Failed(first, failure())])
+    assert subscription.session.paused
+    subscription.put_back([second])
+    assert b"".join(connection.written) == b""
+    assert not handlers.waiting
+    subscription.stop_now()
+    assert b"".join(connection.written) == encode_nack(1, 2, multiple=False, requeue=True)
 
 
 SERVER = ServerInfo("RabbitMQ", "4.3.6", (4, 3, 6))

@@ -30,7 +30,7 @@ class Sink:
 
     def __init__(self) -> None:
         self.results: list[Result] = []
-        self.requeued: list[Delivery] = []
+        self.returned: list[Delivery] = []
         self._changed = threading.Condition()
 
     def report(self, results: Sequence[Result]) -> None:
@@ -38,9 +38,9 @@ class Sink:
             self.results += results
             self._changed.notify_all()
 
-    def requeue(self, deliveries: Sequence[Delivery]) -> None:
+    def put_back(self, deliveries: Sequence[Delivery]) -> None:
         with self._changed:
-            self.requeued += deliveries
+            self.returned += deliveries
             self._changed.notify_all()
 
     def wait_for(self, count: int) -> list[Result]:
@@ -48,10 +48,10 @@ class Sink:
             assert self._changed.wait_for(lambda: len(self.results) >= count, DEADLINE), self.results
         return self.results
 
-    def wait_for_requeued(self, count: int) -> list[Delivery]:
+    def wait_for_returned(self, count: int) -> list[Delivery]:
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self.requeued) >= count, DEADLINE)
-        return self.requeued
+            assert self._changed.wait_for(lambda: len(self.returned) >= count, DEADLINE)
+        return self.returned
 
 
 class Gate:
@@ -565,7 +565,7 @@ def test_a_hanging_handler_holds_up_no_delivery_of_its_group(monkeypatch: pytest
         sink.wait_for(160)
     assert sorted(by_tag(sink.results)) == list(range(1, 161))
     assert len(sink.results) == 160
-    assert sink.requeued == []
+    assert sink.returned == []
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), ValueError("no")])
@@ -624,7 +624,7 @@ def keys(first: int, end: int) -> list[str]:
     return [f"q|orders|m{number}" for number in range(first, end)]
 
 
-def test_a_recall_requeues_deliveries_claimed_but_not_begun() -> None:
+def test_a_recall_returns_deliveries_claimed_but_not_begun() -> None:
     """No handler gets a delivery of a lost channel, even if a worker holds it."""
     store = Watched()
     gate = Gate()
@@ -638,7 +638,7 @@ def test_a_recall_requeues_deliveries_claimed_but_not_begun() -> None:
         # Groups of 1, 2 and 4 are done. One delivery of the next group has started.
         assert workers.recall() == []
         gate.let_through.release()
-        assert sink.wait_for_requeued(3) == work[8:]
+        assert sink.wait_for_returned(3) == work[8:]
         assert sink.wait_for(8) == work[:8]
     assert gate.seen == work[:8]
     assert store.claim_many(["q|orders|m11"], 1.0)[0].status is ClaimStatus.NEW
