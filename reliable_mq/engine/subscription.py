@@ -149,6 +149,7 @@ class BaseSubscription(NullListener):
         self._maker: QueueRecord | None = None  # `_record` while new queues are recorded; else None
         self._in_quarantine = False  # whether quarantine is subscribed
         self._refused: list[tuple[Queue, ReliableMQError]] = []  # declarations that closed the last channel
+        self._known_refused: list[tuple[Queue, ReliableMQError]] = []  # earlier ones, on this connection
         self._version: tuple[int, ...] = ()  # the broker's version
         self._results: deque[Result] = deque()
         self._reported_at = 0.0  # when the oldest of the results was reported
@@ -298,8 +299,10 @@ class BaseSubscription(NullListener):
         self._version = server.version_tuple
         self._record.ready(server)
         self.session.opened(generation, channel, namespace_of(server.cluster_name, self._virtual_host))
-        while self._refused:
-            self.session.declared(*self._refused.pop(), time.monotonic())
+        self._known_refused += self._refused
+        self._refused.clear()
+        for queue, error in self._known_refused:
+            self.session.declared(queue, error, time.monotonic())
         if self.connected:
             self._vitals.subscribed()
             if self.session.stream_offset is not None:
@@ -314,7 +317,9 @@ class BaseSubscription(NullListener):
         self._vitals.unsubscribed(printable(loss.text))
         self._delivery_check.end()
         self._in_quarantine = False
-        self._connection_lost |= loss.scope == "connection"
+        if loss.scope == "connection":
+            self._connection_lost = True
+            self._known_refused.clear()
         self._record.lost(time.monotonic())
         timeout = consumer_timeout_of(loss)
         if timeout is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from reliable_mq import KillSwitch, Queue
+from reliable_mq import KillSwitch, Queue, RetryPolicy, TopologyMismatch
 from reliable_mq.codec import encode_ack, encode_nack
 from reliable_mq.codec.methods import Consume
 from reliable_mq.core.channel_setup import ServerInfo, StepRefused
@@ -135,6 +135,38 @@ def test_a_group_that_a_pause_interrupts_waits_unacked() -> None:
     assert not handlers.waiting
     subscription.stop_now()
     assert b"".join(connection.written) == encode_nack(1, 2, multiple=False, requeue=True)
+
+
+def test_no_channel_is_lost_over_a_queue_known_to_be_refused() -> None:
+    options = ConsumerOptions("amqp://localhost/", Queue("orders"), print, retry=RetryPolicy(9, delays=(1,)))
+    subscription = FakeSubscription(options)
+    subscription.handlers = handlers = FakeHandlers()
+    subscription.quarantine_handlers = FakeHandlers()
+    connection: Any = subscription._io
+    asked: list[Callable[[object], None]] = []
+    connection.run = lambda _steps, done: asked.append(done)
+    for generation, (delay, scope, declares) in enumerate(
+        (
+            (5.0, "channel", True),
+            (20.0, "channel", True),
+            (5.0, "channel", False),
+            (20.0, "connection", False),
+            (5.0, "channel", True),
+        ),
+        1,
+    ):
+        subscription.ready(generation, 1, 131072, SERVER)
+        subscription.delivered([delivery(message_id=f"m{generation}")])
+        subscription.read_finished()
+        [item], handlers.waiting = handlers.waiting, []
+        subscription.report([Failed(item, failure(delay=delay))])
+        assert bool(asked) == declares
+        for declared in asked:
+            error = TopologyMismatch("differs", kind="queue", name="orders.retry")
+            error.__cause__ = StepRefused(406, "PRECONDITION_FAILED")
+            declared(error)
+        asked.clear()
+        subscription.lost(generation, ConnectionLoss(406, "PRECONDITION_FAILED", scope, by_broker=True))
 
 
 SERVER = ServerInfo("RabbitMQ", "4.3.6", (4, 3, 6))
