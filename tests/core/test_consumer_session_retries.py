@@ -275,11 +275,24 @@ def test_a_returned_retry_declares_its_queue_and_goes_out_again() -> None:
     session.declared(queue, None, 1.0)
     assert only_republish(session) is republish
     session.published(republish, RETURNED, 2.0)
-    assert list(session.take_declarations()) == [], "somebody deletes it again and again: wait"
     session.tick(3.9)
-    assert session.take_republishes() == []
+    assert list(session.take_declarations()) == [], "somebody deletes it again and again: wait"
     session.tick(4.0)
+    assert session.take_declarations() == [queue]
+    session.declared(queue, None, 4.0)
     assert only_republish(session) is republish
+
+
+def test_a_queue_that_goes_missing_later_is_declared_again() -> None:
+    session = make(queues=True)
+    _item, republish = failed_once(session)
+    session.published(republish, NACKED, 0.0)
+    session.tick(1.0)
+    assert only_republish(session) is republish
+    session.published(republish, RETURNED, 1.0)
+    session.tick(3.0)
+    assert session.take_republishes() == []
+    assert [queue.name for queue in session.take_declarations()] == ["orders.retry.1000"]
 
 
 def test_a_retry_that_was_not_confirmed_is_published_again_later() -> None:

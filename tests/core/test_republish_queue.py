@@ -70,6 +70,7 @@ def test_a_queue_that_is_missing_is_declared_again() -> None:
     [republish] = out.take()
     out.settled(republish)
     out.missing(republish)
+    out.again(republish)
     [queue] = out.take_declarations()
     assert queue.name == "orders.retry.10000"
     out.declared(queue.name, ok=True)
@@ -82,6 +83,7 @@ def test_a_missing_dead_letter_queue_is_never_declared() -> None:
     [republish] = out.take()
     out.settled(republish)
     out.missing(republish)
+    out.again(republish)
     assert list(out.take_declarations()) == []
     assert out.take() == [republish]
 

@@ -321,9 +321,11 @@ class OutcomeHandler:
         elif refused or (blocked and republish.purpose is RepublishReason.RETRY and republish.left is None):
             self._hold_instead(republish, now)
             return
-        elif isinstance(error, PublishReturned) and republish.tries == 1:
+        elif isinstance(error, PublishReturned):
             self._settlement.republish.missing(republish)
-            return
+            if republish.tries == 1:
+                self._settlement.republish.again(republish)
+                return
         self._settlement.hold(republish, now + _backoff(republish.tries))
 
     def _hold_instead(self, republish: RepublishRequest, now: float) -> None:

@@ -148,10 +148,9 @@ class RepublishQueue:
         self._undeclared.setdefault(queue.name, []).append(republish)
 
     def missing(self, republish: RepublishRequest) -> None:
-        """Declare the missing queue of a returned message, and publish it again."""
+        """Let the missing queue of a returned message be declared before `again`."""
         if republish.queue is not None:
             self._known.discard(republish.queue.name)
-        self.again(republish)
 
     def declared(self, name: str, *, ok: bool) -> list[RepublishRequest]:
         """End a declaration. Return the messages whose queue could not be declared."""
