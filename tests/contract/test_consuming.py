@@ -23,6 +23,7 @@ from integration.support.consuming import Gate, Handler
 from reliable_mq import (
     Ack,
     BrokerUnavailable,
+    ConsumeError,
     DeadLetter,
     IdempotencyStoreError,
     KillSwitch,
@@ -346,6 +347,22 @@ def test_headers_that_cannot_be_decoded_cost_their_message_alone(
     assert handler.bodies == [b"before", b"behind"]
     [letter] = broker.published
     assert (letter.body, letter.routing_key) == (b"poison", "orders.dead")
+
+
+def test_a_handler_may_retry_in_spite_of_broken_headers(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
+    later = Fails(RetryLater(0.01), times=1)
+
+    def handle(delivery: Delivery) -> None:
+        with pytest.raises(ConsumeError):
+            _ = delivery.headers
+        later(delivery)
+
+    handler = Handler(then=handle)
+    with new_consumer(handler, ORDERS, ack_interval=0.02):
+        broker.consuming.deliver_raw(b"x", properties(headers=BROKEN_TABLE))
+        wait_acked(broker, 1)
+    assert handler.attempts == [1, 2]
+    assert broker.published == []
 
 
 FAR_TOO_LARGE = 500  # frames: 64 MB

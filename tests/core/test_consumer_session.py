@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import pytest
 
-from reliable_mq import ConfigurationError, PublishNacked, PublishRefused, ReliableMQError
+from reliable_mq import ConfigurationError, ConsumeError, PublishNacked, PublishRefused, ReliableMQError, RetryLater
 from reliable_mq.codec import Properties, encode_ack, encode_nack, encode_reject
 from reliable_mq.core import headers
+from reliable_mq.core.consumer.attempts import describe
 from reliable_mq.core.consumer.handler import Failed, Skipped, SkipReason
 from reliable_mq.core.consumer.settlement import LogEventKind
 from tests.core.deliveries import BROKEN_TABLE, delivery, failure
@@ -180,9 +181,22 @@ def test_giving_up_without_a_dead_letter_queue_rejects_loudly() -> None:
 def test_broken_headers_a_handler_touched_are_not_retried() -> None:
     session = make()
     [item] = deliver(session, [delivery(headers=BROKEN_TABLE)])
-    item.flaw = "truncated table"
-    fail(session, item)
-    assert "its properties are broken: truncated table" in only_republish(session).reason
+    with pytest.raises(ConsumeError) as raised:
+        _ = item.headers
+    session.finished([Failed(item, describe(ExceptionGroup("two", [raised.value, OSError()]), 0.0))], 0.0)
+    assert only_republish(session).reason == f"its properties are broken: {item.flaw}"
+
+
+@pytest.mark.parametrize("queues", [False, True])
+@pytest.mark.parametrize("error", [RetryLater(30), OSError("down")])
+def test_a_handler_that_copes_with_broken_headers_may_fail(error: Exception, queues: bool) -> None:
+    """It is retried like any other failure."""
+    session = make(queues=queues)
+    [item] = deliver(session, [delivery(headers=BROKEN_TABLE)])
+    with pytest.raises(ConsumeError):
+        _ = item.headers
+    session.finished([Failed(item, describe(error, 0.0))], 0.0)
+    assert (session.take_republishes(), session.held) == ([], 1)
 
 
 def test_a_failure_told_twice_is_not_rejected_twice() -> None:
@@ -377,7 +391,7 @@ def test_a_failed_batch_is_retried_item_by_item_without_counting() -> None:
     session.delivered(items(3), 0.0)
     [batch] = session.take_batches()
     batch[1].flaw = "truncated table"
-    shared = failure()
+    shared = describe(ConsumeError("its properties are broken: truncated table"), 0.0)
     session.finished([Failed(item, shared, alone=False) for item in batch], 0.0)
     session.tick(0.0)
     alone = session.take_batches()

@@ -19,7 +19,14 @@ from reliable_mq.core.consumer.kill_switch import Transition
 from reliable_mq.core.consumer.quarantine import Quarantine, QuarantineState
 from reliable_mq.core.consumer.settlement import LogEventKind
 from reliable_mq.core.retry.dead_letters import RepublishReason, RepublishRequest
-from reliable_mq.errors import ConfigurationError, PublishBlocked, PublishRefused, PublishReturned, ReliableMQError
+from reliable_mq.errors import (
+    ConfigurationError,
+    ConsumeError,
+    PublishBlocked,
+    PublishRefused,
+    PublishReturned,
+    ReliableMQError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -264,7 +271,7 @@ class OutcomeHandler:
             return
         if result.detail:
             self._settlement.log(LogEventKind.STORE_FAILED, delivery, result.detail)
-        if delivery.flaw is not None:
+        if delivery.flaw is not None and any(kinds[0] is ConsumeError for kinds in failure.kinds):
             self._settlement.dead_letter(delivery, f"its properties are broken: {delivery.flaw}")
         elif not result.alone:
             if failure is not self._logged:  # log it once per batch, whose deliveries share the failure
