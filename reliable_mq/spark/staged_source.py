@@ -106,10 +106,11 @@ class StagedSource(StreamSource):
         """Wait until the ready messages are moved. Return whether they are.
 
         A consumer that came later may keep some of them, so the wait ends once this relay has moved nothing for a while
-        although nothing is ready. The work of another relay is visible only in the depth of the queue. It is done once
-        the queue was found empty twice. The wait continues as long as the depth decreases.
+        although nothing is ready. It continues while this relay reads the end of the stage. The work of another relay
+        is visible only in the depth of the queue. It is done once the queue was found empty twice. The wait continues
+        as long as the depth decreases.
         """
-        least, empty = float("inf"), 0
+        least, empty, tail = float("inf"), 0, 0
         moved, moved_at = 0, time.monotonic()
         until = time.monotonic() + _ACTIVE
         while time.monotonic() < until:
@@ -124,6 +125,8 @@ class StagedSource(StreamSource):
                 until = now + _ACTIVE  # this relay may lose its connection, and another may become active
                 continue
             moved_at = time.monotonic()
+            if relay.tail_messages != tail:
+                tail, until = relay.tail_messages, moved_at + _ACTIVE
             depth = self._planner.depth(queue)
             empty = empty + 1 if depth == 0 else 0
             if empty >= _EMPTY:

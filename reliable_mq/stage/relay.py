@@ -66,6 +66,11 @@ class StageRelay:
         """Whether the relay moves messages, rather than waits for a relay or the broker."""
         return self._is_active()
 
+    @property
+    def tail_messages(self) -> int:
+        """The number of messages read from the end of the stage, since the relay began."""
+        return self._session.tail_messages
+
     def wait_declared(self, timeout: float) -> None:
         """Wait until the stage is declared.
 

@@ -398,6 +398,7 @@ def test_messages_behind_the_end_of_a_read_are_acked() -> None:
     bench.stage.logs["stage-0"].append((properties(message_id="other"), b""))
     over, frames = bench.session.tail_read("stage-0", bench.channel.read("stage-0", "last"), 0.0)
     assert over
+    assert bench.session.tail_messages == 2
     assert parsed(frames) == [("ack", (2, True))]
     assert parsed(bench.session.passed_over([delivery(3)], 0.0)) == [("ack", (3, False))]
 

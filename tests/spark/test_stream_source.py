@@ -94,6 +94,7 @@ class LostRelay:
     """A relay that lost its connection and is not the active one any more."""
 
     error = None
+    tail_messages = 0
 
     def __init__(self, *_args: object, **_named: object) -> None:
         self.closed = False
@@ -122,6 +123,28 @@ class LostRelay:
         self.closed = True
 
 
+class ReadingRelay(LostRelay):
+    """A relay that reads the end of the stage before it is active."""
+
+    def wait_active(self, _timeout: float) -> bool:
+        time.sleep(0.02)
+        self.tail_messages += 1
+        return self.tail_messages == 50
+
+    def wait_moved(self, _timeout: float) -> bool:
+        return True
+
+
+def move_ready(url: str) -> None:
+    """Let an available-now query move messages; then it asks in vain for the end of the stage."""
+    given = {"url": url, "queue": "orders", "stage": "events", "connection.timeout": "1s"}
+    reader = StagedSource(staged_options(given, streaming=True), ["body"])
+    reader.prepareForTriggerAvailableNow()
+    with pytest.raises(BrokerUnavailable):
+        reader.latestOffset({"initial": {"events": 0}}, ANY)
+    reader.stop()
+
+
 def test_an_available_now_query_waits_for_no_other_relay(
     closing_server: Closing, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -129,11 +152,18 @@ def test_an_available_now_query_waits_for_no_other_relay(
     made: list[LostRelay] = []
     monkeypatch.setattr(staged_source, "_ACTIVE", 0.3)
     monkeypatch.setattr(staged_source, "StageRelay", lambda *args, **named: made.append(LostRelay()) or made[0])
-    given = {"url": closing_server.url, "queue": "orders", "stage": "events", "connection.timeout": "1s"}
-    reader = StagedSource(staged_options(given, streaming=True), ["body"])
-    reader.prepareForTriggerAvailableNow()
-    with pytest.raises(BrokerUnavailable):  # it asks for the end of the stage
-        reader.latestOffset({"initial": {"events": 0}}, ANY)
+    move_ready(closing_server.url)
     assert made[0].closed
     assert "another relay is active" in caplog.text
-    reader.stop()
+
+
+def test_an_available_now_query_waits_for_the_tail_to_be_read(
+    closing_server: Closing, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That takes longer than another relay is waited for."""
+    made: list[ReadingRelay] = []
+    monkeypatch.setattr(staged_source, "_ACTIVE", 0.3)
+    monkeypatch.setattr(staged_source, "StageRelay", lambda *args, **named: made.append(ReadingRelay()) or made[0])
+    move_ready(closing_server.url)
+    assert made[0].tail_messages == 50
+    assert "another relay is active" not in caplog.text

@@ -127,6 +127,7 @@ class StageSession:
         self.statistics = StageStatistics()
         self.prefetch_granted = 0  # the prefetch of the present subscription, set by the owner
         self.error: ReliableMQError | None = None  # why nothing more can be moved
+        self.tail_messages = 0  # messages of tails read so far, in all epochs
         self._options = options
         self._key_of = options.key_reader()
         self._confirms: ConfirmTracker[_Copy] = ConfirmTracker()
@@ -196,6 +197,7 @@ class StageSession:
             Whether the read is over, so that its subscription can be cancelled, and the acks to write.
         """
         epoch = self._opened
+        self.tail_messages += len(messages)
         each = epoch.partitions[self._options.streams.index(partition)]
         self._acks.delivered(messages[0][1].delivery_tag, messages[-1][1].delivery_tag)
         self._acks.finished([delivery.delivery_tag for _, delivery in messages], now)
