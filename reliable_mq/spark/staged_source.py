@@ -29,7 +29,7 @@ _DECLARED: Final = 60.0  # seconds for the stage to be declared
 _ACTIVE: Final = 15.0  # seconds for this relay to become active, or for another to make progress, when a query ends
 _EMPTY: Final = 2  # consecutive checks that find a queue empty
 _MOVED: Final = 1.0  # seconds between two such checks of the relay
-_STARVED: Final = 60.0  # seconds in which an active relay moves nothing, and nothing is ready
+_STARVED: Final = 60.0  # seconds in which an active relay moves nothing, and no fewer messages are ready
 _CLOSE: Final = 5.0  # seconds for outstanding confirms
 _LOOK_EVERY: Final = 30.0  # seconds between two checks of the beginning of the stage
 _MOST_BYTES: Final = 0.75  # maximum unread share of the bytes that the stage keeps
@@ -105,10 +105,10 @@ class StagedSource(StreamSource):
     def _wait_moved(self, relay: StageRelay, queue: str) -> bool:
         """Wait until the ready messages are moved. Return whether they are.
 
-        A consumer that came later may keep some of them, so the wait ends once this relay has moved nothing for a while
-        although nothing is ready. It continues while this relay reads the end of the stage. The work of another relay
-        is visible only in the depth of the queue. It is done once the queue was found empty twice. The wait continues
-        as long as the depth decreases.
+        Another consumer may keep some of them, or be the only active one. So the wait ends once this relay has moved
+        nothing for a while, and no fewer messages are ready. It continues while this relay reads the end of the stage.
+        The work of another relay is visible only in the depth of the queue. It is done once the queue was found empty
+        twice. The wait continues as long as the depth decreases.
         """
         least, empty, tail = float("inf"), 0, 0
         moved, moved_at = 0, time.monotonic()
@@ -118,8 +118,10 @@ class StagedSource(StreamSource):
                 if relay.wait_moved(_MOVED):
                     return True
                 now, status = time.monotonic(), relay.status()
-                if status.ready or status.outstanding or relay.statistics.moved != moved:
-                    moved, moved_at = relay.statistics.moved, now
+                done = relay.statistics.moved + relay.statistics.moved_before
+                ready = least if status.ready is None else status.ready
+                if status.outstanding or done != moved or ready < least:
+                    moved, moved_at, least = done, now, min(ready, least)
                 if now - moved_at >= _STARVED:
                     return False
                 until = now + _ACTIVE  # this relay may lose its connection, and another may become active

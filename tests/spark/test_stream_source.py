@@ -135,6 +135,22 @@ class ReadingRelay(LostRelay):
         return True
 
 
+class PassedOverRelay(LostRelay):
+    """An active relay of a queue that delivers only to another consumer."""
+
+    def wait_active(self, _timeout: float) -> bool:
+        return True
+
+    def wait_moved(self, _timeout: float) -> bool:
+        self._waits += 1
+        assert self._waits < 200, "it waits forever"
+        time.sleep(0.01)
+        return False
+
+    def status(self) -> StageStatus:
+        return StageStatus(active=1, outstanding=0, held_bytes=0, ready=max(100 - self._waits, 50))
+
+
 def move_ready(url: str) -> None:
     """Let an available-now query move messages; then it asks in vain for the end of the stage."""
     given = {"url": url, "queue": "orders", "stage": "events", "connection.timeout": "1s"}
@@ -167,3 +183,15 @@ def test_an_available_now_query_waits_for_the_tail_to_be_read(
     move_ready(closing_server.url)
     assert made[0].tail_messages == 50
     assert "another relay is active" not in caplog.text
+
+
+def test_an_available_now_query_ends_if_others_get_all_messages(
+    closing_server: Closing, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The queue has a single active consumer, for example. As long as that one makes progress, the query waits."""
+    made: list[PassedOverRelay] = []
+    monkeypatch.setattr(staged_source, "_STARVED", 0.5)
+    monkeypatch.setattr(staged_source, "StageRelay", lambda *args, **named: made.append(PassedOverRelay()) or made[0])
+    move_ready(closing_server.url)
+    assert made[0].status().ready == 50
+    assert "queue 'orders' is not empty" in caplog.text
