@@ -347,7 +347,9 @@ class QueueReader(NullListener):
         with self._changed:
             self._last_error = error
             self._attempts_left -= 1
-            if self._missing_since is None and is_missing(error):
+            if not is_missing(error):
+                self._missing_since = None  # unknown
+            elif self._missing_since is None:
                 self._missing_since = time.monotonic()
             if not will_retry:
                 self.error = error

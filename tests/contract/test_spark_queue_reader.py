@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from reliable_mq.core.channel_setup import StepRefused
+from reliable_mq.errors import BrokerUnavailable, ConsumeError, TopologyMismatch
 from reliable_mq.spark.options import QueueOptions, read_options
+from reliable_mq.spark.queue_batches import QueuePosition
 from reliable_mq.spark.queue_reader import QueueReader
 from reliable_mq.spark.queue_subscriptions import PrefetchChoice
 
@@ -54,3 +57,18 @@ def test_a_message_during_the_subscription_lets_a_query_start(broker: ScriptedBr
     finally:
         opening.join(20)
         reader.close(1.0)
+
+
+def test_an_outage_ends_the_time_of_a_missing_queue() -> None:
+    """It is unknown whether the queue is still missing."""
+    options = read_options({"url": "amqp://u:p@h/", "queue": "orders", "missingQueueTimeout": "50ms"}, streaming=True)
+    assert isinstance(options, QueueOptions)
+    reader = QueueReader(options, "test", PrefetchChoice(1))
+    missing = TopologyMismatch("no queue", kind="queue", name="orders")
+    missing.__cause__ = StepRefused(404, "NOT_FOUND - no queue 'orders' in vhost '/'")
+    reader.failed(missing, True)
+    start = QueuePosition.first(["orders"])
+    with pytest.raises(ConsumeError, match="is missing"):
+        reader.plan(start, most=1, timeout=0.1)
+    reader.failed(BrokerUnavailable("refused"), True)
+    assert reader.plan(start, most=1, timeout=0.01) == start
