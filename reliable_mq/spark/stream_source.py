@@ -148,10 +148,11 @@ class StreamSource(_Ranges, DataSourceStreamReader, SupportsTriggerAvailableNow)
             return start
         self._away_until = None
         # The batch begins at `start`. A stream that begins elsewhere is empty in this batch and is read by the next
-        # one.
+        # one. That is recorded at once, and so is a stream that is left out.
         pinned = {name: position for name, position in begin.items() if known.get(name) != position}
         end = {name: max(position, begin[name]) for name, position in end.items() if name not in pinned}
-        if not pinned and self._too_few(begin, end):
+        left_out = known.keys() - begin.keys()
+        if not pinned and not left_out and self._too_few(begin, end):
             return start
         planned = pinned | limited(
             begin,

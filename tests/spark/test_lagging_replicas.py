@@ -103,6 +103,18 @@ def test_a_stream_that_ends_early_at_its_leader_is_data_loss(monkeypatch: pytest
     assert lenient.latestOffset({"events": 10}, ANY) == {"events": 0}
 
 
+def test_a_stream_that_is_left_out_is_recorded_at_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A query that waits for more messages would otherwise warn about it a hundred times a second."""
+    cluster(monkeypatch, near=Replica((10, 10)))
+    reader = StreamSource(options(ONE, failOnDataLoss="false", minMessagesPerTrigger="100"), ["body"])
+    at = reader.latestOffset({"events": 5, "old": 3}, ANY)
+    assert at == {"events": 10}
+    assert reader.latestOffset(at, ANY) == at
+    assert caplog.text.count("'old' is in the checkpoint and no longer read") == 1
+
+
 # -- the end of a batch ------------------------------------------------------------------------------------------------
 
 
