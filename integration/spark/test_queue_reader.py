@@ -545,7 +545,7 @@ def test_a_query_whose_full_batches_come_seldom_is_told_once(
     vhost: VirtualHost, query: Callable[..., Query], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The warning comes after three such batches in a row, if messages wait."""
-    monkeypatch.setattr("reliable_mq.spark.queue_reader._SELDOM", 60.0)
+    monkeypatch.setattr("reliable_mq.spark.queue_intervals._SELDOM", 60.0)
     publish(vhost, 100)
     reading = query(vhost.url, most=10, prefetch=10)
 
@@ -562,7 +562,7 @@ def test_a_query_whose_full_batches_come_seldom_is_told_once(
         return [record.getMessage() for record in caplog.records if "are 0 s apart" in record.getMessage()]
 
     wait_until(reading.batch, timeout=30, what="a batch")
-    monkeypatch.setattr("reliable_mq.spark.queue_reader._SELDOM", 0.05)
+    monkeypatch.setattr("reliable_mq.spark.queue_intervals._SELDOM", 0.05)
     for told in (0, 0, 1, 1):
         late_batch()
         assert len(warnings()) == told, len(reading.rows)

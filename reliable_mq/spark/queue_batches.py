@@ -29,11 +29,8 @@ from reliable_mq.codec import RawDelivery
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.errors import ConfigurationError
 
-__all__ = ["LINGER", "Batches", "QueuePosition", "longest_linger", "size_of"]
+__all__ = ["Batches", "QueuePosition", "size_of"]
 
-LINGER: Final = 0.1  # maximum seconds that a batch waits for more
-_OF_INTERVAL: Final = 0.1  # share of the time since the previous batch to wait while the queue has more
-_LONGEST_LINGER: Final = 5.0  # seconds
 _OVERHEAD: Final = 512  # bytes per delivery in addition to its body and properties
 
 
@@ -193,12 +190,3 @@ class Batches:
         self.waiting.clear()
         self.held = 0
         return everything
-
-
-def longest_linger(since: float, *, backlog: bool) -> float:
-    """Return the maximum seconds that a batch waits for more deliveries.
-
-    With a trigger interval, a batch holds the deliveries of that interval, but unacked deliveries of the previous batch
-    kept others back. If the queue has more messages, they are worth waiting for during a part of the interval.
-    """
-    return max(LINGER, min(_OF_INTERVAL * since, _LONGEST_LINGER)) if backlog else LINGER

@@ -28,13 +28,15 @@ from reliable_mq.codec.methods import CheckQueue, QueueState
 from reliable_mq.connection.interfaces import NullListener
 from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, carry_out, is_missing
 from reliable_mq.core.consumer.acks import AckBatcher
+from reliable_mq.core.consumer.consumer_timeout import consumer_timeout_of
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
 from reliable_mq.errors import BrokerUnavailable, ConsumeError, ReliableMQError
 from reliable_mq.metrics.registry import Reading, register
 from reliable_mq.spark.metrics import QueueStatistics, exporter
 from reliable_mq.spark.options import QueueOptions
-from reliable_mq.spark.queue_batches import LINGER, Batches, QueuePosition, longest_linger
+from reliable_mq.spark.queue_batches import Batches, QueuePosition
+from reliable_mq.spark.queue_intervals import LINGER, IntervalMonitor, longest_linger
 from reliable_mq.spark.queue_subscriptions import (
     PrefetchChange,
     PrefetchChoice,
@@ -51,8 +53,6 @@ logger = get_logger(__name__)
 _CLOSE_GRACE: Final = 3.0  # seconds for the closing handshake
 _SETTLING: Final = 0.02  # seconds without a delivery after which a batch is considered full
 _REQUESTED: Final = 1.0  # maximum seconds to wait after a prefetch request, which takes the broker some round trips
-_SELDOM: Final = 2.0  # seconds between two batches that count as infrequent
-_SELDOM_BATCHES: Final = 3
 _COUNT_EVERY: Final = 1.0  # seconds between two counts of the backlog
 _SUBSCRIBE_AGAIN: Final = 0.5  # seconds after the broker has cancelled a consumer
 
@@ -86,7 +86,7 @@ class QueueReader(NullListener):
         self._missing_since: float | None = None  # when a queue was first found missing
         self._first_at = self._last_at = 0.0  # arrival of the oldest and the newest waiting delivery
         self._planned_at = time.monotonic()  # of the newest batch
-        self._seldom = 0  # consecutive infrequent batches while messages were ready
+        self._intervals = IntervalMonitor()
         self._requested_at: float | None = None  # when a larger prefetch was requested
         self._requeued = threading.Event()
         # Used by the I/O thread only.
@@ -161,7 +161,8 @@ class QueueReader(NullListener):
                 if wait <= 0:
                     end = self._plan(start, most)
                     if end != start:
-                        self._hint(end.sequence - start.sequence, called - self._planned_at)
+                        backlog = sum(self._ready.values()) if self._remaining is None else 0
+                        self._intervals.planned(end.sequence - start.sequence, called - self._planned_at, backlog)
                         self._planned_at = time.monotonic()
                     return end
                 self._changed.wait(wait)
@@ -172,11 +173,16 @@ class QueueReader(NullListener):
             return self._batches.deliveries(start, end)
 
     def committed(self, end: QueuePosition) -> None:
-        """Ack every batch up to ``end``. Does not wait for the broker."""
+        """Ack every batch up to ``end``. Does not wait for the broker.
+
+        Raises:
+            ConsumeError: If consecutive batches were redelivered before their acks.
+        """
         with self._changed:
             done = self._batches.committed(end)
-        if done:
-            self._io.call_soon(partial(self._ack, done))
+            if done:
+                self._io.call_soon(partial(self._ack, done))
+                self._intervals.committed(time.monotonic() - self._planned_at)
 
     def limit_to_ready(self) -> None:
         """Limit each queue to the messages that were ready before the subscription."""
@@ -283,20 +289,6 @@ class QueueReader(NullListener):
             self._leave([queue for queue in before if self._remaining[queue] <= 0])
         return end
 
-    def _hint(self, rows: int, apart: float) -> None:
-        """Warn once if full batches are infrequent while messages wait."""
-        backlog = sum(self._ready.values())
-        self._seldom = self._seldom + 1 if backlog and apart >= _SELDOM and self._remaining is None else 0
-        if self._seldom == _SELDOM_BATCHES:
-            logger.warning(
-                "batches of %d messages are %.0f s apart, and %d more messages are ready: to read faster, shorten "
-                "the trigger interval, or raise maxBytesPerTrigger (and maxMessagesPerTrigger and prefetch if "
-                "they are set)",
-                rows,
-                apart,
-                backlog,
-            )
-
     def _leave(self, queues: Sequence[str]) -> None:
         """Unsubscribe from queues whose limit is reached; leave the rest to others."""
         for queue in queues:
@@ -335,7 +327,9 @@ class QueueReader(NullListener):
         with self._changed:
             self._connected = False
             self._in_doubt = {}
-            for delivery in self._batches.lost():
+            planned = self._batches.lost()
+            self._intervals.taken_back |= bool(planned) and consumer_timeout_of(loss) is not None
+            for delivery in planned:
                 if self._remaining is not None and delivery.source.generation == generation:
                     self._remaining[delivery.queue] += 1  # the redelivery must not count twice
             self._changed.notify_all()
@@ -363,6 +357,8 @@ class QueueReader(NullListener):
         queue = self._subscriptions.cancelled(consumer_tag)
         if queue is None or self._closing:
             return
+        with self._changed:
+            self._intervals.taken_back |= self._batches.planned(queue)
         logger.warning(
             "the broker cancelled the consumer of queue %r: the queue was deleted or moved, or a batch took "
             "longer than the consumer timeout and will be delivered again; subscribing again once the batch is "

@@ -9,12 +9,15 @@ import pytest
 
 from reliable_mq.core.channel_setup import StepRefused
 from reliable_mq.errors import BrokerUnavailable, ConsumeError, TopologyMismatch
+from reliable_mq.spark import queue_intervals
 from reliable_mq.spark.options import QueueOptions, read_options
 from reliable_mq.spark.queue_batches import QueuePosition
 from reliable_mq.spark.queue_reader import QueueReader
 from reliable_mq.spark.queue_subscriptions import PrefetchChoice
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from tests.contract.scripted_broker import ScriptedBroker
 
 
@@ -57,6 +60,49 @@ def test_a_message_during_the_subscription_lets_a_query_start(broker: ScriptedBr
     finally:
         opening.join(20)
         reader.close(1.0)
+
+
+@pytest.fixture(params=["channel closed", "consumer cancelled"])
+def triggers(
+    request: pytest.FixtureRequest, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., None]]:
+    """Trigger batches of one message each, which a consumer timeout of 0 s takes back or not."""
+    monkeypatch.setattr(queue_intervals, "_SHORTEST_TIMEOUT", 0.0)
+    broker.count = 1, 1
+    reader, opening = opening_reader(broker, prefetch=1)
+    opening.join(20)
+    at = QueuePosition.first(["orders"])
+
+    def trigger(*, taken_back: bool) -> None:
+        nonlocal at
+        reader.committed(at)
+        assert reader.plan(at, most=1, timeout=0.0) == at
+        channel = broker.consuming
+        channel.deliver(b"first", message_id="m1")
+        at = reader.plan(at, most=1, timeout=20.0)
+        if taken_back and request.param == "channel closed":
+            channel.close(406, "PRECONDITION_FAILED - delivery acknowledgement on channel 1 timed out")
+            broker.wait(lambda: broker.consumed not in (None, channel), "another channel")
+        elif taken_back:
+            channel.cancel()
+            broker.wait(lambda: reader._intervals.taken_back, "the end of the subscription")
+
+    yield trigger
+    reader.close(1.0)
+
+
+def test_an_interval_above_the_consumer_timeout_is_an_error(triggers: Callable[..., None]) -> None:
+    """A batch is acked at the next trigger. Otherwise every batch would have the same messages."""
+    triggers(taken_back=True)
+    triggers(taken_back=True)
+    with pytest.raises(ConsumeError, match="2 batches in a row were redelivered before they were acked"):
+        triggers(taken_back=False)
+
+
+def test_batches_of_which_some_time_out_are_no_error(triggers: Callable[..., None]) -> None:
+    """One that is acked comes between."""
+    for taken_back in (True, False, True, False):
+        triggers(taken_back=taken_back)
 
 
 def test_an_outage_ends_the_time_of_a_missing_queue() -> None:
