@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from threading import Event
 from typing import TYPE_CHECKING
@@ -60,6 +61,39 @@ def test_a_relay_moves_a_queue_into_a_stream(any_vhost: VirtualHost, kind: str) 
     assert list(ids(found)) == [f"m{number}" for number in range(2000)]
     assert set(ids(found).values()) == {1}
     assert {(each.queue, each.exchange, each.routing_key) for each in found} == {("orders", "", "orders")}
+
+
+def test_a_relay_leaves_the_next_one_no_long_tail(any_vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits until the copies of earlier relays are settled."""
+    monkeypatch.setattr("reliable_mq.stage.relay._LONG_TAIL", 0)
+    publish(any_vhost.url, "orders", 1000, type="quorum")
+    with relaying(any_vhost.url) as relay:
+        assert relay.wait_moved(DEADLINE)
+    with relaying(any_vhost.url) as relay:
+        assert relay.wait_moved(DEADLINE)
+        assert relay.tail_messages > 1000
+        relay.wait_settled(DEADLINE)
+    with relaying(any_vhost.url) as relay:
+        assert relay.wait_active(DEADLINE)
+        assert relay.tail_messages < 100
+
+
+def test_a_relay_that_moves_messages_waits_for_no_settled_tail(
+    vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue may never be empty for long enough."""
+    monkeypatch.setattr("reliable_mq.core.stage.session.SETTLED_AFTER", 3600.0)
+    monkeypatch.setattr("reliable_mq.stage.relay._LONG_TAIL", 0)
+    publish(vhost.url, "orders", 10, type="quorum")
+    with relaying(vhost.url) as relay, ThreadPoolExecutor(1) as pool:
+        assert relay.wait_moved(DEADLINE)
+        waiting = pool.submit(relay.wait_settled, 2 * DEADLINE)
+
+        def is_over() -> bool:
+            publish(vhost.url, "orders", 1, first=relay.statistics.moved)
+            return waiting.done()
+
+        wait_until(is_over, timeout=DEADLINE, what="the end of the wait")
 
 
 def test_messages_come_back_byte_for_byte(any_vhost: VirtualHost) -> None:

@@ -30,6 +30,7 @@ _ACTIVE: Final = 15.0  # seconds for this relay to become active, or for another
 _EMPTY: Final = 2  # consecutive checks that find a queue empty
 _MOVED: Final = 1.0  # seconds between two such checks of the relay
 _STARVED: Final = 60.0  # seconds in which an active relay moves nothing, and no fewer messages are ready
+_SETTLED: Final = 20.0  # seconds for the end of the stage to be settled: ten, and some counts of the queue
 _CLOSE: Final = 5.0  # seconds for outstanding confirms
 _LOOK_EVERY: Final = 30.0  # seconds between two checks of the beginning of the stage
 _MOST_BYTES: Final = 0.75  # maximum unread share of the bytes that the stage keeps
@@ -93,7 +94,9 @@ class StagedSource(StreamSource):
         """Move the messages that are ready now, then record the end of the stage."""
         options = self._relay_options
         if relay is not None and options is not None:
-            if not self._wait_moved(relay, options.queue):
+            if self._wait_moved(relay, options.queue):
+                relay.wait_settled(_SETTLED)
+            else:
                 logger.warning(
                     "queue %r is not empty, but another relay is active, other consumers or a lagging node have the "
                     "rest, or the broker is unavailable: reading what the stage has now",

@@ -122,6 +122,7 @@ class RelayClient(NullListener):
         last_error: The error of the last failed attempt.
         declared_at: The time when the stage was declared, or None before.
         counts: The counts of the queue.
+        unsettled: The number of messages that another epoch would read, when last determined.
     """
 
     def __init__(self, options: StageOptions, session: StageSession, settings: ConnectionSettings) -> None:
@@ -131,6 +132,7 @@ class RelayClient(NullListener):
         self.last_error: ReliableMQError | None = None
         self.declared_at: float | None = None
         self.counts = QueueCounts()
+        self.unsettled = 0
         self._options = options
         self._session = session
         self._out: list[bytes] = []
@@ -357,6 +359,7 @@ class RelayClient(NullListener):
         logger.info("%s: moving messages; up to %d of the last ones may be redelivered", self, self._session.tail)
         with self.changed:
             self.counts.activated(self.moved)
+            self.unsettled = self._session.unsettled(time.monotonic())
         self._enter(RelayState.ACTIVE)
 
     def _adjust(self) -> None:
@@ -447,10 +450,15 @@ class RelayClient(NullListener):
             self.changed.notify_all()
         if unknown and not count.in_doubt:
             self._count()  # two in a row show that the queue seems empty
+        now = time.monotonic()
         if self.counts.drained:
-            self._session.drained(time.monotonic())
+            self._session.drained(now)
         elif subscribed and self.counts.wants_renewal and self._wants_to_know():
             self._change(_ChannelReads.PAUSED, None, CheckQueue(self._options.queue))
+        if self._session.state is EpochState.MOVING:
+            with self.changed:
+                self.unsettled = self._session.unsettled(now)
+                self.changed.notify_all()
         if others:
             logger.warning(
                 "%s: the queue has other consumers (%d), such as a relay of another stage: each message goes to only "
@@ -490,6 +498,7 @@ class RelayClient(NullListener):
         session = self._session
         if self.state is not RelayState.CONFIRMING or (session.state is EpochState.MOVING and session.unconfirmed):
             return
+        self._out.append(session.ending(time.monotonic()))
         self._write_out()
         self._enter(RelayState.DISCONNECTING)
         self._io.run(_all((CheckQueue(self._options.queue),)), self._finish)

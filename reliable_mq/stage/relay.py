@@ -7,6 +7,7 @@ thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Final
 
 from prometheus_client import CollectorRegistry
 
@@ -21,6 +22,8 @@ from reliable_mq.stage.client import RelayClient, RelayState
 from reliable_mq.url import parse_url
 
 __all__ = ["StageRelay"]
+
+_LONG_TAIL: Final = 20_000  # messages
 
 
 class StageRelay:
@@ -109,6 +112,19 @@ class StageRelay:
         """
         client = self._client
         return self._wait_for(lambda: self._is_active() and client.counts.has_moved(client.moved), timeout)
+
+    def wait_settled(self, timeout: float) -> None:
+        """Wait until the next relay has little to read from the end of the stage.
+
+        That needs some seconds without messages. The wait ends once another message is moved.
+
+        Raises:
+            ReliableMQError: If an error has ended the relay.
+        """
+        client, moved = self._client, self._client.moved
+        self._wait_for(
+            lambda: not self._is_active() or client.unsettled <= _LONG_TAIL or client.moved != moved, timeout
+        )
 
     def _is_active(self) -> bool:
         return self._client.state is RelayState.ACTIVE

@@ -150,6 +150,7 @@ def test_a_header_that_does_not_fit_travels_before_the_body() -> None:
 def test_a_marker_has_no_original() -> None:
     """Its ``low`` is unknown when it is made."""
     assert unstaged(from_a_stream(marker(EPOCH)), b"") == (Mark(UNKNOWN, EPOCH, True), None)
+    assert unstaged(from_a_stream(marker(EPOCH, 7)), b"") == (Mark(7, EPOCH, True), None)
 
 
 def test_a_copy_of_a_copy_comes_back_whole() -> None:

@@ -114,6 +114,13 @@ class RelayMachine(RuleBasedStateMachine):
         self.channel.die()
         self.begin()
 
+    @rule(most=st.integers(0, 5))
+    def close(self, most: int) -> None:
+        """End an epoch, or die while it ends."""
+        self.channel.write(self.session.ending(self.now))
+        self.carry_out(most)
+        self.die()
+
     @precondition(lambda self: self.channel.unacked)
     @rule(most=st.integers(1, 5))
     def link_breaks(self, most: int) -> None:

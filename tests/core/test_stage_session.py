@@ -48,6 +48,12 @@ class Bench:
         self.channel.die()
         self.session.lost()
 
+    def close(self, now: float) -> None:
+        self.channel.write(self.session.ending(now))
+        self.channel.carry_out(now)
+        self.confirm(now)
+        self.end()
+
     def move(self, most: int, now: float = 0.0) -> None:
         self.channel.write(self.session.delivered(self.channel.deliver(most), now))
         self.channel.carry_out(now)
@@ -306,6 +312,36 @@ def test_an_empty_queue_resolves_the_tail_after_a_while() -> None:
     assert bench.session.tail == 0
     bench.session.lost()
     bench.session.drained(100.0)
+
+
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_the_next_epoch_reads_no_copy_that_was_settled(partitions: int) -> None:
+    """This holds for copies of all epochs before a marker that ends one."""
+    bench, now = Bench(partitions=partitions), 0.0
+    for epoch in range(1, 4):
+        bench.queue.extend(Queued(f"{epoch}-{number}") for number in range(6))
+        bench.begin(now)
+        bench.move(6, now)
+        bench.confirm(now)
+        assert bench.session.tail == 6 * (epoch - 1)
+        assert bench.session.unsettled(now) >= 6 * epoch
+        if epoch < 3:
+            bench.close(now)  # too early
+    now += SETTLED_AFTER
+    bench.session.drained(now)
+    assert bench.session.unsettled(now) == 0
+    bench.close(now)
+    bench.begin(now)
+    assert bench.session.tail == 0
+
+
+def test_an_epoch_ends_with_a_marker_only_while_it_moves() -> None:
+    bench = Bench(1)
+    assert bench.session.ending(SETTLED_AFTER) == b""
+    bench.begin()
+    assert [kind for kind, _ in parsed(bench.session.ending(SETTLED_AFTER))] == ["publish"]
+    bench.session.failed()
+    assert bench.session.ending(SETTLED_AFTER) == b""
 
 
 def test_many_new_messages_resolve_the_tail_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

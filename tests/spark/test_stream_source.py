@@ -119,6 +119,9 @@ class LostRelay:
         assert self._waits < 10, "it waits forever"
         return False
 
+    def wait_settled(self, _timeout: float) -> None:
+        pass
+
     def close(self, _timeout: float) -> None:
         self.closed = True
 

@@ -45,7 +45,7 @@ HEADER: Final = "x-reliable-mq-stage"
 """The header of a staged message."""
 
 UNKNOWN: Final = -1
-"""A `Mark.low` of a marker: the relay had not read the tail yet."""
+"""The `Mark.low` of the marker that begins an epoch: the relay had not read the tail yet."""
 
 _VERSION: Final = 1
 _MARKER, _REDELIVERED, _BEFORE_BODY = 1, 2, 4
@@ -63,7 +63,7 @@ _PERSISTENT: Final = b"\2"
 class Mark(NamedTuple):
     """The relay's mark in a staged message."""
 
-    low: int  # an offset of this partition below which everything is settled; `UNKNOWN` in a marker
+    low: int  # an offset of this partition below which everything is settled, or `UNKNOWN`
     epoch: bytes  # eight bytes that are unique to one epoch of a relay
     is_marker: bool
 
@@ -160,9 +160,9 @@ def identity(message_id: bytes, exchange: str, routing_key: str, body: bytes) ->
     return digest.digest()
 
 
-def marker(epoch: bytes) -> bytes:
+def marker(epoch: bytes, low: int = UNKNOWN) -> bytes:
     """Return the encoded properties of a marker, whose body is empty."""
-    return _properties(_HEAD.pack(_VERSION, _MARKER, UNKNOWN, epoch), _NOTHING)
+    return _properties(_HEAD.pack(_VERSION, _MARKER, low, epoch), _NOTHING)
 
 
 def names_of(queue: str, exchange: str, routing_key: str) -> bytes:

@@ -40,7 +40,7 @@ from typing import Final
 from reliable_mq.codec import RawDelivery, append_publish, encode_ack, publish_head
 from reliable_mq.core.consumer.acks import AckBatcher
 from reliable_mq.core.publisher.confirms import ConfirmTracker
-from reliable_mq.core.stage.envelope import Mark, identity, marker, names_of, parts_of, staged, unstaged
+from reliable_mq.core.stage.envelope import UNKNOWN, Mark, identity, marker, names_of, parts_of, staged, unstaged
 from reliable_mq.core.stage.options import MissingId, StageOptions, shard
 from reliable_mq.core.stage.tail import SETTLED_AFTER, Moved, Settled, Tail
 from reliable_mq.core.statistics import StageStatistics
@@ -147,18 +147,13 @@ class StageSession:
         heads = [publish_head(channel, "", partition, mandatory=True) for partition in self._options.streams]
         partitions = [_PartitionEpoch(head, Tail(name)) for head in heads]
         epoch = _Epoch(number, channel, frame_max, name, partitions, Moved(_KEPT * self._options.max_outstanding))
-        epoch.unmarked = len(heads)
         self._epoch = epoch
         self._confirms.channel_opened(number)
         self._acks.opened(number)
-        self._confirms.published([_Copy(index, 0, 0, 0, None) for index in range(len(heads))])
         self._progress_at = now
         self.state = EpochState.FENCING
-        frames: list[bytes] = []
-        for head in heads:
-            append_publish(frames, head, channel, marker(name), b"", frame_max)
         self.statistics.epochs += 1
-        return b"".join(frames)
+        return self._markers([UNKNOWN] * len(heads))
 
     def lost(self) -> None:
         """Forget the channel, whose unacked deliveries the broker requeues."""
@@ -167,6 +162,15 @@ class StageSession:
         self._acks.lost()
         self._epoch = None
         self.prefetch_granted = 0
+
+    def ending(self, now: float) -> bytes:
+        """Return markers for the end of the epoch, to write last.
+
+        The next epoch begins to read at their ``low``. There are none as long as messages of the tail may come.
+        """
+        if self.state is not EpochState.MOVING or not self._is_resolved(now):
+            return b""
+        return self._markers([_settled(each).low(now, resolved=True) for each in self._opened.partitions])
 
     def failed(self) -> None:
         """End the epoch after a nack, a return or a cancelled subscription."""
@@ -244,7 +248,7 @@ class StageSession:
         done: list[int] = []
         size = 0
         count = len(options.streams)
-        resolved = not epoch.tail and now - epoch.accounted_at >= SETTLED_AFTER
+        resolved = self._is_resolved(now)
         lows = [_settled(each).low(now, resolved=resolved) for each in epoch.partitions]
         for delivery in deliveries:
             parts = parts_of(delivery.properties)
@@ -363,6 +367,11 @@ class StageSession:
         """The number of copies of earlier epochs that are not accounted for."""
         return 0 if self._epoch is None else self._epoch.tail.total()
 
+    def unsettled(self, now: float) -> int:
+        """Return the number of messages that another epoch would read. State: MOVING."""
+        resolved = self._is_resolved(now)
+        return sum(_settled(each).unsettled(now, resolved=resolved) for each in self._opened.partitions)
+
     @property
     def prefetch(self) -> int:
         """The prefetch that the subscription should have."""
@@ -387,6 +396,19 @@ class StageSession:
     def wants_pause(self) -> bool:
         """Whether reading should pause because too many bytes are held."""
         return self.held > _SLACK * self._options.max_outstanding_bytes
+
+    def _is_resolved(self, now: float) -> bool:
+        """Return whether no message of the tail can be delivered any more."""
+        return not self._opened.tail and now - self._opened.accounted_at >= SETTLED_AFTER
+
+    def _markers(self, lows: Sequence[int]) -> bytes:
+        epoch = self._opened
+        epoch.unmarked += len(lows)
+        self._confirms.published([_Copy(index, 0, 0, 0, None) for index in range(len(lows))])
+        frames: list[bytes] = []
+        for each, low in zip(epoch.partitions, lows, strict=True):
+            append_publish(frames, each.head, epoch.channel, marker(epoch.name, low), b"", epoch.frame_max)
+        return b"".join(frames)
 
     def _names_of(self, exchange: str, routing_key: str) -> bytes:
         names = self._names.get((exchange, routing_key))

@@ -6,8 +6,9 @@ The mark of every copy says where to begin: its ``low`` is an offset below which
 was made.
 
 An epoch first publishes a marker. Once the marker is confirmed, all copies of an earlier epoch are before it, and none
-can follow: the channel of that epoch is gone, or this relay could not have become the active one. The ``low`` of the
-marker itself is unknown. So the mark before the marker counts, and if that is also a marker, the one before it.
+can follow: the channel of that epoch is gone, or this relay could not have become the active one. The ``low`` of this
+marker is unknown. So the mark before it counts, and if that is also such a marker, the one before it. A relay that
+closes publishes another marker, with its ``low``, so that the next epoch reads no copies that are settled by then.
 
 `Moved` finds messages that a quorum queue delivers again while the channel lives. Its leader takes all deliveries of a
 channel back when it loses the link to the channel's node, ignores later acks of them, and delivers the messages again
@@ -151,6 +152,10 @@ class Settled:
         while history and now - history[0][1] >= SETTLED_AFTER:
             self._certain = history.popleft()[2]
         return self._marker + 1 + self._certain if resolved else self._low
+
+    def unsettled(self, now: float, *, resolved: bool) -> int:
+        """Return the number of messages from ``low`` to the last copy."""
+        return self._marker + 1 + self._published - self.low(now, resolved=resolved)
 
 
 class Moved:
