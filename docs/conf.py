@@ -30,7 +30,7 @@ myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]
 
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:.*", r"(asyncio|collections|concurrent|sqlalchemy)\..*"),  # documented elsewhere
+    ("py:.*", r"(asyncio|collections|concurrent|pika|sqlalchemy)\..*"),  # documented elsewhere
     ("py:.*", r"reliable_mq\.(aio|connection|core|engine|sync)\..*"),  # inside, and not in the manual
 ]
 pygments_style = "friendly"
