@@ -23,6 +23,7 @@ from reliable_mq.testing.waiting import wait_until
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from reliable_mq import Delivery
     from reliable_mq.testing import Audit, VirtualHost
 
 ORDERS = Queue("orders")
@@ -115,14 +116,23 @@ def test_a_deleted_quarantine_costs_prefetched_messages_nothing(any_vhost: Virtu
 
 @pytest.mark.both_lines
 def test_handlers_are_acked_without_permission_for_quarantine(any_vhost: VirtualHost, consumer_api: str) -> None:
-    """The refusal closes the channel. Handlers take longer than the wait for the first subscription to quarantine."""
+    """The refusal closes the channel, and is not repeated while the next handler runs."""
     queue = Queue("orders", dead_letter=None)
+    with Publisher(any_vhost.url, topology=[queue]) as publisher:
+        publisher.publish(Message(b"slow"), routing_key="orders")
     any_vhost.add_user("worker")
     any_vhost.broker.rabbitmqctl("set_permissions", "--vhost", any_vhost.name, "worker", ".*", ".*", "^orders$")
+
+    def outlast(delivery: Delivery) -> None:
+        if delivery.redelivered:
+            time.sleep(1.5 * AFTER)
+        else:
+            wait_until(lambda: consumer.statistics.lost == 1, timeout=20, what="the channel is closed")
+
+    handler = Handler(then=outlast)
     url = any_vhost.url.replace("guest:guest", "worker:worker")
-    handler = Handler(then=lambda _: time.sleep(1.5 * AFTER))
-    with Consumer(url, queue, handler, retry=RetryPolicy(backend="memory")) as consumer:
-        send(any_vhost, "orders", [Message(b"slow")])
+    consumer = Consumer(url, queue, handler, retry=RetryPolicy(backend="memory"))
+    with consumer:
         wait_until(lambda: consumer.statistics.acked == 1, timeout=20, what="acked")
         assert consumer.statistics.lost == 1
     assert handler.attempts == [1, 1]
