@@ -145,7 +145,7 @@ def test_a_paused_broker_accepts_connections_and_says_nothing(private_broker: Ra
 
 
 def test_a_broker_that_falls_silent_ends_a_wait(private_vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reliable_mq.testing.virtual_host._HEARTBEAT", 1)
+    monkeypatch.setattr("reliable_mq.testing.virtual_host._HEARTBEAT", 2)
     publish(private_vhost, "orders", ["1"])
     broker = private_vhost.broker
 
