@@ -83,7 +83,13 @@ def test_f68_broken_links_of_nodes_move_each_message_once(
             wait_until(again, timeout=DEADLINE, what="more deliveries", interval=2.0)
             proxy.release_confirms()
             wait_until(lambda n=number: moved(relay) > n * PART, timeout=DEADLINE, what="all moved")  # type: ignore[misc]
+            epochs = relay.statistics.epochs
             proxy.cut()  # to the other node, if it has not moved yet
+            wait_until(
+                lambda n=epochs: relay.statistics.epochs > n and relay.status().active,  # type: ignore[misc]
+                timeout=2 * DEADLINE,
+                what="the relay active again",  # it needs confirms for that
+            )
     home = rabbitmq_cluster.leader_of("stage", cluster_vhost.name)  # a replica on another node may still have to start
     check_each_once(home.url_of(cluster_vhost.name), "stage", count=1 + len(others) * PART)
     assert relay.statistics.moved_before >= 8
