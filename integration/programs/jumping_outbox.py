@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from sqlalchemy import create_engine
 
@@ -37,9 +37,17 @@ def wait_for_row(claims: RowLeases) -> OutboxRow:
     return rows[0]
 
 
-def check(began: float, least: float, what: str) -> None:
-    took = time.monotonic() - began
-    assert least - 0.1 < took < least + LATE, f"{what} took {took:.2f} s"
+class Began(NamedTuple):
+    """The times before and after the call that began a delay or a lease."""
+
+    earliest: float
+    latest: float
+
+
+def check(began: Began, least: float, what: str) -> None:
+    longest, shortest = (time.monotonic() - moment for moment in began)
+    assert least - 0.1 < longest, f"{what} took at most {longest:.2f} s"
+    assert shortest < least + LATE, f"{what} took at least {shortest:.2f} s"
 
 
 def main(offset_file: str, places: list[str]) -> None:
@@ -48,30 +56,33 @@ def main(offset_file: str, places: list[str]) -> None:
     relays = {where: outbox.claims() for where, outbox in outboxes.items()}
     for offset in (HOUR, -HOUR):
         clock.jump(0)
-        delayed_at: dict[str, float] = {}
-        claimed_at: dict[str, float] = {}
+        delayed_at: dict[str, Began] = {}
+        leased: list[str] = []
         for where, outbox in outboxes.items():
             outbox.write([NewRow(Message(b""), "", "orders", True, None) for _ in range(2)], [])
             relay = relays[where]
             first = wait_for_row(relay)
+            before = time.monotonic()
             outbox.write([], [RowSettlement(first, RowOutcome.LATER, DELAY, "it was nacked")])
             relay.written([RowSettlement(first, RowOutcome.LATER)])
-            delayed_at[where] = time.monotonic()
+            delayed_at[where] = Began(before, time.monotonic())
             [second] = relay.take(1).rows
-            claimed_at[where] = time.monotonic()
-            if "://" not in where:  # no lease: SQLite has one relay, until its process ends
+            if "://" in where:
+                leased.append(where)
+            else:  # no lease: SQLite has one relay, until its process ends
                 outbox.write([], [RowSettlement(second, RowOutcome.CONFIRMED)])
-                del claimed_at[where]
         clock.jump(offset)
         for where, began in delayed_at.items():
             relays[where].keep()
             again = wait_for_row(relays[where])
             check(began, DELAY, f"the delay in {where}")
             outboxes[where].write([], [RowSettlement(again, RowOutcome.CONFIRMED)])
-        for where in claimed_at:  # the last renewal, as if the holder died here
+        claimed_at: dict[str, Began] = {}
+        for where in leased:  # the last renewal, as if the holder died here
+            before = time.monotonic()
             relays[where].keep()
-            claimed_at[where] = time.monotonic()
-        others = {where: outboxes[where].claims() for where in claimed_at}
+            claimed_at[where] = Began(before, time.monotonic())
+        others = {where: outboxes[where].claims() for where in leased}
         clock.jump(0)
         for where, other in others.items():
             assert not other.take(1).rows, f"{where} gave away what a relay has"
