@@ -764,30 +764,25 @@ def test_a_queue_that_never_confirms_costs_one_channel(shell: Shell) -> None:
     assert shell.session.channel_in_doubt(610.0), "it did confirm in the meantime"
 
 
-def test_a_destination_costs_another_channel_after_a_while(shell: Shell) -> None:
-    """Its queue may have a leader again, and its confirms may be lost on this channel."""
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        pytest.param(["stuck"], "stuck", id="same"),
+        # Each message to a topic exchange may have its own routing key.
+        pytest.param([f"order.{number}" for number in range(channel_trust._MAX_BLAMED + 1)], "deaf", id="many"),
+    ],
+)
+def test_blame_of_destinations_lapses(shell: Shell, first: list[str], later: str) -> None:
+    """A queue may have a leader again, and its confirms may be lost on this channel."""
     shell.lose()
-    pass_over(shell, 0.0, "stuck")
+    pass_over(shell, 0.0, *first)
     assert shell.session.channel_in_doubt(120.0)
     shell.lose()
-    pass_over(shell, 590.0, "stuck")
+    assert len(shell.session._trust._blamed) == min(len(first), channel_trust._MAX_BLAMED)
+    pass_over(shell, 590.0, later)
     assert not shell.session.channel_in_doubt(710.0)
     shell.lose()
-    pass_over(shell, 600.0, "stuck")
-    assert shell.session.channel_in_doubt(720.0)
-
-
-def test_many_destinations_hide_lost_confirms_for_a_while(shell: Shell) -> None:
-    """Each message to a topic exchange may have its own routing key."""
-    shell.lose()
-    pass_over(shell, 0.0, *(f"order.{number}" for number in range(channel_trust._MAX_BLAMED + 1)))
-    assert shell.session.channel_in_doubt(120.0)
-    shell.lose()
-    assert len(shell.session._trust._blamed) == channel_trust._MAX_BLAMED
-    pass_over(shell, 590.0, "deaf")
-    assert not shell.session.channel_in_doubt(710.0)
-    shell.lose()
-    pass_over(shell, 600.0, "deaf")
+    pass_over(shell, 600.0, later)
     assert shell.session.channel_in_doubt(720.0)
 
 

@@ -96,7 +96,7 @@ class LostRelay:
     error = None
     tail_messages = 0
 
-    def __init__(self, *_args: object, **_named: object) -> None:
+    def __init__(self) -> None:
         self.closed = False
         self.statistics = StageStatistics()
         self._active = [True, True]
@@ -154,8 +154,9 @@ class PassedOverRelay(LostRelay):
         return StageStatus(active=1, outstanding=0, held_bytes=0, ready=max(100 - self._waits, 50))
 
 
-def move_ready(url: str) -> None:
-    """Let an available-now query move messages; then it asks in vain for the end of the stage."""
+def move_ready(url: str, relay: LostRelay, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an available-now query move messages by a relay; then it asks in vain for the end of the stage."""
+    monkeypatch.setattr(staged_source, "StageRelay", lambda *args, **named: relay)
     given = {"url": url, "queue": "orders", "stage": "events", "connection.timeout": "1s"}
     reader = StagedSource(staged_options(given, streaming=True), ["body"])
     reader.prepareForTriggerAvailableNow()
@@ -168,11 +169,10 @@ def test_an_available_now_query_waits_for_no_other_relay(
     closing_server: Closing, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its own relay was active at first. Otherwise the query would never end."""
-    made: list[LostRelay] = []
     monkeypatch.setattr(staged_source, "_ACTIVE", 0.3)
-    monkeypatch.setattr(staged_source, "StageRelay", lambda *args, **named: made.append(LostRelay()) or made[0])
-    move_ready(closing_server.url)
-    assert made[0].closed
+    relay = LostRelay()
+    move_ready(closing_server.url, relay, monkeypatch)
+    assert relay.closed
     assert "another relay is active" in caplog.text
 
 
@@ -180,11 +180,10 @@ def test_an_available_now_query_waits_for_the_tail_to_be_read(
     closing_server: Closing, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """That takes longer than another relay is waited for."""
-    made: list[ReadingRelay] = []
     monkeypatch.setattr(staged_source, "_ACTIVE", 0.3)
-    monkeypatch.setattr(staged_source, "StageRelay", lambda *args, **named: made.append(ReadingRelay()) or made[0])
-    move_ready(closing_server.url)
-    assert made[0].tail_messages == 50
+    relay = ReadingRelay()
+    move_ready(closing_server.url, relay, monkeypatch)
+    assert relay.tail_messages == 50
     assert "another relay is active" not in caplog.text
 
 
@@ -192,9 +191,8 @@ def test_an_available_now_query_ends_if_others_get_all_messages(
     closing_server: Closing, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The queue has a single active consumer, for example. As long as that one makes progress, the query waits."""
-    made: list[PassedOverRelay] = []
     monkeypatch.setattr(staged_source, "_STARVED", 0.5)
-    monkeypatch.setattr(staged_source, "StageRelay", lambda *args, **named: made.append(PassedOverRelay()) or made[0])
-    move_ready(closing_server.url)
-    assert made[0].status().ready == 50
+    relay = PassedOverRelay()
+    move_ready(closing_server.url, relay, monkeypatch)
+    assert relay.status().ready == 50
     assert "queue 'orders' is not empty" in caplog.text
