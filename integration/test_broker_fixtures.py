@@ -73,6 +73,15 @@ def test_the_management_api_is_asked_without_the_http_proxy(broker: RabbitMQ, mo
     assert not broker.management.alarmed()
 
 
+def test_a_queue_that_does_not_exist_yet_is_waited_for(vhost: VirtualHost) -> None:
+    with pytest.raises(TimeoutError, match="message_count 0 of 'late', which does not exist"):
+        vhost.wait_for_messages("late", 0, timeout=0.2)
+    with ThreadPoolExecutor(1) as pool, vhost.connect() as connection:
+        waited = pool.submit(vhost.wait_for_messages, "late", 0)
+        connection.channel().queue_declare("late", durable=True)
+        waited.result()
+
+
 def test_live_counts_know_of_acks_that_wait_for_the_disk(any_vhost: VirtualHost) -> None:
     publish(any_vhost, "orders", ["1"])
     with any_vhost.connect() as connection:

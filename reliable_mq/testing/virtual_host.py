@@ -59,6 +59,7 @@ begin
 end
 """
 _HEARTBEAT: Final = 15  # seconds; a broker that is silent for about 40 s ends the connection
+_NOT_FOUND: Final = 404
 _COUNTED: Final = re.compile(r'\{<<"([^"]*)">>,(\d+)\}')
 
 
@@ -222,7 +223,7 @@ class VirtualHost:
         return {**dict.fromkeys(queues, 0), **found}
 
     def wait_for_consumers(self, queue: str, count: int, *, timeout: float = 30.0) -> None:
-        """Block until a queue has exactly `count` consumers.
+        """Block until a queue exists, and has exactly `count` consumers.
 
         Raises:
             pika.exceptions.AMQPHeartbeatTimeout: If the broker is silent for about 40 s.
@@ -231,7 +232,7 @@ class VirtualHost:
         self._wait_for("consumer_count", queue, count, timeout)
 
     def wait_for_messages(self, queue: str, count: int, *, timeout: float = 30.0) -> None:
-        """Block until a queue has exactly `count` ready messages, without unacked ones.
+        """Block until a queue exists, and has exactly `count` ready messages, without unacked ones.
 
         Raises:
             pika.exceptions.AMQPHeartbeatTimeout: If the broker is silent for about 40 s.
@@ -240,13 +241,21 @@ class VirtualHost:
         self._wait_for("message_count", queue, count, timeout)
 
     def _wait_for(self, what: str, queue: str, count: int, timeout: float) -> None:
-        seen = -1
+        seen: int | None = None
         with self.connect(heartbeat=_HEARTBEAT) as connection:
             channel = connection.channel()
 
             def reached() -> bool:
-                nonlocal seen
-                seen = int(getattr(channel.queue_declare(queue, passive=True).method, what))
+                nonlocal channel, seen
+                try:
+                    seen = int(getattr(channel.queue_declare(queue, passive=True).method, what))
+                except pika.exceptions.ChannelClosedByBroker as closed:
+                    if closed.reply_code != _NOT_FOUND:
+                        raise
+                    channel, seen = connection.channel(), None
                 return seen == count
 
-            wait_until(reached, timeout=timeout, what=lambda: f"{what} {count} of {queue!r}, it is {seen}")
+            def waited_for() -> str:
+                return f"{what} {count} of {queue!r}, " + ("which does not exist" if seen is None else f"it is {seen}")
+
+            wait_until(reached, timeout=timeout, what=waited_for)
