@@ -232,7 +232,9 @@ class VirtualHost:
         self._wait_for("consumer_count", queue, count, timeout)
 
     def wait_for_messages(self, queue: str, count: int, *, timeout: float = 30.0) -> None:
-        """Block until a queue exists, and has exactly `count` ready messages, without unacked ones.
+        """Block until a queue exists, and has exactly `count` ready messages.
+
+        Unacked ones do not count.
 
         Raises:
             pika.exceptions.AMQPHeartbeatTimeout: If the broker is silent for about 40 s.
