@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -132,9 +133,11 @@ class Slow(io.BytesIO):
 
     def __init__(self, consumer: RunningConsumer) -> None:
         super().__init__()
+        self.writing = threading.Event()
         self._consumer = consumer
 
     def write(self, data: Any) -> int:
+        self.writing.set()
         consumer = self._consumer
         wait_until(lambda: consumer.looks > 10 or consumer.stopped.is_set(), timeout=10, what="many looks, or the end")
         return super().write(data)
@@ -146,13 +149,13 @@ def test_it_does_not_end_while_a_message_is_being_written(keep: bool) -> None:
     consumer = RunningConsumer()
     out = Slow(consumer)
     slow = follower(out, keep=keep, timeout=0.1)
-    following = threading.Thread(target=slow.follow, args=(cast("Consumer", consumer),))
-    following.start()
-    with pytest.raises(RetryLater) if keep else nullcontext():
-        slow.handle(delivery(b"a"))
+    with ThreadPoolExecutor(1) as pool:
+        handled = pool.submit(slow.handle, delivery(b"a"))
+        assert out.writing.wait(10)
+        slow.follow(cast("Consumer", consumer))
+        with pytest.raises(RetryLater) if keep else nullcontext():
+            handled.result()
     assert consumer.looks > 10
-    following.join(10)
-    assert not following.is_alive()
     assert out.getvalue() == b"a\n"
     assert slow.status == 0
 

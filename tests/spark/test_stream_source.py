@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import closing
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -91,13 +92,14 @@ def test_a_time_in_the_last_second_of_all_is_that_second() -> None:
 
 
 class LostRelay:
-    """A relay that lost its connection and is not the active one any more."""
+    """A relay that lost its connection and is not the active one any more. It waits by its own clock, `now`."""
 
     error = None
     tail_messages = 0
 
     def __init__(self) -> None:
         self.closed = False
+        self.now = 0.0
         self.statistics = StageStatistics()
         self._active = [True, True]
         self._waits = 0
@@ -111,8 +113,10 @@ class LostRelay:
     def status(self) -> StageStatus:
         return StageStatus(active=1, outstanding=0, held_bytes=0)
 
-    def wait_active(self, _timeout: float) -> bool:
-        return bool(self._active and self._active.pop())
+    def wait_active(self, timeout: float) -> bool:
+        active = bool(self._active and self._active.pop())
+        self.now += 0 if active else timeout
+        return active
 
     def wait_moved(self, _timeout: float) -> bool:
         self._waits += 1
@@ -129,8 +133,8 @@ class LostRelay:
 class ReadingRelay(LostRelay):
     """A relay that reads the end of the stage before it is active."""
 
-    def wait_active(self, _timeout: float) -> bool:
-        time.sleep(0.02)
+    def wait_active(self, timeout: float) -> bool:
+        self.now += timeout
         self.tail_messages += 1
         return self.tail_messages == 50
 
@@ -144,10 +148,10 @@ class PassedOverRelay(LostRelay):
     def wait_active(self, _timeout: float) -> bool:
         return True
 
-    def wait_moved(self, _timeout: float) -> bool:
+    def wait_moved(self, timeout: float) -> bool:
         self._waits += 1
         assert self._waits < 200, "it waits forever"
-        time.sleep(0.01)
+        self.now += timeout
         return False
 
     def status(self) -> StageStatus:
@@ -157,6 +161,7 @@ class PassedOverRelay(LostRelay):
 def move_ready(url: str, relay: LostRelay, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let an available-now query move messages by a relay; then it asks in vain for the end of the stage."""
     monkeypatch.setattr(staged_source, "StageRelay", lambda *args, **named: relay)
+    monkeypatch.setattr(staged_source, "time", SimpleNamespace(monotonic=lambda: relay.now))
     given = {"url": url, "queue": "orders", "stage": "events", "connection.timeout": "1s"}
     reader = StagedSource(staged_options(given, streaming=True), ["body"])
     reader.prepareForTriggerAvailableNow()
@@ -169,7 +174,6 @@ def test_an_available_now_query_waits_for_no_other_relay(
     closing_server: Closing, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its own relay was active at first. Otherwise the query would never end."""
-    monkeypatch.setattr(staged_source, "_ACTIVE", 0.3)
     relay = LostRelay()
     move_ready(closing_server.url, relay, monkeypatch)
     assert relay.closed
@@ -180,7 +184,6 @@ def test_an_available_now_query_waits_for_the_tail_to_be_read(
     closing_server: Closing, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """That takes longer than another relay is waited for."""
-    monkeypatch.setattr(staged_source, "_ACTIVE", 0.3)
     relay = ReadingRelay()
     move_ready(closing_server.url, relay, monkeypatch)
     assert relay.tail_messages == 50
@@ -191,7 +194,6 @@ def test_an_available_now_query_ends_if_others_get_all_messages(
     closing_server: Closing, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The queue has a single active consumer, for example. As long as that one makes progress, the query waits."""
-    monkeypatch.setattr(staged_source, "_STARVED", 0.5)
     relay = PassedOverRelay()
     move_ready(closing_server.url, relay, monkeypatch)
     assert relay.status().ready == 50
