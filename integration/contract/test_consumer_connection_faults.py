@@ -488,6 +488,7 @@ def test_f11_broker_is_frozen(
             private_broker.pause()
             frozen = time.monotonic()
             gate.open()
+            handler.wait_done(given)
             wait_until(lambda: time.monotonic() - frozen > seconds, timeout=seconds + 5, what="the time to pass")
             assert handler.bodies == numbered(given), "it had nothing else"
             private_broker.unpause()
