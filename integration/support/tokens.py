@@ -32,6 +32,7 @@ class Issuer:
 
     Attributes:
         lifetime: The lifetime of the next token, in seconds.
+        spare: The seconds for which the broker accepts the next token beyond the lifetime that the client is told.
         issued: All tokens.
         forged: Whether the next token has a signature that the broker does not know.
         fails: Whether the next calls raise.
@@ -41,6 +42,7 @@ class Issuer:
         self._key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
         self._other = rsa.generate_private_key(public_exponent=65537, key_size=2048)
         self.lifetime = lifetime
+        self.spare = 0.0
         self.issued: list[str] = []
         self.forged = False
         self.fails = False
@@ -69,7 +71,7 @@ class Issuer:
             "sub": "orders",  # RabbitMQ refuses the token of another user on an open connection
             "jti": str(len(self.issued)),
             "scope": ["rabbitmq.configure:*/*", "rabbitmq.read:*/*", "rabbitmq.write:*/*"],
-            "exp": int(time.time() + self.lifetime),
+            "exp": int(time.time() + self.lifetime + self.spare),
         }
         key = self._other if self.forged else self._key
         token = jwt.encode(claims, key, algorithm="RS256", headers={"kid": "key1"})
