@@ -174,7 +174,8 @@ def test_every_message_ends_right_and_in_time_on_any_network(
         for _ in range(100):
             message = Message(b"afterwards")
             checker.attempted(message.message_id)
-            assert book(checker, publisher.submit(message, routing_key="orders")) is None
+            confirmation = publisher.submit(message, routing_key="orders", timeout=60)  # not the short one of above
+            assert book(checker, confirmation, timeout=70) is None
         print(ends, publisher.statistics, f"{proxy.connections} connections")
     checker.drain(vhost, ["orders", "full"])
     assert not checker.close().refuted, "an error said that the broker does not have a message that it has"
