@@ -222,11 +222,11 @@ def test_f06_every_connection_is_a_black_hole(
 ) -> None:
     """Publishes end with an error at their deadline, and closing does not hang."""
     proxy = fault_proxy(vhost.url)
-    started = time.monotonic()
     with Publisher(proxy.url, topology=[ORDERS], delivery_timeout=5, **QUICK) as publisher:
         publisher.connect()
-        early = [submit(checker, publisher, "orders", body) for body in bodies(rng, rng.randrange(50))]
-        assert [book(checker, one, timeout=20) for one in early] == [None] * len(early)
+        early = [submit(checker, publisher, "orders", body, timeout=60) for body in bodies(rng, rng.randrange(50))]
+        assert [book(checker, one, timeout=70) for one in early] == [None] * len(early)
+        started = time.monotonic()
         proxy.black_hole()
         confirmations = [submit(checker, publisher, "orders", body) for body in bodies(rng, rng.randint(1, 100))]
         errors = [book(checker, one, timeout=20) for one in confirmations]

@@ -24,11 +24,13 @@ def book(account: Audit, confirmation: Confirmation, timeout: float = 60) -> Pub
     return error
 
 
-def submit(account: Audit, publisher: Publisher, routing_key: str, body: bytes = b"x" * 200) -> Confirmation:
+def submit(
+    account: Audit, publisher: Publisher, routing_key: str, body: bytes = b"x" * 200, *, timeout: float | None = None
+) -> Confirmation:
     """Record the attempt, and submit one message."""
     message = Message(body)
     account.attempted(message.message_id)
-    return publisher.submit(message, routing_key=routing_key)
+    return publisher.submit(message, routing_key=routing_key, timeout=timeout)
 
 
 class Load:
