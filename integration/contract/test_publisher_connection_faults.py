@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("baseline", "publisher_api")
 
 ORDERS = Queue("orders", dead_letter=None)
-QUICK = {"confirm_timeout": 1.5, "connect_timeout": 3.0, "heartbeat": 5}
+QUICK = {"confirm_timeout": 1.5, "heartbeat": 5}
 
 
 def bodies(rng: Random, count: int, *, least: int = 1, most: int = 400) -> Iterator[bytes]:
