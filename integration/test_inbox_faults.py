@@ -169,12 +169,12 @@ def test_f43_a_commit_whose_answer_is_lost_is_no_attempt(
             armed.set()
 
     with LossyProxy(server.port, losing_one_commit(armed)) as proxy:
-        store = new_store(direct.replace(f":{server.port}/", f":{proxy.port}/"))
+        store = new_store(direct.replace(f":{server.port}/", f":{proxy.port}/"), timeout=PATIENT)
         with Consumer(
             vhost.url, ORDERS, writing(consumer_api, arm), idempotency=store, retry=RetryPolicy(1)
         ) as consumer:
             ids = publish(vhost, "orders", numbered(9))
-            wait_until(lambda: consumer.statistics.acked == 9, timeout=30, what="all acked")
+            wait_until(lambda: consumer.statistics.acked == 9, timeout=60, what="all acked")
             assert (consumer.statistics.failed, consumer.statistics.dead_lettered) == (0, 0)
             assert consumer.statistics.duplicates == proxy.lost == 3
     assert effects(direct) == Counter(ids)
@@ -231,10 +231,10 @@ def test_f43_a_retry_in_the_handler_repeats_no_lost_commit(
 
     handler = trying_twice(consumer_api, writing(consumer_api, arm), refused)
     with LossyProxy(server.port, losing_one_commit(armed)) as proxy:
-        store = new_store(direct.replace(f":{server.port}/", f":{proxy.port}/"))
+        store = new_store(direct.replace(f":{server.port}/", f":{proxy.port}/"), timeout=PATIENT)
         with Consumer(vhost.url, ORDERS, handler, idempotency=store, retry=RetryPolicy(1)) as consumer:
             ids = publish(vhost, "orders", numbered(9))
-            wait_until(lambda: consumer.statistics.acked == 9, timeout=30, what="all acked")
+            wait_until(lambda: consumer.statistics.acked == 9, timeout=60, what="all acked")
             assert (consumer.statistics.failed, consumer.statistics.dead_lettered) == (0, 0)
             assert proxy.lost == len(refused) == 3
     assert all("may be committed" in str(error) for error in refused)
