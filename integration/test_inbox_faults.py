@@ -442,7 +442,7 @@ def test_a_fleet_that_starts_creates_its_table_at_once(database: Callable[[str],
         def start(url: str = url, barrier: threading.Barrier = barrier) -> None:
             engine = create_engine(url, poolclass=NullPool)
             with engine.connect():
-                barrier.wait(10)
+                barrier.wait(60)
             try:
                 SQLAlchemyStore(engine).create_table()
             except BaseException as error:
@@ -452,7 +452,7 @@ def test_a_fleet_that_starts_creates_its_table_at_once(database: Callable[[str],
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(90)
         assert errors == []
         SQLAlchemyStore(create_engine(url, poolclass=NullPool)).claim_many(["a"], 1.0)
 
