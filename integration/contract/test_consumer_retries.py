@@ -362,9 +362,13 @@ def test_attempts_survive_the_process_in_delay_queues(vhost: VirtualHost) -> Non
     """
     policy = RetryPolicy(3, delays=(0.5,))
     first = Attempts()
-    with Consumer(vhost.url, ORDERS, first, retry=policy, name="first") as consumer:
-        send(vhost, "orders", [Message(b"x")])
-        wait_until(lambda: consumer.statistics.delayed >= 1, timeout=10, what="waiting")
+    with Gate(lambda delivery: delivery.attempt > 1) as gate:
+        handler = Handler(then=lambda delivery: (gate(delivery), first(delivery)))
+        with Consumer(vhost.url, ORDERS, handler, retry=policy, name="first") as consumer:
+            send(vhost, "orders", [Message(b"x")])
+            wait_until(lambda: consumer.statistics.delayed >= 1, timeout=10, what="waiting")
+            consumer.stop()
+            gate.open()  # it has not begun with the last attempt, however late it stops
     second = Attempts()
     with Consumer(vhost.url, ORDERS, second, retry=policy, name="second") as consumer:
         wait_until(lambda: consumer.statistics.dead_lettered == 1, timeout=20, what="dead-lettered")
