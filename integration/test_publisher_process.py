@@ -118,5 +118,5 @@ def test_what_a_forgotten_publisher_holds_is_published_at_exit(vhost: VirtualHos
         "for _ in range(3000):\n"
         "    publisher.submit(Message(b'x'), routing_key='orders')\n"
     )
-    subprocess.run([sys.executable, str(program), vhost.url], check=True, timeout=60, env=environment())
+    subprocess.run([sys.executable, str(program), vhost.url], check=True, timeout=200, env=environment())
     vhost.wait_for_messages("orders", 3000)

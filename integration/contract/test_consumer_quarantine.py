@@ -199,8 +199,8 @@ def run(vhost: VirtualHost, bodies: list[str], load: Load, log: Path, checker: A
     dead = sum(body.startswith(("poison", "kill")) for body in bodies)
     declare(vhost)
     with Killed(vhost.url, log, load.settings) as program:
-        vhost.wait_for_consumers("orders", load.settings.workers)
-        vhost.wait_for_consumers("orders.quarantine", load.settings.workers)
+        vhost.wait_for_consumers("orders", load.settings.workers, timeout=120)
+        vhost.wait_for_consumers("orders.quarantine", load.settings.workers, timeout=60)
         sent = publish_steadily(vhost, bodies, load.rate, checker)
         program.run_until_settled(vhost, dead=dead, patience=60)
     first: dict[str, float] = {}
