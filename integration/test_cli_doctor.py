@@ -111,7 +111,7 @@ def wait_for_policy(vhost: VirtualHost) -> None:
     """Wait until the statistics of the queue ``orders`` have its policy."""
     wait_until(
         lambda: (vhost.queue("orders") or {}).get("effective_policy_definition"),
-        timeout=15,
+        timeout=60,
         what="the policy in the statistics",
         interval=0.2,
     )
@@ -167,7 +167,7 @@ def test_consumers_and_dead_letters_are_looked_at(vhost: VirtualHost) -> None:
                 len(api.call("GET", "consumers", vhost.name)) == 2
                 and (vhost.queue("orders.dead") or {}).get("messages") == 2
             ),
-            timeout=15,
+            timeout=60,
             what="consumers and messages in the statistics",
             interval=0.2,
         )
