@@ -61,7 +61,7 @@ def test_a_write_does_not_return_before_the_broker_has_confirmed(
 
     def confirm_late() -> bool:
         """Return whether the write returned too early; release the confirms."""
-        vhost.wait_for_messages("orders", 100, timeout=60)
+        vhost.wait_for_messages("orders", 100, timeout=200)  # Spark starts its workers meanwhile
         early = returned.wait(1)
         proxy.release_confirms()
         return early
@@ -227,7 +227,7 @@ def test_f59_a_repeated_micro_batch_publishes_the_same_ids(
             .trigger(availableNow=True)
             .start()
         )
-        assert query.awaitTermination(60)
+        assert query.awaitTermination(120)
 
     run()
     for name in ("0", ".0.crc"):
