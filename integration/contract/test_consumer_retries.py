@@ -146,10 +146,10 @@ def foreign() -> bytes:
 
 
 def check_gaps(gaps: Sequence[float], asked: Sequence[float], lag: Lag) -> None:
-    """Check that no retry was early or too late, apart from the delay of threads."""
+    """Check that no retry was early or too late, apart from the delay of threads and broker."""
     late = [gap - delay for gap, delay in zip(gaps, asked, strict=True)]
     assert min(late) >= 0, gaps
-    assert max(late) < LATE + HOPS * lag.worst, f"{gaps}, while threads ran late by {lag.worst:.3f} s"
+    assert max(late) < LATE + HOPS * lag.worst, f"{gaps}, while threads or broker ran late by {lag.worst:.3f} s"
 
 
 def backend_of(name: Any, *, max_attempts: int = 3) -> tuple[Queue, RetryPolicy]:
@@ -167,7 +167,7 @@ def test_a_retried_message_is_the_same_message_and_never_early(any_vhost: Virtua
     queue, retry = backend_of(backend)
     topology = [shop, Binding(shop, queue, "new.*"), Binding(shop, Queue("copy", dead_letter=None), "copy")]
     handler = Attempts(failures=2)
-    with Lag() as lag, Consumer(any_vhost.url, queue, handler, topology=topology, retry=retry) as consumer:
+    with Lag(any_vhost) as lag, Consumer(any_vhost.url, queue, handler, topology=topology, retry=retry) as consumer:
         sent = Message.from_wire(b"\x00body\xff", foreign())
         send(any_vhost, "new.order", [sent], exchange="shop")
         wait_until(lambda: consumer.statistics.handled == 1, timeout=15, what="handled")
@@ -267,7 +267,7 @@ def test_a_delay_that_no_queue_has_goes_through_several(vhost: VirtualHost) -> N
     The queues are declared when they are first needed.
     """
     handler = Attempts(failures=3, error=RetryLater(2.3))
-    with Lag() as lag, Consumer(vhost.url, ORDERS, handler, retry=RetryPolicy(5, delays=(60,))) as consumer:
+    with Lag(vhost) as lag, Consumer(vhost.url, ORDERS, handler, retry=RetryPolicy(5, delays=(60,))) as consumer:
         send(vhost, "orders", [Message(b"x")])
         wait_until(lambda: consumer.statistics.handled == 1, timeout=30, what="handled")
     assert handler.attempts == [1, 2, 3, 4]
@@ -293,7 +293,7 @@ def test_f56_mixed_delays_do_not_wait_for_each_other(vhost: VirtualHost, checker
     delays = (8.0, 0.5, 1.0)
     messages = [Message(f"{delay}/{number}".encode()) for number in range(20) for delay in delays]
     retry = RetryPolicy(2, delays=delays, backend="queues")
-    with Lag() as lag, Consumer(vhost.url, ORDERS, handler, retry=retry) as consumer:
+    with Lag(vhost) as lag, Consumer(vhost.url, ORDERS, handler, retry=retry) as consumer:
         send(vhost, "orders", messages, checker)
         handler.wait_done(len(messages))
         assert consumer.statistics.delayed == len(messages)
@@ -306,9 +306,9 @@ def test_f56_mixed_delays_do_not_wait_for_each_other(vhost: VirtualHost, checker
         assert min(waited) >= delay
         late += [back[body] - max(gone[body] + delay, all_begun) for body in bodies]
     late.sort()
-    print(f"late by up to {late[-1]:.3f} s, while threads ran late by {lag.worst:.3f} s")
+    print(f"late by up to {late[-1]:.3f} s, while threads or broker ran late by {lag.worst:.3f} s")
     assert late[len(late) * 95 // 100] < LATE + lag.worst, f"more than one in twenty: {late}"
-    assert late[-1] < LATE + HOPS * lag.worst, f"{late}, while threads ran late by {lag.worst:.3f} s"
+    assert late[-1] < LATE + HOPS * lag.worst, f"{late}, while threads or broker ran late by {lag.worst:.3f} s"
     checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
     checker.close()
 
@@ -490,7 +490,7 @@ def test_f27_the_brokers_own_delayed_retry(vhost: VirtualHost) -> None:
     """
     handler = Attempts()
     retry = RetryPolicy(4, backend="broker")
-    with Lag() as lag, Consumer(vhost.url, DELAYED_FOR_LONG, handler, retry=retry) as consumer:
+    with Lag(vhost) as lag, Consumer(vhost.url, DELAYED_FOR_LONG, handler, retry=retry) as consumer:
         sent = Message.from_wire(b"\x00body\xff", foreign())
         send(vhost, "orders", [sent])
         wait_until(lambda: consumer.statistics.dead_lettered == 1, timeout=20, what="dead-lettered")
