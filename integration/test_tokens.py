@@ -210,6 +210,7 @@ def test_a_token_of_unknown_lifetime_is_replaced_once_it_expires(
                 return read > 2
 
             wait_until(is_renewed, timeout=60, what="another token, as the first have expired")
+            issuer.spare = SPARE
             with AdminChannel(replace(parse_url(url), credentials=issuer.credentials), name="admin") as admin:
                 admin.perform(DeleteQueue("orders"))  # so the consumer declares it again
 
