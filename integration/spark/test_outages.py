@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from reliable_mq.testing import Audit, RabbitMQ, VirtualHost
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_f01_a_broker_killed_under_live_queries_loses_nothing(
     spark: SparkSession, private_vhost: VirtualHost, private_broker: RabbitMQ, checker: Audit, tmp_path: Path
 ) -> None:
@@ -39,14 +39,14 @@ def test_f01_a_broker_killed_under_live_queries_loses_nothing(
     def collect(rows: DataFrame, batch: int) -> None:
         if batch == 2:
             copying.append(live.copy())
-            wait_until(lambda: copying[0].lastProgress, timeout=60, what="a batch of the other query")
+            wait_until(lambda: copying[0].lastProgress, timeout=150, what="a batch of the other query")
             private_broker.kill()
             killed.set()
         offsets.update(row.offset for row in rows.select("offset").collect())  # the broker is gone or just back
 
     read = live.read(collect)
     with Consumer(private_vhost.url, COPIES, lambda copy: came.update([copy.message_id])):
-        wait_until(killed.is_set, timeout=120, what="the broker killed")
+        wait_until(killed.is_set, timeout=240, what="the broker killed")
         [copied] = copying
         assert len(came) < MESSAGES
         private_broker.start()
