@@ -115,7 +115,7 @@ def test_f42_a_server_hanging_in_a_transaction_blocks_no_handler(
         proxy.url,
         ORDERS,
         writing(consumer_api, wait),
-        heartbeat=5,  # the broker must not miss the heartbeats of 5 s in which a busy machine runs nothing here
+        heartbeat=5,  # with a shorter one, the broker would disconnect a process that a busy machine stops for 5 s
         idempotency=new_store(url, timeout=TIMEOUT),
         idempotency_lease=2.0,
         retry=RetryPolicy(5, delays=(0.05,)),

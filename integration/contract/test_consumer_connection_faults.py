@@ -640,7 +640,7 @@ def test_f51_a_handler_that_blocks_for_long_keeps_the_connection(
             ORDERS,
             (lambda deliveries: [handler(one) for one in deliveries][:0] or None) if batch else handler,
             batch_size=1 if batch else None,
-            heartbeat=6,  # sent every 3 s; the broker would not wait for 5 s of a busy machine with a shorter one
+            heartbeat=6,  # with a shorter one, the broker would disconnect a process that a busy machine stops for 5 s
         ) as consumer:
             publish(vhost, "orders", numbered(1))
             handler.wait_begun(1)
