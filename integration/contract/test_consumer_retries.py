@@ -146,7 +146,10 @@ def foreign() -> bytes:
 
 
 def check_gaps(gaps: Sequence[float], asked: Sequence[float], lag: Lag) -> None:
-    """Check that no retry was early or too late, apart from the delay of threads and broker."""
+    """Check that no retry was early or too late.
+
+    The delay of threads, and of the broker, is allowed for.
+    """
     late = [gap - delay for gap, delay in zip(gaps, asked, strict=True)]
     assert min(late) >= 0, gaps
     assert max(late) < LATE + HOPS * lag.worst, f"{gaps}, while threads or broker ran late by {lag.worst:.3f} s"
