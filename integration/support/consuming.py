@@ -117,12 +117,12 @@ class Handler:
         """The bodies of the handled deliveries, in order."""
         return [delivery.body for delivery in list(self.done)]
 
-    def wait_begun(self, count: int, timeout: float = 30) -> list[Delivery]:
+    def wait_begun(self, count: int, timeout: float = 60) -> list[Delivery]:
         """Wait until `count` handlers have started; return the first `count` deliveries."""
         self.wait_until(lambda: len(self.begun) >= count, timeout, lambda: f"{count} begun, not {len(self.begun)}")
         return self.begun[:count]
 
-    def wait_done(self, count: int, timeout: float = 30) -> list[Delivery]:
+    def wait_done(self, count: int, timeout: float = 60) -> list[Delivery]:
         """Wait until `count` deliveries are handled; return the first `count`."""
         self.wait_until(lambda: len(self.done) >= count, timeout, lambda: f"{count} handled, not {len(self.done)}")
         return self.done[:count]
@@ -155,7 +155,7 @@ class Gate:
 
     def __call__(self, delivery: Delivery) -> None:
         if self._holds(delivery):
-            assert self._open.wait(60), "the test never opened the gate"
+            assert self._open.wait(120), "the test never opened the gate"
 
     def open(self) -> None:
         self._open.set()
