@@ -62,7 +62,7 @@ def dead_letters(vhost: VirtualHost, messages: Sequence[Message]) -> None:
         raise Unpaid(f"order {int(delivery.body)}")
 
     with Consumer(vhost.url, ORDERS, handle, retry=RetryPolicy(1), name="shop"):
-        wait_until(lambda: vhost.live_counts().get("orders.dead") == len(messages), timeout=20, what="dead letters")
+        wait_until(lambda: vhost.live_counts().get("orders.dead") == len(messages), timeout=60, what="dead letters")
 
 
 def numbered(count: int) -> list[Message]:
@@ -73,11 +73,17 @@ def bodies(vhost: VirtualHost, queue: str, count: int) -> list[bytes]:
     with Consumer(vhost.url, queue, None, prefetch=0, dead_letter=None) as consumer:
         found: list[bytes] = []
         while len(found) < count:
-            with consumer.get(count - len(found), timeout=5) as deliveries:
+            with consumer.get(count - len(found), timeout=30) as deliveries:
                 if not deliveries:
                     break
                 found += [delivery.body for delivery in deliveries]
         return found
+
+
+@pytest.fixture
+def all_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait longer until a queue has its messages back, as it may have a slow disk."""
+    monkeypatch.setattr("reliable_mq.deadletters.channel._SEEN", 60.0)
 
 
 def test_a_dead_letter_tells_what_happened(any_vhost: VirtualHost) -> None:
@@ -104,6 +110,7 @@ def test_dead_letters_are_counted_when_the_leader_is_late(any_vhost: VirtualHost
         assert len(dead) == 5
 
 
+@pytest.mark.usefixtures("all_seen")
 def test_looking_leaves_the_queue_as_it_was(any_vhost: VirtualHost) -> None:
     """List, statistics and export repeatedly return the same messages in order."""
     dead_letters(any_vhost, numbered(230))
@@ -136,6 +143,7 @@ def test_browsing_some_keeps_all_though_requeues_move_them(
         assert sorted(int(message.body) for message in dead.browse()) == list(range(30))
 
 
+@pytest.mark.usefixtures("all_seen")
 @pytest.mark.parametrize("kind", ["quorum", "classic"])
 def test_a_look_asks_once_a_batch_and_not_for_every_message(any_vhost: VirtualHost, kind: str) -> None:
     """A quorum queue scans all unacked gets at each further get."""
@@ -183,6 +191,7 @@ def test_100_000_dead_letters_are_counted_by_exception_in_time(
     assert min(seconds, worked) < 60, "a busy machine takes longer, but has no more to do"
 
 
+@pytest.mark.usefixtures("all_seen")
 def test_a_classic_queue_has_its_letters_back_by_one_command(
     any_vhost: VirtualHost, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -204,6 +213,7 @@ def test_a_classic_queue_has_its_letters_back_by_one_command(
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
+@pytest.mark.usefixtures("all_seen")
 def test_a_batch_of_large_letters_is_small(any_vhost: VirtualHost) -> None:
     """Batches are limited in bytes, so that browsing does not take gigabytes."""
     letters = [Message(bytes([number]) * 4 * 1024 * 1024) for number in range(20)]
@@ -260,6 +270,7 @@ def test_who_may_not_configure_a_queue_may_look_at_it(
     api.call("DELETE", "users", name)
 
 
+@pytest.mark.usefixtures("all_seen")
 def test_what_others_take_meanwhile_is_not_waited_for(any_vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """The broker reports 30 messages, of which others take 25 before the read."""
     monkeypatch.setattr("reliable_mq.deadletters.channel._QUIET", 0.2)
@@ -310,6 +321,7 @@ def test_a_replay_knows_what_was_cut_off_from_what_was_looked_at(vhost: VirtualH
         assert (report.replayed, report.delivered_before, report.possible_duplicates) == (30, 30, 7)
 
 
+@pytest.mark.usefixtures("all_seen")
 def test_a_browse_that_is_left_early_requeues_what_it_took(vhost: VirtualHost) -> None:
     dead_letters(vhost, numbered(3))
     with DeadLetterQueue(vhost.url, ORDERS) as dead:
@@ -322,6 +334,7 @@ def test_a_browse_that_is_left_early_requeues_what_it_took(vhost: VirtualHost) -
         assert len(dead) == 3
 
 
+@pytest.mark.usefixtures("all_seen")
 def test_what_is_replayed_is_handled_with_all_its_attempts(any_vhost: VirtualHost) -> None:
     """The copy is the original byte for byte, except for the counts of failures."""
     store = MemoryStore()
@@ -414,6 +427,7 @@ def test_only_what_is_chosen_moves_and_the_rest_keeps_its_order(any_vhost: Virtu
     assert bodies(any_vhost, "orders.dead", 245) == [str(n).encode() for n in range(250) if n not in {4, 7, 9, 11, 249}]
 
 
+@pytest.mark.usefixtures("all_seen")
 def test_a_limit_is_kept(any_vhost: VirtualHost) -> None:
     dead_letters(any_vhost, numbered(30))
     with DeadLetterQueue(any_vhost.url, ORDERS) as dead:
@@ -618,6 +632,7 @@ def test_a_wrong_argument_is_refused_by_its_name(vhost: VirtualHost) -> None:
             dead.replay(to="orders", as_published=True)
 
 
+@pytest.mark.usefixtures("all_seen")
 def test_on_40_browsing_stops_before_the_delivery_limit_drops(vhost_40: VirtualHost) -> None:
     """RabbitMQ 4.0 counts requeues and drops at 20.
 
