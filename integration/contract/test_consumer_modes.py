@@ -121,12 +121,18 @@ def test_no_prefetch_is_warned_of(vhost: VirtualHost, caplog: pytest.LogCaptureF
 
 
 def test_acks_are_batched_by_count(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """Thousands of deliveries need only dozens of ack frames."""
+    """Thousands of deliveries need only dozens of ack frames.
+
+    All messages are there when the first handler ends: a consumer that waits for messages acks more often.
+    """
     proxy = fault_proxy(vhost.url)
-    handler = Handler()
-    with Consumer(proxy.url, ORDERS, handler, prefetch=300, ack_every=100) as consumer:
+    with (
+        Gate() as gate,
+        Consumer(proxy.url, ORDERS, Handler(then=gate), prefetch=300, ack_every=100) as consumer,
+    ):
         publish(vhost, "orders", numbered(5000))
-        wait_until(lambda: consumer.statistics.acked == 5000, timeout=30, what="acked")
+        gate.open()
+        wait_until(lambda: consumer.statistics.acked == 5000, timeout=60, what="acked")
         frames = consumer.statistics.acks_sent
         assert frames < 5000 / 20
         wait_until(lambda: proxy.forwarded("basic.ack", "to_broker") >= frames, timeout=30, what="forwarded")
@@ -163,7 +169,7 @@ def test_each_may_be_acked_by_itself(vhost: VirtualHost, fault_proxy: FaultProxy
         wait_until(lambda: proxy.forwarded("basic.ack", "to_broker") == 20, timeout=10, what="the last ack")
         assert (consumer.statistics.acks_sent, consumer.statistics.acks_saved) == (20, 0)
         assert consumer.statistics.acked == 20
-        assert vhost.live_counts(["orders"])["orders"] == 0
+        wait_until(lambda: vhost.live_counts(["orders"])["orders"] == 0, timeout=30, what="the broker to read it")
 
 
 # Automatic acks
