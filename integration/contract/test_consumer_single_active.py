@@ -111,14 +111,16 @@ def test_a_new_prefetch_keeps_the_role_while_a_handler_runs(
     with Gate() as gate:
         one, other = Handler(then=gate), Handler()
         with (
-            Consumer(any_vhost.url, orders, one, name="one", prefetch=5) as first,
+            Consumer(any_vhost.url, orders, one, name="one", prefetch=20) as first,
             Consumer(any_vhost.url, orders, other, name="other") as second,
         ):
             publish(any_vhost, "orders", numbered(20))
+            # All are unacked at first. If some came later, there would be a moment with nothing unacked before them.
+            wait_until(lambda: first.statistics.delivered == 20, timeout=20, what="all delivered")
             one.wait_begun(1)
             first.prefetch = 40
             wait_until(lambda: "prefetch=40 takes effect once" in caplog.text, timeout=10, what="it is put off")
-            assert active(any_vhost) == [("one", 5)]
+            assert active(any_vhost) == [("one", 20)]
             assert second.statistics.delivered == 0
             gate.open()
             one.wait_done(20)
