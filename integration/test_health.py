@@ -100,7 +100,7 @@ def test_a_terminated_pod_turns_unready_finishes_and_requeues(vhost: VirtualHost
     Nothing is lost, and it ends within its grace period.
     """
     fill(vhost)
-    with Pod(vhost.url, one_api) as pod:
+    with Pod(vhost.url, one_api, stop_timeout=300.0) as pod:  # the handler ends before that, after slow commands
         pod.wait_for("begun 0")
         wait_until(lambda: pod.probe("/readyz")[0] == 200, timeout=60, what=lambda: f"{pod.probe('/readyz')}")
         pod.terminate()
