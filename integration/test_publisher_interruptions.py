@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 def test_f48_exceptions_of_signal_handlers_cost_only_the_call(vhost: VirtualHost, seed: int) -> None:
     """Thousands of random interruptions lose no wake-up, window place or outcome."""
-    command = [sys.executable, "-m", "integration.programs.interrupted", vhost.url, str(seed), "5"]
-    done = subprocess.run(command, check=True, timeout=60, env=environment(), stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "integration.programs.interrupted", vhost.url, str(seed), "5", "100"]
+    done = subprocess.run(command, check=True, timeout=120, env=environment(), stdout=subprocess.PIPE, text=True)
     print(done.stdout)
     interruptions, confirmed = (int(word) for word in done.stdout.split() if word.isdigit())
     assert interruptions > 100

@@ -1,7 +1,8 @@
 """Publish while a signal handler raises exceptions; then check the publisher.
 
-Usage: ``python -m integration.programs.interrupted URL SEED SECONDS``. The exceptions are raised at random moments.
-Prints a summary; fails if the publisher lost count of anything.
+Usage: ``python -m integration.programs.interrupted URL SEED SECONDS COUNT``. The exceptions are raised at random
+moments, for so many seconds, and until there are more than COUNT of them and of confirmed messages. Prints a summary;
+fails if the publisher lost count of anything.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def use(publisher: Publisher, rng: random.Random, confirmations: list[Confirmati
             confirmations.append(publisher.submit(Message(b"submitted"), routing_key="orders"))
 
 
-def main(url: str, seed: int, duration: float) -> None:
+def main(url: str, seed: int, duration: float, count: int) -> None:
     rng = random.Random(seed)
     signal.signal(signal.SIGALRM, interrupt)
     publisher = Publisher(url, topology=[Queue("orders", type="classic")], max_outstanding=WINDOW)
@@ -53,7 +54,7 @@ def main(url: str, seed: int, duration: float) -> None:
     publisher.connect()
     interruptions = 0
     end = time.monotonic() + duration
-    while time.monotonic() < end:
+    while time.monotonic() < end or min(interruptions, publisher.statistics.confirmed) <= count:
         try:
             signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.00001, 0.002))
             while True:
@@ -72,4 +73,4 @@ def main(url: str, seed: int, duration: float) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]))
