@@ -191,9 +191,10 @@ def test_a_hanging_database_is_reported_and_a_relay_can_stop(database: Callable[
     status = start_cli("outbox", "status", where)
     relays = [start_cli("outbox", "relay", "amqp://localhost:1", where, *more) for _, _, more in ENDS]
     try:
-        for (number, code, _), relay in zip(ENDS, relays, strict=True):
+        for (number, _, _), relay in zip(ENDS, relays, strict=True):
             wait_until(partial(handles_sigterm, relay), timeout=30, what="a relay that opens its outbox")
             relay.send_signal(number)
+        for (_, code, _), relay in zip(ENDS, relays, strict=True):
             _, said = relay.communicate(timeout=25)
             assert relay.returncode == code, said
         _, said = status.communicate(timeout=60)
@@ -266,7 +267,7 @@ def test_a_relay_that_is_told_to_stop_does_so_soon(
         vhost.wait_for_messages("orders", 1)
         began = time.monotonic()
         assert relay.end(signal.SIGTERM) == 0
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 25
     assert outbox.status().rows == 1
 
 
