@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from threading import Event
 from typing import TYPE_CHECKING
 
@@ -44,25 +44,26 @@ class StageReader(AdminChannel):
 
 
 def originals(url: str, *streams: str, count: int) -> list[Original]:
-    """Return all messages of a stage, without markers.
+    """Return all messages of a stage, without markers, once its streams have `count` of them."""
+    return [each for found in originals_of(url, *streams, count=count) for each in found]
 
-    With a single stream, wait until it has `count` messages.
-    """
-    found: list[Original] = []
-    for stream in streams:
-        with StageReader(url) as reader:
+
+def originals_of(url: str, *streams: str, count: int) -> list[list[Original]]:
+    """Return the messages of each stream of a stage, once they are `count` in total."""
+    with ExitStack() as stack:
+        readers = [stack.enter_context(StageReader(url)) for _ in streams]
+        for reader, stream in zip(readers, streams, strict=True):
             reader.perform(SetPrefetch(65_535))
             reader.perform(Consume(stream, "all", arguments={"x-stream-offset": "first"}))
 
-            def staged(reader: StageReader = reader) -> list[Original]:
-                each = [unstaged(delivery.properties, delivery.body) for delivery in list(reader.arrived)]
-                return [item[1] for item in each if item is not None and item[1] is not None]
+        def staged(reader: StageReader) -> list[Original]:
+            each = [unstaged(delivery.properties, delivery.body) for delivery in list(reader.arrived)]
+            return [item[1] for item in each if item is not None and item[1] is not None]
 
-            if len(streams) == 1:
-                wait_until(lambda staged=staged: len(staged()) >= count, timeout=DEADLINE, what=f"{count} staged")  # type: ignore[misc]
+        wait_until(lambda: sum(map(len, map(staged, readers))) >= count, timeout=DEADLINE, what=f"{count} staged")
+        for reader in readers:
             reader.wait_quiet()  # duplicates may arrive last
-            found += staged()
-    return found
+        return [staged(reader) for reader in readers]
 
 
 def delivered_of(url: str, stream: str, count: int) -> list[RawDelivery]:
@@ -107,3 +108,22 @@ def ready(vhost: VirtualHost, queue: str) -> int:
     with vhost.connect() as connection:
         count: int = connection.channel().queue_declare(queue, passive=True).method.message_count
     return count
+
+
+def wait_emptied(vhost: VirtualHost, queue: str) -> None:
+    """Wait until a queue has no message, ready or unacked.
+
+    Messages of a lost connection may be unacked for a while, and a leader that does not respond counts no ready ones.
+    """
+    wait_until(lambda: vhost.live_counts([queue])[queue] == 0, timeout=DEADLINE, what=f"an empty {queue!r}")
+
+
+def is_taken(vhost: VirtualHost, *queues: str) -> bool:
+    """Return whether queues have a consumer, and no ready message.
+
+    Without the consumer, nothing is known: a leader that does not respond counts neither.
+    """
+    with vhost.connect() as connection:
+        channel = connection.channel()
+        found = [channel.queue_declare(queue, passive=True).method for queue in queues]
+    return all(one.consumer_count and not one.message_count for one in found)
