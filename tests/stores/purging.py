@@ -26,7 +26,7 @@ def pace_of(subject: Subject) -> PurgePace:
     return pace
 
 
-def grow(subject: Subject, *, keys: int = 64, seconds: float = 2.0) -> None:
+def grow(subject: Subject, *, keys: int = 64, seconds: float = LEASE / 5) -> None:
     """Claim and complete keys in rounds, and check the size of the table.
 
     Each round claims `keys` keys, and rounds are `seconds` apart. In the end the table holds the claims within
