@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 ORDERS = Queue("orders")
 INSERT = text("INSERT INTO effects (id) VALUES (:id)")
 QUICK = RetryPolicy(5, delays=(0.05,))
+PATIENCE = 120.0  # seconds for a database, on a slow disk, too: a late answer would be a failure of a handler
 
 
 class Inbox:
@@ -34,7 +35,7 @@ class Inbox:
 
     def __init__(self, url: str) -> None:
         self.engine = create_engine(url)
-        self.store = SQLAlchemyStore(self.engine)
+        self.store = SQLAlchemyStore(self.engine, timeout=PATIENCE)
         self.store.create_table()
         with self.engine.begin() as connection:
             connection.execute(text("CREATE TABLE effects (id varchar(100) NOT NULL)"))
@@ -48,11 +49,13 @@ class Inbox:
         self.engine.dispose()
 
 
+def sqlite_in(directory: Path) -> str:
+    return f"sqlite:///{directory / 'orders.db'}?timeout={PATIENCE}"
+
+
 @pytest.fixture(params=["postgresql", "mariadb", "mysql", "sqlite"])
 def inbox(request: pytest.FixtureRequest, database: Callable[[str], Database], tmp_path: Path) -> Iterator[Inbox]:
-    made = Inbox(
-        f"sqlite:///{tmp_path / 'orders.db'}" if request.param == "sqlite" else database(request.param).fresh()
-    )
+    made = Inbox(sqlite_in(tmp_path) if request.param == "sqlite" else database(request.param).fresh())
     yield made
     made.close()
 
@@ -76,7 +79,7 @@ def test_effects_are_committed_with_their_records_or_not_at_all(vhost: VirtualHo
 
     with Consumer(vhost.url, ORDERS, handle, **once(inbox), retry=QUICK) as consumer:
         ids = publish(vhost, "orders", numbered(10))
-        wait_until(lambda: consumer.statistics.handled == 10, timeout=30, what="handled")
+        wait_until(lambda: consumer.statistics.handled == 10, timeout=PATIENCE, what="handled")
         assert consumer.statistics.failed == 10
     assert inbox.effects() == sorted(ids)
     claims = inbox.store.claim_many([f"test|orders|{key}" for key in ids], 1.0)
@@ -120,7 +123,7 @@ def test_a_handler_that_outlived_its_lease_commits_nothing(vhost: VirtualHost, i
         idempotency_lease=1e-6,
     ) as consumer:
         publish(vhost, "orders", numbered(1))
-        wait_until(lambda: consumer.statistics.handled == 1, timeout=30, what="handled")
+        wait_until(lambda: consumer.statistics.handled == 1, timeout=PATIENCE, what="handled")
     assert taken_over.is_set()
     assert ["taken over" in refusal for refusal in refusals] == [True]
     assert inbox.effects() == ["in time"]
@@ -148,7 +151,7 @@ def test_a_batch_is_one_transaction(vhost: VirtualHost, inbox: Inbox) -> None:
 
     with Consumer(vhost.url, ORDERS, handle, **once(inbox), batch_size=5, batch_wait=0.2) as consumer:
         ids = publish(vhost, "orders", numbered(20))
-        wait_until(lambda: consumer.statistics.handled == 20, timeout=30, what="handled")
+        wait_until(lambda: consumer.statistics.handled == 20, timeout=PATIENCE, what="handled")
     assert left == [(0, {ClaimStatus.IN_PROGRESS})]
     assert inbox.effects() == sorted(ids)
     claims = inbox.store.claim_many([f"test|orders|{key}" for key in ids], 1.0)
@@ -177,7 +180,7 @@ def test_a_transaction_of_the_users_own_takes_the_record_in(vhost: VirtualHost, 
 
     with Consumer(vhost.url, ORDERS, handle, **once(inbox), retry=QUICK) as consumer:
         ids = publish(vhost, "orders", numbered(6))
-        wait_until(lambda: consumer.statistics.handled == 6, timeout=30, what="handled")
+        wait_until(lambda: consumer.statistics.handled == 6, timeout=PATIENCE, what="handled")
         assert consumer.statistics.failed == 1
     assert inbox.effects() == sorted(ids)
 
@@ -186,7 +189,7 @@ def test_the_users_own_sessions_are_used(vhost: VirtualHost, inbox: Inbox) -> No
     class Mine(Session):
         pass
 
-    store = SQLAlchemyStore(inbox.engine, session=sessionmaker(inbox.engine, class_=Mine))
+    store = SQLAlchemyStore(inbox.engine, timeout=PATIENCE, session=sessionmaker(inbox.engine, class_=Mine))
     seen: list[type] = []
 
     def handle(delivery: Delivery) -> None:
@@ -195,7 +198,7 @@ def test_the_users_own_sessions_are_used(vhost: VirtualHost, inbox: Inbox) -> No
 
     with Consumer(vhost.url, ORDERS, handle, idempotency=store) as consumer:
         publish(vhost, "orders", numbered(1))
-        wait_until(lambda: consumer.statistics.handled == 1, timeout=30, what="handled")
+        wait_until(lambda: consumer.statistics.handled == 1, timeout=PATIENCE, what="handled")
     store.close()
     assert [issubclass(kind, Mine) for kind in seen] == [True]
 
@@ -214,12 +217,12 @@ def test_a_coroutine_has_the_same_on_its_loop(
     vhost: VirtualHost, database: Callable[[str], Database], tmp_path: Path, run_async: Any, kind: str, driver: str
 ) -> None:
     """Handlers get one delivery at a time and their own connection."""
-    url = f"sqlite:///{tmp_path / 'orders.db'}" if kind == "sqlite" else database(kind).fresh()
+    url = sqlite_in(tmp_path) if kind == "sqlite" else database(kind).fresh()
     inbox = Inbox(url)
 
     async def scenario() -> None:
         engine = create_async_engine(with_driver(url, driver))
-        store = AsyncSQLAlchemyStore(engine)
+        store = AsyncSQLAlchemyStore(engine, timeout=PATIENCE)
         calls: list[Any] = []
 
         async def handle(delivery: Delivery) -> None:
@@ -235,7 +238,7 @@ def test_a_coroutine_has_the_same_on_its_loop(
                     raise ValueError("no")
 
         async with AsyncConsumer(vhost.url, ORDERS, handle, idempotency=store, retry=QUICK) as consumer:
-            await until(lambda: consumer.statistics.handled == 5)
+            await until(lambda: consumer.statistics.handled == 5, timeout=PATIENCE)
             assert consumer.statistics.failed == 4
         await engine.dispose()
 
