@@ -143,7 +143,7 @@ def test_pika_06_two_threads_corrupt_nothing(vhost: VirtualHost, checker: Audit)
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(150)
         assert publisher.statistics.in_doubt == 0, "the connection was replaced"
     checker.drain(vhost, ["orders"])
     balance = checker.close()
@@ -197,7 +197,7 @@ def test_pika_09_submits_while_connections_die_are_settled(
         wait_until(lambda: proxy.connections >= 15, timeout=30, what="15 connections")
         stop.set()
         for thread in (cutting, *threads):
-            thread.join(60)
+            thread.join(150)
     checker.drain(vhost, ["orders"])
     assert checker.close().confirmed == 1200
 
