@@ -437,7 +437,7 @@ def test_a_connection_goes_back_to_its_pool_as_it_came(database: Callable[[str],
     engine = create_engine(
         with_driver(database("postgresql").fresh(), driver), pool_size=1, max_overflow=0, isolation_level="SERIALIZABLE"
     )
-    store = SQLAlchemyStore(engine)
+    store = SQLAlchemyStore(engine, timeout=30.0)
     store.create_table()
     assert store.complete_many(store.claim_many(["a"], LEASE)) == [True]
     with engine.connect() as connection:
@@ -549,7 +549,7 @@ def test_f42_a_long_hang_of_the_server_uses_bounded_threads(breakable: Breakable
 def test_a_database_without_the_table_says_how_to_get_it(database: Callable[[str], Database]) -> None:
     """The error text has the statements."""
     engine = create_engine(database("postgresql").fresh())
-    store = SQLAlchemyStore(engine)
+    store = SQLAlchemyStore(engine, timeout=30.0)
     with pytest.raises(IdempotencyStoreError, match=r"create_table\(\)"):
         store.claim_many(["a"], LEASE)
     for statement in store.ddl:
