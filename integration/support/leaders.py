@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
+from reliable_mq.testing import wait_until
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -33,11 +35,12 @@ def suspend_leader(vhost: VirtualHost, queue: str, seconds: float) -> None:
 def suspend_replication(leader: ClusterNode, replica: ClusterNode) -> Iterator[None]:
     """Stop a node from sending its streams to the replicas on another node.
 
-    The nodes can still communicate otherwise.
+    The nodes can still communicate otherwise. A replica that is still starting, whose stream has a majority without it,
+    is waited for.
     """
     senders = _SENDERS.format(node=replica.name).strip()
-    suspended = leader.evaluate(f"[begin sys:suspend(P), P end || P <- {senders}]")
-    assert suspended != "[]"
+    suspend = f"[begin sys:suspend(P), P end || P <- {senders}]"
+    wait_until(lambda: leader.evaluate(suspend) != "[]", timeout=60, what=f"a sender to {replica.name}")
     try:
         yield
     finally:
