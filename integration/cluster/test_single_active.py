@@ -85,20 +85,21 @@ def test_f66_one_consumer_is_active_at_a_time_and_order_is_kept(
             delivery_timeout=300,
             **OPTIONS,
         ) as publisher,
-        Consumer(proxy.url, ORDERS, partial(handle, "sync"), name="sync", **options),
+        Consumer(proxy.url, ORDERS, partial(handle, "sync"), name="sync", **options) as first,
     ):
         loading.start()
         try:
             wait_for_more("sync")
+            patient = {**options, "connect_timeout": 30.0}  # so that it connects to the node that dies later
             with BlockingConsumer(
-                url_of(cluster_vhost, [doomed, third]), ORDERS, partial(handle, "asyncio"), name="asyncio", **options
+                url_of(cluster_vhost, [doomed, third]), ORDERS, partial(handle, "asyncio"), name="asyncio", **patient
             ):
                 threading.Event().wait(GRACE)  # until the queue no longer counts as new
                 assert handled["asyncio"] == 0
                 with history.disturbed(after=5):
                     proxy.cut()
-                wait_for_more("asyncio")
-                wait_until(lambda: proxy.live_connections, timeout=60, what="the first one is back")
+                    wait_for_more("asyncio")
+                wait_until(lambda: first.reconnects and first.connected, timeout=60, what="the first one is back")
                 rabbitmq_cluster.transfer_leader(ORDERS.name, rng.choice([doomed, third]), cluster_vhost.name)
                 wait_for_more("asyncio")
                 with history.disturbed(after=5):
