@@ -553,7 +553,7 @@ def test_the_options_of_the_command_are_in_effect(vhost: VirtualHost, tmp_path: 
         assert asked(address, "/", **{**known, "Host": "evil.example"})[0] == 421
         assert asked(address, "/", Host="shop.example")[:2] == (303, "/sign-in")
         assert asked(address, "/replay", form, Host="shop.example")[0] == 401
-        assert "id-1" in asked(address, LETTERS, **known)[2]
+        wait_until(lambda: "id-1" in asked(address, LETTERS, **known)[2], timeout=60, what="the letters")
         with DeadLetterQueue(vhost.url, DEAD) as dead:
             one = next(iter(dead.browse())).fingerprint
         assert "Replay with this body" in asked(address, f"/edit?queue={DEAD}&id={one}", **known)[2]
@@ -617,5 +617,6 @@ def test_reading_counts_as_dlq_list_does(vhost_40: VirtualHost) -> None:
         for path in ("/", "/?part=list", LETTERS, "/", f"{LETTERS}&exception=*Timeout", f"{LETTERS}&page=2"):
             with urllib.request.urlopen(address + path, timeout=60) as answer:
                 assert answer.status == 200
+        wait_until(lambda: "id-0" in asked(address, LETTERS)[2], timeout=60, what="the end of the reading")
     with DeadLetterQueue(vhost_40.url, DEAD) as dead:
         assert {message.delivery_count for message in dead.browse()} == {1}
