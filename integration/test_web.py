@@ -455,8 +455,8 @@ def test_a_page_that_is_killed_in_mid_replay_loses_nothing(vhost: VirtualHost, c
         checker.confirmed(message.message_id)
     form = {"queue": DEAD, "choice": "", "go": "replay"}
     with started(vhost, DEAD, "--allow-changes") as (process, address):
-        assert asked(address, "/replay", {**form, "rate": "200"})[0] == 303
-        wait_until(lambda: vhost.live_counts()["orders"] >= 300, timeout=60, what="the middle of the replay")
+        assert asked(address, "/replay", {**form, "rate": "50"})[0] == 303  # it takes longer than any pause
+        wait_until(lambda: vhost.live_counts()["orders"] >= 75, timeout=60, what="the middle of the replay")
         process.kill()
         assert process.wait(60) == -signal.SIGKILL
     vhost.wait_for_consumers(DEAD, 0)
@@ -469,7 +469,7 @@ def test_a_page_that_is_killed_in_mid_replay_loses_nothing(vhost: VirtualHost, c
         wait_until(lambda: ">Done<" in asked(address, job)[2], timeout=60, what="the end of the replay")
         assert f"Replayed</dt><dd><strong>{len(found[0])}<" in asked(address, job)[2].replace(",", "")
     checker.drain(vhost, ["orders"], dead_letters=[DEAD])
-    assert len(checker.close().duplicated) <= 200
+    assert len(checker.close().duplicated) <= 50
 
 
 @pytest.mark.soak
