@@ -148,8 +148,12 @@ class Visitor:
         self.page.get_by_text(text).first.wait_for(timeout=timeout * 1000)
 
     def wait_for_reading(self) -> None:
-        """Wait until the page lists the dead letters, or shows that there are none."""
+        """Wait until the page lists the dead letters, or shows that there are none.
+
+        Its script has then run, too.
+        """
         self.page.locator("table.letters, .empty").first.wait_for()
+        self.page.wait_for_load_state()
 
     def check_accessibility(self) -> int:
         """Check the page with axe-core, and return the number of rules that passed.
