@@ -154,16 +154,16 @@ def test_a_paused_broker_accepts_connections_and_says_nothing(private_broker: Ra
 
 
 def test_a_broker_that_falls_silent_ends_a_wait(private_vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reliable_mq.testing.virtual_host._HEARTBEAT", 2)
+    monkeypatch.setattr("reliable_mq.testing.virtual_host._HEARTBEAT", 3)  # the broker waits for 6 s at least
     publish(private_vhost, "orders", ["1"])
     broker = private_vhost.broker
 
     with ThreadPoolExecutor(1) as pool:
-        wait = pool.submit(private_vhost.wait_for_consumers, "orders", 1, timeout=60)
-        wait_until(lambda: "<<" in open_connections(private_vhost), timeout=10, what="the connection of the wait")
+        wait = pool.submit(private_vhost.wait_for_consumers, "orders", 1, timeout=120)
+        wait_until(lambda: "<<" in open_connections(private_vhost), timeout=60, what="the connection of the wait")
         broker.pause()
         try:
-            error = wait.exception(timeout=40)
+            error = wait.exception(timeout=60)
         finally:
             broker.unpause()
 
