@@ -123,7 +123,7 @@ def test_a_killed_broker_returns_at_its_address_with_messages(private_vhost: Vir
     broker.kill()
 
     with pytest.raises(pika.exceptions.AMQPConnectionError):
-        connection.process_data_events(time_limit=5)
+        connection.process_data_events(time_limit=30)
     assert not broker.answers()
     broker.start()
     assert private_vhost.url == url
@@ -137,7 +137,7 @@ def test_an_orderly_restart_says_so_to_clients(private_vhost: VirtualHost) -> No
     private_vhost.broker.stop()
 
     with pytest.raises(pika.exceptions.ConnectionClosedByBroker, match="320"):
-        connection.process_data_events(time_limit=5)
+        connection.process_data_events(time_limit=30)
     private_vhost.broker.start()
     private_vhost.connect().close()
 
