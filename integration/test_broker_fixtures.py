@@ -338,7 +338,10 @@ def test_an_interrupted_launch_leaves_no_container(monkeypatch: pytest.MonkeyPat
 @pytest.mark.soak
 def test_a_broker_can_be_given_configuration_and_files() -> None:
     with RabbitMQ(conf="heartbeat = 17\n", files={"/etc/reliable-mq/ca.pem": b"content"}) as broker:
-        assert broker.execute("cat", "/etc/reliable-mq/ca.pem") == "content"
+        shown = wait_until(  # docker sometimes loses the output of a short command
+            lambda: broker.execute("cat", "/etc/reliable-mq/ca.pem"), timeout=30, what="the content of the file"
+        )
+        assert shown == "content"
         assert "17" in broker.evaluate("application:get_env(rabbit, heartbeat)")
 
 
@@ -347,11 +350,14 @@ def test_an_image_without_erl_call_has_rabbitmqctl_asked(private_broker: RabbitM
         assert private_broker.container.exec_run(["mv", source, target], user="0").exit_code == 0
         private_broker.let_go()
 
-    place, hidden = private_broker.execute("sh", "-c", "command -v erl_call").strip(), "/var/hidden"
+    def found() -> str:  # docker sometimes loses the output of a short command
+        return private_broker.execute("sh", "-c", "command -v erl_call").strip()
+
+    place, hidden = wait_until(found, timeout=30, what="the place of erl_call"), "/var/hidden"
     move(place, hidden)
     try:
         with pytest.raises(LabError, match="exit code"):
-            private_broker.execute("sh", "-c", "command -v erl_call")
+            found()
         assert private_broker.evaluate("[1, {two, <<3>>}]") == "[1,{two,<<3>>}]"
         assert private_broker.evaluate('unicode:characters_to_binary("\\"größer\\"\\n")') == '"größer"\n'
         with pytest.raises(LabError, match="undef"):
