@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
@@ -385,12 +386,11 @@ def test_a_process_of_another_pid_namespace_is_no_leftover() -> None:
 
 
 def test_a_leftover_may_vanish_while_leftovers_are_removed(broker: RabbitMQ, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = broker.container.client
+    client, home = broker.container.client, f"this-test-{uuid.uuid4().hex}"  # no other test process is affected
     leftovers = [
-        client.containers.create(broker.container.image, labels={OWNER_LABEL: f"this-test:4194305:{n}"})
-        for n in range(2)
+        client.containers.create(broker.container.image, labels={OWNER_LABEL: f"{home}:4194305:{n}"}) for n in range(2)
     ]
-    monkeypatch.setattr(containers, "process_home", lambda: "this-test")  # no other test process is affected
+    monkeypatch.setattr(containers, "process_home", lambda: home)
     listing = docker.APIClient.containers
 
     def overtaken(api: docker.APIClient, **arguments: object) -> object:
