@@ -76,13 +76,13 @@ def test_more_than_any_buffer_holds_goes_both_ways(
             recorded.publish(queue, b"small")
         wait_until(
             lambda: max((tag for tag, _ in recorded.client.all("acked")), default=0) == 502,
-            timeout=30,
+            timeout=120,
             what="all confirms",
         )
         assert recorded.client.all("write_drained")
     consume = Consume(queue, "tag")
     with Recorded(url, lambda _: consumer_setup(queue, [], (), consume, prefetch=0), tls=tls) as recorded:
-        wait_until(lambda: len(bodies(recorded)) == 502, timeout=30, what="all deliveries")
+        wait_until(lambda: len(bodies(recorded)) == 502, timeout=120, what="all deliveries")
         assert bodies(recorded) == [*large, *[b"small"] * 500]
 
 
