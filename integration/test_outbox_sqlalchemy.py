@@ -207,11 +207,17 @@ def test_relays_share_the_rows_and_none_is_published_twice(
     with ExitStack() as stack:
         publishers = [
             stack.enter_context(
-                Publisher(proxy.url, topology=[ORDERS], outbox=SQLAlchemyOutbox(new_engine()), max_outstanding=50)
+                Publisher(
+                    proxy.url,
+                    topology=[ORDERS],
+                    outbox=SQLAlchemyOutbox(new_engine()),
+                    max_outstanding=50,
+                    confirm_timeout=150,  # a reconnect would publish rows again
+                )
             )
             for _ in range(3)
         ]
-        proxy.wait_for(lambda: proxy.seen("basic.publish") > 50, timeout=30)  # more than one may publish
+        proxy.wait_for(lambda: proxy.seen("basic.publish") > 50, timeout=100)  # more than one may publish
         proxy.release_confirms()
         with ThreadPoolExecutor(3) as pool:
             list(pool.map(lambda publisher: publisher.flush(60), publishers))
