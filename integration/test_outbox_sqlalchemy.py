@@ -54,12 +54,14 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path, database: Calla
 def new_engine(database_url: str) -> Iterator[Callable[[], Engine]]:
     """A function that creates engines for that database.
 
-    They keep their connections, because opening one takes tens of milliseconds.
+    They keep their connections, because opening one takes tens of milliseconds. By default SQLite waits 5 s for a lock,
+    which a commit on a slow disk may hold for longer.
     """
     engines: list[Engine] = []
+    patience = {"timeout": 60} if database_url.startswith("sqlite") else {}
 
     def new() -> Engine:
-        engines.append(create_engine(database_url))
+        engines.append(create_engine(database_url, connect_args=patience))
         return engines[-1]
 
     yield new
