@@ -230,7 +230,7 @@ def test_the_reader_s_stop_requeues_the_last_batch_as_well(vhost: VirtualHost, q
     """
     publish(vhost, 100)
     reading = query(vhost.url)
-    assert reading.batch() > 0
+    wait_until(reading.batch, timeout=30, what="a batch")
     reading.source.stop()
     vhost.wait_for_messages("orders", 100)
 
