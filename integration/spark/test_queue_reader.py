@@ -417,7 +417,8 @@ def test_f24_a_cancelled_queue_is_read_again_beside_a_busy_one(vhost: VirtualHos
         wait_until(lambda: time.monotonic() > until, timeout=5, what="a batch of some length", interval=0.005)
 
     while reading.position["queues"]["other"] < 10:
-        assert reading.batch(work), f"orders was read to its end first: {reading.position}"
+        reading.batch(work)  # may be empty, if the broker pauses
+        assert reading.position["queues"]["orders"] < 5000, "orders was read to its end first"
     assert reading.position["queues"]["orders"] < 2000
 
 
