@@ -98,7 +98,6 @@ def test_available_now_waits_for_what_another_relay_moves(
 
     It does not wait for a relay that moves none.
     """
-    monkeypatch.setattr("reliable_mq.spark.staged_source._ACTIVE", 3.0)
     with fault_proxy(vhost.url) as proxy:
         options = StageOptions(url=proxy.url, queue="orders", stage="orders.stage", max_outstanding=5)
         first = publish(vhost, 10)
@@ -116,6 +115,7 @@ def test_available_now_waits_for_what_another_relay_moves(
             proxy.throttle(None)
             proxy.hold_confirms()
             publish(vhost, 50)
+            monkeypatch.setattr("reliable_mq.spark.staged_source._ACTIVE", 3.0)
             rows, _ = ended(vhost, at)
             assert len(rows) <= 5
             assert "another relay is active" in caplog.text
