@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,6 +24,7 @@ from reliable_mq.codec.methods import Consume, QueueState, SetPrefetch
 from reliable_mq.spark.datasource import RabbitMQDataSource
 from reliable_mq.spark.metrics import exporter
 from reliable_mq.stage import StageOptions, StageRelay
+from reliable_mq.stage.client import RelayClient
 from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.testing.waiting import wait_until
 from reliable_mq.url import parse_url
@@ -127,10 +129,17 @@ def test_available_now_waits_for_what_another_relay_moves(
 def test_available_now_ends_though_another_has_a_message(
     vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It comes after the relay's first count, while the stage is too new."""
-    monkeypatch.setattr("reliable_mq.spark.staged_source._STARVED", 5.0)
+    """It comes after the relay's first count, and before its first subscription."""
     first = publish(vhost, 10)
     lock = StageOptions(url=vhost.url, **STAGED).lock
+    taken = Event()
+    subscribe = RelayClient._subscribe_to_queue
+
+    def subscribe_second(client: RelayClient) -> None:
+        taken.wait(60)  # in general it is set by then, because the stage is too new for two seconds
+        subscribe(client)
+
+    monkeypatch.setattr(RelayClient, "_subscribe_to_queue", subscribe_second)
 
     def is_counted() -> bool:
         state = channel.counts([lock])[lock]
@@ -141,6 +150,9 @@ def test_available_now_ends_though_another_has_a_message(
         wait_until(is_counted, timeout=60, what="a relay that has the lock")
         channel.perform(SetPrefetch(1))
         channel.perform(Consume("orders", "other"))
+        taken.set()
+        wait_until(lambda: ready(vhost) == 1, timeout=60, what="all others moved")
+        monkeypatch.setattr("reliable_mq.spark.staged_source._STARVED", 1.0)  # from now on, a pause does not matter
         rows, _ = reading.result(60)
     assert set(rows) < set(first)
     assert len(rows) == 9
