@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pyspark.sql.streaming.datasource import ReadMaxRows
 
-from integration.support.leaders import suspend_leader, suspend_member
+from integration.support.leaders import resume_member, suspend_leader, suspend_member
 from integration.support.stages import DEADLINE, publish, relaying
 from reliable_mq.codec.methods import Cancel, CheckQueue, QueueState, Step
 from reliable_mq.spark import queue_source
@@ -80,7 +80,7 @@ def test_a_message_returned_between_two_subscriptions_is_found(node: ClusterNode
     """A node returns deliveries to a cancelled consumer. The queue delivers them to the next one."""
     subscriptions = Subscriptions("reader", ["orders"], lambda _: True, lambda: COUNT)
     subscriptions.found(QueueState("orders", COUNT, 0))
-    suspend_member(node, cluster_vhost, "orders", LAG)
+    suspend_member(node, cluster_vhost, "orders", DEADLINE)
     with (
         AdminChannel(parse_url(node.url_of(cluster_vhost.name)), name="reader") as channel,
         AdminChannel(parse_url(cluster_vhost.url), name="observer") as observer,
@@ -88,6 +88,7 @@ def test_a_message_returned_between_two_subscriptions_is_found(node: ClusterNode
 
         def after(step: Step) -> None:
             if isinstance(step, Cancel):
+                resume_member(node, cluster_vhost, "orders")
                 returned = QueueState("orders", COUNT, 0)
                 wait_until(
                     lambda: observer.perform(CheckQueue("orders")) == returned, timeout=DEADLINE, what="returned"

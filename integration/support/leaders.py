@@ -57,3 +57,11 @@ def suspend_member(node: RabbitMQ, vhost: VirtualHost, queue: str, seconds: floa
         "{Name, _} = amqqueue:get_pid(Q), Member = whereis(Name), ok = sys:suspend(Member), "
         f"spawn(fun() -> timer:sleep({round(seconds * 1000)}), sys:resume(Member) end), ok"
     )
+
+
+def resume_member(node: RabbitMQ, vhost: VirtualHost, queue: str) -> None:
+    """Resume a node's member of a quorum queue before it resumes by itself."""
+    node.evaluate(
+        f'{{ok, Q}} = rabbit_amqqueue:lookup(rabbit_misc:r(<<"{vhost.name}">>, queue, <<"{queue}">>)), '
+        "{Name, _} = amqqueue:get_pid(Q), sys:resume(whereis(Name))"
+    )
