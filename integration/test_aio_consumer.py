@@ -37,16 +37,17 @@ def test_coroutine_handlers_are_awaited_and_acked(vhost: VirtualHost, run_async:
     """With concurrency 1, they run in order."""
     handled: list[bytes] = []
 
-    async def handle(delivery: Delivery) -> None:
-        await asyncio.sleep(0)
-        handled.append(delivery.body)
-
     with Publisher(vhost.url, topology=[ORDERS]) as publisher:
         publisher.connect()
-    publish(vhost, "orders", numbered(500))  # otherwise each would be acked before the next one arrives
+    publish(vhost, "orders", numbered(500))
 
     async def main() -> None:
-        async with AsyncConsumer(vhost.url, ORDERS, handle) as consumer:
+        async def handle(delivery: Delivery) -> None:
+            await until(lambda: consumer.statistics.delivered == 500)  # or some are acked before the next ones arrive
+            await asyncio.sleep(0)
+            handled.append(delivery.body)
+
+        async with AsyncConsumer(vhost.url, ORDERS, handle, prefetch=500) as consumer:
             await until(lambda: consumer.statistics.acked == 500)
             assert consumer.statistics.acks_sent <= 50
 
