@@ -16,7 +16,7 @@ from reliable_mq.testing.waiting import wait_until
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reliable_mq.testing import Audit, FaultProxyFactory, VirtualHost
+    from reliable_mq.testing import Audit, FaultProxy, FaultProxyFactory, VirtualHost
 
 ORDERS = Queue("orders")
 DEAD = "orders.dead"
@@ -62,9 +62,15 @@ def ready(vhost: VirtualHost, queue: str) -> int:
         return count
 
 
-def wait_for_more_than(count: int, vhost: VirtualHost) -> None:
-    """Wait until more than `count` messages are back in their queue."""
-    wait_until(lambda: ready(vhost, "orders") > count, timeout=30, what="a part of them", interval=0.005)
+def hold_after(count: int, proxy: FaultProxy) -> None:
+    """Hold confirms once more than `count` messages were sent to their queue.
+
+    The proxy wakes this call. A poll of the queue would take a busy machine longer than the replay takes for the rest.
+    """
+    proxy.wait_for(
+        lambda: proxy.seen("basic.publish", "to_broker") > count, timeout=60, what=f"more than {count} replayed"
+    )
+    proxy.hold_confirms()
 
 
 def test_dead_letters_are_listed_shown_and_counted(any_vhost: VirtualHost) -> None:
@@ -220,8 +226,7 @@ def test_a_replay_that_is_killed_goes_on_with_the_next(
         # At this rate, each kill happens before all delivered messages are replayed.
         replaying = start_cli("dlq", "replay", proxy.url, DEAD, "--rate", "300")
         try:
-            wait_for_more_than(already, any_vhost)
-            proxy.hold_confirms()  # so that no kill happens between two batches, without a possible duplicate
+            hold_after(already, proxy)  # so that no kill happens between two batches, without a possible duplicate
             proxy.wait_for(lambda: proxy.held_confirms > 0, timeout=30)
         finally:
             replaying.send_signal(signal.SIGKILL)
@@ -249,8 +254,7 @@ def test_a_replay_whose_connections_are_closed_goes_on_by_itself(
     replaying = start_cli("dlq", "replay", proxy.url, DEAD, "--rate", "150")
     closed = 0
     for already in (50, 250):
-        wait_for_more_than(already, vhost)
-        proxy.hold_confirms()  # the replay cannot end before its connections are found
+        hold_after(already, proxy)  # the replay cannot end before its connections are found
         closed += vhost.close_connections()
         proxy.release_confirms()
     _, errors = replaying.communicate(timeout=60)
