@@ -228,14 +228,17 @@ def test_a_handler_may_stop_its_consumer_and_cannot_close_it(vhost: VirtualHost,
 def test_f51_a_handler_that_blocks_the_loop_is_reported(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture, run_async: Any
 ) -> None:
-    """Nothing else can run then, heartbeats included; here the connection survives."""
+    """Nothing else can run then, heartbeats included; here the connection survives.
+
+    The broker waits for 12 s. The last heartbeat was sent up to 3 s before, so this process may stop for 5 s as well.
+    """
     proxy = fault_proxy(vhost.url)
 
     async def handle(_: Delivery) -> None:
-        threading.Event().wait(2.1)
+        threading.Event().wait(3.1)
 
     async def main() -> None:
-        async with AsyncConsumer(proxy.url, ORDERS, handle, heartbeat=4) as consumer:
+        async with AsyncConsumer(proxy.url, ORDERS, handle, heartbeat=6) as consumer:
             await asyncio.to_thread(publish, vhost, "orders", numbered(1))
             await until(lambda: consumer.statistics.acked == 1)
             await until(lambda: "stalled" in caplog.text)
