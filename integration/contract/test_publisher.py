@@ -184,7 +184,7 @@ def test_closing_during_an_outage_ends_in_time_and_reports(
     started = time.monotonic()
     with pytest.raises(PublishUnconfirmed):
         publisher.close(timeout=1)
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 20  # by default, close waits for 30 s
     assert confirmation.done()
     private_broker.start()
 
