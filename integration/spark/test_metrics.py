@@ -82,7 +82,7 @@ def test_readers_and_workers_leave_their_metrics_in_files(
     published = "publisher_settled_total/confirmed"
     wait_until(
         lambda: totals(metrics)[published] >= 300 and totals(metrics)["spark_queue_deliveries_total/orders"] >= 300,
-        timeout=60,
+        timeout=150,
         what=lambda: str(dict(totals(metrics))),
     )
     assert totals(metrics)["spark_queue_connected"] == 1
@@ -108,7 +108,7 @@ def test_readers_and_workers_leave_their_metrics_in_files(
     )
     wait_until(
         lambda: totals(metrics)["spark_stream_planned/events"] == totals(metrics)["spark_stream_end/events"] == 200,
-        timeout=60,
+        timeout=150,
         what=lambda: str(dict(totals(metrics))),
     )
     followed.stop()
