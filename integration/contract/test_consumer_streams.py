@@ -136,7 +136,8 @@ def test_after_a_loss_it_goes_on_where_it_was(
 def test_a_stream_resumes_at_the_first_message_not_yet_done(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
     """A held-up message and a failed one are redelivered after a loss.
 
-    Messages behind them had been handled.
+    Messages behind them had been handled. If the delay of the failed one is over before the loss, then it is held up,
+    too, in its second attempt.
     """
     proxy = fault_proxy(vhost.url)
     declare(vhost)
@@ -146,7 +147,7 @@ def test_a_stream_resumes_at_the_first_message_not_yet_done(vhost: VirtualHost, 
             raise ValueError("not yet")
         gate(delivery)
 
-    with Gate(lambda delivery: delivery.body == b"7") as gate:
+    with Gate(lambda delivery: delivery.body in (b"5", b"7")) as gate:
         handler = Handler(then=fail_five)
         policy = RetryPolicy(3, delays=(2.0,))
         with Consumer(
@@ -158,9 +159,12 @@ def test_a_stream_resumes_at_the_first_message_not_yet_done(vhost: VirtualHost, 
             wait_until(lambda: consumer.reconnects == 1, timeout=10, what="reconnected")
             gate.open()
             handler.wait_bodies([b"5"])
-            wait_until(lambda: consumer.statistics.acked == 18 + 15, timeout=10, what="from 5 on")
+            wait_until(lambda: consumer.statistics.acked == 18 + 15, timeout=30, what="from 5 on")
     again = [*zip(offsets(handler), handler.attempts, handler.redelivered, strict=True)][20:]
-    assert sorted(again) == [(5, 2, True), *((offset, 1, True) for offset in range(6, 20))]
+    before_the_loss = max(again.count((5, 2, True)) - 1, 0)
+    assert before_the_loss <= 1
+    failed = [(5, 2, True)] * (1 + before_the_loss)
+    assert sorted(again) == [*failed, *((offset, 1, True) for offset in range(6, 20))]
 
 
 def test_what_is_given_up_is_not_in_the_way(
