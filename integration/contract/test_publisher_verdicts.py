@@ -127,11 +127,14 @@ def test_f12_a_crash_over_a_single_publish_does_not_refuse_it(broker: RabbitMQ, 
     assert vhost.live_counts() == {"orders": 2}
 
 
-def test_a_channel_that_missed_the_end_of_a_full_queue_heals(broker: RabbitMQ, vhost: VirtualHost) -> None:
+def test_a_channel_that_missed_the_end_of_a_full_queue_heals(
+    broker: RabbitMQ, vhost: VirtualHost, fault_proxy: FaultProxyFactory
+) -> None:
     """A channel that believes its queue is full nacks forever; another one does not.
 
-    No message is a duplicate.
+    No message is a duplicate, unless the machine stalls for the confirm timeout, which costs the connection.
     """
+    proxy = fault_proxy(vhost.url)
     full = (
         f'Name = rabbit_misc:r(<<"{vhost.name}">>, queue, <<"orders">>), '
         "{ok, Q} = rabbit_amqqueue:lookup(Name), Event = {amqqueue:get_pid(Q), {machine, {queue_status, "
@@ -139,13 +142,16 @@ def test_a_channel_that_missed_the_end_of_a_full_queue_heals(broker: RabbitMQ, v
         f'proplists:get_value(vhost, rabbit_channel:info(Channel, [vhost])) =:= <<"{vhost.name}">>], ok'
     )
     retry = RetryPolicy(max_attempts=1000, delays=(0.05,))
-    with Publisher(vhost.url, topology=[ORDERS], confirm_timeout=1.0, retry=retry, delivery_timeout=30) as publisher:
+    with Publisher(proxy.url, topology=[ORDERS], confirm_timeout=1.0, retry=retry, delivery_timeout=30) as publisher:
         publisher.publish(Message(b"before"), routing_key="orders")
         broker.evaluate(full)
         confirmations = [publisher.submit(Message(b"after"), routing_key="orders") for _ in range(20)]
         receipts = [confirmation.result(60) for confirmation in confirmations]
-        assert all(receipt.attempts > 2 and not receipt.possible_duplicate for receipt in receipts)
-    assert vhost.live_counts() == {"orders": 21}
+        stalled = proxy.connections > 1
+        assert all(receipt.attempts >= 2 for receipt in receipts), "nacked at least once"
+        assert stalled or not any(receipt.possible_duplicate for receipt in receipts)
+    count = vhost.live_counts()["orders"]
+    assert count == 21 or (stalled and count > 21)
 
 
 def test_f12_a_refused_property_fails_its_message_alone(vhost: VirtualHost) -> None:
