@@ -324,7 +324,7 @@ def test_f18_f19_alarm_blocks_publishing(
     The errors say whether the message was sent.
     """
     with Publisher(private_vhost.url, topology=[ORDERS], delivery_timeout=4) as publisher:
-        assert book(checker, submit(checker, publisher, "orders")) is None
+        assert book(checker, submit(checker, publisher, "orders", timeout=60)) is None
         private_broker.alarm(alarm)
         first = submit(checker, publisher, "orders")  # the broker blocks a connection when it publishes
         wait_until(lambda: publisher.blocked, timeout=10, what="the blocked state")
@@ -334,10 +334,10 @@ def test_f18_f19_alarm_blocks_publishing(
         error = book(checker, second, timeout=20)
         assert isinstance(error, PublishBlocked)
         assert "memory" in error.reason if alarm == "memory" else "disk" in error.reason
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 20
         started = time.monotonic()
         publisher.close(timeout=1)
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 20
     private_broker.clear_alarm(alarm)
     checker.drain(private_vhost, ["orders"])
     checker.close()
