@@ -458,7 +458,7 @@ def test_a_message_that_cannot_be_encoded_fails_alone(vhost: VirtualHost, fault_
             assert isinstance(error, PublishRefused)
             assert not error.may_have_arrived
             assert [one.exception(20) for one in before + after] == [None] * 10
-        assert publisher.outstanding == 0
+        wait_until(lambda: publisher.outstanding == 0, timeout=10, what="the places freed")  # just after the outcomes
         assert proxy.connections == 1
 
 
