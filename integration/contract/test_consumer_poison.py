@@ -200,7 +200,8 @@ def test_f30_an_unparsable_body_is_dead_lettered_with_a_reason(any_vhost: Virtua
     with Consumer(any_vhost.url, ORDERS, handler, retry=RetryPolicy(3, delays=(0.05,))) as consumer:
         send(any_vhost, "orders", [*good[:5], poison, *good[5:]], checker)
         handler.wait_done(10)
-        wait_until(lambda: consumer.statistics.dead_lettered == 1, timeout=10, what="dead-lettered")
+        # Until then, messages go through a new delay queue twice, and each move waits for the disk several times.
+        wait_until(lambda: consumer.statistics.dead_lettered == 1, timeout=60, what="dead-lettered")
         assert (consumer.statistics.failed, consumer.statistics.retried) == (3, 2)
     assert [attempt for attempt, one in zip(handler.attempts, handler.begun, strict=True) if one.body == body] == [
         1,
