@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -179,14 +180,18 @@ def test_an_outage_is_logged_once_per_attempt_in_our_words(
 def test_failures_that_nobody_waits_for_are_logged_now_and_then(
     vhost: VirtualHost, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Thousands of failures give one or two lines, and an error with the total."""
+    """Thousands of failures give one or two lines, and an error with the total.
+
+    There is one more for every ten seconds that it takes.
+    """
     publisher = Publisher(vhost.url)
     publisher.connect()
     caplog.clear()
+    began = time.monotonic()
     for _ in range(5000):
         publisher.submit(Message(b"x"), routing_key="nowhere")
     with pytest.raises(Exception, match="5000 messages were not confirmed") as caught:
         publisher.close()
     assert len(caught.value.failures) == 100
     lines = [record.getMessage() for record in caplog.records if "no caller waits for" in record.getMessage()]
-    assert 1 <= len(lines) <= 2
+    assert 1 <= len(lines) <= 2 + (time.monotonic() - began) // 10
