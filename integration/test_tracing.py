@@ -27,20 +27,43 @@ RETRY = RetryPolicy(3, delays=(0.2,))
 
 
 def consume(
-    vhost: VirtualHost, handler: Callable[[Delivery], None], until: Callable[[], object], **options: Any
+    vhost: VirtualHost,
+    handler: Callable[[Delivery], None],
+    until: Callable[[], object],
+    *,
+    once: bool = False,
+    **options: Any,
 ) -> None:
-    with Consumer(vhost.url, ORDERS, handler, **options):
+    """Consume until a condition is true. With `once`, the handler is called once."""
+
+    def handle(delivery: Delivery) -> None:
+        if once:
+            consumer.stop()
+        handler(delivery)
+
+    consumer = Consumer(vhost.url, ORDERS, handle, **options)
+    with consumer:
         wait_until(until, timeout=60, what="the end of the consumer's work")
 
 
 def consume_on_asyncio(
-    vhost: VirtualHost, handler: Callable[[Delivery], None], until: Callable[[], object], **options: Any
+    vhost: VirtualHost,
+    handler: Callable[[Delivery], None],
+    until: Callable[[], object],
+    *,
+    once: bool = False,
+    **options: Any,
 ) -> None:
-    async def coroutine(delivery: Delivery) -> None:
-        handler(delivery)
+    """Do the same as `consume` on asyncio."""
 
     async def main() -> None:
-        async with AsyncConsumer(vhost.url, ORDERS, coroutine, **options):
+        async def coroutine(delivery: Delivery) -> None:
+            if once:
+                consumer.stop()
+            handler(delivery)
+
+        consumer = AsyncConsumer(vhost.url, ORDERS, coroutine, **options)
+        async with consumer:
             await asyncio.to_thread(wait_until, until, timeout=60, what="the end of the consumer's work")
 
     asyncio.run(main())
@@ -117,7 +140,7 @@ def test_a_suspect_goes_through_quarantine_in_its_trace(
     with Publisher(vhost.url, topology=[ORDERS], tracing=recorder.tracing, new_queue_grace=0) as publisher:
         publisher.publish(Message(b"1"), routing_key="orders")
     if failed_before:
-        run(vhost, fail, delayed, **options)
+        run(vhost, fail, delayed, once=True, **options)  # the next attempt would be a moment later
     for _ in range(2):
         take_and_lose(vhost)
     vhost.wait_for_messages("orders", 1)
