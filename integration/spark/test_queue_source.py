@@ -382,6 +382,7 @@ def test_the_password_is_nowhere_to_be_seen(
     rows = read(spark, url)
     seen = Seen()
     query = running(rows, checkpoint, seen)
+    wait_until(lambda: len(seen.rows) >= 5, timeout=240, what="the messages, which may take a moment to arrive")
     query.processAllAvailable()
     shown = [str(query.lastProgress), str(query.status), repr(rows)]
     rows.explain(extended=True)
