@@ -26,11 +26,11 @@ SPARES = 6  # more live hosts: a machine that stalls for seconds does not connec
 
 
 @pytest.fixture
-def refusing() -> str:
-    """A host without a listener."""
+def refusing() -> Iterator[str]:
+    """A host without a listener. Its port stays bound, so that nobody else listens there."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{unused.getsockname()[1]}"
+        yield f"127.0.0.1:{unused.getsockname()[1]}"
 
 
 @pytest.fixture
