@@ -307,7 +307,7 @@ def test_f17_a_return_whose_ack_was_lost_is_asked_for_again(vhost: VirtualHost, 
         publisher.connect()
         proxy.drop_confirms()
         confirmation = publisher.submit(Message(b"x"), routing_key="late")
-        proxy.wait_for(lambda: proxy.seen("basic.publish") == 1)
+        proxy.wait_for(lambda: proxy.seen("basic.return") == 1)
         with vhost.connect() as connection:
             connection.channel().queue_declare("late", durable=True)
         proxy.cut()
