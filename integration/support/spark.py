@@ -95,7 +95,9 @@ def drain(vhost: VirtualHost, queue: str) -> list[tuple[BasicProperties, bytes]]
             if last > acked:
                 channel.basic_ack(last, multiple=True)
                 acked = last
-            elif channel.queue_declare(queue, passive=True).method.message_count == 0:
+                continue
+            count = channel.queue_declare(queue, passive=True).method
+            if count.consumer_count and not count.message_count:  # without this consumer, nothing is known
                 connection.process_data_events(time_limit=0)  # handle deliveries that arrived before the reply
                 if last == acked:
                     return taken
