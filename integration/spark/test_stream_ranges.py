@@ -445,7 +445,7 @@ def test_empty_partitions_are_waited_for_together(vhost: VirtualHost) -> None:
     start = restored(reader.latestOffset(reader.initialOffset(), ANY))
     assert start == {queue.name: 0 for queue in orders}
     assert ranges_from(reader, start) == [StreamRange("orders-7", 0, 5)]
-    assert time.monotonic() - began < 12, "each of eleven was waited for"
+    assert time.monotonic() - began < 25, "each of eleven was waited for, which takes 33 s"
     reader.stop()
 
 
