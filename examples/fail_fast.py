@@ -6,7 +6,7 @@ published again once the broker is back. Here a fault proxy between the publishe
 Prints::
 
     order 1: confirmed
-    order 3: PublishDisconnected after 0 s, 127.0.0.1:...
+    order 3: PublishDisconnected at once, 127.0.0.1:...
     order 2: confirmed at attempt 2
     order 4: confirmed
 """
@@ -37,7 +37,8 @@ with FaultProxy(URL) as proxy, Publisher(proxy.url, topology=[ORDERS], on_discon
     try:
         publisher.publish(Message.json({"order": 3}), routing_key=ORDERS.name)
     except PublishDisconnected as error:
-        print(f"order 3: PublishDisconnected after {time.monotonic() - began:.0f} s, {error.reason}")
+        waited = time.monotonic() - began
+        print(f"order 3: PublishDisconnected {'at once' if waited < 10 else f'after {waited:.0f} s'}, {error.reason}")
 
     proxy.heal()
     print(f"order 2: confirmed at attempt {outstanding.result(timeout=30).attempts}")
