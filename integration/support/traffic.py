@@ -232,15 +232,21 @@ class Traffic:
         clients = {source.name: source.publisher for source in self._sources} | self._consumers
         return [name for name, client in clients.items() if _port(client) == node.port]
 
-    def wait_elsewhere(self, node: ClusterNode, *, timeout: float) -> None:
-        """Wait until all clients are connected, and none to this node, which has died."""
+    def wait_elsewhere(self, node: ClusterNode, *, within: float) -> None:
+        """Wait until all clients are connected, and none to this node, which has died.
+
+        Raises:
+            AssertionError: If that takes `within` seconds, plus the lag of this machine until the end.
+        """
+        began = time.monotonic()
         clients = [*(source.publisher for source in self._sources), *self._consumers.values()]
         wait_until(
             lambda: all(client.connected for client in clients) and not self.connected_to(node),
-            timeout=timeout,
+            timeout=120,
             what=lambda: f"connections to another node of {self.connected_to(node)}",
             interval=0.02,
         )
+        assert time.monotonic() - began < within + self.lag.worst, "the clients connect to another node too late"
         _, what, since = self._faults[-1]
         self._report(f"{what}: all are connected to another node {time.monotonic() - since:.1f} s after it")
 
