@@ -20,6 +20,7 @@ from docker.errors import NotFound
 from docker.models.containers import Container
 
 from integration.support.baseline import back_to_baseline
+from integration.support.leaders import suspend_leader
 from integration.support.lossy import LossyProxy
 from reliable_mq.errors import LabError
 from reliable_mq.testing import Audit, RabbitMQ, containers, fixtures
@@ -81,6 +82,13 @@ def test_a_queue_that_does_not_exist_yet_is_waited_for(vhost: VirtualHost) -> No
         waited = pool.submit(vhost.wait_for_messages, "late", 0)
         connection.channel().queue_declare("late", durable=True)
         waited.result()
+
+
+def test_a_queue_without_an_answer_of_its_leader_is_not_empty(vhost: VirtualHost) -> None:
+    publish(vhost, "orders", ["1"])
+    suspend_leader(vhost, "orders", 1)
+    with pytest.raises(TimeoutError, match="message_count 0 of 'orders'"):
+        vhost.wait_for_messages("orders", 0, timeout=0.5)
 
 
 def test_live_counts_know_of_acks_that_wait_for_the_disk(any_vhost: VirtualHost) -> None:

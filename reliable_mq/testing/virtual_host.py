@@ -59,6 +59,7 @@ begin
 end
 """
 _HEARTBEAT: Final = 15  # seconds; a broker that is silent for about 40 s ends the connection
+_LEADER_ANSWERS: Final = 0.25  # seconds, after which RabbitMQ reports no messages and no consumers of a quorum queue
 _NOT_FOUND: Final = 404
 _COUNTED: Final = re.compile(r'\{<<"([^"]*)">>,(\d+)\}')
 
@@ -243,21 +244,26 @@ class VirtualHost:
         self._wait_for("message_count", queue, count, timeout)
 
     def _wait_for(self, what: str, queue: str, count: int, timeout: float) -> None:
-        seen: int | None = None
+        state = ""
         with self.connect(heartbeat=_HEARTBEAT) as connection:
             channel = connection.channel()
 
             def reached() -> bool:
-                nonlocal channel, seen
+                nonlocal channel, state
+                began = time.monotonic()
                 try:
-                    seen = int(getattr(channel.queue_declare(queue, passive=True).method, what))
+                    answer = channel.queue_declare(queue, passive=True).method
                 except pika.exceptions.ChannelClosedByBroker as closed:
                     if closed.reply_code != _NOT_FOUND:
                         raise
-                    channel, seen = connection.channel(), None
+                    channel, state = connection.channel(), "which does not exist"
+                    return False
+                empty = not (answer.message_count or answer.consumer_count)
+                if empty and time.monotonic() - began >= _LEADER_ANSWERS:
+                    state = "whose leader may not have answered"
+                    return False
+                seen = int(getattr(answer, what))
+                state = f"it is {seen}"
                 return seen == count
 
-            def waited_for() -> str:
-                return f"{what} {count} of {queue!r}, " + ("which does not exist" if seen is None else f"it is {seen}")
-
-            wait_until(reached, timeout=timeout, what=waited_for)
+            wait_until(reached, timeout=timeout, what=lambda: f"{what} {count} of {queue!r}, {state}")
