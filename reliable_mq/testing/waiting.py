@@ -24,7 +24,7 @@ def wait_until(
 
     Args:
         condition: A function that is called at once and then every `interval` seconds, on this thread.
-        timeout: The maximum wait, in seconds.
+        timeout: The maximum wait, in seconds. A last call begins after it, however long the calls take.
         what: The condition's name for the error message, or a function that returns it.
         interval: The time between two calls, in seconds.
 
@@ -33,10 +33,11 @@ def wait_until(
     """
     deadline = time.monotonic() + timeout
     while True:
+        late = time.monotonic() >= deadline
         value = condition()
         if value:
             return value
-        if time.monotonic() >= deadline:
+        if late:
             raise TimeoutError(f"not within {timeout:g} s: {what if isinstance(what, str) else what()}")
         Event().wait(interval)
 
