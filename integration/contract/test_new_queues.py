@@ -138,7 +138,13 @@ def test_f61_the_broker_is_killed_while_the_work_queue_is_new(
     """
     broker = private_vhost.broker
     with (
-        Publisher(private_vhost.url, topology=[ORDERS], new_queue_grace=GRACE, reconnect_wait=SOON) as publisher,
+        Publisher(
+            private_vhost.url,
+            topology=[ORDERS],
+            new_queue_grace=GRACE,
+            delivery_timeout=2 * PLENTY,  # a message may wait for both starts
+            reconnect_wait=SOON,
+        ) as publisher,
         Load(checker, publisher, "orders") as load,
     ):
         publisher.connect()
