@@ -344,14 +344,16 @@ def test_a_publish_into_a_queue_that_was_found_does_not_wait(vhost: VirtualHost,
         publisher.publish(Message(b"x"), routing_key="orders", timeout=30)
 
 
-def test_a_second_publisher_skips_the_grace_of_a_proven_queue(vhost: VirtualHost, publisher_api: str) -> None:
+def test_a_second_publisher_skips_the_grace_of_a_proven_queue(
+    vhost: VirtualHost, publisher_api: str, fault_proxy: FaultProxyFactory
+) -> None:
     """The grace applies once to a queue, not once per publisher."""
-    with Publisher(vhost.url, topology=[ORDERS], new_queue_grace=AMPLE) as publisher:
+    with Publisher(vhost.url, topology=[ORDERS], new_queue_grace=GRACE) as publisher:
         publisher.publish(Message(b"x"), routing_key="orders")
-    with Publisher(vhost.url, topology=[ORDERS], new_queue_grace=AMPLE) as publisher:
-        began = time.monotonic()
+    proxy = fault_proxy(vhost.url)
+    with Publisher(proxy.url, topology=[ORDERS], new_queue_grace=GRACE) as publisher:
         publisher.publish(Message(b"x"), routing_key="orders")
-        assert time.monotonic() - began < AMPLE / 2
+        assert proxy.seen("confirm.select-ok") == 1, "it waited for answers that prove the queue's age"
 
 
 def test_all_connections_of_a_process_know_of_its_new_queues(vhost: VirtualHost, publisher_api: str) -> None:
