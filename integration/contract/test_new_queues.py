@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING
 
 import pika
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from random import Random
 
-    from reliable_mq.testing import Audit, FaultProxyFactory, VirtualHost
+    from reliable_mq.testing import Audit, Direction, FaultProxyFactory, Frame, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline")
 
@@ -374,9 +375,19 @@ def test_all_connections_of_a_process_know_of_its_new_queues(vhost: VirtualHost,
 def test_a_lost_connection_republishes_messages_of_a_new_queue(
     vhost: VirtualHost, publisher_api: str, fault_proxy: FaultProxyFactory
 ) -> None:
-    """After the loss, it is unknown whether the broker is alive."""
+    """After the loss, it is unknown whether the broker is alive.
+
+    The first connection gets no answer that proves the queue's age, however long the test takes.
+    """
     proxy = fault_proxy(vhost.url)
-    with Publisher(proxy.url, topology=[ORDERS], new_queue_grace=AMPLE, reconnect_wait=SOON) as publisher:
+    answers = count()
+
+    def unproven(_: Direction, frame: Frame) -> list[Frame]:
+        lost = frame.name == "confirm.select-ok" and proxy.connections == 1 and next(answers)  # 0 opens the channel
+        return [] if lost else [frame]
+
+    proxy.rewrite(unproven, "to_client")
+    with Publisher(proxy.url, topology=[ORDERS], new_queue_grace=GRACE, reconnect_wait=SOON) as publisher:
         confirmation = publisher.submit(Message(b"x"), routing_key="orders")
         vhost.wait_for_messages("orders", 1)
         assert not confirmation.done()
