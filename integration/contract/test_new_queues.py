@@ -471,9 +471,10 @@ def test_f61_a_broker_vanished_with_a_new_queue_is_noticed(
         proxy.black_hole(new_connections=False)
         kill_and_start(broker)
         receipt = confirmation.result(PLENTY)
-    assert receipt.attempts == 2
+    assert receipt.attempts >= 2
     assert receipt.possible_duplicate
-    private_vhost.wait_for_messages("orders", 1)
+    with private_vhost.connect() as connection:  # on a busy machine, the first one may have been saved, too
+        assert connection.channel().queue_declare("orders", passive=True).method.message_count
 
 
 def test_a_queue_is_old_once_its_connections_broker_has_answered(
