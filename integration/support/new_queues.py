@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 __all__ = ["elect_leaders", "let_new_queues_age", "signals_at_once"]
 
-_SEND_SIGNALS = 'pid=$(pidof beam.smp) && echo ready && while read -r name; do kill -s "$name" $pid; done'
+_SEND_SIGNALS = (
+    "pid=$(pidof beam.smp) && echo ready && "
+    'while read -r name; do kill -s "$name" $pid; [ "$name" = STOP ] && echo stopped; done'
+)
 
 _LEADERLESS = (
     "[Name || Q <- rabbit_amqqueue:list(), amqqueue:get_type(Q) =:= rabbit_quorum_queue,"
@@ -45,7 +48,8 @@ def elect_leaders(broker: RabbitMQ) -> int:
 def signals_at_once(broker: RabbitMQ) -> Iterator[Callable[[str], None]]:
     """Yield a function that sends a signal, by its name, to the broker's process.
 
-    The signal arrives within milliseconds. Docker takes tenths of a second to freeze or kill a container.
+    The signal arrives within milliseconds. Docker takes tenths of a second to freeze or kill a container. A call with
+    ``"STOP"`` returns when the signal has been sent.
     """
     container = broker.container
     api = container.client.api
@@ -53,7 +57,13 @@ def signals_at_once(broker: RabbitMQ) -> Iterator[Callable[[str], None]]:
     stream = api.exec_start(execution["Id"], socket=True)
     try:
         assert b"ready" in stream.read(64)
-        yield lambda name: stream._sock.sendall(f"{name}\n".encode())
+
+        def send(name: str) -> None:
+            stream._sock.sendall(f"{name}\n".encode())
+            if name == "STOP":
+                assert b"stopped" in stream.read(64)
+
+        yield send
     finally:
         stream._sock.close()
         stream.close()
