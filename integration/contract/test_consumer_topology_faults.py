@@ -164,7 +164,7 @@ def test_f25_a_queue_with_other_arguments_is_said_at_the_start(vhost: VirtualHos
     begin = {
         "run": consumer.run,
         "with": consumer.__enter__,
-        "get": consumer.get(timeout=5).__enter__,
+        "get": consumer.get(timeout=30).__enter__,
         "connect": consumer.connect,
     }
     with pytest.raises(TopologyMismatch) as caught:
