@@ -113,8 +113,14 @@ def test_an_alarm_of_one_node_blocks_publishing_on_all(rabbitmq_cluster: RabbitM
     with connect(other, orders) as connection:
         connection.add_on_connection_blocked_callback(lambda *_: heard.append("blocked"))
         connection.add_on_connection_unblocked_callback(lambda *_: heard.append("unblocked"))
-        connection.channel().basic_publish("", "orders", b"")
-        wait_until(lambda: connection.process_data_events(0.1) or heard, timeout=60, what="blocked")
+        channel = connection.channel()
+
+        def blocked() -> bool:
+            channel.basic_publish("", "orders", b"")  # a node blocks a connection that publishes once it has the alarm
+            connection.process_data_events(0.1)
+            return bool(heard)
+
+        wait_until(blocked, timeout=60, what="blocked")
         starved.clear_alarm("memory")
         wait_until(lambda: connection.process_data_events(0.1) or len(heard) == 2, timeout=60, what="unblocked")
 
