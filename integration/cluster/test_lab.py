@@ -72,7 +72,7 @@ def test_leaders_move_and_drained_nodes_accept_nobody(rabbitmq_cluster: RabbitMQ
     assert rabbitmq_cluster.leader_of("orders", orders.name) is not node
     assert not node.answers()
     rabbitmq_cluster.revive(node)
-    assert node.answers()
+    wait_until(node.answers, timeout=30, what="an answer")
 
 
 def test_a_drain_whose_end_nobody_saw_heals(rabbitmq_cluster: RabbitMQCluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_a_drain_whose_end_nobody_saw_heals(rabbitmq_cluster: RabbitMQCluster, m
 
     rabbitmq_cluster.heal()
 
-    assert node.answers()
+    wait_until(node.answers, timeout=30, what="an answer")
 
 
 def test_a_node_that_lost_its_packets_does_not_keep_others_dead(rabbitmq_cluster: RabbitMQCluster) -> None:
@@ -102,7 +102,8 @@ def test_a_node_that_lost_its_packets_does_not_keep_others_dead(rabbitmq_cluster
 
     rabbitmq_cluster.heal()
 
-    assert all(node.answers() for node in rabbitmq_cluster.nodes)
+    for node in rabbitmq_cluster.nodes:
+        wait_until(node.answers, timeout=30, what=f"an answer of {node.name}")
 
 
 def test_an_alarm_of_one_node_blocks_publishing_on_all(rabbitmq_cluster: RabbitMQCluster, orders: VirtualHost) -> None:
