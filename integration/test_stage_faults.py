@@ -100,7 +100,7 @@ def test_f69_an_alarm_while_messages_move_is_waited_for(
     publish(private_vhost.url, "orders", 3000, type="quorum")
     with fault_proxy(private_vhost.url) as proxy:
         proxy.throttle(40_000)
-        with relaying(proxy.url, confirm_timeout=3.0, max_outstanding=50) as relay:
+        with relaying(proxy.url, confirm_timeout=5.5, max_outstanding=50) as relay:
             wait_until(lambda: relay.statistics.moved > 50, timeout=DEADLINE, what="some messages moved")
             private_vhost.broker.alarm("disk")
             blocked = "the broker blocks publishing"
