@@ -159,14 +159,16 @@ def test_the_bytes_that_a_relay_holds_are_bounded(vhost: VirtualHost, fault_prox
     check_each_once(vhost.url, "stage", count=small + large)
 
 
-def test_a_terminated_stage_command_leaves_the_rest_queued(vhost: VirtualHost) -> None:
+def test_a_terminated_stage_command_leaves_the_rest_queued(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
     """Each published message is either staged or ready.
 
-    The metrics are served until the end.
+    The metrics are served until the end. The proxy keeps the relay from moving everything while the test is busy.
     """
     published = 30_000
     publish(vhost.url, "orders", published, type="quorum")
-    with running_cli("stage", vhost.url, "orders", "stage", "--metrics-port", "0") as process:
+    proxy = fault_proxy(vhost.url)
+    proxy.throttle(500_000)
+    with running_cli("stage", proxy.url, "orders", "stage", "--metrics-port", "0") as process:
         assert process.stderr is not None
         address = process.stderr.readline().decode().split()[1]
 
@@ -177,6 +179,7 @@ def test_a_terminated_stage_command_leaves_the_rest_queued(vhost: VirtualHost) -
 
         wait_until(lambda: moved() >= 1000, timeout=DEADLINE, what="some messages moved")
         process.send_signal(signal.SIGTERM)
+        proxy.throttle(None)
         _, said = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0, said
     staged = ids(originals(vhost.url, "stage", count=1000))
