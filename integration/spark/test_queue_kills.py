@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from integration.programs.spark_queries import start
-from integration.support.spark_application import PHASES, Application, committed_rows, killed_in_each_phase
+from integration.support.spark_application import PHASES, Application, committed_rows, drained, killed_in_each_phase
 from reliable_mq import Consumer, Message, Publisher, Queue
 from reliable_mq.stores import SQLiteStore
 from reliable_mq.testing.waiting import wait_until
@@ -58,8 +57,7 @@ def test_f60_an_application_killed_in_any_phase_loses_nothing(
     limits = {"queue": {**small, "prefetch": "100"}, "stream": {**small, "minPartitions": str(rng.randrange(1, 4))}}
     limited = {name: source | limits[name] for name, source in sources.items()}
     killed_in_each_phase({"sources": limited, "pause": 0.003}, tmp_path, rng, of=aimed_at, timeout=240)
-    for query in start(spark, {"sources": sources, "directory": str(tmp_path), "drain": True}):
-        assert query.awaitTermination(240)
+    drained(spark, {"sources": sources, "directory": str(tmp_path)}, 240)
 
     assert committed_rows(tmp_path / "stream" / "output") == dict.fromkeys(events, 1)
     for message_id, times in committed_rows(tmp_path / "queue" / "output").items():
@@ -102,8 +100,7 @@ def test_f60_behind_a_killed_pipeline_each_effect_happens_once(
         with Application("spark_queries", {**settings, "pause": 0.003}, tmp_path / "log") as application:
             application.wait_until(lambda enough=enough: copied() >= enough, timeout=240, what=f"{enough} copies")
             application.kill()
-    for query in start(spark, {**settings, "drain": True}):
-        assert query.awaitTermination(240)
+    drained(spark, settings, 240)
 
     copies = copied()
     print(f"{copies} copies of {MESSAGES} orders")

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from integration.programs.spark_queries import start
 from integration.support import spark_credentials
-from integration.support.spark_application import committed_rows
+from integration.support.spark_application import committed_rows, drained
 from reliable_mq import Message, Publisher, Queue
 
 if TYPE_CHECKING:
@@ -40,11 +39,10 @@ def test_a_query_goes_on_where_its_checkpoint_ends(
     """
     source = {"url": vhost.url, "stream": EVENTS.name, "startingOffsets": "earliest"}
     source |= {"maxMessagesPerTrigger": "100", "minPartitions": "2"}
-    settings = {"sources": {"events": source}, "directory": str(tmp_path), "drain": True}
+    settings = {"sources": {"events": source}, "directory": str(tmp_path)}
     for _ in range(2):
         publish(vhost, checker, 150)
-        (query,) = start(spark, settings)
-        assert query.awaitTermination(120)
+        [query] = drained(spark, settings, 120)
         assert [progress["numInputRows"] for progress in query.recentProgress if progress["numInputRows"]] == [100, 50]
     rows = committed_rows(tmp_path / "events" / "output", "offset")
     assert rows == dict.fromkeys(range(300), 1)

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import pyarrow.parquet
+from pyspark.errors import StreamingQueryException
 
+from integration.programs.spark_queries import start
 from integration.support.programs import ROOT, environment
 from integration.support.seeds import soaking
 from integration.support.spark import SETTINGS
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from pyspark.sql import SparkSession
+    from pyspark.sql.streaming import StreamingQuery
 
+GIVEN_UP = "Python worker failed to connect back"  # within 10 s, which is too little on a busy machine
 PHASES = ("read planned", "reading", "sink written", "commit log written")  # the phases of a batch
 
 
@@ -177,14 +181,35 @@ def killed_in_each_phase(
 
 
 def _came_to(condition: Callable[[], bool], application: Application, phase: str, timeout: float) -> bool:
-    """Wait for the phase; return False if Spark has given up on a new Python process.
-
-    Spark gives it 10 s to start, which is too little on a busy machine.
-    """
+    """Wait for the phase; return False if Spark has given up on a new Python process."""
     try:
         application.wait_until(condition, timeout=timeout, what=phase)
     except AssertionError:
-        if "Python worker failed to connect back" not in application.said():
+        if GIVEN_UP not in application.said():
+            raise
+        return False
+    return True
+
+
+def drained(spark: SparkSession, settings: Mapping[str, Any], timeout: int) -> list[StreamingQuery]:
+    """Run queries of `spark_queries` in a session until all is read; return them.
+
+    A query is started again if Spark has given up on a new Python process.
+    """
+    settings = {**settings, "drain": True}
+    queries = start(spark, settings)
+    for number, (name, options) in enumerate(settings["sources"].items()):
+        while not _has_ended(queries[number], timeout):
+            [queries[number]] = start(spark, {**settings, "sources": {name: options}})
+    return queries
+
+
+def _has_ended(query: StreamingQuery, timeout: int) -> bool:
+    """Wait until a query ends; return False if Spark has given up on a new process."""
+    try:
+        assert query.awaitTermination(timeout)
+    except StreamingQueryException as error:
+        if GIVEN_UP not in str(error):
             raise
         return False
     return True

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark.errors import StreamingQueryException
 
 from integration.programs.spark_queries import start
-from integration.support.spark_application import Application, batches_in, committed_rows
+from integration.support.spark_application import GIVEN_UP, Application, batches_in, committed_rows
 from reliable_mq import Message, Publisher, Queue
 from reliable_mq.testing.waiting import wait_until
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     Running = Callable[[], object]  # starts the query if it is down
 
 DEADLINE = 400.0
-GIVEN_UP = "Python worker failed to connect back"
 STAGED = {"queue": "orders", "stage": "orders.stage", "maxMessagesPerTrigger": "100", "minPartitions": "2"}
 
 
