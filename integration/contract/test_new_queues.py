@@ -85,8 +85,7 @@ def test_a_broker_loses_confirmed_messages_in_a_brand_new_queue(private_vhost: V
         with Publisher(private_vhost.url, topology=[Queue(name, dead_letter=None)], new_queue_grace=0) as publisher:
             publisher.publish(Message(b"confirmed"), routing_key=name)
             kill_and_start(broker)
-        with private_vhost.connect() as connection:
-            lost += not connection.channel().queue_declare(name, passive=True).method.message_count
+        lost += not private_vhost.live_counts()[name]
         if lost:
             break
     assert lost
@@ -121,8 +120,7 @@ def test_rabbitmq_4_0_leaves_a_queue_it_lost_without_a_leader(
             stuck = not confirmation.done()
             assert elect_leaders(broker) == stuck
             assert confirmation.result(PLENTY).possible_duplicate
-        with private_vhost.connect() as connection:
-            assert connection.channel().queue_declare(name, passive=True).method.message_count
+        assert private_vhost.live_counts()[name]
         if stuck:
             break
     assert stuck
@@ -422,8 +420,7 @@ def test_f61_a_freeze_and_kill_with_a_new_queue_loses_nothing(private_vhost: Vir
         break
     else:
         pytest.fail("five times, the broker froze too late")
-    with private_vhost.connect() as connection:
-        assert connection.channel().queue_declare(queue.name, passive=True).method.message_count
+    assert private_vhost.live_counts()[queue.name]
 
 
 @pytest.mark.timeout(300)
@@ -454,8 +451,7 @@ def test_f61_a_kill_at_the_thaw_with_a_new_queue_loses_nothing(private_vhost: Vi
                 confirmation.result(PLENTY)
                 broker.wait_for_status("exited")
                 broker.start()
-        with private_vhost.connect() as connection:
-            assert connection.channel().queue_declare(queue.name, passive=True).method.message_count
+        assert private_vhost.live_counts()[queue.name]
         left -= 1
         if not left:
             break
@@ -483,8 +479,7 @@ def test_f61_a_broker_vanished_with_a_new_queue_is_noticed(
         receipt = confirmation.result(PLENTY)
     assert receipt.attempts >= 2
     assert receipt.possible_duplicate
-    with private_vhost.connect() as connection:  # on a busy machine, the first one may have been saved, too
-        assert connection.channel().queue_declare("orders", passive=True).method.message_count
+    assert private_vhost.live_counts()["orders"]  # on a busy machine, the first one may have been saved, too
 
 
 def test_a_queue_is_old_once_its_connections_broker_has_answered(
