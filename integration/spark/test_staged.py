@@ -76,6 +76,7 @@ def test_what_was_ready_is_moved_and_read_and_the_query_ends(
     run()
     assert ready(vhost) == 0
     read = spark.read.parquet(f"{tmp_path}/output").collect()
+    assert [row for row in read if row.message_id is None] == []
     assert sorted(row.message_id for row in read) == sorted(first + second)
     row = next(row for row in read if row.message_id == first[7])
     assert (bytes(row.body), row.queue, row.exchange, row.routing_key) == (b"7", "orders", "", "orders")

@@ -21,7 +21,7 @@ from __future__ import annotations
 import fcntl
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from io import TextIOWrapper
@@ -124,6 +124,7 @@ class Exporter:
         self._worker, self._claim = _claimed(directory)
         self.path = _file(directory, self._worker)
         self._writing = threading.Lock()
+        self._showing = threading.Lock()  # from the removal of gauges until the file is written, nobody adds any
         self._failed = False
         self._ended = threading.Event()
         self.write()
@@ -140,6 +141,20 @@ class Exporter:
                 self._failed = True
             else:
                 self._failed = False
+
+    def show(self, **gauges: Mapping[str, int]) -> None:
+        """Update the gauges of `streams` with the names of the arguments."""
+        with self._showing:
+            for name, values in gauges.items():
+                getattr(self.streams, name).update(values)
+
+    def hide(self) -> None:
+        """Remove all gauges of `streams`, and write the file without them."""
+        with self._showing:
+            for each in fields(self.streams):
+                if each.metadata["family"].kind == "gauge":
+                    getattr(self.streams, each.name).clear()
+            self.write()
 
     def close(self) -> None:
         """Stop writing and release the number. The file remains until it is reused."""

@@ -193,14 +193,11 @@ class StagedSource(StreamSource):
     def _check_retention(self, position: Mapping[str, int]) -> None:
         """Update the metrics of the stage; warn if unread messages are about to expire."""
         ends, beginnings = self._planner.known_ends() or {}, self._planner.beginnings()
-        metrics = exporter(self._options.metrics_directory)
-        if metrics is not None:
-            metrics.streams.begin.update(beginnings)
+        at_risk: dict[str, int] = {}
         for name, first in beginnings.items():
             at, end = position.get(name, 0), ends.get(name, 0)
             why = self._risk(name, first, at, end) if at < end else None
-            if metrics is not None:
-                metrics.streams.at_risk[name] = int(why is not None)
+            at_risk[name] = int(why is not None)
             if why is not None:
                 logger.warning(
                     "stage %r is about to drop messages that the query has not read: %s. The query has read up to "
@@ -211,6 +208,9 @@ class StagedSource(StreamSource):
                     at,
                     end,
                 )
+        metrics = exporter(self._options.metrics_directory)
+        if metrics is not None:
+            metrics.show(begin=beginnings, at_risk=at_risk)
 
     def _risk(self, name: str, first: int, at: int, end: int) -> str | None:
         """Return why messages between two offsets are about to expire, or None.

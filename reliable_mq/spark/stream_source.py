@@ -199,17 +199,12 @@ class StreamSource(_Ranges, DataSourceStreamReader, SupportsTriggerAvailableNow)
             return
         if not metrics.streams.planned:
             on_termination(self._show_no_more)
-        metrics.streams.end.update(self._planner.known_ends() or {})
-        metrics.streams.planned.update(planned)
+        metrics.show(end=self._planner.known_ends() or {}, planned=planned)
 
     def _show_no_more(self) -> None:
         metrics = exporter(self._options.metrics_directory)
         if metrics is not None:
-            metrics.streams.begin.clear()
-            metrics.streams.end.clear()
-            metrics.streams.planned.clear()
-            metrics.streams.at_risk.clear()
-            metrics.write()
+            metrics.hide()
 
 
 class StreamBatch(_Ranges, DataSourceReader):

@@ -11,8 +11,9 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -70,7 +71,7 @@ def test_a_process_writes_a_metrics_file_for_the_node_exporter(
     register(metrics_of_one.registry, statistics.readings)
     metrics_of_one.streams.rows["events"] = 3
     for end in (10, 12):
-        metrics_of_one.streams.end.update({"events": end})
+        metrics_of_one.show(end={"events": end})
     metrics_of_one.sink.dead_lettered["orders.rows"] = 4
     metrics_of_one.write()
     assert metrics_of_one.path.name == "reliable_mq_spark_0.prom"
@@ -84,6 +85,28 @@ def test_a_process_writes_a_metrics_file_for_the_node_exporter(
     assert found["reliable_mq_spark_stream_rows_total", "stream=events", "worker=0"] == 3
     assert found["reliable_mq_spark_stream_end", "stream=events", "worker=0"] == 12
     assert found["reliable_mq_spark_sink_dead_lettered_total", "queue=orders.rows", "worker=0"] == 4
+
+
+def test_a_query_that_ends_leaves_no_gauge(
+    tmp_path: Path, started: Callable[[Path], Exporter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On SIGTERM, another thread removes them, while the query may still look for new messages."""
+    of_one = started(tmp_path)
+    of_one.show(end={"events": 10}, planned={"events": 10})
+    of_one.streams.rows["events"] = 3
+    looking = threading.Thread(target=of_one.show, kwargs={"end": {"events": 12}})
+    write = metrics.write_to_textfile
+
+    def write_late(*args: Any) -> None:
+        looking.start()
+        looking.join(0.2)
+        write(*args)
+
+    monkeypatch.setattr(metrics, "write_to_textfile", write_late)
+    of_one.hide()
+    assert [name for name, *_ in samples(of_one.path) if "stream" in name] == ["reliable_mq_spark_stream_rows_total"]
+    looking.join(10)
+    assert of_one.streams.end == {"events": 12}
 
 
 def test_no_two_living_processes_have_the_same_number(tmp_path: Path, started: Callable[[Path], Exporter]) -> None:
