@@ -8,6 +8,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from threading import Event
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pika
@@ -35,7 +36,7 @@ from integration.support.stages import (
 from reliable_mq import Binding, Exchange, Message, Publisher, Queue
 from reliable_mq.codec import RawDelivery
 from reliable_mq.codec.methods import Consume, SetPrefetch
-from reliable_mq.core.stage.envelope import marker
+from reliable_mq.core.stage.envelope import marker, unstaged
 from reliable_mq.errors import ConfigurationError, ConsumeError, ReliableMQError, TopologyMismatch
 from reliable_mq.stage import MissingId
 from reliable_mq.testing.waiting import wait_until
@@ -64,6 +65,19 @@ def test_a_relay_moves_a_queue_into_a_stream(any_vhost: VirtualHost, kind: str) 
     assert list(ids(found)) == [f"m{number}" for number in range(2000)]
     assert set(ids(found).values()) == {1}
     assert {(each.queue, each.exchange, each.routing_key) for each in found} == {("orders", "", "orders")}
+
+
+def test_a_mark_that_could_be_text_is_recognized(any_vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RabbitMQ returns bytes that are UTF-8 as text."""
+    monkeypatch.setattr("reliable_mq.stage.client.os", SimpleNamespace(urandom=lambda _size: b"an epoch"))
+    publish(any_vhost.url, "orders", 1, type="quorum")
+    with relaying(any_vhost.url) as relay:
+        assert relay.wait_moved(DEADLINE)
+    found = delivered_of(any_vhost.url, "stage", 3)  # a marker begins the epoch, and another ends it
+    marks = [each[0] for one in found if (each := unstaged(one.properties, one.body))]
+    assert [(mark.epoch, mark.is_marker) for mark in marks] == [
+        (b"an epoch", is_marker) for is_marker in (True, False, True)
+    ]
 
 
 def test_a_relay_leaves_the_next_one_no_long_tail(any_vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,9 +52,16 @@ def copy_of(each: RawDelivery, frame_max: int = 131_072) -> tuple[bytes, bytes]:
 
 
 def from_a_stream(raw: bytes, offset: int = 7) -> bytes:
-    """Return the properties of a copy as RabbitMQ delivers them, with one more header."""
+    """Return the properties of a copy as RabbitMQ delivers them.
+
+    There is one more header, and bytes that are UTF-8 are a string.
+    """
     segments = split_properties(raw)
     table = segments["headers"]
+    name, value = table[4 : 5 + len(HEADER)], Properties(raw).headers[HEADER]
+    assert isinstance(value, bytes)
+    with suppress(UnicodeDecodeError):
+        table = table.replace(name + b"x", name + (b"S" if value.decode() else b"x"))
     entry = encode_table({"x-stream-offset": offset})[4:]
     segments["headers"] = (len(table) - 4 + len(entry)).to_bytes(4) + entry + table[4:]
     return join_properties(segments)
@@ -170,8 +179,9 @@ def test_a_copy_of_a_copy_comes_back_whole() -> None:
         properties(headers={"other": 1}),
         properties(headers={HEADER: "text"}),
         properties(headers={HEADER: b"short"}),
-        properties(headers={HEADER: b"\x01\x00" + bytes(16) + b"\x00\x00"}),
-        properties(headers={HEADER: b"\x01\x04" + bytes(16) + b"\x00\x00\x00\x00\x00"}),
+        properties(headers={HEADER: b"\xff\x01\x00" + bytes(16) + b"\x00\x00"}),
+        properties(headers={HEADER: b"\x01\x01\x00" + bytes(16) + b"\x00\x00"}),
+        properties(headers={HEADER: b"\xff\x01\x04" + bytes(16) + b"\x00\x00\x00\x00\x00"}),
         properties(headers={"a": HEADER + " is no header here", "b": HEADER}),
         properties(message_id=HEADER, headers=BROKEN_TABLE),
         b"\x20\x00\x00\x00\x00\x30" + bytes((len(HEADER),)) + HEADER.encode() + b"x\x7f\xff\xff\xff",
@@ -184,7 +194,7 @@ def test_other_messages_are_not_staged_ones(raw: bytes) -> None:
 
 def test_a_newer_version_is_refused() -> None:
     """This version cannot read its messages."""
-    raw = properties(headers={HEADER: b"\x09" + bytes(17)})
+    raw = properties(headers={HEADER: b"\xff\x09" + bytes(17)})
     with pytest.raises(ConfigurationError, match="version 9"):
         unstaged(raw, b"")
 

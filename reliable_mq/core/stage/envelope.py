@@ -2,10 +2,11 @@
 
 A stream stores messages as AMQP 1.0, and RabbitMQ converts them in both directions. It drops headers that are tables or
 lists unless their name begins with ``x-``, rounds times, and closes the connection over a decimal (541). So the copy
-has a single header, `HEADER`, whose name begins with ``x-`` and whose value is a byte string, which RabbitMQ preserves.
-It holds the queue, exchange and routing key of the original, and its properties as they were on the wire. If they are
-ASCII, the properties are repeated on the copy for other readers of the stream, except for ``user_id``, ``expiration``
-and all headers, because the broker would refuse, drop or route by these.
+has a single header, `HEADER`, whose name begins with ``x-`` and whose value is bytes. RabbitMQ preserves them, except
+that it returns bytes that are UTF-8 as text; so they begin with one that UTF-8 does not have. They hold the queue,
+exchange and routing key of the original, and its properties as they were on the wire. If they are ASCII, the properties
+are repeated on the copy for other readers of the stream, except for ``user_id``, ``expiration`` and all headers,
+because the broker would refuse, drop or route by these.
 
 The header also holds a mark of the relay, see `reliable_mq.core.stage.tail`. A message that has a mark but no original
 is a *marker*, which no reader sees.
@@ -47,9 +48,10 @@ HEADER: Final = "x-reliable-mq-stage"
 UNKNOWN: Final = -1
 """The `Mark.low` of the marker that begins an epoch: the relay had not read the tail yet."""
 
+_BINARY: Final = 0xFF  # not UTF-8
 _VERSION: Final = 1
 _MARKER, _REDELIVERED, _BEFORE_BODY = 1, 2, 4
-_HEAD: Final = Struct(">BBq8s")
+_HEAD: Final = Struct(">BBBq8s")
 _LENGTH: Final = Struct(">I")
 _NAME: Final = bytes((len(HEADER),)) + HEADER.encode()
 _ENTRY: Final = _NAME + b"x"
@@ -162,7 +164,7 @@ def identity(message_id: bytes, exchange: str, routing_key: str, body: bytes) ->
 
 def marker(epoch: bytes, low: int = UNKNOWN) -> bytes:
     """Return the encoded properties of a marker, whose body is empty."""
-    return _properties(_HEAD.pack(_VERSION, _MARKER, low, epoch), _NOTHING)
+    return _properties(_head(_MARKER, low, epoch), _NOTHING)
 
 
 def names_of(queue: str, exchange: str, routing_key: str) -> bytes:
@@ -179,10 +181,10 @@ def staged(
     """
     flags = _REDELIVERED if delivery.redelivered else 0
     original, body = delivery.properties, delivery.body
-    properties = _properties(_HEAD.pack(_VERSION, flags, low, epoch) + names + original, parts)
+    properties = _properties(_head(flags, low, epoch) + names + original, parts)
     if not frame_max or header_frame_size(properties) <= frame_max:
         return properties, body
-    head = _HEAD.pack(_VERSION, flags | _BEFORE_BODY, low, epoch) + names + _LENGTH.pack(len(original))
+    head = _head(flags | _BEFORE_BODY, low, epoch) + names + _LENGTH.pack(len(original))
     return _properties(head, _NOTHING), original + body
 
 
@@ -195,9 +197,9 @@ def unstaged(properties: bytes, body: bytes) -> tuple[Mark, Original | None] | N
         ConfigurationError: If a newer version of this package wrote the message.
     """
     value = _value(properties)
-    if value is None or len(value) < _HEAD.size:
+    if value is None or len(value) < _HEAD.size or value[0] != _BINARY:
         return None
-    version, flags, low, epoch = _HEAD.unpack_from(value)
+    _, version, flags, low, epoch = _HEAD.unpack_from(value)
     if version != _VERSION:
         raise ConfigurationError(
             f"a staged message has version {version} of header {HEADER}, and this package reads version {_VERSION}: "
@@ -220,6 +222,10 @@ def unstaged(properties: bytes, body: bytes) -> tuple[Mark, Original | None] | N
     except (IndexError, struct_error):
         return None
     return mark, Original(names[0], names[1], names[2], bool(flags & _REDELIVERED), original, body)
+
+
+def _head(flags: int, low: int, epoch: bytes) -> bytes:
+    return _HEAD.pack(_BINARY, _VERSION, flags, low, epoch)
 
 
 def _properties(value: bytes, parts: Parts) -> bytes:
