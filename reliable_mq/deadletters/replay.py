@@ -20,6 +20,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import UTC, datetime
 from math import ceil
@@ -246,7 +247,8 @@ class Replay:
             for _message, confirmation in confirmations:
                 confirmation.exception()
         except BaseException:
-            self._settle(done, confirmations, _GRACE)
+            with suppress(ReliableMQError):  # a loss must not replace the error that ends the run
+                self._settle(done, confirmations, _GRACE)
             raise
         self._settle(done, confirmations, None)
 

@@ -79,6 +79,17 @@ class FakePublisher:
         return None
 
 
+class InterruptedPublisher(FakePublisher):
+    """Is interrupted by Ctrl-C while the first confirm is awaited."""
+
+    interrupted = False
+
+    def exception(self, _timeout: float | None = None) -> None:
+        if not self.interrupted:
+            self.interrupted = True
+            raise KeyboardInterrupt
+
+
 def replay(
     channel: FakeChannel, publisher: FakePublisher | None, limit: int | None, to: Target | None, **options: Any
 ) -> Any:
@@ -169,6 +180,14 @@ def test_a_lost_ack_without_an_id_fails_a_run_that_tries_no_more() -> None:
     with pytest.raises(StaleDelivery, match="10 replayed messages without an id may still be in the queue"):
         replay(channel, publisher, 10, Target("", "orders"), report=report)
     assert (publisher.submitted, report.replayed, channel.acked) == (10, 10, 0)
+
+
+def test_an_interrupt_ends_a_run_whose_channel_is_lost() -> None:
+    """Otherwise the loss would hide it, and the run would publish the rest of the queue."""
+    channel, publisher, report = AckLosingChannel(1000), InterruptedPublisher(refuses=""), ReplayReport()
+    with pytest.raises(KeyboardInterrupt):
+        replay(channel, publisher, None, Target("", "orders"), report=report)
+    assert (publisher.submitted, report.replayed, channel.acked) == (200, 200, 0)
 
 
 def test_a_stop_interrupts_the_wait_for_the_rate() -> None:
