@@ -182,6 +182,8 @@ class GetChannel(AdminChannel):
             StaleDelivery: If the channel was lost. Some of the deliveries may be redelivered.
         """
         source = self._source
+        with self._lock:
+            self._check(source)  # sending would wait for another channel first
         given = [delivery for delivery in deliveries if delivery.source is source]
         frames = [encode_ack(source.channel, delivery.delivery_tag, multiple=False) for delivery in given]
         self._send(source, b"".join(frames))
@@ -190,9 +192,13 @@ class GetChannel(AdminChannel):
     def finish(self) -> None:
         """Requeue all unacked messages in order, and wait until the queue has them.
 
-        If the channel is lost, RabbitMQ has already requeued them in its own order.
+        If the channel is lost, RabbitMQ has already requeued them in its own order, and this does not wait.
         """
         try:
+            with self._lock:
+                if self._loss is not None:
+                    self._gone = False
+                    return
             self.take(1)  # the queue itself replies to this, after it has seen the acks
             source = self._source  # read only now: take() may have waited for another channel
             ready = max(self.left - 1, 0)

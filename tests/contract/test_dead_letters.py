@@ -1,0 +1,31 @@
+"""A dead-letter queue whose connection is lost, or is not open."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from reliable_mq.deadletters.channel import GetChannel
+from reliable_mq.errors import StaleDelivery
+from reliable_mq.testing.waiting import wait_until
+from reliable_mq.url import parse_url
+
+if TYPE_CHECKING:
+    from tests.contract.scripted_broker import ScriptedBroker
+
+QUEUE = "orders.dead"
+
+
+def test_what_a_lost_channel_held_awaits_no_other_channel(broker: ScriptedBroker) -> None:
+    """RabbitMQ has requeued it, so there is nothing to ack, and nothing to requeue."""
+    broker.ready.append(b"1")
+    with GetChannel(parse_url(broker.url), QUEUE, name="test") as channel:
+        channel._stop.patience = 5.0
+        (taken,) = channel.take(1)
+        broker.stop()
+        wait_until(lambda: channel._loss, timeout=20, what="the loss")
+        with pytest.raises(StaleDelivery):
+            channel.ack([taken])
+        channel.finish()
+        assert channel._error is None, "it has waited until reconnecting failed"
