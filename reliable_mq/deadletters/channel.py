@@ -34,7 +34,7 @@ from reliable_mq.core.channel_setup import ServerInfo, StepRefused, refusal
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 from reliable_mq.core.idempotency import namespace_of
 from reliable_mq.core.reconnect import ConnectionLoss
-from reliable_mq.errors import BrokerUnavailable, ConsumeError, StaleDelivery
+from reliable_mq.errors import BrokerUnavailable, ConsumeError, StaleDelivery, UsageError
 from reliable_mq.settings import ConnectionSettings
 from reliable_mq.sync.admin_channel import AdminChannel
 
@@ -213,7 +213,7 @@ class GetChannel(AdminChannel):
                 self._send(source, b"".join(frames))
                 ready += sum(size for _, size in some)
                 self._wait_for(ready)
-        except (ConsumeError, BrokerUnavailable):
+        except (ConsumeError, BrokerUnavailable, UsageError):
             return
         finally:
             self._unacked, self._ends = array("Q"), array("Q")

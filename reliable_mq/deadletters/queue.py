@@ -181,7 +181,7 @@ class DeadLetterQueue:
             StaleDelivery: If the connection was lost. All messages are back in the queue.
             ConsumeError: If RabbitMQ does not deliver, which is the case for a stream and for a quorum queue with a
                 single active consumer.
-            UsageError: If another operation is in progress.
+            UsageError: If another operation is in progress, or outside of the ``with`` block.
         """
         with self._operation("browse"):
             try:

@@ -19,7 +19,7 @@ from reliable_mq.codec.methods import CheckQueue, MethodReply, QueueState, Step
 from reliable_mq.connection.interfaces import NullListener
 from reliable_mq.core.channel_setup import Pipeline, ServerInfo, StepRefused, refusal
 from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
-from reliable_mq.errors import BrokerUnavailable, ReliableMQError
+from reliable_mq.errors import BrokerUnavailable, ReliableMQError, UsageError
 from reliable_mq.settings import ConnectionSettings
 from reliable_mq.sync.io_thread import IOThread
 
@@ -94,6 +94,7 @@ class AdminChannel(NullListener):
         Raises:
             StepRefused: If the broker closes the channel because of the step. The next step gets a new channel.
             BrokerUnavailable: If the connection is lost.
+            UsageError: If called outside of the ``with`` block.
         """
         self._wait_ready()
         outcome: list[Any] = []
@@ -144,6 +145,8 @@ class AdminChannel(NullListener):
         return state
 
     def _wait_ready(self) -> None:
+        if not self._io.running and self._error is None:
+            raise UsageError("not connected: use it inside its `with` block")
         with self._lock:
             timeout = self._timeout + self._stop.patience
             if not self._changed.wait_for(lambda: self._ready or self._error is not None, timeout):

@@ -60,6 +60,11 @@ class IOThread(BaseConnection):
         """Whether the thread has ended."""
         return self._ended
 
+    @property
+    def running(self) -> bool:
+        """Whether the thread runs, in this process."""
+        return self._thread is not None and self._thread.is_alive()
+
     # -- any thread ------------------------------------------------------------------------------------------------
 
     def start(self) -> None:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from reliable_mq.deadletters import DeadLetterQueue
 from reliable_mq.deadletters.channel import GetChannel
-from reliable_mq.errors import StaleDelivery
+from reliable_mq.errors import StaleDelivery, UsageError
 from reliable_mq.testing.waiting import wait_until
 from reliable_mq.url import parse_url
 
@@ -29,3 +30,16 @@ def test_what_a_lost_channel_held_awaits_no_other_channel(broker: ScriptedBroker
             channel.ack([taken])
         channel.finish()
         assert channel._error is None, "it has waited until reconnecting failed"
+
+
+@pytest.mark.parametrize("entered", [False, True])
+def test_outside_of_its_with_block_the_caller_is_to_blame(broker: ScriptedBroker, entered: bool) -> None:
+    """Otherwise each call would wait for a connection that nobody opens, and then blame the broker."""
+    dead = DeadLetterQueue(broker.url, QUEUE)
+    if entered:
+        with dead:
+            pass
+    dead._channel._timeout = dead._channel._stop.patience = 0.1
+    for call in (dead.statistics, dead.replay, dead.purge, dead.__len__):
+        with pytest.raises(UsageError, match="not connected: use it inside its `with` block"):
+            call()
