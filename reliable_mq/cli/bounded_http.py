@@ -4,6 +4,7 @@ Invariants:
 
 - A connection is closed if no complete request head arrives within `HEAD_TIMEOUT` seconds, or if its request is not
   complete `BODY_TIMEOUT` seconds after the head.
+- A connection is closed if its client does not read a part of a response within `WRITE_TIMEOUT` seconds.
 - Above `CONNECTIONS` connections, the one that has waited longest for a request is closed, so that clients that send
   nothing do not exclude others. If none waits, uvicorn's ``limit_concurrency`` responds with 503.
 """
@@ -24,11 +25,12 @@ from reliable_mq._util.threads import start_daemon
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.sync.consumer import next_signal
 
-__all__ = ["BODY_TIMEOUT", "CONNECTIONS", "HEAD_TIMEOUT", "BoundedHTTP", "serve"]
+__all__ = ["BODY_TIMEOUT", "CONNECTIONS", "HEAD_TIMEOUT", "WRITE_TIMEOUT", "BoundedHTTP", "serve"]
 
 CONNECTIONS: Final = 100
 HEAD_TIMEOUT: Final = 10.0  # seconds
 BODY_TIMEOUT: Final = 60.0  # seconds
+WRITE_TIMEOUT: Final = 60.0  # seconds
 
 
 class BoundedHTTP(H11Protocol):
@@ -37,6 +39,7 @@ class BoundedHTTP(H11Protocol):
     _waiting: ClassVar[dict[BoundedHTTP, None]] = {}  # connections that wait for a head, the longest first
     _deadline: asyncio.TimerHandle | None = None
     _awaited: object = None  # the part of a request to which the deadline applies
+    _stall: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -57,6 +60,15 @@ class BoundedHTTP(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._end_watch()
+        self._end_stall()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stall = self.loop.call_later(WRITE_TIMEOUT, self.drop)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._end_stall()
 
     def drop(self) -> None:
         """Close the connection in any state."""
@@ -82,6 +94,11 @@ class BoundedHTTP(H11Protocol):
             self._deadline.cancel()
         self._deadline = self._awaited = None
         self._waiting.pop(self, None)
+
+    def _end_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+        self._stall = None
 
 
 def serve(app: Any, listening: socket.socket, grace: float) -> int:

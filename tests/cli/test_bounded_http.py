@@ -1,4 +1,4 @@
-"""The server of ``reliable-mq web``: idle clients do not block other clients."""
+"""The server of ``reliable-mq web``: clients that send or read nothing do not block other clients."""
 
 from __future__ import annotations
 
@@ -33,8 +33,25 @@ async def app(_scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"ok"})
 
 
+PARTS = 500  # of 64 KiB, more than the buffers of a connection hold
+
+
+class Large:
+    """An app with a large response."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    async def __call__(self, _scope: Any, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
+        for _ in range(PARTS):
+            await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+        await send({"type": "http.response.body", "body": b"ok"})
+        self.ended.set()
+
+
 @contextmanager
-def served() -> Iterator[tuple[str, int]]:
+def served(app: Any = app) -> Iterator[tuple[str, int]]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         config = uvicorn.Config(
             app, http=BoundedHTTP, limit_concurrency=bounded_http.CONNECTIONS + 1, log_config=None, lifespan="off"
@@ -91,6 +108,28 @@ def test_whole_requests_are_answered_for_as_long_as_they_come(monkeypatch: pytes
             client.sendall(request)
             assert answer(client).endswith(b"ok")
             threading.Event().wait(0.5)
+
+
+def test_a_client_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_http, "WRITE_TIMEOUT", 0.3)
+    large = Large()
+    with served(large) as address, socket.create_connection(address) as client:
+        client.sendall(GET + b"\r\n")
+        assert large.ended.wait(20)
+
+
+@pytest.mark.slow
+def test_a_client_that_reads_slowly_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_http, "WRITE_TIMEOUT", 2.0)
+    with served(Large()) as address, socket.create_connection(address) as client:
+        client.sendall(GET + b"\r\n")
+        client.settimeout(10)
+        received = 0
+        with client.makefile("rb") as file:
+            while data := file.read(2_000_000):
+                received += len(data)
+                threading.Event().wait(0.2)
+        assert received > PARTS * 65536
 
 
 def test_clients_that_send_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
