@@ -161,7 +161,9 @@ class GetChannel(AdminChannel):
         """
         self._wait_ready()
         with self._lock:
-            source, self._loss, self.left = self._source, None, 0
+            source, self.left = self._source, 0
+            if self._ready:
+                self._loss = None  # an earlier one
             if self._gone:
                 raise self._stale()
         if self._by_consumers:
@@ -235,6 +237,7 @@ class GetChannel(AdminChannel):
     def _get(self, source: ChannelGeneration, most: int) -> bool:
         """Send gets and wait for the replies; return whether any message arrived."""
         with self._lock:
+            self._check(source)
             before = len(self._arrived)
             self._outstanding += most
         self._io.call_soon(partial(self._ask, source, most))
@@ -384,8 +387,7 @@ class GetChannel(AdminChannel):
             self._gone = self._gone or bool(self._unacked)
             self._unacked, self._ends, self._arrived, self._outstanding = array("Q"), array("Q"), [], 0
             self._prefetch = 0
-        super().lost(generation, loss)
-        with self._lock:
+            super().lost(generation, loss)
             self._changed.notify_all()
 
     def got(self, delivery: RawDelivery, message_count: int) -> None:

@@ -1,4 +1,4 @@
-"""A purge that fails midway, and the nacks at the end of an operation."""
+"""A purge that fails midway, a take whose channel is lost, and the nacks at the end of an operation."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 from reliable_mq.codec import encode_nack
 from reliable_mq.core import headers
 from reliable_mq.core.consumer.delivery import ChannelGeneration
+from reliable_mq.core.reconnect import ConnectionLoss
 from reliable_mq.core.retry.dead_letters import Target
 from reliable_mq.deadletters import DeadLetterQueue
+from reliable_mq.deadletters import channel as channel_module
 from reliable_mq.deadletters.channel import GetChannel
 from reliable_mq.errors import ConfigurationError, StaleDelivery
 from reliable_mq.url import parse_url
@@ -104,3 +106,34 @@ def test_the_last_nack_goes_to_the_channel_of_its_delivery(lost_again: bool) -> 
     channel = Reconnecting(lost_again=lost_again)
     channel.finish()
     assert channel.sent == [(7, encode_nack(7, 1, multiple=True, requeue=True))]
+
+
+class LostChannel(GetChannel):
+    """Is lost between two steps of a take."""
+
+    def __init__(self, lost_before: str) -> None:
+        super().__init__(parse_url("amqp://localhost"), QUEUE, name="test")
+        self._ready = True
+        self._lost_before = lost_before
+
+    def _lose(self) -> None:
+        self.lost(1, ConnectionLoss(None, "reset", "connection", by_broker=False))
+
+    def _wait_ready(self) -> None:
+        if self._lost_before == "the old loss is forgotten":
+            self._lose()
+
+    def _get(self, source: ChannelGeneration, most: int) -> bool:
+        if self._lost_before == "the get is counted":
+            self._lose()
+        return super()._get(source, most)
+
+
+@pytest.mark.parametrize("lost_before", ["the old loss is forgotten", "the get is counted"])
+def test_a_get_that_meets_a_loss_awaits_no_answer(lost_before: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the next channel would also wait for it, and fail."""
+    monkeypatch.setattr(channel_module, "_ANSWER", 0.1)
+    channel = LostChannel(lost_before)
+    with pytest.raises(StaleDelivery):
+        channel.take(1)
+    assert channel._outstanding == 0
