@@ -441,6 +441,9 @@ class SQLiteOutbox:
             os.close(os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
         connection = _connection(self.path, self._timeout)
         try:
+            connection.execute("BEGIN")
+            self._refuse_foreign(connection)  # before WAL mode, which the file would keep
+            connection.execute("ROLLBACK")
             _use_wal(connection, self._timeout)
             # FULL means an fsync at every commit. NORMAL has none in WAL mode, and would lose accepted messages.
             connection.execute("PRAGMA synchronous = FULL")
@@ -455,36 +458,45 @@ class SQLiteOutbox:
             _sync_directory(self.path.parent)
         return connection
 
+    def _refuse_foreign(self, connection: sqlite3.Connection) -> None:
+        """Raise OutboxError if the database is of something else.
+
+        It must be called in a transaction, because another process may be creating the tables.
+        """
+        identity = _identity(connection)
+        if identity[0] != _APPLICATION and (
+            identity != (0, 0) or connection.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchone()
+        ):
+            raise OutboxError(f"{self.path} is a database of something else; give the outbox a file of its own")
+
     def _check_version(self, connection: sqlite3.Connection) -> None:
         application, version = _identity(connection)
         if application == version == 0:
             connection.execute("BEGIN IMMEDIATE")
             try:
-                application, version = self._create(connection)
+                version = self._create(connection)
                 connection.execute("COMMIT")
             except BaseException:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
                 raise
-        if application != _APPLICATION:
-            raise OutboxError(f"{self.path} is a database of something else; give the outbox a file of its own")
         if version > _VERSION:
             raise OutboxError(
                 f"{self.path} has format {version}, and this version of reliable_mq knows {_VERSION}: it was made by a "
                 "newer one; use that one"
             )
 
-    @staticmethod
-    def _create(connection: sqlite3.Connection) -> tuple[int, int]:
-        """Create the tables, unless another process did or the file has other tables."""
-        identity = _identity(connection)
-        if identity != (0, 0) or connection.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchone():
-            return identity
+    def _create(self, connection: sqlite3.Connection) -> int:
+        """Create the tables, unless another process did, and return their version."""
+        self._refuse_foreign(connection)
+        application, version = _identity(connection)
+        if application == _APPLICATION:
+            return version
         for statement in _TABLES:
             connection.execute(statement)
         connection.execute(f"PRAGMA application_id = {_APPLICATION}")
         connection.execute(f"PRAGMA user_version = {_VERSION}")
-        return _APPLICATION, _VERSION
+        return _VERSION
 
 
 def _connection(path: Path, timeout: float) -> sqlite3.Connection:

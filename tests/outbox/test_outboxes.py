@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -192,3 +194,17 @@ def test_what_is_stored_is_synchronised_at_every_commit(tmp_path: Path) -> None:
     assert connection.execute("PRAGMA synchronous").fetchone() == (2,)
     assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     outbox.close()
+
+
+def test_a_database_of_something_else_is_left_as_it_is(tmp_path: Path) -> None:
+    """The journal mode is stored in the file, so the owner would have another one from then on."""
+    path = tmp_path / "theirs"
+    with closing(sqlite3.connect(path)) as theirs:
+        theirs.execute("CREATE TABLE theirs (a)")
+    before = path.read_bytes()
+    outbox = SQLiteOutbox(path)
+    with pytest.raises(OutboxError, match="something else"):
+        outbox.status()
+    outbox.close()
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
