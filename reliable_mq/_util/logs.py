@@ -8,8 +8,8 @@ same failures as exceptions and log each of them once. The driver's records help
 
 Invariants:
 
-- A call of a logger of this package raises no exception of a handler or filter of the program. Such an exception would
-  end a thread, or leave a reconnect half done.
+- A call of a logger of this package raises no exception of a handler, filter or record factory of the program. Such an
+  exception would end a thread, or leave a reconnect half done.
 - Records of other threads and tasks are unchanged: a program may use the driver itself, beside this package.
 - No record is lost. If a logger of the driver is set to DEBUG, its records appear at that level.
 """
@@ -19,9 +19,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from typing import Any
 
 __all__ = ["LogLimit", "demoted_driver_logs", "get_logger"]
 
@@ -29,13 +30,35 @@ _reporter = logging.NullHandler()
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Return a logger whose calls raise no exception of a handler or filter.
+    """Return a logger that raises no exception of a handler, filter or factory.
 
     The exception is written to stderr, as `logging` does for its own handlers, unless ``logging.raiseExceptions`` is
-    false.
+    false. If a record factory raises, the record is a plain one. The fields of ``extra`` replace those that a factory
+    has set, which `logging` would refuse.
     """
     logger = logging.getLogger(name)
     handle = logger.handle
+
+    def made(
+        name: str,
+        level: int,
+        fn: str,
+        lno: int,
+        msg: object,
+        args: Any,
+        exc_info: Any,
+        func: str | None = None,
+        extra: Mapping[str, object] | None = None,
+        sinfo: str | None = None,
+    ) -> logging.LogRecord:
+        try:
+            record = type(logger).makeRecord(logger, name, level, fn, lno, msg, args, exc_info, func, None, sinfo)
+        except Exception:  # noqa: BLE001  # a factory may raise any
+            record = logging.LogRecord(name, level, fn, lno, msg, args, exc_info, func, sinfo)
+            with suppress(Exception):
+                _reporter.handleError(record)
+        vars(record).update(extra or {})
+        return record
 
     def guarded(record: logging.LogRecord) -> None:
         try:
@@ -47,6 +70,7 @@ def get_logger(name: str) -> logging.Logger:
             if threading.current_thread() is threading.main_thread():  # a signal handler may have raised it
                 raise
 
+    logger.makeRecord = made  # type: ignore[method-assign]
     logger.handle = guarded  # type: ignore[method-assign]
     return logger
 

@@ -5,7 +5,9 @@ Handlers run in the context of their message, and acks link to it.
 
 from __future__ import annotations
 
+import logging
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -449,6 +451,26 @@ def test_a_dead_letter_is_sent_in_the_trace_of_its_last_attempt(
     assert (found["traceparent"], found[headers.TRACE_CONTEXT]) == (THEIRS, traceparent(process))
     [record] = [record for record in caplog.records if "dead-lettered" in record.message]
     assert (vars(record)["trace_id"], vars(record)["span_id"]) == (TRACE, f"{context_of(process).span_id:016x}")
+
+
+def test_a_record_factory_with_trace_ids_costs_no_connection(
+    broker: ScriptedBroker, consume: Any, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Correlated(logging.LogRecord):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.trace_id = "none"
+
+    broker.script = confirming
+    request.addfinalizer(partial(logging.setLogRecordFactory, logging.getLogRecordFactory()))
+    logging.setLogRecordFactory(Correlated)
+    options = {"dead_letter": "orders.dead", "retry": RetryPolicy(1), "new_queue_grace": 0}
+    with consume(failing, tracing=Recorder().tracing, **options):
+        broker.consuming.deliver(b"1", headers={"traceparent": THEIRS}, message_id="m-1")
+        broker.wait_settled(1)
+    assert "a callback failed" not in caplog.text
+    [record] = [record for record in caplog.records if "dead-lettered" in record.message]
+    assert vars(record)["trace_id"] == TRACE
 
 
 def test_a_message_without_a_context_gets_none_by_a_retry(broker: ScriptedBroker, consume: Any) -> None:

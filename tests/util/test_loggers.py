@@ -9,7 +9,7 @@ import pkgutil
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,7 +17,9 @@ import reliable_mq
 from reliable_mq._util.logs import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    Change = Callable[[logging.LogRecord], object]
 
 
 class Failing(logging.Handler):
@@ -76,3 +78,44 @@ def test_an_interrupt_leaves_the_call(handler: Failing) -> None:
     handler.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         get_logger("reliable_mq.test").critical("lost")
+
+
+@pytest.fixture
+def change_records() -> Iterator[Callable[[Change], None]]:
+    """Return a function that sets a record factory, which calls a function with each record."""
+    before = logging.getLogRecordFactory()
+
+    def replace(change: Change) -> None:
+        def make(*args: Any, **kwargs: Any) -> logging.LogRecord:
+            record = before(*args, **kwargs)
+            change(record)
+            return record
+
+        logging.setLogRecordFactory(make)
+
+    yield replace
+    logging.setLogRecordFactory(before)
+
+
+def test_a_record_factory_may_set_the_names_of_our_fields(
+    change_records: Callable[[Change], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    change_records(lambda record: vars(record).update(trace_id="theirs"))
+    logger = get_logger("reliable_mq.test")
+    logger.critical("traced", extra={"trace_id": "ours"})
+    logger.critical("not traced")
+    assert [vars(record)["trace_id"] for record in caplog.records] == ["ours", "theirs"]
+
+
+def test_a_record_factory_that_raises_loses_no_line(
+    change_records: Callable[[Change], None], caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: logging.LogRecord) -> None:
+        raise RuntimeError("outside a request")
+
+    change_records(fail)
+    get_logger("reliable_mq.test").critical("from %s", "us", extra={"span_id": "s"}, stack_info=True)
+    [record] = caplog.records
+    assert (record.getMessage(), record.filename, vars(record)["span_id"]) == ("from us", Path(__file__).name, "s")
+    assert record.stack_info is not None
+    assert "outside a request" in capsys.readouterr().err
