@@ -87,6 +87,7 @@ class ConsumerSigns(Signs):
     #: The signs of the connection for retries and dead letters, whose work is unconfirmed messages. None before the
     #: first message.
     republisher: PublisherSigns | None = None
+    holds_publishes: bool = False  # whether retries or dead letters wait for another try to publish them
 
 
 class _Problem(NamedTuple):
@@ -158,7 +159,7 @@ def _of_outbox(outbox: OutboxSigns, signs: PublisherSigns, now: float) -> list[_
 
 
 def _of_consumer(signs: ConsumerSigns, now: float) -> list[_Problem]:
-    problems = [] if signs.republisher is None else _of_republisher(signs.republisher, now)
+    problems = [] if signs.republisher is None else _of_republisher(signs.republisher, now, signs.holds_publishes)
     if not signs.connected:
         return problems if signs.given_up else [_not_connected(signs), *problems]
     if signs.paused:
@@ -167,9 +168,9 @@ def _of_consumer(signs: ConsumerSigns, now: float) -> list[_Problem]:
     return problems
 
 
-def _of_republisher(signs: PublisherSigns, now: float) -> list[_Problem]:
+def _of_republisher(signs: PublisherSigns, now: float, holds_publishes: bool) -> list[_Problem]:
     """Find problems that delay retries and dead letters, if any are waiting."""
-    problems = _common(signs, now) + (_of_publisher(signs, now) if signs.work else [])
+    problems = _common(signs, now) + (_of_publisher(signs, now) if signs.work or holds_publishes else [])
     return [problem._replace(text=f"its retries and dead letters: {problem.text}") for problem in problems]
 
 

@@ -228,7 +228,8 @@ class BaseSubscription(NullListener):
         signs = self._vitals.signs(self.session, self._io, self.error, now, stuck_after)
         if self.republisher is None:
             return signs
-        return replace(signs, republisher=self.republisher.signs(now, self.session.republishing))
+        republisher = self.republisher.signs(now, self.session.republishing)
+        return replace(signs, republisher=republisher, holds_publishes=self.session.holds_publishes)
 
     def report(self, results: Sequence[Result]) -> None:
         """Pass the results of dispatched deliveries to the session.

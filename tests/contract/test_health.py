@@ -244,6 +244,31 @@ def test_a_consumer_unable_to_publish_dead_letters_is_not_ready(
         wait_health(consumer, lambda health: health.ready)
 
 
+def test_a_consumer_with_blocked_dead_letters_is_not_ready(broker: ScriptedBroker, new_consumer: NewClient) -> None:
+    """It holds them between tries, since the broker does not dead-letter them itself."""
+
+    def fail(_delivery: Any) -> None:
+        raise ValueError("no stock")
+
+    broker.script = lambda published: published.channel.ack(published.number)
+    with new_consumer(fail, retry=RetryPolicy(1), dead_letter="orders.dead") as consumer:
+        broker.consuming.deliver(b"opens the connection")
+        broker.wait_settled(1)
+        subscription = inner(consumer)._subscription
+        [published] = broker.published
+        published.channel.connection.block("low on disk")
+        wait_until(lambda: subscription.republisher._publisher.blocked, timeout=30, what="the block")
+        assert inner(consumer).health().ready
+        broker.consuming.deliver(b"waits")
+        wait_until(lambda: subscription.session.held, timeout=30, what="a refused publish")
+        health = inner(consumer).health()
+        assert states(health) == (True, False, True)
+        assert health.reason == "its retries and dead letters: the broker blocks publishing: low on disk"
+        published.channel.connection.unblock()
+        broker.wait_settled(2)
+        assert inner(consumer).health().ready
+
+
 @pytest.mark.parametrize("first", [(541, "INTERNAL_ERROR - starting"), (530, "NOT_ALLOWED - vhost / not found")])
 def test_the_retry_connection_never_gives_up(
     broker: ScriptedBroker, new_consumer: NewClient, first: tuple[int, str]

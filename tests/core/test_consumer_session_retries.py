@@ -307,6 +307,18 @@ def test_a_retry_that_was_not_confirmed_is_published_again_later() -> None:
     assert session.statistics.delayed == 1
 
 
+def test_a_publish_held_for_another_try_is_told_from_a_delivery() -> None:
+    """Health reports a blocked broker only while a publish waits for it."""
+    session = make(max_attempts=2, broker_dead_letters=False)
+    [item] = deliver(session, items(1))
+    fail(session, item)
+    assert (session.held, session.holds_publishes) == (1, False)
+    session.tick(1.0)
+    fail(session, item, 1.0)
+    session.published(only_republish(session), BLOCKED, 1.0)
+    assert (session.held, session.holds_publishes, session.republishing) == (1, True, 0)
+
+
 def test_a_dead_letter_blocked_repeatedly_is_left_to_the_broker() -> None:
     """The broker dead-letters it without any publish.
 

@@ -88,6 +88,7 @@ def test_the_retry_connection_counts_while_retries_wait_for_it() -> None:
     assert judge(replace(CONSUMER, republisher=away)) == WELL
     waits = judge(replace(CONSUMER, republisher=replace(away, work=2)))
     assert waits == Health(True, False, True, WALL_CLOCK - 5, "its retries and dead letters: not connected: refused")
+    assert judge(replace(CONSUMER, republisher=away, holds_publishes=True)) == waits
     stuck = judge(replace(CONSUMER, republisher=replace(PUBLISHER, work=2, worked_at=NOW - 30)))
     assert (stuck.live, stuck.ready, stuck.progressing) == (True, True, False)
     ended = judge(replace(CONSUMER, paused=True, republisher=replace(away, given_up="403")))

@@ -462,6 +462,11 @@ class ConsumerSession:
         return self._settlement.held
 
     @property
+    def holds_publishes(self) -> bool:
+        """Whether a retry or dead letter is held for another publish. Thread-safe."""
+        return self._settlement.holds_publishes
+
+    @property
     def rested_at(self) -> float:
         """The time after which acks are sent when no handler runs, infinity for never."""
         return self._acks.rested_at

@@ -408,6 +408,11 @@ class Settlement:
     def held(self) -> int:
         return len(self._held)
 
+    @property
+    def holds_publishes(self) -> bool:
+        """Whether a publish is held for another try. Thread-safe."""
+        return any(isinstance(item, RepublishRequest) for _, _, item in tuple(self._held))
+
     def send_reject(self, delivery: Delivery, *, requeue: bool) -> bool:
         """Send ``basic.reject``. Return False if the delivery is already settled."""
         source = delivery.source
