@@ -309,6 +309,7 @@ class AsyncRelayPublisher:
         self._has_rows = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._ended = False  # by `cancel`, or because the loop ends
+        self._refusal: ReliableMQError | None = None  # why the last attempt has failed
         self._settled: deque[tuple[OutboxRow, ReliableMQError | None]] = deque()
         self._wake: Callable[[], object] | None = None  # wakes a relay that waits
 
@@ -320,7 +321,15 @@ class AsyncRelayPublisher:
         return self._loop.is_closed() and not (self._to_send or self._settled)
 
     def connect(self) -> None:
-        """Do nothing, because the task begins by connecting."""
+        """Connect again if the last attempt has failed, and raise its error.
+
+        Does not wait for the new attempt. The task begins by connecting.
+        """
+        refusal = self._refusal
+        if refusal is not None:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._on_rows)
+            raise refusal
 
     def send(self, rows: Sequence[OutboxRow]) -> None:
         """Publish rows, in order."""
@@ -377,6 +386,7 @@ class AsyncRelayPublisher:
         row: OutboxRow | None = None
         try:
             await self._connect()
+            self._refusal = None
             while self._to_send:
                 row = self._to_send.popleft()
                 try:
@@ -385,7 +395,7 @@ class AsyncRelayPublisher:
                     self._settle(row, error)
                 row = None
         except ReliableMQError as error:
-            failure = error
+            failure = self._refusal = error
         except Exception:
             logger.exception("unexpected error while the relay submitted a row")
         finally:

@@ -18,7 +18,7 @@ from reliable_mq._util.validation import Duration
 from reliable_mq.aio.confirmation import AsyncConfirmation
 from reliable_mq.aio.outbox_channel import AsyncOutboxChannel, AsyncRelayPublisher, AsyncStoredConfirmation
 from reliable_mq.aio.publisher_channel import AsyncPublisherChannel
-from reliable_mq.engine.publisher import CLOSE_TIMEOUT, FOR_EVER, BasePublisher, ReportBuilder
+from reliable_mq.engine.publisher import CLOSE_TIMEOUT, BasePublisher, ReportBuilder
 from reliable_mq.engine.steps import awaiting
 from reliable_mq.errors import PublishError
 
@@ -256,8 +256,7 @@ class AsyncPublisher(
         return confirmation
 
     async def _connect_relay(self) -> None:
-        if self._channel is None:
-            await awaiting(self._open(FOR_EVER))
+        await awaiting(self._open_for_relay())
 
     async def _relay(self, row: OutboxRow, done: Callable[[AsyncConfirmation], None]) -> None:
         """Publish a row of the outbox."""

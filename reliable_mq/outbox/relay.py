@@ -258,7 +258,10 @@ class RowPublisher(Protocol):
     def ended(self) -> bool: ...
 
     def connect(self) -> None:
-        """Begin to connect. Raise an error if no further attempt can help. May block."""
+        """Begin to connect, unless connected. May block.
+
+        Raise an error if the broker refused the last attempt for good. A later call tries again.
+        """
         ...
 
     def send(self, rows: Sequence[OutboxRow]) -> None:
@@ -475,9 +478,9 @@ class OutboxRelay(_OutboxThread):
         if batch.rows or batch.damaged:
             self._take_at = 0.0
         elif not self._outstanding:
+            self._publisher.connect()  # no row does so; while the broker refuses it for good, the pauses grow
             self._pauses = 0  # nothing is left to publish
-            if isinstance(self.error, OutboxError):  # only an answer shows that the broker is available
-                self.error = None
+            self.error = None
         session.add(batch.rows, kept)
         session.settlements.extend(batch.damaged)
         return len(batch.rows)

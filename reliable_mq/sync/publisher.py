@@ -17,7 +17,7 @@ from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, at_fork
 from reliable_mq._util.logs import get_logger
 from reliable_mq._util.validation import Duration
 from reliable_mq.core.publisher.publication import PublishReport
-from reliable_mq.engine.publisher import CLOSE_TIMEOUT, FOR_EVER, BasePublisher
+from reliable_mq.engine.publisher import CLOSE_TIMEOUT, BasePublisher
 from reliable_mq.engine.steps import blocking
 from reliable_mq.errors import PublishError, ReliableMQError
 from reliable_mq.message import Message
@@ -246,7 +246,7 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
     def _outbox_channel_to_start(self, outbox: Outbox) -> OutboxChannel:
         if self._started_outbox_channel is not None:
             return self._started_outbox_channel
-        relay = RelayPublisher(lambda: self._channel or blocking(self._open(FOR_EVER)), self._relay, self._kept_places)
+        relay = RelayPublisher(lambda: blocking(self._open_for_relay()), self._relay, self._kept_places)
         return OutboxChannel(outbox, relay, self._options, measured=self._registration is not None)
 
     def _keep(self) -> None:

@@ -151,6 +151,20 @@ def test_with_an_outbox_a_publisher_is_ready_without_a_broker(
         publisher.flush(30)
 
 
+def test_an_idle_outbox_publisher_recovers_from_a_refusal(
+    broker: ScriptedBroker, new_publisher: NewClient, tmp_path: Path
+) -> None:
+    """Its relay has no message to find out with that the broker was put in order."""
+    broker.refusals["Connection.Open"] = 530, "NOT_ALLOWED - vhost / not found"
+    with new_publisher(outbox=SQLiteOutbox(tmp_path / "outbox.db")) as publisher:
+        health = wait_health(publisher, lambda health: not health.progressing, stuck_after=0.2)
+        assert "vhost / not found" in health.reason
+        assert not inner(publisher).connected
+        del broker.refusals["Connection.Open"]
+        wait_health(publisher, lambda health: health.progressing, stuck_after=0.2)
+        wait_until(lambda: inner(publisher).connected, timeout=30, what="a connection")
+
+
 def test_a_consumer_is_ready_while_it_is_subscribed(broker: ScriptedBroker, new_consumer: NewClient) -> None:
     consumer = new_consumer(lambda _delivery: None)
     assert "not started" in inner(consumer).health().reason

@@ -323,21 +323,41 @@ def test_an_error_of_connecting_ends_no_relay(outbox: Outbox, caplog: pytest.Log
 class Refused(Slow):
     """A publisher that the broker refuses."""
 
+    refused = True
+
     def connect(self) -> None:
-        raise BrokerUnavailable("the password is wrong", permanent=True)
+        if self.refused:
+            raise BrokerUnavailable("the password is wrong", permanent=True)
 
 
-@pytest.mark.parametrize("away", ["outbox", "broker"])
-def test_an_outbox_that_answers_again_is_no_trouble(outbox: Outbox, monkeypatch: pytest.MonkeyPatch, away: str) -> None:
-    """The next confirm may come hours later. That a broker is available is only known from its answers."""
-    publisher, leases = Refused() if away == "broker" else Slow(), outbox.claims()
+def test_an_idle_relay_connects_once_the_broker_lets_it(outbox: Outbox) -> None:
+    """The next row may come hours later."""
+    publisher = Refused()
     relay = OutboxRelay(outbox, publisher, settle=lambda _: None, limit=10, max_bytes=2**20, name="relay")
+    relay.start(outbox.claims())
+    try:
+        wait_until(lambda: relay.statistics.interruptions > 2, timeout=20, what="two more attempts")
+        error, since = relay.trouble
+        assert isinstance(error, BrokerUnavailable)
+        wait_until(lambda: relay.statistics.interruptions > 3, timeout=20, what="another attempt")
+        assert relay.trouble[1] == since
+        publisher.refused = False
+        wait_until(lambda: relay.trouble[0] is None, timeout=20, what="the end of the trouble")
+    finally:
+        relay.stop(0)
+        assert relay.join(20)
+
+
+def test_an_outbox_that_answers_again_is_no_trouble(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next confirm may come hours later."""
+    leases = outbox.claims()
+    relay = OutboxRelay(outbox, Slow(), settle=lambda _: None, limit=10, max_bytes=2**20, name="relay")
     take, takes = leases.take, 0
 
     def counted(limit: int, retries: int | None = None) -> RowBatch:
         nonlocal takes
         takes += 1
-        if takes == 1 and away == "outbox":
+        if takes == 1:
             raise OutboxError("the database is away")
         return take(limit, retries)
 
@@ -346,14 +366,14 @@ def test_an_outbox_that_answers_again_is_no_trouble(outbox: Outbox, monkeypatch:
     try:
         wait_until(lambda: takes > 2, timeout=20, what="an answer")
         assert relay.statistics.interruptions == 1
-        assert (relay.trouble[0] is None) == (away == "outbox")
+        assert relay.trouble[0] is None
     finally:
         relay.stop(0)
         assert relay.join(20)
 
 
 class Answering(Refused):
-    """A publisher that the broker refuses at first; later each publish fails with this answer."""
+    """A publisher that the broker refuses, until it answers each publish with this error."""
 
     def __init__(self, answer: ReliableMQError) -> None:
         super().__init__()
@@ -367,13 +387,16 @@ class Answering(Refused):
 def test_a_broker_that_answers_without_a_confirm_is_no_trouble(outbox: Outbox, answer: ReliableMQError) -> None:
     """The outbox may be empty then, so that no confirm follows."""
     outbox.write(rows("a"), [])
-    decided: list[RowSettlement] = []
-    relay = OutboxRelay(outbox, Answering(answer), settle=decided.extend, limit=10, max_bytes=2**20, name="relay")
+    found: list[tuple[Exception | None, int]] = []
+
+    def settle(_: list[RowSettlement]) -> None:
+        found.append((relay.trouble[0], relay.statistics.interruptions))
+
+    relay = OutboxRelay(outbox, Answering(answer), settle=settle, limit=10, max_bytes=2**20, name="relay")
     relay.start(outbox.claims())
     try:
-        wait_until(lambda: decided, timeout=20, what="an answer")
-        assert relay.statistics.interruptions == 1
-        assert relay.trouble[0] is None
+        wait_until(lambda: found, timeout=20, what="an answer")
+        assert found[0] == (None, 1)
     finally:
         relay.stop(0)
         assert relay.join(20)
