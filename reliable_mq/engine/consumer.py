@@ -117,6 +117,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
         self._check_options(self._options)
         registry = self._options.registry
         self._registration = None if registry is None else register(registry, self._readings)
+        self._release()  # from its registry, which would keep it alive though nothing runs
 
     def _check_options(self, options: ConsumerOptions) -> None:
         """Raise ConfigurationError for options that this API cannot serve."""
@@ -137,10 +138,14 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
         """Raise UsageError on another event loop."""
 
     def _keep(self) -> None:
-        """Keep the consumer alive until `_release`."""
+        """Keep the consumer alive, and in its registry, until `_release`."""
+        if self._registration is not None:
+            self._registration.open()
 
     def _release(self) -> None:
         """Note that nothing is running any more."""
+        if self._registration is not None:
+            self._registration.close()
 
     def stop(self) -> None:
         """Begin to stop, and return at once.
@@ -280,10 +285,11 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
             raise
 
     def _undo_start(self) -> None:
-        subscription, pools = self._subscription, self._pools
-        self._not_started()
+        with self._lock:
+            subscription, pools = self._subscription, self._pools
+            self._not_started()
+            self._release()
         _abort(subscription, pools)
-        self._release()
 
     def _connect(self, *, required: bool) -> Steps[SubscriptionT]:
         """Start, and wait for the first attempts.
@@ -433,9 +439,10 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
         yield subscription.join()
         if subscription.republisher is not None:
             yield subscription.republisher.close(END_TIMEOUT)
-        if self._subscription in (None, subscription):  # otherwise a new one was started in the meantime
-            self._release()
-            self._finished()
+        with self._lock:
+            if self._subscription in (None, subscription):  # otherwise a new one was started in the meantime
+                self._release()
+                self._finished()
 
     def _raise_error(self) -> None:
         """Raise the error that ended the consumer, if one did."""

@@ -238,9 +238,11 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
         return [pool.stop(max(patience, 0.1)) for pool in pools]
 
     def _keep(self) -> None:
+        super()._keep()
         _open_consumers.add(self)
 
     def _release(self) -> None:
+        super()._release()
         _open_consumers.discard(self)
 
     @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -16,7 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from reliable_mq import AsyncConsumer, AsyncPublisher, Consumer, Publisher
 from reliable_mq.core.statistics import Histogram
-from reliable_mq.errors import ConfigurationError
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 from reliable_mq.metrics.registry import Family, Reading, Registration, register
 from reliable_mq.testing.waiting import wait_until
 from tests.sync.test_interrupted_calls import Interruption, on_another_thread
@@ -151,6 +152,33 @@ def test_counters_are_at_0_before_anything_connects(
     assert found["consumer_rejected_total consumer orders"] == 0
     assert not any("connected" in name for name in found)
     assert clients
+
+
+@pytest.mark.parametrize("client", [Publisher, AsyncPublisher, Consumer, AsyncConsumer])
+def test_a_registry_keeps_nothing_that_does_not_run(client: Callable[..., object], registry: CollectorRegistry) -> None:
+    arguments = () if client in (Publisher, AsyncPublisher) else ("orders", print)
+    gone = weakref.ref(client("amqp://localhost", *arguments, registry=registry))
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_registry_does_not_keep_a_consumer_unable_to_connect(
+    registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A program may make another one for each attempt."""
+    caplog.set_level(logging.CRITICAL, "reliable_mq")  # a record, which pytest keeps, leads to the consumer
+    consumer = Consumer("amqp://127.0.0.1:1", "orders", print, registry=registry, name="away")
+    with pytest.raises(BrokerUnavailable):
+        consumer.connect()
+    gone = weakref.ref(consumer)
+    del consumer
+
+    def is_gone() -> bool:
+        gc.collect()
+        return gone() is None
+
+    wait_until(is_gone, timeout=30, what="the end of the consumer")
+    assert shown(registry)["consumer_deliveries_total away orders"] == 0
 
 
 def test_registries_know_nothing_of_each_other(registry: CollectorRegistry) -> None:
