@@ -7,7 +7,7 @@ an unsampled context, which is decoded only if it is read.
 
 Invariants:
 
-- No exception of a tracer or of a span processor becomes the failure of a delivery.
+- No exception of a tracer, a span processor or an exception's text becomes the failure of a delivery.
 - A context is detached where it was attached, unless its task is discarded.
 """
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from opentelemetry.trace import Span, SpanContext
 
+    from reliable_mq.core.consumer.attempts import Failure
     from reliable_mq.core.consumer.delivery import Delivery
     from reliable_mq.core.consumer.settlement import SettledDeliveries
     from reliable_mq.settings import Endpoint
@@ -246,7 +247,7 @@ class ConsumerTracer:
                 failure = describe(error, 0.0)
                 span.set_attribute(conventions.ERROR_TYPE, failure.exception_type)
                 span.set_status(StatusCode.ERROR, failure.exception_message)
-                span.record_exception(error)
+                _record(span, error, failure)
             if span.is_recording():
                 self.exemplars.exemplify(time.perf_counter() - began, ids_of(span.get_span_context()), time.time())
             span.end()
@@ -420,6 +421,15 @@ def _is_thrown_away(error: BaseException, context: Context) -> bool:
     The handler is no longer in its context then, so nothing can be detached.
     """
     return isinstance(error, GeneratorExit) and get_current() is not context
+
+
+def _record(span: Span, error: BaseException, failure: Failure) -> None:
+    """Record an exception, with the safe text of its description if it has none."""
+    try:
+        span.record_exception(error)
+    except (Exception, SystemExit):  # noqa: BLE001  # whatever its ``__str__`` raises
+        text = {"exception.type": failure.exception_type, "exception.message": failure.exception_message}
+        span.add_event("exception", text)
 
 
 def _describe(delivery: Delivery) -> dict[str, str | int | bool]:

@@ -15,6 +15,7 @@ from reliable_mq.tracing import Tracing
 from reliable_mq.tracing.consuming import ConsumerTracer
 from reliable_mq.tracing.publishing import PublisherTracer
 from tests.core.deliveries import delivery
+from tests.hostile_exceptions import Textless
 from tests.tracing.spans import Recorder
 
 if TYPE_CHECKING:
@@ -47,6 +48,44 @@ def test_a_context_ends_with_its_handler(context: str, thrown_away: bool, caplog
             task.run(running.send, None)
         assert task.run(get_current) == {}
     assert get_current() == {}
+    assert caplog.messages == []
+
+
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise AttributeError("no text")
+
+
+@pytest.mark.parametrize("error", [Wordless(), Textless()], ids=["raises", "leaves"])
+@pytest.mark.parametrize("is_coroutine", [False, True])
+def test_an_exception_without_a_text_ends_its_span(
+    error: Exception, is_coroutine: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder()
+    tracer = ConsumerTracer(recorder.tracing, name="test", queue="orders", endpoints=())
+
+    def handle(_: Delivery) -> None:
+        raise error
+
+    async def handle_later(_: Delivery) -> None:
+        raise error
+
+    def attempt() -> None:
+        if is_coroutine:
+            tracer.traced_coroutine(handle_later, batch=False)(delivery()).send(None)
+        else:
+            tracer.traced(handle, batch=False)(delivery())
+
+    with pytest.raises(type(error)):
+        attempt()
+    assert get_current() == {}
+    [span] = recorder.spans
+    assert span.attributes is not None
+    assert span.attributes["reliable_mq.outcome"] == "failed"
+    [event] = span.events
+    assert event.attributes is not None
+    kind = type(error)
+    assert (event.name, event.attributes["exception.type"]) == ("exception", f"{kind.__module__}.{kind.__name__}")
     assert caplog.messages == []
 
 
