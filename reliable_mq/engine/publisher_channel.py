@@ -524,4 +524,5 @@ class BasePublisherChannel(BaseChannel[P]):
 
 def _is_watched(publication: Publication) -> bool:
     """Whether a publish has callbacks other than its trace's."""
-    return publication.callbacks is not None and len(publication.callbacks) != (publication.trace is not None)
+    callbacks, trace = publication.callbacks, publication.trace
+    return callbacks is not None and len(callbacks) != (trace is not None and trace.recording)

@@ -393,6 +393,22 @@ def test_a_report_names_the_messages_of_the_caller(broker: ScriptedBroker, new_p
     assert [failed for failed, _ in report.failures] == [message]
 
 
+def test_an_awaited_failure_without_a_span_is_not_unawaited(
+    broker: ScriptedBroker, new_publisher: NewPublisher, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A trace that is not sampled does not wait for the outcome."""
+    broker.script = lambda _published: None
+    with new_publisher(tracing=Recorder(ALWAYS_OFF).tracing, retry=RetryPolicy(1)) as publisher:
+        confirmation = publisher.submit(Message(b""), routing_key="orders")
+        [published] = broker.wait_published(1)
+        with ThreadPoolExecutor(1) as pool:
+            failure = pool.submit(confirmation.exception, 30)
+            wait_until(lambda: confirmation.callbacks, timeout=30, what="a caller that waits")
+            published.channel.nack(published.number)
+            assert isinstance(failure.result(30), PublishNacked)
+    assert "no caller waits" not in caplog.text
+
+
 def test_an_unawaited_failure_is_logged_with_its_trace(
     broker: ScriptedBroker, new_publisher: NewPublisher, caplog: pytest.LogCaptureFixture
 ) -> None:
