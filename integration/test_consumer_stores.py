@@ -227,6 +227,41 @@ def test_f42_a_cut_off_consumer_does_not_repeat_its_effect(
     assert checker.close(effects_once=True).effects == 1
 
 
+@pytest.mark.parametrize("consumer_api", ["sync", "aio"], indirect=True)
+def test_f42_nor_does_another_consumer_repeat_it(
+    vhost: VirtualHost,
+    checker: Audit,
+    database: Callable[[str], Database],
+    new_store: Callable[..., Any],
+    fault_proxy: Any,
+) -> None:
+    """The broker has given it the message, and it waits for the end of the lease.
+
+    The first consumer gets no delivery, but repeats the completion that the store did not answer.
+    """
+    server = database("redis")
+    proxy = fault_proxy(vhost.url)
+    store = new_store("redis", timeout=0.5, shared=True)
+    options = {"idempotency": store, "idempotency_lease": 20}
+    with Gate() as gate:
+        handler, other = Handler(gate, account=checker), Handler(account=checker)
+        with Consumer(proxy.url, ORDERS, handler, name="cut off", **options) as cut_off:
+            publish(vhost, "orders", numbered(1), checker)
+            handler.wait_begun(1)
+            server.pause()
+            proxy.refuse_connections()
+            proxy.cut()
+            gate.open()
+            wait_until(lambda: cut_off.statistics.stale, timeout=30, what="the effect, and a completion that failed")
+            server.unpause()
+            with Consumer(vhost.url, ORDERS, other, name="other", **options) as second:
+                wait_until(lambda: second.statistics.acked, timeout=60, what="acked")
+                assert (second.statistics.duplicates, other.begun) == (1, [])
+            proxy.accept_connections()
+    checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
+    assert checker.close(effects_once=True).effects == 1
+
+
 MARKS: dict[str, dict[str, str]] = {
     "redis": {"claim": sha(CLAIM), "complete": sha(COMPLETE), "release": sha(RELEASE)},
     "postgresql": {"claim": "INSERT INTO reliable_mq", "complete": "SET state = 2", "release": "SET state = 0"},

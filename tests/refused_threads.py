@@ -13,15 +13,17 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def refusing_threads(ending: str) -> Iterator[None]:
-    """Refuse to start threads whose names have this ending."""
+def refusing_threads(ending: str) -> Iterator[list[str]]:
+    """Refuse to start threads whose names have this ending. Yield the names of the refused ones."""
     start = threading.Thread.start
+    refused: list[str] = []
 
     def refusing(thread: threading.Thread) -> None:
         if thread.name.endswith(ending):
+            refused.append(thread.name)
             raise RuntimeError("can't start new thread")
         start(thread)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading.Thread, "start", refusing)
-        yield
+        yield refused

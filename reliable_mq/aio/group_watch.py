@@ -1,7 +1,8 @@
-"""The watch over groups of deliveries in the asyncio API.
+"""The watch over groups and over unanswered settlements in the asyncio API.
 
 If one handler of a group runs long, a task of its own settles the results of the others meanwhile, and puts back the
-deliveries that have not begun. The timer exists only while groups are handled.
+deliveries that have not begun. Another task retries the settlements that the store did not answer. The timer exists
+only while groups are handled or settlements have no answer.
 
 Invariants:
 
@@ -13,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reliable_mq._util.logs import get_logger
@@ -20,9 +22,10 @@ from reliable_mq.core.consumer.attempts import shown
 from reliable_mq.core.consumer.handler import NotStarted
 from reliable_mq.engine import claim_groups
 from reliable_mq.engine.steps import awaiting
+from reliable_mq.engine.workers import retrying_settlements
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Coroutine, Sequence
     from contextvars import Context
 
     from reliable_mq.aio.store_calls import StoreAdapter
@@ -50,6 +53,7 @@ class GroupWatch:
 
     Attributes:
         settling: The running tasks that settle.
+        retrying: The task that retries settlements, if any.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class GroupWatch:
         context: Context,
     ) -> None:
         self.settling: set[asyncio.Task[None]] = set()
+        self.retrying: set[asyncio.Task[None]] = set()
         self._name = name
         self._claiming = claiming
         self._store = store
@@ -85,10 +90,12 @@ class GroupWatch:
         del self._groups[task]
 
     def stop(self) -> None:
-        """End the timer."""
+        """End the timer, and cancel the retries."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        for task in self.retrying:
+            task.cancel()
 
     def _start(self) -> None:
         self._timer = self._loop.call_later(claim_groups.PATIENCE, self._look, context=self._context.copy())
@@ -100,11 +107,17 @@ class GroupWatch:
             if group is not None and (rest := group.take_over()).deliveries:
                 gone = set(rest.deliveries)
                 self._tasks[task] = [delivery for delivery in self._tasks[task] if delivery not in gone]
-                settling = self._loop.create_task(self._settle(group, rest), name=self._name)
-                self.settling.add(settling)
-                settling.add_done_callback(self._ended)
-        if self._groups:
+                self._create_task(self.settling, self._settle(group, rest))
+        unanswered = self._claiming is not None and len(self._claiming.retries) > 0
+        if unanswered and not self.retrying:
+            self._create_task(self.retrying, self._retry())
+        if self._groups or unanswered:
             self._start()
+
+    def _create_task(self, tasks: set[asyncio.Task[None]], coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(coroutine, name=self._name)
+        tasks.add(task)
+        task.add_done_callback(partial(self._ended, tasks))
 
     async def _settle(self, group: GroupProgress, rest: GroupRemainder) -> None:
         if self._claiming is None:
@@ -112,6 +125,11 @@ class GroupWatch:
         await awaiting(
             claim_groups.settling_group_rest(self._claiming, group, rest, self._ask, self._waiting, self._sink)
         )
+
+    async def _retry(self) -> None:
+        if self._claiming is None or self._store is None:
+            raise RuntimeError("there is no store")
+        await awaiting(retrying_settlements(self._claiming, self._store.ask, asyncio.sleep))
 
     async def _ask(self, step: Step) -> Any:
         if self._store is None:
@@ -121,8 +139,8 @@ class GroupWatch:
         except asyncio.CancelledError as error:  # the pool stops, and waits no longer
             raise NotStarted from error
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self.settling.discard(task)
+    def _ended(self, tasks: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
+        tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
             logger.error("task %s ended with %s", self._name, shown(error), exc_info=error)

@@ -110,7 +110,10 @@ class TaskPool:
         self._handler = handler
         self._batch = batch
         self._claiming = claiming
-        self._store = None if store is None or claiming is None else StoreAdapter(store, f"{name}-store", count)
+        if store is None or claiming is None:
+            self._store = None
+        else:
+            self._store = StoreAdapter(store, f"{name}-store", count + 1)  # one thread more, for the retries
         self._sink = sink
         self._loop = asyncio.get_running_loop()
         self._context = copy_context()  # the context in which each task begins
@@ -166,14 +169,14 @@ class TaskPool:
         await self._wait_ended(patience)
         self.cancel()
         await self._wait_ended(_CANCEL_GRACE)
+        self._watch.stop()
         if self._store is not None:
             self._store.abandon()
-            await self._wait_ended(_CANCEL_GRACE)
-        self._watch.stop()
+            await self._wait_ended(_CANCEL_GRACE, *self._watch.retrying)
         return not self._tasks and not self._watch.settling
 
-    async def _wait_ended(self, patience: float) -> None:
-        tasks = [*self._tasks, *self._watch.settling]
+    async def _wait_ended(self, patience: float, *others: asyncio.Task[None]) -> None:
+        tasks = [*self._tasks, *self._watch.settling, *others]
         if tasks and patience > 0:
             await asyncio.wait(tasks, timeout=patience)
 
@@ -197,6 +200,7 @@ class TaskPool:
         """Cancel all tasks without waiting."""
         self._closed = True
         self.cancel()
+        self._watch.stop()
         if self._store is not None:
             self._store.abandon()
 

@@ -1,9 +1,9 @@
 """Claims of an idempotency store, and retries of settlements without an answer.
 
-If the store does not answer a settlement, it is sent again before the same key is claimed, when the store has answered
-another claim, and when the consumer stops. So when the message is delivered again, on another channel or as its own
-next attempt, its key is done or free instead of claimed until the lease ends. A handler that has returned is not called
-again just because the store and the broker were lost together.
+If the store does not answer a settlement, it is sent again about every second, before the same key is claimed, when
+the store has answered another claim, and when the consumer stops. So when the message is delivered again, on another
+channel, to another consumer or as its own next attempt, its key is done or free instead of claimed until the lease
+ends. A handler that has returned is not called again just because the store and the broker were lost together.
 
 Invariants:
 

@@ -4,7 +4,7 @@ An exception from an unexpected place (sent by another thread, no memory) is log
 have failed. The worker continues, on another thread if necessary.
 
 With a store, deliveries are claimed in groups (`reliable_mq.engine.claim_groups`). One more thread takes over
-from groups of which one handler runs long.
+from groups of which one handler runs long. While settlements have no answer, another thread retries them.
 
 Invariants:
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -125,7 +126,8 @@ class WorkerPool:
         self._working = set(range(count))  # numbers of workers that have not ended
         self._over = InterruptibleEvent()  # all workers have ended
         self._watching: list[threading.Thread] = []
-        if self._claiming is not None and not batch:  # a batch is handled by one call
+        self._retrying: threading.Thread | None = None
+        if self._claiming is not None:
             self._watching.append(threading.Thread(target=self._watch, name=f"{name}-watch", daemon=True))
 
     def start(self) -> None:
@@ -239,13 +241,21 @@ class WorkerPool:
         )
 
     def _watch(self) -> None:
-        """Take over from groups of which one handler runs long."""
+        """Take over from groups of which one handler runs long, and retry settlements."""
+        looks: list[Callable[[], None]] = [self._retry_unanswered]
+        looks += [partial(self._settle_overdue, worker) for worker in self._workers]
         while not self._over.wait(claim_groups.PATIENCE):
-            for worker in self._workers:
+            for look in looks:
                 try:
-                    self._settle_overdue(worker)
+                    look()
                 except BaseException:  # not the handler's, as for the workers
                     logger.exception("failed to settle the results of a group of consumer %r", self._name)
+
+    def _retry_unanswered(self) -> None:
+        """Retry settlements on another thread, so that they delay no take-over."""
+        if self._claiming and self._claiming.retries and not (self._retrying and self._retrying.is_alive()):
+            with suppress(RuntimeError):  # no thread can be started now
+                self._retrying = start_daemon(f"{self._name}-settlements", self._retry_settlements, self._over.wait)
 
     def _settle_overdue(self, worker: _Worker) -> None:
         if self._claiming is None:
@@ -426,7 +436,7 @@ class _ClaimingWorker(_Worker):
         return self._groups.abandon(super().abandon())
 
     def overdue(self) -> GroupProgress | None:
-        return self._groups.overdue()
+        return None if self._batch else self._groups.overdue()  # a batch is handled by one call
 
     def _run(self, steps: Handling) -> list[Result]:
         clock, may_begin, handler = time.perf_counter, self._groups.may_begin, self._handler

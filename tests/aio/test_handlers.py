@@ -17,6 +17,7 @@ from reliable_mq.core.consumer.handler import ClaimPolicy, Failed, Result, Skipp
 from reliable_mq.core.idempotency import Claim, ClaimStatus
 from reliable_mq.engine import claim_groups
 from reliable_mq.stores import MemoryStore
+from reliable_mq.testing.waiting import until
 from tests.core.deliveries import delivery
 from tests.hostile_exceptions import NotYet, Textless
 
@@ -521,6 +522,76 @@ def test_stopping_ends_a_store_that_hangs_as_it_settles(monkeypatch: pytest.Monk
             failed = [one.delivery for one in sink.results if isinstance(one, Skipped) and one.detail]
             assert {one.delivery_tag for one in failed} >= set(range(64, 70))
             assert len(sink.results) == 70
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_recovered_store_is_told_though_nothing_is_claimed(
+    monkeypatch: pytest.MonkeyPatch, batch: bool, awaited: bool
+) -> None:
+    """The message may be with another consumer, which would handle it again when the lease ends."""
+    monkeypatch.setattr(claim_groups, "PATIENCE", 0.05)
+    silent = True
+
+    class Silent(Blocking):
+        def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
+            if silent:
+                raise OSError("no answer")
+            return super().complete_many(claims)
+
+    class AwaitedSilent(Awaiting):
+        async def complete_many(self, claims: Sequence[Claim]) -> list[bool]:  # type: ignore[override]
+            if silent:
+                raise OSError("no answer")
+            return await super().complete_many(claims)
+
+    async def main() -> None:
+        nonlocal silent
+        store = AwaitedSilent() if awaited else Silent()
+        async with running(handled, batch=batch, store=store) as (tasks, sink):
+            tasks.put([items(1)] if batch else items(1))
+            await sink.wait_for(1)  # its channel is lost: it is not put again
+            silent = False
+            await until(
+                lambda: MemoryStore.claim_many(store, ["q|orders|m1"], 60.0)[0].status is ClaimStatus.DONE, DEADLINE
+            )
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stop", [True, False])
+def test_a_retry_that_hangs_ends_with_the_pool(monkeypatch: pytest.MonkeyPatch, stop: bool) -> None:
+    """It is stopped or aborted."""
+    monkeypatch.setattr(claim_groups, "PATIENCE", 0.05)
+
+    class Hanging(Awaiting):
+        calls = 0
+        asked: asyncio.Event
+
+        async def complete_many(self, claims: Sequence[Claim]) -> list[bool]:  # type: ignore[override]
+            self.calls += 1
+            if self.calls > 1:
+                self.asked.set()
+                await asyncio.Event().wait()
+            raise OSError("no answer")
+
+    async def main() -> None:
+        store = Hanging()
+        store.asked = asyncio.Event()
+        before = asyncio.all_tasks()
+        async with running(handled, store=store) as (tasks, sink):
+            tasks.put(items(1))
+            await sink.wait_for(1)
+            async with asyncio.timeout(DEADLINE):
+                await store.asked.wait()
+            if stop:
+                assert await tasks.stop(0.1)
+                assert asyncio.all_tasks() <= before
+            else:
+                tasks.abort()
+                await until(lambda: asyncio.all_tasks() <= before, DEADLINE)
 
     asyncio.run(main())
 

@@ -671,18 +671,56 @@ def test_a_store_that_exits_its_thread_costs_an_attempt_only(caplog: pytest.LogC
     assert "SystemExit" in caplog.text
 
 
+class Silent(MemoryStore):
+    """A store that does not answer completions until it is told to."""
+
+    silent = True
+
+    def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
+        if self.silent:
+            raise OSError("no answer")
+        return super().complete_many(claims)
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_recovered_store_is_told_though_nothing_is_claimed(batch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message may be with another consumer, which would handle it again when the lease ends."""
+    monkeypatch.setattr(claim_groups, "PATIENCE", 0.05)
+    store = Silent()
+    with running(lambda _: None, batch=batch, store=store) as (workers, sink):
+        workers.put([items(1)] if batch else items(1))
+        (skipped,) = sink.wait_for(1)  # its channel is lost: it is not put again
+        assert isinstance(skipped, Skipped)
+        store.silent = False
+        wait_until(
+            lambda: store.claim_many(["q|orders|m1"], 60.0)[0].status is ClaimStatus.DONE,
+            timeout=DEADLINE,
+            what="the completion was repeated",
+        )
+
+
+def test_a_refused_thread_delays_the_retries_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(claim_groups, "PATIENCE", 0.05)
+    store = Silent()
+    with running(lambda _: None, store=store) as (workers, sink):
+        with refusing_threads("-settlements") as refused:
+            workers.put(items(1))
+            sink.wait_for(1)
+            store.silent = False
+            wait_until(lambda: len(refused) > 1, timeout=DEADLINE, what="two threads were refused")
+        wait_until(
+            lambda: store.claim_many(["q|orders|m1"], 60.0)[0].status is ClaimStatus.DONE,
+            timeout=DEADLINE,
+            what="the completion was repeated",
+        )
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("answers", [True, False])
 def test_settlements_are_retried_without_a_thread(answers: bool) -> None:
     """An interpreter that exits refuses new threads. The time is still bounded."""
-
-    class Silent(MemoryStore):
-        silent = True
-
-        def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
-            if self.silent:
-                raise OSError("no answer")
-            return super().complete_many(claims)
-
     store = Silent()
     with running(lambda _: None, store=store) as (workers, sink):
         workers.put(items(1))

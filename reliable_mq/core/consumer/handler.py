@@ -16,8 +16,8 @@ Without a store: call the handler. With one::
                                                            --token stale--> claim again later
                                                            --store failed--> complete again later, without the handler
 
-If the store did not answer when a claim was released or completed, that is repeated before the key is claimed, and at
-the end (`settling`).
+If the store did not answer when a claim was released or completed, that is repeated until it does: regularly and at
+the end (`settling`), and before the key is claimed.
 
 Several deliveries may be claimed together. Those whose handlers have ended are settled together after the last handler
 of the group. If a handler runs long, another thread or task takes over the others meanwhile (`GroupProgress`,
