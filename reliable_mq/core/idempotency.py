@@ -1,16 +1,16 @@
 """Claims of an idempotency store, and retries of settlements without an answer.
 
-If the store does not answer a settlement, it is sent again about every second, before the same key is claimed, when
-the store has answered another claim, and when the consumer stops. So when the message is delivered again, on another
-channel, to another consumer or as its own next attempt, its key is done or free instead of claimed until the lease
-ends. A handler that has returned is not called again just because the store and the broker were lost together.
+If the store does not answer a settlement, it is sent again about every second, before the same key is claimed, and
+when the consumer stops. So when the message is delivered again, on another channel, to another consumer or as its own
+next attempt, its key is done or free instead of claimed until the lease ends. A handler that has returned is not called
+again just because the store and the broker were lost together.
 
 Invariants:
 
 - Of all ``NEW`` claims on a key, at most one at a time has a token that the store accepts. Tokens are never reused and
   always grow, so a holder whose expired lease was taken over cannot settle the claim of another holder.
-- A settlement is retried until the store answers, with any answer. Above ``capacity``, only the latest settlements are
-  retried.
+- A settlement is retried until the store answers, with any answer. One that the store cannot take does not keep the
+  others from it. Above ``capacity``, only the latest settlements are retried.
 """
 
 from __future__ import annotations
@@ -102,6 +102,11 @@ class SettlementRetries:
         if len(self._settlements) > self._capacity:
             for oldest in list(self._settlements)[: -self._capacity]:
                 self._settlements.pop(oldest, None)
+
+    def postpone(self, claim: Claim, failed: bool | None) -> None:
+        """Put a settlement behind the others."""
+        self._settlements.pop((claim, failed), None)
+        self._settlements[claim, failed] = None
 
     def answered(self, claims: Iterable[Claim], failed: bool | None) -> None:
         """Remove settlements that the store has answered."""

@@ -5,7 +5,7 @@ They are sent again, and do not delay other keys.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -25,6 +25,9 @@ from reliable_mq.core.consumer.handler import (
 from reliable_mq.core.idempotency import Claim, ClaimStatus, SettlementRetries
 from tests.core.deliveries import delivery
 from tests.core.test_handler import HOUR, Runner, only, refuse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def test_an_unanswered_release_is_repeated_before_the_attempt() -> None:
@@ -65,20 +68,8 @@ def test_what_is_owed_of_a_key_holds_up_this_key_alone(raises: bool) -> None:
     assert runner(held, other) == [Skipped(held, SkipReason.STORE_FAILED, said), other]
 
 
-def test_a_recovered_store_is_told_of_keys_that_do_not_return() -> None:
-    """The messages may be redelivered to another consumer."""
-    runner = Runner(lambda item: refuse(item) if item.message_id == "m1" else None)
-    runner.broken = {Release, Complete}
-    runner(delivery(1, message_id="m1"))
-    runner(delivery(2, message_id="m2"))
-    runner.broken = set()
-    runner(delivery(3, message_id="m3"))
-    first, second = runner.store.claim_many(["q|orders|m1", "q|orders|m2"], HOUR)
-    assert (first.status, first.attempts, second.status) == (ClaimStatus.NEW, 1, ClaimStatus.DONE)
-
-
-def test_at_the_end_the_store_is_told_again_of_all_that_is_owed() -> None:
-    """This is repeated until the store answers."""
+def test_the_store_is_told_again_of_all_that_is_owed() -> None:
+    """This is repeated until the store answers. The messages may be with another consumer."""
     runner = Runner(lambda item: refuse(item) if item.message_id == "m1" else None)
     assert runner.claiming is not None
     runner.broken = {Release, Complete}
@@ -94,6 +85,61 @@ def test_at_the_end_the_store_is_told_again_of_all_that_is_owed() -> None:
     assert not runner.claiming.retries
     first, second = runner.store.claim_many(["q|orders|m1", "q|orders|m2"], HOUR)
     assert (first.status, first.attempts, second.status) == (ClaimStatus.NEW, 1, ClaimStatus.DONE)
+
+
+class Refusing(Runner):
+    """The store takes no release for which ``refused`` is true."""
+
+    raises: bool  # whether it raises, or returns no answers
+    refused: Callable[[list[str]], bool]
+
+    def perform(self, step: Step) -> object:
+        if isinstance(step, Release) and self.refused([claim.key[-2:] for claim in step.claims]):
+            if self.raises:
+                raise IdempotencyStoreError("lock timeout")
+            return []
+        return super().perform(step)
+
+
+@pytest.fixture(params=[True, False])
+def refusing(request: pytest.FixtureRequest) -> Refusing:
+    """A runner that owes the releases of m1, m2 and m3."""
+    runner = Refusing(lambda item: refuse(item) if item.message_id in ("m1", "m2", "m3") else None)
+    runner.raises = request.param
+    runner.refused = lambda _: True
+    for number in (1, 2, 3):
+        runner(delivery(number, message_id=f"m{number}"))
+    runner.steps.clear()
+    return runner
+
+
+def test_what_cannot_be_settled_delays_no_claim(refusing: Refusing) -> None:
+    for number in (4, 5):
+        refusing(delivery(number, message_id=f"m{number}"))
+    assert refusing.kinds == [ClaimKeys, RunHandler, Complete] * 2
+
+
+def test_what_cannot_be_settled_delays_no_other_settlement(refusing: Refusing) -> None:
+    """A transaction that the server has not ended locks the record of m1."""
+    refusing.refused = lambda keys: "m1" in keys
+    refusing.settle()
+    refusing.settle()
+    first, second, third = refusing.store.claim_many(["q|orders|m1", "q|orders|m2", "q|orders|m3"], HOUR)
+    assert (first.status, first.attempts) == (ClaimStatus.IN_PROGRESS, 0)
+    assert [(claim.status, claim.attempts) for claim in (second, third)] == [(ClaimStatus.NEW, 1)] * 2
+
+
+def test_what_cannot_be_settled_together_is_settled_singly(refusing: Refusing) -> None:
+    refusing.refused = lambda keys: len(keys) > 1
+    refusing.settle()
+    assert refusing.kinds == [Release] * 4
+    claims = refusing.store.claim_many(["q|orders|m1", "q|orders|m2", "q|orders|m3"], HOUR)
+    assert [(claim.status, claim.attempts) for claim in claims] == [(ClaimStatus.NEW, 1)] * 3
+
+
+def test_a_store_that_is_down_is_asked_twice_at_a_time(refusing: Refusing) -> None:
+    refusing.settle()
+    assert refusing.kinds == [Release] * 2
 
 
 def test_the_latest_are_remembered() -> None:
@@ -142,7 +188,7 @@ def test_faults_double_no_effect_and_leave_no_key_claimed(
     for message_id, runner.fails in deliveries:
         runner(delivery(message_id=message_id))
     runner.faults, runner.fails = [], False
-    runner(delivery(message_id="another"))
+    runner.settle()
     assert len(effects) == len(set(effects))
     for message_id in ("m1", "m2", "m3"):
         [claim] = runner.store.claim_many([f"q|orders|{message_id}"], HOUR)

@@ -16,8 +16,7 @@ Without a store: call the handler. With one::
                                                            --token stale--> claim again later
                                                            --store failed--> complete again later, without the handler
 
-If the store did not answer when a claim was released or completed, that is repeated until it does: regularly and at
-the end (`settling`), and before the key is claimed.
+A settlement without an answer is repeated: regularly and at the end (`settling`), and before its key is claimed.
 
 Several deliveries may be claimed together. Those whose handlers have ended are settled together after the last handler
 of the group. If a handler runs long, another thread or task takes over the others meanwhile (`GroupProgress`,
@@ -364,7 +363,11 @@ def settling_rest(claiming: ClaimPolicy, claims: dict[Delivery, Claim], rest: Gr
 def settling(claiming: ClaimPolicy) -> Generator[Step, Any, None]:
     """Retry the settlements that the store did not answer."""
     for claims, failed in claiming.retries.settlements():
-        yield from _settle(claiming, claims, failed)
+        answer = yield from _settle(claiming, claims, failed)
+        for claim in claims if isinstance(answer, str) and len(claims) > 1 else ():  # one of them may be to blame
+            if isinstance((yield from _settle(claiming, [claim], failed)), str):
+                claiming.retries.postpone(claim, failed)
+                break
 
 
 def _settle_results(
@@ -489,9 +492,6 @@ def _claim(
         else:
             reason = SkipReason.DUPLICATE if claim.status is ClaimStatus.DONE else SkipReason.IN_PROGRESS
             results.append(Skipped(delivery, reason))
-    if keys and claiming.retries:  # the store answers, so retry the settlements of other keys
-        for claims, failed in claiming.retries.settlements():
-            yield from _settle(claiming, claims, failed)
     results += yield from _release_untried(claiming, exhausted, SkipReason.EXHAUSTED)
     return new
 
