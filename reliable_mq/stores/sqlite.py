@@ -98,7 +98,8 @@ class SQLiteStore(SQLStoreBase, SyncStore):
             try:
                 result = _execute_steps(query.steps(now=self._base + since_boot()), connection)
             except BaseException:
-                connection.execute("ROLLBACK")
+                if connection.in_transaction:  # after some errors, SQLite has rolled back by itself
+                    connection.execute("ROLLBACK")
                 raise
             connection.execute("COMMIT")
         except sqlite3.Error as error:

@@ -247,6 +247,20 @@ def test_a_file_that_is_no_database_is_an_error(tmp_path: Path) -> None:
         store.claim_many(["a"], 60.0)
 
 
+def test_an_error_that_rolls_back_by_itself_is_told(tmp_path: Path) -> None:
+    """An interruption ends the transaction, as an I/O error does."""
+    with SQLiteStore(tmp_path / "store.db") as store:
+        store.claim_many(["a"], 60.0)
+        connection = store._connection
+        assert connection is not None
+        statements: list[str] = []
+        connection.set_trace_callback(statements.append)
+        connection.set_progress_handler(lambda: statements[-1].startswith("INSERT"), 1)
+        with pytest.raises(IdempotencyStoreError, match="interrupted"):
+            store.claim_many(["b"], 60.0)
+        assert store.claim_many(["b"], 60.0)[0].status is ClaimStatus.NEW
+
+
 def test_what_is_over_is_purged_and_the_rest_is_not(tmp_path: Path) -> None:
     with sqlite(tmp_path) as subject:
         records = subject.age.__self__  # type: ignore[attr-defined]
