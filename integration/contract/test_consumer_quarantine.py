@@ -16,7 +16,7 @@ import pytest
 from integration.programs.killed_by_messages import LEASE
 from integration.support.consuming import Gate, Handler, dead_letters, send
 from integration.support.killed import Killed, Settings
-from reliable_mq import Consumer, Message, Publisher, Queue, RetryPolicy
+from reliable_mq import Binding, Consumer, DeadLetter, Exchange, Message, Publisher, Queue, RetryPolicy
 from reliable_mq.core.consumer.quarantine import AFTER
 from reliable_mq.testing.waiting import wait_until
 
@@ -90,6 +90,24 @@ def test_restarts_in_good_order_are_no_crashes(any_vhost: VirtualHost, consumer_
         assert bool(consumer.statistics.quarantined) == counted
     assert set(handler.attempts) == {1}
     assert not any_vhost.live_counts(["orders.dead"])["orders.dead"]
+
+
+@pytest.mark.parametrize(("given", "key"), [({"x-dead-letter-routing-key": "failed"}, "failed"), ({}, "orders")])
+def test_what_is_given_up_there_is_routed_as_by_its_queue(
+    any_vhost: VirtualHost, consumer_api: str, given: dict[str, str], key: str
+) -> None:
+    """The arguments of the queue name the exchange for dead letters."""
+    orders = Queue("orders", arguments={"x-dead-letter-exchange": "dlx", **given})
+    topology = [Exchange("dlx"), Queue("bin", dead_letter=None), Binding("dlx", "bin", routing_key=key)]
+
+    def give_up(_delivery: Delivery) -> None:
+        raise DeadLetter("no")
+
+    with Consumer(any_vhost.url, orders, give_up, topology=topology) as consumer:
+        any_vhost.wait_for_consumers("orders.quarantine", 1)
+        send(any_vhost, "orders.quarantine", [Message(b"suspect")])
+        any_vhost.wait_for_messages("bin", 1)
+        assert consumer.statistics.rejected == 1
 
 
 @pytest.mark.both_lines

@@ -496,6 +496,20 @@ def test_the_queue_of_quarantine() -> None:
         Quarantine.of(Queue("q" * 248))
 
 
+@pytest.mark.parametrize(("given", "key"), [({}, "orders"), ({"x-dead-letter-routing-key": ""}, "")])
+def test_quarantine_routes_dead_letters_as_its_queue_does(given: dict[str, object], key: str) -> None:
+    """Otherwise it would drop what is given up."""
+    exchange = {"x-dead-letter-exchange": "dlx"}
+    arguments = Quarantine.of(Queue("orders", arguments=exchange | given)).arguments_for((4, 3))
+    assert arguments.items() >= (exchange | {"x-dead-letter-routing-key": key}).items()
+
+
+@pytest.mark.parametrize("given", [{"dead_letter": None}, {"arguments": {"x-dead-letter-exchange": None}}])
+def test_quarantine_drops_dead_letters_if_its_queue_does(given: Any) -> None:
+    queue = Quarantine.of(Queue("orders", **given))
+    assert queue.arguments_for((4, 3)) == {"x-queue-type": "quorum", "x-delivery-limit": -1}
+
+
 def test_a_suspect_with_broken_headers_is_not_quarantined(monkeypatch: pytest.MonkeyPatch) -> None:
     session = make(quarantine=True)
     monkeypatch.setattr(session._quarantine, "suspects", lambda _: True)

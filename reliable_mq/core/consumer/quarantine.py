@@ -33,7 +33,7 @@ from reliable_mq._util.validation import SHORT_STRING_BYTES
 from reliable_mq.codec import CodecError, Properties
 from reliable_mq.core.consumer.attempts import BROKER_COUNTS, whole
 from reliable_mq.errors import ConfigurationError
-from reliable_mq.topology import Queue
+from reliable_mq.topology import DEFAULT, Queue
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -49,6 +49,8 @@ SUSPECT_FROM_ANY: Final = 10
 AFTER: Final = 1.0  # seconds between the subscriptions to the queue and to its quarantine
 FIRST_WAIT, LONGEST_WAIT = 60.0, 3600.0  # seconds from a refused subscription to the next one
 QUARANTINE_SUFFIX: Final = ".quarantine"
+_DLX: Final = "x-dead-letter-exchange"
+_DLX_KEY: Final = "x-dead-letter-routing-key"
 
 
 class QuarantineState(enum.Enum):
@@ -92,6 +94,9 @@ class Quarantine:
     def of(queue: Queue) -> Queue:
         """Return the quarantine queue to declare beside ``queue``.
 
+        It dead-letters where ``queue`` does. Without a routing key of dead letters, they have the name of ``queue``, as
+        those of messages that have waited in a delay queue do.
+
         Raises:
             ConfigurationError: If the name of the queue is too long for the name of its quarantine.
         """
@@ -99,10 +104,13 @@ class Quarantine:
             raise ConfigurationError(
                 f"the name of queue {queue.name!r} leaves no room for {QUARANTINE_SUFFIX!r}: shorten it"
             )
+        exchange, key = (queue.arguments.get(name) for name in (_DLX, _DLX_KEY))
+        routed = {} if exchange is None else {_DLX: exchange, _DLX_KEY: queue.name if key is None else key}
         return Queue(
             queue.name + QUARANTINE_SUFFIX,
-            dead_letter=queue.dead_letter_name,
+            dead_letter=DEFAULT if routed else queue.dead_letter_name,
             single_active_consumer=queue.single_active_consumer,
+            arguments=routed,
         )
 
     def opened(self) -> None:
