@@ -13,6 +13,7 @@ import pytest
 from pika.exceptions import ChannelClosedByBroker
 from pyspark.sql.streaming.datasource import ReadMaxRows
 
+from integration.support.consuming import Handler, numbered
 from integration.support.leaders import suspend_replication
 from integration.support.rounds import Round
 from integration.support.seeds import soaking
@@ -163,6 +164,27 @@ def test_f65_reads_after_a_leaders_death_give_what_is_there(
     report(str(balance))
     record_round(Round(65, "a replica lags, the stream's leader killed", balance.confirmed, len(balance.lost)))
     assert not balance.unexpected
+
+
+def test_a_consumer_whose_replica_is_deleted_repeats_nothing(
+    rabbitmq_cluster: RabbitMQCluster, cluster_vhost: VirtualHost
+) -> None:
+    """RabbitMQ cancels the consumer as if the stream were deleted, and refuses its next subscription."""
+    with Publisher(cluster_vhost.url, topology=[EVENTS], **OPTIONS) as publisher:
+        leader = rabbitmq_cluster.leader_of(EVENTS.name, cluster_vhost.name)
+        replica = next(node for node in rabbitmq_cluster.nodes if node is not leader)
+        handler = Handler()
+        url = url_of(cluster_vhost, [replica, leader])
+        with Consumer(url, EVENTS, handler, offset="first", **OPTIONS) as consumer:
+            assert publisher.publish_many(map(Message, numbered(50)), routing_key=EVENTS.name).ok
+            handler.wait_done(50)
+            wait_until(lambda: consumer.statistics.acked == 50, timeout=SLOW, what="acked")
+            given = f'<<"{cluster_vhost.name}">>, <<"{EVENTS.name}">>, \'{replica.name}\''
+            leader.evaluate(f"rabbit_stream_queue:delete_replica({given})")
+            wait_until(lambda: consumer.statistics.cancelled == 1 and consumer.connected, timeout=120, what="back")
+            assert publisher.publish_many(map(Message, numbered(5, first=50)), routing_key=EVENTS.name).ok
+            handler.wait_done(55)
+    assert handler.bodies == numbered(55)
 
 
 @pytest.mark.soak

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 
 ORDERS = Queue("orders")
+EVENTS = Queue("events", type="stream")
 SOON = tenacity.wait_fixed(0.1)
 ONCE = RetryPolicy(1)
 
@@ -83,6 +84,51 @@ def test_f24_a_named_queue_that_is_deleted_is_waited_for(vhost: VirtualHost, cap
         declare(vhost, ORDERS)
         publish(vhost, "orders", numbered(5, first=5))
         handler.wait_done(10)
+
+
+@pytest.mark.both_lines
+def test_f24_a_deleted_stream_is_read_anew_from_its_first(any_vhost: VirtualHost) -> None:
+    """The new one begins at offset 0. Only one of two consumers creates it."""
+    first, second = Handler(), Handler()
+    with (
+        Consumer(any_vhost.url, EVENTS, first, reconnect_wait=SOON) as one,
+        Consumer(any_vhost.url, EVENTS, second, offset="first", reconnect_wait=SOON) as other,
+    ):
+        publish(any_vhost, "events", numbered(50))
+        first.wait_done(50)
+        second.wait_done(50)
+        any_vhost.delete_queue("events")
+        for consumer in (one, other):
+            wait_until(
+                lambda consumer=consumer: consumer.statistics.cancelled == 1 and consumer.connected,
+                timeout=30,
+                what="back",
+            )
+        publish(any_vhost, "events", numbered(5, first=50))
+        first.wait_done(55)
+        second.wait_done(55)
+    for handler in (first, second):
+        assert handler.bodies == numbered(55)
+        assert not any(handler.redelivered)
+
+
+@pytest.mark.both_lines
+def test_f24_a_named_stream_that_is_deleted_is_waited_for(
+    any_vhost: VirtualHost, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The new one is read from its first message."""
+    declare(any_vhost, EVENTS)
+    handler = Handler()
+    with Consumer(any_vhost.url, "events", handler, offset="first", reconnect_wait=SOON) as consumer:
+        publish(any_vhost, "events", numbered(50))
+        handler.wait_done(50)
+        any_vhost.delete_queue("events")
+        wait_until(lambda: "no queue 'events'" in caplog.text, timeout=30, what="reported as missing")
+        declare(any_vhost, EVENTS)
+        wait_until(lambda: consumer.connected, timeout=30, what="back")
+        publish(any_vhost, "events", numbered(5, first=50))
+        handler.wait_done(55)
+    assert not any(handler.redelivered)
 
 
 def test_f24_a_queue_deletion_lets_the_running_handler_finish(vhost: VirtualHost) -> None:

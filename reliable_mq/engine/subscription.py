@@ -335,6 +335,9 @@ class BaseSubscription(NullListener):
         self._last_error = error
         self._vitals.attempt_failed(str(error))
         self._attempts_left -= 1
+        offset, moves = self.session.stream_offset, len(self._options.settings.endpoints) > 1
+        if offset is not None and isinstance(error, BrokerUnavailable) and (moves or error.permanent):
+            offset.refused()
         if self.session.lifecycle.stopping:
             return  # running handlers are still waited for
         if not will_retry or (isinstance(error, TopologyMismatch) and not is_missing(error)):
@@ -496,8 +499,8 @@ class BaseSubscription(NullListener):
     def _subscribe(self, server: ServerInfo) -> SetupGenerator:
         offset = self.session.stream_offset
         self.session.subscribing(self._options.prefetch)
-        following = None if offset is None else offset.following
-        yield from self._options.setup(server, self.session.lifecycle.consumer_tag, following, self._maker)
+        start = None if offset is None else offset.start
+        yield from self._options.setup(server, self.session.lifecycle.consumer_tag, start, self._maker)
         if self.session.lifecycle.stopping:  # deliveries that it requeues would come back at once
             yield Cancel(self.session.lifecycle.consumer_tag)
 

@@ -79,6 +79,14 @@ def test_a_stream_gets_no_requeues_and_skips_no_message() -> None:
     assert session.statistics.cancelled == 1
 
 
+def test_after_a_cancel_by_the_broker_a_stream_may_be_new() -> None:
+    session, position = of_a_stream()
+    session.finished(deliver(session, events(10, 11, 12)), 0.0)
+    session.drain()
+    session.lost(1)
+    assert position.start == 0
+
+
 def test_automatically_acked_work_is_handled_after_channel_loss() -> None:
     """The broker has forgotten the deliveries, so it would not redeliver them."""
     session = make(automatic=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -99,6 +100,30 @@ def test_a_delivery_without_a_known_offset_moves_nothing() -> None:
     position.delivered([broken()], 1)
     position.lost(1)
     assert position.following is None
+
+
+@pytest.mark.parametrize("start_moves", [False, True])
+def test_after_a_cancel_the_next_stream_is_read_from_its_first(start_moves: bool) -> None:
+    position = StreamOffset(start_moves=start_moves)
+    position.delivered(at(10, 11, 12), 1)
+    position.cancelled()
+    position.lost(2)
+    assert position.start == 0
+    position.subscribed(1005.0)
+    new = at(0, 1)
+    position.delivered(new, 1)
+    assert not any(item.redelivered for item in new)
+    position.lost(2)
+    assert position.start == 1
+
+
+def test_a_stream_that_refuses_its_consumer_is_read_on_later() -> None:
+    position = StreamOffset()
+    position.delivered(at(10, 11, 12), 1)
+    position.cancelled()
+    position.lost(2)
+    position.refused()
+    assert position.start == 11
 
 
 def test_what_is_settled_is_forgotten_as_more_comes_in() -> None:

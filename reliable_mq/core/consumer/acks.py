@@ -301,23 +301,43 @@ class StreamOffset:
     bounded by the deliveries between the oldest unsettled one and the newest. A start position that moves with the
     stream is not used twice, because that would skip the messages in between.
 
+    RabbitMQ cancels a consumer when its stream is deleted. The next stream of that name begins at offset 0, and an
+    offset of the old one would skip its first messages. RabbitMQ also cancels when the replica of the node is deleted,
+    and then refuses the next subscription there. So if another node may be tried, the stream counts as the old one.
+
     Args:
         start_moves: Whether the start position is another message in each subscription, as with ``"next"``.
     """
 
     def __init__(self, *, start_moves: bool = False) -> None:
         self._start_moves = start_moves
-        #: Where the next channel begins: an offset, or a time before the first delivery. None for the start position.
+        #: Where to resume in this stream: an offset, or a time before the first delivery. None for the start position.
         self.following: int | datetime | None = None
         self.upcoming: int | None = None  # the lowest offset of the next delivery here; None before the first
         self._offsets: deque[int | None] = deque()  # the offsets of deliveries, from delivery tag _first on
         self._first = 1
         self._unseen = 0  # offsets below were delivered on this channel or an earlier one
+        self._deleted = False  # whether the next stream of this name is another one
+
+    def cancelled(self) -> None:
+        """Assume that the stream was deleted, as RabbitMQ cancelled its consumer."""
+        self._deleted = True
+
+    def refused(self) -> None:
+        """Drop the assumption of `cancelled`, as RabbitMQ refused the consumer."""
+        self._deleted = False
 
     def subscribed(self, at: float) -> None:
         """Record a subscription. ``at`` is its time, in seconds since 1970."""
+        if self._deleted:
+            self.following, self.upcoming, self._unseen, self._deleted = 0, None, 0, False
         if self._start_moves and self.following is None:
             self.following = datetime.fromtimestamp(at - _CLOCK_SKEW, UTC)
+
+    @property
+    def start(self) -> int | datetime | None:
+        """Where the next channel begins."""
+        return 0 if self._deleted else self.following
 
     @property
     def here(self) -> int | datetime | None:

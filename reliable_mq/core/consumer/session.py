@@ -216,6 +216,8 @@ class ConsumerSession:
         if not self.lifecycle.cancelled(consumer_tag, now):
             return False
         self.statistics.cancelled += 1
+        if self.stream_offset is not None:
+            self.stream_offset.cancelled()
         self._end_subscription()
         return True
 
