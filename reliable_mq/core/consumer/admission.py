@@ -4,7 +4,8 @@ Invariants:
 
 - A delivery above a limit is refused without an attempt. So is a delivery in a newer format, or with headers of ours
   that cannot be decoded, unless the refusal would lose it.
-- A delivery that has failed as often as allowed is refused, by any count.
+- A delivery that has failed as often as allowed is refused, by any count. The memory of this process only counts for
+  redeliveries: any other delivery is a new copy, and has the attempts of its header.
 - A refusal only concerns the refused delivery.
 """
 
@@ -121,8 +122,10 @@ class Admission:
         )
 
     def _given_up(self, delivery: Delivery) -> str | None:
-        if delivery.redelivered or delivery.failures is not None:
+        if delivery.redelivered:
             delivery.set_failures(self._attempts.find(delivery))
+        elif delivery.failures is not None:
+            self._attempts.forget(delivery)
         failures = delivery.failures
         if failures is None:
             return None
