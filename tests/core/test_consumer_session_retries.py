@@ -267,6 +267,32 @@ def test_an_unpublished_retry_is_held_for_the_rest_of_its_delay(error: PublishEr
     assert item.attempt == 2
 
 
+def test_a_blocked_retry_of_a_long_delay_is_published_again() -> None:
+    """Otherwise it would use the prefetch for the whole delay, long after the alarm."""
+    session = make(queues=True, retry=RetryPolicy(3, delays=(3600,)))
+    _item, republish = failed_once(session)
+    session.published(republish, BLOCKED, 0.0)
+    assert attempt_again(session, 0.9) == []
+    assert session.take_republishes() == []
+    assert attempt_again(session, 1.0) == []
+    assert only_republish(session) is republish
+
+
+def test_a_redelivered_original_waits_a_long_delay_in_its_queue() -> None:
+    """Otherwise it would use the prefetch for the rest of the delay."""
+    session = make(queues=True, retry=RetryPolicy(3, delays=(3600,)))
+    item, _republish = failed_once(session)
+    session.lost(1)
+    session.opened(2, CHANNEL)
+    assert deliver(session, [delivery(1, redelivered=True, message_id=item.message_id)], 0.5) == []
+    again = only_republish(session)
+    assert (again.routing_key, again.purpose) == ("orders.retry.3600000", RepublishReason.RETRY)
+    session.published(again, None, 1.0)
+    assert session.take_output(1.0) == encode_ack(CHANNEL, 1, multiple=False)
+    [back] = deliver(session, [waited_delivery(again, 2)], 3700.0)
+    assert back.attempt == 2
+
+
 def test_a_returned_retry_declares_its_queue_and_goes_out_again() -> None:
     session = make(queues=True)
     _item, republish = failed_once(session)

@@ -44,6 +44,7 @@ _UNIDENTIFIED: Final = (
     "not handed to a handler: it has no message_id, or idempotency_key gave none, by which the idempotency store would "
     "know it; give the consumer an idempotency_key, a function of a delivery, that gives one"
 )
+_LONGEST_HELD: Final = 60.0  # the maximum seconds until a delivery is due that is held in place of a delay queue
 _LONGEST_WAIT: Final = 60.0  # the maximum seconds between attempts to dead-letter, or to reach the store
 _QUARANTINE_DELAY: Final = 1.0  # the maximum seconds from the queue to quarantine
 _BLOCKED_TRIES: Final = 3  # attempts to publish a dead letter during an alarm, if the broker can dead-letter
@@ -174,6 +175,13 @@ class OutcomeHandler:
         failures = delivery.begin_failures()
         delay = self._retry.delay(failures.count, self._random) or 0.0
         self._retry_after(delivery, failures, delay, now, "the consumer that had it was lost")
+
+    def wait(self, delivery: Delivery, failures: AttemptHistory, now: float) -> None:
+        """Delay a redelivered delivery until its next attempt, which may be due."""
+        left = failures.due - now
+        suspect = self.in_quarantine(delivery)
+        if left <= _LONGEST_HELD or not self._settlement.republish.delay(delivery, left, suspect=suspect):
+            self._settlement.hold(delivery, max(failures.due, now))
 
     def due(self, item: Delivery | RepublishRequest) -> Delivery | None:
         """Apply the end of a delay. Return the delivery if it must be dispatched again."""
@@ -325,7 +333,12 @@ class OutcomeHandler:
             if self._broker_dead_letters and (refused or (blocked and republish.tries >= _BLOCKED_TRIES)):
                 self._settlement.reject(delivery, republish.reason)
                 return
-        elif refused or (blocked and republish.purpose is RepublishReason.RETRY and republish.left is None):
+        elif refused or (
+            blocked
+            and republish.purpose is RepublishReason.RETRY
+            and republish.left is None
+            and _due(republish, now) - now <= _LONGEST_HELD
+        ):
             self._hold_instead(republish, now)
             return
         elif isinstance(error, PublishReturned):
@@ -337,8 +350,7 @@ class OutcomeHandler:
 
     def _hold_instead(self, republish: RepublishRequest, now: float) -> None:
         """Hold a delivery that cannot wait in a delay queue."""
-        delivery, due = republish.delivery, now + (republish.left or 0.0)
-        self._settlement.hold(delivery, due if delivery.failures is None else max(due, delivery.failures.due))
+        self._settlement.hold(republish.delivery, _due(republish, now))
 
     def _skipped(self, result: Skipped, now: float) -> None:
         settlement, statistics = self._settlement, self._statistics
@@ -383,6 +395,12 @@ class OutcomeHandler:
         failures.add(failure)
         attempts.remember(delivery, failures)
         return failures
+
+
+def _due(republish: RepublishRequest, now: float) -> float:
+    """Return when a delivery is due that would have been republished now."""
+    due, failures = now + (republish.left or 0.0), republish.delivery.failures
+    return due if failures is None else max(due, failures.due)
 
 
 def _backoff(tries: int) -> float:

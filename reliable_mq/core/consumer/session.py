@@ -520,7 +520,7 @@ class ConsumerSession:
         elif self._move_to_quarantine(delivery, result):
             pass
         elif failures is not None and (failures.due > now or failures.alone):
-            self._settlement.hold(delivery, max(failures.due, now))
+            self._outcomes.wait(delivery, failures, now)
         else:
             return True
         return False
