@@ -283,6 +283,7 @@ class ConsumerOptions:
         self._broker_retries = self._retried_by_the_broker(queue)
         self._delay_queues = self._new_delay_queues(queue)
         self._quarantine = self._new_quarantine(queue)
+        declarations([*self._declared, *([queue] if isinstance(queue, Queue) else [])])  # refuses contradictions
         self.is_stream = STREAM_OFFSET in self._arguments or (isinstance(queue, Queue) and queue.type == "stream")
 
         given = {
