@@ -239,7 +239,7 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
         deliveries: list[PulledDelivery] = []
         try:
             await awaiting(self._get(max_messages, timeout, deliveries))
-            yield deliveries
+            yield list(deliveries)  # the block may do as it likes with its list
             leave(deliveries, ack=True)
         except BaseException:
             leave(deliveries, ack=False)

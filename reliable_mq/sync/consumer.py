@@ -219,7 +219,7 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
         deliveries: list[PulledDelivery] = []
         try:
             blocking(self._get(max_messages, timeout, deliveries))
-            yield deliveries
+            yield list(deliveries)  # the block may do as it likes with its list
             leave(deliveries, ack=True)
         except BaseException:
             leave(deliveries, ack=False)

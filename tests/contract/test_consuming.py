@@ -735,6 +735,17 @@ def test_a_get_acks_at_a_clean_end_and_requeues_after_an_error(
             assert deliveries == []
 
 
+def test_a_block_may_do_as_it_likes_with_the_list_of_a_get(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
+    broker.ready.extend([b"a", b"b"])
+    with new_consumer(ack_interval=0.02, prefetch=2) as consumer:
+        with consumer.get(2, timeout=5) as deliveries:
+            deliveries.clear()
+        wait_acked(broker, 1, 2)
+        broker.ready.append(b"c")
+        with consumer.get(2, timeout=5) as [delivery]:
+            assert delivery.body == b"c"
+
+
 def test_what_was_pulled_on_a_lost_channel_cannot_be_acked(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
     broker.ready.extend([b"a", b"b"])
     with new_consumer(ack_interval=0.02) as consumer:
