@@ -125,6 +125,7 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
     _republisher_type = AsyncRepublisher
     _publisher_type = AsyncPublisher
     _loop: asyncio.AbstractEventLoop | None = None  # the loop that the consumer runs on
+    _signalled = False  # whether `run` has received a signal
 
     def _pool_type(self) -> type[TaskPool | ThreadPool]:
         return TaskPool if is_coroutine_function(self._options.handler) else ThreadPool
@@ -287,7 +288,8 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
             late.cancel()
 
     def _on_signal(self, subscription: AsyncSubscription) -> None:
-        if self._is_stopped:
+        if self._signalled:
             subscription.stop_now()
         else:
+            self._signalled = True
             self.stop()

@@ -23,6 +23,7 @@ from reliable_mq.aio.consumer import on_signals
 from reliable_mq.connection.connection import ConnectionState
 from reliable_mq.testing.waiting import wait_until
 from tests.children import end_of_forked_child
+from tests.contract.scripted_broker import ScriptedBroker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -218,6 +219,42 @@ def test_a_stop_by_the_programs_own_handler_begins_at_once(run: Any, hurried: bo
             killing.join()
 
     run(main())
+
+
+def test_the_first_signal_after_a_stop_cancels_no_handler(run: Any) -> None:
+    """The second one would."""
+    ended: list[str] = []
+
+    async def main() -> None:
+        begun, may_end, signalled = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def handle(_: object) -> None:
+            begun.set()
+            try:
+                await may_end.wait()
+            except asyncio.CancelledError:
+                ended.append("cancelled")
+                raise
+            ended.append("returned")
+
+        consumer = AsyncConsumer(broker.url, "orders", handle, stop_timeout=30)
+        with on_signals(signalled.set):
+            running = asyncio.create_task(consumer.run())
+            channel = await asyncio.to_thread(lambda: broker.consuming)
+            channel.deliver(b"")
+            await asyncio.wait_for(begun.wait(), 10)
+            consumer.stop()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.wait_for(signalled.wait(), 10)
+            await asyncio.wait([running], timeout=0.2)
+            assert not running.done()
+            may_end.set()
+            await asyncio.wait_for(running, 10)
+
+    with ScriptedBroker() as broker:
+        run(main())
+    assert ended == ["returned"]
+    assert [one.verdict for one in broker.settlements] == ["ack"]
 
 
 def test_nothing_keeps_a_loop_that_a_consumer_ran_on(run: Any) -> None:
