@@ -34,13 +34,13 @@ pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 ORDERS = Queue("orders")
 HELD = RetryPolicy(3, delays=(3600,), backend="memory")
 SOON = tenacity.wait_fixed(0.1)
-ANSWER = pull._ANSWER  # seconds for which an answer is waited for beyond the timeout
+ANSWER = pull.ANSWER  # seconds for which an answer is waited for beyond the timeout
 
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait longer for the answers of a busy broker."""
-    monkeypatch.setattr(pull, "_ANSWER", 60.0)
+    monkeypatch.setattr(pull, "ANSWER", 60.0)
 
 
 def bodies(deliveries: list[Delivery]) -> list[bytes]:
@@ -302,7 +302,7 @@ def test_an_unreachable_broker_is_waited_for_within_the_timeout(
 def test_a_get_without_an_answer_ends_in_seconds(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pull, "_ANSWER", ANSWER)
+    monkeypatch.setattr(pull, "ANSWER", ANSWER)
     proxy = fault_proxy(vhost.url)
     with Consumer(proxy.url, ORDERS, reconnect_wait=SOON) as consumer:
         publish(vhost, "orders", numbered(1))

@@ -17,7 +17,7 @@ from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from reliable_mq.aio.connection import AsyncConnection
-from reliable_mq.engine.pull import LONGEST_WAIT, BasePullSubscription, PulledDelivery
+from reliable_mq.engine.pull import ANSWER, LONGEST_WAIT, BasePullSubscription, PulledDelivery
 from reliable_mq.engine.republisher import BaseRepublisher
 from reliable_mq.engine.steps import awaiting
 from reliable_mq.engine.subscription import CLOSE_GRACE, BaseSubscription
@@ -142,7 +142,7 @@ class AsyncPullSubscription(AsyncSubscription, BasePullSubscription):
         """Wait for deliveries. Tasks take turns."""
         deadline = time.monotonic() + timeout
         try:
-            async with asyncio.timeout(min(timeout, LONGEST_WAIT)):
+            async with asyncio.timeout(min(timeout + ANSWER, LONGEST_WAIT)):
                 await self._turn.acquire()
         except TimeoutError:
             return

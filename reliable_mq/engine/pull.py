@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     from reliable_mq.engine.steps import Steps
     from reliable_mq.errors import ReliableMQError
 
-__all__ = ["LONGEST_WAIT", "BasePullSubscription", "ChangeMonitor", "PulledDelivery", "leave"]
+__all__ = ["ANSWER", "LONGEST_WAIT", "BasePullSubscription", "ChangeMonitor", "PulledDelivery", "leave"]
 
 _POLL_FIRST, _POLL_LONGEST = 0.02, 0.5  # seconds between two requests to an empty queue
-_ANSWER = 5.0  # seconds to wait for the broker's answers to the last requests
+ANSWER = 5.0  # seconds to wait for the broker's answers to the last requests
 LONGEST_WAIT = 1e8  # seconds, which every timer accepts
 _NOT_FOUND = 404
 _REFUSALS = frozenset({403, 540})  # no permission to read; a stream, which has no basic.get
@@ -173,7 +173,7 @@ class BasePullSubscription(BaseSubscription):
     """
 
     _changes_type: ClassVar[type[ChangeMonitor]]
-    _guard: AbstractContextManager[Any]  # guards the seven attributes from `_arrived` to `_gone`
+    _guard: AbstractContextManager[Any]  # guards the eight attributes from `_arrived` to `_gone`
 
     def __init__(self, options: ConsumerOptions) -> None:
         super().__init__(options)
@@ -184,6 +184,7 @@ class BasePullSubscription(BaseSubscription):
         self._unsettled = 0  # deliveries that the user has and has not settled
         self._wanted = 0  # deliveries for the caller whose turn it is, including arrived ones
         self._over = False  # whether the round is over
+        self._asked = False  # whether the loop has begun to ask for this round
         self._done = False  # no more deliveries will arrive
         self._missing = False  # the broker did not find the queue, which may still exist
         self._gone: ReliableMQError | None = None  # the broker's error that the queue no longer exists
@@ -198,7 +199,7 @@ class BasePullSubscription(BaseSubscription):
     def take(self, most: int, timeout: float, taken: list[PulledDelivery]) -> Any:
         """Take up to ``most`` deliveries: those present, or the first that arrive in time.
 
-        Waits for the answers of a connected broker a few seconds beyond ``timeout`` at most.
+        Waits for its turn, and for the answers of a connected broker, a few seconds beyond ``timeout`` at most.
 
         Args:
             most: The maximum number of deliveries.
@@ -235,7 +236,7 @@ class BasePullSubscription(BaseSubscription):
                 f"{self._unsettled} deliveries are unsettled; {most} more would exceed "
                 f"prefetch={self._options.prefetch}"
             )
-        self._wanted, self._over = most, False
+        self._wanted, self._over, self._asked = most, False, False
         self._io.call_soon(self._ask_afresh)
 
     def _take_arrived(self, taken: list[PulledDelivery], deadline: float) -> float | None:
@@ -253,7 +254,7 @@ class BasePullSubscription(BaseSubscription):
             taken.append(delivery)  # one uninterruptible step with the two lines before
             self._arrived.popleft()
         now = time.monotonic()
-        last = deadline + _ANSWER
+        last = deadline + ANSWER
         gone = self._gone is not None
         over = gone or (self._over and not self._missing)
         if not self._wanted or self._done or now >= last or (over and (taken or now >= deadline)):
@@ -389,7 +390,7 @@ class BasePullSubscription(BaseSubscription):
             self._io.write(encode_get(self._channel, self._options.queue_name) * self._unanswered)
             return
         with self._guard:
-            self._over = True
+            self._over = self._asked  # otherwise `_ask_afresh` is about to ask
             self._changed.notify_all()
         if missing > 0 and self._poll_timer is None and self.connected:
             self._poll_timer = self._io.call_later(self._poll, self._ask_again)
@@ -405,6 +406,8 @@ class BasePullSubscription(BaseSubscription):
         if self._poll_timer is not None:
             self._poll_timer.cancel()
         self._poll = _POLL_FIRST
+        with self._guard:
+            self._asked = True
         self._ask_again()
 
     def _finish(self, now: float) -> None:

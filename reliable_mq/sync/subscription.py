@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING
 
 from reliable_mq._util.threads import CallbackThread, Condition, InterruptibleEvent
-from reliable_mq.engine.pull import LONGEST_WAIT, BasePullSubscription, PulledDelivery
+from reliable_mq.engine.pull import ANSWER, LONGEST_WAIT, BasePullSubscription, PulledDelivery
 from reliable_mq.engine.republisher import BaseRepublisher
 from reliable_mq.engine.steps import blocking
 from reliable_mq.engine.subscription import CLOSE_GRACE, BaseSubscription
@@ -105,7 +105,7 @@ class PullSubscription(Subscription, BasePullSubscription):
     def take(self, most: int, timeout: float, taken: list[PulledDelivery]) -> None:
         """Wait for deliveries. Callers on several threads take turns."""
         now = time.monotonic()
-        deadline, until = now + timeout, now + min(timeout, LONGEST_WAIT)
+        deadline, until = now + timeout, now + min(timeout + ANSWER, LONGEST_WAIT)
         call = object()
         lock = self._changed.lock
         try:

@@ -24,6 +24,7 @@ from reliable_mq import (
     Ack,
     BrokerUnavailable,
     ConsumeError,
+    Consumer,
     DeadLetter,
     IdempotencyStoreError,
     KillSwitch,
@@ -38,6 +39,7 @@ from reliable_mq.codec.methods import CheckQueue, Consume, QueueState
 from reliable_mq.core import headers
 from reliable_mq.core.consumer import delivery_watch
 from reliable_mq.core.idempotency import Claim, ClaimStatus
+from reliable_mq.engine.pull import BasePullSubscription
 from reliable_mq.engine.subscription import BaseSubscription
 from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
 from reliable_mq.stores import MemoryStore
@@ -744,6 +746,48 @@ def test_a_block_may_do_as_it_likes_with_the_list_of_a_get(broker: ScriptedBroke
         broker.ready.append(b"c")
         with consumer.get(2, timeout=5) as [delivery]:
             assert delivery.body == b"c"
+
+
+def test_acks_of_the_block_before_end_no_get(broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The I/O thread may send them before it requests anything for the new call."""
+    returned = threading.Event()
+
+    def send_acks_first(subscription: BasePullSubscription) -> None:
+        subscription._run()
+        returned.wait(0.2)
+        ask_afresh(subscription)
+
+    ask_afresh = BasePullSubscription._ask_afresh
+    with Consumer(broker.url, ORDERS) as consumer:
+        with consumer.get() as deliveries:
+            assert deliveries == []
+        broker.ready.append(b"a")
+        monkeypatch.setattr(BasePullSubscription, "_ask_afresh", send_acks_first)
+        with consumer.get() as deliveries:
+            returned.set()
+            assert [delivery.body for delivery in deliveries] == [b"a"]
+
+
+def test_callers_that_take_turns_are_told_empty_when_it_is(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
+    broker.ready.extend([b""] * 100)
+    left: list[int] = []
+    together = threading.Barrier(4)
+    with new_consumer(prefetch=20) as consumer:
+
+        def drain() -> None:
+            together.wait(30)
+            while True:
+                with consumer.get(5) as deliveries:
+                    if not deliveries:
+                        left.append(len(broker.ready))
+                        return
+
+        threads = [threading.Thread(target=drain) for _ in range(together.parties)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert left == [0] * 4
 
 
 def test_what_was_pulled_on_a_lost_channel_cannot_be_acked(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
