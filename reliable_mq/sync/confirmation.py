@@ -10,6 +10,7 @@ Invariants, in addition to `reliable_mq.engine.confirmation`:
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from reliable_mq._util.threads import CallbackThread, Condition
 from reliable_mq._util.validation import Duration, seconds
 from reliable_mq.engine.confirmation import BaseConfirmation, BaseConfirmationOwner
-from reliable_mq.errors import UsageError
+from reliable_mq.errors import PublishUnconfirmed, UsageError
 
 if TYPE_CHECKING:
     from reliable_mq.core.publisher.publication import Receipt
@@ -28,6 +29,8 @@ __all__ = ["PATIENCE", "CallbackOwner", "Confirmation", "time_to_wait"]
 
 PATIENCE = 0.2
 """Seconds after which a caller that waits has the I/O thread look for publishes that it was not told of."""
+
+_LATE = 5.0  # seconds after a deadline in which an I/O thread that is not blocked settles the publish
 
 
 def time_to_wait(timeout: Duration | None) -> float | None:
@@ -62,6 +65,12 @@ class ConfirmationOwner(BaseConfirmationOwner, Protocol):
 
     def check_waitable(self) -> None:
         """Raise UsageError if waiting would never end."""
+
+    def check_may_wait(self) -> None:
+        """Raise UsageError on the thread that settles publishes."""
+
+    def timeout_of(self, confirmation: Any) -> float:
+        """Return the seconds from acceptance to the deadline."""
 
     def nudge(self) -> None:
         """Make the I/O thread look for publishes whose wake-up may have been interrupted."""
@@ -107,7 +116,8 @@ class Confirmation(BaseConfirmation):
             PublishError: If the message was not confirmed.
             TimeoutError: If the outcome is not known in time. The message is not given up.
             ConfigurationError: If ``timeout`` is not a duration.
-            UsageError: If called in a forked child, where the outcome will never be known.
+            UsageError: If called in a forked child, where the outcome will never be known, or by a log handler on the
+                publisher's I/O thread, which would wait for itself.
         """
         error = self.exception(timeout)
         if error is not None:
@@ -153,6 +163,7 @@ class Confirmation(BaseConfirmation):
     def _wait(self, timeout: float | None) -> None:
         owner = self.owner
         owner.check_waitable()
+        owner.check_may_wait()
         lock = owner.lock
         settled = Condition(lock)
         tell = settled.notify_all
@@ -160,11 +171,28 @@ class Confirmation(BaseConfirmation):
             if not self._add_callback(tell):
                 return
             try:
-                limit = threading.TIMEOUT_MAX if timeout is None else min(timeout, threading.TIMEOUT_MAX)
-                if settled.wait_for(self.done, min(limit, PATIENCE)):
+                if settled.wait_for(self.done, PATIENCE if timeout is None else min(timeout, PATIENCE)):
                     return
                 owner.nudge()
-                if not settled.wait_for(self.done, limit - PATIENCE):
+                if timeout is None:
+                    self._wait_to_deadline(settled)
+                elif not settled.wait_for(self.done, min(timeout, threading.TIMEOUT_MAX) - PATIENCE):
                     raise TimeoutError(f"{self} is not settled after {timeout} s; it is still being published")
             finally:
                 self._remove_callback(tell)
+
+    def _wait_to_deadline(self, settled: Condition) -> None:
+        """Wait until the publish is settled, at its deadline or a moment later.
+
+        The moment begins after the wait for the deadline, because the process may have been stopped until then.
+
+        Raises:
+            PublishUnconfirmed: If it is still not settled.
+        """
+        left = self.accepted_at + self.owner.timeout_of(self) - time.monotonic()
+        if not (settled.wait_for(self.done, min(left, threading.TIMEOUT_MAX)) or settled.wait_for(self.done, _LATE)):
+            raise PublishUnconfirmed(
+                f"{self} is not settled {_LATE:g} s after its deadline: the publisher's I/O thread is blocked, for "
+                "example by a log handler",
+                message_id=self.message_id,
+            )

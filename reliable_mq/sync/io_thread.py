@@ -43,6 +43,9 @@ class IOThread(BaseConnection):
     """A daemon thread with an event loop and a connection that reconnects.
 
     Construction starts and opens nothing.
+
+    Attributes:
+        ident: The identifier of the running thread, or None.
     """
 
     _has_connector = False
@@ -52,6 +55,7 @@ class IOThread(BaseConnection):
         self._name = connection["name"]
         self._lock = threading.RLock()  # to start once; signal handlers may re-enter it
         self._ended = False
+        self.ident: int | None = None
         self._thread: threading.Thread | None = None
         self._loop: EventLoop
 
@@ -139,6 +143,7 @@ class IOThread(BaseConnection):
     # -- the thread ------------------------------------------------------------------------------------------------
 
     def _main(self) -> None:
+        self.ident = threading.get_ident()
         try:
             self._loop.run()
         except BaseException as error:  # with SystemExit, a thread would end in silence
@@ -148,6 +153,7 @@ class IOThread(BaseConnection):
             self._ended = True
             self._loop.drain()
             self._loop.close()
+            self.ident = None  # another thread may get it
 
     def _on_ended(self) -> None:
         self._loop.stop()

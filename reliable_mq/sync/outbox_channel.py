@@ -205,6 +205,9 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
         """Raise UsageError in a forked child, where no message would ever be settled."""
         self._check_not_forked()
 
+    def check_may_wait(self) -> None:
+        """Do nothing, because each wait ends at the message's own deadline."""
+
     def nudge(self) -> None:
         """Do nothing, because the writer knows of every message."""
 

@@ -78,7 +78,7 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
                 the message may still have arrived.
             BrokerUnavailable, TopologyMismatch: If this was the first call and connecting cannot succeed.
             ConfigurationError, UsageError: If an argument is invalid, or the publisher is closed or on the wrong side
-                of a fork.
+                of a fork, or if called by a log handler on the publisher's I/O thread.
         """
         confirmation = self._submit(message, exchange, routing_key, timeout, reported=True)
         try:
@@ -222,6 +222,8 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
         if channel is None:
             confirmation = blocking(self._first_confirmation(message, exchange, routing_key, timeout, reported))
         else:
+            if reported:
+                channel.check_may_wait()
             confirmation = self._new_confirmation(channel, message, exchange, routing_key, timeout, reported)
         try:
             confirmation.owner.submit(confirmation)

@@ -6,7 +6,7 @@ Invariants:
 
 - The session is used by the I/O thread only. The inbox, the window and the callbacks of confirmations are used only
   under the lock.
-- No user code runs, and nothing blocks, on the I/O thread.
+- No user code but log handlers runs on the I/O thread. Nothing else blocks on it, and it never waits for itself.
 - Every confirmation that ``submit`` returned is settled by the broker, by its deadline, or at the end of the channel.
 - Every wait of a caller ends: with its condition, at its deadline, or at the end of the channel.
 - Callers that wait for the window are admitted in the order of their arrival, by the I/O thread (`WindowWaiters`). A
@@ -37,7 +37,7 @@ from reliable_mq._util.threads import CallbackThread, Condition
 from reliable_mq.core.publisher.trace import PublicationEvent, record
 from reliable_mq.engine.confirmation import end_trace
 from reliable_mq.engine.publisher_channel import CLOSE_GRACE, BasePublisherChannel
-from reliable_mq.errors import PublishUnconfirmed
+from reliable_mq.errors import PublishUnconfirmed, UsageError
 from reliable_mq.sync.confirmation import PATIENCE, CallbackOwner, Confirmation
 from reliable_mq.sync.io_thread import IOThread
 
@@ -271,6 +271,23 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
         """Raise UsageError in a forked child, where no publish would ever be settled."""
         self._check_not_forked()
 
+    def check_may_wait(self) -> None:
+        """Raise UsageError on the I/O thread, which would wait for itself."""
+        if threading.get_ident() == self._io.ident:
+            raise UsageError(
+                "this publisher's I/O thread would wait for itself: a log handler that publishes must filter out the "
+                "logger reliable_mq"
+            )
+
+    def check_closable(self) -> None:
+        """Raise UsageError if closing would make the caller wait for itself."""
+        super().check_closable()
+        self.check_may_wait()
+
+    def timeout_of(self, confirmation: Confirmation) -> float:
+        """Return the seconds from acceptance to the deadline."""
+        return self._delivery_timeout if confirmation.timeout is None else confirmation.timeout
+
     def forget(self) -> None:
         """Disable this copy in a forked child.
 
@@ -369,8 +386,9 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
             confirmation.timeout = self._delivery_timeout  # it overtakes publishes with earlier deadlines
         if self._waiters.is_free(size, crowded=self._crowded, passes=passes):
             return False
+        self.check_may_wait()
         record((confirmation,), PublicationEvent.WINDOW_FULL)
-        timeout = self._delivery_timeout if confirmation.timeout is None else confirmation.timeout
+        timeout = self.timeout_of(confirmation)
         deadline = confirmation.accepted_at + timeout
         if self._waiters.wait(
             size, deadline, partial(self._take, confirmation), lambda: self._takes_no_more, passes=passes
@@ -393,6 +411,7 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
             waited = time.monotonic() - began
             if waited >= timeout or self.forked:
                 return False
+            self.check_may_wait()
             if waited >= PATIENCE and not nudged:
                 nudged = True
                 self.nudge()

@@ -17,7 +17,7 @@ import time
 import tracemalloc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 import tenacity
@@ -36,6 +36,7 @@ from reliable_mq import (
     PublishReturned,
     PublishUnconfirmed,
     Queue,
+    ReliableMQError,
     RetryPolicy,
     TopologyMismatch,
     UsageError,
@@ -1024,6 +1025,72 @@ def test_the_end_of_a_loss_is_logged_at_the_level_of_the_loss(
     found = [(record.levelname, record.getMessage()) for record in caplog.records if "connected" in record.getMessage()]
     assert [level for level, text in found if "connected to" in text] == ["INFO"]
     assert [level for level, text in found if "connected again to" in text] == ["WARNING"]
+
+
+class CallingHandler(logging.Handler):
+    """A log handler that calls a publisher for each record of the library, and keeps the errors."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        super().__init__(logging.WARNING)
+        self._call = call
+        self.errors: list[ReliableMQError] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._call()
+        except ReliableMQError as error:
+            self.errors.append(error)
+
+    def __enter__(self) -> Self:
+        logging.getLogger("reliable_mq").addHandler(self)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        logging.getLogger("reliable_mq").removeHandler(self)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda publisher: publisher.publish(Message(b"log"), routing_key="logs"),
+        lambda publisher: publisher.submit(Message(b"log"), routing_key="logs").result(),
+        lambda publisher: publisher.close(),
+    ],
+    ids=["publish", "result", "close"],
+)
+def test_a_log_handler_that_would_wait_for_itself_is_refused(
+    broker: ScriptedBroker, new_publisher_of_the_sync_api: NewPublisher, call: Callable[[Publisher], object]
+) -> None:
+    """The publisher's own I/O thread calls it."""
+    broker.script = acking
+    with (
+        new_publisher_of_the_sync_api(reconnect_wait=tenacity.wait_fixed(0.02)) as publisher,
+        CallingHandler(lambda: call(publisher)) as handler,
+    ):
+        broker.connection.cut()
+        wait_until(lambda: handler.errors, timeout=10, what="the refusal")
+        assert submit(publisher, 1)[0].result(10).status == "confirmed"
+    assert isinstance(handler.errors[0], UsageError)
+
+
+def test_a_wait_that_blocks_the_io_thread_ends(
+    broker: ScriptedBroker, new_publisher_of_the_sync_api: NewPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller holds the lock of a log handler, which the I/O thread waits for."""
+    monkeypatch.setattr("reliable_mq.sync.confirmation._LATE", 0.5)
+    broker.script = lambda published: published.channel.connection.cut()
+    with (
+        new_publisher_of_the_sync_api(reconnect_wait=tenacity.wait_fixed(0.02)) as publisher,
+        CallingHandler(lambda: publisher.publish(Message(b"log"), routing_key="logs", timeout=0.5)) as handler,
+    ):
+        logging_thread = threading.Thread(target=logging.getLogger("reliable_mq").warning, args=["hello"], daemon=True)
+        logging_thread.start()
+        logging_thread.join(10)
+        assert not logging_thread.is_alive()
+        broker.script = acking
+        assert submit(publisher, 1)[0].result(10).status == "confirmed"
+    assert isinstance(handler.errors[0], PublishUnconfirmed)
+    assert handler.errors[0].may_have_arrived
 
 
 def test_a_callback_that_would_not_run_is_refused(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
