@@ -8,7 +8,7 @@ Invariants:
 
 - In a forked child the handlers from before are restored, and signals wake no event loop of the parent. A signal that
   comes earlier is handled after that.
-- In a forked child a handler that the program has set in the meantime stays.
+- A handler that the program has set in the meantime stays, also in a forked child.
 """
 
 from __future__ import annotations
@@ -59,10 +59,17 @@ class ReplacedHandlers:
             if after is before:
                 del self._before[number]
 
-    def restore(self) -> None:
-        """Restore the handlers from before."""
+    def restore(self, remove: Callable[[int], object] = lambda _: None) -> None:
+        """Restore the handlers from before. A handler set in the meantime stays.
+
+        Args:
+            remove: A callable that removes the new handler of a signal, and may set Python's own.
+        """
         for number, before in self._before.items():
-            signal.signal(number, before)
+            current = signal.getsignal(number)
+            if current is not None:  # otherwise it was not set in Python, and could not be set again
+                remove(number)
+                signal.signal(number, before if current is self._after.get(number, current) else current)
         self._before.clear()
         if self in _active:
             _active.remove(self)

@@ -6,7 +6,7 @@ the sync API, the delivery guarantees are implemented in :mod:`reliable_mq.core.
 SIGTERM and SIGINT stop all consumers that run on an event loop.
 
 Invariants: a signal that the program or a server handles is left to its handler. The signal handlers from before the
-first ``run()`` are restored after the last, and in a forked child.
+first ``run()`` are restored after the last, and in a forked child, unless the program has set others in the meantime.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ class _SignalWatch:
         self._stops.remove(stop)
         if not self._stops:
             _watches.pop(self._loop, None)  # which would keep the loop
-            if not self._loop.is_closed():
-                for number in self._replaced.numbers:
-                    self._loop.remove_signal_handler(number)
-            self._replaced.restore()
+            if self._loop.is_closed():
+                self._replaced.restore()
+            else:
+                self._replaced.restore(self._loop.remove_signal_handler)
 
     def _take(self, number: signal.Signals) -> None:
         if not _is_default(signal.getsignal(number)):

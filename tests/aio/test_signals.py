@@ -108,6 +108,24 @@ def test_a_handler_that_is_there_is_left_alone(run: Any) -> None:
     run(main())
 
 
+def test_a_handler_that_is_set_meanwhile_stays(run: Any) -> None:
+    """For example that of a server that starts after the consumer."""
+
+    def own(*_: object) -> None: ...
+
+    async def main() -> None:
+        with on_signals(lambda: None):
+            signal.signal(signal.SIGTERM, own)
+        assert signal.getsignal(signal.SIGTERM) is own
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        run(main())
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_off_the_main_thread_signals_are_left_alone(run: Any) -> None:
     async def main() -> None:
         with on_signals(lambda: None):
