@@ -33,7 +33,7 @@ from reliable_mq.sync.publisher import Publisher
 from reliable_mq.sync.subscription import PullSubscription, Republisher, Subscription
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from queue import SimpleQueue
     from types import FrameType, TracebackType
 
@@ -46,9 +46,14 @@ __all__ = ["Consumer", "next_signal", "run_to_signal", "wait_heeding_signals"]
 _LOOK_EVERY: Final = 0.5  # seconds
 
 
-def wait_heeding_signals(over: InterruptibleEvent | threading.Event) -> None:
-    """Block until ``over`` is set, and let signal handlers run every half second."""
-    while not over.wait(_LOOK_EVERY):
+def wait_heeding_signals(
+    over: InterruptibleEvent | threading.Event, never_set: Callable[[], bool] = lambda: False
+) -> None:
+    """Block until ``over`` is set, and let signal handlers run every half second.
+
+    ``never_set`` returns whether nothing can set it any more, which ends the wait, too.
+    """
+    while not (over.wait(_LOOK_EVERY) or never_set()):
         pass
 
 
@@ -121,7 +126,7 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
                 if received:
                     self.stop()
                 try:
-                    wait_heeding_signals(subscription.ended)
+                    wait_heeding_signals(subscription.ended, lambda: subscription.loop_over)
                 finally:
                     self.stop()  # the subscription may have ended by itself
                     blocking(self._finish(subscription, self._pools))

@@ -71,6 +71,11 @@ class Subscription(BaseSubscription):
         super().__init__(options)
         self._outside = CallbackThread(f"{options.name}-traces")  # started with the first call
 
+    @property
+    def loop_over(self) -> bool:
+        """Whether the I/O thread has ended, so that nothing is acked any more."""
+        return self._io.over
+
     def wait_connected(self, timeout: float) -> ReliableMQError | None:
         """Block until the first attempts are over."""
         limit = timeout

@@ -697,6 +697,28 @@ def test_a_run_that_ended_by_itself_is_over(broker: ScriptedBroker, new_consumer
     assert "reliable_mq_consumer_connected" not in shown
 
 
+def test_a_loop_that_fails_during_a_stop_ends_the_run(broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but the loop could end the wait for the handler."""
+
+    def poll() -> None:
+        raise OSError("epoll is gone")
+
+    monkeypatch.setattr("reliable_mq.sync.consumer.END_TIMEOUT", 0.1)
+    with Gate() as gate:
+        handler = Handler(then=gate)
+        consumer = Consumer(broker.url, ORDERS, handler, stop_timeout=0.5)
+        running = threading.Thread(target=consumer.run, daemon=True)
+        running.start()
+        broker.consuming.deliver(b"")
+        handler.wait_begun(1)
+        consumer.stop()
+        assert consumer._subscription is not None
+        loop = consumer._subscription._io._loop
+        loop.queue(lambda: setattr(loop._loop._poller, "poll", poll))
+        running.join(10)
+        assert not running.is_alive()
+
+
 @pytest.mark.slow
 def test_a_second_connection_is_made_for_dead_letters_only(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
     """An alarm blocks publishing connections, and acks must continue."""
