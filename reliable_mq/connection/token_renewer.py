@@ -136,14 +136,16 @@ class TokenRenewer:
                 self._settings.resolve_credentials,
                 lambda result: self._loop.call_soon(partial(self._on_read, link, result)),
             )
-            self._set_timer(self._settings.connect_timeout, self._on_slow)
+            self._set_timer(
+                self._settings.connect_timeout, partial(self._failed, "the callback has not returned in time")
+            )
         else:
             self._calls.answered()
             self._plan()
 
     def _on_read(self, link: Link | None, result: Credentials | Exception | None) -> None:
         self._calls.answered()
-        if link is None or link is not self._link or self._renewal.state is not RenewalState.READING:
+        if link is None or link is not self._link or not self._renewal.wants_token:
             self._unneeded()
             return
         if not isinstance(result, Credentials):
@@ -157,11 +159,9 @@ class TokenRenewer:
         link.write(frame)
         self._set_timer(self._settings.connect_timeout, self._on_unanswered)
 
-    def _on_slow(self) -> None:
-        if self._renewal.state is RenewalState.READING:
-            self._failed("the callback has not returned in time")
-
     def _failed(self, reason: str) -> None:
+        if self._renewal.state is not RenewalState.READING:  # the call took too long, and has failed already
+            return
         now = time.monotonic()
         left = self._renewal.seconds_left(now)
         self._renewal.failed(now)

@@ -7,7 +7,8 @@ connection (`core.channel_setup.reconnect_reason`). A connection that is lost ta
 
 Invariants:
 
-- At most one call of the callback, or one update, is in progress.
+- At most one call of the callback, or one update, is in progress. A call that takes too long counts as failed, but its
+  token is used if it comes before another one.
 - Nothing is due without a connection, or for a token that does not expire.
 - On an open connection, the callback is called at most once a second.
 - Every failure is followed by another attempt. The interval shrinks as the expiry comes nearer.
@@ -35,6 +36,7 @@ class RenewalState(enum.Enum):
     NONE = "there is no connection, or its token does not expire"
     PLANNED = "the next token is due at a time"
     READING = "the callback is called for the next token"
+    FAILED = "the callback has not returned a token; the next call is due at a time"
     SENT = "the next token is sent; the broker has not answered"
 
 
@@ -42,11 +44,11 @@ _S = RenewalState
 #: Event -> state before -> states after. For tests and documentation, not read at run time.
 TRANSITIONS: Final[Mapping[str, Mapping[RenewalState, set[RenewalState]]]] = {
     "connected": {_S.NONE: {_S.PLANNED}},
-    "due": {_S.PLANNED: {_S.READING}},
-    "read": {_S.READING: {_S.SENT}},
-    "the callback failed": {_S.READING: {_S.PLANNED}},
+    "due": {state: {_S.READING} for state in (_S.PLANNED, _S.FAILED)},
+    "read": {state: {_S.SENT} for state in (_S.READING, _S.FAILED)},
+    "the callback failed": {_S.READING: {_S.FAILED}},
     "accepted": {_S.SENT: {_S.PLANNED, _S.NONE}},
-    "lost": {state: {_S.NONE} for state in (_S.PLANNED, _S.READING, _S.SENT)},
+    "lost": {state: {_S.NONE} for state in (_S.PLANNED, _S.READING, _S.FAILED, _S.SENT)},
 }
 del _S
 
@@ -75,12 +77,17 @@ class TokenRenewal:
         self.state, self.due_at = RenewalState.READING, None
         return True
 
+    @property
+    def wants_token(self) -> bool:
+        """Whether to send a token that the callback returns now."""
+        return self.state in (RenewalState.READING, RenewalState.FAILED)
+
     def read(self, now: float, lifetime: float | None) -> None:
-        self.state = RenewalState.SENT
+        self.state, self.due_at = RenewalState.SENT, None
         self._next = None if lifetime is None else (now, lifetime)
 
     def failed(self, now: float) -> None:
-        self.state = RenewalState.PLANNED
+        self.state = RenewalState.FAILED
         self.due_at = now + max(RETRY_AT_LEAST, (self._expires_at - now) * _RETRY_PART)
 
     def accepted(self) -> None:

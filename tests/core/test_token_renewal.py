@@ -70,6 +70,23 @@ def test_a_failure_is_followed_by_another_try_also_after_the_end() -> None:
     assert renewal.due_at == 5000.0 + RETRY_AT_LEAST
 
 
+def test_a_token_is_wanted_until_one_is_sent() -> None:
+    """The call of the callback took too long, and counts as failed."""
+    renewal = CheckedRenewal()
+    renewal.connected(0.0, 10.0)
+    assert not renewal.wants_token
+    assert renewal.begin(6.0)
+    assert renewal.wants_token
+    renewal.failed(7.0)
+    assert renewal.wants_token
+    renewal.read(7.5, 10.0)
+    assert not renewal.wants_token
+    assert renewal.due_at is None
+    renewal.accepted()
+    assert renewal.due_at == 7.5 + 10.0 * RENEW_AFTER
+    assert not renewal.wants_token
+
+
 def test_a_lost_connection_is_forgotten() -> None:
     renewal = CheckedRenewal()
     renewal.connected(0.0, 10.0)
@@ -86,8 +103,10 @@ def reached(state: RenewalState) -> CheckedRenewal:
     renewal = CheckedRenewal()
     if state is not RenewalState.NONE:
         renewal.connected(0.0, 10.0)
-    if state in (RenewalState.READING, RenewalState.SENT):
+    if state in (RenewalState.READING, RenewalState.FAILED, RenewalState.SENT):
         assert renewal.begin(9.0)
+    if state is RenewalState.FAILED:
+        renewal.failed(9.0)
     if state is RenewalState.SENT:
         renewal.read(9.0, 10.0)
     assert renewal.state is state
@@ -98,7 +117,8 @@ def test_every_transition_of_the_table_happens() -> None:
     CheckedRenewal.seen.clear()
     for state in RenewalState:
         reached(state).lost()
-    reached(RenewalState.READING).failed(9.0)
+    reached(RenewalState.FAILED).read(9.0, 10.0)
+    assert reached(RenewalState.FAILED).begin(10.0)
     reached(RenewalState.SENT).accepted()
     unlimited = reached(RenewalState.READING)
     unlimited.read(9.0, None)
@@ -128,13 +148,15 @@ class RenewingMachine(RuleBasedStateMachine):
         at = self.renewal.due_at
         assert self.renewal.begin(self.now) is (at is not None and self.now >= at)
 
+    @precondition(lambda self: self.renewal.wants_token)
+    @rule(lifetime=LIFETIMES)
+    def answered(self, lifetime: float | None) -> None:
+        self.renewal.read(self.now, lifetime)
+
     @precondition(lambda self: self.renewal.state is RenewalState.READING)
-    @rule(lifetime=LIFETIMES, fails=st.booleans())
-    def answered(self, lifetime: float | None, fails: bool) -> None:
-        if fails:
-            self.renewal.failed(self.now)
-        else:
-            self.renewal.read(self.now, lifetime)
+    @rule()
+    def failed(self) -> None:
+        self.renewal.failed(self.now)
 
     @precondition(lambda self: self.renewal.state is RenewalState.SENT)
     @rule()
@@ -148,7 +170,8 @@ class RenewingMachine(RuleBasedStateMachine):
 
     @invariant()
     def a_time_is_planned_if_and_only_if_it_is_planned(self) -> None:
-        assert (self.renewal.due_at is not None) is (self.renewal.state is RenewalState.PLANNED)
+        planned = self.renewal.state in (RenewalState.PLANNED, RenewalState.FAILED)
+        assert (self.renewal.due_at is not None) is planned
 
 
 TestRenewing = RenewingMachine.TestCase

@@ -1,0 +1,74 @@
+"""The renewer of tokens, with a slow callback and a controlled clock."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from reliable_mq.codec.methods import encode_update_secret
+from reliable_mq.connection import token_renewer as renewer_module
+from reliable_mq.connection.token_renewer import TokenRenewer
+from reliable_mq.core.reconnect import CredentialsCalls
+from reliable_mq.core.statistics import TokenStatistics
+from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
+from tests.connection.test_connector import Loop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CONNECT_TIMEOUT = 2.0
+LIFETIME = 3600.0
+RENEWED_AFTER = 0.6 * LIFETIME
+
+
+class Renewal:
+    """A renewer of an open connection, whose callback takes a while for each token."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, takes: float, token: str = "next") -> None:
+        self.loop = Loop()
+        self.loop.on_error = pytest.fail  # type: ignore[assignment]
+        self.sent: list[bytes] = []
+
+        def call(_name: str, fn: Callable[[], Any], done: Callable[[Any], None]) -> None:
+            self.loop.call_later(takes, lambda: done(fn()))
+
+        monkeypatch.setattr(renewer_module, "time", SimpleNamespace(monotonic=lambda: self.loop.now))
+        monkeypatch.setattr(renewer_module, "call_in_background", call)
+        self.renewer = TokenRenewer(
+            "test",
+            self.loop,
+            ConnectionSettings(
+                endpoints=(Endpoint("one", 1),),
+                credentials=lambda: Credentials("guest", token, LIFETIME),
+                connect_timeout=CONNECT_TIMEOUT,
+            ),
+            CredentialsCalls(0.9 * CONNECT_TIMEOUT),
+            discard=pytest.fail,
+            is_blocked=lambda: False,
+            unneeded=lambda: None,
+        )
+        self.renewer.credentials_read(Credentials("guest", "first", LIFETIME))
+        link: Any = SimpleNamespace(frame_max=8192, write=self.sent.append)
+        self.renewer.connected(link)
+
+
+def test_a_token_that_comes_after_connect_timeout_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    renewal = Renewal(monkeypatch, takes=CONNECT_TIMEOUT + 1.0)
+    renewal.loop.pass_time(RENEWED_AFTER + CONNECT_TIMEOUT)
+    assert renewal.renewer.statistics == TokenStatistics(failed=1)
+    renewal.loop.pass_time(1.0)
+    assert renewal.sent == [encode_update_secret("next", "the token expires")]
+    renewal.renewer.accepted()
+    assert renewal.renewer.statistics == TokenStatistics(accepted=1, failed=1)
+    renewal.loop.pass_time(RENEWED_AFTER + CONNECT_TIMEOUT)
+    assert renewal.renewer.statistics == TokenStatistics(accepted=1, failed=2)
+
+
+def test_a_call_that_fails_after_connect_timeout_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    too_large = "x" * 8192
+    renewal = Renewal(monkeypatch, takes=CONNECT_TIMEOUT + 1.0, token=too_large)
+    renewal.loop.pass_time(RENEWED_AFTER + CONNECT_TIMEOUT + 2.0)
+    assert renewal.renewer.statistics == TokenStatistics(failed=1)
+    assert not renewal.sent
