@@ -80,7 +80,7 @@ TRANSITIONS: Final[Mapping[str, Mapping[ConnectionState, set[ConnectionState]]]]
     "reopen channel": {_S.READY: {_S.REOPENING}},
     "discard": {state: {_S.DISCARDED} for state in (*_ATTEMPT, *_ESTABLISHED)},
     "attempt failed": {state: {_S.WAITING, _S.GIVEN_UP} for state in (*_ATTEMPT, _S.DISCARDED)},
-    "lost": {state: {_S.WAITING} for state in (*_ESTABLISHED, _S.DISCARDED)},
+    "lost": {state: {_S.WAITING} for state in (_S.WAITING, *_ESTABLISHED, _S.DISCARDED)},
     "close": {state: {_S.CLOSING} for state in _ANY},
     "all closed": {_S.CLOSING: {_S.ENDED}},
     "event loop failed": {state: {_S.GIVEN_UP} for state in _ANY},
@@ -435,13 +435,13 @@ class Connector:
         if link is self._link:
             self._link = self._channel = None
             self._renewer.lost(loss)
-            if self._state in _ESTABLISHED:
+            if self._state in (*_ESTABLISHED, ConnectionState.WAITING):  # WAITING to open another channel on the link
                 self._plan_reconnect(loss)
             elif self._step_outstanding is not None and is_refusal(loss):
                 self._step_outstanding.refuse(loss.code or 0, loss.text, connection=True)
             elif self._state in _ATTEMPT:
                 self._attempt_failed(error)
-            else:  # WAITING to open another channel on the link, or CLOSING
+            else:  # CLOSING
                 self._unblock()
         self._end_if_closed()
 
@@ -470,7 +470,7 @@ class Connector:
             self._plan_reconnect(loss)
 
     def _plan_reconnect(self, loss: ConnectionLoss, level: int = logging.WARNING) -> None:
-        wait = self._reconnect_policy.lost(loss, time.monotonic())
+        wait = self._reconnect_policy.lost(loss, time.monotonic(), was_ready=self._live)
         self._enter(ConnectionState.WAITING)
         self._set_timer(wait, self._reconnect)
         self._warned |= level >= logging.WARNING

@@ -105,11 +105,12 @@ class QueueRecord:
         self.queues.end(names, time.monotonic())
 
     def ready(self, server: ServerInfo) -> bool:
-        """Record a ready channel; return whether its connection is another one.
+        """Record a ready channel; return whether its connection has replaced another one.
 
         A broker that was killed in between registers its new queues again when it starts, so they are new again.
         """
-        replaced, self._server = self._server is not server, server
+        before, self._server = self._server, server
+        replaced = before is not None and before is not server
         if replaced:
             self.queues.made(self._new_before, time.monotonic())
         self._new_before = []

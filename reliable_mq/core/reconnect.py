@@ -161,14 +161,20 @@ class ReconnectPolicy:
         self._rounds += 1
         return self._ask(error, now)
 
-    def lost(self, loss: ConnectionLoss, now: float) -> float:
-        """Decide after the loss of a channel or connection that was ready.
+    def lost(self, loss: ConnectionLoss, now: float, *, was_ready: bool = True) -> float:
+        """Decide after the loss of a channel or connection.
+
+        Args:
+            loss: The loss.
+            now: The current time, in seconds.
+            was_ready: False if the channel was lost before, so that the outage goes on.
 
         Returns:
             The seconds to wait before the next attempt. After a channel loss, the attempt is to open a channel on the
             same connection.
         """
-        self._outage(now)
+        if was_ready:
+            self._outage(now)
         if loss.scope == "channel":
             return self._channels.take(now)
         self._next_host()

@@ -105,7 +105,6 @@ class BasePublisherChannel(BaseChannel[P]):
         self._setup = options.setup
         self._fits_frame = options.limits.fits_frame
         self._record = QueueRecord(options.settings.virtual_host, options.new_queue_grace)
-        self._connection_lost = False
         self._delivery_timeout = options.delivery_timeout
         self._raise_when_blocked = options.raise_when_blocked
         self._raise_when_disconnected = options.raise_when_disconnected
@@ -263,7 +262,7 @@ class BasePublisherChannel(BaseChannel[P]):
     def continue_counts(self, former: BasePublisherChannel[P]) -> None:
         """Continue the counts of a channel that has ended. To be called before the start."""
         self.session.continue_counts(former.session)
-        self.reconnects, self._connection_lost = former.reconnects, former._connection_lost
+        self.reconnects, self._record = former.reconnects, former._record
         self._blocked_seconds = former.blocked_seconds
         self._tokens_before, self._stalled_before = former.tokens, former.stalled_seconds or 0.0
 
@@ -359,9 +358,8 @@ class BasePublisherChannel(BaseChannel[P]):
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
         """Start publishing on an open channel with its topology and confirms set up."""
         self._generation = generation
-        self.reconnects += self._connection_lost
-        self._connection_lost = False
         if self._record.ready(server):
+            self.reconnects += 1
             self.session.connection_replaced()
         now, queues, broker = time.monotonic(), self._record.queues, server.reported_name
         self.session.channel_opened(generation, channel, frame_max, now, queues, broker)
@@ -380,7 +378,6 @@ class BasePublisherChannel(BaseChannel[P]):
             self.connected, self._changed_at = False, time.monotonic()
             self._state_changed()
             self._refuse_waiting()
-        self._connection_lost = loss.scope == "connection"
         self._advance()
 
     def failed(self, error: ReliableMQError, will_retry: bool) -> None:

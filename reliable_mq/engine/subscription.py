@@ -158,7 +158,6 @@ class BaseSubscription(NullListener):
         self._unstarted: deque[Delivery] = deque()
         self._requeued: deque[Delivery] = deque()
         self._woken = False
-        self._connection_lost = False
         self._alarm = Wakeup(self._run)
         self._vitals = ConsumerVitals(settings.heartbeat)
         self._first_attempts_over = self._event_type()
@@ -295,10 +294,10 @@ class BaseSubscription(NullListener):
 
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
         """Start using a channel that is set up, and subscribed unless the consumer stops."""
-        self.reconnects += self._connection_lost
-        self._connection_lost = False
         self._version = server.version_tuple
-        self._record.ready(server)
+        if self._record.ready(server):
+            self.reconnects += 1
+            self._known_refused.clear()
         self.session.opened(generation, channel, namespace_of(server.cluster_name, self._virtual_host))
         self._known_refused += self._refused
         self._refused.clear()
@@ -318,9 +317,6 @@ class BaseSubscription(NullListener):
         self._vitals.unsubscribed(printable(loss.text))
         self._delivery_check.end()
         self._in_quarantine = False
-        if loss.scope == "connection":
-            self._connection_lost = True
-            self._known_refused.clear()
         self._record.lost(time.monotonic())
         timeout = consumer_timeout_of(loss)
         if timeout is not None:

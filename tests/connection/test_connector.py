@@ -544,6 +544,25 @@ def test_a_full_connection_is_replaced_while_its_channel_closes() -> None:
         machine.teardown()
 
 
+def test_the_next_host_follows_a_connection_lost_between_set_ups() -> None:
+    machine = ConnectorMachine()
+    try:
+        machine.proceed(10)
+        machine.connector._setup = lambda _server: publisher_setup([Queue("q", delayed_retry=(1, 60))], (4, 2))
+        machine.close_channel(404)
+        machine.pass_time(0.0)
+        machine.answer()
+        assert machine.state is ConnectionState.WAITING
+        assert machine.link is not None
+        machine.lose_link(320, which=-1)
+        machine.pass_time(0.0)
+        assert machine.state is ConnectionState.PREPARING
+        machine.credentials(Credentials("guest", "guest"))
+        assert [link.endpoint.host for link in machine.links] == ["one", "two"]
+    finally:
+        machine.teardown()
+
+
 STEPS = {  # from the start, without failures
     ConnectionState.PREPARING: 0,
     ConnectionState.CONNECTING: 1,
@@ -600,6 +619,12 @@ def lose_channel(machine: ConnectorMachine) -> None:
     machine.pass_time(WAIT)
 
 
+def lose_both(machine: ConnectorMachine) -> None:
+    """Lose the channel, and then the connection before there is another channel."""
+    machine.close_channel(404)
+    machine.lose_link(None, which=-1)
+
+
 def refuse_step(machine: ConnectorMachine) -> None:
     """Close the channel over the first step. The next step uses another channel."""
     machine.proceed(1)
@@ -629,6 +654,7 @@ def test_every_transition_of_the_table_happens() -> None:
         (ConnectionState.WAITING, wait, None),
         (ConnectionState.SETTING_UP, refuse_step, None),
         (ConnectionState.READY, lose_channel, None),
+        (ConnectionState.READY, lose_both, None),
     ]
     seen: set[tuple[ConnectionState, ConnectionState]] = set()
     for state, event, stop in cases:

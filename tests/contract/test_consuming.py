@@ -454,6 +454,23 @@ def test_a_frame_larger_than_agreed_ends_the_connection_at_once(
     assert f"frame of type {kind} and {size} bytes on channel {channel.number}, where at most" in caplog.text
 
 
+def test_a_connection_lost_between_set_ups_is_replaced_at_once(
+    broker: ScriptedBroker, new_consumer: NewConsumer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The broker has refused another channel, and the consumer waits before it opens the next."""
+    handler = Handler()
+    with new_consumer(handler, ORDERS, reconnect_wait=lambda _: 3600) as consumer:
+        channel = broker.consuming
+        broker.refusals["Basic.Consume"] = 404, "NOT_FOUND - no queue 'orders' in vhost '/'"
+        channel.close(404, "NOT_FOUND - no exchange 'gone' in vhost '/'")
+        wait_until(lambda: "next attempt in 3600.0 s" in caplog.text, timeout=30, what="the refusal")
+        broker.refusals.clear()
+        channel.connection.cut()
+        broker.consuming.deliver(b"next")
+        handler.wait_done(1)
+        assert consumer.reconnects == 1
+
+
 def test_the_items_of_a_batch_get_a_verdict_each(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
     broker.script = confirming
     batches: list[list[bytes]] = []

@@ -735,6 +735,26 @@ def test_closing_while_blocked_ends_in_time(broker: ScriptedBroker, new_publishe
 # -- fail fast ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_connection_lost_between_set_ups_is_replaced_at_once(
+    broker: ScriptedBroker, new_publisher: NewPublisher, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The broker has refused another channel, and the publisher waits before it opens the next."""
+    broker.script = acking
+    registry = CollectorRegistry()
+    with new_publisher(registry=registry, name="shop", reconnect_wait=lambda _: 3600) as publisher:
+        publisher.publish(Message(b"1"), routing_key=KEY)
+        connection = broker.connection
+        broker.refusals["Confirm.Select"] = 541, "INTERNAL_ERROR - starting"
+        [channel] = connection.channels.values()
+        channel.close(404, "NOT_FOUND - no exchange 'gone' in vhost '/'")
+        wait_until(lambda: "next attempt in 3600.0 s" in caplog.text, timeout=30, what="the refusal")
+        broker.refusals.clear()
+        connection.cut()
+        publisher.publish(Message(b"2"), routing_key=KEY)
+        labels = {"publisher": "shop"}
+        assert registry.get_sample_value("reliable_mq_publisher_reconnects_total", labels) == 1
+
+
 def test_while_disconnected_a_publish_may_raise_at_once(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
     """New messages are refused.
 

@@ -67,6 +67,16 @@ class TestHosts:
         assert subject.lost(CONNECTION_LOSS, 1.0) == 0.0
         assert subject.host == 1
 
+    def test_a_connection_lost_between_set_ups_prolongs_the_outage(self) -> None:
+        subject = policy(hosts=2, stop=lambda rounds: rounds == 2)
+        subject.ready()
+        subject.lost(CHANNEL_LOSS, 1.0)
+        assert subject.failed(DOWN, 1.0, connected=True) == 7.0
+        assert subject.lost(CONNECTION_LOSS, 2.0, was_ready=False) == 0.0
+        assert subject.host == 1
+        assert subject.failed(DOWN, 2.0) == 0.0
+        assert subject.failed(DOWN, 2.0) is None
+
     def test_after_a_lost_channel_the_host_stays(self) -> None:
         subject = policy(hosts=2)
         subject.ready()

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -145,17 +146,18 @@ def test_no_channel_is_lost_over_a_queue_known_to_be_refused() -> None:
     connection: Any = subscription._io
     asked: list[Callable[[object], None]] = []
     connection.run = lambda _steps, done: asked.append(done)
-    for generation, (delay, scope, declares) in enumerate(
+    another = replace(SERVER)
+    for generation, (delay, server, declares) in enumerate(
         (
-            (5.0, "channel", True),
-            (20.0, "channel", True),
-            (5.0, "channel", False),
-            (20.0, "connection", False),
-            (5.0, "channel", True),
+            (5.0, SERVER, True),
+            (20.0, SERVER, True),
+            (5.0, SERVER, False),
+            (20.0, SERVER, False),
+            (5.0, another, True),
         ),
         1,
     ):
-        subscription.ready(generation, 1, 131072, SERVER)
+        subscription.ready(generation, 1, 131072, server)
         subscription.delivered([delivery(message_id=f"m{generation}")])
         subscription.read_finished()
         [item], handlers.waiting = handlers.waiting, []
@@ -166,7 +168,8 @@ def test_no_channel_is_lost_over_a_queue_known_to_be_refused() -> None:
             error.__cause__ = StepRefused(406, "PRECONDITION_FAILED")
             declared(error)
         asked.clear()
-        subscription.lost(generation, ConnectionLoss(406, "PRECONDITION_FAILED", scope, by_broker=True))
+        subscription.lost(generation, ConnectionLoss(406, "PRECONDITION_FAILED", "channel", by_broker=True))
+    assert subscription.reconnects == 1
 
 
 SERVER = ServerInfo("RabbitMQ", "4.3.6", (4, 3, 6))
