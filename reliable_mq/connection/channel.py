@@ -251,6 +251,11 @@ class SetupRunner:
             self._send(step)
 
     @property
+    def begun(self) -> bool:
+        """Whether a step was sent."""
+        return self._step is not None
+
+    @property
     def wants_channel(self) -> bool:
         """Whether a step waits for another channel, because the broker closed the last."""
         return self._waiting is not None
@@ -356,8 +361,8 @@ class StepQueue:
 
     @property
     def is_busy(self) -> bool:
-        """Whether steps are running."""
-        return bool(self._runners)
+        """Whether a step was sent that the broker has not answered."""
+        return bool(self._runners) and self._runners[0].begun
 
     def add(self, generator: StepGenerator, done: Callable[[Any], None], in_line: Callable[[], bool]) -> None:
         """Perform steps after those of earlier calls, never from inside this call.

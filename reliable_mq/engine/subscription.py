@@ -530,11 +530,10 @@ class BaseSubscription(NullListener):
             )
 
     def _declared(self, queue: Queue, outcome: object) -> None:
-        error = outcome if isinstance(outcome, ReliableMQError) else None
-        if error is not None and isinstance(error.__cause__, StepRefused):
-            self._refused.append((queue, error))  # the next channel begins with it and holds retries for the queue
+        if isinstance(outcome, ReliableMQError) and isinstance(outcome.__cause__, StepRefused):
+            self._refused.append((queue, outcome))  # the next channel begins with it and holds retries for the queue
             return
-        self.session.declared(queue, error, time.monotonic())
+        self.session.declared(queue, outcome if isinstance(outcome, Exception) else None, time.monotonic())
         self._run()
 
     def _change_prefetch(self) -> None:

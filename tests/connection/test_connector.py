@@ -563,6 +563,23 @@ def test_the_next_host_follows_a_connection_lost_between_set_ups() -> None:
         machine.teardown()
 
 
+def test_a_step_that_was_not_sent_is_not_refused() -> None:
+    """The broker closes the channel for another reason."""
+    machine = reached(ConnectionState.READY)
+    try:
+        machine.run(unencodable=False)  # begins in the next turn
+        machine.close_channel(404)
+        assert isinstance(machine.runs[-1], BrokerUnavailable)
+        machine.pass_time(0.0)
+        machine.proceed(20)
+        machine.run(unencodable=False)
+        machine.pass_time(0.0)
+        machine.close_channel(404)
+        assert isinstance(machine.runs[-1], StepRefused)
+    finally:
+        machine.teardown()
+
+
 STEPS = {  # from the start, without failures
     ConnectionState.PREPARING: 0,
     ConnectionState.CONNECTING: 1,

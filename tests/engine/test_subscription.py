@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import datetime
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,6 +171,29 @@ def test_no_channel_is_lost_over_a_queue_known_to_be_refused() -> None:
         asked.clear()
         subscription.lost(generation, ConnectionLoss(406, "PRECONDITION_FAILED", "channel", by_broker=True))
     assert subscription.reconnects == 1
+
+
+def test_no_retry_is_published_after_a_declaration_failed() -> None:
+    """The outcome may be an exception of another package."""
+    options = ConsumerOptions("amqp://localhost/", Queue("orders"), print, retry=RetryPolicy(9, delays=(1,)))
+    subscription = FakeSubscription(options)
+    subscription.handlers = handlers = FakeHandlers()
+    subscription.quarantine_handlers = FakeHandlers()
+    published: list[object] = []
+    subscription.republisher = SimpleNamespace(put=published.append)  # type: ignore[assignment]
+    connection: Any = subscription._io
+    for generation, outcome in enumerate((ValueError("no frame"), None), 1):
+        asked: list[Callable[[object], None]] = []
+        connection.run = lambda _steps, done, asked=asked: asked.append(done)
+        subscription.ready(generation, 1, 131072, SERVER)
+        subscription.delivered([delivery(message_id=f"m{generation}")])
+        subscription.read_finished()
+        [item], handlers.waiting = handlers.waiting, []
+        subscription.report([Failed(item, failure(delay=5.0))])
+        [declared] = asked
+        declared(outcome)
+        assert bool(published) == (outcome is None)
+        subscription.lost(generation, ConnectionLoss(320, "CONNECTION_FORCED", "connection", by_broker=True))
 
 
 SERVER = ServerInfo("RabbitMQ", "4.3.6", (4, 3, 6))
