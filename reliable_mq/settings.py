@@ -115,7 +115,8 @@ class ConnectionSettings:
         heartbeat: The heartbeat in seconds, 1 to 65534. Below 5, RabbitMQ's documentation warns of false alarms.
             Heartbeats cannot be switched off, because a vanished peer would never be noticed. The default of 20 is the
             upper end of the recommended range; it detects a vanished peer of an idle connection within 45 s.
-        connect_timeout: The maximum time for the TCP, TLS and AMQP handshakes of one endpoint together, in seconds.
+        connect_timeout: The maximum time for the TCP, TLS and AMQP handshakes of one endpoint together, in seconds. A
+            credentials callback has the same time before.
         connection_name: The connection's name in the management UI; None for the caller's choice.
         frame_max: The maximum frame size in bytes, from 8192 (RabbitMQ 4.1 refuses less) to 131072 (pika refuses more).
         channel_max: The highest channel number to request, from 1 to 65535 (RabbitMQ refuses 0, "no limit").
@@ -160,7 +161,8 @@ class ConnectionSettings:
     @property
     def first_attempts_timeout(self) -> float:
         """The seconds after which every host has had its first attempt."""
-        return self.connect_timeout * len(self.endpoints) + 1.0
+        attempt = self.connect_timeout * (2 if callable(self.credentials) else 1)
+        return attempt * len(self.endpoints) + 1.0
 
     def resolve_credentials(self) -> Credentials | None:
         """Return the credentials for one connect; None with ``EXTERNAL``.

@@ -84,7 +84,7 @@ def parse_url(
         credentials: The credentials, in place of the URL's user and password. A callable is called at every connect.
         mechanism: ``"PLAIN"`` or ``"EXTERNAL"``.
         heartbeat: The heartbeat in seconds.
-        connect_timeout: The maximum time to connect to one host, in seconds or as a timedelta.
+        connect_timeout: The maximum time for the handshakes with one host, in seconds or as a timedelta.
         connection_name: The connection's name in the management UI.
         frame_max: The maximum size of a frame in bytes.
         channel_max: The highest channel number.

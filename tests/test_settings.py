@@ -138,6 +138,13 @@ def test_the_callback_is_asked_every_time() -> None:
     assert settings(credentials=lambda: Credentials("v", "w")).resolve_credentials() == Credentials("v", "w")
 
 
+def test_the_first_attempts_include_calls_of_the_callback() -> None:
+    options: dict[str, Any] = {"endpoints": (Endpoint("one", 1), Endpoint("two", 2)), "connect_timeout": 5.0}
+    for credentials, seconds in ((Credentials("u", "p"), 11.0), (lambda: ("u", "p"), 21.0)):
+        settings = ConnectionSettings(credentials=credentials, **options)
+        assert settings.first_attempts_timeout == seconds
+
+
 def test_static_credentials_stay_and_external_has_none() -> None:
     assert settings().resolve_credentials() == Credentials("u", CANARY)
     external = settings(mechanism="EXTERNAL", credentials=None, tls=TLSOptions(cert_file="c"))

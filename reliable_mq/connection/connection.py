@@ -296,6 +296,7 @@ class Connector:
             self._attempt_failed(as_ours(result, f"no credentials: the callback raised {type(result).__name__}"))
             return
         self._enter(ConnectionState.CONNECTING)
+        self._set_timer(self._settings.connect_timeout, self._on_timeout)
         self._renewer.credentials_read(result.credentials)
         logger.debug("%s: connecting to %s", self._name, self._endpoint)
         self._link = self._open_link(self._endpoint, self._settings, result, self._name, self)
@@ -441,8 +442,6 @@ class Connector:
                 self._step_outstanding.refuse(loss.code or 0, loss.text, connection=True)
             elif self._state in _ATTEMPT:
                 self._attempt_failed(error)
-            else:  # CLOSING
-                self._unblock()
         self._end_if_closed()
 
     def channel_closed(self, channel: Channel, code: int, text: str, by_broker: bool) -> None:

@@ -59,7 +59,7 @@ class QueueDepths:
         credentials: The credentials, as for ``Publisher``.
         tls: The TLS options, as for ``Publisher``.
         heartbeat: The heartbeat interval in seconds.
-        connect_timeout: The timeout of one attempt on one host, in seconds.
+        connect_timeout: The timeout of the handshakes with one host in seconds, as for ``Publisher``.
 
     Raises:
         ConfigurationError: If an argument is invalid. The message names it.

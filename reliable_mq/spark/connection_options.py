@@ -61,7 +61,7 @@ class ConnectionOptions:
     """Options of a connection. The files are read on each host that connects."""
 
     heartbeat: int | None = None  # seconds
-    timeout: float | None = None  # seconds for one attempt on one host
+    timeout: float | None = None  # seconds for the handshakes with one host
     ca_file: str | None = None
     cert_file: str | None = None
     key_file: str | None = None

@@ -129,7 +129,7 @@ class QueueReader(NullListener):
             TopologyMismatch: If a queue does not exist.
         """
         self._io.start()
-        patience = self._settings.connect_timeout * len(self._settings.endpoints) + 1.0
+        patience = self._settings.first_attempts_timeout
         with self._changed:
             self._changed.wait_for(
                 lambda: self._connected or self.error is not None or self._attempts_left <= 0, patience

@@ -53,7 +53,7 @@ class AdminChannel(NullListener):
         self._lock = self._changed.lock
         self._ready = False
         self._error: ReliableMQError | None = None
-        self._timeout = settings.connect_timeout * len(settings.endpoints) + _GRACE
+        self._timeout = settings.first_attempts_timeout + _GRACE
         self._stop = _Stop(patience)
         self._io = IOThread(
             name=name,

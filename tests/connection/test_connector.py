@@ -580,6 +580,25 @@ def test_a_step_that_was_not_sent_is_not_refused() -> None:
         machine.teardown()
 
 
+def test_the_handshakes_have_all_their_time_after_a_callback() -> None:
+    machine = ConnectorMachine()
+    try:
+        for answered in (True, False):
+            machine.pass_time(CONNECT_TIMEOUT - 0.1)
+            machine.credentials(Credentials("guest", "guest"))
+            machine.pass_time(CONNECT_TIMEOUT - 0.1)
+            assert machine.state is ConnectionState.CONNECTING
+            if answered:
+                machine.proceed(20)
+                assert machine.state is ConnectionState.READY
+                machine.lose_link(None, which=-1)
+                machine.pass_time(0.0)
+        machine.pass_time(0.1)
+        assert machine.state is ConnectionState.PREPARING, "of the next host"
+    finally:
+        machine.teardown()
+
+
 STEPS = {  # from the start, without failures
     ConnectionState.PREPARING: 0,
     ConnectionState.CONNECTING: 1,
