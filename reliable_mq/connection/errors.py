@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 import ssl
 from typing import TYPE_CHECKING
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["as_ours", "broker_unavailable", "is_certificate_problem", "is_refusal", "system_problem"]
 
 _CONNECTION_FORCED = 320  # the broker shuts down, and does not refuse the outstanding step
+
+_LIMIT = re.compile(r": (node |user )?connection limit [^']*$")  # behind the names of the virtual host and the user
 
 
 def broker_unavailable(
@@ -45,7 +48,7 @@ def broker_unavailable(
         code, text = closed_with
         # 403: the credentials are wrong. 530: the virtual host does not exist, or the user may not access it. A limit
         # on the number of connections is a 530 as well, but is temporary.
-        permanent = not opened and (code == 403 or (code == 530 and "limit" not in text))
+        permanent = not opened and (code == 403 or (code == 530 and _LIMIT.search(text) is None))
         otherwise = f"{'refused' if permanent else 'closed'} by the broker: {code} {text}"
     error = BrokerUnavailable(f"{endpoint}: {otherwise}", permanent=permanent)
     if cause is not None:

@@ -64,12 +64,20 @@ def test_what_pika_reports_becomes_an_error_that_names_the_host(
     assert error.__cause__ is None or error.__cause__.__traceback__ is None
 
 
+LIMIT_UNKNOWN = "connection limit cannot be queried, timeout"
+
+
 @pytest.mark.parametrize(
     ("code", "text", "opened", "permanent"),
     [
         (403, "ACCESS_REFUSED - Login was refused", False, True),
         (530, "NOT_ALLOWED - vhost x not found", False, True),
+        (530, "NOT_ALLOWED - vhost rate-limits not found", False, True),
+        (530, "NOT_ALLOWED - access to vhost '/' refused for user 'limit-service'", False, True),
         (530, "NOT_ALLOWED - access to vhost '/' refused for user 'u': connection limit (1) is reached", False, False),
+        (530, "NOT_ALLOWED - connection refused: node connection limit (1) is reached", False, False),
+        (530, "NOT_ALLOWED - connection refused for user 'u': user connection limit (1) is reached", False, False),
+        (530, "NOT_ALLOWED - access to vhost '/' refused for user 'u': " + LIMIT_UNKNOWN, False, False),
         (541, "INTERNAL_ERROR - vhost is down", False, False),
         (320, "CONNECTION_FORCED - broker forced connection closure", True, False),
         (530, "NOT_ALLOWED - vhost x deleted", True, False),
