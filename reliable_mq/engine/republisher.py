@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from reliable_mq._util.logs import get_logger
 from reliable_mq.core.consumer.delivery import message_names
+from reliable_mq.core.statistics import TokenStatistics
 from reliable_mq.errors import PublishError, ReliableMQError
 from reliable_mq.message import Message
 
@@ -72,6 +73,13 @@ class BaseRepublisher:
             return None
         signs: PublisherSigns = channel.signs(now, publisher._options.confirm_timeout, None)  # noqa: SLF001
         return replace(signs, work=max(signs.work, work))
+
+    @property
+    def tokens(self) -> TokenStatistics:
+        """The counts of renewed tokens. Thread-safe."""
+        channel = self._publisher._started_channel  # noqa: SLF001  # no user has this publisher
+        tokens: TokenStatistics = TokenStatistics() if channel is None else channel.tokens
+        return tokens
 
     def _publish(self, republish: RepublishRequest) -> Steps[None]:
         try:

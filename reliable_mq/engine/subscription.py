@@ -219,8 +219,8 @@ class BaseSubscription(NullListener):
 
     @property
     def tokens(self) -> TokenStatistics:
-        """The counts of renewed tokens."""
-        return self._io.tokens
+        """The counts of renewed tokens, with those of the republisher."""
+        return self._io.tokens if self.republisher is None else self._io.tokens + self.republisher.tokens
 
     def signs(self, now: float, stuck_after: float) -> ConsumerSigns:
         """Return the signs of health. Thread-safe. Does not wait."""

@@ -9,8 +9,9 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
-from reliable_mq import BrokerUnavailable, Message, Queue
+from reliable_mq import BrokerUnavailable, Message, Queue, RetryPolicy
 from reliable_mq.codec.methods import CheckQueue, QueueState
 from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
 from reliable_mq.sync.admin_channel import AdminChannel
@@ -158,6 +159,32 @@ def test_an_unanswered_renewal_waits_while_the_broker_blocks(
         assert waiting.exception(60) is None
         broker.wait(lambda: broker.connection is not connection, "another one, as no answer comes")
         broker.secrets_unanswered = False
+
+
+@pytest.mark.slow
+def test_a_consumer_counts_the_renewals_of_both_its_connections(
+    broker: ScriptedBroker, new_consumer: NewConsumer
+) -> None:
+    """The first one consumes, and its token does not expire. The second one publishes retries."""
+    broker.script = acking
+    registry = CollectorRegistry()
+    lifetimes = iter([None])
+
+    def credentials() -> Credentials:
+        return Credentials("guest", "token", expires_in=next(lifetimes, LIFETIME))
+
+    def fail(_: object) -> None:
+        raise RuntimeError("try again")
+
+    def accepted() -> float:
+        labels = {"consumer": "billing", "queue": "orders", "outcome": "accepted"}
+        return registry.get_sample_value("reliable_mq_consumer_token_renewals_total", labels) or 0.0
+
+    options = {"retry": RetryPolicy(2, delays=(60,)), "registry": registry, "name": "billing"}
+    url = f"amqp://127.0.0.1:{broker.port}/"
+    with new_consumer(fail, ORDERS, url=url, credentials=credentials, **options):
+        broker.consuming.deliver(b"x")
+        wait_until(lambda: accepted() >= 1, timeout=20, what="a counted renewal")
 
 
 def test_an_expired_token_refuses_no_message(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
