@@ -129,7 +129,7 @@ class GroupWatch:
     async def _retry(self) -> None:
         if self._claiming is None or self._store is None:
             raise RuntimeError("there is no store")
-        await awaiting(retrying_settlements(self._claiming, self._store.ask, asyncio.sleep))
+        await awaiting(retrying_settlements(self._claiming, self._store.ask, self._store.rest))
 
     async def _ask(self, step: Step) -> Any:
         if self._store is None:

@@ -185,7 +185,7 @@ class TaskPool:
         if self._store is None or self._claiming is None or not self._claiming.retries:
             return 0
         deadline = time.monotonic() + timeout
-        retries = awaiting(retrying_settlements(self._claiming, self._store.ask, asyncio.sleep))
+        retries = awaiting(retrying_settlements(self._claiming, self._store.ask, self._store.rest))
         task = self._loop.create_task(retries, name=f"{self._name}-settlements")
         try:
             while not task.done() and (left := deadline - time.monotonic()) > 0 and worth_waiting():

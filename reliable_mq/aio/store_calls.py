@@ -68,6 +68,18 @@ class StoreAdapter:
             self._asked.discard(answer)
         return answer.result()
 
+    @staticmethod
+    async def rest(seconds: float) -> bool:
+        """Wait between two calls, and return whether to end instead.
+
+        That is the case if the task was cancelled during a call.
+        """
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            return True
+        await asyncio.sleep(seconds)
+        return False
+
     def abandon(self) -> None:
         """Stop waiting for answers."""
         for answer in self._asked:

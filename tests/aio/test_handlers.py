@@ -596,6 +596,49 @@ def test_a_retry_that_hangs_ends_with_the_pool(monkeypatch: pytest.MonkeyPatch, 
     asyncio.run(main())
 
 
+def test_the_loop_ends_while_settlements_are_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The consumer was not closed, and its store is away. The only cancellation comes during a call."""
+    monkeypatch.setattr(claim_groups, "PATIENCE", 0.05)
+
+    class Away(Blocking):
+        calls = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.asked, self.fails = threading.Event(), threading.Event()
+
+        def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
+            self.calls += 1
+            if self.calls > 4:  # the loop has waited for the store
+                return super().complete_many(claims)
+            if self.calls > 1:
+                self.asked.set()
+                assert self.fails.wait(DEADLINE)
+            raise OSError("no answer")
+
+    store = Away()
+
+    async def fail_when_cancelled() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            store.fails.set()
+
+    async def main() -> asyncio.Task[None]:
+        claiming = ClaimPolicy(queue="orders", namespace="q", key=None, lease=60.0, max_attempts=3)
+        tasks = TaskPool(
+            name="test", count=1, handler=handled, batch=False, store=store, claiming=claiming, sink=Sink()
+        )
+        releasing = asyncio.create_task(fail_when_cancelled())
+        tasks.put(items(1))
+        await until(store.asked.is_set, DEADLINE)
+        return releasing
+
+    asyncio.run(main())
+    (claim,) = MemoryStore.claim_many(store, ["q|orders|m1"], 60.0)
+    assert claim.status is ClaimStatus.IN_PROGRESS
+
+
 def test_where_a_handler_says_so_nothing_more_begins(store: Any) -> None:
     """Waiting deliveries, and those added later, can be recalled."""
     seen: list[Delivery] = []
