@@ -33,8 +33,8 @@ def get_logger(name: str) -> logging.Logger:
     """Return a logger that raises no exception of a handler, filter or factory.
 
     The exception is written to stderr, as `logging` does for its own handlers, unless ``logging.raiseExceptions`` is
-    false. If a record factory raises, the record is a plain one. The fields of ``extra`` replace those that a factory
-    has set, which `logging` would refuse.
+    false. If a record factory raises or returns no record, the record is a plain one. The fields of ``extra`` replace
+    those that a factory has set, which `logging` would refuse.
     """
     logger = logging.getLogger(name)
     handle = logger.handle
@@ -53,11 +53,12 @@ def get_logger(name: str) -> logging.Logger:
     ) -> logging.LogRecord:
         try:
             record = type(logger).makeRecord(logger, name, level, fn, lno, msg, args, exc_info, func, None, sinfo)
-        except Exception:  # noqa: BLE001  # a factory may raise any
+            vars(record).update(extra or {})
+        except Exception:  # noqa: BLE001  # a factory may raise any, or return no record
             record = logging.LogRecord(name, level, fn, lno, msg, args, exc_info, func, sinfo)
+            vars(record).update(extra or {})
             with suppress(Exception):
                 _reporter.handleError(record)
-        vars(record).update(extra or {})
         return record
 
     def guarded(record: logging.LogRecord) -> None:

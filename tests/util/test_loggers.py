@@ -119,3 +119,15 @@ def test_a_record_factory_that_raises_loses_no_line(
     assert (record.getMessage(), record.filename, vars(record)["span_id"]) == ("from us", Path(__file__).name, "s")
     assert record.stack_info is not None
     assert "outside a request" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("change_records")  # restores the factory
+@pytest.mark.parametrize("extra", [None, {"span_id": "s"}])
+def test_a_record_factory_that_makes_none_loses_no_line(
+    extra: dict[str, str] | None, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logging.setLogRecordFactory(lambda *_args, **_kwargs: None)  # type: ignore[arg-type, return-value]
+    get_logger("reliable_mq.test").critical("from %s", "us", extra=extra)
+    [record] = caplog.records
+    assert (record.getMessage(), vars(record).get("span_id")) == ("from us", extra and "s")
+    assert "TypeError" in capsys.readouterr().err
