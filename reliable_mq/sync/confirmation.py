@@ -53,6 +53,7 @@ class ConfirmationOwner(BaseConfirmationOwner, Protocol):
     """The channel that settles a confirmation and runs its callbacks."""
 
     lock: threading.RLock
+    stalled: bool  # whether the I/O thread has missed a deadline and not run since, so that waits are no longer patient
 
     def submit(self, confirmation: Any) -> None:
         """Accept the message. Wait for the window up to the message's deadline."""
@@ -129,8 +130,9 @@ class Confirmation(BaseConfirmation):
 
         Returns None if the message was confirmed.
         """
-        if self.outcome is None:
-            self._wait(time_to_wait(timeout))
+        if self.outcome is None and (missed := self._wait(time_to_wait(timeout))) is not None:
+            self._mark_observed()
+            return missed
         return self._observe()
 
     def add_done_callback(self, callback: Callable[[Self], object]) -> None:
@@ -160,7 +162,11 @@ class Confirmation(BaseConfirmation):
         with self.owner.lock:
             return super()._add_callback(callback)
 
-    def _wait(self, timeout: float | None) -> None:
+    def _wait(self, timeout: float | None) -> PublishUnconfirmed | None:
+        """Wait until the publish is settled.
+
+        Return an error if the I/O thread has not settled it after its deadline.
+        """
         owner = self.owner
         owner.check_waitable()
         owner.check_may_wait()
@@ -169,30 +175,36 @@ class Confirmation(BaseConfirmation):
         tell = settled.notify_all
         with lock:
             if not self._add_callback(tell):
-                return
+                return None
             try:
-                if settled.wait_for(self.done, PATIENCE if timeout is None else min(timeout, PATIENCE)):
-                    return
+                patience = 0.0 if owner.stalled else PATIENCE
+                if settled.wait_for(self.done, patience if timeout is None else min(timeout, patience)):
+                    return None
                 owner.nudge()
                 if timeout is None:
-                    self._wait_to_deadline(settled)
-                elif not settled.wait_for(self.done, min(timeout, threading.TIMEOUT_MAX) - PATIENCE):
+                    return self._wait_to_deadline(settled)
+                if not settled.wait_for(self.done, min(timeout, threading.TIMEOUT_MAX) - patience):
                     raise TimeoutError(f"{self} is not settled after {timeout} s; it is still being published")
             finally:
                 self._remove_callback(tell)
+        return None
 
-    def _wait_to_deadline(self, settled: Condition) -> None:
+    def _wait_to_deadline(self, settled: Condition) -> PublishUnconfirmed | None:
         """Wait until the publish is settled, at its deadline or a moment later.
 
         The moment begins after the wait for the deadline, because the process may have been stopped until then.
-
-        Raises:
-            PublishUnconfirmed: If it is still not settled.
+        Return an error if it is still not settled.
         """
-        left = self.accepted_at + self.owner.timeout_of(self) - time.monotonic()
-        if not (settled.wait_for(self.done, min(left, threading.TIMEOUT_MAX)) or settled.wait_for(self.done, _LATE)):
-            raise PublishUnconfirmed(
-                f"{self} is not settled {_LATE:g} s after its deadline: the publisher's I/O thread is blocked, for "
-                "example by a log handler",
-                message_id=self.message_id,
-            )
+        owner = self.owner
+        left = self.accepted_at + owner.timeout_of(self) - time.monotonic()
+        if settled.wait_for(self.done, min(left, threading.TIMEOUT_MAX)) or settled.wait_for(
+            self.done, 0.0 if owner.stalled else _LATE
+        ):
+            return None
+        owner.stalled = True
+        owner.nudge()
+        return PublishUnconfirmed(
+            f"{self} is not settled after its deadline: the publisher's I/O thread is blocked, for example by a log "
+            "handler",
+            message_id=self.message_id,
+        )

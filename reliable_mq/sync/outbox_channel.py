@@ -96,6 +96,8 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
         lock: The lock that guards the window and the callbacks of all confirmations.
     """
 
+    stalled = False
+
     def __init__(
         self, outbox: Outbox, relay_publisher: RowPublisher, options: PublisherOptions, *, measured: bool
     ) -> None:

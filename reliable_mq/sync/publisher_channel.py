@@ -161,6 +161,7 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
 
     Attributes:
         lock: The lock that guards the inbox, the window and the callbacks of all confirmations.
+        stalled: Whether the I/O thread has missed the deadline of a publish, and has not run since.
     """
 
     write_bytes = 64 * 1024
@@ -175,6 +176,7 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
         self._waiting = self._waiters.waiting
         self._flushing: list[float] = []  # for each caller in a flush: the moment before which all must be settled
         self._inbox: deque[Confirmation] = deque()
+        self.stalled = False
         self._accepting = 0  # publishes moving from the inbox to the session
         self._callbacks = CallbackThread(f"{options.name}-callbacks")
         self._crowded = False  # whether more callbacks are due than the window has places
@@ -306,6 +308,7 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
     def _accept_inbox(self) -> None:
         with self.lock:
             taken, self._inbox, self._woken = self._inbox, deque(), False
+            self.stalled = False
             self._accepting = len(taken)
         self.session.accept(taken)
         self._accepting = 0

@@ -33,6 +33,7 @@ from reliable_mq import (
     PublishError,
     PublishNacked,
     PublishRefused,
+    PublishReport,
     PublishReturned,
     PublishUnconfirmed,
     Queue,
@@ -1111,6 +1112,33 @@ def test_a_wait_that_blocks_the_io_thread_ends(
         assert submit(publisher, 1)[0].result(10).status == "confirmed"
     assert isinstance(handler.errors[0], PublishUnconfirmed)
     assert handler.errors[0].may_have_arrived
+
+
+def test_a_report_that_blocks_the_io_thread_is_made(
+    broker: ScriptedBroker, new_publisher_of_the_sync_api: NewPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its messages wait once for the I/O thread, not one after the other."""
+    monkeypatch.setattr("reliable_mq.sync.confirmation._LATE", 1.0)
+    broker.script = lambda published: published.channel.connection.cut()
+    reports: list[PublishReport] = []
+
+    def publish(publisher: Publisher) -> None:
+        reports.append(publisher.publish_many([Message(b"log")] * 30, routing_key="logs", timeout=0.5))
+
+    with (
+        new_publisher_of_the_sync_api(reconnect_wait=tenacity.wait_fixed(0.02)) as publisher,
+        CallingHandler(lambda: publish(publisher)),
+    ):
+        logging_thread = threading.Thread(target=logging.getLogger("reliable_mq").warning, args=["hello"], daemon=True)
+        logging_thread.start()
+        logging_thread.join(15)
+        assert not logging_thread.is_alive()
+        broker.script = acking
+        confirmation = submit(publisher, 1)[0]
+        assert confirmation.result(10).status == "confirmed"
+        assert not confirmation.owner.stalled
+    assert {type(error) for _, error in reports[0].failures} == {PublishUnconfirmed}
+    assert len(reports[0].failures) == 30
 
 
 def test_a_callback_that_would_not_run_is_refused(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
