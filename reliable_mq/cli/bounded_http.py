@@ -4,7 +4,8 @@ Invariants:
 
 - A connection is closed if no complete request head arrives within `HEAD_TIMEOUT` seconds, or if its request is not
   complete `BODY_TIMEOUT` seconds after the head.
-- A connection is closed if its client does not read a part of a response within `WRITE_TIMEOUT` seconds.
+- A connection is closed if its client does not read a part of a response within `WRITE_TIMEOUT` seconds. Until it has
+  read that part, the other two deadlines do not apply.
 - Above `CONNECTIONS` connections, the one that has waited longest for a request is closed, so that clients that send
   nothing do not exclude others. If none waits, uvicorn's ``limit_concurrency`` responds with 503.
 """
@@ -43,6 +44,7 @@ class BoundedHTTP(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # so that the end of a response is awaited, too
         if len(self.connections) > CONNECTIONS:
             longest = next(iter(self._waiting), None)
             if longest is not None:
@@ -64,11 +66,13 @@ class BoundedHTTP(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._end_watch()
         self._stall = self.loop.call_later(WRITE_TIMEOUT, self.drop)
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self._end_stall()
+        self._watch()
 
     def drop(self) -> None:
         """Close the connection in any state."""
@@ -78,6 +82,8 @@ class BoundedHTTP(H11Protocol):
 
     def _watch(self) -> None:
         """Set the deadline for the client's next message, unless it is set."""
+        if self._stall is not None:  # `resume_writing` continues
+            return
         state = self.conn.their_state
         if state is self._awaited:
             return

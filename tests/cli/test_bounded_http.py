@@ -50,9 +50,19 @@ class Large:
         self.ended.set()
 
 
+SIZE = 60_000  # less than what pauses an asyncio transport by default, more than small buffers hold
+
+
+async def page(_scope: Any, _receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % SIZE)]})
+    await send({"type": "http.response.body", "body": b"x" * SIZE})
+
+
 @contextmanager
-def served(app: Any = app) -> Iterator[tuple[str, int]]:
+def served(app: Any = app, send_buffer: int | None = None) -> Iterator[tuple[str, int]]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
+        if send_buffer is not None:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         config = uvicorn.Config(
             app, http=BoundedHTTP, limit_concurrency=bounded_http.CONNECTIONS + 1, log_config=None, lifespan="off"
         )
@@ -66,6 +76,20 @@ def served(app: Any = app) -> Iterator[tuple[str, int]]:
             server.should_exit = True
             thread.join(20)
     assert not BoundedHTTP._waiting
+
+
+def small_client(address: tuple[str, int]) -> socket.socket:
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    client.settimeout(10)
+    client.connect(address)
+    return client
+
+
+def status(address: tuple[str, int]) -> bytes:
+    with socket.create_connection(address, timeout=10) as client:
+        client.sendall(GET + b"\r\n")
+        return client.recv(12)
 
 
 def answer(client: socket.socket) -> bytes:
@@ -118,6 +142,17 @@ def test_a_client_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch)
         assert large.ended.wait(20)
 
 
+def test_a_client_that_leaves_the_end_unread_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_http, "WRITE_TIMEOUT", 0.3)
+    monkeypatch.setattr(bounded_http, "CONNECTIONS", 1)
+    with served(page, send_buffer=4096) as address, small_client(address) as client:
+        client.sendall(GET + b"Connection: close\r\n\r\n")
+        assert client.recv(1)
+        wait_until(lambda: status(address) == b"HTTP/1.1 200", timeout=20, what="the place of the client")
+        with client.makefile("rb") as file:
+            assert len(file.read()) < SIZE
+
+
 @pytest.mark.slow
 def test_a_client_that_reads_slowly_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounded_http, "WRITE_TIMEOUT", 2.0)
@@ -130,6 +165,18 @@ def test_a_client_that_reads_slowly_gets_everything(monkeypatch: pytest.MonkeyPa
                 received += len(data)
                 threading.Event().wait(0.2)
         assert received > PARTS * 65536
+
+
+@pytest.mark.slow
+def test_the_next_request_is_due_after_the_response_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_http, "HEAD_TIMEOUT", 0.5)
+    with served(page, send_buffer=4096) as address, small_client(address) as client:
+        client.sendall(GET + b"\r\n")
+        received = 0
+        while data := client.recv(1000):
+            received += len(data)
+            threading.Event().wait(0.03)
+        assert received > SIZE
 
 
 def test_clients_that_send_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
