@@ -321,14 +321,15 @@ class AsyncRelayPublisher:
         return self._loop.is_closed() and not (self._to_send or self._settled)
 
     def connect(self) -> None:
-        """Connect again if the last attempt has failed, and raise its error.
+        """Connect again unless connected. Raise the error of the last attempt, if any.
 
         Does not wait for the new attempt. The task begins by connecting.
         """
         refusal = self._refusal
-        if refusal is not None:
+        if refusal is not None or not self.kept().connected:  # the channel may have given up later
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._on_rows)
+        if refusal is not None:
             raise refusal
 
     def send(self, rows: Sequence[OutboxRow]) -> None:

@@ -165,6 +165,21 @@ def test_an_idle_outbox_publisher_recovers_from_a_refusal(
         wait_until(lambda: inner(publisher).connected, timeout=30, what="a connection")
 
 
+def test_an_idle_outbox_publisher_recovers_from_a_later_refusal(
+    broker: ScriptedBroker, new_publisher: NewClient, tmp_path: Path
+) -> None:
+    """Its first attempt fails for now, and the channel gives up at the next one."""
+    broker.refusals["Connection.Open"] = 541, "INTERNAL_ERROR - starting"
+    with new_publisher(outbox=SQLiteOutbox(tmp_path / "outbox.db")) as publisher:
+        wait_until(lambda: inner(publisher)._channel, timeout=30, what="the first attempt")
+        broker.refusals["Connection.Open"] = 530, "NOT_ALLOWED - vhost / not found"
+        health = wait_health(publisher, lambda health: not health.progressing, stuck_after=0.2)
+        assert "vhost / not found" in health.reason
+        del broker.refusals["Connection.Open"]
+        wait_health(publisher, lambda health: health.progressing, stuck_after=0.2)
+        wait_until(lambda: inner(publisher).connected, timeout=30, what="a connection")
+
+
 def test_a_consumer_is_ready_while_it_is_subscribed(broker: ScriptedBroker, new_consumer: NewClient) -> None:
     consumer = new_consumer(lambda _delivery: None)
     assert "not started" in inner(consumer).health().reason
