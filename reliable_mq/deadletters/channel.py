@@ -214,7 +214,7 @@ class GetChannel(AdminChannel):
                 frames = [encode_nack(source.channel, last, multiple=True, requeue=True) for last, _ in some]
                 self._send(source, b"".join(frames))
                 ready += sum(size for _, size in some)
-                self._wait_for(ready)
+                self._wait_for(ready, source)
         except (ConsumeError, BrokerUnavailable, UsageError):
             return
         finally:
@@ -259,8 +259,9 @@ class GetChannel(AdminChannel):
             self._perform(source, Consume(self._queue, tag))
             complete = self._wait_for_arrivals(source, enough)
         except BaseException:
-            with suppress(StepRefused, BrokerUnavailable):
-                self.perform(Cancel(tag))  # otherwise, the consumer would get requeued messages
+            if self._ready:  # otherwise, the consumer has ended with its channel
+                with suppress(StepRefused, BrokerUnavailable):
+                    self.perform(Cancel(tag))  # otherwise, the consumer would get requeued messages
             raise
         self._perform(source, Cancel(tag))
         if not complete:
@@ -319,11 +320,17 @@ class GetChannel(AdminChannel):
         places = [0, *(bisect_right(held, end) for end in self._ends)]
         return [(held[end - 1], end - start) for start, end in pairwise(places) if end > start]
 
-    def _wait_for(self, ready: int) -> None:
-        """Wait a limited time for so many ready messages; others may get some of them."""
+    def _wait_for(self, ready: int, source: ChannelGeneration | None = None) -> None:
+        """Wait a limited time for so many ready messages; others may get some of them.
+
+        If the channel ``source`` is lost meanwhile, raise its loss.
+        """
         deadline = time.monotonic() + _SEEN
         while self.check().messages < ready and time.monotonic() < deadline:
             threading.Event().wait(_POLL_EVERY)
+            if source is not None:
+                with self._lock:
+                    self._check(source)
 
     def _send(self, source: ChannelGeneration, frames: bytes) -> None:
         """Write frames on this channel only, and wait until the broker has read them."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
 
 from reliable_mq.deadletters import DeadLetterQueue
+from reliable_mq.deadletters import channel as channel_module
 from reliable_mq.deadletters.channel import GetChannel
 from reliable_mq.errors import StaleDelivery, UsageError
 from reliable_mq.testing.waiting import wait_until
@@ -29,6 +31,35 @@ def test_what_a_lost_channel_held_awaits_no_other_channel(broker: ScriptedBroker
         with pytest.raises(StaleDelivery):
             channel.ack([taken])
         channel.finish()
+        assert channel._error is None, "it has waited until reconnecting failed"
+
+
+def test_a_consumer_lost_in_a_batch_awaits_no_other_channel(broker: ScriptedBroker) -> None:
+    """It has ended with its channel, so there is nothing to cancel."""
+    broker.ready += [b"1", b"never delivered"]
+    with GetChannel(parse_url(broker.url), QUEUE, name="test") as channel, ThreadPoolExecutor(1) as pool:
+        channel._stop.patience = 5.0
+        channel._by_consumers = True
+        taking = pool.submit(channel.take, 2)
+        assert broker.consuming
+        broker.stop()
+        with pytest.raises(StaleDelivery):
+            taking.result(30)
+        assert channel._error is None, "it has waited until reconnecting failed"
+
+
+def test_a_loss_while_the_queue_requeues_awaits_no_channel(
+    broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel_module, "_POLL_EVERY", 0.5)
+    broker.ready.append(b"1")
+    with GetChannel(parse_url(broker.url), QUEUE, name="test") as channel, ThreadPoolExecutor(1) as pool:
+        channel._stop.patience = 5.0
+        channel.take(1)
+        finishing = pool.submit(channel.finish)
+        wait_until(lambda: broker.seen.count("Queue.Declare") == 2, timeout=20, what="the first count after the nack")
+        broker.stop()
+        finishing.result(30)
         assert channel._error is None, "it has waited until reconnecting failed"
 
 

@@ -97,7 +97,7 @@ class Reconnecting(GetChannel):
         if self._lost_again:
             raise self._stale()
 
-    def _wait_for(self, ready: int) -> None:
+    def _wait_for(self, ready: int, source: ChannelGeneration | None = None) -> None:
         assert ready == 1
 
 
