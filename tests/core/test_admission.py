@@ -85,15 +85,6 @@ def test_attempts_used_up_elsewhere_are_not_begun_again() -> None:
     assert Door().refusal(with_attempt(5)) is None
 
 
-def test_a_first_delivery_has_the_attempts_of_its_header_alone() -> None:
-    """This process may remember earlier attempts, from before a replay."""
-    door = Door()
-    door.book.remember(delivery(), failures(4))
-    item = with_attempt(2)
-    assert door.refusal(item) is None
-    assert (item.attempt, len(door.book)) == (2, 0)
-
-
 def test_a_redelivery_has_the_failures_this_process_remembers() -> None:
     door = Door()
     known = failures(3)

@@ -78,6 +78,15 @@ def test_without_an_id_nothing_is_remembered() -> None:
     assert len(book) == 0
 
 
+def test_forgetting_a_broken_id_is_no_flaw_of_the_delivery() -> None:
+    """The handler has not read it."""
+    book = AttemptTracker()
+    book.remember(delivery(), AttemptHistory(1))
+    nameless = delivery(type=b"\x09short")
+    book.forget(nameless)
+    assert nameless.flaw is None
+
+
 def test_broken_headers_do_not_hide_the_id() -> None:
     book = AttemptTracker()
     failures = AttemptHistory(1)

@@ -393,6 +393,39 @@ def test_a_redelivered_original_keeps_the_attempts_of_its_retry() -> None:
     assert again.attempt == 2
 
 
+def test_a_first_delivery_has_the_attempts_of_its_header_alone() -> None:
+    """This process remembers an attempt, and another one has handled two since."""
+    session = make(max_attempts=9)
+    [item] = deliver(session, [delivery(1, message_id="a")])
+    fail(session, item)
+    session.lost(1)
+    session.opened(2, CHANNEL)
+    waited = {headers.FORMAT: 1, headers.ATTEMPT: 2}
+    [copy] = deliver(session, [delivery(1, message_id="a", headers=waited)], 100.0)
+    assert copy.attempt == 2
+    session.lost(2)
+    session.opened(3, CHANNEL)
+    [again] = deliver(session, [delivery(1, message_id="a", redelivered=True, headers=waited)], 101.0)
+    assert again.attempt == 2
+
+
+@pytest.mark.parametrize("policy", [RetryPolicy(3, delays=(1, 10)), RetryPolicy(1)], ids=["count", "verdict"])
+def test_a_replayed_message_lost_once_has_all_its_attempts(policy: RetryPolicy) -> None:
+    """This process remembers an attempt from before, and another one dead-lettered it."""
+    session = make(queues=True, retry=policy)
+    [item] = deliver(session, [delivery(1, message_id="a")])
+    fail(session, item)
+    only_republish(session)  # its confirm is lost with the channel
+    session.lost(1)
+    session.opened(2, CHANNEL)
+    [replayed] = deliver(session, [delivery(1, message_id="a")], 100.0)
+    assert replayed.attempt == 1
+    session.lost(2)
+    session.opened(3, CHANNEL)
+    [again] = deliver(session, [delivery(1, redelivered=True, message_id="a")], 101.0)
+    assert again.attempt == 1
+
+
 @pytest.mark.parametrize(
     ("policy", "error", "given_up"),
     [

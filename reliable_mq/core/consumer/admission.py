@@ -124,8 +124,6 @@ class Admission:
     def _given_up(self, delivery: Delivery) -> str | None:
         if delivery.redelivered:
             delivery.set_failures(self._attempts.find(delivery))
-        elif delivery.failures is not None:
-            self._attempts.forget(delivery)
         failures = delivery.failures
         if failures is None:
             return None

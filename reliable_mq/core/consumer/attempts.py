@@ -275,13 +275,15 @@ class AttemptTracker:
             self._failures.popitem(last=False)
 
     def forget(self, delivery: Delivery) -> None:
-        """Forget a message that was handled or dead-lettered."""
+        """Forget a message that was handled or dead-lettered, or is a new copy."""
         if self._failures:
             self._failures.pop(_identity(delivery), None)
 
 
 def _identity(delivery: Delivery) -> str:
+    flaw = delivery.flaw
     try:
         return delivery.message_id or ""
     except ConsumeError:
+        delivery.flaw = flaw  # the handler has not read the broken part
         return ""

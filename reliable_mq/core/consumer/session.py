@@ -501,6 +501,11 @@ class ConsumerSession:
             delivery.came_from(source)
         if self.stream_offset is not None:
             self.stream_offset.delivered(deliveries, self._acks.first_unfinished)
+        attempts = self._settlement.attempts
+        if attempts:
+            for delivery in deliveries:
+                if not delivery.redelivered:
+                    attempts.forget(delivery)
         return True
 
     def _admit(self, delivery: Delivery, now: float) -> bool:
