@@ -111,7 +111,7 @@ class GroupWatch:
         unanswered = self._claiming is not None and len(self._claiming.retries) > 0
         if unanswered and not self.retrying:
             self._create_task(self.retrying, self._retry())
-        if self._groups or unanswered:
+        if self._groups or self.settling or unanswered:
             self._start()
 
     def _create_task(self, tasks: set[asyncio.Task[None]], coroutine: Coroutine[Any, Any, None]) -> None:

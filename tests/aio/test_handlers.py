@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from reliable_mq import Ack, DeadLetter, RetryLater
+from reliable_mq.aio.group_watch import GroupWatch
 from reliable_mq.aio.handlers import TaskPool
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.handler import ClaimPolicy, Failed, Result, Skipped, SkipReason
@@ -557,6 +558,59 @@ def test_a_recovered_store_is_told_though_nothing_is_claimed(
             await until(
                 lambda: MemoryStore.claim_many(store, ["q|orders|m1"], 60.0)[0].status is ClaimStatus.DONE, DEADLINE
             )
+
+    asyncio.run(main())
+
+
+def test_a_recovered_store_is_told_of_results_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store fails to answer after the group has ended."""
+    monkeypatch.setattr(claim_groups, "_GROUP_SECONDS", DEADLINE)
+    monkeypatch.setattr(claim_groups, "PATIENCE", 0.05)
+
+    class Locked(Awaiting):
+        locked = False
+        asked: asyncio.Event
+        over: asyncio.Event
+
+        async def complete_many(self, claims: Sequence[Claim]) -> list[bool]:  # type: ignore[override]
+            if self.locked and len(claims) > 1:
+                self.asked.set()
+                await self.over.wait()
+                self.locked = False
+                raise OSError("lock timeout")
+            return await super().complete_many(claims)
+
+    async def main() -> None:
+        store, gate = Locked(), asyncio.Event()
+        store.asked, store.over = asyncio.Event(), asyncio.Event()
+        idle = asyncio.Event()  # the watch has found no group
+
+        def looked(watch: GroupWatch) -> None:
+            look(watch)
+            if not watch._groups:
+                idle.set()
+
+        look = GroupWatch._look
+        monkeypatch.setattr(GroupWatch, "_look", looked)
+
+        async def handle(item: Delivery) -> None:
+            if item.delivery_tag == 70:
+                store.locked = True
+                await gate.wait()
+
+        async with running(handle, store=store) as (tasks, sink):
+            tasks.put(items(63))
+            await sink.wait_for(63)
+            tasks.put(items(70)[63:])
+            await store.asked.wait()
+            gate.set()
+            await sink.wait_for(64)
+            await idle.wait()
+            store.over.set()
+            await sink.wait_for(70)
+            keys = [f"q|orders|m{number}" for number in range(64, 70)]
+            done = {ClaimStatus.DONE}
+            await until(lambda: {one.status for one in MemoryStore.claim_many(store, keys, 60.0)} == done, DEADLINE)
 
     asyncio.run(main())
 
