@@ -37,7 +37,7 @@ class AsyncConnection(BaseConnection):
 
     def __init__(self, **connection: Unpack[ConnectionArguments]) -> None:
         super().__init__(**connection)
-        self._loop = EventLoop(self._on_error)
+        self._loop: EventLoop = EventLoop(self._on_error)
         self._thread = threading.get_ident()
         self._ended = asyncio.Event()
         self._stopped = False

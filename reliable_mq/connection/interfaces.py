@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from reliable_mq.codec import RawDelivery
     from reliable_mq.connection.channel import Channel
     from reliable_mq.core.channel_setup import ServerInfo
-    from reliable_mq.core.reconnect import ConnectionLoss
+    from reliable_mq.core.reconnect import AddressOrder, ConnectionLoss
     from reliable_mq.errors import BrokerUnavailable, ReliableMQError
     from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
 
@@ -45,6 +45,8 @@ class ConnectCredentials:
 
 class EventLoop(Protocol):
     """The event loop that a connection runs on."""
+
+    addresses: AddressOrder
 
     def call_soon(self, fn: Callable[[], None], /) -> None:
         """Run `fn` on the loop, never from inside this call. Thread-safe."""

@@ -240,9 +240,14 @@ class AddressOrder:
 
     An address may accept connections and never answer, which ends the attempt. So the next attempt begins with an
     address that was not tried yet, or not for the longest time.
+
+    Attributes:
+        several: Whether the last host has several addresses of one family, which may be different nodes. One node often
+            has an address of each family.
     """
 
     def __init__(self) -> None:
+        self.several = False
         self._tried: deque[object] = deque(maxlen=ADDRESSES_KEPT)  # the last one was tried last
 
     def tried(self, address: object) -> None:
@@ -252,6 +257,8 @@ class AddressOrder:
 
     def sort(self, found: list[Any]) -> list[Any]:
         """Return the results of ``getaddrinfo`` in the order in which to try them."""
+        addresses = {(one[0], one[4]) for one in found}
+        self.several = len(addresses) > len({family for family, _ in addresses})
         return sorted(found, key=lambda one: self._tried.index(one[4]) if one[4] in self._tried else -1)
 
 

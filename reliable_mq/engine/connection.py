@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Unpack
 
-    from reliable_mq.connection.interfaces import ConnectionListener, TimerHandle
+    from reliable_mq.connection.interfaces import ConnectionListener, EventLoop, TimerHandle
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
     from reliable_mq.core.reconnect import ReconnectPolicy
     from reliable_mq.settings import ConnectionSettings, Endpoint
@@ -56,6 +56,7 @@ class BaseConnection:
     write_buffer_size: Callable[[], int]
 
     _connector: Connector
+    _loop: EventLoop
     _has_connector = True
 
     def __init__(self, **connection: Unpack[ConnectionArguments]) -> None:
@@ -105,6 +106,11 @@ class BaseConnection:
         return self._connector.peer if self._has_connector else None
 
     # -- on the loop -----------------------------------------------------------------------------------------------
+
+    @property
+    def tries_several_addresses(self) -> bool:
+        """Whether the last host has several addresses, which may be different nodes."""
+        return self._loop.addresses.several
 
     def call_later(self, delay: float, fn: Callable[[], None]) -> TimerHandle:
         """Run `fn` in `delay` seconds, unless the loop ends first."""

@@ -331,9 +331,11 @@ class BaseSubscription(NullListener):
         self._last_error = error
         self._vitals.attempt_failed(str(error))
         self._attempts_left -= 1
-        offset, moves = self.session.stream_offset, len(self._options.settings.endpoints) > 1
-        if offset is not None and isinstance(error, BrokerUnavailable) and (moves or error.permanent):
-            offset.refused()
+        offset = self.session.stream_offset
+        if offset is not None and isinstance(error, BrokerUnavailable):
+            moves = len(self._options.settings.endpoints) > 1 or self._io.tries_several_addresses
+            if moves or error.permanent:
+                offset.refused()
         if self.session.lifecycle.stopping:
             return  # running handlers are still waited for
         if not will_retry or (isinstance(error, TopologyMismatch) and not is_missing(error)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import random
+import socket
 import struct
 import threading
 import time
@@ -46,6 +47,7 @@ from reliable_mq.stores import MemoryStore
 from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.testing.waiting import wait_until
 from tests.contract.scripted_broker import ScriptedBroker
+from tests.contract.test_publishing import let_resolve
 from tests.core.deliveries import BROKEN_TABLE, properties
 
 if TYPE_CHECKING:
@@ -885,6 +887,29 @@ def test_a_consumer_leaves_a_node_without_a_replica(broker: ScriptedBroker, new_
     ):
         other.consuming.deliver(b"x")
         handler.wait_done(1)
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_a_stream_is_read_on_at_another_address_of_its_host(
+    broker: ScriptedBroker, new_consumer: NewConsumer, monkeypatch: pytest.MonkeyPatch, several: bool
+) -> None:
+    """Another node may have the replica that was deleted here. The only node has another stream."""
+    hosts = ["127.0.0.1", "127.0.0.2"] if several else ["127.0.0.1"]
+    let_resolve(monkeypatch, "rabbit.test", [(socket.AF_INET, (host, broker.port)) for host in hosts])
+    handler = Handler()
+    url = f"amqp://guest:guest@rabbit.test:{broker.port}/"
+    with new_consumer(handler, Queue("events", type="stream"), url=url, offset="first") as consumer:
+        broker.consuming.deliver(b"x", headers={"x-stream-offset": 0})
+        handler.wait_done(1)
+        wait_until(lambda: consumer.statistics.acked == 1, timeout=30, what="acked")
+        broker.refusals["Basic.Consume"] = 406, NO_REPLICA
+        broker.consuming.cancel()
+        broker.wait(lambda: broker.seen.count("Basic.Consume") > 1, "a refused subscription")
+        del broker.refusals["Basic.Consume"]
+        broker.wait(lambda: len(broker.connections) > 1 and broker.consumed, "a subscription")
+        broker.consuming.deliver(b"x", headers={"x-stream-offset": 0})
+        handler.wait_done(2)
+    assert handler.redelivered == [False, several]
 
 
 def test_a_ready_channel_leaves_a_node_without_a_replica(broker: ScriptedBroker) -> None:

@@ -333,6 +333,14 @@ def test_addresses_are_tried_in_turn_in_any_order_of_the_answer() -> None:
     assert order.sort(found("a", "b")) == found("b", "a")
 
 
+def test_addresses_of_one_family_may_be_several_nodes() -> None:
+    order = AddressOrder()
+    both = [(2, 1, 6, "", ("127.0.0.1", 5672)), (10, 1, 6, "", ("::1", 5672, 0, 0))]
+    for addresses, several in ((found("a"), False), (found("a", "b"), True), (both, False), (both + both, False)):
+        order.sort(addresses)
+        assert order.several == several
+
+
 def test_the_number_of_addresses_kept_is_bounded() -> None:
     order = AddressOrder()
     for number in range(ADDRESSES_KEPT + 1):

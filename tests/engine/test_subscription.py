@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from reliable_mq import KillSwitch, Queue, RetryPolicy, TopologyMismatch
+from reliable_mq import BrokerUnavailable, KillSwitch, Queue, RetryPolicy, TopologyMismatch
 from reliable_mq.codec import encode_ack, encode_nack
 from reliable_mq.codec.methods import Consume
 from reliable_mq.core.channel_setup import ServerInfo, StepRefused
@@ -46,6 +46,8 @@ class FakeConnection:
 
     def write(self, data: bytes) -> None:
         self.written.append(data)
+
+    def reopen_channel(self) -> None: ...
 
     def stop(self, _grace: float) -> None:
         self.stopped = True
@@ -137,6 +139,26 @@ def test_a_group_that_a_pause_interrupts_waits_unacked() -> None:
     assert not handlers.waiting
     subscription.stop_now()
     assert b"".join(connection.written) == encode_nack(1, 2, multiple=False, requeue=True)
+
+
+@pytest.mark.parametrize(("several", "start"), [(True, 11), (False, 0)])
+def test_another_node_may_have_a_replica_that_this_one_lost(several: bool, start: int) -> None:
+    """RabbitMQ cancels and refuses. From the only node, that means another stream."""
+    options = ConsumerOptions("amqp://localhost/", Queue("events", type="stream"), print, offset="first", name="c")
+    subscription = FakeSubscription(options)
+    subscription.handlers = handlers = FakeHandlers()
+    connection: Any = subscription._io
+    connection.tries_several_addresses = several
+    subscription.ready(1, 1, 131072, SERVER)
+    subscription.delivered([delivery(1, headers={"x-stream-offset": 10})])
+    subscription.read_finished()
+    done, handlers.waiting = handlers.waiting, []
+    subscription.report(done)
+    subscription.cancelled("c")
+    subscription.lost(1, ConnectionLoss(None, "reopened", "channel", by_broker=False))
+    subscription.failed(BrokerUnavailable("the stream has no replica on this node: 406 ..."), True)
+    *_, consume = subscription._subscribe(SERVER)
+    assert consume.arguments["x-stream-offset"] == start
 
 
 def test_no_channel_is_lost_over_a_queue_known_to_be_refused() -> None:

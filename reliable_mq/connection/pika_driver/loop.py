@@ -66,11 +66,15 @@ class EventLoop:
 
     Args:
         on_error: A callable that is called on the loop with every exception that a callback raises.
+
+    Attributes:
+        addresses: The order in which links try the addresses of their hosts.
     """
 
     def __init__(self, on_error: Callable[[Exception], None]) -> None:
         self._loop = _GuardedLoop(on_error)
-        self.services = _IOServices(self._loop)
+        self.addresses = AddressOrder()
+        self.services = _IOServices(self._loop, self.addresses)
         self.on_error = on_error
 
     def call_soon(self, fn: Callable[[], None]) -> None:
@@ -169,10 +173,10 @@ class _IOServices(SelectorIOServicesAdapter):  # type: ignore[misc]
     pika's own threads would delay the program's end. The addresses of a host are tried in turn, also across links.
     """
 
-    def __init__(self, loop: _GuardedLoop) -> None:
+    def __init__(self, loop: _GuardedLoop, addresses: AddressOrder) -> None:
         super().__init__(loop)
         self._call_soon = loop.add_callback_threadsafe
-        self._addresses = AddressOrder()
+        self._addresses = addresses
 
     def connect_socket(self, sock: socket.socket, resolved_addr: Any, on_done: Callable[[Any], None]) -> Any:
         self._addresses.tried(resolved_addr)
