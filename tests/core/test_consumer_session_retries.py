@@ -275,7 +275,42 @@ def test_a_blocked_retry_of_a_long_delay_is_published_again() -> None:
     assert attempt_again(session, 0.9) == []
     assert session.take_republishes() == []
     assert attempt_again(session, 1.0) == []
-    assert only_republish(session) is republish
+    assert only_republish(session).routing_key == republish.routing_key
+
+
+def blocked_until(ends: float, session: SteppedSession, republish: RepublishRequest) -> RepublishRequest | None:
+    """Block each publish. Return the first one after the alarm, None if it is held instead."""
+    found = [republish]
+    now = 0.0
+    while now < ends:
+        session.published(*found, BLOCKED, now)
+        now, before = session.deadline or 0.0, now
+        assert 1.0 <= now - before <= 60.0
+        session.tick(now)
+        for queue in session.take_declarations():
+            session.declared(queue, None, now)
+        found = session.take_republishes()
+    return found[0] if found else None
+
+
+def test_after_an_alarm_a_retry_waits_for_the_rest_of_its_delay() -> None:
+    session = make(queues=True, retry=RetryPolicy(3, delays=(3600,)))
+    republish = blocked_until(3000.0, session, failed_once(session)[1])
+    assert republish is not None
+    assert republish.tries == 55, "the time between the tries grows"
+    path = decode_retry_headers(waited_delivery(republish, 2)).path
+    left = int(republish.routing_key.rpartition(".")[2]) + sum(path)
+    assert 590_000 <= left <= 660_000
+
+
+def test_a_retry_blocked_for_nearly_all_its_delay_is_held() -> None:
+    session = make(queues=True, retry=RetryPolicy(3, delays=(3600,)))
+    item, republish = failed_once(session)
+    assert blocked_until(3541.0, session, republish) is None
+    session.tick(3599.9)
+    assert session.take_work() == []
+    session.tick(3600.0)
+    assert session.take_work() == [item]
 
 
 def test_a_redelivered_original_waits_a_long_delay_in_its_queue() -> None:

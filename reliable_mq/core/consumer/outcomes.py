@@ -176,17 +176,24 @@ class OutcomeHandler:
         delay = self._retry.delay(failures.count, self._random) or 0.0
         self._retry_after(delivery, failures, delay, now, "the consumer that had it was lost")
 
-    def wait(self, delivery: Delivery, failures: AttemptHistory, now: float) -> None:
-        """Delay a redelivered delivery until its next attempt, which may be due."""
+    def wait(self, delivery: Delivery, failures: AttemptHistory, now: float, *, tries: int = 0) -> None:
+        """Delay a delivery until its next attempt, which may be due.
+
+        ``tries`` is the number of unconfirmed publishes for this delay.
+        """
         left = failures.due - now
         suspect = self.in_quarantine(delivery)
-        if left <= _LONGEST_HELD or not self._settlement.republish.delay(delivery, left, suspect=suspect):
+        if left <= _LONGEST_HELD or not self._settlement.republish.delay(delivery, left, suspect=suspect, tries=tries):
             self._settlement.hold(delivery, max(failures.due, now))
 
-    def due(self, item: Delivery | RepublishRequest) -> Delivery | None:
+    def due(self, item: Delivery | RepublishRequest, now: float) -> Delivery | None:
         """Apply the end of a delay. Return the delivery if it must be dispatched again."""
         if isinstance(item, RepublishRequest):
-            self._settlement.republish.again(item)
+            failures = item.delivery.failures
+            if item.purpose is RepublishReason.RETRY and failures is not None and failures.due > now:
+                self.wait(item.delivery, failures, now, tries=item.tries)  # the rest of its delay
+            else:
+                self._settlement.republish.again(item)
         elif item.failures is not None and item.failures.count >= self._retry.max_attempts:
             self._settlement.dead_letter(item, used_up(item.failures.count, self._retry.max_attempts))
         else:

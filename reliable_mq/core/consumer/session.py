@@ -367,7 +367,7 @@ class ConsumerSession:
         """Advance to ``now`` and return the actions to carry out."""
         settlement, dispatcher, lifecycle, outcomes = self._settlement, self._dispatcher, self.lifecycle, self._outcomes
         for item in settlement.due(now):
-            delivery = outcomes.due(item)
+            delivery = outcomes.due(item, now)
             if delivery is not None:
                 dispatcher.add_alone(delivery)
         dispatcher.due(now)

@@ -87,21 +87,27 @@ class RepublishQueue:
         self.again(self._dead_letters.make(delivery, reason))
         return True
 
-    def delay(self, delivery: Delivery, delay: float, *, suspect: bool = False) -> bool:
+    def delay(self, delivery: Delivery, delay: float, *, suspect: bool = False, tries: int = 0) -> bool:
         """Delay a delivery in delay queues. Return False if it must be held instead.
 
-        ``delay`` is in seconds.
+        ``delay`` is in seconds. ``tries`` is as in `RepublishRequest`.
         """
         return self._delay_queues is not None and self.forward(
-            delivery, self._delay_queues.path(delay), suspect=suspect
+            delivery, self._delay_queues.path(delay), suspect=suspect, tries=tries
         )
 
     def forward(
-        self, delivery: Delivery, path: Sequence[int], *, suspect: bool = False, left: float | None = None
+        self,
+        delivery: Delivery,
+        path: Sequence[int],
+        *,
+        suspect: bool = False,
+        left: float | None = None,
+        tries: int = 0,
     ) -> bool:
         """Send a delivery through delay queues. Return False if it must be held instead.
 
-        ``left`` is as in `RepublishRequest`.
+        ``left`` and ``tries`` are as in `RepublishRequest`.
         """
         if self._delay_queues is None or not path:
             return False
@@ -113,9 +119,11 @@ class RepublishQueue:
         if properties is None:
             return False
         target = Target("", queue.name)
-        self.again(
-            RepublishRequest(delivery, target, properties, "", purpose=RepublishReason.RETRY, queue=queue, left=left)
+        republish = RepublishRequest(
+            delivery, target, properties, "", purpose=RepublishReason.RETRY, queue=queue, left=left
         )
+        republish.tries = tries
+        self.again(republish)
         return True
 
     def quarantine(self, delivery: Delivery, queue: Queue, delay: float = 0.0) -> bool:
