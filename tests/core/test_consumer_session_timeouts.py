@@ -28,6 +28,7 @@ from tests.core.sessions import (
     make,
     only_republish,
 )
+from tests.core.test_consumer_session_retries import waited_delivery
 from tests.core.test_quarantine import back, isolated
 
 CLOSED = ConsumerTimeout(10.0)
@@ -262,6 +263,24 @@ def test_after_a_hung_batch_each_is_tried_alone_before_it_counts() -> None:
     assert session.statistics.failed == 2
     session.delivered([again("m1", 1), again("m2", 2)], 200.0)
     assert {one.purpose for one in session.take_republishes()} == {RepublishReason.DEAD_LETTER}
+
+
+def test_what_hung_alone_is_alone_after_a_long_delay() -> None:
+    """Otherwise it would take a neighbour along in each attempt."""
+    session = make(batch=(2, 0.0), retry=RetryPolicy(3, delays=(600,)), queues=True)
+    session.delivered(items(2), 0.0)
+    session.take_batches()
+    struck(session)
+    session.delivered([again("m1", 1), again("m2", 2)], 100.0)
+    session.tick(100.0)
+    assert len(session.take_batches()) == 2
+    struck(session, 2, 200.0)
+    session.delivered([again("m1", 1)], 200.0)
+    republish = only_republish(session)
+    session.published(republish, None, 200.0)
+    session.delivered([waited_delivery(republish, 2), *items(1, 3)], 900.0)
+    session.tick(900.0)
+    assert [[one.message_id for one in batch] for batch in session.take_batches()] == [["m1"], ["m3"]]
 
 
 def test_each_of_a_hung_claim_group_is_retried_before_it_counts() -> None:

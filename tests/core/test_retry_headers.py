@@ -233,7 +233,7 @@ anything = st.recursive(
     max_leaves=6,
 )
 claims = ["exchange", "routing-key", "path", "suspect", "moved", "user-id", "expiration", "lost", "first-failure"]
-claims += ["last-failure", "exception-type", "exception-message"]
+claims += ["alone", "last-failure", "exception-type", "exception-message"]
 
 
 @given(anything, st.dictionaries(st.sampled_from(claims), anything))

@@ -225,6 +225,7 @@ def failures_from_headers(table: Mapping[str, object]) -> AttemptHistory | None:
     said = retry if isinstance(retry, Mapping) else {}
     failures = AttemptHistory(attempt - 1, _time(said.get("first-failure")))
     failures.lost = min(max(whole(said.get("lost")), 0), failures.count)
+    failures.alone = said.get("alone") is True
     kind, text, at = said.get("exception-type"), said.get("exception-message"), _time(said.get("last-failure"))
     if isinstance(kind, str) and isinstance(text, str) and at is not None:
         failures.last = Failure(printable(kind), printable(text), at)

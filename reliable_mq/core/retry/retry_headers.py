@@ -85,6 +85,8 @@ def encode_retry_headers(delivery: Delivery, path: Sequence[int] = (), *, suspec
         if failures is not None:
             if failures.lost:
                 table["lost"] = failures.lost
+            if failures.alone:
+                table["alone"] = True
             if failures.first_at is not None:
                 table["first-failure"] = datetime.fromtimestamp(failures.first_at, UTC)
             if failures.last is not None:
