@@ -119,11 +119,11 @@ class RepublishQueue:
         if properties is None:
             return False
         target = Target("", queue.name)
-        republish = RepublishRequest(
-            delivery, target, properties, "", purpose=RepublishReason.RETRY, queue=queue, left=left
+        self.again(
+            RepublishRequest(
+                delivery, target, properties, "", purpose=RepublishReason.RETRY, queue=queue, left=left, tries=tries
+            )
         )
-        republish.tries = tries
-        self.again(republish)
         return True
 
     def quarantine(self, delivery: Delivery, queue: Queue, delay: float = 0.0) -> bool:

@@ -78,6 +78,7 @@ class RepublishRequest:
         purpose: RepublishReason = RepublishReason.DEAD_LETTER,
         queue: Queue | None = None,
         left: float | None = None,
+        tries: int = 0,
     ) -> None:
         self.purpose = purpose
         self.queue = queue  # the target queue, if it may have to be declared
@@ -86,7 +87,7 @@ class RepublishRequest:
         self.properties = properties  # encoded
         self.reason = reason  # why the message is a dead letter; empty for any other purpose
         self.left = left  # seconds to hold it in place of further delay queues; None for the first of a delay
-        self.tries = 0  # unconfirmed publishes of this request
+        self.tries = tries  # unconfirmed publishes of this request
 
     @property
     def body(self) -> bytes:
