@@ -442,7 +442,7 @@ class SQLiteOutbox:
         connection = _connection(self.path, self._timeout)
         try:
             connection.execute("BEGIN")
-            self._refuse_foreign(connection)  # before WAL mode, which the file would keep
+            self._own_identity(connection)  # before WAL mode, which the file would keep
             connection.execute("ROLLBACK")
             _use_wal(connection, self._timeout)
             # FULL means an fsync at every commit. NORMAL has none in WAL mode, and would lose accepted messages.
@@ -458,8 +458,8 @@ class SQLiteOutbox:
             _sync_directory(self.path.parent)
         return connection
 
-    def _refuse_foreign(self, connection: sqlite3.Connection) -> None:
-        """Raise OutboxError if the database is of something else.
+    def _own_identity(self, connection: sqlite3.Connection) -> tuple[int, int]:
+        """Return the identity of the database; refuse that of something else.
 
         It must be called in a transaction, because another process may be creating the tables.
         """
@@ -468,6 +468,7 @@ class SQLiteOutbox:
             identity != (0, 0) or connection.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchone()
         ):
             raise OutboxError(f"{self.path} is a database of something else; give the outbox a file of its own")
+        return identity
 
     def _check_version(self, connection: sqlite3.Connection) -> None:
         application, version = _identity(connection)
@@ -488,8 +489,7 @@ class SQLiteOutbox:
 
     def _create(self, connection: sqlite3.Connection) -> int:
         """Create the tables, unless another process did, and return their version."""
-        self._refuse_foreign(connection)
-        application, version = _identity(connection)
+        application, version = self._own_identity(connection)
         if application == _APPLICATION:
             return version
         for statement in _TABLES:
