@@ -191,7 +191,7 @@ def _came_to(condition: Callable[[], bool], application: Application, phase: str
     return True
 
 
-def drained(spark: SparkSession, settings: Mapping[str, Any], timeout: int) -> list[StreamingQuery]:
+def drained(spark: SparkSession, settings: Mapping[str, Any], timeout: float) -> list[StreamingQuery]:
     """Run queries of `spark_queries` in a session until all is read; return them.
 
     A query is started again if Spark has given up on a new Python process.
@@ -204,7 +204,7 @@ def drained(spark: SparkSession, settings: Mapping[str, Any], timeout: int) -> l
     return queries
 
 
-def _has_ended(query: StreamingQuery, timeout: int) -> bool:
+def _has_ended(query: StreamingQuery, timeout: float) -> bool:
     """Wait until a query ends; return False if Spark has given up on a new process."""
     try:
         assert query.awaitTermination(timeout)

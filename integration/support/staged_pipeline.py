@@ -7,10 +7,8 @@ from contextlib import contextmanager
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
-from pyspark.errors import StreamingQueryException
-
 from integration.programs.spark_queries import start
-from integration.support.spark_application import GIVEN_UP, Application, batches_in, committed_rows
+from integration.support.spark_application import GIVEN_UP, Application, batches_in, committed_rows, drained
 from reliable_mq import Message, Publisher, Queue
 from reliable_mq.testing.waiting import wait_until
 
@@ -85,15 +83,8 @@ class Pipeline:
 
     def check(self, spark: SparkSession, kills: str) -> str:
         """Read the rest, compare the files with the published messages; return a summary."""
-        while True:
-            [query] = start(spark, self._rest)
-            try:
-                assert query.awaitTermination(DEADLINE)
-            except StreamingQueryException as error:
-                if GIVEN_UP not in str(error):
-                    raise
-            else:
-                return self._account(kills)
+        drained(spark, self._rest, DEADLINE)
+        return self._account(kills)
 
     def check_apart(self, log: Path, kills: str) -> str:
         """Do the same as `check`, in a separate application."""
