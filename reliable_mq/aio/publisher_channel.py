@@ -221,6 +221,7 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
             self._end()
         await self._io.close(CLOSE_GRACE)
         self._wakeup.cancel()
+        self._after_stall.cancel()
 
     def abort(self) -> None:
         """Settle everything as given up, and disconnect without waiting."""
@@ -228,6 +229,7 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
         self._end()
         self._io.stop()
         self._wakeup.cancel()
+        self._after_stall.cancel()
 
     @property
     def outstanding(self) -> int:

@@ -60,6 +60,8 @@ CLOSE_GRACE = 2.0
 
 _BUFFERED_BYTES = 512 * 1024  # bytes that the socket has not taken, above which no more frames are encoded
 _LOG_FAILURES_EVERY = 10.0  # minimum seconds between two log lines about failures
+_STALLED = 0.1  # seconds by which a wake-up is late if the loop has stalled
+_READ_FIRST = 0.01  # seconds in which the loop then reads
 _SMALL_HEADERS = 1024  # bytes that fit in a frame beside an id, as a frame holds at least 4096
 
 
@@ -115,6 +117,7 @@ class BasePublisherChannel(BaseChannel[P]):
         self._last_error: ReliableMQError | None = None
         self._generation = 0
         self._wakeup = Wakeup(self._advance)
+        self._after_stall = Wakeup(self._work)
         self._watch = LoopWatch()
         self._changed_at = time.monotonic()  # when it was created, connected or lost
         self._settled_at = self._changed_at
@@ -444,9 +447,19 @@ class BasePublisherChannel(BaseChannel[P]):
     # On the loop: the work
 
     def _advance(self) -> None:
-        """Let the session accept, write and settle publishes, and set the next wake-up."""
-        session, io = self.session, self._io
+        """Let the session accept, write and settle publishes, and set the next wake-up.
+
+        After a stall of the loop, the confirms that wait in the socket are read first.
+        """
         self._accept_inbox()
+        now, due = time.monotonic(), self.session.next_wakeup()
+        if due is not None and now - due > _STALLED:
+            self._after_stall.set(now + _READ_FIRST, now, self._io.call_later)
+        else:
+            self._work()
+
+    def _work(self) -> None:
+        session, io = self.session, self._io
         now = time.monotonic()
         session.tick(now)
         if session.channel_in_doubt(now):

@@ -137,6 +137,30 @@ def test_a_stalled_loop_reads_before_it_gives_up_a_connection(
         run(main())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("timeout", [None, 2])
+def test_a_stalled_loop_reads_before_it_judges_a_publish(broker: ScriptedBroker, run: Any, timeout: int | None) -> None:
+    """The confirm arrives during the stall, and waits in the socket."""
+
+    def ack_others(published: Published) -> None:
+        if published.body != b"late" or published.possible_duplicate:
+            acking(published)
+
+    broker.script = ack_others
+
+    async def main() -> None:
+        async with AsyncPublisher(broker.url, confirm_timeout=2) as publisher:
+            confirmation = await publisher.submit(Message(b"late"), routing_key="q", timeout=timeout)
+            await until(lambda: broker.published)
+            await publisher.submit(Message(b"next"), routing_key="q")  # its turn comes before the next read
+            threading.Event().wait(2.5)
+            broker.published[0].channel.ack(1)
+            assert not (await confirmation).possible_duplicate
+        assert len(broker.connections) == 1
+
+    run(main())
+
+
 def test_a_stall_is_reported_from_half_a_heartbeat_not_a_quarter(
     broker: ScriptedBroker, run: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

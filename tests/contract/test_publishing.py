@@ -1141,6 +1141,26 @@ def test_a_report_that_blocks_the_io_thread_is_made(
     assert len(reports[0].failures) == 30
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("timeout", [None, 2])
+def test_a_stalled_io_thread_reads_before_it_judges(
+    broker: ScriptedBroker, new_publisher_of_the_sync_api: NewPublisher, timeout: int | None
+) -> None:
+    """The confirm arrives during the stall, for example of a log handler, and waits in the socket."""
+    with new_publisher_of_the_sync_api(confirm_timeout=2) as publisher:
+        confirmation = publisher.submit(Message(b"late"), routing_key=KEY, timeout=timeout)
+        [published] = broker.wait_published(1)
+
+        def stall() -> None:
+            threading.Event().wait(2.5)
+            published.channel.ack(1)
+
+        publisher._channel._io.call_soon(stall)
+        broker.script = acking
+        assert not confirmation.result(10).possible_duplicate
+    assert len(broker.connections) == 1
+
+
 def test_a_callback_that_would_not_run_is_refused(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
     """The failure is still raised when the publisher is closed."""
     broker.script = lambda published: published.channel.nack(published.number)
