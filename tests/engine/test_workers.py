@@ -448,7 +448,8 @@ class Watched(MemoryStore):
         return super().claim_many(keys, lease)
 
 
-def test_quick_handlers_are_claimed_for_together_more_and_more() -> None:
+def test_quick_handlers_are_claimed_for_together_more_and_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claim_groups, "_GROUP_SECONDS", 60.0)  # a handler is quick though the machine is slow
     store = Watched()
     with running(lambda _: None, store=store) as (workers, sink):
         workers.put(items(400))
@@ -457,11 +458,12 @@ def test_quick_handlers_are_claimed_for_together_more_and_more() -> None:
     assert max(store.claimed) == 64
 
 
-def test_a_store_that_has_no_room_for_many_is_asked_for_fewer() -> None:
+def test_a_store_that_has_no_room_for_many_is_asked_for_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number then grows slowly.
 
     The few refused deliveries wait, without an attempt.
     """
+    monkeypatch.setattr(claim_groups, "_GROUP_SECONDS", 60.0)  # a handler is quick though the machine is slow
     store = Watched(max_entries=10)
     with running(lambda _: None, store=store) as (workers, sink):
         workers.put(items(1000))
