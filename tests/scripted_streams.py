@@ -9,7 +9,7 @@ from reliable_mq.codec.methods import CheckQueue, MethodReply, QueueState, Step
 from reliable_mq.errors import BrokerUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
     from datetime import datetime
 
     from reliable_mq.settings import ConnectionSettings
@@ -72,7 +72,7 @@ class ScriptedChannel:
             self._arrived += [RawDelivery(str(self._tags), 1, False, "", "", properties, b"")]
         return str(self._tags)
 
-    def take(self, timeout: float, least: int = 1) -> list[RawDelivery]:
+    def take(self, timeout: float, least: int = 1, of: Collection[str] = ()) -> list[RawDelivery]:
         if self._arrived and timeout >= self.replica.silent_for:
             type(self).waited += self.replica.silent_for
             self.replica.silent_for = 0.0

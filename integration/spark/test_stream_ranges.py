@@ -40,6 +40,8 @@ EVENTS = Queue("events", type="stream")
 VALUE = "x-stream-filter-value"
 COLUMNS = ("offset", "body", "queue")
 ANY = ReadMaxRows(2**62)
+WHOLE = StreamRange("events", 0, 1000)
+STRICT = ("true", "false")  # failOnDataLoss
 
 
 @pytest.fixture(scope="module")
@@ -274,6 +276,34 @@ def test_a_dropped_range_of_a_stream_is_an_error_unless_allowed(vhost: VirtualHo
     assert bodies == list(range(min(bodies, default=0), max(bodies, default=-1) + 1))
     with pytest.raises(ConsumeError, match=r"are gone, at least up to \d+: .* failOnDataLoss"):
         read(RangeReader(options(vhost.url), StreamRange("events", 0, 3000), COLUMNS))
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_a_range_that_is_dropped_while_it_is_read_is_an_error(vhost: VirtualHost, filtered: bool) -> None:
+    """RabbitMQ silently continues at the first message that it still has."""
+    short = Queue(
+        "events", type="stream", arguments={"x-max-length-bytes": 800_000, "x-stream-max-segment-size-bytes": 100_000}
+    )
+    publish(vhost, 1100, queue=short, size=500)
+    given = {"prefetch": "10"} | ({"streamFilter": "eu", "streamFilterMatchUnfiltered": "true"} if filtered else {})
+    slow = {
+        strict: RangeReader(options(vhost.url, failOnDataLoss=strict, **given), WHOLE, COLUMNS) for strict in STRICT
+    }
+    batches = {strict: reader.batches() for strict, reader in slow.items()}
+    begun = {strict: next(each).to_pylist() for strict, each in batches.items()}
+    with StreamChannel(parse_url(vhost.url), name="test") as channel:
+
+        def beginning() -> int:
+            publish(vhost, 200, queue=short, size=500)
+            return stream_broker.first_offsets(channel, ("events",), 5.0)["events"]
+
+        wait_until(lambda: beginning() > 500, timeout=30, what="the stream drops what is being read")
+    with pytest.raises(ConsumeError, match=r"are gone, at least up to \d+: .* failOnDataLoss"):
+        list(batches["true"])
+    rest = [row for each in batches["false"] for row in each.to_pylist()]
+    offsets = [row["offset"] for row in begun["false"] + rest]
+    assert offsets == sorted(set(offsets))
+    assert offsets[-1] <= 999
 
 
 def test_the_beginning_is_that_of_the_replica_that_is_read(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:

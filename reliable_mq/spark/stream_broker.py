@@ -121,27 +121,40 @@ class StreamChannel(AdminChannel):
         return tag
 
     def cancel(self, *consumer_tags: str, delivery_tag: int = 0) -> None:
-        """Unsubscribe; ack up to ``delivery_tag`` or later, and drop arrived deliveries."""
+        """Unsubscribe, and drop the deliveries of these subscriptions.
+
+        Ack up to ``delivery_tag`` or later if no other subscription is left, whose acks would include these.
+        """
         for tag in consumer_tags:
             self.carry_out(Cancel(tag))
             self._subscribed.remove(tag)
         with self._lock:
             last = self._arrived[-1].delivery_tag if self._arrived else delivery_tag
-            self._arrived.clear()
-        if last:
+            self._arrived = [delivery for delivery in self._arrived if delivery.consumer_tag in self._subscribed]
+        if last and not self._subscribed:
             self.ack(last)
 
-    def take(self, timeout: float, least: int = 1) -> list[RawDelivery]:
+    def take(self, timeout: float, least: int = 1, of: Collection[str] = ()) -> list[RawDelivery]:
         """Wait for ``least`` deliveries, for ``timeout`` seconds at most; return them all.
+
+        Args:
+            timeout: Seconds to wait.
+            least: The number of deliveries that ends the wait.
+            of: Consumer tags. The deliveries of other subscriptions are kept for a later call. All, if empty.
 
         Raises:
             BrokerUnavailable: If the channel is lost or the stream was deleted, and no delivery is left.
         """
+
+        def arrived() -> list[RawDelivery]:
+            return [delivery for delivery in self._arrived if delivery.consumer_tag in of] if of else self._arrived
+
         with self._lock:
             self._changed.wait_for(
-                lambda: len(self._arrived) >= least or self._loss is not None or self._cancelled, timeout
+                lambda: len(arrived()) >= least or self._loss is not None or self._cancelled, timeout
             )
-            taken, self._arrived = self._arrived, []
+            taken = arrived()
+            self._arrived = [delivery for delivery in self._arrived if delivery.consumer_tag not in of] if of else []
             if not taken and self._loss is not None:
                 raise BrokerUnavailable(f"the channel is lost: {self._loss.text}")
             if not taken and self._cancelled:
@@ -232,11 +245,11 @@ def end_of(channel: StreamChannel, stream: str, patience: float) -> StreamEnd:
     found = StreamEnd(0, 0.0)
     last_tag = 0
     for look in range(_LOOKS):
-        arrived = channel.take(patience) if look else _first_of(channel, stream, tag, patience)
+        arrived = channel.take(patience, of=(tag,)) if look else _first_of(channel, stream, tag, patience)
         if not arrived:
             break
         messages = _counted(channel, stream)  # answered after all deliveries that were on their way
-        arrived += channel.take(0.0)
+        arrived += channel.take(0.0, of=(tag,))
         last_tag = arrived[-1].delivery_tag
         size = sum(len(delivery.body) + len(delivery.properties) for delivery in arrived)
         found = StreamEnd(_offset(arrived[-1], stream) + 1, size / len(arrived), messages)
@@ -260,7 +273,8 @@ def is_shorter(channel: StreamChannel, stream: str, end: StreamEnd, position: in
 def first_offsets(channel: StreamChannel, streams: Collection[str], patience: float) -> dict[str, int]:
     """Return the oldest offset of each stream, without those that are empty.
 
-    Takes some milliseconds for each stream, and ``patience`` seconds in total if some are empty.
+    Takes some milliseconds for each stream, and ``patience`` seconds in total if some are empty. Other subscriptions of
+    the channel continue.
     """
     found = offsets_at(channel, dict.fromkeys(streams, "first"), patience)
     for name in streams:
@@ -279,7 +293,7 @@ def offsets_at(channel: StreamChannel, places: Mapping[str, str | datetime], pat
     last = 0
     until = time.monotonic() + patience
     while len(found) < len(tags) and (left := until - time.monotonic()) > 0:
-        for delivery in channel.take(left):
+        for delivery in channel.take(left, of=tags):
             name = tags[delivery.consumer_tag]
             found[name] = _offset(delivery, name)
             last = delivery.delivery_tag
@@ -302,12 +316,12 @@ def _first_of(channel: StreamChannel, stream: str, tag: str, patience: float) ->
     if one write was larger than the stream's limit and was dropped at once. The count lags behind, so 0 is certain only
     after a while.
     """
-    arrived = channel.take(patience)
+    arrived = channel.take(patience, of=(tag,))
     if arrived:
         return arrived
     if not _counted(channel, stream):
-        return channel.take(0.0)
-    arrived = channel.take(_SLOWEST)
+        return channel.take(0.0, of=(tag,))
+    arrived = channel.take(_SLOWEST, of=(tag,))
     if not arrived:
         channel.cancel(tag)
         raise BrokerUnavailable(

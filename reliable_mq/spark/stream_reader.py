@@ -118,7 +118,6 @@ class RangeReader:
         stream, end, prefetch = self._range.stream, self._range.end, self._prefetch.prefetch
         arguments = None if self._filter is None else self._filter.arguments
         tag = channel.consume(stream, self._position, prefetch, arguments)
-        joined = False
         while self._position < end:
             deliveries = channel.take(_GATHER, min(max(prefetch // 2, 1), _ROWS, end - self._position))
             if not deliveries and self._filter is not None:
@@ -126,8 +125,7 @@ class RangeReader:
                 deliveries = channel.take(0.0)
                 if not deliveries:
                     channel.cancel(tag)
-                    if not joined:
-                        self._check_truncated(channel)
+                    self._check_truncated(channel, self._position)
                     self._position = end
                     return
             if not deliveries:
@@ -135,13 +133,10 @@ class RangeReader:
                 continue
             self._progress_at = time.monotonic()
             offsets = [self._offset(delivery) for delivery in deliveries]
-            if not joined and offsets[0] > self._position:
-                channel.cancel(tag, delivery_tag=deliveries[-1].delivery_tag)
-                self._check_truncated(channel)
-                self._position = min(offsets[0], end)
-                return
             channel.ack(deliveries[-1].delivery_tag)
-            joined = True
+            missing = self._missing(offsets)
+            if missing is not None:
+                self._check_truncated(channel, missing)
             self._prefetch.received(len(deliveries), sum(map(size_of, deliveries)))
             wanted = self._prefetch.prefetch
             after, rows = bisect_left(offsets, end), min(_ROWS, wanted)
@@ -180,16 +175,30 @@ class RangeReader:
         self._lost(f"{self._left} are not there: the stream ends at offset {end - 1}. Was it deleted and made anew?")
         self._position = self._range.end
 
-    def _check_truncated(self, channel: StreamChannel) -> None:
-        """Check for data loss when the first message has a later offset than expected.
+    def _missing(self, offsets: Sequence[int]) -> int | None:
+        """Return the first offset of the range that was left out, or None."""
+        expected = self._position
+        if offsets[0] == expected and offsets[-1] - expected < len(offsets):
+            return None
+        for offset in offsets:
+            if offset > expected:
+                return expected if expected < self._range.end else None
+            expected = max(expected, offset + 1)
+        return None
 
-        The difference is a normal gap, or the messages before it were dropped. Each replica drops its own messages, so
-        the replica that was read is queried.
+    def _check_truncated(self, channel: StreamChannel, missing: int) -> None:
+        """Check for data loss where an offset did not come.
+
+        It is a normal gap, or messages were dropped: at any time, since RabbitMQ silently continues at the first
+        message that it still has. Each replica drops its own messages, so the replica that was read is queried.
         """
         stream = self._range.stream
+        left = StreamRange(stream, missing, self._range.end)
         first = first_offsets(channel, (stream,), _PROBE).get(stream)
-        if first is not None and first > self._position:
-            self._lost(f"{self._left} are gone, at least up to {first - 1}: the stream now begins at offset {first}")
+        if first is None:
+            raise BrokerUnavailable(f"{left} may be gone: the first offset of the stream did not come")
+        if first > missing:
+            self._lost(f"{left} are gone, at least up to {first - 1}: the stream now begins at offset {first}")
 
     def _lost(self, what: str) -> None:
         if self._options.fail_on_data_loss:
