@@ -207,6 +207,22 @@ def test_a_query_goes_on_with_more_partitions(vhost: VirtualHost) -> None:
     assert sorted(at) == ["orders.stage-0", "orders.stage-1", "orders.stage-2"]
 
 
+@pytest.mark.parametrize("fewer", [{}, {"stagePartitions": "2"}])
+def test_a_query_that_would_read_a_part_of_a_stage_is_refused(vhost: VirtualHost, fewer: dict[str, str]) -> None:
+    """The relay of another process has given the stage more partitions."""
+    relay = StageRelay(StageOptions(url=vhost.url, queue="orders", stage="orders.stage", partitions=3))
+    first = publish(vhost, 20)
+    relay.start()
+    try:
+        assert relay.wait_moved(60)
+        with pytest.raises(ConfigurationError, match=r"has a partition 'orders.stage-[02]', which the query would not"):
+            ended(vhost, None, **fewer)
+    finally:
+        relay.close(10)
+    rows, _ = ended(vhost, None, stagePartitions="3")
+    assert sorted(rows) == sorted(first)
+
+
 def test_options_of_stream_mode_hold_for_a_stage(vhost: VirtualHost) -> None:
     """The start time and the maximum of a task apply to the messages in the stage."""
     publish(vhost, 20)

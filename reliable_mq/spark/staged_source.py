@@ -13,7 +13,7 @@ from typing import Any, Final
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit
 
 from reliable_mq._util.logs import get_logger
-from reliable_mq.errors import ConsumeError
+from reliable_mq.errors import ConfigurationError, ConsumeError
 from reliable_mq.spark.metrics import exporter
 from reliable_mq.spark.options import StagedOptions
 from reliable_mq.spark.queue_source import on_termination
@@ -60,7 +60,11 @@ class StagedSource(StreamSource):
         self._looked_at = float("-inf")
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
-        """Declare the stage and return the positions where a new query begins."""
+        """Declare the stage and return the positions where a new query begins.
+
+        Raises:
+            ConfigurationError: If the stage has more partitions than ``stagePartitions``.
+        """
         self._begin(None)
         return super().initialOffset()
 
@@ -149,6 +153,7 @@ class StagedSource(StreamSource):
         if self._relay is None and self._relay_options is not None and not self._closed:
             if position is not None:
                 self._check_stage(position, self._relay_options)
+            self._check_partitions(self._relay_options)
             metrics = exporter(self._options.metrics_directory)
             registry = None if metrics is None else metrics.registry
             settings = self._options.connection.settings(self._options.url)
@@ -179,6 +184,19 @@ class StagedSource(StreamSource):
                 "failOnDataLoss to false: either makes the stage anew, and reads it from its beginning"
             )
         self._planner.begin_anew(gone)
+
+    def _check_partitions(self, options: StageOptions) -> None:
+        """Refuse a stage with more partitions, which the query would not read."""
+        further = f"{options.stage}-{options.partitions or 0}"
+        if self._planner.missing([further], _DECLARED):
+            return
+        what = (
+            f"stage {options.stage!r} has a partition {further!r}, which the query would not read: give "
+            "stagePartitions the number of its partitions, as other queries and relays of the stage have it"
+        )
+        if self._options.fail_on_data_loss:
+            raise ConfigurationError(f"{what}, or use a stage of another name if that queue is not a partition")
+        logger.warning("%s; continuing because failOnDataLoss is false", what)
 
     def _close_relay(self) -> None:
         relay, self._relay = self._relay, None

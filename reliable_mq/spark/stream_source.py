@@ -61,7 +61,7 @@ __all__ = ["FilteredStreamBatch", "StreamBatch", "StreamSource"]
 logger = get_logger(__name__)
 
 _FRESH: Final = 0.25  # seconds for which a looked-up end stays valid: Spark requests it every 10 ms
-_SURE: Final = 3.0  # seconds without a delivery after which a stream counts as empty, to be read from its beginning
+_SURE: Final = 3.0  # seconds without a delivery after which a running query takes a stream for empty
 _QUICK: Final = 0.25  # the same if the stream will be queried again
 _CERTAIN: Final = 12.0  # the same if messages would be missed, and to look again: RabbitMQ counts every five seconds
 _AWAY: Final = 1.0  # seconds between two attempts to reach the broker
@@ -406,7 +406,7 @@ class _Planner:
         by_name = dict.fromkeys(names, given) if isinstance(given, str) else self._by_name(option, given, names)
         # Streams that are known to be empty are skipped, because confirming that takes long.
         asked = [name for name in names if self._ends.get(name) != _EMPTY and isinstance(by_name[name], str)]
-        first = first_offsets(channel, asked, _CERTAIN if "latest" in by_name.values() else _SURE)
+        first = first_offsets(channel, asked, _CERTAIN)
         return {
             name: position
             if not isinstance(position, str)
