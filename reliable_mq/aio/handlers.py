@@ -56,6 +56,7 @@ from reliable_mq.engine.workers import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Sequence
+    from contextvars import Context
 
     from reliable_mq.core.consumer.dispatch import Work
     from reliable_mq.core.consumer.handler import ClaimPolicy, Handling, Result
@@ -247,6 +248,7 @@ class TaskPool:
         task = asyncio.current_task()
         if task is None:
             raise RuntimeError("a coroutine runs in a task")
+        context = copy_context()
         groups = ClaimBatcher(self, 1 / self._count)
         items, report = self.items, self._sink.report
         handle = self._handle if self._store is None else self._handle_claimed
@@ -265,20 +267,13 @@ class TaskPool:
                 self._tasks[task] = ()
                 if results:
                     report(results)
-                if task.cancelling() or self._has_changed_context():
+                if task.cancelling() or _has_changed(context):
                     return
                 if time.perf_counter() - resumed > _SLICE:
                     await asyncio.sleep(0)
                     resumed = time.perf_counter()
         except (asyncio.CancelledError, GeneratorExit):  # it held no deliveries
             return
-
-    def _has_changed_context(self) -> bool:
-        """Whether a handler has left context variables behind in this task."""
-        try:
-            return copy_context() != self._context
-        except Exception:  # noqa: BLE001  # their values cannot be compared
-            return True
 
     async def _wait(self) -> None:
         idle = self._loop.create_future()
@@ -381,6 +376,7 @@ class TaskPool:
         store = self._store
         if store is None:
             raise RuntimeError("there is no store")
+        context = copy_context()
         try:
             step = next(steps) if failure is None else steps.throw(failure)
             while True:
@@ -388,7 +384,7 @@ class TaskPool:
                     answer: object
                     if not isinstance(step, RunHandler):
                         answer = await store.ask(step)
-                    elif cancelled or task.cancelling() or not self._may_begin(groups):
+                    elif cancelled or task.cancelling() or not _may_begin(groups, context):
                         raise NotStarted  # noqa: TRY301
                     else:
                         answer = await self._call(step.argument)
@@ -413,9 +409,6 @@ class TaskPool:
         except StopIteration as stop:
             results: list[Result] = stop.value
             return results
-
-    def _may_begin(self, groups: ClaimBatcher) -> bool:
-        return groups.may_begin(time.perf_counter()) and not self._has_changed_context()
 
     async def _call(self, argument: Work) -> object:
         started = time.perf_counter()
@@ -454,6 +447,18 @@ def _runs(task: asyncio.Task[None]) -> bool:
         return asyncio.current_task() is task
     except RuntimeError:  # no loop runs
         return False
+
+
+def _may_begin(groups: ClaimBatcher, context: Context) -> bool:
+    return groups.may_begin(time.perf_counter()) and not _has_changed(context)
+
+
+def _has_changed(context: Context) -> bool:
+    """Return whether a handler has changed the context of this task."""
+    try:
+        return copy_context() != context
+    except Exception:  # noqa: BLE001  # the values of variables cannot be compared
+        return True
 
 
 def _of(result: Result, deliveries: list[Delivery]) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -351,6 +352,42 @@ def test_a_key_function_that_leaves_fails_its_delivery_alone(store: Any) -> None
             assert failures(sink.results) == ["SystemExit"]
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("store", ["in memory", "blocking", "awaited"], indirect=True)
+@pytest.mark.parametrize("by", ["a key function", "a task factory"])
+def test_variables_set_before_a_handler_do_not_prevent_it(store: Any, by: str) -> None:
+    """Otherwise its deliveries would be claimed and put back in a loop.
+
+    Tools that trace tasks install such a factory, and decimal arithmetic sets a variable.
+    """
+    scope: ContextVar[object] = ContextVar("scope", default=None)
+    seen: list[object] = []
+
+    def key(item: Delivery) -> str | None:
+        if by == "a key function":
+            scope.set("key")
+        return item.message_id
+
+    async def handle(_: Delivery) -> None:
+        seen.append(scope.get())
+
+    async def in_scope(coroutine: Any) -> Any:
+        scope.set("task")
+        return await coroutine
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        if by == "a task factory":
+            loop.set_task_factory(
+                lambda loop, coroutine, **options: asyncio.Task(in_scope(coroutine), loop=loop, **options)
+            )
+        async with running(handle, store=store, key=key) as (tasks, sink):
+            tasks.put(items(10))
+            await sink.wait_for(10)
+
+    asyncio.run(main())
+    assert seen == ["task" if by == "a task factory" else None] * 10
 
 
 def test_a_task_that_is_ended_is_replaced_and_logged(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -418,6 +419,18 @@ def test_a_key_function_names_what_is_claimed() -> None:
     item = delivery(body=b'{"order": "7"}')
     assert runner(item) == [item]
     assert runner.steps[0] == ClaimKeys(["q|orders|7"], HOUR)
+
+
+def test_the_variables_of_a_key_function_reach_no_handler() -> None:
+    order: ContextVar[str] = ContextVar("order", default="")
+    seen: list[str] = []
+
+    def key(item: Delivery) -> str:
+        order.set("1")
+        return f"key {item.delivery_tag}"
+
+    Runner(lambda _: seen.append(order.get()), key=key)(delivery(1), delivery(2))
+    assert seen == ["", ""]
 
 
 def test_a_key_function_that_fails_is_a_failed_attempt() -> None:

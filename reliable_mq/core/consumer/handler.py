@@ -46,6 +46,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from itertools import repeat
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
@@ -213,7 +214,7 @@ class ClaimPolicy:
 
     def key_of(self, delivery: Delivery) -> str | None:
         """Return the key to claim for a delivery, or None without a key."""
-        key = delivery.message_id if self.key is None else self.key(delivery)
+        key = delivery.message_id if self.key is None else copy_context().run(self.key, delivery)
         if not key:
             return None
         namespace = delivery.source.namespace if self._namespace is None else self._namespace
@@ -501,8 +502,7 @@ def _release_untried(
 ) -> Generator[Step, Any, list[Result]]:
     """Release the claims of untried deliveries, and return their results."""
     answer = yield from _settle(claiming, list(claims.values()), failed=False)
-    detail = answer if isinstance(answer, str) else ""
-    return [Skipped(delivery, reason, detail) for delivery in claims]
+    return [Skipped(delivery, reason, answer if isinstance(answer, str) else "") for delivery in claims]
 
 
 def _complete(
