@@ -535,6 +535,8 @@ class BaseSubscription(NullListener):
         if isinstance(outcome, ReliableMQError) and isinstance(outcome.__cause__, StepRefused):
             self._refused.append((queue, outcome))  # the next channel begins with it and holds retries for the queue
             return
+        if isinstance(outcome, BrokerUnavailable):
+            return  # the channel is lost, and the broker delivers the waiting messages again
         self.session.declared(queue, outcome if isinstance(outcome, Exception) else None, time.monotonic())
         self._run()
 

@@ -218,6 +218,30 @@ def test_no_retry_is_published_after_a_declaration_failed() -> None:
         subscription.lost(generation, ConnectionLoss(320, "CONNECTION_FORCED", "connection", by_broker=True))
 
 
+def test_a_declaration_lost_with_its_channel_moves_no_suspect(caplog: pytest.LogCaptureFixture) -> None:
+    """The broker delivers the suspect again, so a copy would be a second message."""
+    options = ConsumerOptions("amqp://localhost/", Queue("orders"), print, retry=RetryPolicy(9, delays=(60,)))
+    subscription = FakeSubscription(options)
+    subscription.handlers = subscription.quarantine_handlers = FakeHandlers()
+    published: list[Any] = []
+    subscription.republisher = SimpleNamespace(put=published.append)  # type: ignore[assignment]
+    connection: Any = subscription._io
+    asked: list[Callable[[object], None]] = []
+    connection.run = lambda _steps, done: asked.append(done)
+    for generation in (1, 2):
+        subscription.ready(generation, 1, 131072, SERVER)
+        subscription.delivered([delivery(redelivered=True, headers={"x-delivery-count": 5})])
+        subscription.read_finished()
+        declared = asked.pop()
+        if generation == 1:
+            declared(BrokerUnavailable("the connection was lost"))
+            subscription.lost(generation, ConnectionLoss(None, "reset", "connection", by_broker=False))
+            assert published == []
+            assert "not declared" not in caplog.text
+    declared(None)
+    assert [one.routing_key for one in published] == ["orders.retry.1000"]
+
+
 SERVER = ServerInfo("RabbitMQ", "4.3.6", (4, 3, 6))
 
 
