@@ -9,7 +9,8 @@ Invariants:
 - The number of unsettled deliveries, including held ones, does not exceed the prefetch. The broker itself does not
   apply the prefetch to ``basic.get``.
 - Requests that a lost channel did not answer are repeated on the next one, for a caller that still waits.
-- A call ends with all its requests answered, unless the broker does not answer.
+- A call ends with all its requests answered, unless the broker does not answer. A call that may make no request before
+  the broker has confirmed retries or dead letters waits for that answer, too.
 - A delivery that is not settled at the end of its block is acked, or requeued if the block raised.
 """
 
@@ -173,7 +174,7 @@ class BasePullSubscription(BaseSubscription):
     """
 
     _changes_type: ClassVar[type[ChangeMonitor]]
-    _guard: AbstractContextManager[Any]  # guards the eight attributes from `_arrived` to `_gone`
+    _guard: AbstractContextManager[Any]  # guards the nine attributes from `_arrived` to `_gone`
 
     def __init__(self, options: ConsumerOptions) -> None:
         super().__init__(options)
@@ -184,6 +185,7 @@ class BasePullSubscription(BaseSubscription):
         self._unsettled = 0  # deliveries that the user has and has not settled
         self._wanted = 0  # deliveries for the caller whose turn it is, including arrived ones
         self._over = False  # whether the round is over
+        self._full = False  # whether it is over only because unconfirmed copies use up the prefetch
         self._asked = False  # whether the loop has begun to ask for this round
         self._done = False  # no more deliveries will arrive
         self._missing = False  # the broker did not find the queue, which may still exist
@@ -256,7 +258,7 @@ class BasePullSubscription(BaseSubscription):
         now = time.monotonic()
         last = deadline + ANSWER
         gone = self._gone is not None
-        over = gone or (self._over and not self._missing)
+        over = gone or (self._over and not self._missing and (bool(taken) or not self._full))
         if not self._wanted or self._done or now >= last or (over and (taken or now >= deadline)):
             if gone and not taken:
                 raise ConsumerCancelled(
@@ -391,6 +393,7 @@ class BasePullSubscription(BaseSubscription):
             return
         with self._guard:
             self._over = self._asked  # otherwise `_ask_afresh` is about to ask
+            self._full = missing > 0 and self.connected and not self._empty and self.session.copying
             self._changed.notify_all()
         if missing > 0 and self._poll_timer is None and self.connected:
             self._poll_timer = self._io.call_later(self._poll, self._ask_again)

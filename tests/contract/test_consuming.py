@@ -831,6 +831,36 @@ def test_callers_that_take_turns_are_told_empty_when_it_is(broker: ScriptedBroke
     assert left == [0] * 4
 
 
+@pytest.mark.parametrize("delay", [60, 5])  # into the queue of the policy, and into one that is declared first
+def test_retries_that_fill_the_prefetch_end_no_drain(
+    broker: ScriptedBroker, new_consumer: NewConsumer, delay: float
+) -> None:
+    """The broker has not answered before it has confirmed them, which makes space for a request."""
+    broker.script = confirming
+    broker.ready.extend([b""] * 6)
+    with new_consumer(queue=ORDERS, prefetch=2, retry=RetryPolicy(3, delays=(60,))) as consumer:
+        while True:
+            with consumer.get(2) as deliveries:
+                for delivery in deliveries:
+                    delivery.retry(delay)
+            if not deliveries:
+                break
+    assert len(broker.ready) == 0
+
+
+def test_what_is_present_waits_for_no_confirm_of_a_retry(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
+    broker.ready.extend([b"a", b"b"])
+    with new_consumer(queue=ORDERS, prefetch=2, retry=RetryPolicy(3, delays=(60,))) as consumer:
+        with consumer.get() as [delivery]:
+            delivery.retry()
+        [copy] = broker.wait_published(1)
+        began = time.monotonic()
+        with consumer.get(2, timeout=60) as [delivery]:
+            assert delivery.body == b"b"
+        assert time.monotonic() - began < 30
+        confirming(copy)
+
+
 def test_what_was_pulled_on_a_lost_channel_cannot_be_acked(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
     broker.ready.extend([b"a", b"b"])
     with new_consumer(ack_interval=0.02) as consumer:

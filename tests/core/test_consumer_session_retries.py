@@ -63,10 +63,10 @@ def test_a_failure_waits_in_the_delay_queue_of_its_attempt() -> None:
         item,
     )
     assert (session.take_output(99.0), session.held, session.drained) == (b"", 0, False)
-    assert session.republishing == 1
+    assert (session.republishing, session.copying) == (1, True)
     session.published(republish, None, 99.0)
     assert session.take_output(200.0) == encode_ack(CHANNEL, 1, multiple=False)
-    assert (session.drained, session.republishing) == (True, 0)
+    assert (session.drained, session.republishing, session.copying) == (True, 0, False)
     assert (session.statistics.retried, session.statistics.delayed, session.statistics.dead_lettered) == (1, 1, 0)
     [again] = deliver(session, [waited_delivery(republish, 2)], 200.0)
     assert (again.attempt, again.redelivered) == (2, True)

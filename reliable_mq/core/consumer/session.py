@@ -459,6 +459,11 @@ class ConsumerSession:
         return self._settlement.republish.publishing
 
     @property
+    def copying(self) -> bool:
+        """Whether a retry or dead letter is being published, or is about to be."""
+        return not self._settlement.republish.idle
+
+    @property
     def held(self) -> int:
         """The number of deliveries held for their next attempt or publish."""
         return self._settlement.held
