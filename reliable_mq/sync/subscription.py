@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from reliable_mq._util.logs import LogLimit, get_logger
 from reliable_mq._util.threads import CallbackThread, Condition, InterruptibleEvent
 from reliable_mq.engine.pull import ANSWER, LONGEST_WAIT, BasePullSubscription, PulledDelivery
 from reliable_mq.engine.republisher import BaseRepublisher
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PullSubscription", "PulledDelivery", "Republisher", "Subscription"]
 
+logger = get_logger(__name__)
+
+_LOG_THREAD_EVERY = 60.0  # seconds
 _LOOK_AGAIN = 0.1  # seconds between checks whose turn it is, as the caller before may have been interrupted
 
 
@@ -70,6 +74,7 @@ class Subscription(BaseSubscription):
     def __init__(self, options: ConsumerOptions) -> None:
         super().__init__(options)
         self._outside = CallbackThread(f"{options.name}-traces")  # started with the first call
+        self._thread_log = LogLimit(_LOG_THREAD_EVERY)
 
     @property
     def loop_over(self) -> bool:
@@ -93,7 +98,16 @@ class Subscription(BaseSubscription):
         self._outside.put(call)
 
     def _call_outside_later(self, call: Callable[[], object]) -> None:
-        self._outside.put_later(call)
+        try:
+            self._outside.put_later(call)
+        except RuntimeError as error:  # no thread can be started now; the next call may start one
+            if count := self._thread_log.count():
+                logger.warning(
+                    "consumer %r: the spans of %d writes of acks wait or are lost, their thread cannot be started: %s",
+                    self._options.name,
+                    count,
+                    error,
+                )
 
 
 class PullSubscription(Subscription, BasePullSubscription):

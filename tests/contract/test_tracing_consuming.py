@@ -22,6 +22,7 @@ from reliable_mq import Ack, DeadLetter, Delivery, Message, Queue, RetryLater, R
 from reliable_mq.core import headers
 from reliable_mq.stores import MemoryStore
 from reliable_mq.testing.waiting import wait_until
+from tests.refused_threads import refusing_threads
 from tests.tracing.spans import BrokenEnd, BrokenSampler, Recorder, context_of, traceparent
 
 if TYPE_CHECKING:
@@ -315,6 +316,23 @@ def test_attempts_at_a_message_without_a_context_share_a_trace(broker: ScriptedB
         first, second, ack = recorder.wait(3)
     assert len({context_of(span).trace_id for span in (first, second, ack)}) == 1
     assert [link.context.span_id for link in second.links] == [context_of(first).span_id]
+
+
+def test_a_span_thread_that_cannot_start_delays_no_ack(
+    broker: ScriptedBroker, consume: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder()
+    with consume(lambda _: None, tracing=recorder.tracing, ack_interval=0.02) as consumer:
+        channel = broker.consuming
+        with refusing_threads("-traces") as refused:
+            for number in (1, 2):
+                channel.deliver(b"", headers={"traceparent": THEIRS})
+                broker.wait_settled(number)
+            wait_until(lambda: consumer.statistics.acked == 2, timeout=30, what="two acks")
+        channel.deliver(b"", headers={"traceparent": THEIRS})
+        recorder.wait(6)
+    assert len(broker.connections) == 1
+    assert caplog.text.count("their thread cannot be started") == bool(refused), "the sync API has a span thread"
 
 
 def test_a_batch_is_one_span_that_links_to_sampled_messages(broker: ScriptedBroker, consume: Any) -> None:
