@@ -300,6 +300,26 @@ def test_available_now_leaves_a_queue_once_it_has_what_was_ready(
     vhost.wait_for_messages("other", 0)
 
 
+def test_a_queue_that_is_left_has_what_came_meanwhile_again(
+    vhost: VirtualHost, fault_proxy: Callable[..., FaultProxy], query: Callable[..., Query]
+) -> None:
+    """Its last delivery may arrive together with the reply to the cancellation."""
+    publish(vhost, 20)
+    with vhost.connect() as connection:
+        connection.channel().queue_declare("other", durable=True)
+    proxy = fault_proxy(vhost.url)
+    reading = query(proxy.url, queue="orders,other", prefetch=10)
+    assert reading.batch() > 0
+    proxy.black_hole("to_client")
+    with vhost.connect() as connection:
+        connection.channel().basic_publish("", "other", b"later")
+    proxy.wait_for(lambda: proxy.seen("basic.deliver", "to_client") > proxy.forwarded("basic.deliver", "to_client"))
+    reading.source.prepareForTriggerAvailableNow()
+    proxy.wait_for(lambda: proxy.seen("basic.cancel-ok", "to_client") > proxy.forwarded("basic.cancel-ok", "to_client"))
+    proxy.resume()
+    vhost.wait_for_messages("other", 1)
+
+
 def test_available_now_waits_for_a_leader_that_responds(vhost: VirtualHost, query: Callable[..., Query]) -> None:
     """Without a leader, RabbitMQ reports no messages for a quorum queue."""
     publish(vhost, 100)

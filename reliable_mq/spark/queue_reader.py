@@ -442,6 +442,7 @@ class QueueReader(NullListener):
         self._adjust()
 
     def _recall(self, queue: str) -> None:
+        self.read_finished()  # the last deliveries may have come in the same read as the end of the subscription
         with self._changed:
             recalled = self._batches.recall(queue)
         self._requeue(recalled)
