@@ -278,8 +278,8 @@ class Subscriptions:
         return settled
 
     def resume(self, queue: str) -> Generator[Step, Any, None]:
-        """Consume a queue again that is not consumed, as the broker has cancelled it."""
-        if queue in self.queues:
+        """Consume a wanted queue again whose consumer the broker has cancelled."""
+        if queue in self.queues or not self._wanted(queue):
             return
         yield CheckQueue(queue)
         yield SetPrefetch(self._granted)

@@ -176,3 +176,13 @@ def test_a_queue_is_subscribed_to_again_once() -> None:
     assert outcome(subscriptions.resume("orders"), {"orders": (0, 0)}) == (None, [])
     assert subscriptions.cancelled("reader-1") == "orders"
     assert outcome(subscriptions.resume("orders"), {"orders": (0, 0)})[1] == [CheckQueue, SetPrefetch, Consume]
+
+
+def test_a_queue_that_is_no_longer_wanted_is_left_alone() -> None:
+    """The broker may cancel a consumer before the queue reaches its limit."""
+    wanted = {"orders"}
+    subscriptions = Subscriptions("reader", ["orders"], wanted.__contains__, lambda: GRANTED)
+    outcome(subscriptions.begin(), {})
+    assert subscriptions.cancelled("reader-1") == "orders"
+    wanted.clear()
+    assert outcome(subscriptions.resume("orders"), {"orders": (0, 0)}) == (None, [])
