@@ -320,6 +320,29 @@ def test_a_queue_that_is_left_has_what_came_meanwhile_again(
     vhost.wait_for_messages("other", 1)
 
 
+def test_a_queue_that_was_left_may_be_deleted(
+    vhost: VirtualHost, fault_proxy: Callable[..., FaultProxy], query: Callable[..., Query]
+) -> None:
+    """The query counts and subscribes to the other queues only."""
+    publish(vhost, 100)
+    with vhost.connect() as connection:
+        connection.channel().queue_declare("other", durable=True)
+    proxy = fault_proxy(vhost.url)
+    reading = query(proxy.url, most=10, queue="orders,other", prefetch=20, missingQueueTimeout="5s")
+    reading.source.prepareForTriggerAvailableNow()
+    vhost.wait_for_consumers("other", 0)
+    vhost.delete_queue("other")
+    reader = reading.source._reader
+    counted = reader._counts
+    assert reading.batch(reading.source.reportLatestOffset) > 0
+    wait_until(lambda: reader._counts > counted, timeout=10, what="a count of the backlog")
+    reading.batch(lambda: cut(proxy, reading))
+    while reading.batch():
+        continue
+    assert reading.position["queues"]["other"] == 0
+    assert len(reading.rows) == 100
+
+
 def test_available_now_waits_for_a_leader_that_responds(vhost: VirtualHost, query: Callable[..., Query]) -> None:
     """Without a leader, RabbitMQ reports no messages for a quorum queue."""
     publish(vhost, 100)

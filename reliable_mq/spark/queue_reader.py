@@ -406,16 +406,16 @@ class QueueReader(NullListener):
     def _set_up(self, server: ServerInfo) -> SetupGenerator:
         counted: dict[str, int] = {}
         in_doubt: dict[str, int] = {}
-        for queue in self._options.queues:
+        for queue in filter(self._wants, self._options.queues):
             state: QueueState = yield from carry_out(CheckQueue(queue))
             counted[queue] = state.messages
             self._subscriptions.found(state)
-            if state.in_doubt and self._wants(queue):
+            if state.in_doubt:
                 in_doubt[queue] = self.statistics.delivered[queue]
         for step in self._subscriptions.begin():
             yield from carry_out(step)
         with self._changed:
-            self._ready, self._found, self._in_doubt = dict(counted), counted, in_doubt
+            self._ready, self._found, self._in_doubt = self._ready | counted, counted, in_doubt
 
     def _count_anew(self) -> None:
         if self._in_doubt:
@@ -570,7 +570,7 @@ class QueueReader(NullListener):
     def _counted(self, outcome: object) -> None:
         if isinstance(outcome, dict):
             with self._changed:
-                self._ready = outcome
+                self._ready |= outcome
                 self._counts += 1
                 self._changed.notify_all()
 

@@ -225,16 +225,15 @@ class Subscriptions:
             self._others[state.name] = min(self._others.get(state.name, others), others)
 
     def ready(self, before: Mapping[str, int]) -> Generator[Step, Any, dict[str, int]]:
-        """Count the ready messages of all queues.
+        """Count the ready messages of the wanted queues: others may be gone.
 
         The number ``before`` stands for a count in doubt.
         """
         counted: dict[str, int] = {}
-        for queue in self._queues:
+        for queue in filter(self._wanted, self._queues):
             state: QueueState = yield CheckQueue(queue)
             self.found(state)
-            unknown = state.in_doubt and self._wanted(queue)  # else this reader would be a consumer
-            counted[queue] = before.get(queue, 0) if unknown else state.messages
+            counted[queue] = before.get(queue, 0) if state.in_doubt else state.messages
         return counted
 
     def certain_counts(self, queues: Sequence[str]) -> Generator[Step, Any, dict[str, int] | None]:
