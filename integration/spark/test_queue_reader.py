@@ -529,6 +529,26 @@ def test_the_first_batch_fills_up_once_message_sizes_are_known(
     assert any(first_batch() > 64 for _ in range(12)), "a machine that stalls cuts one short, not twelve"
 
 
+def test_a_paused_reader_does_not_subscribe_again(vhost: VirtualHost, query: Callable[..., Query]) -> None:
+    """The pause may begin after the broker has cancelled a consumer.
+
+    The end of the pause consumes both queues.
+    """
+    publish(vhost, 200)
+    with vhost.connect() as connection:
+        connection.channel().queue_declare("other", durable=True)
+    reading = query(vhost.url, queue="orders,other", maxBytesPerTrigger=50_000)
+    reading.until(200)
+    reader = reading.source._reader
+    publish(vhost, 40, body=bytes(10_000))
+    wait_until(lambda: reader._prefetch.paused and not reader._changing, timeout=30, what="the pause")
+    reader._io.call_soon(lambda: reader._subscribe_again("other"))
+    assert reader.count(10) is not None  # after all earlier changes of the subscriptions
+    assert not reader._subscriptions.queues
+    reading.until(240)
+    vhost.wait_for_consumers("other", 1)
+
+
 @pytest.mark.timeout(240)
 def test_bytes_that_are_held_are_bounded_whatever_the_prefetch(vhost: VirtualHost, query: Callable[..., Query]) -> None:
     """The reader holds at most 8 MiB, plus one read.

@@ -451,10 +451,10 @@ class QueueReader(NullListener):
     def _subscribe_again(self, queue: str) -> None:
         """Consume a queue again once no batch has deliveries of it.
 
-        If the consumer timeout has expired, the broker redelivers them.
+        If the consumer timeout has expired, the broker redelivers them. The end of a pause consumes all queues again.
         """
         open_ = self._connected or self._in_doubt  # a certain count needs the subscription
-        if not open_ or self._closing or queue in self._subscriptions.queues:
+        if not open_ or self._closing or self._prefetch.paused or queue in self._subscriptions.queues:
             return
         with self._changed:
             planned = self._batches.planned(queue)
