@@ -605,6 +605,21 @@ def test_a_batch_waits_for_as_many_messages_as_it_shall_have(vhost: VirtualHost,
     assert wait_until(waiting.batch, timeout=30, what="a batch") == 30
 
 
+def test_the_backlog_is_never_negative_after_a_restart(vhost: VirtualHost, query: Callable[..., Query]) -> None:
+    """The reader waits for a batch's minimum, and continues at the position of an earlier reader."""
+    publish(vhost, 100)
+    earlier = query(vhost.url)
+    earlier.until(100)
+    publish(vhost, 5)
+    earlier.source.stop()
+    reading = query(vhost.url, minMessagesPerTrigger=1000, maxTriggerDelay="1h")
+    reading.position = earlier.position
+    assert reading.batch() == 0
+    latest = reading.source.reportLatestOffset()
+    assert latest is not None
+    assert 100 == reading.position["sequence"] <= latest["sequence"] <= 105
+
+
 def test_a_batch_has_all_that_came_in_since_the_one_before(vhost: VirtualHost, query: Callable[..., Query]) -> None:
     """The time until Spark asks, as with a trigger interval, does not matter.
 

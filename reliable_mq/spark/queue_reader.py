@@ -156,10 +156,8 @@ class QueueReader(NullListener):
                     raise self.error
                 self._check_missing()
                 wait = self._wait_for_more(start, most, called, called + timeout)
-                if wait <= 0 and self._too_few(start):
-                    return start
                 if wait <= 0:
-                    end = self._plan(start, most)
+                    end = self._plan(start, 0 if self._too_few(start) else most)  # the backlog counts from the end
                     if end != start:
                         backlog = sum(self._ready.values()) if self._remaining is None else 0
                         self._intervals.planned(end.sequence - start.sequence, called - self._planned_at, backlog)
