@@ -8,7 +8,8 @@ is not possible. So every process that reads or publishes keeps a file in a dire
 
 Two files must not contain the same metric with the same labels. So each process has a number that is unique among the
 living processes on its host. The number is in the file's name and in the label ``worker``. A later process takes over
-the number and the file of a dead one. This, and the queues that the options name, bound the number of labels.
+the number and the file of a dead one of the same user. This, and the queues that the options name, bound the number of
+labels.
 
 Invariants: a file is replaced atomically. Two living processes never write the same file. An error here is logged once
 and never stops a query.
@@ -204,19 +205,39 @@ def _file(directory: Path, worker: int) -> Path:
 
 def _claimed(directory: Path) -> tuple[int, TextIOWrapper]:
     """Claim the lowest number without a living process; remove files of dead ones."""
+    foreign: list[Path] = []
     for worker in range(_MOST):
-        claim = locked(_lock_of(directory, worker))
+        claim = _claim(directory, worker, foreign)
         if claim is not None:
             for path in directory.glob(f"{_STEM}_*.prom"):
                 number = path.stem.removeprefix(f"{_STEM}_")
                 other = (
-                    locked(_lock_of(directory, int(number))) if number.isdecimal() and int(number) != worker else None
+                    _claim(directory, int(number), foreign) if number.isdecimal() and int(number) != worker else None
                 )
                 if other is not None:
                     path.unlink(missing_ok=True)
                     other.close()
+            if foreign:
+                logger.warning(
+                    "%s belongs to another user: this process writes metrics as worker %d, and cannot remove files of "
+                    "that user's dead processes; give each user a metricsDirectory of its own",
+                    foreign[0],
+                    worker,
+                )
             return worker, claim
     raise OSError(f"{_MOST} processes write there")
+
+
+def _claim(directory: Path, worker: int, foreign: list[Path]) -> TextIOWrapper | None:
+    """Lock a number; None if another process has it, or another user (``foreign``)."""
+    path = _lock_of(directory, worker)
+    try:
+        return locked(path)
+    except PermissionError:
+        if not path.exists():  # the directory is not writable
+            raise
+        foreign.append(path)
+        return None
 
 
 def _lock_of(directory: Path, worker: int) -> Path:

@@ -12,7 +12,9 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -37,6 +39,18 @@ from reliable_mq.spark.metrics import Exporter
 print(Exporter(Path(sys.argv[1])).path.name, flush=True)
 sys.stdin.read()
 """
+
+
+@contextmanager
+def nobody() -> Iterator[None]:
+    """Drop the rights of root, whom no mode of a file stops."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
 
 
 @pytest.fixture
@@ -150,6 +164,36 @@ def test_a_directory_that_cannot_be_had_is_a_warning(tmp_path: Path, caplog: pyt
         assert exporter(str(tmp_path / "file" / "below")) is None
         assert exporter(str(tmp_path / "file" / "below")) is None
     assert [record.getMessage()[:18] for record in caplog.records] == ["writing no metrics"]
+
+
+def test_the_files_of_another_user_are_passed_over(
+    started: Callable[[Path], Exporter], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning names the lock; the process takes the next number."""
+    with TemporaryDirectory() as name:
+        directory = Path(name)
+        directory.chmod(0o777)
+        for number in (0, 1, 3):
+            (directory / f"reliable_mq_spark_{number}.prom").touch()
+            (directory / f".reliable_mq_spark_{number}.lock").touch(0o000)
+        with nobody(), caplog.at_level(logging.WARNING):
+            of_one = started(directory)
+            of_one.streams.rows["events"] = 3
+            of_one.write()
+        assert of_one.path.name == "reliable_mq_spark_2.prom"
+        assert samples(of_one.path)["reliable_mq_spark_stream_rows_total", "stream=events", "worker=2"] == 3
+        assert len(list(directory.glob("*.prom"))) == 4
+        assert len(caplog.records) == 1
+        assert f"{directory}/.reliable_mq_spark_0.lock belongs to another user" in caplog.text
+        of_one.close()
+
+
+def test_a_directory_that_is_not_writable_is_not_of_many_users() -> None:
+    """No lock can be made there."""
+    with TemporaryDirectory() as name:
+        Path(name).chmod(0o555)
+        with nobody(), pytest.raises(PermissionError):
+            Exporter(Path(name))
 
 
 def test_a_file_that_cannot_be_written_is_a_warning(
