@@ -18,6 +18,7 @@ from reliable_mq.spark.metrics import Exporter, exporter
 from reliable_mq.spark.options import WriteOptions
 from reliable_mq.spark.rows import RowPlan
 from reliable_mq.spark.sink import BatchSink, WrittenPartition
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -329,6 +330,23 @@ def test_what_the_options_name_and_is_not_there_fails_the_task(
     with pytest.raises(PublishError, match=reason):
         write(vhost, batch, dead_letter_queue="dead", **options)
     assert drain(vhost, "dead") == []
+
+
+def test_confirmed_dead_letters_are_not_kept_in_memory(vhost: VirtualHost) -> None:
+    """Each holds the body of its row; only letters without an outcome are kept."""
+    kept = []
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for _ in range(10):
+            yield pa.RecordBatch.from_pydict({"body": ["body"] * 20, "priority": [256] * 20})
+            kept.append(len(partition.letters))
+            wait_until(lambda: all(each.done() for _, each in partition.letters), timeout=30, what="the confirms")
+
+    options = WriteOptions(url=vhost.url, routing_key="orders", dead_letter_queue="dead")
+    partition = sink._Partition(options, RowPlan(options, ("body", "priority")), "write", 0)
+    assert partition.write(batches()).dead_lettered == 200
+    assert max(kept) <= 20
+    assert len(drain(vhost, "dead")) == 200
 
 
 def test_a_dead_letter_that_is_not_confirmed_fails_the_task(

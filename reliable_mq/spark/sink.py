@@ -148,7 +148,7 @@ at_fork(ForkStage.FORGET, _idle.clear)
 _WAITED_FOR_BEYOND: Final = 8000  # maximum confirmations kept; each holds the body of its row
 _FAILURES_NAMED: Final = 5
 _FAILURES_KEPT: Final = 100
-_LETTERS: Final = 1000  # maximum dead letters whose confirms are unchecked
+_LETTERS: Final = 1000  # maximum dead letters kept; each holds the body of its row
 _NO_EXCHANGE: Final = (403, 404)  # reply codes: access refused, not found
 _BATCH_ID: Final = "streaming.sql.batchId"  # local properties that Spark sets for each micro-batch
 _QUERY_ID: Final = "sql.streaming.queryId"
@@ -308,12 +308,11 @@ class _Partition:
         try:
             self.letters.append((row, self.publisher.submit(letter, routing_key=queue)))
         except (PublishError, ConfigurationError) as error:
-            self._settle(0)
             self._failed(row, letter.message_id, _not_dead_lettered(letter, error))
+            self._settle(0)  # after the failure, with which dead-lettering ends
             self._check()
         self.dead_lettered += 1
-        if len(self.letters) > _LETTERS:
-            self._settle_letters(_LETTERS // 2)
+        self._settle_letters(_LETTERS)
 
     def _settle(self, beyond: int) -> None:
         """Settle confirmations from the front, and wait while more than ``beyond`` remain."""
@@ -337,15 +336,18 @@ class _Partition:
             self._check()
 
     def _settle_letters(self, beyond: int) -> None:
-        """Wait until at most ``beyond`` dead letters are unconfirmed."""
-        while len(self.letters) > beyond:
-            row, confirmation = self.letters.popleft()
+        """Settle dead letters from the front, and wait while more than ``beyond`` remain."""
+        letters = self.letters
+        while letters and (letters[0][1].outcome is not None or len(letters) > beyond):
+            row, confirmation = letters.popleft()
             error = confirmation.exception()
             if error is None:
                 self._count_letter()
             else:
-                self._settle(0)
                 self._failed(row, confirmation.message_id, _not_dead_lettered(confirmation.message, error))
+                beyond = 0  # sending has stopped: wait for all outcomes
+        if self.errors:
+            self._settle(0)
         self._check()
 
     def _count_letter(self) -> None:

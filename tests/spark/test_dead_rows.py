@@ -1,15 +1,19 @@
-"""Dead letters of rows: the values of a row that does not fit into a message."""
+"""Dead letters of rows: the values of a row that does not fit into a message, and failures."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from reliable_mq.core import headers
-from reliable_mq.errors import PublishRefused, PublishReturned
+from reliable_mq.errors import PublishBlocked, PublishError, PublishRefused, PublishReturned
 from reliable_mq.message import Message
+from reliable_mq.spark import sink
+from reliable_mq.spark.options import WriteOptions
 from reliable_mq.spark.rows import MessageIds, Outgoing, UnsendableRow, letter_of_message, letter_of_row
 
 
@@ -124,3 +128,38 @@ def test_a_body_is_cut_only_if_it_was_refused_for_its_size() -> None:
     cut = letter_of_message(outgoing, PublishRefused("refused", reply_code=406, reply_text=text))
     whole = letter_of_message(outgoing, PublishRefused("refused", reply_code=406, reply_text="PRECONDITION_FAILED"))
     assert (len(cut.body), len(whole.body)) == (2**16, 10**6)
+
+
+class FullBroker:
+    """A publisher whose rows are returned late, and whose dead letters fail in one of two ways."""
+
+    def __init__(self, *, at_once: bool) -> None:
+        self._at_once = at_once
+
+    def submit(self, message: Message, *, exchange: str = "", routing_key: str) -> SimpleNamespace:
+        error: PublishError = PublishBlocked("the broker is full")
+        if routing_key == "dead" and self._at_once:
+            raise error
+        outcome = "nacked" if routing_key == "dead" else None  # None: the sink has to wait
+        if outcome is None:
+            error = PublishReturned("no queue", reply_code=312, reply_text="NO_ROUTE", exchange="", routing_key="k")
+        return SimpleNamespace(
+            message=message, message_id=message.message_id, exchange=exchange, routing_key=routing_key,
+            outcome=outcome, exception=lambda: error,
+        )  # fmt: skip
+
+    def close(self, timeout: float) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_the_first_failed_letter_ends_a_task_of_many_rows(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows after it are failures, and get no dead letters."""
+    monkeypatch.setattr(sink, "Publisher", lambda *_, **__: FullBroker(at_once=at_once))
+    writer = sink.BatchSink(WriteOptions(url="amqp://localhost/", dead_letter_queue="dead"), ("body", "routing_key"))
+    rows = pa.RecordBatch.from_pydict({"body": ["b"] * 3000, "routing_key": ["k"] * 3000})
+    with pytest.raises(
+        PublishError, match=r"^3000 of 3000 rows .* row 0, message \S+: no queue; and its dead letter"
+    ) as failed:
+        writer.write(iter([rows]))
+    assert str(failed.value).count("its dead letter was not confirmed") == 1
