@@ -374,6 +374,21 @@ def test_available_now_ends_over_a_lost_connection_too(
     vhost.wait_for_messages("orders", 250 - acked)
 
 
+def test_a_count_does_not_wait_for_a_lost_connection(
+    vhost: VirtualHost, query: Callable[..., Query], fault_proxy: Callable[..., FaultProxy]
+) -> None:
+    """Deliveries of the next connection would wait for it."""
+    publish(vhost, 10)
+    proxy = fault_proxy(vhost.url)
+    reading = query(proxy.url)
+    assert reading.batch() > 0
+    proxy.refuse_connections()
+    cut(proxy, reading)
+    began = time.monotonic()
+    assert reading.source._reader.count(60) is None
+    assert time.monotonic() - began < 30
+
+
 def test_risks_of_a_queue_are_logged_when_it_is_read(
     vhost: VirtualHost, query: Callable[..., Query], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -195,15 +195,20 @@ class QueueReader(NullListener):
             return self._remaining is not None and not any(self._remaining.values())
 
     def count(self, timeout: float) -> dict[str, int] | None:
-        """Count ready messages by queue, for queues within the limit; None on timeout."""
+        """Count ready messages by queue, for queues within the limit.
+
+        Return None on timeout, or without a connection.
+        """
         with self._changed:
             before = self._counts
-            if not self._io.call_soon(self._count) or not self._changed.wait_for(
-                lambda: self._counts > before or self.error is not None, timeout
-            ):
-                return None
+            self._io.call_soon(self._count)
+            self._changed.wait_for(
+                lambda: self._counts > before or self.error is not None or not self._connected, timeout
+            )
             if self.error is not None:
                 raise self.error
+            if self._counts == before:
+                return None
             wanted = self._remaining
             return {queue: ready for queue, ready in self._ready.items() if wanted is None or wanted.get(queue, 0) > 0}
 
