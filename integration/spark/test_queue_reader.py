@@ -354,6 +354,34 @@ def test_available_now_waits_for_a_leader_that_responds(vhost: VirtualHost, quer
     assert reading.position["queues"] == {"orders": 100}
 
 
+def test_a_queue_is_left_while_another_cannot_be_counted(
+    vhost: VirtualHost, fault_proxy: Callable[..., FaultProxy], query: Callable[..., Query]
+) -> None:
+    """After a reconnect, the leader of one queue does not respond; the other is read to its limit."""
+    publish(vhost, 30)
+    other = Queue("other")
+
+    def publish_other() -> None:
+        with Publisher(vhost.url, topology=[other]) as publisher:
+            assert publisher.publish_many([Message(b"x") for _ in range(10)], routing_key="other").ok
+
+    publish_other()
+    proxy = fault_proxy(vhost.url)
+    reading = query(proxy.url, queue="other,orders", prefetch=50)
+    reading.source.prepareForTriggerAvailableNow()
+    reader = reading.source._reader
+
+    def disturb() -> None:
+        publish_other()
+        suspend_leader(vhost, "orders", 2)
+        proxy.delay(0.1)  # so that the count takes long enough for a batch
+        cut(proxy, reading)
+
+    assert reading.batch(disturb) > 0
+    wait_until(lambda: reading.batch() < 0 or reader._remaining["other"] == 0, timeout=60, what="other", interval=0)
+    vhost.wait_for_messages("other", 10)
+
+
 def test_available_now_ends_over_a_lost_connection_too(
     vhost: VirtualHost, query: Callable[..., Query], fault_proxy: Callable[..., FaultProxy]
 ) -> None:

@@ -437,7 +437,7 @@ class QueueReader(NullListener):
             self._io.call_later(_SUBSCRIBE_AGAIN, self._count_anew)
 
     def _stop_reading(self, queue: str) -> None:
-        if self._connected and not self._closing:
+        if not self._closing:
             self._io.run(self._subscriptions.end(queue), partial(self._stopped_reading, queue))
 
     def _stopped_reading(self, queue: str, _outcome: object) -> None:
