@@ -855,6 +855,47 @@ def test_a_channel_with_nacks_only_is_opened_anew(shell: Shell) -> None:
     assert shell.session.reopening_due(70.0), "no more often than that"
 
 
+def test_a_lost_confirm_pauses_nacked_retries_briefly(shell: Shell) -> None:
+    """The retries go on before the lost confirm is overdue.
+
+    Once it is overdue, the channel is in doubt as soon as no other publish is on the wire.
+    """
+    shell.accept("full", timeout=1_000.0)
+    shell.send()
+    shell.nack(1, now=0.0)
+    assert shell.sent(now=1.0) == ["full"]
+    shell.accept("owed", at=29.0, timeout=1_000.0, routing_key="silent")
+    assert shell.sent(now=29.0) == ["owed"]
+    shell.nack(2, now=30.0)
+    assert shell.sent(now=32.9) == [], "the confirm may be the last one before another channel"
+    assert shell.session.next_wakeup() == 33.0
+    assert shell.sent(now=33.0) == ["full"]
+    assert not shell.session.channel_in_doubt(33.0)
+    shell.nack(4, now=62.0)
+    shell.accept("later", at=63.0)
+    assert shell.sent(now=65.9) == []
+    assert not shell.session.channel_in_doubt(65.9)
+    assert shell.session.next_wakeup() == 66.0
+    shell.session.tick(66.0)
+    assert shell.session.channel_in_doubt(66.0)
+
+
+def test_a_publish_given_up_delays_no_other_channel(shell: Shell) -> None:
+    """Its outcome is known, so the end of its channel changes nothing."""
+    shell.accept("full", timeout=500.0)
+    (owed,) = shell.accept("owed", routing_key="silent", timeout=20.0)
+    shell.send()
+    shell.nack(1, now=0.0)
+    assert shell.sent(now=1.0) == ["full"]
+    shell.nack(3, now=25.0)
+    shell.session.tick(27.0)
+    assert owed.outcome is Outcome.UNKNOWN
+    assert not shell.session.reopening_due(29.9)
+    assert shell.session.next_wakeup() == 30.0
+    assert not shell.session.channel_in_doubt(30.0)
+    assert shell.session.reopening_due(30.0)
+
+
 def test_a_channel_is_opened_anew_for_a_publish_and_unblocked(shell: Shell) -> None:
     """An idle publisher does not need a new channel.
 

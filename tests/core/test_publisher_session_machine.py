@@ -50,6 +50,7 @@ MAX_ATTEMPTS = 2
 ONCE_EVERY = 4  # one publish in this many is tried only once
 GRACE = 2.0
 ROUND_TRIPS, PAUSE = 7, GRACE / 8
+DRAINED_WITHIN = 3.0
 BLAMED_FOR = 20 * CONFIRM_TIMEOUT
 WATCHED = (ROUND_TRIPS - 1) * PAUSE
 TIMEOUTS = st.sampled_from([None, None, None, 5.0, 500.0])
@@ -113,6 +114,10 @@ class Channel:
     @property
     def on_wire(self) -> list[Expected]:
         return [self.sent[tag - 1] for tag in self.unconfirmed]
+
+    @property
+    def owed(self) -> list[Expected]:
+        return [one for one in self.on_wire if one.outcome is None]
 
 
 class PublishingMachine(RuleBasedStateMachine):
@@ -335,6 +340,13 @@ class PublishingMachine(RuleBasedStateMachine):
             if expected.outcome is None and expected.deadline <= self.now:
                 self.expire_on_wire(expected)
                 self.give_up(expected)
+        channel = self.channel
+        if channel is None or not channel.owed or self.connection_blocked:
+            return
+        if self.now >= channel.nacks_since + CONFIRM_TIMEOUT + DRAINED_WITHIN:
+            channel.nacks_since = self.now
+            if self.now - channel.owed[0].sent_at >= CONFIRM_TIMEOUT:
+                channel.progress_at = channel.owed[0].sent_at
 
     def expire_on_wire(self, expected: Expected) -> None:
         """Blame the destination of an old publish that the broker has passed over.
@@ -720,7 +732,7 @@ class PublishingMachine(RuleBasedStateMachine):
 
     def a_channel_with_nacks_only_is_opened_anew(self) -> None:
         channel = self.channel
-        usable = channel is not None and not channel.unconfirmed and not self.connection_blocked
+        usable = channel is not None and not channel.owed and not self.connection_blocked
         wanted = any(expected.outcome is None for expected in self.everyone)
         due = channel is not None and self.now >= channel.nacks_since + CONFIRM_TIMEOUT
         assert self.session.reopening_due(self.now) is bool(usable and due and wanted)
@@ -737,8 +749,8 @@ class PublishingMachine(RuleBasedStateMachine):
             moments += [max(at - WATCHED, self.ask_after) for at in final]
         if self.channel is not None and self.channel.unconfirmed and not self.connection_blocked:
             moments.append(min(self.channel.progress_at + CONFIRM_TIMEOUT, self.channel.passed_over_at))
-        elif moments and self.channel is not None and not self.connection_blocked:
-            moments.append(self.channel.nacks_since + CONFIRM_TIMEOUT)
+        if moments and self.channel is not None and not self.connection_blocked:
+            moments.append(self.channel.nacks_since + CONFIRM_TIMEOUT + (DRAINED_WITHIN if self.channel.owed else 0.0))
         wakeup = self.session.next_wakeup()
         if moments:
             assert wakeup is not None

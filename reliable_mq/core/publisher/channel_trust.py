@@ -10,7 +10,9 @@ is the only cure:
 - A quorum queue that was full tells each channel once that it is not full any more. A channel that has missed it nacks
   whatever is published, even to an empty queue. A channel that has had *nacks only* for the confirm timeout, without a
   single ack, is opened anew for the next publish. If the queue is full indeed, the new channel has nacks only, too, and
-  is opened anew after as long again.
+  is opened anew after as long again. Before that, publishing pauses until the last confirms have come, for a tenth of
+  the confirm timeout at most. A publish that is still not confirmed then puts the channel in doubt if its confirm is
+  overdue. Otherwise publishing goes on, and the confirm timeout of nacks only starts again.
 
 Publishes on the wire of a channel in doubt are published again, and can arrive twice. A queue that has no leader, or is
 slower than the deadline of its publishes, passes over publishes on every channel. Therefore, its destination (exchange
@@ -26,7 +28,8 @@ Invariants of `ChannelTrust`:
   has lapsed. Those that are to blame are the destination of the publish passed over, and those of all that were on the
   wire for as long.
 - An ack renews the trust: the confirm timeout of nacks only is counted from the next nack.
-- Nothing more is published on a channel that is to be opened anew, so that its last confirms come before its end.
+- Nothing more is published on a channel that is to be opened anew, so that its last confirms come before its end. A
+  confirm that does not come stops publishing for a tenth of the time only.
 - Every operation is O(1) for each publish, and settling costs nothing while no destination is to blame.
 - Memory is bounded: with 1024 destinations to blame, no further one costs a channel until the first blame lapses.
 """
@@ -46,6 +49,8 @@ __all__ = ["ChannelTrust"]
 
 _MAX_BLAMED = 1024  # destinations
 _BLAMED_FOR = 20  # confirm timeouts
+_DRAINED_WITHIN = 0.1  # confirm timeouts
+_NO_LEADER = " (does a quorum queue have no leader? `rabbitmq-queues quorum_status` tells)"
 
 
 class ChannelTrust:
@@ -58,7 +63,7 @@ class ChannelTrust:
     def __init__(self, confirm_timeout: float) -> None:
         self._confirm_timeout = confirm_timeout
         self._progress_at = 0.0  # when the broker last settled anything, or last had no outstanding confirms
-        self._nacks_since: float | None = None  # when the first nack came after the last ack
+        self._nacks_since: float | None = None  # from when nacks only are counted: the first one after the last ack
         self.reopening = False  # whether the channel is being closed for its nacks
         self.passed_over: Publication | None = None  # the first publish on the channel that was passed over
         self._passed_over_at = 0.0
@@ -114,6 +119,12 @@ class ChannelTrust:
         if self._nacks_since is None:
             self._nacks_since = now
 
+    def drained_in_vain(self, publication: Publication, now: float) -> None:
+        """Record that the oldest outstanding confirm did not come by `drained_at`."""
+        self._nacks_since = now
+        if now - publication.sent_at >= self._confirm_timeout:
+            self._progress_at = publication.sent_at
+
     def _settled(self, publications: Iterable[Publication], now: float) -> None:
         self._progress_at = now
         if self._blamed:
@@ -133,12 +144,25 @@ class ChannelTrust:
         """The time when the channel is in doubt, if confirms are outstanding until then."""
         return self._progress_at + self._confirm_timeout if self.passed_over is None else self._passed_over_at
 
+    def doubt(self, on_wire: int, *, none_settled: bool) -> str:
+        """Return the reason for discarding a channel that is in doubt."""
+        if self.passed_over is not None:
+            return f"no confirm for {self.passed_over} in time, though later ones are confirmed"
+        text = f"no confirm for any of {on_wire} outstanding publishes in time"
+        return f"{text}, nor for any other on this channel{_NO_LEADER}" if none_settled else text
+
     @property
     def reopening_at(self) -> float | None:
         """The time to open another channel, None without nacks or once that has begun."""
         if self._nacks_since is None or self.reopening:
             return None
         return self._nacks_since + self._confirm_timeout
+
+    @property
+    def drained_at(self) -> float | None:
+        """The time until which publishing waits for the confirms before `reopening_at`."""
+        at = self.reopening_at
+        return None if at is None else at + _DRAINED_WITHIN * self._confirm_timeout
 
     def ending(self, now: float) -> bool:
         """Return whether to publish nothing more before another channel is open."""

@@ -22,7 +22,7 @@ Invariants:
 - No two publishes with the same ``message_id`` are on the wire at once.
 - Nothing is published without a channel, while the broker blocks, or after it is settled.
 - A channel is in doubt if it passes over publishes, once for each destination until that confirms one in time.
-- A channel with nacks only is opened anew once no publish is on the wire, so that none is in doubt.
+- A channel with nacks only is opened anew once no unsettled publish is on the wire, so that none is in doubt.
 - A message that cannot be encoded fails alone: nothing is marked as sent before the whole write is encoded.
 - A place in the window is released once per accepted publish, when it is settled *and* off the wire, so that a late
   confirm still finds it.
@@ -74,8 +74,6 @@ _NEW = (
     "the broker has confirmed it, but made the queue so short a time ago that it loses what is in there if it dies now "
     "(new_queue_grace)"
 )
-_FOR_EVER = float("inf")
-_NO_LEADER = " (does a quorum queue have no leader? `rabbitmq-queues quorum_status` tells)"
 _DEAD_KEPT = 64  # given-up publishes that may be in the queue, or in the heap of delays, before they are removed
 
 
@@ -310,7 +308,7 @@ class PublisherSession(Generic[P]):
 
     def abandon_all(self) -> None:
         """Settle all publishes as at their deadline, when the publisher closes for good."""
-        for publication in self._deadlines.expire(_FOR_EVER):
+        for publication in self._deadlines.expire(float("inf")):
             self._give_up(publication)
         self._delayed.clear()  # otherwise they would determine the next wake-up
 
@@ -323,6 +321,8 @@ class PublisherSession(Generic[P]):
             if publication.state is _ON_WIRE and self.blocked_reason is None:
                 self._trust.expired(publication, self._tracker.settled_through, now)
             self._give_up(publication)
+        if (drained_at := self._drained_at()) is not None and now >= drained_at:
+            self._trust.drained_in_vain(next(one for one in self._tracker.outstanding if one.outcome is None), now)
         while self._delayed and self._delayed[0][0] <= now:
             publication = heapq.heappop(self._delayed)[2]
             if publication.state is _DELAYED:
@@ -368,16 +368,12 @@ class PublisherSession(Generic[P]):
     @property
     def doubt(self) -> str:
         """The reason for discarding a channel that is in doubt."""
-        if self._trust.passed_over is not None:
-            return f"no confirm for {self._trust.passed_over} in time, though later ones are confirmed"
-        text = f"no confirm for any of {self.on_wire} outstanding publishes in time"
-        return f"{text}, nor for any other on this channel{_NO_LEADER}" if self._tracker.none_settled else text
+        return self._trust.doubt(self.on_wire, none_settled=self._tracker.none_settled)
 
     def reopening_due(self, now: float) -> bool:
         """Return whether to begin to open another channel, and report `reopening_begun`.
 
-        The channel has had nacks only for the confirm timeout, and publishes wait for another. No confirm is
-        outstanding, so none of them is in doubt.
+        Only nacks have come for the confirm timeout, and unsettled publishes wait. None of them is on the wire.
         """
         at = self._reopening_at()
         return at is not None and now >= at
@@ -396,10 +392,9 @@ class PublisherSession(Generic[P]):
 
     def next_wakeup(self) -> float | None:
         """Return the time of the next `tick` if no event comes first, None for never."""
-        delayed = self._delayed[0][0] if self._delayed else None
-        channel = (self._doubt_at(), self._reopening_at(), self._round_trip_at())
-        times = (self._deadlines.next_deadline, delayed, *channel)
-        return min((at for at in times if at is not None), default=None)
+        timers = (self._deadlines.next_deadline, self._delayed[0][0] if self._delayed else None)
+        channel = (self._doubt_at(), self._reopening_at(), self._drained_at(), self._round_trip_at())
+        return min((at for at in timers + channel if at is not None), default=None)
 
     # Readings
 
@@ -438,9 +433,16 @@ class PublisherSession(Generic[P]):
         return self._trust.doubt_at
 
     def _reopening_at(self) -> float | None:
-        if len(self._tracker) or not self._tracker.open or self.blocked_reason is not None or not self.outstanding:
-            return None
-        return self._trust.reopening_at
+        ready = self._tracker.open and self.blocked_reason is None and self.outstanding
+        return self._trust.reopening_at if ready and not self._unconfirmed else None
+
+    def _drained_at(self) -> float | None:
+        return self._trust.drained_at if self._unconfirmed and self.blocked_reason is None else None
+
+    @property
+    def _unconfirmed(self) -> int:
+        """The number of unsettled publishes on the wire."""
+        return len(self._tracker) - self.abandoned_count
 
     def _round_trip_at(self) -> float | None:
         if not self._tracker.open or self.blocked_reason is not None:
