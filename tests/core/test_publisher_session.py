@@ -682,6 +682,31 @@ def test_a_blocked_channel_is_not_in_doubt(shell: Shell) -> None:
     assert shell.session.channel_in_doubt(130.0)
 
 
+def test_blocked_time_does_not_make_a_confirm_overdue(shell: Shell) -> None:
+    """A publish that expires after a long block is not passed over.
+
+    The broker has not read it while it blocked.
+    """
+    shell.accept("first", "last", timeout=62.0)
+    shell.send()
+    shell.session.blocked("low on memory")
+    shell.session.unblocked(61.0)
+    shell.ack(2, now=61.5)
+    shell.session.tick(62.0)
+    assert not shell.session.channel_in_doubt(62.0)
+
+
+def test_blocked_time_does_not_pause_nacked_retries(shell: Shell) -> None:
+    """The confirms of a channel with nacks only are not overdue after a long block."""
+    shell.accept("full", "late", timeout=1_000.0)
+    shell.send()
+    shell.nack(1, now=0.0)
+    shell.session.blocked("low on memory")
+    shell.session.unblocked(61.0)
+    assert shell.sent(now=61.0) == ["full"]
+    assert not shell.session.channel_in_doubt(61.0)
+
+
 def test_a_confirm_that_settles_nothing_is_no_progress(shell: Shell) -> None:
     """A broker that repeats old confirms does not renew the trust in its channel."""
     shell.accept("body")

@@ -139,6 +139,7 @@ class PublishingMachine(RuleBasedStateMachine):
         self.channel: Channel | None = None
         self.generation = 0
         self.connection_blocked = False
+        self.unblocked_at = -inf
         self.disconnected: str | None = "no attempt to connect has ended yet"
         self.again: list[Expected] = []  # unsettled at a channel loss and not sent since, in sending order
         self.cleared: list[Expected] = []  # those that were suspects and not confirmed, in the order of clearing
@@ -345,8 +346,9 @@ class PublishingMachine(RuleBasedStateMachine):
             return
         if self.now >= channel.nacks_since + CONFIRM_TIMEOUT + DRAINED_WITHIN:
             channel.nacks_since = self.now
-            if self.now - channel.owed[0].sent_at >= CONFIRM_TIMEOUT:
-                channel.progress_at = channel.owed[0].sent_at
+            since = max(channel.owed[0].sent_at, self.unblocked_at)
+            if self.now - since >= CONFIRM_TIMEOUT:
+                channel.progress_at = since
 
     def expire_on_wire(self, expected: Expected) -> None:
         """Blame the destination of an old publish that the broker has passed over.
@@ -357,7 +359,7 @@ class PublishingMachine(RuleBasedStateMachine):
         if channel is None or self.connection_blocked or expected not in channel.on_wire:
             return
         tag = next(tag for tag in channel.unconfirmed if channel.sent[tag - 1] is expected)
-        long_ago = self.now - expected.sent_at >= CONFIRM_TIMEOUT
+        long_ago = self.now - max(expected.sent_at, self.unblocked_at) >= CONFIRM_TIMEOUT
         to_blame = self.now - self.blamed.get(expected.destination, -inf) >= BLAMED_FOR
         if long_ago and tag < channel.settled_through and to_blame and channel.passed_over_at == inf:
             channel.passed_over_at = self.blamed[expected.destination] = self.now
@@ -621,6 +623,7 @@ class PublishingMachine(RuleBasedStateMachine):
     def unblock(self) -> None:
         self.session.unblocked(self.now)
         self.connection_blocked = False
+        self.unblocked_at = self.now
         if self.channel is not None:
             self.channel.progress_at = self.now
 

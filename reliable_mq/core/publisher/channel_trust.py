@@ -19,6 +19,9 @@ slower than the deadline of its publishes, passes over publishes on every channe
 and routing key) costs one channel only, until the broker settles a publish to it in time. This blame lapses after 20
 confirm timeouts: the queue may have a leader again, and its confirms may be lost on this channel.
 
+A broker that blocks the connection reads nothing, so no confirm becomes overdue meanwhile, and the confirm timeout of
+all that is on the wire starts again afterwards.
+
 The trust is that of one channel at a time. ``now`` is the monotonic clock of the caller, in seconds.
 
 Invariants of `ChannelTrust`:
@@ -37,6 +40,7 @@ Invariants of `ChannelTrust`:
 from __future__ import annotations
 
 from collections import OrderedDict
+from math import inf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -63,6 +67,7 @@ class ChannelTrust:
     def __init__(self, confirm_timeout: float) -> None:
         self._confirm_timeout = confirm_timeout
         self._progress_at = 0.0  # when the broker last settled anything, or last had no outstanding confirms
+        self._unblocked_at = -inf  # when the broker last ended a block
         self._nacks_since: float | None = None  # from when nacks only are counted: the first one after the last ack
         self.reopening = False  # whether the channel is being closed for its nacks
         self.passed_over: Publication | None = None  # the first publish on the channel that was passed over
@@ -90,8 +95,8 @@ class ChannelTrust:
 
     def expired(self, publication: Publication, settled_through: int, now: float) -> None:
         """Record a publish that expires on the wire, and the latest tag that is settled."""
-        overdue = now - publication.sent_at >= self._confirm_timeout and publication.tag < settled_through
-        if not overdue or self.passed_over is not None:
+        overdue = now - self._outstanding_since(publication) >= self._confirm_timeout
+        if not overdue or publication.tag >= settled_through or self.passed_over is not None:
             return
         while self._blamed and now - next(iter(self._blamed.values())) >= _BLAMED_FOR * self._confirm_timeout:
             self._blamed.popitem(last=False)
@@ -106,7 +111,7 @@ class ChannelTrust:
 
     def unblocked(self, now: float) -> None:
         """Record that the broker, which owed no confirm while it blocked, goes on."""
-        self._progress_at = now
+        self._progress_at = self._unblocked_at = now
 
     def acked(self, publications: Iterable[Publication], now: float) -> None:
         """Record acks, before the publishes that they settled have their outcome."""
@@ -122,8 +127,12 @@ class ChannelTrust:
     def drained_in_vain(self, publication: Publication, now: float) -> None:
         """Record that the oldest outstanding confirm did not come by `drained_at`."""
         self._nacks_since = now
-        if now - publication.sent_at >= self._confirm_timeout:
-            self._progress_at = publication.sent_at
+        since = self._outstanding_since(publication)
+        if now - since >= self._confirm_timeout:
+            self._progress_at = since
+
+    def _outstanding_since(self, publication: Publication) -> float:
+        return max(publication.sent_at, self._unblocked_at)
 
     def _settled(self, publications: Iterable[Publication], now: float) -> None:
         self._progress_at = now
