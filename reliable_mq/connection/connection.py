@@ -29,7 +29,7 @@ from reliable_mq._util.logs import get_logger
 from reliable_mq._util.threads import call_in_background
 from reliable_mq.connection.channel import SetupRunner, StepQueue
 from reliable_mq.connection.errors import as_ours, is_refusal
-from reliable_mq.connection.interfaces import ConnectCredentials
+from reliable_mq.connection.interfaces import TAKES_NOTHING, ConnectCredentials
 from reliable_mq.connection.token_renewer import TokenRenewer
 from reliable_mq.core.channel_setup import reconnect_reason
 from reliable_mq.core.consumer.attempts import printable
@@ -129,7 +129,7 @@ class Connector:
         self._setup = setup
         self._client = client
         self._output = output
-        output.write, output.write_buffer_size = _do_nothing, _no_bytes
+        output.write, output.write_buffer_size = _do_nothing, _takes_nothing
         self._reconnect_policy = reconnect_policy
         self._on_ended = on_ended
         self._state = ConnectionState.WAITING  # changed only by `_enter`
@@ -558,7 +558,7 @@ class Connector:
             output.write, output.write_buffer_size = link.write, link.write_buffer_size
             link.report_reads(self._client.read_finished)
         else:
-            output.write, output.write_buffer_size = _do_nothing, _no_bytes
+            output.write, output.write_buffer_size = _do_nothing, _takes_nothing
             if link is not None:
                 link.report_reads(_do_nothing)
 
@@ -594,6 +594,6 @@ def _do_nothing(*_: bytes) -> None:
     """Drop frames, or ignore a read, while no channel is ready."""
 
 
-def _no_bytes() -> int:
+def _takes_nothing() -> int:
     """Return the size of the write buffer while no channel is ready."""
-    return 0
+    return TAKES_NOTHING

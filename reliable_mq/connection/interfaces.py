@@ -5,8 +5,9 @@ The owner implements `ConnectionListener`.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from reliable_mq.codec import ChannelSink
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
 
 __all__ = [
+    "TAKES_NOTHING",
     "ChannelEvents",
     "ConnectCredentials",
     "ConnectionListener",
@@ -33,6 +35,9 @@ __all__ = [
     "Output",
     "TimerHandle",
 ]
+
+TAKES_NOTHING: Final = sys.maxsize
+"""The size of a write buffer into which nothing can be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,10 @@ class Link(Protocol):
 
     @property
     def write_buffer_size(self) -> Callable[[], int]:
-        """Return the number of bytes that the kernel has not accepted yet."""
+        """Return the number of bytes that the kernel has not accepted yet.
+
+        `TAKES_NOTHING` if ``write`` does nothing.
+        """
 
     @property
     def write(self) -> Callable[[bytes], None]:
@@ -101,7 +109,8 @@ class Output(Protocol):
     """The functions through which the client of a connection writes.
 
     While a channel is ready, a `Connector` sets both to functions of its link, so that a write passes through no other
-    layer. At other times it sets them to functions that do nothing.
+    layer. At other times ``write`` does nothing, and ``write_buffer_size`` returns `TAKES_NOTHING`. So an owner that
+    checks the size before it writes knows that the data is written.
     """
 
     write: Callable[[bytes], None]

@@ -49,7 +49,8 @@ class BaseConnection:
 
     Attributes:
         write: A callable that sends whole frames in one piece. It does nothing while no channel is ready.
-        write_buffer_size: A callable that returns the number of bytes that the kernel has not taken yet.
+        write_buffer_size: A callable that returns the number of bytes that the kernel has not taken yet, or
+            `TAKES_NOTHING` if ``write`` does nothing.
     """
 
     write: Callable[[bytes], None]

@@ -22,7 +22,7 @@ from reliable_mq.codec.methods import ConfirmSelect
 from reliable_mq.connection import connection as connection_module
 from reliable_mq.connection.channel import Channel, ChannelTable
 from reliable_mq.connection.connection import TRANSITIONS, ConnectionState, Connector
-from reliable_mq.connection.interfaces import NullListener
+from reliable_mq.connection.interfaces import TAKES_NOTHING, NullListener
 from reliable_mq.core.channel_setup import Pipeline, ServerInfo, StepRefused, publisher_setup, refusal
 from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
 from reliable_mq.errors import BrokerUnavailable, ReliableMQError
@@ -395,7 +395,7 @@ class ConnectorMachine(RuleBasedStateMachine):
             assert buffered == len(self.link.foreign) - 1
         else:
             assert not wrote
-            assert buffered == 0
+            assert buffered == TAKES_NOTHING
 
     @rule(unencodable=st.booleans())
     def run(self, unencodable: bool) -> None:

@@ -528,6 +528,39 @@ def test_confirms_that_trickle_in_keep_the_channel(broker: ScriptedBroker, new_p
         assert len(broker.connections) == 1
 
 
+@pytest.mark.parametrize("end", ["discard", "abort"])
+def test_a_publish_that_no_socket_took_is_unsent(broker: ScriptedBroker, new_publisher: NewPublisher, end: str) -> None:
+    """A connection is aborted, and its loss is reported in the next turn of the loop.
+
+    A publish in between is no possible duplicate.
+    """
+    broker.script = acking
+    with new_publisher() as publisher:
+        publisher.connect()
+        user = getattr(publisher, "publisher", publisher)
+        channel = user._channel
+        confirmations: list[Any] = []
+
+        def publish_after_the_end() -> None:
+            submitted = user.submit(Message(b"x"), routing_key=KEY)
+            if asyncio.iscoroutine(submitted):
+                with pytest.raises(StopIteration) as returned:
+                    submitted.send(None)
+                submitted = returned.value.value
+            confirmations.append(submitted)
+            io = channel._io
+            io.discard("in doubt") if end == "discard" else io._connector._link.abort("a broken frame")
+            channel._advance()
+
+        channel._io.call_soon(publish_after_the_end)
+        [published] = broker.wait_published(1)
+        assert not published.possible_duplicate
+        publisher.flush(30)
+        receipt = confirmations[0].result()
+        assert (receipt.attempts, receipt.possible_duplicate) == (1, False)
+        assert len(broker.connections) == 2
+
+
 def test_a_full_window_keeps_the_next_message_back(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
     with new_publisher(max_outstanding=3) as publisher:
         confirmations = submit(publisher, 3)

@@ -20,6 +20,7 @@ from reliable_mq.codec import CodecError, InboundReader, methods
 from reliable_mq.connection.aiormq_driver.connection import Connection, Transports
 from reliable_mq.connection.aiormq_driver.errors import Aborted, link_error
 from reliable_mq.connection.channel import ChannelTable
+from reliable_mq.connection.interfaces import TAKES_NOTHING
 from reliable_mq.core.channel_setup import ServerInfo
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.reconnect import ConnectionLoss
@@ -122,12 +123,20 @@ class Link:
 
     def write_buffer_size(self) -> int:
         """Return the number of bytes that the kernel has not accepted yet."""
-        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+        transport = self._open_transport
+        return TAKES_NOTHING if transport is None else transport.get_write_buffer_size()
 
     def write(self, data: bytes) -> None:
         """Send whole frames in one piece. Do nothing on a link that has ended."""
-        if self._state is LinkState.OPEN and self._transport is not None and not self._transport.is_closing():
-            self._transport.write(data)
+        transport = self._open_transport
+        if transport is not None:
+            transport.write(data)
+
+    @property
+    def _open_transport(self) -> asyncio.Transport | None:
+        transport = self._transport
+        is_open = self._state is LinkState.OPEN and transport is not None and not transport.is_closing()
+        return transport if is_open else None
 
     def report_reads(self, fn: Callable[[], None]) -> None:
         """Call `fn` after every read, once all its frames have been passed on."""

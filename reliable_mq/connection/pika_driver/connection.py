@@ -15,6 +15,7 @@ from pika.credentials import ExternalCredentials, PlainCredentials
 from reliable_mq._util.version import client_properties
 from reliable_mq.codec import CodecError, InboundReader, methods
 from reliable_mq.connection.channel import ChannelTable
+from reliable_mq.connection.interfaces import TAKES_NOTHING
 from reliable_mq.connection.pika_driver.errors import Aborted
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.settings import Endpoint
@@ -73,7 +74,7 @@ class Connection(SelectConnection):  # type: ignore[misc]
     def send(self, data: bytes) -> None:
         """Send one piece, at once if the socket accepts it, else when it accepts more."""
         transport = self._transport
-        if transport is None or transport._state != transport._STATE_ACTIVE:  # noqa: SLF001
+        if not self._is_active():
             return
         rest: bytes | memoryview = data
         if self._plaintext and not transport.get_write_buffer_size():
@@ -88,7 +89,11 @@ class Connection(SelectConnection):  # type: ignore[misc]
             self._output_marshaled_frames([rest])
 
     def buffered(self) -> int:
-        return 0 if self._transport is None else int(self._transport.get_write_buffer_size())
+        return int(self._transport.get_write_buffer_size()) if self._is_active() else TAKES_NOTHING
+
+    def _is_active(self) -> bool:
+        transport = self._transport
+        return transport is not None and transport._state == transport._STATE_ACTIVE  # noqa: SLF001
 
     def peer(self) -> Endpoint | None:
         if self._transport is None:
