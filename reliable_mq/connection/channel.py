@@ -373,7 +373,7 @@ class StepQueue:
             in_line: A callable that returns whether the steps wait behind work that has a time limit of its own, and so
                 may take longer.
         """
-        self._runners.append(SetupRunner(generator, partial(self._ended, done), self._answered, in_line))
+        self._runners.append(SetupRunner(generator, partial(self._ended, done), self.restart_timer, in_line))
         if len(self._runners) == 1:
             self._loop.call_soon(self._start)
 
@@ -385,6 +385,12 @@ class StepQueue:
         """End all steps with an error."""
         while self._runners:
             self._runners[0].fail(error)
+
+    def restart_timer(self) -> None:
+        """Start the time limit of the current step again, after a reply or a block."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._set_timer(self._usual)
 
     def _start(self) -> None:
         ready = self._channel()
@@ -400,12 +406,6 @@ class StepQueue:
         if self._runners:
             self._loop.call_soon(self._start)
         done(outcome)
-
-    def _answered(self) -> None:
-        """Start the time limit of the next step."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._set_timer(self._usual)
 
     def _set_timer(self, seconds: float, waited: float = 0.0) -> None:
         self._timer = self._loop.call_later(seconds, partial(self._on_timeout, waited + seconds))

@@ -12,7 +12,7 @@ Invariants:
   ``lost``. Events of an older link or channel are recognised by identity and dropped.
 - `Output.write` sends only in READY, so no frame reaches a channel that the client did not mean.
 - PREPARING, CONNECTING, SETTING_UP, REOPENING and CLOSING end by a timer at the latest. Except in CLOSING, the timer is
-  suspended while the broker blocks the connection, because the broker does not reply then.
+  suspended while the broker blocks the connection, because the broker does not reply then, and starts again afterwards.
 - No method of the client is called from inside a call of the client.
 - A connection that the broker has blocked counts as blocked until it ends. A later connection does not inherit this.
 """
@@ -334,10 +334,10 @@ class Connector:
         if channel is not self._channel or self._link is None or self._state is not ConnectionState.SETTING_UP:
             return
         if self._set_up is None:
-            self._set_up = SetupRunner(self._setup(self._link.server), self._set_up_ended, self._step_answered)
+            self._set_up = SetupRunner(self._setup(self._link.server), self._set_up_ended, self._restart_timer)
         self._set_up.start(channel)
 
-    def _step_answered(self) -> None:
+    def _restart_timer(self) -> None:
         """Restart the timer: the time limit is for each reply, not for a whole topology."""
         self._answered_at = time.monotonic()
         self._set_timer(self._settings.connect_timeout, self._on_timeout)
@@ -473,15 +473,9 @@ class Connector:
         self._enter(ConnectionState.WAITING)
         self._set_timer(wait, self._reconnect)
         self._warned |= level >= logging.WARNING
-        logger.log(
-            level,
-            "%s: %s lost: %s%s; next attempt in %.1f s",
-            self._name,
-            loss.scope,
-            "" if loss.code is None else f"{loss.code} ",
-            printable(loss.text),
-            wait,
-        )
+        code = "" if loss.code is None else f"{loss.code} "
+        text = "%s: %s lost: %s%s; next attempt in %.1f s"
+        logger.log(level, text, self._name, loss.scope, code, printable(loss.text), wait)
         self._report_loss(loss)
 
     def _report_loss(self, loss: ConnectionLoss) -> None:
@@ -528,6 +522,9 @@ class Connector:
     def link_unblocked(self, link: Link) -> None:
         if link is self._link:
             self._unblock()
+            self._runs.restart_timer()
+            if self._state in (ConnectionState.SETTING_UP, ConnectionState.REOPENING):
+                self._restart_timer()
 
     def _report_blocked(self) -> None:
         if self._live and self._blocked is not None and not self._blocked_reported:

@@ -522,6 +522,25 @@ def test_discarding_a_connection_between_channels_ends_its_block() -> None:
         machine.teardown()
 
 
+@pytest.mark.parametrize("state", [ConnectionState.SETTING_UP, ConnectionState.READY, ConnectionState.REOPENING])
+def test_the_time_for_a_reply_starts_again_after_a_block(state: ConnectionState) -> None:
+    """The broker replies to nothing while it blocks the connection."""
+    machine = reached(state)
+    try:
+        if state is ConnectionState.READY:
+            machine.run(unencodable=False)
+            machine.loop.turn()
+        machine.block(blocked=True)
+        machine.loop.pass_time(1.9 * CONNECT_TIMEOUT)
+        machine.block(blocked=False)
+        machine.loop.pass_time(0.9 * CONNECT_TIMEOUT)
+        assert machine.state is state
+        machine.loop.pass_time(0.2 * CONNECT_TIMEOUT)
+        assert machine.links[-1].aborted
+    finally:
+        machine.teardown()
+
+
 def test_a_full_connection_is_replaced_while_its_channel_closes() -> None:
     """The set-up fails, and the channel is closed.
 
