@@ -516,7 +516,7 @@ class Connector:
 
     def link_blocked(self, link: Link, reason: str) -> None:
         if link is self._link:
-            self._blocked = reason
+            self._blocked = reason or "no reason given"
             self._report_blocked()
 
     def link_unblocked(self, link: Link) -> None:

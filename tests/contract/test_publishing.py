@@ -715,6 +715,15 @@ def test_while_blocked_a_publish_may_raise_at_once(broker: ScriptedBroker, new_p
         publisher.publish(Message(b"x"), routing_key=KEY)
 
 
+def test_a_block_without_a_reason_is_a_block(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    with new_publisher(on_blocked="raise") as publisher:
+        publisher.connect()
+        block(broker, publisher, "")
+        with pytest.raises(PublishBlocked) as caught:
+            publisher.submit(Message(b"x"), routing_key=KEY)
+        assert caught.value.reason == publisher.blocked == "no reason given"
+
+
 def test_losing_a_blocked_connection_ends_the_block(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
     with new_publisher() as publisher:
         publisher.connect()
