@@ -220,10 +220,10 @@ class TaskPool:
             self._start(self._run())
             missing -= 1
 
-    def _start(self, coroutine: Coroutine[Any, Any, None], deliveries: Sequence[Delivery] = ()) -> None:
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         name = f"{self._name}-handler-{next(self._numbers)}"
         task = self._context.copy().run(partial(self._loop.create_task, coroutine, name=name))
-        self._tasks[task] = deliveries
+        self._tasks.setdefault(task, ())  # an eager task has run already
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -323,11 +323,14 @@ class TaskPool:
         )
         return await self._carry_out_all(task, steps, groups, None)
 
-    async def _resume(self, steps: Handling, groups: ClaimBatcher, failure: BaseException) -> None:
+    async def _resume(
+        self, steps: Handling, groups: ClaimBatcher, failure: BaseException, deliveries: Sequence[Delivery]
+    ) -> None:
         """Continue after a handler that raised ``failure``, which ended its task."""
         task = asyncio.current_task()
         if task is None:
             raise RuntimeError("a coroutine runs in a task")
+        self._tasks[task] = deliveries
         self._sink.report(await self._carry_out_all(task, steps, groups, failure))
         self._tasks[task] = ()
 
@@ -400,7 +403,7 @@ class TaskPool:
                     # After that this task must not await, so another task calls the store.
                     if isinstance(step, RunHandler) and _runs(task):
                         deliveries, self._tasks[task] = self._tasks[task], ()
-                        self._start(self._resume(steps, groups, failure_of_handler(error)), deliveries)
+                        self._start(self._resume(steps, groups, failure_of_handler(error), deliveries))
                     raise
                 except BaseException as error:  # noqa: BLE001  # the generator decides
                     step = steps.throw(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -81,6 +82,12 @@ KINDS: dict[str, Callable[[], Any] | None] = {
     "blocking": Blocking,
     "awaited": Awaiting,
 }
+
+
+#: asyncio's own tasks, and from Python 3.12 on those that run until their first wait as they are created.
+FACTORIES: list[Any] = [None]
+if sys.version_info >= (3, 12):
+    FACTORIES.append(asyncio.eager_task_factory)
 
 
 @pytest.fixture(params=list(KINDS))
@@ -168,7 +175,10 @@ def test_handlers_run_up_to_the_limit_without_idle_tasks(store: Any) -> None:
 
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), GeneratorExit(), StopAsyncIteration()])
 @pytest.mark.parametrize("awaited", [False, True])
-def test_whatever_a_handler_raises_is_its_own_failure(error: BaseException, awaited: bool, store: Any) -> None:
+@pytest.mark.parametrize("factory", FACTORIES)
+def test_whatever_a_handler_raises_is_its_own_failure(
+    error: BaseException, awaited: bool, factory: Any, store: Any
+) -> None:
     """The handler raises, or a future that it awaits does.
 
     asyncio throws a GeneratorExit of that future into the task.
@@ -183,6 +193,7 @@ def test_whatever_a_handler_raises_is_its_own_failure(error: BaseException, awai
             raise error
 
     async def main() -> None:
+        asyncio.get_running_loop().set_task_factory(factory)
         async with running(handle, store=store) as (tasks, sink):
             tasks.put(items(3))
             await sink.wait_for(3)
@@ -390,8 +401,9 @@ def test_variables_set_before_a_handler_do_not_prevent_it(store: Any, by: str) -
     assert seen == ["task" if by == "a task factory" else None] * 10
 
 
+@pytest.mark.parametrize("factory", FACTORIES)
 def test_a_task_that_is_ended_is_replaced_and_logged(
-    store: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    store: Any, factory: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its deliveries failed.
 
@@ -409,6 +421,7 @@ def test_a_task_that_is_ended_is_replaced_and_logged(
     monkeypatch.setattr(TaskPool, name, end)
 
     async def main() -> None:
+        asyncio.get_running_loop().set_task_factory(factory)
         async with running(handled, store=store) as (tasks, sink):
             tasks.put(items(3))
             await sink.wait_for(3)
