@@ -31,7 +31,9 @@ from reliable_mq import Message, Publisher, Queue
 from reliable_mq.errors import ConfigurationError, ConsumeError
 from reliable_mq.spark.options import QueueOptions, read_options
 from reliable_mq.spark.queue_checks import QueueClaims
+from reliable_mq.spark.queue_reader import QueueReader
 from reliable_mq.spark.queue_source import QueueSource
+from reliable_mq.spark.queue_subscriptions import PrefetchChoice
 from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -232,6 +234,27 @@ def test_the_reader_s_stop_requeues_the_last_batch_as_well(vhost: VirtualHost, q
     wait_until(reading.batch, timeout=30, what="a batch")
     reading.source.stop()
     vhost.wait_for_messages("orders", 100)
+
+
+def test_a_reader_that_ends_before_it_has_counted_requeues(
+    vhost: VirtualHost, fault_proxy: Callable[..., FaultProxy]
+) -> None:
+    """The leader of one queue does not respond, so the count is in doubt."""
+    publish(vhost, 10)
+    with Publisher(vhost.url, topology=[Queue("other")]) as publisher:
+        assert publisher.publish_many([Message(b"x") for _ in range(10)], routing_key="other").ok
+    proxy = fault_proxy(vhost.url)
+    proxy.delay(0.1)  # so that the count takes a while
+    options = source_of(proxy.url, queue="other,orders")._given
+    reader = QueueReader(options, "session", PrefetchChoice(50, None, 50))
+    suspend_leader(vhost, "orders", 2)
+    reader._io.start()
+    wait_until(lambda: reader._batches.waiting, timeout=30, what="deliveries", interval=0.01)
+    reader.close(5)
+    assert not reader._connected
+    vhost.wait_for_messages("other", 10)
+    counts = {message["properties"].get("headers", {}).get("x-delivery-count") for message in vhost.peek("other")}
+    assert counts <= requeued_counts(vhost)
 
 
 def test_commit_alone_acks_what_lies_before_it(vhost: VirtualHost, query: Callable[..., Query]) -> None:

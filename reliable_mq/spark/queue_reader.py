@@ -583,10 +583,7 @@ class QueueReader(NullListener):
         if self._closing:
             return
         self._closing = True
-        if self._connected:
-            self._io.run(self._subscriptions.end(), self._requeue_all)
-        else:
-            self._requeued.set()
+        self._io.run(self._subscriptions.end(), self._requeue_all)
 
     def _requeue_all(self, _outcome: object) -> None:
         """Requeue everything after the subscriptions have ended."""
