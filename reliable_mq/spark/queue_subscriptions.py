@@ -195,13 +195,13 @@ class Subscriptions:
         self._grant = grant
         self._single_active = single_active  # the queues with a single active consumer
         self._granted = 1
-        self._queue_of: dict[str, str] = {}  # by consumer tag, for this channel
+        self._queue_of: dict[str, str] = {}  # by consumer tag, also while it is being cancelled
         self._active: list[str] = []  # the tags of consumers that receive deliveries
         self._made = 0  # number of consumers created
         self._others: dict[str, int] = {}  # by queue: the fewest consumers besides the active one of this reader
 
     def queue(self, consumer_tag: str) -> str:
-        """Return the queue of a consumer of this channel, active or cancelled."""
+        """Return the queue of a consumer of this channel, active or being cancelled."""
         return self._queue_of[consumer_tag]
 
     @property
@@ -290,6 +290,7 @@ class Subscriptions:
         self._active = [tag for tag in self._active if tag not in tags]
         for tag in tags:
             yield Cancel(tag)
+            del self._queue_of[tag]  # no delivery follows the reply
 
     def cancelled(self, consumer_tag: str) -> str | None:
         """Forget a consumer. Return its queue, or None if it was already being cancelled."""

@@ -186,3 +186,17 @@ def test_a_queue_that_is_no_longer_wanted_is_left_alone() -> None:
     assert subscriptions.cancelled("reader-1") == "orders"
     wanted.clear()
     assert outcome(subscriptions.resume("orders"), {"orders": (0, 0)}) == (None, [])
+
+
+def test_a_cancelled_consumer_is_known_until_the_reply() -> None:
+    """Deliveries may come until then; afterwards, its tag would only take memory."""
+    subscriptions = consumed("orders")
+
+    def perform(step: Step) -> None:
+        if isinstance(step, Cancel):
+            assert subscriptions.queue("reader-1") == "orders"
+
+    carried_out(subscriptions.renew(), perform)
+    assert subscriptions.queue("reader-2") == "orders"
+    with pytest.raises(KeyError):
+        subscriptions.queue("reader-1")
