@@ -363,7 +363,7 @@ def test_a_queue_that_was_left_may_be_deleted(
     while reading.batch():
         continue
     assert reading.position["queues"]["other"] == 0
-    assert len(reading.rows) == 100
+    assert sum(reading.rows.values()) >= 100  # acks that the cut lost come again, in place of the newest
 
 
 def test_available_now_waits_for_a_leader_that_responds(vhost: VirtualHost, query: Callable[..., Query]) -> None:
