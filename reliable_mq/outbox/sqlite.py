@@ -156,9 +156,9 @@ class SQLiteOutbox:
         self.poll_interval = seconds("poll_interval", poll_interval, positive=True)
         self._timeout = min(seconds("timeout", timeout, positive=True), LONGEST_BUSY_TIMEOUT)
         self._ordering_key = ordering_key
-        self._reserve = DiskReserve(self.path)
         self._made_in = os.getpid()
         self._file = OpenFile(self.path)
+        self._reserve = DiskReserve(self._file)
         self._lock = threading.Lock()  # for the connection
         self._connection: sqlite3.Connection | None = None
         self._read_lock = threading.Lock()  # for the connection that counts; acquired before the other lock
@@ -213,6 +213,7 @@ class SQLiteOutbox:
         if not (stored or removed or changed):
             return
         if stored:
+            self.open()
             size = sum(len(row.message.body) + len(row.message.encoded_properties or b"") for row in rows)
             self._need_reserve(size, f"storing {len(stored)} messages")
 
@@ -384,7 +385,7 @@ class SQLiteOutbox:
             try:
                 self._file.check()
                 if self._reader is None:
-                    self._reader = _connection(self.path, self._timeout)
+                    self._reader = _connection(self._file.real, self._timeout)
                     self._reader.execute("PRAGMA query_only = ON")
                 return work(self._reader)
             except sqlite3.Error as error:
@@ -436,10 +437,11 @@ class SQLiteOutbox:
             return self._connect()
 
     def _connect(self) -> sqlite3.Connection:
-        new = not self.path.exists()
+        path = Path(self._file.real)
+        new = not path.exists()
         if new:
-            os.close(os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
-        connection = _connection(self.path, self._timeout)
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        connection = _connection(path, self._timeout)
         try:
             connection.execute("BEGIN")
             self._own_identity(connection)  # before WAL mode, which the file would keep
@@ -455,7 +457,7 @@ class SQLiteOutbox:
             connection.close()
             raise
         if new:
-            _sync_directory(self.path.parent)
+            _sync_directory(path.parent)
         return connection
 
     def _own_identity(self, connection: sqlite3.Connection) -> tuple[int, int]:
@@ -499,7 +501,7 @@ class SQLiteOutbox:
         return _VERSION
 
 
-def _connection(path: Path, timeout: float) -> sqlite3.Connection:
+def _connection(path: str | Path, timeout: float) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=timeout, isolation_level=None, check_same_thread=False)
     connection.text_factory = partial(str, encoding="utf-8", errors="backslashreplace")  # a row may be damaged
     return connection

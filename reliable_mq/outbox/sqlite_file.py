@@ -1,7 +1,8 @@
 """The file of a SQLite outbox: its identity, its disk space, and its errors.
 
 Identity: SQLite keeps writing to a file that was deleted or replaced. Every commit succeeds, but no later process
-finds it. The write-ahead log is a separate file, with commits that are nowhere else.
+finds it. The write-ahead log is a separate file, with commits that are nowhere else. If the path is a symbolic link,
+the files beside the database are those beside the file that it names, as they are for SQLite.
 
 Disk space: SQLite needs space even to delete rows. It appends the change to the log, and before the log can start
 over, its pages have to fit into the database. The reserve is a file beside the database. When the disk is full, the
@@ -39,7 +40,7 @@ class OpenFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._paths = (str(path), f"{path}-wal")
+        self.real = self._path = str(path)  # ``real`` is the path without links, from `check_file`
         self._noted: list[tuple[int, int]] | None = None
 
     @property
@@ -48,19 +49,21 @@ class OpenFile:
 
     def note(self) -> None:
         """Note a new connection's files. They must be of the same database as before."""
-        found = self._identities()
+        found = self._identities(self.real)
         if self._noted is not None and found[0] != self._noted[0]:
             raise self._error()
         self._noted = found
 
     def check_file(self) -> None:
-        """Check only the database file, before it is opened again."""
-        if self._noted is not None and self._identities()[0] != self._noted[0]:
+        """Find the database file before it is opened; check it if it was open before."""
+        if self._noted is None:
+            self.real = os.path.realpath(self._path)
+        elif self._identities(self._path)[0] != self._noted[0]:
             raise self._error()
 
     def check(self) -> None:
         """Check that the path still names the noted files. Costs two stat() calls."""
-        if self._noted is not None and self._identities() != self._noted:
+        if self._noted is not None and self._identities(self._path) != self._noted:
             raise self._error()
 
     def forget(self) -> None:
@@ -69,20 +72,20 @@ class OpenFile:
 
     def _error(self) -> OutboxError:
         return OutboxError(
-            f"outbox {self._paths[0]} or its -wal was deleted or replaced while it was open: nothing more is stored "
+            f"outbox {self._path} or its -wal was deleted or replaced while it was open: nothing more is stored "
             "there. Put the files back, or close the publisher and make another; what was in deleted files and was "
             "not published is lost"
         )
 
-    def _identities(self) -> list[tuple[int, int]]:
+    def _identities(self, database: str) -> list[tuple[int, int]]:
         found = []
-        for path in self._paths:
+        for path in (database, f"{self.real}-wal"):
             try:
                 seen = os.stat(path)  # noqa: PTH116  # twice for every transaction
             except FileNotFoundError:
                 found.append((0, 0))
             except OSError as error:
-                raise outbox_error(error, Path(self._paths[0]), "finding the files") from error
+                raise outbox_error(error, Path(self._path), "finding the files") from error
             else:
                 found.append((seen.st_dev, seen.st_ino))
         return found
@@ -102,14 +105,17 @@ _CANNOT_ALLOCATE: Final = (
 class DiskReserve:
     """Reserved disk space for removing rows, shared by all processes. Thread-safe."""
 
-    def __init__(self, database: Path) -> None:
-        self._path = f"{database}-reserve"
-        self._log = f"{database}-wal"
+    def __init__(self, file: OpenFile) -> None:
+        self._file = file
+
+    @property
+    def _path(self) -> str:
+        return f"{self._file.real}-reserve"
 
     def available(self, size: int) -> bool:
         """Try to make the reserve enough to store ``size`` bytes; return whether it is."""
         found = _size(self._path)
-        needed = max(_BYTES, max(_size(self._log), _BYTES_OF_LOG) + size + _BYTES_BESIDES)
+        needed = max(_BYTES, max(_size(f"{self._file.real}-wal"), _BYTES_OF_LOG) + size + _BYTES_BESIDES)
         return found >= needed or self._extend(found, needed)
 
     def release(self) -> None:

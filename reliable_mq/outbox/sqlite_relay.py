@@ -212,7 +212,7 @@ class SQLiteRowLeases:
         return self._connection
 
     def _become_relay(self) -> bool:
-        descriptor = os.open(f"{self._path}-relay", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(f"{self._file.real}-relay", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -226,7 +226,9 @@ class SQLiteRowLeases:
 
     def _connect(self) -> sqlite3.Connection:
         self._file.check()
-        connection = sqlite3.connect(self._path, timeout=self._timeout, isolation_level=None, check_same_thread=False)
+        connection = sqlite3.connect(
+            self._file.real, timeout=self._timeout, isolation_level=None, check_same_thread=False
+        )
         connection.text_factory = _text_or_bytes  # invalid UTF-8 in one row must not fail the others
         try:
             if not self._began:  # an earlier relay may have published any row up to this one

@@ -21,7 +21,7 @@ from reliable_mq._util.boottime import since_boot
 from reliable_mq.core.outbox import NewRow, OutboxRow, RowOutcome, RowSettlement
 from reliable_mq.outbox import SQLiteOutbox, sqlite_file, sqlite_relay
 from reliable_mq.outbox.protocol import RowLeases
-from reliable_mq.outbox.sqlite_file import DiskReserve
+from reliable_mq.outbox.sqlite_file import DiskReserve, OpenFile
 
 
 @pytest.fixture
@@ -239,6 +239,60 @@ def test_a_file_deleted_during_a_commit_may_hold_the_message(
     assert in_doubt.value.may_have_arrived
 
 
+def linked(tmp_path: Path, name: str) -> Path:
+    """Return a link in a directory of its own to a file in another one; an earlier link is replaced."""
+    (tmp_path / name).mkdir()
+    (tmp_path / "links").mkdir(exist_ok=True)
+    link = tmp_path / "links" / "outbox"
+    (tmp_path / "new").symlink_to(tmp_path / name / "outbox")
+    (tmp_path / "new").rename(link)
+    return link
+
+
+def test_one_relay_has_a_file_whatever_links_name_it(tmp_path: Path) -> None:
+    """Two relays would publish every message twice."""
+    link = linked(tmp_path, "blue")
+    with closing(SQLiteOutbox(link)) as outbox, closing(SQLiteOutbox(tmp_path / "blue" / "outbox")) as other:
+        store(outbox, 1, None)
+        claims = other.claims()
+        assert len(claims.take(1).rows) == 1
+        second = outbox.claims()
+        assert second.take(1).rows == []
+        claims.close()
+        assert len(second.take(1).rows) == 1
+        second.close()
+        assert list(link.parent.iterdir()) == [link]
+
+
+def test_a_deleted_log_is_noticed_behind_a_link(tmp_path: Path) -> None:
+    """The log is beside the file, and not beside the link."""
+    with closing(SQLiteOutbox(linked(tmp_path, "blue"))) as outbox:
+        store(outbox, 1, None)
+        (tmp_path / "blue" / "outbox-wal").unlink()
+        with pytest.raises(OutboxError, match="was deleted"):
+            store(outbox, 1, None)
+
+
+def test_a_switched_link_is_followed_after_a_close(tmp_path: Path) -> None:
+    """Until then, nothing is stored in or taken from either file."""
+    with closing(SQLiteOutbox(linked(tmp_path, "blue"))) as outbox:
+        store(outbox, 1, None)
+        claims = outbox.claims()
+        linked(tmp_path, "green")
+        for ask in (lambda: store(outbox, 1, None), outbox.status, lambda: claims.take(1)):
+            with pytest.raises(OutboxError, match="was deleted or replaced"):
+                ask()
+        claims.close()
+        outbox.close()
+        store(outbox, 2, None)
+        claims = outbox.claims()
+        assert len(claims.take(10).rows) == 2
+        claims.close()
+    with closing(SQLiteOutbox(tmp_path / "blue" / "outbox")) as before:
+        assert before.status().rows == 1
+    assert sorted(path.name for path in (tmp_path / "green").iterdir()) == ["outbox", "outbox-relay", "outbox-reserve"]
+
+
 @pytest.mark.parametrize("system", ["macOS", "musl on NFS"])
 def test_the_reserve_is_made_where_the_system_cannot_allocate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str
@@ -270,7 +324,7 @@ def test_a_reserve_that_finds_no_room_is_said_to_be_missing(tmp_path: Path, monk
 
     monkeypatch.delattr(os, "posix_fallocate")
     monkeypatch.setattr(os, "pwrite", full)
-    reserve = DiskReserve(tmp_path / "outbox")
+    reserve = DiskReserve(OpenFile(tmp_path / "outbox"))
     assert not reserve.available(1)
     assert (tmp_path / "outbox-reserve").stat().st_size == 0
 
