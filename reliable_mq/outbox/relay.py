@@ -27,6 +27,7 @@ Invariants of the relay:
 
 from __future__ import annotations
 
+import heapq
 import threading
 import time
 from collections import deque
@@ -47,6 +48,7 @@ logger = get_logger(__name__)
 
 _PAUSES: Final = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds
 _ROWS_PER_TAKE: Final = 500
+_TURN_EVERY: Final = 1.0  # seconds, however long the poll interval and the pauses are
 _COUNT_EVERY: Final = 1.0  # seconds; longer if counting would take more than a twentieth of the time
 _COUNT_SHARE: Final = 20
 _LOG_ERRORS_EVERY: Final = 30.0  # seconds
@@ -334,6 +336,7 @@ class OutboxRelay(_OutboxThread):
         self._trouble_since = 0.0
         self._paused_until = 0.0
         self._take_at = 0.0  # when to look for rows again: other processes may have stored some
+        self._due: list[float] = []  # a heap of the times when rows that this relay delayed are due
         self._keep_at = 0.0
         self._count_at = 0.0 if measured else float("inf")
         self._count: tuple[OutboxStatus | Exception, float] | None = None  # a new count and its time
@@ -428,8 +431,14 @@ class OutboxRelay(_OutboxThread):
             self._unwritten -= len(written)
             self._unwritten_bytes -= _size(written)
             leases.written(written)
-            if any(one.row.ordering_key is not None and not session.has(one.row.ordering_key) for one in written):
-                self._take_at = 0.0  # rows that waited for other rows of their key can be taken now
+            if any(
+                one.outcome is RowOutcome.BACK
+                or (one.row.ordering_key is not None and not session.has(one.row.ordering_key))
+                for one in written
+            ):
+                self._take_at = 0.0  # rows that went back, or waited for other rows of their key, can be taken now
+            for delay in {one.delay for one in written if one.outcome is RowOutcome.LATER}:
+                heapq.heappush(self._due, time.monotonic() + delay)
         settled = self._publisher.take_settled()
         self._outstanding -= len(settled)
         suspects = session.suspects
@@ -447,6 +456,9 @@ class OutboxRelay(_OutboxThread):
         taken = 0
         stopping = self._stop_by is not None
         now = time.monotonic()
+        while self._due and self._due[0] <= now:
+            heapq.heappop(self._due)
+            self._take_at = 0.0
         if now >= self._keep_at:
             self._keep_at = now + leases.keep_every
             leases.keep()
@@ -549,13 +561,17 @@ class OutboxRelay(_OutboxThread):
         self.error = error
         self._paused_until = now + _PAUSES[min(self._pauses, len(_PAUSES) - 1)]
         self._pauses += 1
+        self._take_at = 0.0  # after the pause
         if self._pause_log.count():
             logger.error("cannot publish from %r for now, trying again: %s", self._outbox, error)
 
     def _wait(self, leases: RowLeases) -> None:
-        longest = max(self._outbox.poll_interval, min(self._paused_until - time.monotonic(), 1.0))
+        now = time.monotonic()
+        longest = min(max(self._outbox.poll_interval, self._paused_until - now), _TURN_EVERY, leases.keep_every)
+        if self._due:
+            longest = min(longest, max(self._due[0] - now, 0.0))
         self._publisher.watch(self._wake.set)
-        self._wake.wait(min(longest, leases.keep_every))
+        self._wake.wait(longest)
 
     def _ended(self) -> bool:
         if self._stop_by is None:

@@ -20,7 +20,7 @@ from reliable_mq import (
     PublishUnconfirmed,
     ReliableMQError,
 )
-from reliable_mq.core.outbox import KeptPlaces, NewRow, OutboxRow, RowSettlement
+from reliable_mq.core.outbox import KeptPlaces, NewRow, OutboxRow, RowOutcome, RowSettlement
 from reliable_mq.core.statistics import OutboxStatus
 from reliable_mq.outbox import Outbox, SQLAlchemyOutbox, SQLiteOutbox, sqlite_relay
 from reliable_mq.outbox.protocol import RowBatch
@@ -397,6 +397,53 @@ def test_a_broker_that_answers_without_a_confirm_is_no_trouble(outbox: Outbox, a
     try:
         wait_until(lambda: found, timeout=20, what="an answer")
         assert found[0] == (None, 1)
+    finally:
+        relay.stop(0)
+        assert relay.join(20)
+
+
+@pytest.mark.parametrize("failure", [PublishNacked("full"), BrokerUnavailable("away")])
+def test_a_retry_does_not_wait_for_the_poll_interval(outbox: Outbox, failure: ReliableMQError) -> None:
+    """The interval is for rows of other processes, and may be an hour."""
+    outbox.poll_interval = 3600
+    outbox.write([NewRow(Message(b"a"), "", "q", True, None)], [])
+    publisher = Answering(failure)
+    publisher.refused = False
+    outcomes: list[RowOutcome] = []
+
+    def settle(settlements: list[RowSettlement]) -> None:
+        soon = [one._replace(delay=0.1) for one in settlements]
+        outcomes.extend(one.outcome for one in soon)
+        outbox.write([], soon)
+        relay.settled(soon)
+
+    relay = OutboxRelay(outbox, publisher, settle=settle, limit=10, max_bytes=2**20, name="relay")
+    relay.start(outbox.claims())
+    try:
+        wait_until(lambda: len(outcomes) > 2, timeout=20, what="two more attempts")
+    finally:
+        relay.stop(0)
+        assert relay.join(20)
+
+
+def test_a_failed_take_does_not_wait_for_the_poll_interval(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tried again after the pause."""
+    outbox.poll_interval = 3600
+    outbox.write(rows("a"), [])
+    leases, publisher = outbox.claims(), Slow()
+    errors = [OutboxError("the database is away")]
+    take = leases.take
+
+    def fails_first(limit: int, retries: int | None = None) -> RowBatch:
+        if errors:
+            raise errors.pop()
+        return take(limit, retries)
+
+    monkeypatch.setattr(leases, "take", fails_first)
+    relay = OutboxRelay(outbox, publisher, settle=lambda _: None, limit=10, max_bytes=2**20, name="relay")
+    relay.start(leases)
+    try:
+        wait_until(lambda: publisher.confirmed, timeout=20, what="the row")
     finally:
         relay.stop(0)
         assert relay.join(20)
