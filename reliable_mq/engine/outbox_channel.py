@@ -130,6 +130,7 @@ class BaseOutboxChannel(BaseChannel[C]):
             relay_publisher,
             settle=self._writer.settle,
             at_end=self._writer.stop,  # nothing else stops it if the event loop ends
+            released=self._close_outbox_again,
             limit=options.max_outstanding,
             max_bytes=options.window.max_bytes,
             name=f"{options.name}-relay",
@@ -322,12 +323,21 @@ class BaseOutboxChannel(BaseChannel[C]):
 
     def _close_outbox(self) -> None:
         self._outbox_closed = True
+        self._writer.abandon()
         self.outbox.close()
+
+    def _close_outbox_again(self) -> None:
+        """Close the outbox if it was closed before the relay made its last call."""
+        if self._outbox_closed:
+            self._try_to_close_outbox()
 
     def _close_outbox_later(self) -> None:
         """Close the outbox when the threads have ended. Runs on a thread without a caller."""
         self.relay.join(CLOSE_GRACE)
         self._writer.join(CLOSE_GRACE)
+        self._try_to_close_outbox()
+
+    def _try_to_close_outbox(self) -> None:
         try:
             self._close_outbox()
         except OutboxError as error:

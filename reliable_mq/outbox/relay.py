@@ -12,6 +12,7 @@ Invariants of the writer:
 - a message that could not be stored is reported with the error and never tried again, so it is never stored after its
   caller got the error;
 - the writer retries an outcome until it is written or the writer ends;
+- a closed outbox is not left open by a thread whose call hung until then;
 - an exception in a callback neither ends the thread nor keeps other callbacks from being called.
 
 Invariants of the relay:
@@ -119,6 +120,7 @@ class OutboxWriter(_OutboxThread, Generic[T]):
         self._settle_at = 0.0
         self._error_log = LogLimit(_LOG_WRITE_ERRORS_EVERY)
         self._ending = False
+        self._abandoned = threading.Event()
         self._calls: list[Callable[[], object]] = []
 
     def start(self) -> None:
@@ -141,6 +143,10 @@ class OutboxWriter(_OutboxThread, Generic[T]):
     def stop(self) -> None:
         """End after all earlier messages and outcomes are reported. Does not block."""
         self._queue.put(None)
+
+    def abandon(self) -> None:
+        """Write nothing more, because the outbox is about to be closed. Does not block."""
+        self._abandoned.set()
 
     # On the writer's thread
 
@@ -186,7 +192,7 @@ class OutboxWriter(_OutboxThread, Generic[T]):
         if not messages and not settlements:
             return
         try:
-            self._outbox.write([message.row for message in messages], settlements)
+            self._write_now([message.row for message in messages], settlements)
         except Exception as error:  # noqa: BLE001  # logged, where no outbox may raise it
             failure = self._failure(error)
             if messages and settlements and not failure.may_have_arrived:
@@ -212,11 +218,20 @@ class OutboxWriter(_OutboxThread, Generic[T]):
     def _write_settlements(self) -> None:
         settlements = self._settlements
         try:
-            self._outbox.write([], settlements)
+            self._write_now([], settlements)
         except Exception as error:  # noqa: BLE001  # logged, where no outbox may raise it
             self._settle_later(self._failure(error))
         else:
             self._settled(settlements)
+
+    def _write_now(self, rows: list[NewRow], settlements: list[RowSettlement]) -> None:
+        if self._abandoned.is_set():  # the path or the database may be another one when it is opened again
+            raise OutboxError(f"{self._outbox!r} was closed before this was written")
+        try:
+            self._outbox.write(rows, settlements)
+        finally:
+            if self._abandoned.is_set():  # in the meantime: the write may have opened it again
+                self._outbox.close()
 
     def _settled(self, settlements: list[RowSettlement]) -> None:
         if settlements:
@@ -291,6 +306,7 @@ class OutboxRelay(_OutboxThread):
     Args:
         settle: A function that writes outcomes without blocking. ``settled`` is called after they are written.
         at_end: A function that is called after the last outcome.
+        released: A function that is called after the last call of the outbox.
         limit: The maximum number of outstanding rows.
         max_bytes: The maximum total size of their bodies, in bytes.
         measured: Whether to count the rows of the outbox periodically, for ``status``.
@@ -306,6 +322,7 @@ class OutboxRelay(_OutboxThread):
         *,
         settle: Callable[[list[RowSettlement]], None],
         at_end: Callable[[], object] = lambda: None,
+        released: Callable[[], object] = lambda: None,
         limit: int,
         max_bytes: int,
         name: str,
@@ -319,6 +336,7 @@ class OutboxRelay(_OutboxThread):
         self._publisher = publisher
         self._settle = settle
         self._at_end = at_end
+        self._released = released
         self._limit = limit
         self._max_bytes = max_bytes
         self._session = RelaySession(limit, max_bytes)
@@ -412,6 +430,7 @@ class OutboxRelay(_OutboxThread):
             except ReliableMQError:
                 logger.exception("failed to release the rows of %r", self._outbox)
             self._no_count.wait()  # it would open the outbox again if that is closed
+            self._released()
 
     def _connect(self) -> None:
         try:

@@ -8,11 +8,13 @@ from queue import Queue
 from typing import TYPE_CHECKING, NoReturn
 
 import pytest
+from sqlalchemy.ext.asyncio import create_async_engine
 
 from reliable_mq import BrokerUnavailable, Message, OutboxError, Publisher, PublishError, UsageError
 from reliable_mq.core.outbox import NewRow, OutboxRow
-from reliable_mq.outbox import SQLiteOutbox, sqlite_relay
+from reliable_mq.outbox import SQLAlchemyOutbox, SQLiteOutbox, sqlite_relay
 from reliable_mq.outbox.relay import OutboxWriter
+from reliable_mq.outbox.sqlalchemy_relay import SQLAlchemyRowLeases
 from reliable_mq.sync.outbox_channel import RelayPublisher
 from reliable_mq.testing.waiting import wait_until
 from tests.outbox.late import LateQuestion, on_time
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from reliable_mq import Confirmation
     from reliable_mq.core.outbox import RowSettlement
+    from reliable_mq.outbox.protocol import RowBatch
 
 NOBODY = "amqp://guest:guest@127.0.0.1:1/"
 
@@ -249,6 +252,59 @@ def test_closing_raises_what_a_hanging_outbox_has_not_stored(tmp_path: Path) -> 
         assert all(isinstance(confirmation.failure(), OutboxError) for confirmation in confirmations)
     finally:
         outbox.let.release(10)
+
+
+def wait_for_end_of(name: str) -> None:
+    wait_until(
+        lambda: not any(thread.name.startswith(name) for thread in threading.enumerate()),
+        timeout=20,
+        what="the end of its threads",
+    )
+
+
+@pytest.mark.slow
+def test_a_write_that_hung_leaves_a_closed_outbox_closed(tmp_path: Path) -> None:
+    """The path may name another file by now. What was queued behind it is not written."""
+    outbox = Gated(tmp_path / "outbox")
+    publisher = Publisher(NOBODY, outbox=outbox, name="hung-write")
+    publisher.submit(Message(b"1"), routing_key="q")
+    channel = publisher._outbox_channel
+    assert channel is not None
+    wait_until(channel._writer._queue.empty, timeout=10, what="the first transaction")
+    publisher.submit(Message(b"2"), routing_key="q")
+    with pytest.raises(PublishError, match="may be stored yet"):
+        publisher.close(0.1)
+    outbox.let.release(10)
+    wait_for_end_of("hung-write")
+    assert outbox._connection is None
+    assert outbox.bodies == [b"1"]
+
+
+@pytest.mark.slow
+def test_a_take_that_hung_leaves_a_closed_outbox_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows are released before."""
+    engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path}/database")
+    outbox = SQLAlchemyOutbox(engine, create=True)
+    takes, released = threading.Event(), threading.Event()
+    take = SQLAlchemyRowLeases.take
+
+    def hangs(leases: SQLAlchemyRowLeases, limit: int, retries: int | None = None) -> RowBatch:
+        takes.set()
+        assert released.wait(20)
+        return take(leases, limit, retries)
+
+    monkeypatch.setattr(SQLAlchemyRowLeases, "take", hangs)
+    publisher = Publisher(NOBODY, outbox=outbox, name="hung-take")
+    publisher.publish(Message(b""), routing_key="q")
+    assert takes.wait(20)
+    publisher.close(0)
+    released.set()
+    wait_for_end_of("hung-take")
+    assert outbox._runner._loop is None
+    leases = outbox.claims()
+    assert len(take(leases, 1).rows) == 1
+    leases.close()
+    outbox.close()
 
 
 class GoneOutbox(SQLiteOutbox):
