@@ -2,7 +2,8 @@
 
 One process at a time is the relay. It holds a lock on the file ``-relay`` beside the database. The operating system
 releases the lock however the process ends, so the database needs no leases: the next relay finds the rows of a dead
-one. The relay remembers the rows that it took. They and the position are its only state.
+one. The relay remembers the rows that it took. They and the position are its only state. If somebody deletes the lock's
+file, another relay may begin, so the relay looks at the path of the lock at every take.
 
 Invariants:
 
@@ -205,6 +206,15 @@ class SQLiteRowLeases:
 
     def _reader(self) -> sqlite3.Connection | None:
         """Return the connection for reading, or None if another process is the relay."""
+        if self._lock is not None and not self._is_lock_file(self._lock):
+            logger.error(
+                "the lock %s-relay was deleted or replaced: another relay may have taken rows", self._file.real
+            )
+            os.close(self._lock)
+            self._lock = None
+            self._disconnect()
+            self._began = False
+            self._epoch = -1  # another relay may have delayed rows or set them aside
         if self._lock is None and not self._become_relay():
             return None
         if self._connection is None:
@@ -215,14 +225,21 @@ class SQLiteRowLeases:
         descriptor = os.open(f"{self._file.real}-relay", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self._is_lock_file(descriptor):  # nobody deleted it in the meantime
+                self._lock = descriptor
         except BlockingIOError:
-            os.close(descriptor)
+            pass
+        finally:
+            if self._lock is None:
+                os.close(descriptor)
+        return self._lock is not None
+
+    def _is_lock_file(self, descriptor: int) -> bool:
+        try:
+            named = os.stat(f"{self._file.real}-relay")  # noqa: PTH116  # a Path for every take
+        except FileNotFoundError:
             return False
-        except BaseException:
-            os.close(descriptor)
-            raise
-        self._lock = descriptor
-        return True
+        return os.path.samestat(named, os.fstat(descriptor))
 
     def _connect(self) -> sqlite3.Connection:
         self._file.check()

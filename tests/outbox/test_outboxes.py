@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import sqlite3
 from contextlib import closing
@@ -164,6 +165,46 @@ def test_one_process_at_a_time_relays_a_file(tmp_path: Path) -> None:
     two.close()
     first.close()
     second.close()
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced"])
+def test_a_relay_without_its_lock_file_takes_no_more(tmp_path: Path, how: str) -> None:
+    """Another relay may hold a lock on a new file. Afterwards, any row may have been published."""
+    first, second = SQLiteOutbox(tmp_path / "outbox"), SQLiteOutbox(tmp_path / "outbox")
+    first.write([NewRow(Message(b"%d" % number), "", "q", True, None) for number in range(3)], [])
+    one, two = first.claims(), second.claims()
+    assert len(one.take(1).rows) == 1
+    lock = tmp_path / "outbox-relay"
+    lock.unlink()
+    if how == "replaced":
+        lock.touch()
+    assert len(two.take(10).rows) == 3
+    assert one.take(10).rows == []
+    two.close()
+    assert [(row.message.body, row.possible_duplicate) for row in one.take(10).rows] == [(b"1", True), (b"2", True)]
+    assert second.claims().take(10).rows == []
+    one.close()
+    first.close()
+    second.close()
+
+
+def test_a_lock_file_deleted_while_it_is_locked_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else would see the lock."""
+    outbox = SQLiteOutbox(tmp_path / "outbox")
+    outbox.write([NewRow(Message(b""), "", "q", True, None)], [])
+    lock = fcntl.flock
+
+    def deletes(descriptor: int, operation: int) -> None:
+        lock(descriptor, operation)
+        (tmp_path / "outbox-relay").unlink()
+
+    monkeypatch.setattr(fcntl, "flock", deletes)
+    claims = outbox.claims()
+    assert claims.take(1).rows == []
+    monkeypatch.undo()
+    assert len(claims.take(1).rows) == 1
+    claims.close()
+    outbox.close()
 
 
 def test_a_forked_child_is_refused_at_once_despite_held_locks(tmp_path: Path) -> None:
