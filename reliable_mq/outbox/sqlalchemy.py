@@ -286,7 +286,10 @@ class SQLAlchemyOutbox:
         # Sorted by id: transactions that lock rows in the same order do not deadlock.
         settlements = sorted(settlements, key=lambda one: one.row.id)
         removed = [one.row.id for one in settlements if one.outcome is RowOutcome.CONFIRMED]
-        others = [one for one in settlements if one.outcome is not RowOutcome.CONFIRMED]
+        others: dict[tuple[Any, ...], list[RowSettlement]] = {}  # by all that they have in common
+        for one in settlements:
+            if one.outcome is not RowOutcome.CONFIRMED:
+                others.setdefault((one.row.claim, one.outcome, one.delay, _is_doubtful(one)), []).append(one)
         if not (new or removed or others):
             return
         committing = False
@@ -294,17 +297,17 @@ class SQLAlchemyOutbox:
         def work(connection: Connection) -> None:
             nonlocal committing
             committing = False
-            columns = self.table.c
             if new:
                 connection.execute(sa.insert(self.table), new)
             delete, row = delete_by_id(self.table, connection.dialect)
             for some in portions(removed):
                 connection.execute(delete.where(row.c.id.in_(some)))
             clock = database_time(connection) if others else 0.0
-            for one in others:
-                # A relay that was stopped for longer than its lease must not change rows that another relay has taken.
-                still = sa.and_(columns.id == one.row.id, columns.claimed_by == one.row.claim)
-                connection.execute(sa.update(self.table).where(still).values(**self._outcome_values(one, clock)))
+            # Not in the engine's cache of statements, because each number of reasons is another statement.
+            uncached = {"compiled_cache": None}
+            for alike in others.values():
+                for part in portions(alike):
+                    connection.execute(self._change(connection.dialect, part, clock), execution_options=uncached)
             committing = True
 
         try:
@@ -434,21 +437,23 @@ class SQLAlchemyOutbox:
         values = dict(zip(COLUMNS, values_of(row), strict=True))
         return values | {"stored_at": now, "state": READY, "available_at": 0.0, "claimed_until": 0.0}
 
-    def _outcome_values(self, settlement: RowSettlement, now: float) -> dict[str, Any]:
-        columns = self.table.c
-        free: dict[str, Any] = {"claimed_by": None, "claimed_until": 0.0}
-        duplicate = settlement.possible_duplicate or settlement.row.possible_duplicate
-        if duplicate:  # this or an earlier relay may have published it
-            free["possible_duplicate"] = 1
-        if settlement.outcome is RowOutcome.BACK:
-            return free
-        later = settlement.outcome is RowOutcome.LATER
-        return free | {
-            "state": DELAYED if later else SET_ASIDE,
-            "available_at": now + settlement.delay if later else 0.0,
-            "attempts": columns.attempts + 1,
-            "reason": settlement.reason,
-        }
+    def _change(self, dialect: sa.Dialect, alike: Sequence[RowSettlement], now: float) -> sa.Update:
+        """Return the UPDATE for rows of one claim that differ only in the reason."""
+        columns, one = self.table.c, alike[0]
+        # A relay that was stopped for longer than its lease must not change rows that another relay has taken.
+        still = sa.and_(columns.id.in_([each.row.id for each in alike]), columns.claimed_by == one.row.claim)
+        change = update_by_id(self.table, dialect).where(still).values(claimed_by=None, claimed_until=0.0)
+        if _is_doubtful(one):
+            change = change.values(possible_duplicate=1)
+        if one.outcome is RowOutcome.BACK:
+            return change
+        later = one.outcome is RowOutcome.LATER
+        return change.values(
+            state=DELAYED if later else SET_ASIDE,
+            available_at=now + one.delay if later else 0.0,
+            attempts=columns.attempts + 1,
+            reason=sa.case(*((columns.id == each.row.id, each.reason) for each in alike)),
+        )
 
     def _waits(self) -> sa.ColumnElement[bool]:
         return sa.and_(self.table.c.state < SET_ASIDE, self.table.c.format <= FORMAT)
@@ -523,6 +528,11 @@ class SQLAlchemyOutbox:
 @sa.event.listens_for(Session, "before_flush")  # of any session: to listen to one costs more than to add a message
 def _before_flush(_session: Session, flush: UOWTransaction, _objects: object) -> None:
     flush.presort_actions[_MessagesLast] = _MessagesLast()
+
+
+def _is_doubtful(settlement: RowSettlement) -> bool:
+    """Return whether this or an earlier relay may have published the row."""
+    return settlement.possible_duplicate or settlement.row.possible_duplicate
 
 
 def _inserts_messages(action: Any) -> bool:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
-from sqlalchemy import text, update
+from sqlalchemy import event, select, text, update
 
 from reliable_mq import Message
 from reliable_mq.core.outbox import FORMAT, NewRow, OutboxRow, RowOutcome, RowSettlement
 from reliable_mq.outbox import SQLAlchemyOutbox, sqlalchemy_relay
+from reliable_mq.outbox.sqlalchemy_table import DELAYED, READY, SET_ASIDE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -266,6 +267,42 @@ class RowLeasesContract:
         assert take(third) == []
         table.outbox.write([], [RowSettlement(rows[1], RowOutcome.BACK)])
         assert [(row.message.body, row.possible_duplicate) for row in take(third)] == [(b"b", True)]
+
+    def test_outcomes_of_many_rows_take_few_statements(self, table: TableOutbox) -> None:
+        """One for each row would exceed the time limit of the transaction on a slow link, again and again."""
+        store(table.outbox, *map(str, range(300)))
+        claims = table.outbox.claims()
+        taken: list[OutboxRow] = []
+        while len(taken) < 300:
+            taken += take(claims, 300)
+        outcomes = (RowOutcome.LATER, RowOutcome.SET_ASIDE, RowOutcome.BACK)
+        settlements = [
+            RowSettlement(row, outcomes[row.id % 3], 60.0, f"why it is {row.id}", possible_duplicate=row.id % 2 == 0)
+            for row in taken
+        ]
+        statements: list[str] = []
+
+        def count(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+            statements.append(statement)
+
+        event.listen(table.engine, "before_cursor_execute", count)
+        table.outbox.write([], settlements)
+        event.remove(table.engine, "before_cursor_execute", count)
+        assert len(statements) < 60
+        columns = table.outbox.table.c
+        query = select(columns.id, columns.state, columns.reason, columns.attempts, columns.possible_duplicate)
+        with table.engine.connect() as connection:
+            found = list(map(tuple, connection.execute(query.order_by(columns.id))))
+        assert found == [
+            (
+                row.id,
+                (DELAYED, SET_ASIDE, READY)[row.id % 3],
+                None if row.id % 3 == 2 else f"why it is {row.id}",
+                int(row.id % 3 < 2),
+                int(row.id % 2 == 0),
+            )
+            for row in sorted(taken, key=lambda row: row.id)
+        ]
 
     def test_a_confirm_that_comes_late_removes_the_row(self, table: TableOutbox) -> None:
         """The broker has the message, whichever relay published it."""
