@@ -6,8 +6,9 @@ Invariants:
   complete `BODY_TIMEOUT` seconds after the head.
 - A connection is closed if its client does not read a part of a response within `WRITE_TIMEOUT` seconds. Until it has
   read that part, the other two deadlines do not apply.
-- Above `CONNECTIONS` connections, the one that has waited longest for a request is closed, so that clients that send
-  nothing do not exclude others. If none waits, uvicorn's ``limit_concurrency`` responds with 503.
+- Above `CONNECTIONS` connections, the one that has waited longest for its client (to send a head or a body, or to read)
+  is closed, so that clients that stop midway do not exclude others. If none waits, uvicorn's ``limit_concurrency``
+  responds with 503.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ WRITE_TIMEOUT: Final = 60.0  # seconds
 class BoundedHTTP(H11Protocol):
     """The protocol of one connection."""
 
-    _waiting: ClassVar[dict[BoundedHTTP, None]] = {}  # connections that wait for a head, the longest first
+    _waiting: ClassVar[dict[BoundedHTTP, None]] = {}  # connections that wait for their clients, the longest first
     _deadline: asyncio.TimerHandle | None = None
     _awaited: object = None  # the part of a request to which the deadline applies
     _stall: asyncio.TimerHandle | None = None
@@ -68,6 +69,7 @@ class BoundedHTTP(H11Protocol):
         super().pause_writing()
         self._end_watch()
         self._stall = self.loop.call_later(WRITE_TIMEOUT, self.drop)
+        self._waiting[self] = None
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -92,8 +94,7 @@ class BoundedHTTP(H11Protocol):
         if timeout is not None:
             self._awaited = state
             self._deadline = self.loop.call_later(timeout, self.drop)
-            if state is h11.IDLE:
-                self._waiting[self] = None
+            self._waiting[self] = None
 
     def _end_watch(self) -> None:
         if self._deadline is not None:
@@ -105,6 +106,7 @@ class BoundedHTTP(H11Protocol):
         if self._stall is not None:
             self._stall.cancel()
         self._stall = None
+        self._waiting.pop(self, None)
 
 
 def serve(app: Any, listening: socket.socket, grace: float) -> int:

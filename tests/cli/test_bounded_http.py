@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import h11
 import pytest
 import uvicorn
 
@@ -190,14 +192,41 @@ def test_clients_that_send_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPat
             assert all(map(ended, silent[:7]))
 
 
+@pytest.mark.parametrize("sent", [POST, GET + b"Connection: close\r\n\r\n"])
+def test_clients_that_stop_midway_keep_nobody_out(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They send no body, or read no response. The one that has waited longest is dropped."""
+    monkeypatch.setattr(bounded_http, "CONNECTIONS", 2)
+    with served(page if sent.startswith(b"GET") else app, send_buffer=4096) as address, ExitStack() as stack:
+        for count in (1, 2):
+            stopped = stack.enter_context(small_client(address))
+            stopped.sendall(sent)
+            wait_until(lambda count=count: _stopped() == count, timeout=20, what="the client to be awaited")
+        with socket.create_connection(address, timeout=10) as client:
+            client.sendall(GET + b"\r\n")
+            assert client.recv(12) == b"HTTP/1.1 200"
+            assert _stopped() == 1
+
+
+def _stopped() -> int:
+    """Return the number of connections that wait for a body or for a client to read."""
+    waiting = [*BoundedHTTP._waiting]
+    return sum(one._stall is not None or one._awaited is h11.SEND_BODY for one in waiting)
+
+
 def test_when_all_are_busy_more_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounded_http, "CONNECTIONS", 2)
-    with served() as address, ExitStack() as stack:
+    busy, end = threading.Semaphore(0), threading.Event()
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        busy.release()
+        await asyncio.to_thread(end.wait, 30)
+        await app(scope, receive, send)
+
+    with served(slow) as address, ExitStack() as stack:
+        stack.callback(end.set)
         for _ in range(2):
-            busy = stack.enter_context(socket.create_connection(address))
-            wait_until(lambda: BoundedHTTP._waiting, timeout=20, what="the connection")
-            busy.sendall(POST)
-            wait_until(lambda: not BoundedHTTP._waiting, timeout=20, what="the head of its request")
+            stack.enter_context(socket.create_connection(address)).sendall(GET + b"\r\n")
+            assert busy.acquire(timeout=20)
         with socket.create_connection(address) as client:
             client.sendall(GET + b"Connection: close\r\n\r\n")
             client.settimeout(10)
