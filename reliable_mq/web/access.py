@@ -132,7 +132,8 @@ class Guard:
             _COOKIE,
             session,
             path=request.scope.get("root_path", "") or "/",
-            secure=request.url.scheme == "https",
+            # Behind a proxy with TLS, only the browser knows the scheme of its address.
+            secure=request.url.scheme == "https" or request.headers.get("origin", "").startswith("https:"),
             httponly=True,
             samesite="lax",
         )

@@ -127,9 +127,19 @@ def test_users_sign_in_with_the_token(page: Page) -> None:
     cookie = signed_in.headers["set-cookie"]
     assert TOKEN not in cookie
     assert {"HttpOnly", "Path=/", "SameSite=lax"} <= set(cookie.split("; "))
+    assert "Secure" not in cookie.split("; ")
     assert "Ada Lovelace (10.0.0.7)" in browser.get("/letters?queue=orders.dead").text
     browser.post("/sign-out")
     assert str(browser.get("/").url) == "http://localhost/sign-in"
+
+
+def test_a_cookie_from_behind_a_tls_proxy_needs_tls(page: Page) -> None:
+    """The page itself speaks HTTP. The browser names the scheme of its address."""
+    browser = page(token=TOKEN, allowed_hosts=["shop.example"])
+    from_proxy = {"Host": "shop.example", "Origin": "https://shop.example"}
+    given = {"token": TOKEN, "name": "Ada"}
+    signed_in = browser.post("/sign-in", data=given, headers=from_proxy, follow_redirects=False)
+    assert "Secure" in signed_in.headers["set-cookie"].split("; ")
 
 
 def test_a_program_sends_the_token(page: Page) -> None:
