@@ -8,6 +8,8 @@ Invariants:
 
 - A reading holds at most `MOST` letters, and at most `KEPT_BYTES` of their content. Content beyond this limit is read
   from the queue again when a user opens the letter.
+- The texts by which letters are listed and grouped are bounded, because a publisher may forge them. Those of this
+  package are shorter.
 - Any thread may use a complete reading. The only later change is the content of one letter that was read again.
 """
 
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
-from reliable_mq.core.consumer.attempts import printable
+from reliable_mq.core.consumer.attempts import MESSAGE_LIMIT, printable
 from reliable_mq.deadletters import DeadLetterQueue, DeadMessage, Filter, Origin
 from reliable_mq.deadletters.queue import depths
 from reliable_mq.errors import ConfigurationError, ReliableMQError
@@ -155,7 +157,7 @@ def _name(queue: Queue | str) -> str:
 class Letter:
     """A dead letter in a list.
 
-    Attributes with the same name as in `DeadMessage` have the same value.
+    Attributes with the same name as in `DeadMessage` have the same value; of a text, its beginning.
 
     Attributes:
         size: The size of the body, in bytes.
@@ -181,14 +183,14 @@ class Letter:
         self.position = message.position
         self.fingerprint = message.fingerprint
         self.message_id = message.message_id
-        self.exception_type = sys.intern(message.exception_type)
-        self.reason = sys.intern(message.reason)
+        self.exception_type = sys.intern(message.exception_type[:MESSAGE_LIMIT])
+        self.reason = sys.intern(message.reason[:MESSAGE_LIMIT])
         self.note = sys.intern(printable(message.exception_message, _NOTE))
         self.unreadable = message.unreadable
         self.died_at = message.died_at
         self.attempts = message.attempts
         self.size = len(message.body)
-        self._origin = None if message.origin is None else sys.intern(message.origin.queue)
+        self._origin = None if message.origin is None else sys.intern(message.origin.queue[:MESSAGE_LIMIT])
         self._delivery: Delivery | None = message.delivery if keep else None
 
     @property

@@ -5,7 +5,9 @@ No page of these changes a queue.
 
 from __future__ import annotations
 
+import gc
 import re
+import tracemalloc
 from datetime import UTC, datetime, timedelta
 from html import unescape
 from typing import TYPE_CHECKING, Any
@@ -324,6 +326,25 @@ def test_a_reading_keeps_bounded_content(page: Page, broker: MemoryBroker, monke
     assert "no 18" in plain(browser.get(f"/letter?queue=orders.dead&id={ids[18]}").text)
     assert broker.reads == 3
     assert "not searched by header here" in plain(browser.get("/letters?queue=orders.dead&header=a%3Db").text)
+
+
+def test_a_reading_keeps_bounded_texts(page: Page, broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A publisher may forge a class, a reason and a queue of any length, other ones in each message."""
+    monkeypatch.setattr("reliable_mq.web.letters.KEPT_BYTES", 0)
+    names = (headers.EXCEPTION_TYPE, headers.DEAD_LETTER_REASON, headers.ORIGINAL_QUEUE)
+    for number in range(50):
+        broker.add("orders.dead", letter(number, **{name: f"no {number} {name}" + "x" * 30_000 for name in names}))
+    browser = page()
+    browser.get("/audit")
+    tracemalloc.start()
+    try:
+        found = plain(browser.get("/letters?queue=orders.dead&reason=no+49").text)
+        gc.collect()
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert "1 letter ·" in found
+    assert kept < 2_000_000
 
 
 def test_a_letter_that_cannot_be_read_again_is_not_gone(
