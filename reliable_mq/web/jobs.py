@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from reliable_mq._util.logs import get_logger
 from reliable_mq._util.threads import start_daemon
+from reliable_mq.core.consumer.attempts import shown
 from reliable_mq.errors import ReliableMQError, UsageError
 
 if TYPE_CHECKING:
@@ -103,9 +104,9 @@ class Job:
             self.error = str(error)
         except OSError as error:
             self.error = f"{error.filename or self.kind}: {error.strerror or error}"
-        except Exception as error:
+        except BaseException as error:  # the next operation on the queue needs the thread
             logger.exception("the %s of queue %r failed", self.kind, self.queue)
-            self.error = f"{type(error).__name__}: {error} (a flaw in reliable_mq)"
+            self.error = f"{shown(error)} (a flaw in reliable_mq, or in the service's own store or credentials)"
         finally:
             self.end(state)
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, cast
 
 from reliable_mq._util.logs import get_logger
+from reliable_mq.core.consumer.attempts import shown
 from reliable_mq.deadletters import Filter, ReplayReport
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.web.address import Choice
@@ -345,7 +346,7 @@ class Operations:
                 work(job)
                 result = {"outcome": "stopped" if job.stop.is_set() else "done"}
             except BaseException as error:
-                result["error"] = f"{type(error).__name__}: {error}"
+                result["error"] = shown(error)
                 raise
             finally:
                 if job.report is not None:

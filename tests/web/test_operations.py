@@ -20,6 +20,7 @@ from reliable_mq.errors import BrokerUnavailable
 from reliable_mq.stores import MemoryStore
 from reliable_mq.testing.waiting import wait_until
 from reliable_mq.web.operations import AuditLog
+from tests.hostile_exceptions import Textless
 from tests.leftovers import nothing_left
 from tests.web.memory_broker import letter
 from tests.web.test_pages import first_letter, plain
@@ -307,6 +308,24 @@ def test_the_attempts_that_a_store_counts_are_reset(page: Page) -> None:
     browser = page(allow_changes=True, idempotency=Store(), idempotency_namespace="shop")
     ended(browser, browser.post("/replay", data={"queue": QUEUE, "choice": "message-id=id-3", "go": "replay"}))
     assert reset == ["shop|orders|id-3"]
+
+
+@pytest.mark.usefixtures("letters")
+def test_a_queue_is_free_after_an_error_without_text(page: Page, tmp_path: Path) -> None:
+    """The error of a store ends the thread that formats it. The next operation still runs."""
+
+    class Store(MemoryStore):
+        def reset_many(self, keys: Any) -> Any:
+            raise Textless
+
+    log = tmp_path / "audit.jsonl"
+    browser = page(allow_changes=True, idempotency=Store(), audit_log=log)
+    failed = ended(browser, browser.post("/replay", data={"queue": QUEUE, "choice": "", "go": "replay"}))
+    assert "Textless" in failed
+    assert [json.loads(line)["event"] for line in log.read_text().splitlines()] == ["begun", "ended"]
+    assert "Would be replayed 10" in ended(
+        browser, browser.post("/replay", data={"queue": QUEUE, "choice": "", "go": "dry-run"})
+    )
 
 
 @pytest.mark.usefixtures("letters")
