@@ -122,6 +122,8 @@ def relay(
     Any number of relays may share a database's table. A relay stops within seconds: messages unconfirmed by then are
     for another one, or for its next start.
     """
+    if timeout is not None and not until_empty:
+        raise typer.BadParameter("--timeout needs --until-empty: without it, the relay runs until a signal")
     from reliable_mq import Publisher
     from reliable_mq.sync.consumer import next_signal
 

@@ -105,7 +105,7 @@ def web(
         token=token,
         allowed_hosts=[*(allowed_host or []), *([] if host in ("0.0.0.0", "::") else [host])],  # noqa: S104
         audit_log=audit_log,
-        idempotency=None if idempotency is None else imported_store(idempotency),
+        idempotency=imported_store(idempotency, idempotency_namespace),
         idempotency_namespace=idempotency_namespace,
     )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -56,6 +56,12 @@ def broker(monkeypatch: pytest.MonkeyPatch) -> MemoryBroker:
         (("dlq", "list", BROKER, QUEUE, "--header", "a=1", "--header", "a=2"), "--header names 'a' twice"),
         (("dlq", "replay", BROKER, QUEUE, "--to", "q", "--as-published"), "--as-published names the target"),
         (
+            ("dlq", "replay", BROKER, QUEUE, "--idempotency-namespace", "n"),
+            "--idempotency-namespace needs --idempotency",
+        ),
+        (("web", BROKER, QUEUE, "--idempotency-namespace", "n"), "--idempotency-namespace needs --idempotency"),
+        (("outbox", "relay", BROKER, "outbox", "--timeout", "5"), "--timeout needs --until-empty"),
+        (
             ("dlq", "replay", BROKER, QUEUE, "--exchange", "", "--routing-key", "q", "--as-published"),
             "--as-published names the target",
         ),

@@ -231,7 +231,7 @@ def replay(
         raise typer.BadParameter("--to stands for the default exchange and a routing key: leave those out")
     if as_published and (to is not None or exchange is not None):
         raise typer.BadParameter("--as-published names the target: leave out --to, or --exchange and --routing-key")
-    store = None if idempotency is None else imported_store(idempotency)
+    store = imported_store(idempotency, idempotency_namespace)
     from reliable_mq.deadletters import Target
     from reliable_mq.engine.publisher_channel import unwatched_logger
 
@@ -406,8 +406,12 @@ def _write_apart(parts: Iterable[RenderableType]) -> None:
         output.print(*([Text()] if number else []), part, sep="\n")
 
 
-def imported_store(place: str) -> ResettableStore:
+def imported_store(place: str | None, namespace: str | None) -> ResettableStore | None:
     """Import a store from the user's code, including the working directory."""
+    if place is None:
+        if namespace is not None:
+            raise typer.BadParameter("--idempotency-namespace needs --idempotency, the store whose counts are reset")
+        return None
     module, colon, name = place.partition(":")
     if "://" in place:  # a URL may hold a password
         raise typer.BadParameter("--idempotency takes MODULE:NAME, a store that your code makes, not a URL")
