@@ -120,7 +120,10 @@ def web(
 
 def _token(file: Path | None) -> str | None:
     if file is None:
-        return os.environ.get(_TOKEN, "").strip() or None
+        token = os.environ.get(_TOKEN, "").strip()
+        if not token and _TOKEN in os.environ:  # its source may have failed: the page must not be open for that
+            raise typer.BadParameter(f"the variable {_TOKEN} is empty: set it to the token, or unset it")
+        return token or None
     try:
         text = file.read_text("utf-8").strip()
     except UnicodeDecodeError:  # the error's text would show a part of the token

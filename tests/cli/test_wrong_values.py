@@ -122,15 +122,20 @@ def test_headers_of_different_names_are_taken() -> None:
     assert parse_headers(["a=1", "b=a=2", "c="]) == {"a": "1", "b": "a=2", "c": ""}
 
 
-@pytest.mark.parametrize(
-    ("value", "token"), [("a-token-of-some-length \r\n", "a-token-of-some-length"), (" \n", None), ("", None)]
-)
-def test_spaces_around_a_token_are_no_part_of_it(
-    value: str, token: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_spaces_around_a_token_are_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A variable that is read from a file often ends in a line break."""
+    monkeypatch.setenv("RELIABLE_MQ_WEB_TOKEN", "a-token-of-some-length \r\n")
+    assert _token(None) == "a-token-of-some-length"
+
+
+@pytest.mark.parametrize("value", ["", " \n"])
+def test_an_empty_token_does_not_open_the_page(value: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable may be filled from a file or a secret that is missing."""
     monkeypatch.setenv("RELIABLE_MQ_WEB_TOKEN", value)
-    assert _token(None) == token
+    monkeypatch.setattr("reliable_mq.cli.bounded_http.serve", lambda *_: 0)
+    status, told = run("web", BROKER, QUEUE, "--port", "0")
+    assert status == 2
+    assert "RELIABLE_MQ_WEB_TOKEN is empty" in told
 
 
 @pytest.mark.parametrize(
