@@ -119,7 +119,8 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     if mode is not None and not os.access(target, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     try:
-        descriptor, name = tempfile.mkstemp(prefix=f".{target.name[:200]}.", suffix=".part", dir=target.parent)
+        start = os.fsdecode(os.fsencode(target.name)[:200])  # a name has 255 bytes at most
+        descriptor, name = tempfile.mkstemp(prefix=f".{start}.", suffix=".part", dir=target.parent)
     except OSError as error:
         why = f"no file can be made beside it: {error.strerror}"
         raise OSError(error.errno, why, str(path)) from error

@@ -89,3 +89,12 @@ def test_a_place_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no file can be made beside it") as caught, whole_file(path):
         pass
     assert caught.value.filename == str(path)
+
+
+def test_a_long_name_of_other_letters_is_written(tmp_path: Path) -> None:
+    """A name has 255 bytes at most, and the unfinished file has a longer name."""
+    path = tmp_path / ("\u65e5" * 85)
+    with whole_file(path) as file:
+        file.write(b"new")
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
