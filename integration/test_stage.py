@@ -6,6 +6,7 @@ import random
 import signal
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from decimal import Decimal
 from threading import Event
 from types import SimpleNamespace
@@ -37,7 +38,7 @@ from reliable_mq import Binding, Exchange, Message, Publisher, Queue
 from reliable_mq.codec import RawDelivery
 from reliable_mq.codec.methods import Consume, SetPrefetch
 from reliable_mq.core.stage.envelope import marker, unstaged
-from reliable_mq.errors import ConfigurationError, ConsumeError, ReliableMQError, TopologyMismatch
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError, ReliableMQError, TopologyMismatch
 from reliable_mq.stage import MissingId
 from reliable_mq.testing.waiting import wait_until
 
@@ -355,6 +356,65 @@ def test_f70_of_two_relays_one_moves_and_the_other_takes_over(vhost: VirtualHost
             publish(vhost.url, "orders", 500, first=1000)
             wait_until(lambda: second.statistics.moved == 500, timeout=DEADLINE, what="the second one moves")
     check_each_once(vhost.url, "stage", count=1500)
+
+
+def test_a_late_requeue_of_a_staged_message_repeats_nothing(
+    vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A queue may keep the deliveries of a dead relay for minutes, and count its consumer as long."""
+    monkeypatch.setattr("reliable_mq.core.stage.session.SETTLED_AFTER", 0.0)
+    publish(vhost.url, "orders", 1, type="quorum")
+    with ExitStack() as dead:
+        held = dead.enter_context(StageReader(vhost.url))
+        held.perform(SetPrefetch(1))
+        held.perform(Consume("orders", "dead"))
+        wait_until(lambda: held.arrived, timeout=DEADLINE, what="a delivery of the dead relay")
+        publish(vhost.url, "orders", 1)  # the same message, for its copy in the stage
+        with relaying(vhost.url) as first:
+            wait_until(lambda: first.statistics.moved == 1, timeout=DEADLINE, what="the copy in the stage")
+        with relaying(vhost.url) as second:
+            wait_until(lambda: second._client.counts.drained, timeout=DEADLINE, what="a queue that seems empty")
+            dead.close()
+            wait_until(lambda: second._client.moved == 1, timeout=DEADLINE, what="the redelivered message")
+            assert second.statistics.moved_before == 1
+    check_each_once(vhost.url, "stage", count=1)
+
+
+def test_a_waiting_relay_waits_for_a_queue_that_is_gone_too(vhost: VirtualHost) -> None:
+    """The queue may be declared again."""
+    publish(vhost.url, "orders", 10, type="quorum")
+    with relaying(vhost.url) as first, relaying(vhost.url) as second:
+        wait_until(lambda: first.active or second.active, timeout=DEADLINE, what="one of them moves")
+        wait_emptied(vhost, "orders")
+        vhost.delete_queue("orders")
+        for relay in (first, second):
+            wait_until(
+                lambda relay=relay: isinstance(relay._client.last_error, TopologyMismatch),  # type: ignore[misc]
+                timeout=DEADLINE,
+                what="both miss the queue",
+            )
+        publish(vhost.url, "orders", 10, first=10, type="quorum")
+        wait_until(lambda: first.active or second.active, timeout=DEADLINE, what="one of them moves")
+        wait_emptied(vhost, "orders")
+        assert first.error is second.error is None
+    check_each_once(vhost.url, "stage", count=20)
+
+
+@pytest.mark.parametrize("refused", ["read", "write"])
+def test_a_permission_that_is_missing_ends_the_relay(vhost: VirtualHost, refused: str) -> None:
+    """Otherwise it would be refused again and again. The messages stay in the queue."""
+    publish(vhost.url, "orders", 10, type="quorum")
+    name = f"relay-{vhost.name}"
+    vhost.add_user(name)
+    allowed = {"configure": ".*", "write": ".*", "read": ".*"} | {refused: r"^(?!orders|amq\.default)"}
+    vhost.broker.management.call("PUT", "permissions", vhost.name, name, body=allowed)
+    with relaying(vhost.url.replace("guest:guest", f"{name}:{name}")) as relay:
+        assert relay.wait_ended(DEADLINE)
+        assert isinstance(relay.error, BrokerUnavailable)
+        assert relay.error.permanent
+        assert f"{refused} access to" in str(relay.error)
+    vhost.wait_for_messages("orders", 10)
+    vhost.broker.management.call("DELETE", "users", name)
 
 
 @pytest.mark.parametrize("kind", ["quorum", "classic"])

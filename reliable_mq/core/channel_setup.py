@@ -332,14 +332,18 @@ def refusal(step: Step, refused: StepRefused) -> ReliableMQError:
         return TopologyMismatch(f"cannot {_describe(step)}: {code} {text} ({to_do})", kind=kind, name=name)
     if code in _DIFFERENT and isinstance(step, DeclareQueue | DeclareExchange):
         return mismatch_from_reply(kind, name, code, text)
-    taken = "in exclusive use" in text  # 403 if another consumer is exclusive, which may end
-    permanent = code in _PERMANENT and not away and not taken
+    permanent = code in _PERMANENT and not away and not in_exclusive_use(text)
     return BrokerUnavailable(f"the broker refused to {_describe(step)}: {code} {text}", permanent=permanent)
 
 
 def is_away(refused: StepRefused) -> bool:
     """Return whether a queue was refused that exists and does not run at present."""
     return refused.text.startswith(_AWAY)
+
+
+def in_exclusive_use(text: str) -> bool:
+    """Return whether a queue was refused with 403 because of an exclusive consumer."""
+    return "in exclusive use" in text
 
 
 def reconnect_reason(code: int, text: str) -> str:

@@ -90,7 +90,8 @@ class ReconnectPolicy:
             time up to 30 s, of which a random part between half and all is used.
         stop: A callable that returns whether to give up. It is called like ``wait``. For a tenacity stop,
             ``seconds_since_start`` counts from the beginning of the outage. Default: never.
-        proven: Whether another connection with the same configuration was ready.
+        proven: Whether another connection with the same configuration was ready. The attribute of this name can be set
+            later.
         random: The source of randomness of the default wait. A seeded one makes it repeatable.
 
     Raises:
@@ -118,7 +119,7 @@ class ReconnectPolicy:
         self._stop: ReconnectStop = tenacity.stop_never if stop is None else stop
         self.broken: Exception | None = None  # raised by the wait or the stop object at the last decision
         self.host = 0  # the index of the next host to try
-        self._ever_ready = proven
+        self.proven = proven
         self._outage_began = 0.0
         self._rounds = 0
         self._tried = 0  # attempts in this round
@@ -131,7 +132,7 @@ class ReconnectPolicy:
 
     def ready(self) -> None:
         """End the outage: a connection and its channel are set up."""
-        self._ever_ready = True
+        self.proven = True
         self._new_round()
         self._rounds = 0
 
@@ -156,7 +157,7 @@ class ReconnectPolicy:
                 return 0.0
         hopeless = is_permanent(error) if connected else self._permanent == self._tried
         self._new_round()
-        if hopeless and not self._ever_ready:
+        if hopeless and not self.proven:
             return None
         self._rounds += 1
         return self._ask(error, now)

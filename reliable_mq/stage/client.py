@@ -44,14 +44,16 @@ from reliable_mq.core.channel_setup import (
     StepGenerator,
     StepRefused,
     carry_out,
+    in_exclusive_use,
     is_missing,
     publisher_setup,
+    reconnect_reason,
 )
-from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
+from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy, is_permanent
 from reliable_mq.core.stage.counts import QueueCounts
 from reliable_mq.core.stage.options import StageOptions
 from reliable_mq.core.stage.session import EpochState, StageSession
-from reliable_mq.errors import ConsumeError, ReliableMQError, TopologyMismatch
+from reliable_mq.errors import BrokerUnavailable, ConsumeError, ReliableMQError, TopologyMismatch
 from reliable_mq.settings import ConnectionSettings
 from reliable_mq.sync.io_thread import IOThread
 
@@ -59,6 +61,7 @@ __all__ = ["TRANSITIONS", "RelayClient", "RelayState"]
 
 logger = get_logger(__name__)
 
+_ACCESS_REFUSED: Final = 403
 _CLOSE_GRACE: Final = 3.0  # seconds for the closing handshake
 _TICK: Final = 0.5  # seconds between two checks of the deadlines
 _COUNT_EVERY: Final = 2.0  # seconds between two counts of the queue
@@ -145,12 +148,13 @@ class RelayClient(NullListener):
         self._blocked = False
         self._missing_since: float | None = None
         self._count_at = 0.0
+        self._reconnect_policy = ReconnectPolicy(hosts=len(settings.endpoints), wait=_wait)
         self._io = IOThread(
             name=f"stage-{options.queue}",
             settings=settings,
             setup=self._set_up,
             client=self,
-            reconnect_policy=ReconnectPolicy(hosts=len(settings.endpoints), wait=_wait),
+            reconnect_policy=self._reconnect_policy,
         )
 
     # -- any thread ----------------------------------------------------------------------------------------------------
@@ -200,6 +204,7 @@ class RelayClient(NullListener):
             for stream in options.streams:
                 yield from carry_out(CheckQueue(stream))
         state: QueueState = yield from carry_out(CheckQueue(options.queue))
+        self._reconnect_policy.proven = True  # a relay that waits for the lock is patient, too, if the queue goes
         with self.changed:
             self.counts.set_up(state)
         yield from carry_out(SetPrefetch(1))
@@ -212,7 +217,9 @@ class RelayClient(NullListener):
         self._subscription, self._tag, self._changing = _ChannelReads.NONE, None, False
         if self.state in _RUNNING:
             self._enter(RelayState.READING)
-        self._io.write(self._session.opened(generation, channel, frame_max, os.urandom(8), time.monotonic()))
+        name, now = os.urandom(8), time.monotonic()
+        others = self.counts.has_others
+        self._io.write(self._session.opened(generation, channel, frame_max, name, now, has_others=others))
 
     def lost(self, generation: int, loss: ConnectionLoss) -> None:
         """End the epoch: its channel is lost."""
@@ -222,6 +229,10 @@ class RelayClient(NullListener):
         if self.state in _RUNNING:
             self._enter(RelayState.CONNECTING)
             logger.info("%s: channel lost (%s); unacked messages will be delivered again", self, loss.text)
+            if loss.code == _ACCESS_REFUSED and not (
+                in_exclusive_use(loss.text) or reconnect_reason(loss.code, loss.text)
+            ):
+                self._end(BrokerUnavailable(f"the broker refused {self}: {loss.code} {loss.text}", permanent=True))
         else:
             self._finish()
 
@@ -230,13 +241,13 @@ class RelayClient(NullListener):
         with self.changed:
             self.last_error = error
         if self.state in _RUNNING:
-            self._wait_for_lock(isinstance(error.__cause__, StepRefused) and "in exclusive use" in error.__cause__.text)
+            self._wait_for_lock(isinstance(error.__cause__, StepRefused) and in_exclusive_use(error.__cause__.text))
         if is_missing(error) and self.declared_at is not None:
             now = time.monotonic()
             self._missing_since = self._missing_since or now
             if now - self._missing_since < self._options.missing_queue_timeout and will_retry:
                 return
-        elif will_retry:
+        elif will_retry and not (isinstance(error.__cause__, StepRefused) and is_permanent(error)):
             self._missing_since = None
             return
         self._end(error)

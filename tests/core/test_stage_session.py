@@ -12,7 +12,7 @@ from reliable_mq.core.stage import session as module
 from reliable_mq.core.stage.envelope import marker, unstaged
 from reliable_mq.core.stage.options import MissingId, shard
 from reliable_mq.core.stage.session import TRANSITIONS, EpochState
-from reliable_mq.core.stage.tail import SETTLED_AFTER
+from reliable_mq.core.stage.tail import REQUEUED_AFTER, SETTLED_AFTER
 from tests.core.deliveries import properties
 from tests.core.staging import (
     FRAME_MAX,
@@ -39,10 +39,10 @@ class Bench:
         self.channel = Channel(self.stage, self.queue)
         self.epoch = 0
 
-    def begin(self, now: float = 0.0) -> None:
+    def begin(self, now: float = 0.0, *, has_others: bool = False) -> None:
         self.epoch += 1
         self.channel = Channel(self.stage, self.queue)
-        moving(self.session, self.channel, self.epoch, now)
+        moving(self.session, self.channel, self.epoch, now, has_others=has_others)
 
     def end(self) -> None:
         self.channel.die()
@@ -314,6 +314,26 @@ def test_an_empty_queue_resolves_the_tail_after_a_while() -> None:
     bench.session.drained(100.0)
 
 
+def test_a_tail_is_kept_for_longer_if_others_may_have_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dead node's consumer is counted until the queue requeues its deliveries."""
+    monkeypatch.setattr(module, "PASSED", 1)
+    bench = Bench(1)
+    bench.begin()
+    bench.move(1)
+    bench.confirm()
+    bench.end()
+    for resolve in (bench.session.drained, lambda now: bench.move(1, now)):
+        bench.begin(has_others=True)
+        bench.queue.extend(Queued(f"new{number}") for number in range(2))
+        bench.move(1)
+        resolve(REQUEUED_AFTER - 1)
+        assert bench.session.tail >= 1
+        bench.queue.append(Queued("last"))
+        resolve(REQUEUED_AFTER)
+        assert bench.session.tail == 0
+        bench.end()
+
+
 @pytest.mark.parametrize("partitions", [1, 2])
 def test_the_next_epoch_reads_no_copy_that_was_settled(partitions: int) -> None:
     """This holds for copies of all epochs before a marker that ends one."""
@@ -333,6 +353,23 @@ def test_the_next_epoch_reads_no_copy_that_was_settled(partitions: int) -> None:
     bench.close(now)
     bench.begin(now)
     assert bench.session.tail == 0
+
+
+def test_a_stage_stays_new_until_it_has_a_message() -> None:
+    """An epoch that ends early leaves a marker."""
+    bench = Bench(1, partitions=2)
+    for _ in range(3):
+        bench.begin()
+        assert bench.session.is_new
+        bench.end()
+    for _ in range(2):
+        bench.begin()
+        bench.queue.extend(Queued(f"n{number}") for number in range(8))
+        bench.move(9)
+        bench.confirm()
+        bench.end()
+    bench.begin()
+    assert not bench.session.is_new
 
 
 def test_an_epoch_ends_with_a_marker_only_while_it_moves() -> None:

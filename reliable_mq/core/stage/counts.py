@@ -43,10 +43,12 @@ class QueueCounts:
 
     Attributes:
         ready: The number of ready messages by the last count, None before the first.
+        has_others: Whether other consumers were counted when the channel was set up, or that count was in doubt.
     """
 
     def __init__(self) -> None:
         self.ready: int | None = None
+        self.has_others = False
         self._ready_before: int | None = 0  # ready messages when the channel was set up; None if in doubt
         self._granted = 0  # the prefetch of the newest subscription of the channel
         self._moved_before = 0  # moved messages when the relay became active
@@ -64,6 +66,7 @@ class QueueCounts:
     def set_up(self, count: QueueState) -> None:
         """Record the count when a channel is set up."""
         self.ready = count.messages
+        self.has_others = count.in_doubt or count.consumers > 0
         self._ready_before = None if count.in_doubt else count.messages
         self._delivered = self._delivered_before = 0
         self._granted = 0

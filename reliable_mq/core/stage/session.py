@@ -24,7 +24,8 @@ Invariants:
 - A copy in the tail accounts for at most one redelivered message.
 - The tail is given up only when none of its messages can be delivered any more. Either all were delivered or, after a
   while, the queue was empty with nothing unacked, or so many messages were delivered for the first time (`PASSED`) that
-  the requeued ones, which a queue delivers first, must have been delivered before.
+  the requeued ones, which a queue delivers first, must have been delivered before. It takes longer if the queue had
+  another consumer when the epoch began, because a dead node's unacked deliveries are requeued late.
 - At most `prefetch` deliveries are read ahead. It is bounded in bytes, and decreases the more often a delivery was
   returned.
 """
@@ -42,7 +43,7 @@ from reliable_mq.core.consumer.acks import AckBatcher
 from reliable_mq.core.publisher.confirms import ConfirmTracker
 from reliable_mq.core.stage.envelope import UNKNOWN, Mark, identity, marker, names_of, parts_of, staged, unstaged
 from reliable_mq.core.stage.options import MissingId, StageOptions, shard
-from reliable_mq.core.stage.tail import SETTLED_AFTER, Moved, Settled, Tail
+from reliable_mq.core.stage.tail import REQUEUED_AFTER, SETTLED_AFTER, Moved, Settled, Tail
 from reliable_mq.core.statistics import StageStatistics
 from reliable_mq.errors import ConfigurationError, ConsumeError, ReliableMQError
 
@@ -109,6 +110,7 @@ class _Epoch:
     name: bytes
     partitions: list[_PartitionEpoch]
     moved: Moved
+    requeued_after: float  # seconds after which earlier deliveries are requeued
     tail: Counter[bytes] = field(default_factory=Counter)
     passed: int = 0
     returned: dict[int, int] = field(default_factory=dict)  # how often a delivery was returned, by its tag
@@ -139,15 +141,19 @@ class StageSession:
 
     # -- the epoch
 
-    def opened(self, number: int, channel: int, frame_max: int, name: bytes, now: float) -> bytes:
+    def opened(
+        self, number: int, channel: int, frame_max: int, name: bytes, now: float, *, has_others: bool = False
+    ) -> bytes:
         """Begin an epoch on a channel that has the lock. Return the markers to write.
 
-        ``number`` is the channel generation. ``name`` is eight bytes that are unique to this epoch.
+        ``number`` is the channel generation. ``name`` is eight bytes that are unique to this epoch. ``has_others``
+        tells whether the queue may have other consumers: also those of a node that has just died.
         """
         heads = [publish_head(channel, "", partition, mandatory=True) for partition in self._options.streams]
         partitions = [_PartitionEpoch(head, Tail(name)) for head in heads]
-        epoch = _Epoch(number, channel, frame_max, name, partitions, Moved(_KEPT * self._options.max_outstanding))
-        self._epoch = epoch
+        moved = Moved(_KEPT * self._options.max_outstanding)
+        requeued_after = REQUEUED_AFTER if has_others else SETTLED_AFTER
+        self._epoch = _Epoch(number, channel, frame_max, name, partitions, moved, requeued_after)
         self._confirms.channel_opened(number)
         self._acks.opened(number)
         self._progress_at = now
@@ -286,7 +292,7 @@ class StageSession:
             if key is not None:
                 epoch.moved.add(key, returns)
             copies.append(_Copy(index, _settled(each).published(), delivery.delivery_tag, held, key))
-        if epoch.passed >= PASSED and now - epoch.moving_since >= SETTLED_AFTER:
+        if epoch.passed >= PASSED and now - epoch.moving_since >= epoch.requeued_after:
             epoch.tail.clear()
         self._confirms.published(copies)
         epoch.held += size
@@ -329,7 +335,7 @@ class StageSession:
 
     def drained(self, now: float) -> None:
         """Record that the queue had no message, ready or unacked."""
-        if self.state is EpochState.MOVING and now - self._opened.moving_since >= SETTLED_AFTER:
+        if self.state is EpochState.MOVING and now - self._opened.moving_since >= self._opened.requeued_after:
             self._opened.tail.clear()
 
     def overdue(self, now: float) -> bool:
@@ -349,8 +355,8 @@ class StageSession:
 
     @property
     def is_new(self) -> bool:
-        """Whether a partition had no message before this epoch."""
-        return any(not each.tail.marker for each in self._opened.partitions)
+        """Whether a partition had no message before, apart from the relay's own markers."""
+        return any(each.tail.marker < self.statistics.epochs for each in self._opened.partitions)
 
     @property
     def unconfirmed(self) -> int:

@@ -35,10 +35,17 @@ from typing import Final, Literal
 
 from reliable_mq.core.stage.envelope import Mark
 
-__all__ = ["SETTLED_AFTER", "Moved", "Settled", "Tail"]
+__all__ = ["REQUEUED_AFTER", "SETTLED_AFTER", "Moved", "Settled", "Tail"]
 
 SETTLED_AFTER: Final = 10.0
 """Seconds after which an ack counts as certain: twice what a classic queue was seen to forget."""
+
+REQUEUED_AFTER: Final = 180.0
+"""Seconds after which the deliveries of a dead node are requeued.
+
+A cluster notices the death of a node after up to 75 s. Then a quorum queue of RabbitMQ 4.3 keeps the deliveries for
+another 60 s (``x-consumer-disconnected-timeout``), in case that the node comes back.
+"""
 
 _BACK: Final = 64  # how many offsets before the marker to begin if the last chunk has no mark
 _FURTHER: Final = 16  # the factor by which that grows with each further read
