@@ -197,10 +197,12 @@ class History:
             by: The publishers that cannot reach a majority, or None for all.
             uncertainty: The time in which a confirm sent before the window may still be reported, in seconds.
         """
-        begin = self.clock()
-        yield
         who = None if by is None else frozenset(by)
-        self._without_majority.append(Window(begin=begin, end=self.clock(), uncertainty=uncertainty, by=who))
+        begin = self.clock()
+        try:
+            yield
+        finally:
+            self._without_majority.append(Window(begin=begin, end=self.clock(), uncertainty=uncertainty, by=who))
 
     @contextmanager
     def disturbed(self, *, after: float = 0.0) -> Iterator[None]:
@@ -212,8 +214,10 @@ class History:
             after: The time by which the window extends beyond the block, in seconds.
         """
         begin = self.clock()
-        yield
-        self._disturbed.append(Window(begin=begin, end=self.clock() + after))
+        try:
+            yield
+        finally:
+            self._disturbed.append(Window(begin=begin, end=self.clock() + after))
 
     def _end(self, operation: Operation, outcome: OperationOutcome) -> None:
         with self._lock:

@@ -241,6 +241,20 @@ def test_a_window_concerns_those_who_are_cut_off(story: Story) -> None:
     assert [each.message_id for each in story.history.result().without_majority] == ["b"]
 
 
+def test_a_window_that_ends_with_an_exception_is_judged(story: Story) -> None:
+    def until_a_publish_fails() -> None:
+        with story.history.without_majority():
+            story.clock.now = 20
+            raise PublishUnconfirmed("not within 10 s")
+
+    story.publish("a", 11, 12)
+    story.clock.now = 10
+    with pytest.raises(PublishUnconfirmed):
+        until_a_publish_fails()
+
+    assert [each.message_id for each in story.history.result().without_majority] == ["a"]
+
+
 # -- order -------------------------------------------------------------------------------------------------------------
 
 
@@ -322,6 +336,17 @@ def test_an_overlap_is_allowed_shortly_after_a_lost_connection(story: Story) -> 
 
     story.handle("a", 17, 18, by="other")
     assert len(story.history.result().overlapping) == 1
+
+
+def test_an_overlap_is_allowed_after_a_block_that_raised(story: Story) -> None:
+    story.publish("a", 0, 1)
+    story.handle("a", 10, 30, by="one")
+    story.clock.now = 11
+    with pytest.raises(TimeoutError), story.history.disturbed(after=2):
+        raise TimeoutError
+    story.handle("a", 12, 16, by="other")
+
+    story.history.result().check(exclusive=True)
 
 
 # -- acks --------------------------------------------------------------------------------------------------------------
