@@ -118,7 +118,11 @@ class Rewrite:
     spent: bool = False
 
     def apply(self, _connection: int, frame: Frame, /) -> Iterable[Step]:
-        return self.function(self.direction, frame)
+        steps = tuple(self.function(self.direction, frame))
+        for step in steps:
+            if not isinstance(step, Step):
+                raise TypeError(f"a rewrite function returns frames and cuts, not {step!r}")
+        return steps
 
 
 @dataclass(slots=True, eq=False)

@@ -97,7 +97,7 @@ class Server:
         self.faults: dict[Direction, list[FrameFault]] = {direction: [] for direction in DIRECTIONS}
         self.gate = ConfirmGate()
         self.accepted = 0
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._conditions: dict[Direction, LinkConditions] = {direction: LinkConditions() for direction in DIRECTIONS}
         self._connections: dict[int, ProxiedConnection] = {}
         self._opening: dict[int, asyncio.Task[None]] = {}
@@ -175,7 +175,7 @@ class Server:
                 connection.cut_side(connection.client if side == "client" else connection.broker, reset=reset)
         return len(connections)
 
-    def failed(self, error: Exception) -> None:
+    def failed(self, error: BaseException) -> None:
         """Store the first error of a user's function for the next wait or close."""
         if self.error is None:
             self.error = error

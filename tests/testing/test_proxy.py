@@ -964,6 +964,23 @@ def test_a_raising_rewrite_resets_the_connection_and_is_reported(proxy: FaultPro
     assert isinstance(caught.value.__cause__, LookupError)
 
 
+@pytest.mark.parametrize("result", [HEARTBEAT.raw, [HEARTBEAT.raw], None], ids=["bytes", "list", "none"])
+def test_a_rewrite_that_returns_no_frames_is_reported(proxy: FaultProxy, wire: Wire, result: Iterable[Frame]) -> None:
+    proxy.rewrite(lambda *_: result)
+    wire.client.send(HEARTBEAT)
+    wire.client.expect_reset()
+    with pytest.raises(UsageError, match="a rewrite function raised TypeError: "):
+        proxy.wait_for(lambda: False)
+
+
+def test_a_rewrite_that_fails_the_test_is_reported(proxy: FaultProxy, wire: Wire) -> None:
+    proxy.rewrite(lambda _, frame: pytest.fail(f"not expected: {frame.name}"))
+    wire.client.send(HEARTBEAT)
+    wire.client.expect_reset()
+    with pytest.raises(UsageError, match="not expected: heartbeat"):
+        proxy.wait_for(lambda: False)
+
+
 @pytest.mark.parametrize("error_in_body", [True, False])
 def test_leaving_reports_a_rewrite_that_raised_but_masks_nothing(loopback: Loopback, error_in_body: bool) -> None:
     def rewrite(_: Direction, frame: Frame) -> list[Frame]:
