@@ -27,7 +27,7 @@ from itertools import pairwise
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
-from reliable_mq.errors import PublishError
+from reliable_mq.errors import ConfigurationError, PublishError
 from reliable_mq.testing.audit import Audit, first_few
 
 if TYPE_CHECKING:
@@ -196,8 +196,11 @@ class History:
         Args:
             by: The publishers that cannot reach a majority, or None for all.
             uncertainty: The time in which a confirm sent before the window may still be reported, in seconds.
+
+        Raises:
+            ConfigurationError: If `by` is a string.
         """
-        who = None if by is None else frozenset(by)
+        who = _names(by)
         begin = self.clock()
         try:
             yield
@@ -251,14 +254,18 @@ class History:
             since: The time of the fault.
             until: The end of the examined time, by default the end of the last operation with outcome ok.
             by: The publishers or consumers whose operations are examined, or None for all.
+
+        Raises:
+            ConfigurationError: If `by` is a string.
         """
+        who = _names(by)
         ends = sorted(
             each.ended
             for each in self.operations
             if each.kind is kind
             and each.outcome is OperationOutcome.OK
             and since < each.ended <= until
-            and (by is None or each.by in by)
+            and (who is None or each.by in who)
         )
         if not ends:
             return math.inf
@@ -290,6 +297,12 @@ class History:
             overlapping=tuple(_overlapping(handles, disturbed)),
             acked_early=tuple(_acked_early(operations)),
         )
+
+
+def _names(by: Collection[str] | None) -> frozenset[str] | None:
+    if isinstance(by, str):
+        raise ConfigurationError(f"by must be a collection: write [{by!r}]")
+    return None if by is None else frozenset(by)
 
 
 def _out_of_order(publishes: Sequence[Operation], handles: Sequence[Operation]) -> Iterator[Swap]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reliable_mq.errors import PublishNacked, PublishUnconfirmed
+from reliable_mq.errors import ConfigurationError, PublishNacked, PublishUnconfirmed
 from reliable_mq.testing.history import History, OperationKind, OperationOutcome
 
 
@@ -239,6 +239,13 @@ def test_a_window_concerns_those_who_are_cut_off(story: Story) -> None:
     story.window(10, 20, by=["minority"])
 
     assert [each.message_id for each in story.history.result().without_majority] == ["b"]
+
+
+def test_a_single_name_is_no_collection_of_names(story: Story) -> None:
+    with pytest.raises(ConfigurationError, match=r"by must be a collection: write \['minority'\]"):
+        story.window(10, 20, by="minority")
+    with pytest.raises(ConfigurationError, match=r"write \['one'\]"):
+        story.history.longest_silence(OperationKind.PUBLISH, 0, by="one")
 
 
 def test_a_window_that_ends_with_an_exception_is_judged(story: Story) -> None:
