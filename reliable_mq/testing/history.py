@@ -168,14 +168,14 @@ class History:
 
     @contextmanager
     def during(
-        self, kind: OperationKind, message_id: str, *, by: str = "", timeout: float = math.inf
+        self, kind: OperationKind, message_id: str, *, by: str = "", key: str | None = None, timeout: float = math.inf
     ) -> Iterator[Operation]:
         """Record the block as an operation, which fails if the block raises an exception.
 
         The outcome of a publish is unknown after an exception, unless it is a ``PublishError`` without
-        ``may_have_arrived``.
+        ``may_have_arrived``. The arguments are those of `begin`.
         """
-        operation = self.begin(kind, message_id, by=by, timeout=timeout)
+        operation = self.begin(kind, message_id, by=by, key=key, timeout=timeout)
         try:
             yield operation
         except BaseException as error:

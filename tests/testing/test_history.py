@@ -299,6 +299,16 @@ def test_order_is_checked_per_key_and_not_without_a_key(story: Story) -> None:
     story.history.result().check(ordered=True)
 
 
+def test_a_block_may_have_an_ordering_key(story: Story) -> None:
+    for message_id in "ab":
+        with story.history.during(OperationKind.PUBLISH, message_id, key="k"):
+            pass
+    for number, message_id in enumerate("ba"):
+        story.handle(message_id, 10 + number)
+
+    assert story.history.result().out_of_order == (("k", "b", "a"),)
+
+
 # -- one consumer at a time --------------------------------------------------------------------------------------------
 
 
