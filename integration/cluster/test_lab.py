@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
+import tarfile
+import uuid
 from typing import TYPE_CHECKING, NoReturn
 
+import docker
 import pika
 import pytest
 
 from reliable_mq.errors import LabError, UsageError
-from reliable_mq.testing import wait_until
+from reliable_mq.testing import RabbitMQCluster, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-    from reliable_mq.testing import ClusterNode, RabbitMQCluster, VirtualHost
+    from reliable_mq.testing import ClusterNode, VirtualHost
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -166,6 +172,40 @@ def test_a_node_that_lost_its_disk_gets_copies_of_every_queue(
     rabbitmq_cluster.heal()
     rabbitmq_cluster.transfer_leader("orders", node, orders.name)  # needs an up-to-date copy
     orders.wait_for_messages("orders", 2)
+
+
+@pytest.fixture
+def image_without_volumes(rabbitmq_image: str) -> Iterator[str]:
+    """The image of the brokers without its declaration of volumes, which no Dockerfile can remove."""
+    name = f"reliable-mq/without-volumes:{uuid.uuid4().hex[:12]}"
+    with contextlib.closing(docker.from_env()) as client:
+        image = client.images.get(rabbitmq_image)
+        config = image.attrs["Config"]
+        changes = [f"{key.upper()} {json.dumps(config[key])}" for key in ("Entrypoint", "Cmd") if config[key]]
+        changes += [f"USER {config['User']}"] if config["User"] else []
+        changes += [f"ENV {key}={json.dumps(value)}" for key, _, value in (one.partition("=") for one in config["Env"])]
+        container = client.containers.create(image.id)
+        try:
+            content = b"".join(container.export())
+        finally:
+            container.remove(v=True)
+        repository, tag = name.split(":")
+        client.api.import_image_from_data(content, repository=repository, tag=tag, changes=changes)
+        yield name
+        client.images.remove(name, force=True)
+
+
+@pytest.mark.soak
+def test_a_disk_is_lost_though_the_image_has_no_volume(image_without_volumes: str) -> None:
+    with RabbitMQCluster(image=image_without_volumes) as cluster:
+        node = cluster.nodes[2]
+
+        cluster.lose_disk(node)
+
+        chunks, _ = node.container.get_archive("/var/lib/rabbitmq")
+        with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as tar:
+            assert tar.getnames() == ["rabbitmq", "rabbitmq/.erlang.cookie"]
+        node.let_go()
 
 
 @pytest.mark.soak

@@ -45,9 +45,10 @@ T = TypeVar("T")
 
 _LARGEST: Final = 9
 _TIMEOUT: Final = 180.0
-_COOKIE: Final = "/var/lib/rabbitmq/.erlang.cookie"
+_DATA: Final = "/var/lib/rabbitmq"
+_COOKIE: Final = f"{_DATA}/.erlang.cookie"
 _NETWORK_ATTEMPTS: Final = 10
-_EMPTY_DISK: Final = "find /var/lib/rabbitmq -mindepth 1 ! -name .erlang.cookie -delete"
+_EMPTY_DISK: Final = f"find {_DATA} -mindepth 1 ! -name .erlang.cookie -delete"
 # A consistent query goes through the leader's log, which proves that a majority still follows the leader.
 _LEADER: Final = """
 {{ok, Q}} = rabbit_amqqueue:lookup(rabbit_misc:r(base64:decode("{vhost}"), queue, base64:decode("{queue}"))),
@@ -127,6 +128,7 @@ class ClusterNode(RabbitMQ):
             environment=self._environment,
             hostname=self.hostname,
             extra_hosts=dict(addresses),
+            volumes=[_DATA],  # `lose_disk` reaches nothing else, and not every image declares it
             network=network.name,
             networking_config={network.name: api.create_endpoint_config(ipv4_address=self.network_address)},
         )
