@@ -81,6 +81,20 @@ def test_a_mark_that_could_be_text_is_recognized(any_vhost: VirtualHost, monkeyp
     ]
 
 
+def test_a_new_stage_stays_new_for_the_next_epoch_and_relay(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
+    """Nothing is moved into it, though both find the marker of an earlier epoch."""
+    publish(vhost.url, "orders", 1, type="quorum")
+    with fault_proxy(vhost.url) as proxy, relaying(proxy.url, new_stage_grace=3600.0) as relay:
+        wait_until(lambda: relay.tail_messages == 1, timeout=DEADLINE, what="a read tail")
+        proxy.cut()
+        wait_until(lambda: relay.tail_messages >= 3, timeout=DEADLINE, what="the tail read by the next epoch")
+        assert not relay.wait_active(1.0)
+    with relaying(vhost.url, new_stage_grace=3600.0) as relay:
+        wait_until(lambda: relay.tail_messages >= 3, timeout=DEADLINE, what="the tail read by the next relay")
+        assert not relay.wait_active(1.0)
+    assert ready(vhost, "orders") == 1
+
+
 def test_a_relay_leaves_the_next_one_no_long_tail(any_vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits until the copies of earlier relays are settled."""
     monkeypatch.setattr("reliable_mq.stage.relay._LONG_TAIL", 0)

@@ -1,4 +1,4 @@
-"""A relay whose node loses its link to the queue's leader.
+"""A relay whose node dies, or loses its link to the queue's leader.
 
 The queue requeues the relay's deliveries: RabbitMQ 4.3 after a minute, earlier versions at once. The test closes the
 link repeatedly, which covers both.
@@ -93,3 +93,31 @@ def test_f68_broken_links_of_nodes_move_each_message_once(
     home = rabbitmq_cluster.leader_of("stage", cluster_vhost.name)  # a replica on another node may still have to start
     check_each_once(home.url_of(cluster_vhost.name), "stage", count=1 + len(others) * PART)
     assert relay.statistics.moved_before >= 8
+
+
+def test_f68_deliveries_of_a_dead_node_are_moved_once(
+    rabbitmq_cluster: RabbitMQCluster, cluster_vhost: VirtualHost, fault_proxy: FaultProxyFactory
+) -> None:
+    """RabbitMQ 4.3 requeues them after a minute, when the next relay has long been active."""
+    first, second, _ = rabbitmq_cluster.nodes
+    url = first.url_of(cluster_vhost.name)
+    publish(url, "orders", PART, type="quorum")
+    rabbitmq_cluster.transfer_leader("orders", first, cluster_vhost.name)
+    with relaying(url) as relay:  # the lock of the stage is on the first node
+        assert relay.wait_moved(DEADLINE)
+    publish(url, "orders", PART, first=PART)
+    with fault_proxy(second.url_of(cluster_vhost.name)) as proxy, relaying(proxy.url) as relay:
+        wait_until(lambda: relay.active, timeout=DEADLINE, what="an active relay")
+        proxy.hold_confirms()
+        publish(url, "orders", PART, first=2 * PART)
+        wait_until(lambda: relay.status().outstanding >= 8, timeout=DEADLINE, what="copies that are not confirmed")
+        second.kill()
+    with relaying(url) as relay:
+        assert relay.wait_active(DEADLINE)
+        wait_until(
+            lambda: cluster_vhost.live_counts(["orders"])["orders"] == 0,
+            timeout=3 * DEADLINE,
+            what="no message, ready or unacked",
+        )
+        assert relay.statistics.moved_before >= 8
+    check_each_once(url, "stage", count=3 * PART)

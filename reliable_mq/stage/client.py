@@ -123,7 +123,7 @@ class RelayClient(NullListener):
         state: The state of the relay.
         error: The error that ended the relay.
         last_error: The error of the last failed attempt.
-        declared_at: The time when the stage was declared, or None before.
+        declared_at: The time when this channel's set-up declared or found the stage, or None before the first.
         counts: The counts of the queue.
         unsettled: The number of messages that another epoch would read, when last determined.
     """
@@ -196,17 +196,18 @@ class RelayClient(NullListener):
                 yield from publisher_setup(options.topology(), server.version_tuple)
             except TopologyMismatch as mismatch:
                 raise options.explained(mismatch) from mismatch
-            with self.changed:
-                self.declared_at = time.monotonic()
-                self.changed.notify_all()
         else:  # a deleted stage is not silently declared again, since unread messages are lost
             yield from carry_out(ConfirmSelect())
             for stream in options.streams:
                 yield from carry_out(CheckQueue(stream))
+        with self.changed:
+            self.declared_at = time.monotonic()  # a broker that has started again may forget the stage again
+            self.changed.notify_all()
         state: QueueState = yield from carry_out(CheckQueue(options.queue))
         self._reconnect_policy.proven = True  # a relay that waits for the lock is patient, too, if the queue goes
         with self.changed:
             self.counts.set_up(state)
+        self._session.shared = self.counts.shared
         yield from carry_out(SetPrefetch(1))
         yield from carry_out(Consume(options.lock, self._new_tag("lock"), exclusive=True))
 
@@ -217,9 +218,7 @@ class RelayClient(NullListener):
         self._subscription, self._tag, self._changing = _ChannelReads.NONE, None, False
         if self.state in _RUNNING:
             self._enter(RelayState.READING)
-        name, now = os.urandom(8), time.monotonic()
-        others = self.counts.has_others
-        self._io.write(self._session.opened(generation, channel, frame_max, name, now, has_others=others))
+        self._io.write(self._session.opened(generation, channel, frame_max, os.urandom(8), time.monotonic()))
 
     def lost(self, generation: int, loss: ConnectionLoss) -> None:
         """End the epoch: its channel is lost."""
@@ -459,6 +458,7 @@ class RelayClient(NullListener):
             self.counts.counted(count, self._session.outstanding)
             others = self.counts.others(count.consumers, self.moved, subscribed=subscribed)
             self.changed.notify_all()
+        self._session.shared = self.counts.shared
         if unknown and not count.in_doubt:
             self._count()  # two in a row show that the queue seems empty
         now = time.monotonic()
@@ -509,7 +509,8 @@ class RelayClient(NullListener):
         session = self._session
         if self.state is not RelayState.CONFIRMING or (session.state is EpochState.MOVING and session.unconfirmed):
             return
-        self._out.append(session.ending(time.monotonic()))
+        if self._subscription is not _ChannelReads.AGEING:  # else the stage must stay new for the next epoch
+            self._out.append(session.ending(time.monotonic()))
         self._write_out()
         self._enter(RelayState.DISCONNECTING)
         self._io.run(_all((CheckQueue(self._options.queue),)), self._finish)

@@ -179,18 +179,10 @@ def parsed(frames: bytes) -> list[tuple[str, object]]:
     return found
 
 
-def moving(
-    session: StageSession,
-    channel: Channel,
-    number: int,
-    now: float = 0.0,
-    most: int = 1_000_000,
-    *,
-    has_others: bool = False,
-) -> None:
+def moving(session: StageSession, channel: Channel, number: int, now: float = 0.0, most: int = 1_000_000) -> None:
     """Bring an epoch to the state MOVING."""
     session_name = number.to_bytes(8)
-    channel.write(session.opened(number, 1, FRAME_MAX, session_name, now, has_others=has_others))
+    channel.write(session.opened(number, 1, FRAME_MAX, session_name, now))
     channel.carry_out(now)
     confirm(session, channel, number, now)
     assert session.state is EpochState.READING

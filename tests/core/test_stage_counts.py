@@ -203,3 +203,22 @@ def test_no_others_are_counted_while_the_subscription_changes() -> None:
     counts = QueueCounts()
     found = [counts.others(2, 0, subscribed=subscribed) for subscribed in (True, False, True, True)]
     assert found == [0, 0, 0, 1]
+
+
+def test_a_queue_that_had_consumers_at_the_set_up_is_shared() -> None:
+    """The fewest of all set-ups do not count: this relay may have been one before."""
+    counts = QueueCounts()
+    counts.set_up(of(1, consumers=0))
+    assert not counts.shared
+    counts.set_up(of(1, consumers=1))
+    assert counts.shared
+    counts.counted(of(0), 0)
+    assert counts.shared
+    counts.set_up(of(0, consumers=0))
+    counts.subscribed(0, 0, 8)
+    counts.counted(of(0), 0)
+    assert not counts.shared
+    counts.set_up(of(0, consumers=0))
+    counts.subscribed(0, 0, 8)
+    counts.counted(of(0, consumers=2), 0)
+    assert counts.shared

@@ -11,8 +11,8 @@ from reliable_mq.codec import RawDelivery
 from reliable_mq.core.stage import session as module
 from reliable_mq.core.stage.envelope import marker, unstaged
 from reliable_mq.core.stage.options import MissingId, shard
-from reliable_mq.core.stage.session import TRANSITIONS, EpochState
-from reliable_mq.core.stage.tail import REQUEUED_AFTER, SETTLED_AFTER
+from reliable_mq.core.stage.session import REQUEUED_AFTER, TRANSITIONS, EpochState
+from reliable_mq.core.stage.tail import SETTLED_AFTER
 from tests.core.deliveries import properties
 from tests.core.staging import (
     FRAME_MAX,
@@ -39,10 +39,10 @@ class Bench:
         self.channel = Channel(self.stage, self.queue)
         self.epoch = 0
 
-    def begin(self, now: float = 0.0, *, has_others: bool = False) -> None:
+    def begin(self, now: float = 0.0) -> None:
         self.epoch += 1
         self.channel = Channel(self.stage, self.queue)
-        moving(self.session, self.channel, self.epoch, now, has_others=has_others)
+        moving(self.session, self.channel, self.epoch, now)
 
     def end(self) -> None:
         self.channel.die()
@@ -93,6 +93,20 @@ def test_a_redelivered_message_of_the_tail_is_acked_only() -> None:
     assert bench.session.tail == 0
     assert not bench.queue
     assert len(bench.stage.originals()) == 4
+
+
+def test_a_stage_is_new_until_it_has_a_message() -> None:
+    """The markers of earlier epochs do not count."""
+    bench = Bench(1)
+    for _ in range(3):
+        bench.begin()
+        assert bench.session.is_new
+        bench.end()
+    bench.begin()
+    bench.move(1)
+    bench.end()
+    bench.begin()
+    assert not bench.session.is_new
 
 
 def test_a_copy_accounts_for_one_message() -> None:
@@ -314,24 +328,26 @@ def test_an_empty_queue_resolves_the_tail_after_a_while() -> None:
     bench.session.drained(100.0)
 
 
-def test_a_tail_is_kept_for_longer_if_others_may_have_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dead node's consumer is counted until the queue requeues its deliveries."""
-    monkeypatch.setattr(module, "PASSED", 1)
-    bench = Bench(1)
+def test_a_shared_queue_may_requeue_messages_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It seems empty, or has many new messages, while it holds those of a node that is away."""
+    monkeypatch.setattr(module, "PASSED", 3)
+    bench = Bench(2)
     bench.begin()
-    bench.move(1)
-    bench.confirm()
+    bench.move(2)
     bench.end()
-    for resolve in (bench.session.drained, lambda now: bench.move(1, now)):
-        bench.begin(has_others=True)
-        bench.queue.extend(Queued(f"new{number}") for number in range(2))
-        bench.move(1)
-        resolve(REQUEUED_AFTER - 1)
-        assert bench.session.tail >= 1
-        bench.queue.append(Queued("last"))
-        resolve(REQUEUED_AFTER)
-        assert bench.session.tail == 0
-        bench.end()
+    first = bench.queue.popleft()
+    bench.queue.clear()
+    bench.session.shared = True
+    bench.begin()
+    bench.session.drained(REQUEUED_AFTER - 1.0)
+    bench.queue.extend(Queued(f"n{number}") for number in range(4))
+    bench.move(4, now=REQUEUED_AFTER - 1.0)
+    assert bench.session.tail == 2
+    bench.queue.append(first)
+    bench.move(1, now=REQUEUED_AFTER - 1.0)
+    assert bench.session.statistics.moved_before == 1
+    bench.session.drained(REQUEUED_AFTER)
+    assert bench.session.tail == 0
 
 
 @pytest.mark.parametrize("partitions", [1, 2])
@@ -353,23 +369,6 @@ def test_the_next_epoch_reads_no_copy_that_was_settled(partitions: int) -> None:
     bench.close(now)
     bench.begin(now)
     assert bench.session.tail == 0
-
-
-def test_a_stage_stays_new_until_it_has_a_message() -> None:
-    """An epoch that ends early leaves a marker."""
-    bench = Bench(1, partitions=2)
-    for _ in range(3):
-        bench.begin()
-        assert bench.session.is_new
-        bench.end()
-    for _ in range(2):
-        bench.begin()
-        bench.queue.extend(Queued(f"n{number}") for number in range(8))
-        bench.move(9)
-        bench.confirm()
-        bench.end()
-    bench.begin()
-    assert not bench.session.is_new
 
 
 def test_an_epoch_ends_with_a_marker_only_while_it_moves() -> None:
@@ -450,6 +449,15 @@ def test_a_stage_that_does_not_confirm_is_overdue() -> None:
     assert bench.session.overdue(155.0)
     bench.confirm(now=155.0)
     assert not bench.session.overdue(500.0)
+
+
+def test_the_end_of_an_idle_epoch_is_not_overdue() -> None:
+    """The timeout begins with the markers, however long ago the last confirm was."""
+    bench = Bench(confirm_timeout=30.0)
+    bench.begin()
+    bench.session.ending(100.0)
+    assert not bench.session.overdue(129.0)
+    assert bench.session.overdue(130.0)
 
 
 def test_a_tail_that_does_not_come_is_overdue() -> None:

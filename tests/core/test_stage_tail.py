@@ -78,6 +78,9 @@ def test_a_stage_of_markers_alone_has_no_tail() -> None:
     tail = Tail(US)
     assert read(tail, [OLD_MARKER] * 5 + [OUR_MARKER]) == ["last", 0]
     assert (tail.low, tail.identities) == (0, [])
+    assert tail.is_empty
+    read(tail := Tail(US), [OLD_MARKER, Mark(1, OTHER, True), OUR_MARKER])
+    assert not tail.is_empty  # all copies before the second marker are settled
 
 
 def test_a_tail_that_retention_has_cut_is_read_from_there() -> None:

@@ -43,12 +43,13 @@ class QueueCounts:
 
     Attributes:
         ready: The number of ready messages by the last count, None before the first.
-        has_others: Whether other consumers were counted when the channel was set up, or that count was in doubt.
+        shared: Whether the queue had other consumers when the channel was set up. One of them may be an earlier relay
+            that is gone: RabbitMQ 4.3 requeues the deliveries of a node that is away only after a minute.
     """
 
     def __init__(self) -> None:
         self.ready: int | None = None
-        self.has_others = False
+        self.shared = False
         self._ready_before: int | None = 0  # ready messages when the channel was set up; None if in doubt
         self._granted = 0  # the prefetch of the newest subscription of the channel
         self._moved_before = 0  # moved messages when the relay became active
@@ -66,7 +67,6 @@ class QueueCounts:
     def set_up(self, count: QueueState) -> None:
         """Record the count when a channel is set up."""
         self.ready = count.messages
-        self.has_others = count.in_doubt or count.consumers > 0
         self._ready_before = None if count.in_doubt else count.messages
         self._delivered = self._delivered_before = 0
         self._granted = 0
@@ -111,6 +111,7 @@ class QueueCounts:
         self.ready = ready
 
     def _found(self, others: int) -> None:
+        self.shared = others > 0
         self._others = others if self._others is None else min(self._others, others)
 
     def others(self, consumers: int, moved: int, *, subscribed: bool) -> int:

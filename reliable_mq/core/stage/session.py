@@ -24,8 +24,8 @@ Invariants:
 - A copy in the tail accounts for at most one redelivered message.
 - The tail is given up only when none of its messages can be delivered any more. Either all were delivered or, after a
   while, the queue was empty with nothing unacked, or so many messages were delivered for the first time (`PASSED`) that
-  the requeued ones, which a queue delivers first, must have been delivered before. It takes longer if the queue had
-  another consumer when the epoch began, because a dead node's unacked deliveries are requeued late.
+  the requeued ones, which a queue delivers first, must have been delivered before. The while is longer
+  (`REQUEUED_AFTER`) if the queue had other consumers at first, whose deliveries it may requeue later.
 - At most `prefetch` deliveries are read ahead. It is bounded in bytes, and decreases the more often a delivery was
   returned.
 """
@@ -43,14 +43,21 @@ from reliable_mq.core.consumer.acks import AckBatcher
 from reliable_mq.core.publisher.confirms import ConfirmTracker
 from reliable_mq.core.stage.envelope import UNKNOWN, Mark, identity, marker, names_of, parts_of, staged, unstaged
 from reliable_mq.core.stage.options import MissingId, StageOptions, shard
-from reliable_mq.core.stage.tail import REQUEUED_AFTER, SETTLED_AFTER, Moved, Settled, Tail
+from reliable_mq.core.stage.tail import SETTLED_AFTER, Moved, Settled, Tail
 from reliable_mq.core.statistics import StageStatistics
 from reliable_mq.errors import ConfigurationError, ConsumeError, ReliableMQError
 
-__all__ = ["PASSED", "TRANSITIONS", "EpochState", "StageSession"]
+__all__ = ["PASSED", "REQUEUED_AFTER", "TRANSITIONS", "EpochState", "StageSession"]
 
 PASSED: Final = 20_000
 """Messages never delivered before, after which those that were requeued at the head of the queue have come."""
+
+REQUEUED_AFTER: Final = 180.0
+"""Seconds in which a queue requeues the deliveries of a relay whose node is away.
+
+A cluster notices the death of a node after up to 75 s. RabbitMQ 4.3 requeues after another minute
+(``consumer_disconnected_timeout``).
+"""
 
 _FIRST: Final = 8  # the prefetch while sizes are unknown: 128 MiB at the very most
 _MORE: Final = 8  # the maximum factor by which the prefetch grows as sizes become known
@@ -110,7 +117,6 @@ class _Epoch:
     name: bytes
     partitions: list[_PartitionEpoch]
     moved: Moved
-    requeued_after: float  # seconds after which earlier deliveries are requeued
     tail: Counter[bytes] = field(default_factory=Counter)
     passed: int = 0
     returned: dict[int, int] = field(default_factory=dict)  # how often a delivery was returned, by its tag
@@ -128,6 +134,7 @@ class StageSession:
         self.state = EpochState.CLOSED
         self.statistics = StageStatistics()
         self.prefetch_granted = 0  # the prefetch of the present subscription, set by the owner
+        self.shared = False  # whether the queue had other consumers at first (`QueueCounts`), set by the owner
         self.error: ReliableMQError | None = None  # why nothing more can be moved
         self.tail_messages = 0  # messages of tails read so far, in all epochs
         self._options = options
@@ -141,19 +148,15 @@ class StageSession:
 
     # -- the epoch
 
-    def opened(
-        self, number: int, channel: int, frame_max: int, name: bytes, now: float, *, has_others: bool = False
-    ) -> bytes:
+    def opened(self, number: int, channel: int, frame_max: int, name: bytes, now: float) -> bytes:
         """Begin an epoch on a channel that has the lock. Return the markers to write.
 
-        ``number`` is the channel generation. ``name`` is eight bytes that are unique to this epoch. ``has_others``
-        tells whether the queue may have other consumers: also those of a node that has just died.
+        ``number`` is the channel generation. ``name`` is eight bytes that are unique to this epoch.
         """
         heads = [publish_head(channel, "", partition, mandatory=True) for partition in self._options.streams]
         partitions = [_PartitionEpoch(head, Tail(name)) for head in heads]
-        moved = Moved(_KEPT * self._options.max_outstanding)
-        requeued_after = REQUEUED_AFTER if has_others else SETTLED_AFTER
-        self._epoch = _Epoch(number, channel, frame_max, name, partitions, moved, requeued_after)
+        epoch = _Epoch(number, channel, frame_max, name, partitions, Moved(_KEPT * self._options.max_outstanding))
+        self._epoch = epoch
         self._confirms.channel_opened(number)
         self._acks.opened(number)
         self._progress_at = now
@@ -176,6 +179,7 @@ class StageSession:
         """
         if self.state is not EpochState.MOVING or not self._is_resolved(now):
             return b""
+        self._progress_at = now
         return self._markers([_settled(each).low(now, resolved=True) for each in self._opened.partitions])
 
     def failed(self) -> None:
@@ -292,7 +296,7 @@ class StageSession:
             if key is not None:
                 epoch.moved.add(key, returns)
             copies.append(_Copy(index, _settled(each).published(), delivery.delivery_tag, held, key))
-        if epoch.passed >= PASSED and now - epoch.moving_since >= epoch.requeued_after:
+        if epoch.passed >= PASSED and self._is_late(now):
             epoch.tail.clear()
         self._confirms.published(copies)
         epoch.held += size
@@ -335,7 +339,7 @@ class StageSession:
 
     def drained(self, now: float) -> None:
         """Record that the queue had no message, ready or unacked."""
-        if self.state is EpochState.MOVING and now - self._opened.moving_since >= self._opened.requeued_after:
+        if self.state is EpochState.MOVING and self._is_late(now):
             self._opened.tail.clear()
 
     def overdue(self, now: float) -> bool:
@@ -355,8 +359,8 @@ class StageSession:
 
     @property
     def is_new(self) -> bool:
-        """Whether a partition had no message before, apart from the relay's own markers."""
-        return any(each.tail.marker < self.statistics.epochs for each in self._opened.partitions)
+        """Whether a partition had no message before this epoch, apart from markers."""
+        return any(each.tail.is_empty for each in self._opened.partitions)
 
     @property
     def unconfirmed(self) -> int:
@@ -406,6 +410,10 @@ class StageSession:
     def _is_resolved(self, now: float) -> bool:
         """Return whether no message of the tail can be delivered any more."""
         return not self._opened.tail and now - self._opened.accounted_at >= SETTLED_AFTER
+
+    def _is_late(self, now: float) -> bool:
+        """Return whether the queue must have requeued the deliveries of earlier epochs."""
+        return now - self._opened.moving_since >= (REQUEUED_AFTER if self.shared else SETTLED_AFTER)
 
     def _markers(self, lows: Sequence[int]) -> bytes:
         epoch = self._opened

@@ -35,17 +35,10 @@ from typing import Final, Literal
 
 from reliable_mq.core.stage.envelope import Mark
 
-__all__ = ["REQUEUED_AFTER", "SETTLED_AFTER", "Moved", "Settled", "Tail"]
+__all__ = ["SETTLED_AFTER", "Moved", "Settled", "Tail"]
 
 SETTLED_AFTER: Final = 10.0
 """Seconds after which an ack counts as certain: twice what a classic queue was seen to forget."""
-
-REQUEUED_AFTER: Final = 180.0
-"""Seconds after which the deliveries of a dead node are requeued.
-
-A cluster notices the death of a node after up to 75 s. Then a quorum queue of RabbitMQ 4.3 keeps the deliveries for
-another 60 s (``x-consumer-disconnected-timeout``), in case that the node comes back.
-"""
 
 _BACK: Final = 64  # how many offsets before the marker to begin if the last chunk has no mark
 _FURTHER: Final = 16  # the factor by which that grows with each further read
@@ -64,6 +57,7 @@ class Tail:
         marker: The offset of the marker, once the tail is read.
         identities: The identities of the copies between ``low`` and the marker, in order, once the tail is read. None
             for a copy that cannot be recognised.
+        is_empty: Whether the partition never had a copy as far as is known, once the tail is read.
     """
 
     def __init__(self, epoch: bytes) -> None:
@@ -71,6 +65,7 @@ class Tail:
         self.low = 0
         self.marker = 0
         self.identities: list[bytes | None] = []
+        self.is_empty = False
         self._epoch = epoch
         self._back = _BACK
         self._last = False  # whether this read is the last one
@@ -114,6 +109,7 @@ class Tail:
             self.start, self._last = known, True
         else:
             self.low = known or 0
+            self.is_empty = not self.low and not self._copies
             self.identities = [identity for offset, identity in self._copies if offset >= self.low]
             self.start = None
         self._begin_read()
