@@ -72,7 +72,7 @@ def test_the_management_api_is_asked_without_the_http_proxy(broker: RabbitMQ, mo
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.setattr(urllib.request, "_opener", None)  # it keeps the proxy that it found first
 
-    assert not broker.management.alarmed()
+    assert not broker.management.alarms()
 
 
 def test_a_queue_that_does_not_exist_yet_is_waited_for(vhost: VirtualHost) -> None:
@@ -219,13 +219,14 @@ def test_an_alarm_blocks_publishers_until_it_ends(private_vhost: VirtualHost, al
 
 
 def test_whatever_was_done_to_a_broker_heals(private_broker: RabbitMQ) -> None:
-    private_broker.alarm("memory")
-    private_broker.alarm("disk")
+    for number, kind in enumerate(("memory", "disk")):
+        private_broker.alarm(kind)  # type: ignore[arg-type]
+        assert private_broker.management.alarms() == ({"memory", "disk"} if number else {"memory"})
     private_broker.pause()
 
     private_broker.heal()
 
-    assert not private_broker.management.alarmed()
+    assert not private_broker.management.alarms()
     private_broker.kill()
     private_broker.heal()
     assert private_broker.answers()
@@ -282,14 +283,14 @@ def test_packets_that_could_not_be_lost_need_no_healing(
 
 def test_an_alarm_that_nobody_saw_is_cleared(private_broker: RabbitMQ, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(Management, "alarmed", fail)
+        patched.setattr(Management, "alarms", fail)
         with pytest.raises(LabError, match="docker"):
             private_broker.alarm("memory")
-    wait_until(private_broker.management.alarmed, timeout=30, what="the alarm")
+    wait_until(private_broker.management.alarms, timeout=30, what="the alarm")
 
     private_broker.heal()
 
-    assert not private_broker.management.alarmed()
+    assert not private_broker.management.alarms()
 
 
 def test_an_alarm_outlives_a_start_that_changes_nothing(private_broker: RabbitMQ) -> None:
@@ -298,7 +299,7 @@ def test_an_alarm_outlives_a_start_that_changes_nothing(private_broker: RabbitMQ
 
     private_broker.heal()
 
-    assert not private_broker.management.alarmed()
+    assert not private_broker.management.alarms()
 
 
 def test_closed_connections_are_counted_though_output_is_lost(

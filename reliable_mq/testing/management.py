@@ -24,11 +24,13 @@ class ManagementAPIError(LabError):
 
     Attributes:
         status: The HTTP status, such as 404.
+        text: The body of the response.
     """
 
-    def __init__(self, message: str, *, status: int) -> None:
+    def __init__(self, message: str, *, status: int, text: str = "") -> None:
         super().__init__(message)
         self.status = status
+        self.text = text
 
 
 class Management:
@@ -72,18 +74,20 @@ class Management:
         except urllib.error.HTTPError as error:
             with error:
                 text = error.read().decode(errors="replace")
-            raise ManagementAPIError(f"{method} {path}: {error.code} {text[:300]}", status=error.code) from None
+            raise ManagementAPIError(
+                f"{method} {path}: {error.code} {text[:300]}", status=error.code, text=text
+            ) from None
         return json.loads(content) if content else None
 
-    def alarmed(self) -> bool:
-        """Return whether a memory or disk alarm is in effect on this node."""
+    def alarms(self) -> set[str]:
+        """Return the alarms in effect on this node: ``"memory"``, ``"disk"``."""
         try:
             self.call("GET", "health", "checks", "local-alarms")
         except ManagementAPIError as error:
             if error.status != 503:
                 raise
-            return True
-        return False
+            return {each["resource"].split()[0] for each in json.loads(error.text)["alarms"]}  # "disk space"
+        return set()
 
     def connections(self, virtual_host: str) -> list[dict[str, Any]]:
         """Return the connections to a virtual host, according to the lagging statistics."""

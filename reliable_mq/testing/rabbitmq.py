@@ -217,7 +217,7 @@ class RabbitMQ(ContainedServer):
         self._wait_for_alarm(kind, raised=True)
 
     def clear_alarm(self, kind: Alarm) -> None:
-        """Clear an alarm. Blocks until it has ended, unless the other alarm is raised.
+        """Clear an alarm. Blocks until it has ended.
 
         Raises:
             ConfigurationError: If `kind` is neither ``"memory"`` nor ``"disk"``.
@@ -226,8 +226,7 @@ class RabbitMQ(ContainedServer):
         _, expression = _expressions(kind)
         self.evaluate(expression)
         self._alarms.discard(kind)
-        if not self._alarms:
-            self._wait_for_alarm(kind, raised=False)
+        self._wait_for_alarm(kind, raised=False)
 
     def change_certificate(self, files: Mapping[str, bytes]) -> None:
         """Replace certificates and keys of `files`, for future connections."""
@@ -293,7 +292,7 @@ class RabbitMQ(ContainedServer):
 
     def _wait_for_alarm(self, kind: Alarm, *, raised: bool) -> None:
         wait_until(
-            lambda: self.management.alarmed() is raised,
+            lambda: (kind in self.management.alarms()) is raised,
             timeout=_ALARM_TIMEOUT,
             what=f"{kind} alarm {'raised' if raised else 'cleared'}",
             interval=0.2,
