@@ -95,6 +95,7 @@ def test_f68_broken_links_of_nodes_move_each_message_once(
     assert relay.statistics.moved_before >= 8
 
 
+@pytest.mark.soak
 def test_f68_deliveries_of_a_dead_node_are_moved_once(
     rabbitmq_cluster: RabbitMQCluster, cluster_vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
