@@ -207,9 +207,7 @@ class SQLiteRowLeases:
     def _reader(self) -> sqlite3.Connection | None:
         """Return the connection for reading, or None if another process is the relay."""
         if self._lock is not None and not self._is_lock_file(self._lock):
-            logger.error(
-                "the lock %s-relay was deleted or replaced: another relay may have taken rows", self._file.real
-            )
+            logger.error("the lock %s was deleted or replaced: another relay may have taken rows", self._lock_path)
             os.close(self._lock)
             self._lock = None
             self._disconnect()
@@ -221,8 +219,12 @@ class SQLiteRowLeases:
             self._connection = self._connect()
         return self._connection
 
+    @property
+    def _lock_path(self) -> str:
+        return f"{self._file.real}-relay"
+
     def _become_relay(self) -> bool:
-        descriptor = os.open(f"{self._file.real}-relay", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(self._lock_path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if self._is_lock_file(descriptor):  # nobody deleted it in the meantime
@@ -236,7 +238,7 @@ class SQLiteRowLeases:
 
     def _is_lock_file(self, descriptor: int) -> bool:
         try:
-            named = os.stat(f"{self._file.real}-relay")  # noqa: PTH116  # a Path for every take
+            named = os.stat(self._lock_path)  # noqa: PTH116  # a Path for every take
         except FileNotFoundError:
             return False
         return os.path.samestat(named, os.fstat(descriptor))
