@@ -72,8 +72,10 @@ __all__ = [
     "consumer_setup",
     "corrected",
     "declare",
+    "in_exclusive_use",
     "is_away",
     "is_missing",
+    "lacks_permission",
     "parse_version",
     "publisher_setup",
     "pull_setup",
@@ -358,6 +360,11 @@ def reconnect_reason(code: int, text: str) -> str:
     if text.startswith(_NO_REPLICA):
         return f"the stream has no replica on this node: {code} {text}"
     return ""
+
+
+def lacks_permission(code: int | None, text: str) -> bool:
+    """Return whether a permission is missing, so that another attempt is refused, too."""
+    return code == _ACCESS_REFUSED and not in_exclusive_use(text) and not reconnect_reason(code, text)
 
 
 def is_missing(error: ReliableMQError) -> bool:

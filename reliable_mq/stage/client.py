@@ -46,8 +46,8 @@ from reliable_mq.core.channel_setup import (
     carry_out,
     in_exclusive_use,
     is_missing,
+    lacks_permission,
     publisher_setup,
-    reconnect_reason,
 )
 from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy, is_permanent
 from reliable_mq.core.stage.counts import QueueCounts
@@ -61,7 +61,6 @@ __all__ = ["TRANSITIONS", "RelayClient", "RelayState"]
 
 logger = get_logger(__name__)
 
-_ACCESS_REFUSED: Final = 403
 _CLOSE_GRACE: Final = 3.0  # seconds for the closing handshake
 _TICK: Final = 0.5  # seconds between two checks of the deadlines
 _COUNT_EVERY: Final = 2.0  # seconds between two counts of the queue
@@ -228,9 +227,7 @@ class RelayClient(NullListener):
         if self.state in _RUNNING:
             self._enter(RelayState.CONNECTING)
             logger.info("%s: channel lost (%s); unacked messages will be delivered again", self, loss.text)
-            if loss.code == _ACCESS_REFUSED and not (
-                in_exclusive_use(loss.text) or reconnect_reason(loss.code, loss.text)
-            ):
+            if lacks_permission(loss.code, loss.text):
                 self._end(BrokerUnavailable(f"the broker refused {self}: {loss.code} {loss.text}", permanent=True))
         else:
             self._finish()
@@ -239,14 +236,15 @@ class RelayClient(NullListener):
         """Record a failed attempt. End the relay if no further attempt can succeed."""
         with self.changed:
             self.last_error = error
+        refused = error.__cause__ if isinstance(error.__cause__, StepRefused) else None
         if self.state in _RUNNING:
-            self._wait_for_lock(isinstance(error.__cause__, StepRefused) and in_exclusive_use(error.__cause__.text))
+            self._wait_for_lock(refused is not None and in_exclusive_use(refused.text))
         if is_missing(error) and self.declared_at is not None:
             now = time.monotonic()
             self._missing_since = self._missing_since or now
             if now - self._missing_since < self._options.missing_queue_timeout and will_retry:
                 return
-        elif will_retry and not (isinstance(error.__cause__, StepRefused) and is_permanent(error)):
+        elif will_retry and (refused is None or not is_permanent(error)):
             self._missing_since = None
             return
         self._end(error)

@@ -26,6 +26,7 @@ from reliable_mq.core.channel_setup import (
     consumer_setup,
     declare,
     is_missing,
+    lacks_permission,
     parse_version,
     publisher_setup,
     pull_setup,
@@ -351,6 +352,20 @@ def test_what_the_broker_cannot_decide_is_told_from_a_refusal(code: int, text: s
     """An expired token, or an authorization backend that failed."""
     reason = reconnect_reason(code, f"ACCESS_REFUSED - {text}")
     assert reason.startswith("the broker cannot check a permission: ") is undecided
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "lacks"),
+    [
+        (403, "read access to queue 'q' in vhost '/' refused for user 'guest'", True),
+        (403, f"read access to queue 'q' in vhost '/' {EXPIRED}", False),
+        (403, "queue 'q' in vhost '/' in exclusive use", False),
+        (404, "no queue 'q' in vhost '/'", False),
+        (None, "connection reset", False),
+    ],
+)
+def test_a_missing_permission_is_told_from_what_may_end(code: int | None, text: str, lacks: bool) -> None:
+    assert lacks_permission(code, f"ACCESS_REFUSED - {text}") is lacks
 
 
 @pytest.mark.parametrize(
