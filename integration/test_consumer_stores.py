@@ -302,12 +302,12 @@ def test_f43_answers_that_are_lost_double_no_effect(
         with Consumer(
             vhost.url, ORDERS, handler, concurrency=4, idempotency=store, prefetch=20, retry=retry
         ) as consumer:
-            publish(vhost, "orders", numbered(200), checker)
-            wait_until(lambda: consumer.statistics.handled == 200, timeout=60, what="all handled")
+            publish(vhost, "orders", numbered(100), checker)
+            wait_until(lambda: consumer.statistics.handled == 100, timeout=120, what="all handled")
             assert consumer.statistics.dead_lettered == 0
     assert unanswered.keys() == dropped.keys() == {"claim", "complete", "release"}, (unanswered, dropped)
     checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
-    assert checker.close(effects_once=True).effects == 200
+    assert checker.close(effects_once=True).effects == 100
 
 
 @pytest.mark.parametrize("kind", ["redis", "postgresql"])

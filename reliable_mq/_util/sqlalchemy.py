@@ -39,6 +39,7 @@ __all__ = [
     "CONFLICTS",
     "AsyncTransactionRunner",
     "SyncTransactionRunner",
+    "cancellable",
     "error_code",
     "refuse_autocommit",
     "refuse_connection_in_autocommit",
@@ -91,6 +92,19 @@ def refuse_connection_in_autocommit(connection: Connection, *, begun: bool) -> N
             f"the session's connection commits every statement by itself ({AUTOCOMMIT}), so this would be no "
             "transaction: give its engine another isolation_level, or none"
         )
+
+
+def cancellable(connection: Connection, handle: CancelHandle) -> contextlib.AbstractContextManager[None]:
+    """Let another thread cut a connection within the block.
+
+    A connection that was cut does not return to its pool.
+    """
+
+    def close() -> None:
+        if not connection.closed:  # its session may have ended in the block
+            connection.invalidate()
+
+    return handle.using(connection.connection.driver_connection, close)
 
 
 @contextlib.contextmanager
@@ -165,7 +179,7 @@ class SyncTransactionRunner:
     def _run(self, work: Callable[[Connection], T], isolation: str | None, handle: CancelHandle) -> T:
         with (
             self._engine.connect() as connection,
-            handle.using(connection.connection.dbapi_connection, connection.invalidate),
+            cancellable(connection, handle),
             transaction_at(connection, isolation),
         ):
             return work(connection)
@@ -253,10 +267,7 @@ class AsyncTransactionRunner:
         engine: AsyncEngine, work: Callable[[Connection], Any], isolation: str | None, handle: CancelHandle
     ) -> Any:
         def in_transaction(connection: Connection) -> Any:
-            with (
-                handle.using(connection.connection.driver_connection, connection.invalidate),
-                transaction_at(connection, isolation),
-            ):
+            with cancellable(connection, handle), transaction_at(connection, isolation):
                 return work(connection)
 
         async with engine.connect() as connection:

@@ -94,19 +94,22 @@ class CancelHandle:
         """Register the driver's connection that the call uses within the block.
 
         Raises:
-            TimeoutError: If the caller no longer waits. ``give_up`` was called, to close the connection.
+            TimeoutError: If the caller no longer waits, before or after the block. ``give_up`` was called, to close the
+                connection: the driver need not have noticed that its socket is shut down.
         """
         with self._lock:
             if not self._cut:
                 self._connection = connection
-        if self._cut:
-            give_up()
-            raise TimeoutError("nobody waits for the answer any more")
         try:
-            yield
+            if not self._cut:
+                yield
         finally:
             with self._lock:
                 self._connection = None
+            if self._cut:
+                give_up()
+        if self._cut:
+            raise TimeoutError("nobody waits for the answer any more")
 
     @property
     def is_cut(self) -> bool:

@@ -33,6 +33,7 @@ from reliable_mq._util.logs import get_logger
 from reliable_mq._util.sqlalchemy import (
     AUTOCOMMIT,
     CONFLICTS,
+    cancellable,
     error_code,
     refuse_autocommit,
     refuse_connection_in_autocommit,
@@ -154,7 +155,7 @@ class _SQLAlchemyBase(SQLStoreBase):
         """Begin the transaction of a session. The handle can cancel the call."""
         transaction = session.begin()
         connection = session.connection()
-        with handle.using(connection.connection.dbapi_connection, connection.invalidate):
+        with cancellable(connection, handle):
             self._check_transaction(connection)
         return transaction, connection
 
@@ -425,10 +426,9 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
         if self._executor is None or connection.closed or connection.invalidated:
             yield
             return
-        used = connection.connection.dbapi_connection
         handle: CancelHandle | None = None
         try:
-            with self._executor.cutting(self._timeout) as handle, handle.using(used, connection.invalidate):
+            with self._executor.cutting(self._timeout) as handle, cancellable(connection, handle):
                 yield
         except Exception as error:
             if handle is None or handle.is_cut:
@@ -452,10 +452,7 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
         return self._executor.call(partial(self._send_here, query), left)
 
     def _send_here(self, query: Transaction, handle: CancelHandle) -> Any:
-        with (
-            self._engine.connect() as connection,
-            handle.using(connection.connection.dbapi_connection, connection.invalidate),
-        ):
+        with self._engine.connect() as connection, cancellable(connection, handle):
             return self._execute(connection, query)
 
 

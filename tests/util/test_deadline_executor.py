@@ -80,6 +80,18 @@ def test_a_call_that_gets_its_connection_too_late_gives_it_up() -> None:
     calls.close()
 
 
+def test_a_connection_cut_after_its_last_answer_is_given_up() -> None:
+    """Its driver has seen no error, so a pool would lend the connection to the next caller."""
+    connection, given_up = Connection(), threading.Event()
+    handle = CancelHandle()
+    with pytest.raises(TimeoutError, match="nobody waits"), handle.using(connection, given_up.set):
+        handle.cut()
+    assert given_up.is_set()
+    assert connection.far.recv(1) == b""
+    connection.near.close()
+    connection.far.close()
+
+
 def test_where_every_thread_hangs_further_calls_fail_at_once() -> None:
     calls, go_on = DaemonExecutor("test", most=2), threading.Event()
     for _ in range(2):
@@ -112,7 +124,11 @@ def test_calls_with_waiting_callers_are_not_limited() -> None:
 def test_a_block_waiting_on_its_socket_is_cut_on_its_own_thread() -> None:
     calls, connection = DaemonExecutor("test"), Connection()
     begun = time.monotonic()
-    with calls.cutting(0.05) as lifeline, lifeline.using(connection, lambda: None):
+    with (
+        calls.cutting(0.05) as lifeline,
+        pytest.raises(TimeoutError, match="nobody waits"),
+        lifeline.using(connection, lambda: None),
+    ):
         assert connection.near.recv(1) == b""
     assert lifeline.is_cut
     assert time.monotonic() - begun < 5
@@ -144,7 +160,11 @@ def test_a_block_keeps_its_deadline_while_every_thread_hangs() -> None:
     with pytest.raises(TimeoutError, match="without an answer"):
         calls.call(lambda _: 7, 5)
     assert calls.call(lambda _: 7, 5, beyond=True) == 7
-    with calls.cutting(0.05) as lifeline, lifeline.using(connection, lambda: None):
+    with (
+        calls.cutting(0.05) as lifeline,
+        pytest.raises(TimeoutError, match="nobody waits"),
+        lifeline.using(connection, lambda: None),
+    ):
         assert connection.near.recv(1) == b""
     over.set()
     calls.close()
