@@ -453,13 +453,8 @@ class RabbitMQCluster:
         """
         self._each(self.nodes, lambda node: node.wait_ready(timeout))
         self._wait_for_members(timeout)
-        for node in self.nodes if len(self.nodes) > 2 else ():
-            wait_until(
-                lambda node=node: _evaluated(node, _CRITICAL) == "[]",  # type: ignore[misc]
-                timeout=timeout,
-                what=f"every quorum queue has a majority without {node.name}",
-                interval=0.2,
-            )
+        if len(self.nodes) > 2:
+            self._each(self.nodes, lambda node: _wait_until_dispensable(node, timeout))
 
     def _forget(self, nodes: Sequence[ClusterNode]) -> None:
         """Remove nodes from the cluster.
@@ -501,6 +496,15 @@ class RabbitMQCluster:
         """Call a function with each node in parallel. Return the results in order."""
         with ThreadPoolExecutor(_LARGEST, thread_name_prefix="reliable-mq-lab") as pool:
             return list(pool.map(call, nodes))
+
+
+def _wait_until_dispensable(node: ClusterNode, timeout: float) -> None:
+    wait_until(
+        lambda: _evaluated(node, _CRITICAL) == "[]",
+        timeout=timeout,
+        what=f"every quorum queue has a majority without {node.name}",
+        interval=0.2,
+    )
 
 
 def _evaluated(node: ClusterNode, expression: str) -> str:
