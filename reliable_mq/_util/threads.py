@@ -333,11 +333,16 @@ def _settle(future: asyncio.Future[T], result: T, error: BaseException | None) -
 async def call_on_thread(name: str, fn: Callable[[], T]) -> T:
     """Call ``fn`` on a new daemon thread and wait for the result.
 
-    ``asyncio.to_thread`` uses threads that the whole program shares and that the interpreter waits for at exit.
+    ``asyncio.to_thread`` uses threads that the whole program shares and that the interpreter waits for at exit. If no
+    thread can be started, ``fn`` is called on the current one.
     """
     executor = DaemonExecutor(name, 1)
     executor.close()
-    return await executor.future(fn)
+    try:
+        future = executor.future(fn)
+    except RuntimeError:
+        return fn()
+    return await future
 
 
 _LATER: Final = 0.05  # seconds

@@ -102,7 +102,9 @@ class GroupWatch:
 
     def _look(self) -> None:
         self._timer = None
-        for task, groups in self._groups.items():
+        for task, groups in list(self._groups.items()):  # an eager task may add a group, or end
+            if task not in self._groups:
+                continue
             group = groups.overdue()
             if group is not None and (rest := group.take_over()).deliveries:
                 gone = set(rest.deliveries)

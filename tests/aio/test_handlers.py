@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from typing import Any
 
 import pytest
@@ -972,3 +972,39 @@ def test_ctrl_c_in_several_handlers_interrupts_the_program_once(store: Any) -> N
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(main())
     assert ended == ["main"]
+
+
+def test_a_watch_survives_groups_that_come_and_go_as_it_looks() -> None:
+    """Python's eager tasks settle a group and begin the next one before the watch goes on."""
+
+    class Group:
+        """A group that is not overdue. Looking at it ends the other one and begins a third."""
+
+        def __init__(self, change: Callable[[], None]) -> None:
+            self._change = change
+            self.seen = 0
+
+        def overdue(self) -> None:
+            self.seen += 1
+            self._change()
+
+    async def main() -> None:
+        sink = Sink()
+        watch = GroupWatch("test", None, None, sink, sink, {}, copy_context())  # type: ignore[arg-type]
+        first, second, third = (asyncio.ensure_future(asyncio.sleep(0)) for _ in range(3))
+        last, gone = Group(lambda: None), Group(lambda: None)
+
+        def change() -> None:
+            watch.remove(second)
+            watch.add(third, last)  # type: ignore[arg-type]
+
+        watch.add(first, Group(change))  # type: ignore[arg-type]
+        watch.add(second, gone)  # type: ignore[arg-type]
+        watch._look()
+        assert (gone.seen, last.seen) == (0, 0)
+        watch.remove(first)
+        watch._look()
+        assert last.seen == 1
+        watch.stop()
+
+    asyncio.run(main())

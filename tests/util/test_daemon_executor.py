@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from reliable_mq._util.threads import DaemonExecutor
+from reliable_mq._util.threads import DaemonExecutor, call_on_thread
 from reliable_mq.testing.waiting import until
+from tests.refused_threads import refusing_threads
 
 
 def running() -> list[str]:
@@ -55,5 +56,15 @@ def test_a_call_hangs_once_nobody_waits_for_it() -> None:
         go_on.set()
         await until(lambda: threads.hanging == 0)
         threads.close()
+
+    asyncio.run(main())
+
+
+def test_without_a_thread_a_call_runs_on_the_current_one() -> None:
+    async def main() -> None:
+        with refusing_threads("-late") as refused:
+            assert await call_on_thread("end", threading.get_ident) == threading.get_ident()
+        assert refused == ["end-late"]
+        assert await call_on_thread("end", threading.get_ident) != threading.get_ident()
 
     asyncio.run(main())
