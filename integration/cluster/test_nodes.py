@@ -168,7 +168,8 @@ TOGETHER = (
 def in_turn(rng: Random) -> Iterator[Callable[[Traffic, Random], None]]:
     """Yield faults of each row once; a soak mixes them for the configured minutes."""
     until = time.monotonic() + 60 * float(os.environ.get(MINUTES, "0"))
-    yield from rng.sample(TOGETHER, len(TOGETHER))
+    faults = FAULTS if soaking() else TOGETHER
+    yield from rng.sample(faults, len(faults))
     while time.monotonic() < until:
         yield rng.choice(FAULTS)
 
