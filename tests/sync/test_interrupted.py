@@ -117,7 +117,7 @@ def consumer(url: str, _: Path) -> None:
 
 
 def consumer_that_pulls(url: str, _: Path) -> None:
-    with Consumer(url, Queue("orders"), name="interrupted"):
+    with Consumer(url, Queue("orders"), name="interrupted", connect_timeout=0.5):
         entered.append(url)
 
 
