@@ -193,6 +193,12 @@ def test_other_consumers_are_warned_of_once_until_they_are_gone() -> None:
     assert found == [0, 2, 0, 0, 0, 1, 0]
 
 
+def test_others_that_a_leader_could_not_count_are_not_gone() -> None:
+    counts = QueueCounts()
+    found = [counts.others(consumers, 0, subscribed=True) for consumers in (3, 3, 0, 3, 3, 3)]
+    assert found == [0, 2, 0, 0, 0, 0]
+
+
 def test_own_consumers_that_are_cancelled_are_no_others() -> None:
     counts = QueueCounts()
     counts.subscribed(5, 10, 8)

@@ -120,7 +120,7 @@ class QueueCounts:
         ``subscribed`` means that the relay is one of them and is not changing its subscription.
         """
         own = moved < self._own_until or (self._renewed and not self._alone)
-        if not subscribed or own:
+        if not subscribed or own or not consumers:  # a count without the relay does not come from the leader
             self._crowded = 0
             return 0
         if consumers <= 1:
