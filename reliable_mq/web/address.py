@@ -85,19 +85,28 @@ class Choice:
     filter: Filter
 
     @classmethod
-    def of(cls, fields: Fields) -> Self:
-        """Read the fields of a filter. Empty fields and all other fields are ignored.
+    def of(cls, fields: Fields, *others: str) -> Self:
+        """Read the fields of a filter. Empty fields and the fields `others` are ignored.
+
+        Any other field is an error: without a misspelt field, the filter would select more letters than the user means.
 
         Raises:
             ConfigurationError: If a field is invalid. The message names the field.
         """
+        for name, _ in fields.pairs:
+            if name not in FIELDS and name not in others:
+                raise ConfigurationError(f"{name!r} is no field of a filter: the fields are {', '.join(FIELDS)}")
         return cls.of_pairs(fields.pairs)
 
     @classmethod
     def of_pairs(cls, given: Iterable[tuple[str, str]]) -> Self:
         """Read pairs of field and value. Raises the same errors as `of`."""
         pairs = tuple((name, value) for name, value in given if name in FIELDS and value.strip())
-        single = {name: value.strip() for name, value in pairs if name in _SINGLE}
+        single: dict[str, str] = {}
+        for name, value in ((name, value.strip()) for name, value in pairs if name in _SINGLE):
+            if name in single:
+                raise ConfigurationError(f"{name} is given twice: a filter has only one")
+            single[name] = value
         headers: dict[str, str] = {}
         for header, value in (_header(value) for name, value in pairs if name == "header"):
             if header in headers:

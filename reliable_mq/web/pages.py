@@ -111,7 +111,7 @@ class Pages:
                 return self._to_reading(request, job, encoded(pair for pair in fields.pairs if pair[0] != "queue"))
         self._source.remember(queue)
         try:
-            choice, wrong = Choice.of(fields), ""
+            choice, wrong = Choice.of(fields, "queue", "page", "groups"), ""
         except ConfigurationError as error:
             choice, wrong = Choice.of_pairs([]), str(error)
         page = fields.number("page", most=100_000) or 1
@@ -135,7 +135,7 @@ class Pages:
         queue = await self._queue(fields)
         reading, letter = self._find(queue, fields.get("id"))
         form = fields.get("as")
-        choice = Choice.of(fields)
+        choice = Choice.of(fields, "queue", "id", "as")
         if letter is None or reading is None:
             return self._gone(request, queue)
         message = letter.message()
@@ -463,15 +463,11 @@ def _choice(fields: Fields) -> Choice:
 def _filter_of(form: Fields) -> Choice:
     """Return the filter in a form.
 
-    A missing filter or an unknown field is an error, because the form would otherwise select all letters.
+    A missing filter is an error, because the form would otherwise select all letters.
     """
     if not form.all("choice"):
         raise ConfigurationError("choice is missing: the filter of the letters, empty for all")
-    given = Fields(form.get("choice"))
-    for name, _ in given.pairs:
-        if name not in FIELDS:
-            raise ConfigurationError(f"choice has a field {name!r}, which no filter has: there are {', '.join(FIELDS)}")
-    return Choice.of(given)
+    return Choice.of(Fields(form.get("choice")))
 
 
 def _options(fields: Fields, *, dry_run: bool) -> ReplayOptions:

@@ -489,8 +489,8 @@ def test_a_purge_that_fails_says_how_many_it_deleted(page: Page, broker: MemoryB
 @pytest.mark.parametrize(
     ("form", "text"),
     [
-        ({"choice": "excepton=ValueError"}, "choice has a field 'excepton', which no filter has"),
-        ({"choice": "exception=ValueError&queue=orders"}, "choice has a field 'queue'"),
+        ({"choice": "excepton=ValueError"}, "'excepton' is no field of a filter"),
+        ({"choice": "exception=ValueError&queue=orders"}, "'queue' is no field of a filter"),
         ({"exception": "ValueError"}, "choice is missing"),
         ({"choice": "", "which": "selcted"}, "which must be selected or all, not 'selcted'"),
         ({"choice": "header=a%3D1&header=a%3D2"}, "header 'a' is named twice"),
