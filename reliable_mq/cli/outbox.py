@@ -45,7 +45,6 @@ __all__ = ["outbox"]
 
 _ANSWERS: Final = 30.0  # seconds for a database to respond to a connection
 _LEAVE: Final = 5.0  # seconds for a relay to stop; the other messages are left to another relay, or to its next start
-_TABLE: Final = "reliable_mq_outbox"
 
 outbox = command_group("outbox", "Inspect an outbox, relay it, and retry or purge messages that were set aside.")
 
@@ -56,7 +55,9 @@ Where = Annotated[
         help="The path of a SQLite outbox, or a database URL: postgresql+psycopg://user:password@host/db.",
     ),
 ]
-TableName = Annotated[str, typer.Option(help="The table, where OUTBOX is a database URL.")]
+TableName = Annotated[
+    str | None, typer.Option(help="The table, where OUTBOX is a database URL. Default: reliable_mq_outbox.")
+]
 Schema = Annotated[str | None, typer.Option(help="Its schema.")]
 MessageIds = Annotated[
     list[str] | None, typer.Argument(metavar="MESSAGE_ID", help="Messages that were set aside; none with --all.")
@@ -68,7 +69,7 @@ All = Annotated[bool, typer.Option("--all", help="All messages that were set asi
 def status(
     where: Where,
     *,
-    table: TableName = _TABLE,
+    table: TableName = None,
     schema: Schema = None,
     limit: Annotated[
         int, typer.Option(min=0, max=1_000_000_000, help="How many of the messages that were set aside to list.")
@@ -102,15 +103,18 @@ def relay(
     url: URL,
     where: Where,
     *,
-    table: TableName = _TABLE,
+    table: TableName = None,
     schema: Schema = None,
     create: Annotated[bool, typer.Option("--create", help="Create the outbox if it does not exist.")] = False,
     until_empty: Annotated[
         bool, typer.Option("--until-empty", help="End when all present messages are published.")
     ] = False,
     lease: Annotated[
-        float, typer.Option(help="Seconds after which a database gives the rows of a relay that died to another.")
-    ] = 30.0,
+        float | None,
+        typer.Option(
+            help="Seconds after which a database gives the rows of a relay that died to another. Default: 30."
+        ),
+    ] = None,
     timeout: Annotated[
         float | None, typer.Option(help="Seconds after which --until-empty gives up; then the exit status is 1.")
     ] = None,
@@ -188,7 +192,7 @@ def retry(
     message_ids: MessageIds = None,
     *,
     every: All = False,
-    table: TableName = _TABLE,
+    table: TableName = None,
     schema: Schema = None,
 ) -> None:
     """Put back messages that were set aside, for the next relay to publish."""
@@ -203,7 +207,7 @@ def purge(
     message_ids: MessageIds = None,
     *,
     every: All = False,
-    table: TableName = _TABLE,
+    table: TableName = None,
     schema: Schema = None,
 ) -> None:
     """Remove messages that were set aside, for good.
@@ -216,7 +220,7 @@ def purge(
 
 
 @outbox.command()
-def ddl(where: Where, *, table: TableName = _TABLE, schema: Schema = None) -> None:
+def ddl(where: Where, *, table: TableName = None, schema: Schema = None) -> None:
     """Print the statements that create the table in this database, for a migration.
 
     The database is neither queried nor changed.
@@ -229,7 +233,7 @@ def ddl(where: Where, *, table: TableName = _TABLE, schema: Schema = None) -> No
 
 @contextmanager
 def _outbox(
-    where: str, table: str, schema: str | None, *, create: bool = False, lease: float = 30.0
+    where: str, table: str | None, schema: str | None, *, create: bool = False, lease: float | None = None
 ) -> Iterator[Outbox]:
     if "://" in where:
         with _in_database(where, table=table, schema=schema, create=create, lease=lease) as (box, engine):
@@ -237,6 +241,9 @@ def _outbox(
             box.open()
             yield box
         return
+    for option, given in (("--table", table), ("--schema", schema), ("--lease", lease)):
+        if given is not None:
+            raise typer.BadParameter(f"{option} is for a database URL: leave it out for a SQLite outbox")
     path = Path(where)
     if not path.exists():
         if not create:
@@ -306,7 +313,7 @@ def _in_database(url: str, **options: Any) -> Iterator[tuple[SQLAlchemyOutbox, E
     except (SQLAlchemyError, ValueError, TypeError) as error:  # an invalid port, or an unknown driver option
         # The error's text may show the URL and its password.
         raise ConfigurationError(f"OUTBOX is not a usable database URL: {type(error).__name__}") from None
-    box = SQLAlchemyOutbox(engine, **options)
+    box = SQLAlchemyOutbox(engine, **{name: value for name, value in options.items() if value is not None})
     try:
         yield box, engine
     finally:

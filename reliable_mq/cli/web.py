@@ -80,6 +80,8 @@ def web(
     """
     if allow_editing and not allow_changes:
         raise typer.BadParameter("--allow-editing needs --allow-changes: an edited letter is replayed")
+    if queue and management_url is not None:
+        raise typer.BadParameter("--management-url finds the queues: leave out either this option or each QUEUE")
     try:
         from reliable_mq.cli.bounded_http import serve
         from reliable_mq.web import DeadLetterApp

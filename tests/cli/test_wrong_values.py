@@ -60,7 +60,16 @@ def broker(monkeypatch: pytest.MonkeyPatch) -> MemoryBroker:
             "--idempotency-namespace needs --idempotency",
         ),
         (("web", BROKER, QUEUE, "--idempotency-namespace", "n"), "--idempotency-namespace needs --idempotency"),
+        (
+            ("web", BROKER, QUEUE, "--management-url", "http://localhost:1"),
+            "--management-url finds the queues: leave out",
+        ),
         (("outbox", "relay", BROKER, "outbox", "--timeout", "5"), "--timeout needs --until-empty"),
+        (("outbox", "relay", BROKER, "outbox", "--lease", "30"), "--lease is for a database URL: leave it out for a"),
+        (("outbox", "relay", BROKER, "outbox", "--create", "--table", "t"), "--table is for a database URL"),
+        (("outbox", "status", "outbox", "--schema", "s"), "--schema is for a database URL"),
+        (("outbox", "retry", "outbox", "--all", "--table", "t"), "--table is for a database URL"),
+        (("outbox", "purge", "outbox", "--all", "--table", "t"), "--table is for a database URL"),
         (
             ("dlq", "replay", BROKER, QUEUE, "--exchange", "", "--routing-key", "q", "--as-published"),
             "--as-published names the target",
