@@ -35,7 +35,7 @@ from reliable_mq.web.jobs import Job, Jobs
 from reliable_mq.web.letters import MOST, QueueReading, QueueSummary, Source
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from reliable_mq.deadletters import DeadLetterQueue
     from reliable_mq.stores.protocol import ResettableStore
@@ -192,9 +192,9 @@ class Operations:
         self._namespace = namespace
         self._lock = threading.Lock()
         self._readings: dict[str, QueueReading] = {}  # the least recently used one first
-        self._summaries: dict[str, QueueSummary | None] = {}  # of the latest readings, also of those not kept
+        # The latest readings, also those not kept. None for an empty queue, and for one that was tried for the list.
+        self._summaries: dict[str, QueueSummary | None] = {}
         self._alone: list[Job] = []  # the readings for the list that go on
-        self._tried_alone: set[str] = set()  # queues that were read for the list, or could not be, since they changed
 
     def reading(self, queue: str) -> QueueReading | None:
         """Return the latest reading of a queue, or None if there is none."""
@@ -209,6 +209,12 @@ class Operations:
         with self._lock:
             return self._summaries.get(queue)
 
+    def forget_others(self, queues: Iterable[str]) -> None:
+        """Forget the summaries of all other queues, which the list does not show."""
+        with self._lock:
+            for gone in self._summaries.keys() - set(queues):
+                del self._summaries[gone]
+
     def read(self, queue: str, user: str) -> Job:
         """Begin to read a queue, or return the job that already reads it."""
         return self._begin_reading(Job("read", queue, _EVERYTHING, user), self._read)
@@ -218,13 +224,13 @@ class Operations:
 
         If many queues are being read, leave this one to a later call.
         """
-        if not 0 < depth <= _READ_ALONE or self.jobs.of(queue):
+        if not 0 < depth <= _READ_ALONE:
             return
         with self._lock:
             self._alone = [job for job in self._alone if not job.is_over]
-            if queue in self._summaries or queue in self._tried_alone or len(self._alone) >= _AT_A_TIME:
+            if queue in self._summaries or len(self._alone) >= _AT_A_TIME or self.jobs.of(queue):
                 return
-            self._tried_alone.add(queue)
+            self._summaries[queue] = None
             self._alone.append(self.jobs.begin(Job("read", queue, _EVERYTHING, ""), self._read_if_not_counted))
 
     def read_letter(self, queue: str, fingerprint: str, user: str) -> Job:
@@ -290,8 +296,11 @@ class Operations:
 
     def _begin_reading(self, job: Job, work: Callable[[Job], Any]) -> Job:
         """Begin to read letters, or return the job that already reads them."""
-        there = (one for one in self.jobs.of(job.queue) if one.kind == "read" and one.choice.pairs == job.choice.pairs)
-        return next(there, None) or self.jobs.begin(job, work)
+        with self._lock:
+            for one in self.jobs.of(job.queue):
+                if one.kind == "read" and one.choice.pairs == job.choice.pairs:
+                    return one
+            return self.jobs.begin(job, work)
 
     def _read(self, job: Job) -> None:
         with self._source.open(job.queue) as dead:
@@ -357,7 +366,6 @@ class Operations:
                     with self._lock:
                         self._readings.pop(job.queue, None)
                         self._summaries.pop(job.queue, None)
-                        self._tried_alone.discard(job.queue)
                     self._source.changed()
                 self._note_end(job, {**entry, **result})
 

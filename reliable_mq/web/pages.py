@@ -360,6 +360,7 @@ class Pages:
 
     def _queue_rows(self) -> tuple[list[dict[str, object]], str]:
         names = self._source.names()
+        self._operations.forget_others(names)
         try:
             depths, problem = self._source.depths(), self._source.problem
         except ReliableMQError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import re
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import UTC, datetime, timedelta
 from html import unescape
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from reliable_mq.core import headers
 from reliable_mq.errors import ConfigurationError, ConsumeError
 from reliable_mq.testing.waiting import wait_until
 from reliable_mq.web import DeadLetterApp
+from reliable_mq.web.jobs import Job, Jobs
 from tests.refused_threads import refusing_threads
 from tests.web.conftest import URL
 from tests.web.memory_broker import letter
@@ -328,6 +330,44 @@ def test_a_reading_that_takes_long_is_made_once(
         assert ended.url.path == "/letters"
         assert ">1 letter" in ended.text
     assert broker.reads == before + (not away)
+
+
+def test_two_users_who_open_a_queue_at_once_read_it_once(
+    page: Page, broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Event loops of several threads serve them. The second looks for a reading before the first has begun one."""
+    broker.add("orders.dead", letter(1))
+    browser = page()
+    running, second = Jobs.of, []
+
+    def of(jobs: Jobs, queue: str) -> list[Job]:
+        found = running(jobs, queue)
+        if not second:
+            second.append(pool.submit(browser.get, "/letters?queue=orders.dead"))
+            wait(second, 0.3)
+        return found
+
+    with ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(Jobs, "of", of)
+        assert "id-1" in browser.get("/letters?queue=orders.dead").text
+        assert "id-1" in second[0].result(20).text
+    assert broker.reads == 1
+
+
+def test_a_queue_that_has_gone_is_forgotten(page: Page, broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it comes back, it is read for its age like a new queue. Names that come and go take no memory."""
+    monkeypatch.setattr("reliable_mq.web.letters._NAMES_KEPT", 0.0)
+    names = ["orders.dead"]
+    browser = page(lambda: names)
+    for number, exception in enumerate(("ValueError", "shop.Timeout"), 1):
+        broker.queues["orders.dead"] = []
+        broker.add("orders.dead", letter(number + 1))
+        names[:] = ["orders.dead"]
+        read_all(browser)
+        assert exception in browser.get("/?part=list").text
+        assert broker.reads == number
+        names.clear()
+        assert "orders.dead" not in browser.get("/?part=list").text
 
 
 def test_an_empty_queue_is_good_news(page: Page, broker: MemoryBroker) -> None:
