@@ -6,7 +6,7 @@ Invariants:
   may run at the same time, since RabbitMQ delivers each message to only one of them.
 - An operation outlives the request that began it. It ends with the process, because its thread is a daemon. A replay
   that is killed in the middle loses nothing.
-- The number of stored operations is bounded, and so is the number that wait for one queue.
+- The number of stored operations is bounded, and so are the number that wait for one queue and the number of exports.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ logger = get_logger(__name__)
 _KEPT: Final = 100  # operations, including those that have ended
 _FILES_KEPT: Final = 10  # exports that can be downloaded
 _WAITING: Final = 20  # operations on one queue
+_EXPORTS: Final = 4  # exports of all queues that run or wait, since each writes a file of any size
 
 
 class JobState(enum.Enum):
@@ -59,6 +60,7 @@ class Job:
         count: The number of messages deleted or written.
         file: The file of a finished export.
         error: The reason for a failure.
+        stopped_by: The user who stopped the operation, empty if none did.
     """
 
     def __init__(self, kind: str, queue: str, choice: Choice, user: str) -> None:
@@ -77,6 +79,7 @@ class Job:
         self.file: BinaryIO | None = None
         self.error = ""
         self.stop = threading.Event()
+        self.stopped_by = ""
         self._over = threading.Event()
 
     @property
@@ -89,6 +92,12 @@ class Job:
 
     def progress(self, done: int, total: int) -> None:
         self.done, self.total = done, total
+
+    def stop_by(self, user: str) -> None:
+        """Stop the operation, unless it is over or was stopped before."""
+        if not self.is_over and not self.stop.is_set():
+            self.stopped_by = user
+            self.stop.set()
 
     def wait(self, timeout: float) -> bool:
         return self._over.wait(timeout)
@@ -131,7 +140,7 @@ class Jobs:
         If no thread can be started for it, it has failed.
 
         Raises:
-            UsageError: If too many operations wait for the queue, or the page is closed.
+            UsageError: If too many operations wait for the queue, too many exports go on, or the page is closed.
         """
         with self._lock:
             if self._closed:
@@ -139,6 +148,9 @@ class Jobs:
             line = self._lines.get(job.queue)
             if line is not None and len(line) >= _WAITING:
                 raise UsageError(f"{len(line)} operations wait for queue {job.queue!r}: try again when they have ended")
+            exports = sum(one.kind == "export" and not one.is_over for one in self._all.values())
+            if job.kind == "export" and exports >= _EXPORTS:
+                raise UsageError(f"{exports} exports are going on: try again when one has ended")
             self._all[job.id] = job
             self._forget_old()
             if line is not None:

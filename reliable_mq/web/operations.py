@@ -358,6 +358,8 @@ class Operations:
                 result["error"] = shown(error)
                 raise
             finally:
+                if job.stopped_by:
+                    result["stopped_by"] = job.stopped_by
                 if job.report is not None:
                     result |= {"replayed": job.report.replayed, "failed": job.report.failed}
                 elif job.kind == "purge" or result["outcome"] != "failed":

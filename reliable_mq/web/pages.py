@@ -265,7 +265,7 @@ class Pages:
         job = self._job(await _form(request))
         if job.kind in ("replay", "purge"):
             self._need_changes()
-        job.stop.set()
+        job.stop_by(request.state.user)
         await run_in_threadpool(job.wait, _READ_WITHIN)
         return self._to_job(request, job)
 

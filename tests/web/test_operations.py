@@ -349,6 +349,46 @@ def test_the_audit_log_has_who_did_what(page: Page, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("letters")
+def test_the_audit_log_has_who_stopped_an_operation(page: Page, broker: MemoryBroker, tmp_path: Path) -> None:
+    """It may be another user than the one who began it."""
+    broker.gate.clear()
+    log = tmp_path / "audit.jsonl"
+    browser = page(allow_changes=True, audit_log=log, user=lambda request: request.headers["x-user"])
+    ada, bob, eve = ({"x-user": name} for name in ("ada", "bob", "eve"))
+    browser.headers.update(ada)
+    answer = browser.post("/replay", data={"queue": QUEUE, "choice": "", "rate": "1", "go": "replay"})
+    name = str(answer.url).partition("id=")[2]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("reliable_mq.web.pages._READ_WITHIN", 0.0)
+        for who in (bob, eve):
+            told = plain(browser.post("/stop", data={"id": name}, headers=who).text)
+            assert "begun by ada" in told
+            assert "stopped by bob" in told
+    broker.gate.set()
+    assert "stopped by bob" in ended(browser, answer)
+    begun, over = map(json.loads, log.read_text().splitlines())
+    assert (over["user"], over["outcome"], over["stopped_by"]) == ("ada", "stopped", "bob")
+    assert "stopped_by" not in begun
+    assert "stopped by bob" in plain(browser.get("/audit").text)
+
+
+def test_exports_that_go_on_at_a_time_are_few(page: Page, broker: MemoryBroker) -> None:
+    """Each writes a file as large as its queue."""
+    names = [f"orders-{number}.dead" for number in range(5)]
+    for name in names:
+        broker.add(name, letter(1))
+    broker.reading.clear()
+    browser = page(names)
+    begun = [browser.post("/export", data={"queue": name, "choice": ""}) for name in names]
+    assert [answer.status_code for answer in begun] == [200, 200, 200, 200, 409]
+    assert "4 exports are going on: try again when one has ended" in plain(begun[-1].text)
+    broker.reading.set()
+    for answer in begun[:-1]:
+        assert "Download 1 letter" in ended(browser, answer)
+    assert browser.post("/export", data={"queue": names[-1], "choice": ""}).status_code == 200
+
+
+@pytest.mark.usefixtures("letters")
 @pytest.mark.parametrize("spec", ["2.3", "2.4"])
 def test_a_download_that_is_given_up_at_once_leaves_no_file_open(page: Page, spec: str) -> None:
     """An open descriptor would keep the disk space of the file, which has no name."""
