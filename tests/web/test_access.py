@@ -106,6 +106,18 @@ def test_without_a_token_only_this_machine_is_served(page: Page) -> None:
         assert page().get("/", headers={header: "10.0.0.7"}).status_code == 403
 
 
+def test_a_proxy_is_known_by_its_headers_alone(page: Page) -> None:
+    """Without them, a request through a proxy on this machine looks local. A token protects the page then."""
+    proxied = {"Host": "127.0.0.1:8025", "Origin": "https://letters.example"}
+    assert page().get("/", headers=proxied).status_code == 200
+    assert page().post("/export", headers=proxied).status_code == 403
+    assert page().post("/export", headers=proxied | {"Origin": "http://127.0.0.1:8025"}).status_code == 415
+    assert page().get("/", headers=proxied | {"X-Forwarded-For": "10.0.0.7"}).status_code == 403
+    closed = page(token=TOKEN)
+    assert closed.get("/", headers=proxied, follow_redirects=False).headers["location"] == "/sign-in"
+    assert closed.post("/export", headers=proxied | {"Origin": "http://127.0.0.1:8025"}).status_code == 401
+
+
 def test_users_sign_in_with_the_token(page: Page) -> None:
     """The session ends at sign-out.
 
