@@ -27,7 +27,7 @@ from itertools import pairwise
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
-from reliable_mq.errors import ConfigurationError, PublishError
+from reliable_mq.errors import ConfigurationError, PublishError, UsageError
 from reliable_mq.testing.audit import Audit, first_few
 
 if TYPE_CHECKING:
@@ -287,6 +287,8 @@ class History:
         return HistoryResult(
             balance=self.account.balance(),
             operations=len(operations),
+            keys=frozenset(each.key for each in publishes if each.key is not None),
+            consumers=frozenset(each.by for each in handles),
             late=tuple(each for each in operations if min(each.ended, now) > each.deadline + tolerance),
             without_majority=tuple(
                 each
@@ -356,6 +358,8 @@ class HistoryResult:
     Attributes:
         balance: The lost, unexpected and repeated messages, and the effects.
         operations: The number of operations.
+        keys: The ordering keys of the publishes.
+        consumers: The names of the consumers that handled messages, with an empty name if a handler has none.
         late: The operations that outlived their deadline.
         without_majority: The publishes that were confirmed without a majority.
         out_of_order: The messages of a key that were handled in a different order than published.
@@ -365,6 +369,8 @@ class HistoryResult:
 
     balance: AuditResult
     operations: int
+    keys: frozenset[str]
+    consumers: frozenset[str]
     late: tuple[Operation, ...]
     without_majority: tuple[Operation, ...]
     out_of_order: tuple[Swap, ...]
@@ -388,7 +394,13 @@ class HistoryResult:
 
         Raises:
             AssertionError: If a check fails. The message has the counts and the first few cases of each fault.
+            UsageError: If the check cannot fail: `ordered` without a publish that has a key, or `exclusive` without the
+                name of each handler's consumer.
         """
+        if ordered and not self.keys:
+            raise UsageError("ordered cannot be checked: no publish has a key, so record publishes with key=")
+        if exclusive and ("" in self.consumers or not self.consumers):
+            raise UsageError("exclusive cannot be checked: record every handler with by=, the name of its consumer")
         self.balance.check(effects_once=effects_once)
         faults: dict[str, Sequence[object]] = {
             "past their deadline": self.late,

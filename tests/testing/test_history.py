@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reliable_mq.errors import ConfigurationError, PublishNacked, PublishUnconfirmed
+from reliable_mq.errors import ConfigurationError, PublishNacked, PublishUnconfirmed, UsageError
 from reliable_mq.testing.history import History, OperationKind, OperationOutcome
 
 
@@ -299,6 +299,16 @@ def test_order_is_checked_per_key_and_not_without_a_key(story: Story) -> None:
     story.history.result().check(ordered=True)
 
 
+def test_the_order_of_publishes_without_keys_is_not_checked(story: Story) -> None:
+    for message_id in "ab":
+        story.publish(message_id, 0, 1)
+    for number, message_id in enumerate("ba"):
+        story.handle(message_id, 10 + number)
+
+    with pytest.raises(UsageError, match="no publish has a key"):
+        story.history.result().check(ordered=True)
+
+
 def test_a_block_may_have_an_ordering_key(story: Story) -> None:
     for message_id in "ab":
         with story.history.during(OperationKind.PUBLISH, message_id, key="k"):
@@ -323,6 +333,17 @@ def test_handlers_of_two_consumers_at_once_are_caught(story: Story) -> None:
     result.check()
     with pytest.raises(AssertionError, match="handled by two consumers at once: "):
         result.check(exclusive=True)
+
+
+@pytest.mark.parametrize("names", [("", ""), ("one", ""), ()])
+def test_handlers_without_a_name_are_not_checked_for_overlaps(story: Story, names: tuple[str, ...]) -> None:
+    story.publish("a", 0, None)
+    for name in names:
+        story.handle("a", 10, 20, by=name)
+    story.clock.now = 30
+
+    with pytest.raises(UsageError, match="record every handler with by="):
+        story.history.result().check(exclusive=True)
 
 
 def test_a_handler_that_never_ends_overlaps_all_that_follow(story: Story) -> None:
