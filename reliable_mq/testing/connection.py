@@ -297,6 +297,7 @@ class ProxiedConnection:
     def cut(self, *, reset: bool) -> None:
         """End both sides now. Bytes that have not left are lost."""
         self.closing = True
+        self.state.gate.forget(self.number)
         for stream in self.streams.values():
             stream.stop()
         for side in (self.client, self.broker):
@@ -309,6 +310,7 @@ class ProxiedConnection:
     def cut_side(self, side: ProxiedSocket, *, reset: bool) -> None:
         """End one side and lose its bytes. The other stays open and silent."""
         self.orphaned = True
+        self.state.gate.forget(self.number)
         side.outbound.stop()
         side.orphan()
         side.reset() if reset else side.finish()

@@ -262,6 +262,8 @@ class FaultProxy:
     def cut(self, *, reset: bool = True, side: Literal["both", "client", "broker"] = "both") -> int:
         """End every connection now. Bytes that have not left the proxy are lost.
 
+        Held confirms are among these bytes.
+
         Args:
             reset: True for a TCP reset, False for an orderly end (FIN).
             side: The side that is cut. With ``"client"``, the broker's side stays open and silent until the broker
@@ -510,7 +512,7 @@ class FaultProxy:
         """Remove every fault, including faults that have had no effect.
 
         Held confirms and the bytes in a black hole arrive. Hanging connections are connected to the broker. A side that
-        `cut` left open is reset.
+        `cut` left open is reset. A `redirect` stays, because it is not a fault.
         """
         self._call(lambda server: server.heal())
 

@@ -649,6 +649,18 @@ def test_confirms_never_leave_behind_the_close_of_their_channel(
     wire.client.expect(*[basic_ack(2, 1)] * left, HEARTBEAT)
 
 
+@pytest.mark.parametrize("side", ["both", "client", "broker"])
+def test_held_confirms_are_lost_at_an_orderly_cut(proxy: FaultProxy, wire: Wire, side: str) -> None:
+    """The sockets close later, when the peers have closed theirs."""
+    proxy.hold_confirms()
+    wire.broker.send(basic_ack(1, 1), HEARTBEAT)
+    wire.client.expect(HEARTBEAT)
+
+    proxy.cut(reset=False, side=side)  # type: ignore[arg-type]
+
+    assert (proxy.held_confirms, proxy.release_confirms()) == (0, 0)
+
+
 def test_held_confirms_are_lost_with_their_connection(loopback: Loopback, proxy: FaultProxy, wire: Wire) -> None:
     other = loopback.wire()
     proxy.hold_confirms()
