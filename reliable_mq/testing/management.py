@@ -59,7 +59,7 @@ class Management:
 
         Raises:
             ManagementAPIError: If the status is 400 or above.
-            OSError: If the broker does not answer.
+            LabError: If the broker does not answer.
         """
         path = "/api/" + "/".join(quote(segment, safe="") for segment in segments) + query
         request = urllib.request.Request(  # noqa: S310  # the URL is the lab's own
@@ -77,6 +77,11 @@ class Management:
             raise ManagementAPIError(
                 f"{method} {path}: {error.code} {text[:300]}", status=error.code, text=text
             ) from None
+        except OSError as error:
+            raise LabError(
+                f"{method} {path}: no management API answers at {self.url} ({error}): "
+                "start the broker, or take an image with the management plugin"
+            ) from error
         return json.loads(content) if content else None
 
     def alarms(self) -> set[str]:
