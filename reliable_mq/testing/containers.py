@@ -498,8 +498,18 @@ def is_orphan(label: str) -> bool:
         return False
     try:
         return owner(process) != label
-    except (FileNotFoundError, ProcessLookupError):
-        return True
+    except OSError:  # the process is gone, or belongs to another user and /proc hides it (hidepid)
+        return not _exists(int(process))
+
+
+def _exists(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def free_port() -> int:
