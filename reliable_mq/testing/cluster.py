@@ -84,11 +84,13 @@ end
 _MEMBERS_HERE: Final = "lists:sort(rabbit_nodes:list_running())"
 # Quorum queues that lose their majority if this node stops.
 _CRITICAL: Final = "[amqqueue:get_name(Q) || Q <- rabbit_quorum_queue:list_with_minimum_quorum()]"
+# The queues that got no replica. A queue that has one already is not changed.
 _ADD_REPLICAS: Final = """
-rabbit_quorum_queue:grow('{node}', <<".*">>, <<".*">>, all),
-[rabbit_stream_queue:add_replica(VHost, Queue, '{node}')
+[Refused || {{_, {{error, _, _}}}} = Refused <- rabbit_quorum_queue:grow('{node}', <<".*">>, <<".*">>, all)] ++
+[{{Name, Refused}}
  || Q <- rabbit_amqqueue:list(), amqqueue:get_type(Q) =:= rabbit_stream_queue,
-    {{resource, VHost, queue, Queue}} <- [amqqueue:get_name(Q)]]
+    {{resource, VHost, queue, Queue}} = Name <- [amqqueue:get_name(Q)],
+    {{error, _}} = Refused <- [rabbit_stream_queue:add_replica(VHost, Queue, '{node}')]]
 """
 
 
@@ -121,6 +123,7 @@ class ClusterNode(RabbitMQ):
     def create_in(self, network: Network, addresses: Mapping[str, str], cookie: bytes) -> None:
         """Create and start the container, without waiting for the broker."""
         self.network_address = addresses[self.hostname]
+        self.cut_off = self.disk_lost = False
         api = network.client.api
         self.create(
             self.image,
@@ -200,7 +203,12 @@ class RabbitMQCluster:
         Raises:
             LabError: If docker or the image is not available.
             TimeoutError: If there is no cluster within 180 s.
+            UsageError: If the cluster was launched already.
         """
+        if self._network is not None:
+            raise UsageError("the cluster was launched already: remove() it first")
+        self._links.clear()
+        self._drained.clear()
         self._network, addresses = _create_network([node.hostname for node in self.nodes])
         network, cookie = self._network, secrets.token_hex(16).encode()
         try:
@@ -309,7 +317,7 @@ class RabbitMQCluster:
             nodes: The nodes to start, by default all dead nodes.
 
         Raises:
-            TimeoutError: If a node does not answer within 180 s.
+            TimeoutError: If a node does not answer, or a queue gets no replica, within 180 s.
         """
         chosen = nodes or self.nodes
         dead = [node for node in chosen if node.status() == "exited"]
@@ -322,7 +330,7 @@ class RabbitMQCluster:
         self._drained.difference_update(dead)
         for node in lost:
             self._wait_for_members()
-            node.evaluate(_ADD_REPLICAS.format(node=node.name))
+            _add_replicas(node)
             node.disk_lost = False
 
     def partition(self, *nodes: ClusterNode, one_way: bool = False) -> None:
@@ -505,6 +513,18 @@ def _wait_until_dispensable(node: ClusterNode, timeout: float) -> None:
         what=f"every quorum queue has a majority without {node.name}",
         interval=0.2,
     )
+
+
+def _add_replicas(node: ClusterNode) -> None:
+    """Add a replica of every quorum queue and stream. Blocks until the node has them."""
+    refused = ""
+
+    def complete() -> bool:
+        nonlocal refused
+        refused = node.evaluate(_ADD_REPLICAS.format(node=node.name))
+        return refused == "[]"
+
+    wait_until(complete, timeout=_TIMEOUT, what=lambda: f"{node.name} has a replica of {refused}", interval=0.2)
 
 
 def _evaluated(node: ClusterNode, expression: str) -> str:

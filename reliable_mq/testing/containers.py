@@ -121,7 +121,7 @@ class ContainedServer(ABC):
         if self._container is not None:
             raise UsageError("the container was created already: remove() it first")
         self._docker = connect_to_docker()
-        self._loss, self._filter = 0.0, []
+        self._loss, self._unreachable, self._refused, self._filter = 0.0, set(), set(), []
         try:
             host = self._docker.host()
             local = host in _LOOPBACK
