@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import io
 import socket
 import subprocess
 import sys
+import tarfile
 import threading
 import urllib.request
 import uuid
@@ -230,6 +232,41 @@ def test_whatever_was_done_to_a_broker_heals(private_broker: RabbitMQ) -> None:
     private_broker.kill()
     private_broker.heal()
     assert private_broker.answers()
+
+
+def test_healing_restores_the_configured_limits(private_broker: RabbitMQ) -> None:
+    def limits() -> str:
+        return private_broker.evaluate(
+            "{vm_memory_monitor:get_vm_memory_high_watermark(), rabbit_disk_monitor:get_disk_free_limit()}"
+        )
+
+    private_broker.evaluate("application:set_env(rabbit, vm_memory_high_watermark, 0.5)")
+    private_broker.evaluate("application:set_env(rabbit, disk_free_limit, 60000000)")
+    try:
+        private_broker.alarm("memory")
+        private_broker.alarm("disk")
+        private_broker.heal()
+        assert limits() == "{0.5,60000000}"
+    finally:
+        private_broker.restart()
+    assert limits() == "{0.6,50000000}"
+
+
+def test_healing_restores_the_certificates_of_the_launch(private_broker: RabbitMQ) -> None:
+    path, original = next((path, file.content) for path, file in private_broker._files.items())
+
+    def content() -> bytes:
+        chunks, _ = private_broker.container.get_archive(path)
+        private_broker.let_go()
+        with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as tar:
+            return tar.extractfile(tar.getnames()[0]).read()
+
+    private_broker.change_certificate({path: b"# another", "/tmp/added.pem": b"another"})
+    assert content() == b"# another"
+
+    private_broker.heal()
+
+    assert content() == original
 
 
 def test_a_broker_that_boots_is_waited_for(private_broker: RabbitMQ) -> None:

@@ -39,14 +39,15 @@ loopback_users.guest = false
 log.console = true
 collect_statistics_interval = 1000
 """
+_CONFIGURED: Final = "element(2, application:get_env(rabbit, {}))"  # the next expressions do not change it
 _ALARMS: Final[dict[Alarm, tuple[str, str]]] = {  # expressions to set and to clear
     "memory": (
         "vm_memory_monitor:set_vm_memory_high_watermark(0.0)",
-        "vm_memory_monitor:set_vm_memory_high_watermark(0.6)",
+        f"vm_memory_monitor:set_vm_memory_high_watermark({_CONFIGURED.format('vm_memory_high_watermark')})",
     ),
     "disk": (
         'rabbit_disk_monitor:set_disk_free_limit("1000000GB")',
-        'rabbit_disk_monitor:set_disk_free_limit("50MB")',
+        f"rabbit_disk_monitor:set_disk_free_limit({_CONFIGURED.format('disk_free_limit')})",
     ),
 }
 # erl_call and rabbitmqctl print the value in quotes. They print base64 in the same form, and it is never empty here.
@@ -105,6 +106,7 @@ class RabbitMQ(ContainedServer):
         # Erlang sizes its port table by the descriptor limit, which can be a thousand million in a container.
         self._environment = {"ERL_MAX_PORTS": "65536", **(environment or {})}
         self._alarms: set[Alarm] = set()
+        self._certificates: set[str] = set()  # paths of `files` whose content was replaced
         self._version = ""
 
     def __repr__(self) -> str:
@@ -217,7 +219,7 @@ class RabbitMQ(ContainedServer):
         self._wait_for_alarm(kind, raised=True)
 
     def clear_alarm(self, kind: Alarm) -> None:
-        """Clear an alarm. Blocks until it has ended.
+        """Clear an alarm, by restoring the configured limit. Blocks until it has ended.
 
         Raises:
             ConfigurationError: If `kind` is neither ``"memory"`` nor ``"disk"``.
@@ -229,17 +231,24 @@ class RabbitMQ(ContainedServer):
         self._wait_for_alarm(kind, raised=False)
 
     def change_certificate(self, files: Mapping[str, bytes]) -> None:
-        """Replace certificates and keys of `files`, for future connections."""
+        """Replace certificates and keys of `files`, for future connections, until `heal`."""
+        self._certificates |= files.keys() & self._files.keys()
         self.put_files({path: File(content) for path, content in files.items()})
         self.evaluate("ssl:clear_pem_cache()")
 
     def heal(self) -> None:
         """Undo every fault. Blocks until the broker answers.
 
+        Ends a pause and the loss of packets, starts a dead broker, clears the alarms and restores the certificates of
+        `files`. Changes by `rabbitmqctl`, `evaluate`, `execute` and the management API stay.
+
         Raises:
             TimeoutError: If the broker does not answer within 90 s, or does not clear an alarm within 30 s.
         """
         super().heal()
+        if self._certificates:
+            self.change_certificate({path: self._files[path].content for path in self._certificates})
+            self._certificates.clear()
         for kind in tuple(self._alarms):
             self.clear_alarm(kind)
 
