@@ -269,6 +269,20 @@ def test_healing_restores_the_certificates_of_the_launch(private_broker: RabbitM
     assert content() == original
 
 
+def test_a_change_of_state_that_is_impossible_names_the_state(private_broker: RabbitMQ) -> None:
+    def refused(action: Callable[[], None], state: str) -> None:
+        with pytest.raises(LabError, match=rf"cannot {action.__name__} <.*:{private_broker.port}>, which is {state}: "):
+            action()
+
+    refused(private_broker.unpause, "running")
+    private_broker.pause()
+    refused(private_broker.pause, "paused")
+    refused(private_broker.start, "paused")
+    private_broker.kill()
+    for action in (private_broker.kill, private_broker.pause, private_broker.unpause):
+        refused(action, "exited")
+
+
 def test_a_broker_that_boots_is_waited_for(private_broker: RabbitMQ) -> None:
     private_broker.kill()
     private_broker.container.start()

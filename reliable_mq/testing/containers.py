@@ -205,8 +205,12 @@ class ContainedServer(ABC):
     # faults
 
     def kill(self) -> None:
-        """Kill the server with SIGKILL. Blocks until it is dead."""
-        self.container.kill()
+        """Kill the server with SIGKILL. Blocks until it is dead.
+
+        Raises:
+            LabError: If the server is dead already.
+        """
+        self._change_state("kill")
         self.wait_for_status("exited")
 
     def stop(self, timeout: float = 60.0) -> None:
@@ -215,7 +219,7 @@ class ContainedServer(ABC):
         Args:
             timeout: The time after which the server is killed, in seconds.
         """
-        self.container.stop(timeout=int(timeout))
+        self._change_state("stop", timeout=int(timeout))
         self.wait_for_status("exited")
 
     def start(self, *, timeout: float = 90.0) -> None:
@@ -227,11 +231,12 @@ class ContainedServer(ABC):
             timeout: The maximum wait, in seconds.
 
         Raises:
+            LabError: If the server is paused.
             TimeoutError: If the server does not answer, as for `wait_ready`.
         """
         if self.status() == "exited":
             self._filter = []  # the network namespace is new
-        self.container.start()
+        self._change_state("start")
         self.let_go()
         self._set_packet_filter()
         self.wait_ready(timeout)
@@ -245,12 +250,15 @@ class ContainedServer(ABC):
         """Freeze every process of the server.
 
         The server's sockets stay open, and the kernel still accepts connections for it.
+
+        Raises:
+            LabError: If the server is dead, or paused already.
         """
 
         def frozen() -> bool:
             try:
-                self.container.pause()
-            except APIError as error:
+                self._change_state("pause")
+            except LabError as error:
                 # A process that waits for the disk cannot be frozen before the disk answers. The runtime gives up
                 # within a third of a second, and then all processes run again.
                 if "unable to freeze" in str(error):
@@ -262,8 +270,12 @@ class ContainedServer(ABC):
         self.wait_for_status("paused")
 
     def unpause(self) -> None:
-        """Resume a paused server."""
-        self.container.unpause()
+        """Resume a paused server.
+
+        Raises:
+            LabError: If the server is not paused.
+        """
+        self._change_state("unpause")
         self.wait_for_status("running")
 
     def lose_packets(self, share: float) -> None:
@@ -356,6 +368,13 @@ class ContainedServer(ABC):
     def let_go(self) -> None:
         """Close the idle connections of the docker client."""
         self.container.client.close()
+
+    def _change_state(self, action: str, **options: Any) -> None:
+        """Call a method of docker's container object that changes the container's state."""
+        try:
+            getattr(self.container, action)(**options)
+        except DockerException as error:
+            raise LabError(f"docker cannot {action} {self}, which is {self.status()}: {error}") from error
 
     def _set_packet_filter(self) -> None:
         """Set the packet filter of a running container to the current faults."""

@@ -195,6 +195,7 @@ class RabbitMQ(ContainedServer):
             timeout: The maximum wait, in seconds.
 
         Raises:
+            LabError: If the broker is paused.
             TimeoutError: If the broker does not answer within `timeout`. The message has the end of the log.
         """
         if self.status() == "exited":
