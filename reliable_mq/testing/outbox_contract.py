@@ -136,6 +136,8 @@ class OutboxContract:
             assert _take(leases) == []
             listed = subject.outbox.set_aside()
             assert [(one.message_id, one.reason) for one in listed] == [(first, "no queue"), (other, "no queue")]
+            assert [(one.exchange, one.routing_key, one.attempts) for one in listed] == [("", "q", 1)] * 2
+            assert [one.message_id for one in subject.outbox.set_aside(1)] == [first]
             status = subject.outbox.status()
             assert (status.rows, status.set_aside, status.held) == (1, 2, 1)
             assert subject.outbox.backlog()[0] == 0
@@ -149,10 +151,19 @@ class OutboxContract:
         _store(subject.outbox, "a", "b")
         ending, other = subject.outbox.claims(), subject.outbox.claims()
         assert len(_take(ending)) == 2
+        ending.keep()
         assert _take(other) == []
         ending.close()
         assert [(row.message.body, row.possible_duplicate) for row in _take(other)] == [(b"a", True), (b"b", True)]
         other.close()
+
+    def test_stored_rows_outlive_a_close(self, subject: OutboxUnderTest) -> None:
+        """The next call opens the outbox again."""
+        _store(subject.outbox, "a", "b")
+        subject.outbox.close()
+        assert subject.outbox.backlog()[0] == 2
+        with contextlib.closing(subject.outbox.claims()) as leases:
+            assert [row.message.body for row in _take(leases)] == [b"a", b"b"]
 
     def test_ordering_keys_and_ids_are_equal_for_equal_text_alone(self, subject: OutboxUnderTest) -> None:
         """Keys that differ only in case, accents or trailing spaces are different keys."""

@@ -192,6 +192,14 @@ class StoreContract:
         assert subject.store.release_many([slow], failed=True) == [False]
         assert subject.store.complete_many([slow, quick]) == [False, True]
 
+    def test_each_claim_lasts_for_the_lease_of_its_call(self, subject: StoreUnderTest) -> None:
+        _claim(subject, "short", LEASE / 4)
+        _claim(subject, "long", 2 * LEASE)
+        subject.age(LEASE / 2)
+        assert [_claim(subject, key).status for key in ("short", "long")] == [NEW, IN_PROGRESS]
+        subject.age(1.5 * LEASE + 1)
+        assert _claim(subject, "long").status is NEW
+
     def test_a_claim_that_nobody_took_over_may_still_be_completed(self, subject: StoreUnderTest) -> None:
         slow = _claim(subject)
         subject.age(LEASE + 1)
