@@ -58,12 +58,12 @@ class RowLeases(Protocol):
     """Seconds after which to call ``keep`` again."""
 
     def take(self, limit: int, retries: int | None = None) -> RowBatch:
-        """Take up to ``limit`` rows that are due and that no other relay has, in order.
+        """Take about ``limit`` rows that are due and that no other relay has, in order.
 
-        Fewer rows may be returned even if more are due.
+        Fewer rows may be returned even if more are due. More may be returned if they are behind others of their keys.
 
         Args:
-            limit: The maximum number of rows.
+            limit: The maximum number of rows, apart from those behind others of their keys.
             retries: The maximum number of rows among them that were delayed before; None for no maximum. Rows that were
                 never delayed are taken in place of the others.
         """
