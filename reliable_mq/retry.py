@@ -228,6 +228,8 @@ class KillSwitch:
     Without a pause, a service that is down would use up the attempts of every message in the queue. Deliveries stay
     unacked during the pause. After it one delivery is handled as a probe, and its success ends the pause.
 
+    ``RetryLater`` and ``DeadLetter`` count as failures. Each delivery of a batch counts as a call.
+
     Args:
         share: The share of failed handler calls within the window that starts a pause, above 0 and up to 1.
         window: The length of the window, in seconds or as a timedelta.

@@ -137,7 +137,7 @@ class ConsumerOptions:
             topology: Further queues, exchanges and bindings to declare at every connect.
             prefetch: The maximum number of unacked deliveries. 100 to 300 is usually best. 0 means no limit.
             concurrency: The maximum number of running handlers, each in a thread or task. Above 1, handlers run out of
-                order.
+                order. One more handler may run, for messages from quarantine.
             retry: How often, after which delays and where a failed delivery is retried. The default is
                 ``RetryPolicy()``: 5 attempts, after 1, 10, 60 and 60 s.
             kill_switch: A ``KillSwitch`` that pauses the consumer while too many handler calls fail. None never pauses.
