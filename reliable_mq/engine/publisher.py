@@ -478,10 +478,10 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
         limit = FOR_EVER if timeout is None else seconds("timeout", timeout)
         if self._outbox is not None:
             outbox_channel = yield from self._open_outbox(self._outbox, None if timeout is None else limit)
-            left = yield from outbox_channel.flush(limit)
-            if left:
-                text = f"{left} messages are still in {self._outbox!r} after {timeout} s"
-                raise TimeoutError(text) from outbox_channel.relay.error
+            if left := (yield from outbox_channel.flush(limit)):
+                broker = self._started_channel
+                cause = outbox_channel.relay.error or (None if broker is None else broker.obstacle)
+                raise TimeoutError(f"{left} messages are still in {self._outbox!r} after {timeout} s") from cause
         elif (channel := self._channel) is not None:
             flushed = yield channel.flush(limit)
             if not flushed:

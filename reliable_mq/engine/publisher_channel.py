@@ -270,6 +270,16 @@ class BasePublisherChannel(BaseChannel[P]):
         self._tokens_before, self._stalled_before = former.tokens, former.stalled_seconds or 0.0
 
     @property
+    def obstacle(self) -> ReliableMQError | None:
+        """The reason why nothing can be published now, None without one. Thread-safe."""
+        away, blocked = self.session.disconnected_reason, self.session.blocked_reason
+        if away is not None:
+            return BrokerUnavailable(f"there is no connection to the broker ({printable(away)})")
+        if blocked is not None:
+            return PublishBlocked(f"the broker has blocked publishing ({printable(blocked)})", reason=blocked)
+        return None
+
+    @property
     def kept_places(self) -> KeptPlaces:
         """The places of settled publishes whose confirms are outstanding. Thread-safe."""
         session = self.session

@@ -151,6 +151,39 @@ def test_with_an_outbox_a_publisher_is_ready_without_a_broker(
         publisher.flush(30)
 
 
+def cause_of_failed_flush(client: Any) -> str:
+    """Flush on the loop of an asyncio publisher, because asyncio drops the cause between threads."""
+
+    async def flush(publisher: AsyncPublisher) -> str:
+        with pytest.raises(TimeoutError) as caught:
+            await publisher.flush(0.1)
+        return str(caught.value.__cause__)
+
+    if isinstance(inner(client), AsyncPublisher):
+        return str(client._loop.call(flush(inner(client))))
+    with pytest.raises(TimeoutError) as caught:
+        client.flush(0.1)
+    return str(caught.value.__cause__)
+
+
+def test_a_flush_that_the_broker_prevents_says_why(
+    broker: ScriptedBroker, new_publisher: NewClient, tmp_path: Path
+) -> None:
+    """The rows of an outbox wait while the broker is away, and while it blocks publishing."""
+    broker.refusals["Connection.Open"] = 541, "INTERNAL_ERROR - starting"
+    with new_publisher(outbox=SQLiteOutbox(tmp_path / "outbox.db")) as publisher:
+        wait_until(lambda: inner(publisher)._channel, timeout=30, what="the first attempt")
+        publisher.publish(Message(b"stored"), routing_key="orders")
+        assert "INTERNAL_ERROR - starting" in cause_of_failed_flush(publisher)
+        del broker.refusals["Connection.Open"]
+        wait_until(lambda: inner(publisher).connected, timeout=30, what="a connection")
+        broker.connection.block("low on memory")
+        wait_until(lambda: inner(publisher).blocked, timeout=30, what="the block")
+        assert "low on memory" in cause_of_failed_flush(publisher)
+        broker.script = lambda published: published.channel.ack(published.number)
+        broker.connection.unblock()
+
+
 def test_an_idle_outbox_publisher_recovers_from_a_refusal(
     broker: ScriptedBroker, new_publisher: NewClient, tmp_path: Path
 ) -> None:
