@@ -19,7 +19,7 @@ from typing import BinaryIO, Final, Self
 
 from reliable_mq._util.logs import get_logger
 from reliable_mq._util.validation import Duration, is_number, is_text, whole_number
-from reliable_mq.codec import CodecError, Properties, join_properties
+from reliable_mq.codec import LARGEST_BODY, CodecError, Properties, join_properties
 from reliable_mq.codec.methods import DeclareQueue, QueueState
 from reliable_mq.core.channel_setup import StepRefused
 from reliable_mq.core.retry.dead_letters import Target
@@ -102,6 +102,7 @@ class DeadLetterQueue:
             url,
             delivery_timeout=_PUBLISH_TIMEOUT,
             retry=RetryPolicy(3, delays=(0.5,)),
+            max_message_bytes=LARGEST_BODY,  # dead letters were on the broker before, whatever its limit is
             tls=tls,
             credentials=credentials,
             heartbeat=heartbeat,

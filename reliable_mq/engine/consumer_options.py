@@ -240,6 +240,7 @@ class ConsumerOptions:
         self._republishing: dict[str, Any] = {
             "url": url,
             "new_queue_grace": new_queue_grace,
+            "max_message_bytes": LARGEST_BODY,  # the broker delivered them, whatever its limit is
             "tls": tls,
             "credentials": credentials,
             "heartbeat": heartbeat,

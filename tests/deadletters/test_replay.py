@@ -12,7 +12,7 @@ from reliable_mq import Message
 from reliable_mq.codec import encode_properties
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 from reliable_mq.core.retry.dead_letters import Target
-from reliable_mq.deadletters import DeadMessage, Filter
+from reliable_mq.deadletters import DeadLetterQueue, DeadMessage, Filter
 from reliable_mq.deadletters.replay import Replay, ReplayReport
 from reliable_mq.errors import PublishNacked, StaleDelivery
 
@@ -222,3 +222,10 @@ def test_another_body_is_published_in_its_place() -> None:
     channel, publisher = FakeChannel(3), FakePublisher(refuses="")
     assert replay(channel, publisher, 1, Target("", "orders"), body=b"mended").replayed == 1
     assert publisher.bodies == [b"mended"]
+
+
+def test_a_dead_letter_of_any_size_may_be_replayed() -> None:
+    """A broker with a higher limit has messages that a publisher refuses by default."""
+    publisher = DeadLetterQueue("amqp://guest:guest@localhost/", "orders.dead")._new_publisher()
+    message = Message(bytes(17 * 1024 * 1024))
+    assert publisher._options.limits.check(message, "", "orders", 131072) == len(message.body)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from reliable_mq import ConfigurationError, Queue, RetryPolicy
+from reliable_mq import ConfigurationError, Message, Publisher, Queue, RetryPolicy
 from reliable_mq.codec import LARGEST_BODY, encode_ack
 from reliable_mq.codec.methods import CheckQueue, Consume, DeclareQueue, SetPrefetch
 from reliable_mq.core.channel_setup import ServerInfo
@@ -298,3 +298,10 @@ def test_the_queues_consumer_timeout_wins_over_the_brokers(given: Any, timeout: 
 )
 def test_a_queue_says_whether_it_has_one_active_consumer(queue: Queue | str, single: bool) -> None:
     assert options(queue).single_active is single
+
+
+def test_whatever_was_delivered_may_be_published_again() -> None:
+    """A broker with a higher limit delivers messages that a publisher refuses by default."""
+    publisher = options().new_publisher(Publisher)
+    message = Message(bytes(17 * 1024 * 1024))
+    assert publisher._options.limits.check(message, "", "orders.dead", 131072) == len(message.body)
