@@ -168,7 +168,7 @@ def test_an_option_that_redis_has_not_is_refused(kind: Any, url: str, options: d
 
 
 def test_a_session_is_no_maker_of_sessions() -> None:
-    engine, asynchronous = create_engine("sqlite:///x"), create_async_engine("postgresql+asyncpg://localhost/x")
+    engine, asynchronous = create_engine("sqlite:///x"), create_async_engine("sqlite+aiosqlite:///x")
     with pytest.raises(ConfigurationError, match="session must be a sessionmaker"):
         SQLAlchemyStore(engine, session=Session(engine))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="session must be an async_sessionmaker"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import re
+import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import UTC, datetime, timedelta
@@ -21,6 +22,7 @@ from reliable_mq.errors import ConfigurationError, ConsumeError
 from reliable_mq.testing.waiting import wait_until
 from reliable_mq.web import DeadLetterApp
 from reliable_mq.web.jobs import Job, Jobs
+from reliable_mq.web.operations import Operations
 from tests.refused_threads import refusing_threads
 from tests.web.conftest import URL
 from tests.web.memory_broker import letter
@@ -338,17 +340,24 @@ def test_two_users_who_open_a_queue_at_once_read_it_once(
     """Event loops of several threads serve them. The second looks for a reading before the first has begun one."""
     broker.add("orders.dead", letter(1))
     browser = page()
-    running, second = Jobs.of, []
+    running, read, second, looked = Jobs.of, Operations._read, [], threading.Event()
 
     def of(jobs: Jobs, queue: str) -> list[Job]:
         found = running(jobs, queue)
-        if not second:
+        if second:
+            looked.set()
+        else:
             second.append(pool.submit(browser.get, "/letters?queue=orders.dead"))
             wait(second, 0.3)
         return found
 
+    def read_once_looked(operations: Operations, job: Job) -> None:
+        assert looked.wait(20)
+        read(operations, job)
+
     with ThreadPoolExecutor(1) as pool:
         monkeypatch.setattr(Jobs, "of", of)
+        monkeypatch.setattr(Operations, "_read", read_once_looked)
         assert "id-1" in browser.get("/letters?queue=orders.dead").text
         assert "id-1" in second[0].result(20).text
     assert broker.reads == 1
