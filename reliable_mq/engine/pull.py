@@ -219,7 +219,10 @@ class BasePullSubscription(BaseSubscription):
         with self._guard:
             try:
                 self._begin_round(most)
-                while (wait := self._take_arrived(taken, deadline)) is not None:
+                while True:  # Python 3.12 releases no lock after an interruption at the condition of a loop
+                    wait = self._take_arrived(taken, deadline)
+                    if wait is None:
+                        break
                     yield self._changed.wait(min(wait, LONGEST_WAIT))
             except BaseException:
                 self._put_back(taken)
