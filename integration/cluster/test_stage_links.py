@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from integration.support.stages import DEADLINE, check_each_once, publish, relaying
+from integration.support.stages import DEADLINE, check_each_once, publish, relaying, wait_emptied
 from integration.support.traffic import url_of
 from reliable_mq.testing import wait_until
 
@@ -115,10 +115,6 @@ def test_f68_deliveries_of_a_dead_node_are_moved_once(
         second.kill()
     with relaying(url) as relay:
         assert relay.wait_active(DEADLINE)
-        wait_until(
-            lambda: cluster_vhost.live_counts(["orders"])["orders"] == 0,
-            timeout=3 * DEADLINE,
-            what="no message, ready or unacked",
-        )
+        wait_emptied(cluster_vhost, "orders", timeout=3 * DEADLINE)
         assert relay.statistics.moved_before >= 8
     check_each_once(url, "stage", count=3 * PART)

@@ -110,12 +110,12 @@ def ready(vhost: VirtualHost, queue: str) -> int:
     return count
 
 
-def wait_emptied(vhost: VirtualHost, queue: str) -> None:
+def wait_emptied(vhost: VirtualHost, queue: str, timeout: float = DEADLINE) -> None:
     """Wait until a queue has no message, ready or unacked.
 
     Messages of a lost connection may be unacked for a while, and a leader that does not respond counts no ready ones.
     """
-    wait_until(lambda: vhost.live_counts([queue])[queue] == 0, timeout=DEADLINE, what=f"an empty {queue!r}")
+    wait_until(lambda: vhost.live_counts([queue])[queue] == 0, timeout=timeout, what=f"an empty {queue!r}")
 
 
 def is_taken(vhost: VirtualHost, *queues: str) -> bool:

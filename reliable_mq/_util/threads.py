@@ -106,9 +106,10 @@ class CancelHandle:
         finally:
             with self._lock:
                 self._connection = None
-            if self._cut:
+                cut = self._cut
+            if cut:
                 give_up()
-        if self._cut:
+        if cut:
             raise TimeoutError("nobody waits for the answer any more")
 
     @property

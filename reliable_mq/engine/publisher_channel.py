@@ -274,9 +274,9 @@ class BasePublisherChannel(BaseChannel[P]):
         """The reason why nothing can be published now, None without one. Thread-safe."""
         away, blocked = self.session.disconnected_reason, self.session.blocked_reason
         if away is not None:
-            return BrokerUnavailable(f"there is no connection to the broker ({printable(away)})")
+            return BrokerUnavailable(_no_connection(away))
         if blocked is not None:
-            return PublishBlocked(f"the broker has blocked publishing ({printable(blocked)})", reason=blocked)
+            return PublishBlocked(_blocked(blocked), reason=blocked)
         return None
 
     @property
@@ -340,13 +340,11 @@ class BasePublisherChannel(BaseChannel[P]):
         blocked = self.session.blocked_reason
         if self._raise_when_disconnected and not blocked:
             reason = self.session.disconnected_reason or "it was lost a moment ago"
-            text = f"{confirmation} was not sent: there is no connection to the broker ({printable(reason)})"
+            text = f"{confirmation} was not sent: {_no_connection(reason)}"
             return PublishDisconnected(text, message_id=message_id, reason=reason)
-        return PublishBlocked(
-            f"{confirmation} was not sent: the broker has blocked publishing ({blocked or ''})",
-            message_id=message_id,
-            reason=blocked or "",
-        )
+        reason = blocked or ""
+        text = f"{confirmation} was not sent: {_blocked(reason)}"
+        return PublishBlocked(text, message_id=message_id, reason=reason)
 
     def _refuse(self, confirmation: P) -> NoReturn:
         raise self._refusal(confirmation)
@@ -546,3 +544,11 @@ def _is_watched(publication: Publication) -> bool:
     """Whether a publish has callbacks other than its trace's."""
     callbacks, trace = publication.callbacks, publication.trace
     return callbacks is not None and len(callbacks) != (trace is not None and trace.recording)
+
+
+def _no_connection(reason: str) -> str:
+    return f"there is no connection to the broker ({printable(reason)})"
+
+
+def _blocked(reason: str) -> str:
+    return f"the broker has blocked publishing ({printable(reason)})"

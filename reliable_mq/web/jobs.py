@@ -148,9 +148,10 @@ class Jobs:
             line = self._lines.get(job.queue)
             if line is not None and len(line) >= _WAITING:
                 raise UsageError(f"{len(line)} operations wait for queue {job.queue!r}: try again when they have ended")
-            exports = sum(one.kind == "export" and not one.is_over for one in self._all.values())
-            if job.kind == "export" and exports >= _EXPORTS:
-                raise UsageError(f"{exports} exports are going on: try again when one has ended")
+            if job.kind == "export":
+                exports = sum(one.kind == "export" and not one.is_over for one in self._all.values())
+                if exports >= _EXPORTS:
+                    raise UsageError(f"{exports} exports are going on: try again when one has ended")
             self._all[job.id] = job
             self._forget_old()
             if line is not None:

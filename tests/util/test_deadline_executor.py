@@ -61,8 +61,7 @@ def test_a_call_that_waits_for_its_socket_is_ended() -> None:
         except TimeoutError:
             assert time.monotonic() < deadline
     calls.close()
-    connection.near.close()
-    connection.far.close()
+    close(connection)
 
 
 def test_a_call_that_gets_its_connection_too_late_gives_it_up() -> None:
@@ -88,8 +87,7 @@ def test_a_connection_cut_after_its_last_answer_is_given_up() -> None:
         handle.cut()
     assert given_up.is_set()
     assert connection.far.recv(1) == b""
-    connection.near.close()
-    connection.far.close()
+    close(connection)
 
 
 def test_where_every_thread_hangs_further_calls_fail_at_once() -> None:
