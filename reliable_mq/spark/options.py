@@ -186,11 +186,6 @@ def _heartbeat(name: str, text: str) -> int:
     return int(seconds)
 
 
-def _timeout(name: str, text: str) -> float | None:
-    """Return seconds, or None for 0, which selects the default."""
-    return _duration(name, text) or None
-
-
 def _positive(name: str, text: str) -> float:
     return _duration(name, text) or _refuse(f"{name} must be longer than {text[:40]!r}")
 
@@ -335,8 +330,8 @@ _SINK: Final = (
     _Option("deadLetterQueue", "dead_letter_queue", _text),
     _Option("metricsDirectory", "metrics_directory", _text),
     _Option("publisher.maxOutstanding", "publisher.max_outstanding", _whole(1)),
-    _Option("publisher.confirmTimeout", "publisher.confirm_timeout", _timeout),
-    _Option("publisher.deliveryTimeout", "publisher.delivery_timeout", _timeout),
+    _Option("publisher.confirmTimeout", "publisher.confirm_timeout", _positive),
+    _Option("publisher.deliveryTimeout", "publisher.delivery_timeout", _positive),
     _Option("publisher.mandatory", "publisher.mandatory", _truth),
     _Option("asyncProgressTrackingEnabled", "async_progress", _off),
 )
@@ -467,8 +462,7 @@ def write_options(given: Mapping[str, str]) -> WriteOptions:
             Queue(queue, dead_letter=None)
         except ConfigurationError as error:
             raise ConfigurationError(f"deadLetterQueue is wrong: {error}") from error
-    arguments = tuple((name, value) for name, value in publisher.items() if value is not None)
-    return WriteOptions(**values, publisher=arguments)
+    return WriteOptions(**values, publisher=tuple(publisher.items()))
 
 
 def _check_known(given: Mapping[str, str], options: Sequence[_Option]) -> None:

@@ -249,6 +249,7 @@ def test_a_sink_passes_options_on_to_its_publishers() -> None:
         ),
         ({"traceparent": f"00-{'0' * 32}-{'b' * 16}-01"}, "traceparent must be a W3C trace context"),
         ({"publisher.confirmTimeout": "10"}, "publisher.confirmTimeout must be a time with its unit"),
+        ({"publisher.deliveryTimeout": "0s"}, "publisher.deliveryTimeout must be longer than '0s'"),
         ({"publisher.maxOutstandin": "10"}, "did you mean publisher.maxOutstanding?"),
     ],
 )
