@@ -34,8 +34,8 @@ _TLS: Final = {  # the Spark option for each argument that errors of `TLSOptions
 }
 
 
-#: How errors refer to an argument: they begin with its name.
-_ARGUMENT: Final = re.compile(r"^credentials are\b|^\w+|the tls argument")
+#: How errors refer to an argument: most begin with its name.
+_ARGUMENT: Final = re.compile(r"^credentials are\b|^\w+|the tls argument|give credentials\b")
 
 
 @contextmanager
@@ -84,10 +84,11 @@ class ConnectionOptions:
     def settings(self, url: str) -> ConnectionSettings:
         arguments = self.arguments()
         tls = next((option for name, option in _TLS.items() if getattr(self, name) is not None), "")
-        options = {  # the given options, by the start of an error message or by the argument that a later error names
+        options = {  # the options, by the words of an error message that name their arguments
             "heartbeat": self.heartbeat and "connection.heartbeat",
             "connect_timeout": self.timeout and "connection.timeout",
             "credentials are": self.provider and "credentialsProvider is",
+            "give credentials": "give credentialsProvider",
             "tls": tls,
             "the tls argument": tls,
         }

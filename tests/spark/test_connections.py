@@ -72,9 +72,10 @@ def test_what_is_not_understood_is_refused(given: dict[str, str], says: str) -> 
         ("amqp://u:p@h/?heartbeat=0", {}, "^heartbeat must be"),
         ("amqp://u:p@h/?connection_timeout=900", {"connection.timeout": "9s"}, "^connection.timeout is given twice"),
         ("amqps://u:p@h/?certfile=c", {"connection.caFile": "a"}, "^certfile is in the URL beside connection.caFile:"),
+        (NOWHERE, {}, "write user:password@host, or give credentialsProvider"),
     ],
 )
-def test_what_contradicts_the_url_is_refused_by_its_name(url: str, given: dict[str, str], says: str) -> None:
+def test_what_the_url_lacks_or_contradicts_is_refused(url: str, given: dict[str, str], says: str) -> None:
     """The error names the option if there is one, not the argument."""
     with pytest.raises(ConfigurationError, match=says):
         settings(url, **given)
