@@ -140,7 +140,7 @@ def test_rows_behind_a_slow_one_do_not_fill_the_memory(vhost: VirtualHost, monke
 
     Rows after it are kept with their bodies until it is settled, so their number is limited.
     """
-    monkeypatch.setattr(sink, "_WAITED_FOR_BEYOND", 100)
+    monkeypatch.setattr(sink, "_ROWS_KEPT", 100)
     monkeypatch.setattr(sink, "Publisher", partial(Publisher, retry=RetryPolicy(max_attempts=2, delays=(1.0,))))
     bound = {"x-max-length": 0, "x-overflow": "reject-publish"}
     declare(vhost, Queue("full", type="classic", dead_letter=None, arguments=bound))

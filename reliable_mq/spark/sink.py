@@ -145,7 +145,8 @@ at_exit(ExitStage.KEPT, close_all)
 at_fork(ForkStage.FORGET, _idle.clear)
 
 
-_WAITED_FOR_BEYOND: Final = 8000  # maximum confirmations kept; each holds the body of its row
+_ROWS_KEPT: Final = 8000  # maximum confirmations behind an unsettled one; each holds the body of its row
+_BYTES_KEPT: Final = 128 * 2**20  # maximum size of these bodies: twice the window of the publisher
 _FAILURES_NAMED: Final = 5
 _FAILURES_KEPT: Final = 100
 _LETTERS: Final = 1000  # maximum dead letters kept; each holds the body of its row
@@ -231,6 +232,7 @@ class _Partition:
     settled: int = 0  # settled rows from the start, in order; the next row is the first of `confirmations`
     unsent: deque[int] = field(default_factory=deque)  # rows without a confirmation, in order
     bytes: int = 0
+    kept: int = 0  # total size of the bodies in `confirmations`
     dead_lettered: int = 0
     failures: list[str] = field(default_factory=list)
     errors: list[PublishError] = field(default_factory=list)
@@ -262,8 +264,11 @@ class _Partition:
                 self._not_submitted(outgoing, error)
                 continue
             self.bytes += len(message.body)
-            if confirmations[0].outcome is not None or len(confirmations) > _WAITED_FOR_BEYOND:
-                self._settle(_WAITED_FOR_BEYOND)
+            self.kept += len(message.body)
+            if len(confirmations) > _ROWS_KEPT or self.kept > _BYTES_KEPT:
+                self._settle(len(confirmations) - 1)
+            elif confirmations[0].outcome is not None:
+                self._settle(len(confirmations))
 
     def _unsendable(self, row: UnsendableRow) -> None:
         """Handle a row that cannot be made into a message."""
@@ -319,6 +324,7 @@ class _Partition:
         confirmations = self.confirmations
         while confirmations and (confirmations[0].outcome is not None or len(confirmations) > beyond):
             confirmation = confirmations.popleft()
+            self.kept -= len(confirmation.message.body)
             while self.unsent and self.unsent[0] == self.settled:
                 self.unsent.popleft()
                 self.settled += 1

@@ -163,3 +163,34 @@ def test_the_first_failed_letter_ends_a_task_of_many_rows(at_once: bool, monkeyp
     ) as failed:
         writer.write(iter([rows]))
     assert str(failed.value).count("its dead letter was not confirmed") == 1
+
+
+class SlowRow:
+    """A publisher that confirms each row at once, and the first one only when the sink waits for it."""
+
+    def __init__(self) -> None:
+        self.submitted = 0  # bytes
+        self.held = 0  # bytes submitted until the sink waited
+
+    def submit(self, message: Message, **_: str) -> SimpleNamespace:
+        outcome = "confirmed" if self.submitted else None
+        self.submitted += len(message.body)
+        body = range(len(message.body))  # only the size
+        return SimpleNamespace(message=SimpleNamespace(body=body), outcome=outcome, exception=self._waited)
+
+    def _waited(self) -> None:
+        self.held = self.held or self.submitted
+
+    def close(self, timeout: float) -> None:
+        """Do nothing."""
+
+
+def test_bodies_behind_an_unconfirmed_row_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as rows of one full queue among others, while the publisher tries again."""
+    publisher = SlowRow()
+    monkeypatch.setattr(sink, "Publisher", lambda *_, **__: publisher)
+    writer = sink.BatchSink(WriteOptions(url="amqp://localhost/", routing_key="orders"), ("body",))
+    rows = pa.RecordBatch.from_pydict({"body": [bytes(2**20)]})
+    written = writer.write(iter([rows] * 200))
+    assert (written.rows, publisher.submitted) == (200, 200 * 2**20)
+    assert 2**26 <= publisher.held <= 2**27 + 2**20
