@@ -59,18 +59,16 @@ def test_a_batch_read_is_split_among_tasks(spark: SparkSession, vhost: VirtualHo
     assert {(row.offset, bytes(row.body)) for row in narrow.collect()} == {(n, b"%d" % n) for n in range(1000)}
 
 
-def test_spark_pushes_a_filter_on_the_offset_into_a_batch_read(
+def test_filters_of_one_use_of_a_dataframe_limit_no_other(
     spark: SparkSession, vhost: VirtualHost, checker: Audit
 ) -> None:
-    """One task reads the last ten of a hundred messages, instead of ten tasks for all."""
+    """Spark makes one reader for all uses, and would keep the filters that it accepts."""
     publish(vhost, checker, 100)
-    source = spark.read.format("rabbitmq").options(url=vhost.url, stream="events", maxRecordsPerPartition="10")
-    assert source.load().where("offset >= 90").rdd.getNumPartitions() == 10
     spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
     try:
-        rows = source.option("filterPushdown", "true").load().where("offset >= 90")
-        assert rows.rdd.getNumPartitions() == 1
-        assert sorted(row.offset for row in rows.collect()) == list(range(90, 100))
+        rows = spark.read.format("rabbitmq").options(url=vhost.url, stream="events").load()
+        first, last = rows.where("offset < 10"), rows.where("offset >= 90")
+        assert [each.count() for each in (first, last, first.union(last), rows)] == [10, 10, 20, 100]
     finally:
         spark.conf.unset("spark.sql.python.filterPushdown.enabled")
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from pyspark import cloudpickle
-from pyspark.sql.datasource import DataSourceReader, EqualTo, GreaterThanOrEqual
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
 
 from reliable_mq import Binding, Exchange, Message, Publisher, Queue
@@ -421,19 +420,6 @@ def test_a_time_to_start_at(vhost: VirtualHost) -> None:
         ConfigurationError, match="startingOffsetsByTimestamp must have a value for each of the streams"
     ):
         batch(vhost.url, startingOffsetsByTimestamp='{"other": 5}').partitions()
-
-
-def test_filters_of_a_batch_become_ranges(vhost: VirtualHost) -> None:
-    """Spark applies them again.
-
-    A reader without the option must not have a method that Spark would refuse.
-    """
-    publish(vhost, 100)
-    filtered = batch(vhost.url, filterPushdown="true")
-    filters = [GreaterThanOrEqual(("offset",), 90), EqualTo(("type",), "x"), EqualTo(("queue",), "of the original")]
-    assert filtered.pushFilters(filters) == filters
-    assert filtered.partitions() == [StreamRange("events", 90, 100)]
-    assert type(batch(vhost.url)).pushFilters is DataSourceReader.pushFilters
 
 
 def test_a_task_has_no_more_messages_than_it_may(vhost: VirtualHost) -> None:

@@ -29,7 +29,7 @@ from reliable_mq.spark.pickling import PicklableByName, PicklableByNameMeta
 from reliable_mq.spark.queue_source import QueueSource, refuse_batch
 from reliable_mq.spark.sink import BatchSink, StreamSink
 from reliable_mq.spark.staged_source import StagedSource
-from reliable_mq.spark.stream_source import FilteredStreamBatch, StreamBatch, StreamSource
+from reliable_mq.spark.stream_source import StreamBatch, StreamSource
 
 __all__ = ["RabbitMQDataSource", "RefusedStream"]
 
@@ -58,7 +58,7 @@ class RabbitMQDataSource(PicklableByName, DataSource, metaclass=PicklableByNameM
         names = check_read_schema(schema)
         if isinstance(options, QueueOptions):
             refuse_batch(options)
-        return (FilteredStreamBatch if options.filter_pushdown else StreamBatch)(options, names)
+        return StreamBatch(options, names)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802
         """Return the reader of a query, or a `RefusedStream` if a check fails."""

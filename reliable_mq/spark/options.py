@@ -83,7 +83,6 @@ class StreamOptions(_ReadOptions):
     latest_without_match: bool = False  # whether to begin at the end if no message is as new as `starting_timestamp`
     ending_offsets: StartingPositions = "latest"
     ending_timestamp: Timestamps | None = None  # replaces `ending_offsets`
-    filter_pushdown: bool = False
     management_url: str | None = field(default=None, repr=False)  # None: partition names identify super streams
     stream_filter: tuple[str, ...] | None = None
     match_unfiltered: bool = False
@@ -302,7 +301,6 @@ _STREAM: Final = (
     _Option("endingOffsets", "ending_offsets", _positions),
     _Option("endingTimestamp", "ending_timestamp", _whole(0, _LATEST)),
     _Option("endingOffsetsByTimestamp", "ending_timestamp", _timestamps),
-    _Option("filterPushdown", "filter_pushdown", _truth),
     _Option("streamFilter", "stream_filter", _names),
     _Option("streamFilterMatchUnfiltered", "match_unfiltered", _truth),
     _Option("managementUrl", "management_url", _text),
@@ -397,8 +395,6 @@ def _stream_options(given: Mapping[str, str], *, streaming: bool) -> StreamOptio
         _refuse("startingOffsetsByTimestampStrategy is given without startingTimestamp: there is nothing to match")
     values.setdefault("starting_offsets", "latest" if streaming else "earliest")
     options = StreamOptions(**values)
-    if options.filter_pushdown and streaming:
-        _refuse("filterPushdown is for batch reads: Spark pushes no filters into streaming sources")
     if options.match_unfiltered and options.stream_filter is None:
         _refuse("streamFilterMatchUnfiltered is given without streamFilter: all messages are read")
     if options.management_url is not None:

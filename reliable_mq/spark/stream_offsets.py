@@ -1,4 +1,4 @@
-"""Positions in streams in Spark's format, with limits, splits and filters.
+"""Positions in streams in Spark's format, with limits and splits.
 
 A position is the offset of the next message to read. The checkpoint stores positions by stream as JSON, like Spark's
 Kafka source: ``{"events": 1200}``. The initial position of a query is marked: ``{"initial": {"events": 1200}}``. Spark
@@ -7,7 +7,7 @@ and its end is where the query begins.
 
 Invariants: no I/O. A limit admits at least one message, because a query would make no progress otherwise. Ranges are
 split without a gap and without an overlap. Gaps in the offsets themselves are normal, so the size of a range is the
-maximum number of its messages. No message that passes all of Spark's filters is left out.
+maximum number of its messages.
 """
 
 from __future__ import annotations
@@ -17,24 +17,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
 
-from pyspark.sql.datasource import (
-    EqualNullSafe,
-    EqualTo,
-    Filter,
-    GreaterThan,
-    GreaterThanOrEqual,
-    In,
-    InputPartition,
-    LessThan,
-    LessThanOrEqual,
-)
+from pyspark.sql.datasource import InputPartition
 
-from reliable_mq._util.validation import is_whole_number
 from reliable_mq.errors import ConfigurationError
 
 __all__ = [
     "Positions",
-    "RangeFilters",
     "StreamRange",
     "from_checkpoint",
     "limited",
@@ -160,43 +148,3 @@ def _shares(sizes: Mapping[str, int], total: int) -> dict[str, int]:
             shares[name] += 1
             left -= 1
     return shares
-
-
-class RangeFilters:
-    """Filters on the column ``offset`` that restrict ranges. They can be pickled.
-
-    Spark passes the filters of a batch that are joined by AND, and applies each of them to the rows again. A filter
-    that is not supported here therefore only costs time. Filters on ``queue`` are not supported: for a staged row that
-    column holds the original queue, and only reading shows which rows match.
-    """
-
-    def __init__(self) -> None:
-        self._first = 0
-        self._end = 2**63  # exclusive
-
-    def note(self, each: Filter) -> None:
-        """Apply a filter to the limits if it is on ``offset``."""
-        if isinstance(each, (EqualTo, EqualNullSafe)):
-            self._values(each.attribute, (each.value,))
-        elif isinstance(each, In):
-            self._values(each.attribute, each.value)
-        elif (
-            isinstance(each, (GreaterThan, GreaterThanOrEqual, LessThan, LessThanOrEqual))
-            and each.attribute == ("offset",)
-            and is_whole_number(each.value)
-        ):
-            after = each.value + isinstance(each, (GreaterThan, LessThanOrEqual))
-            if isinstance(each, (GreaterThan, GreaterThanOrEqual)):
-                self._first = max(self._first, after)
-            else:
-                self._end = min(self._end, after)
-
-    def applied(self, ranges: Iterable[StreamRange]) -> list[StreamRange]:
-        """Return the parts of the ranges whose rows may pass the filters."""
-        cut = [StreamRange(each.stream, max(each.start, self._first), min(each.end, self._end)) for each in ranges]
-        return [each for each in cut if each.size > 0]
-
-    def _values(self, attribute: tuple[str, ...], values: tuple[Any, ...]) -> None:
-        if attribute == ("offset",) and values and all(map(is_whole_number, values)):
-            self._first = max(self._first, min(values))
-            self._end = min(self._end, max(values) + 1)

@@ -19,7 +19,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final, TypeVar
 
 import pyarrow as pa
-from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, Filter, InputPartition
+from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import (
     ReadAllAvailable,
     ReadLimit,
@@ -46,7 +46,6 @@ from reliable_mq.spark.stream_broker import (
     offsets_at,
 )
 from reliable_mq.spark.stream_offsets import (
-    RangeFilters,
     StreamRange,
     from_checkpoint,
     limited,
@@ -56,7 +55,7 @@ from reliable_mq.spark.stream_offsets import (
 )
 from reliable_mq.spark.stream_reader import RangeReader
 
-__all__ = ["FilteredStreamBatch", "StreamBatch", "StreamSource"]
+__all__ = ["StreamBatch", "StreamSource"]
 
 logger = get_logger(__name__)
 
@@ -208,11 +207,10 @@ class StreamSource(_Ranges, DataSourceStreamReader, SupportsTriggerAvailableNow)
 
 
 class StreamBatch(_Ranges, DataSourceReader):
-    """The batch reader of stream mode. It takes the arguments of `StreamSource`."""
+    """The batch reader of stream mode. It takes the arguments of `StreamSource`.
 
-    def __init__(self, options: StreamOptions, names: Sequence[str]) -> None:
-        super().__init__(options, names)
-        self._filters = RangeFilters()
+    It accepts no filters: Spark makes one reader for a DataFrame, so filters of one use would limit all other uses.
+    """
 
     def partitions(self) -> Sequence[InputPartition]:
         planner = _Planner(self._options)
@@ -221,25 +219,7 @@ class StreamBatch(_Ranges, DataSourceReader):
             begin = planner.beginning(self._options.starting_offsets, end)
         finally:
             planner.close()
-        return self._split(self._filters.applied(ranges_of(begin, end)))
-
-
-class FilteredStreamBatch(StreamBatch):
-    """A batch that accepts filters: a range reads only the offsets that they allow.
-
-    Spark refuses every reader with this method unless ``spark.sql.python.filterPushdown.enabled`` is on. A source
-    cannot read that setting, so an option enables this class.
-    """
-
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802
-        """Apply filters on ``offset`` and return all filters for Spark to apply again.
-
-        The column ``timestamp`` is set by the publisher and is not the stream's time, which ``startingTimestamp`` uses.
-        The column ``queue`` of a row from a stage is the queue of the original, not the stream.
-        """
-        for each in filters:
-            self._filters.note(each)
-        return filters
+        return self._split(ranges_of(begin, end))
 
 
 class _Planner:

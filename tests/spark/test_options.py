@@ -109,7 +109,6 @@ def test_every_option_of_a_stream_is_taken() -> None:
         ({"stream": "s", "startingOffsetsByTimestamp": '{"s": "x"}'}, "for 's' it is 'x'"),
         ({"stream": "s", "startingOffsetsByTimestampStrategy": "first"}, "must be 'error' or 'latest', not 'first'"),
         ({"stream": "s", "startingOffsetsByTimestampStrategy": "latest"}, "is given without startingTimestamp"),
-        ({"stream": "s", "filterPushdown": "true"}, "filterPushdown is for batch reads"),
         ({"stream": "s", "maxTriggerDelay": "5s"}, "maxTriggerDelay is given without minMessagesPerTrigger"),
         ({"queue": "a", "minMessagesPerTrigger": "9", "maxMessagesPerTrigger": "8"}, "is 9, and maxMessagesPerTrigger"),
         ({"queue": "a", "minMessagesPerTrigger": "9", "prefetch": "8"}, "is 9, and prefetch lets 8"),
