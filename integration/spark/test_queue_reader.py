@@ -686,6 +686,21 @@ def test_the_backlog_is_never_negative_after_a_restart(vhost: VirtualHost, query
     assert 100 == reading.position["sequence"] <= latest["sequence"] <= 105
 
 
+def test_a_checkpoint_goes_on_with_other_queues(vhost: VirtualHost, query: Callable[..., Query]) -> None:
+    """It only counts messages, and keeps the count of a queue that is no longer named."""
+    publish(vhost, 20)
+    earlier = query(vhost.url)
+    earlier.until(20)
+    earlier.source.stop()
+    with Publisher(vhost.url, topology=[Queue("others")]) as publisher:
+        publisher.publish_many([Message(b"a"), Message(b"b")], routing_key="others").raise_for_failures()
+    reading = query(vhost.url, queue="others")
+    reading.position = earlier.position
+    reading.until(2)
+    assert (reading.position["sequence"], reading.position["queues"]) == (22, {"orders": 20, "others": 2})
+    vhost.wait_for_messages("others", 0)
+
+
 def test_a_batch_has_all_that_came_in_since_the_one_before(vhost: VirtualHost, query: Callable[..., Query]) -> None:
     """The time until Spark asks, as with a trigger interval, does not matter.
 
