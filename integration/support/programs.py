@@ -23,7 +23,7 @@ def environment() -> dict[str, str]:
 
 
 def output_of(
-    command: Sequence[str], *, cwd: Path = ROOT, env: Mapping[str, str] | None = None, timeout: float = 60
+    command: Sequence[str], *, cwd: Path = ROOT, env: Mapping[str, str] | None = None, timeout: float = 120
 ) -> str:
     """Run a program, which must succeed, and return its standard output.
 
