@@ -119,7 +119,7 @@ def relay(
         float | None, typer.Option(help="Seconds after which --until-empty gives up; then the exit status is 1.")
     ] = None,
     metrics_port: MetricsPort = None,
-    metrics_address: MetricsAddress = "127.0.0.1",
+    metrics_address: MetricsAddress = None,
 ) -> None:
     """Publish the messages of an outbox, confirmed, until Ctrl-C or SIGTERM.
 
@@ -143,9 +143,9 @@ def relay(
         signal.signal(ending, stop)
     try:
         with (
+            metrics_served(metrics_address, metrics_port) as registry,
             _outbox(where, table, schema, create=create, lease=lease) as box,
             _left_reported(box),
-            metrics_served(metrics_address, metrics_port) as registry,
             Publisher(url, outbox=box, name="reliable-mq outbox relay", registry=registry) as publisher,
         ):
             try:

@@ -44,8 +44,9 @@ def stage(
         int | None, typer.Option(min=1, help="Make each stage a super stream of so many partitions.")
     ] = None,
     key: Annotated[
-        str, typer.Option(help="Decides on the partition: message_id, routing_key or header:NAME.")
-    ] = "message_id",
+        str | None,
+        typer.Option(help="Decides on the partition: message_id (the default), routing_key or header:NAME."),
+    ] = None,
     retention: Annotated[
         str, typer.Option(help="How long a stage keeps messages, at least: such as 12h or 7D; 0 for any time.")
     ] = "7D",
@@ -68,7 +69,7 @@ def stage(
         typer.Option(min=0.0, metavar="SECONDS", help="How long a QUEUE or STREAM may be missing before it ends."),
     ] = 60.0,
     metrics_port: MetricsPort = None,
-    metrics_address: MetricsAddress = "127.0.0.1",
+    metrics_address: MetricsAddress = None,
 ) -> None:
     """Move queues into streams until SIGTERM or SIGINT, for Spark's staged mode.
 
@@ -83,8 +84,12 @@ def stage(
         missing = MissingId(missing_id)
     except ValueError:
         raise typer.BadParameter("--missing-id is refuse or repeat") from None
-    if key not in ("message_id", "routing_key") and not (key.startswith("header:") and len(key) > len("header:")):
+    if key is None:
+        key = "message_id"
+    elif key not in ("message_id", "routing_key") and not (key.startswith("header:") and len(key) > len("header:")):
         raise typer.BadParameter(f"--key is message_id, routing_key or header:NAME, not {key!r}")
+    elif partitions is None:
+        raise typer.BadParameter("--key needs --partitions: without them, each message goes to the one STREAM")
     staged = list(zip(pairs[::2], pairs[1::2], strict=True))
     if len({name for _, name in staged}) < len(staged):
         raise ConfigurationError("two queues have the same STREAM: a stage has one relay, give each queue its own")

@@ -78,7 +78,9 @@ URL: TypeAlias = Annotated[
 MetricsPort: TypeAlias = Annotated[
     int | None, typer.Option(min=0, max=65_535, help="Serve Prometheus metrics on this port; 0 for a free one.")
 ]
-MetricsAddress: TypeAlias = Annotated[str, typer.Option(help="The address to serve them on.")]
+MetricsAddress: TypeAlias = Annotated[
+    str | None, typer.Option(help="The address to serve them on. Default: 127.0.0.1.")
+]
 
 INTERRUPTED: Final = 130
 """The exit status after Ctrl-C."""
@@ -229,11 +231,14 @@ def hide_logs(logger: logging.Logger | None = None, *, below: int = logging.CRIT
 
 
 @contextmanager
-def metrics_served(address: str, port: int | None) -> Iterator[CollectorRegistry | None]:
-    """Serve a registry over HTTP if ``port`` is given."""
+def metrics_served(address: str | None, port: int | None) -> Iterator[CollectorRegistry | None]:
+    """Serve a registry over HTTP if ``port`` is given. An address alone is refused."""
     if port is None:
+        if address is not None:
+            raise typer.BadParameter("--metrics-address needs --metrics-port: without it, no metrics are served")
         yield None
         return
+    address = "127.0.0.1" if address is None else address
     from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry()

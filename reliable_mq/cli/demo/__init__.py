@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from reliable_mq.cli.terminal import PASSWORD_HELP, hide_logs, with_password
 
 __all__ = ["demo"]
+
+_KILLS: Final = 2
 
 
 def demo(
@@ -25,7 +27,7 @@ def demo(
     restart_command: Annotated[
         str | None, typer.Option(metavar="COMMAND", help="Starts it again, such as 'docker start rabbit'.")
     ] = None,
-    kills: Annotated[int, typer.Option(min=1, help="How often to kill it.")] = 2,
+    kills: Annotated[int | None, typer.Option(min=1, help="How often to kill it. Default: 2.")] = None,
 ) -> None:
     """Publish and handle orders while the broker dies, and show that none is lost.
 
@@ -34,6 +36,8 @@ def demo(
     """
     if (kill_command is None) != (restart_command is None):
         raise typer.BadParameter("--kill-command and --restart-command go together")
+    if kills is not None and kill_command is None:
+        raise typer.BadParameter("--kills needs --kill-command: without it, the broker is not killed")
     from reliable_mq.cli.demo.display import run
     from reliable_mq.cli.demo.scenario import Outages, Shop
     from reliable_mq.url import parse_url
@@ -41,5 +45,5 @@ def demo(
     hide_logs()
     settings = parse_url(url, connection_name="reliable-mq demo")
     shop = Shop(url, settings, orders=messages, rate=rate)
-    outages = Outages(kill_command, restart_command, times=kills)
+    outages = Outages(kill_command, restart_command, times=_KILLS if kills is None else kills)
     raise typer.Exit(run(shop, outages, ", ".join(map(str, settings.endpoints))))
