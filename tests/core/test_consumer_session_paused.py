@@ -32,6 +32,16 @@ def test_what_was_dispatched_is_recalled_and_waits_unacked() -> None:
     assert session.deadline == 5.0
 
 
+def test_the_line_about_a_pause_has_the_last_failure() -> None:
+    """The lines about retries have it only at INFO, which a program may not show."""
+    session = make(kill_switch=SWITCH)
+    failing, fine = deliver(session, items(2))
+    session.finished([Failed(failing, failure(delay=100))], 0.0)
+    session.finished([fine], 1.0)
+    [line] = [event for event in session.take_notices() if event.kind is LogEventKind.PAUSED]
+    assert line.text == "a probe follows in 5 s; the last failure: ValueError: no"
+
+
 def test_a_probe_that_succeeds_lets_everything_flow_in_its_order() -> None:
     session = paused()
     session.tick(5.0)

@@ -78,6 +78,7 @@ class OutcomeHandler:
         self.recall = False
         self.overrunning = 0  # handlers that still run with deliveries that timed out
         self._logged: Failure | None = None  # the failure of the last batch that failed
+        self._last_failure = ""  # which the kill switch has counted
 
     def finished(self, results: Sequence[Result], now: float, since: float) -> None:
         """Apply the results of handlers that ended at ``since``."""
@@ -235,15 +236,18 @@ class OutcomeHandler:
             if not results:
                 return
         handled = sum(isinstance(result, Delivery) for result in results)
-        failed = sum(isinstance(result, Failed) for result in results)
-        if not handled and not failed:
+        failures = [result.failure for result in results if isinstance(result, Failed)]
+        if not handled and not failures:
             kill_switch.recalled()  # skipped results, such as those of the store, do not concern the handler
             return
-        change = kill_switch.settled(handled, failed, now)
+        if failures:
+            self._last_failure = _shown(failures[-1])
+        change = kill_switch.settled(handled, len(failures), now)
         if change is Transition.PAUSED:
             self.recall = True
             self._statistics.pauses += 1
-            self._settlement.log(LogEventKind.PAUSED, None, f"a probe follows in {kill_switch.pause:g} s")
+            text = f"a probe follows in {kill_switch.pause:g} s; the last failure: {self._last_failure}"
+            self._settlement.log(LogEventKind.PAUSED, None, text)
         elif change is Transition.RESUMED:
             self._settlement.log(LogEventKind.RESUMED, None, "a probe succeeded")
 
