@@ -40,8 +40,8 @@ def alerts(
 ) -> None:
     """Print alert rules for Prometheus, as YAML.
 
-    Write them to a file that `rule_files` of Prometheus names. Durations are Prometheus's, such as 90s or 1h30m. The
-    window should be several scrape intervals long. Each alert has a section in the runbook of the manual.
+    Write them to a file that `rule_files` of Prometheus names. Durations are Prometheus's, such as 90s or 1h30m. --for
+    and --window should be above three scrape intervals. Each alert has a section in the runbook of the manual.
     """
     from reliable_mq.monitoring.alerts import AlertSettings, rules
 

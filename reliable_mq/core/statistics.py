@@ -195,7 +195,9 @@ class ConsumerStatistics:
     pauses: int = _count("Times that the kill switch paused the consumer.")
     quarantined: int = _count("Messages moved to the quarantine of their queue: confirmed there, then acked.")
     dead_lettered: int = _count("Messages dead-lettered: their dead letter was confirmed, then they were acked.")
-    rejected_unseen: int = _count("Deliveries dead-lettered without a handler: undecodable, too large, newer format.")
+    rejected_unseen: int = _count(
+        "Deliveries dead-lettered without a handler: undecodable, too large, newer format, no idempotency key."
+    )
     rejected: int = _count("Deliveries ended by basic.reject: the broker dead-letters them, or drops them.")
     republish_failed: int = _count("Publishes of dead letters and retries that were not confirmed.")
     duplicates: int = _count("Deliveries acked because the idempotency store has them as done.")
