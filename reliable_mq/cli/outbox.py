@@ -107,7 +107,7 @@ def relay(
     schema: Schema = None,
     create: Annotated[bool, typer.Option("--create", help="Create the outbox if it does not exist.")] = False,
     until_empty: Annotated[
-        bool, typer.Option("--until-empty", help="End when all present messages are published.")
+        bool, typer.Option("--until-empty", help="End when all present messages are published or set aside.")
     ] = False,
     lease: Annotated[
         float | None,
