@@ -10,7 +10,8 @@ Invariants:
   channel is closing.
 - After a ``channel.close`` of either side no reply is reported. `ChannelEvents.channel_closed` is called exactly once,
   unless the connection ends first.
-- Content reaches the sink only after `release_content`, in order, and never after `silence`.
+- Content reaches the sink only after `release_content`, in order, and never after `silence`. A ``basic.cancel`` is held
+  back like content.
 """
 
 from __future__ import annotations
@@ -196,7 +197,7 @@ class Channel:
             self._open = True
             self._events.channel_opened(self)
         elif method == methods.CANCELLED:
-            self._events.consumer_cancelled(self, methods.decode_text(frame))
+            self._gate.pass_on(partial(self._events.consumer_cancelled, self, methods.decode_text(frame)))
         elif self._awaited and method == self._awaited[0][0]:
             _, done = self._awaited.popleft()
             done(methods.decode_reply(frame))
@@ -422,8 +423,8 @@ class StepQueue:
 class ReadyGate:
     """A sink that holds content back until `open`, and then passes it on in order.
 
-    Deliveries may follow ``basic.consume-ok`` in the same read, while later steps of the set-up are still outstanding.
-    The client must not see these deliveries before ``ready``.
+    Deliveries and a ``basic.cancel`` may follow ``basic.consume-ok`` in the same read, while later steps of the set-up
+    are still outstanding. The client must not see them before ``ready``.
     """
 
     def __init__(self, sink: ChannelSink) -> None:
@@ -438,27 +439,27 @@ class ReadyGate:
             event()
 
     def acked(self, tag: int, multiple: bool) -> None:
-        self._pass(lambda: self._sink.acked(tag, multiple))
+        self.pass_on(lambda: self._sink.acked(tag, multiple))
 
     def nacked(self, tag: int, multiple: bool) -> None:
-        self._pass(lambda: self._sink.nacked(tag, multiple))
+        self.pass_on(lambda: self._sink.nacked(tag, multiple))
 
     def returned(self, code: int, text: str, exchange: str, routing_key: str, properties: bytes, body: bytes) -> None:
-        self._pass(lambda: self._sink.returned(code, text, exchange, routing_key, properties, body))
+        self.pass_on(lambda: self._sink.returned(code, text, exchange, routing_key, properties, body))
 
     def delivered(self, deliveries: list[RawDelivery]) -> None:
-        self._pass(lambda: self._sink.delivered(deliveries))
+        self.pass_on(lambda: self._sink.delivered(deliveries))
 
     def got(self, delivery: RawDelivery, message_count: int) -> None:
-        self._pass(lambda: self._sink.got(delivery, message_count))
+        self.pass_on(lambda: self._sink.got(delivery, message_count))
 
     def got_empty(self) -> None:
-        self._pass(self._sink.got_empty)
+        self.pass_on(self._sink.got_empty)
 
     def oversized(self, delivery: RawDelivery, size: int, message_count: int | None) -> None:
-        self._pass(lambda: self._sink.oversized(delivery, size, message_count))
+        self.pass_on(lambda: self._sink.oversized(delivery, size, message_count))
 
-    def _pass(self, event: Callable[[], None]) -> None:
+    def pass_on(self, event: Callable[[], None]) -> None:
         if self._held is None:
             event()
         else:

@@ -538,7 +538,7 @@ class Connector:
             self._notify(self._client.unblocked)
 
     def consumer_cancelled(self, channel: Channel, consumer_tag: str) -> None:
-        if channel is self._channel and self._live:
+        if channel is self._channel:
             self._notify(self._client.cancelled, consumer_tag)
 
     def link_drained(self, link: Link) -> None:

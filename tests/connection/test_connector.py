@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT = 10.0
 WAIT = 3.0
 CHANNEL_OPEN_OK, CHANNEL_CLOSE, CHANNEL_CLOSE_OK = (20, 11), (20, 40), (20, 41)
+CONSUME, CONSUME_OK, CANCEL = (60, 20), (60, 21), (60, 30)
 SELECT_OK, ACK = (85, 11), (60, 80)
 UNDECIDED = (
     b"ACCESS_REFUSED - read access to queue 'q' in vhost '/' refused for user 'u', backend b returned an error: no"
@@ -595,6 +596,34 @@ def test_a_step_that_was_not_sent_is_not_refused() -> None:
         machine.pass_time(0.0)
         machine.close_channel(404)
         assert isinstance(machine.runs[-1], StepRefused)
+    finally:
+        machine.teardown()
+
+
+def test_a_consumer_cancelled_during_the_set_up_is_reported() -> None:
+    """The owner gets the event after ``ready``, behind the deliveries that came before it."""
+    machine = ConnectorMachine()
+    events: list[str] = []
+    machine.owner.in_ready = partial(events.append, "ready")
+    machine.owner.acked = lambda tag, _multiple: events.append(f"content {tag}")  # type: ignore[method-assign]
+    machine.owner.cancelled = events.append  # type: ignore[method-assign]
+
+    def consume_two(_server: ServerInfo) -> Generator[Any, Any, None]:
+        yield methods.Consume("one", "first")
+        yield methods.Consume("two", "second")
+
+    machine.connector._setup = consume_two
+    try:
+        machine.proceed(3)
+        link = machine.links[-1]
+        assert link.asked.pop() == (1, CONSUME)
+        link.send(1, CONSUME_OK, b"\x05first")
+        link.send(1, ACK, (1).to_bytes(8, "big") + b"\0")
+        link.send(1, CANCEL, b"\x05first\1")
+        assert not events
+        assert link.asked.pop() == (1, CONSUME)
+        link.send(1, CONSUME_OK, b"\x06second")
+        assert events == ["ready", "content 1", "first"]
     finally:
         machine.teardown()
 
