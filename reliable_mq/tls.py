@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from reliable_mq._util.logs import get_logger
-from reliable_mq._util.validation import check_flag
+from reliable_mq._util.validation import check_flag, is_host
 from reliable_mq.errors import ConfigurationError
 
 __all__ = ["TLSOptions"]
@@ -71,7 +71,7 @@ class TLSOptions:
         if self.minimum_version not in _MINIMUM_VERSIONS:
             raise ConfigurationError(f"minimum_version must be TLSv1_2 or TLSv1_3, not {self.minimum_version!r}")
         server_name: object = self.server_name
-        if server_name is not None and not (isinstance(server_name, str) and server_name):
+        if server_name is not None and not (isinstance(server_name, str) and is_host(server_name)):
             raise ConfigurationError(f"server_name must be a host name, not {self.server_name!r}")
         if self.cert_file is None:
             for name in ("key_file", "key_password"):
@@ -157,6 +157,10 @@ class TLSOptions:
             context.load_cert_chain(cert_file, self.key_file, self._ask_key_password)
         except ssl.SSLError as error:
             raise self._client_certificate_error(cert_file, error) from error
+        except ConfigurationError:
+            raise
+        except (TypeError, ValueError) as error:  # of the password
+            raise ConfigurationError(f"key_password cannot be used: {error}") from error
 
     def _ask_key_password(self) -> str | bytes:
         # Always passed to OpenSSL, which would otherwise ask for the password on the terminal and wait.

@@ -64,15 +64,15 @@ def is_text(value: object) -> TypeGuard[str]:
 
 
 def is_host(text: str) -> bool:
-    """Return whether Python's sockets accept a host name without a UnicodeError.
+    """Return whether Python's sockets accept a host name, which may not exist.
 
-    No part between the dots of such a name is empty or longer than 63 characters.
+    No part between the dots of such a name is empty or longer than 63 characters, and no character is a NUL.
     """
     try:
         text.encode("idna")
     except UnicodeError:
         return False
-    return True
+    return bool(text) and "\0" not in text
 
 
 def whole_number(field: str, value: object, least: int, most: int | None = None, *, unit: str = "") -> int:
