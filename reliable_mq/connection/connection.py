@@ -523,6 +523,7 @@ class Connector:
         if link is self._link:
             self._unblock()
             self._runs.restart_timer()
+            self._renewer.unblocked()
             if self._state in (ConnectionState.SETTING_UP, ConnectionState.REOPENING):
                 self._restart_timer()
 

@@ -99,6 +99,11 @@ class TokenRenewer:
         logger.info("%s: token renewed", self._name)
         self._plan()
 
+    def unblocked(self) -> None:
+        """Start the time limit of a sent token again, because the broker reads again."""
+        if self._renewal.state is RenewalState.SENT:
+            self._set_timer(self._settings.connect_timeout, self._on_unanswered)
+
     def lost(self, loss: ConnectionLoss | None = None) -> None:
         """Forget the connection. ``loss`` is given if the broker or the network ended it."""
         if self._timer is not None:

@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from reliable_mq.codec import InboundReader, methods
 from reliable_mq.codec.methods import ConfirmSelect
 from reliable_mq.connection import connection as connection_module
+from reliable_mq.connection import token_renewer as renewer_module
 from reliable_mq.connection.channel import Channel, ChannelTable
 from reliable_mq.connection.connection import TRANSITIONS, ConnectionState, Connector
 from reliable_mq.connection.interfaces import TAKES_NOTHING, NullListener
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT = 10.0
 WAIT = 3.0
+LIFETIME = 3600.0
+UPDATE_SECRET = (10, 70)
 CHANNEL_OPEN_OK, CHANNEL_CLOSE, CHANNEL_CLOSE_OK = (20, 11), (20, 40), (20, 41)
 CONSUME, CONSUME_OK, CANCEL = (60, 20), (60, 21), (60, 30)
 SELECT_OK, ACK = (85, 11), (60, 80)
@@ -538,6 +541,30 @@ def test_the_time_for_a_reply_starts_again_after_a_block(state: ConnectionState)
         assert machine.state is state
         machine.loop.pass_time(0.2 * CONNECT_TIMEOUT)
         assert machine.links[-1].aborted
+    finally:
+        machine.teardown()
+
+
+def test_the_time_for_a_renewed_token_starts_again_after_a_block() -> None:
+    machine = ConnectorMachine()
+    try:
+        with (
+            patch.object(renewer_module, "time", SimpleNamespace(monotonic=lambda: machine.loop.now)),
+            patch.object(renewer_module, "call_in_background", lambda _name, _fn, done: machine.asking.append(done)),
+        ):
+            machine.credentials(Credentials("guest", "first", LIFETIME))
+            machine.proceed(20)
+            machine.loop.pass_time(0.6 * LIFETIME)
+            machine.asking.pop()(Credentials("guest", "next", LIFETIME))
+            machine.loop.turn()
+            assert machine.links[-1].asked == [(0, UPDATE_SECRET)]
+            machine.block(blocked=True)
+            machine.loop.pass_time(1.9 * CONNECT_TIMEOUT)
+            machine.block(blocked=False)
+            machine.loop.pass_time(0.9 * CONNECT_TIMEOUT)
+            assert machine.state is ConnectionState.READY
+            machine.loop.pass_time(0.2 * CONNECT_TIMEOUT)
+            assert machine.links[-1].aborted
     finally:
         machine.teardown()
 
