@@ -56,6 +56,7 @@ def test_a_misspelling_is_told_with_what_was_meant(given: str, meant: str) -> No
         ("x-delayed-retry-type", (4, 2, 1), "is of RabbitMQ 4.3 and newer"),
         ("x-delayed-retry-type", (4, 3), None),
         ("x-delayed-retry-type", None, None),
+        ("x-delayed-retry-type", (), None),
         ("x-dead-letter-strategy", (3, 9), "is of RabbitMQ 3.10"),
         ("x-queue-mode", (4, 0, 5), "does nothing from RabbitMQ 3.12 on"),
         ("x-queue-mode", (3, 11), None),

@@ -208,7 +208,7 @@ def lint_arguments(
     Args:
         arguments: All arguments of the queue's declaration.
         queue_type: The type of the queue: ``"quorum"``, ``"classic"`` or ``"stream"``.
-        version: The version of the broker, for example ``(4, 0, 5)``; None if unknown.
+        version: The version of the broker, for example ``(4, 0, 5)``; None or empty if unknown.
     """
     given = {name: value for name, value in arguments.items() if value is not None} | {"x-queue-type": queue_type}
     problems: list[ArgumentProblem] = []
@@ -239,7 +239,7 @@ def _check_unknown(name: str) -> Iterator[ArgumentProblem]:
 
 def _check_version(argument: Argument, version: tuple[int, ...] | None) -> Iterator[ArgumentProblem]:
     name = argument.name
-    if version is not None and version < argument.since:
+    if version and version < argument.since:
         since = ".".join(map(str, argument.since))
         yield ArgumentProblem(
             name, f"is of RabbitMQ {since} and newer; this broker takes it and does nothing", f"upgrade, or drop {name}"
