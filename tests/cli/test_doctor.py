@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +18,7 @@ from reliable_mq.cli.doctor import broker, examine
 from reliable_mq.cli.doctor.broker import HostEntry, examine_alarms
 from reliable_mq.cli.doctor.finding import Finding, Status
 from reliable_mq.cli.doctor.management import Snapshot
+from reliable_mq.codec.methods import DeclareQueue
 from reliable_mq.core.channel_setup import ServerInfo
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 from reliable_mq.monitoring import management
@@ -104,6 +106,48 @@ def test_a_port_that_is_often_taken_for_another_is_named(url: str, check: str, f
             found = broker._tls(settings.tls, endpoint, ours)
     assert (found.check, found.status) == (check, Status.PROBLEM)
     assert fix in found.fix
+
+
+@pytest.mark.parametrize(
+    ("refused", "permanent", "check"),
+    [
+        ("530 NOT_ALLOWED - vhost limited not found", True, "virtual host"),
+        ("530 NOT_ALLOWED - access to vhost 'q' refused for user 'limiter'", True, "virtual host"),
+        ("530 NOT_ALLOWED - access to vhost '/' refused for user 'u': connection limit (1) is reached", False, "login"),
+        ("403 ACCESS_REFUSED - Login was refused using authentication mechanism PLAIN", True, "credentials"),
+    ],
+)
+def test_a_name_with_limit_in_it_is_no_connection_limit(refused: str, permanent: bool, check: str) -> None:
+    settings = parse_url("amqp://u:p@localhost/limited")
+    error = BrokerUnavailable(f"localhost:5672: refused by the broker: {refused}", permanent=permanent)
+    found = broker._refused(settings, settings.endpoints[0], error)
+    assert (found.check, found.status) == (check, Status.PROBLEM)
+
+
+def test_a_broker_that_knows_no_queue_types_keeps_no_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It declares the queue that the check of permissions asks for. A queue that expires is gone soon."""
+    performed: list[object] = []
+    old_broker = nullcontext(SimpleNamespace(perform=performed.append))
+    monkeypatch.setattr(examine, "AdminChannel", lambda *_, **__: old_broker)
+    monkeypatch.setattr(examine, "_write", lambda *_: [])
+    found = examine.examine_permissions("amqp://localhost", parse_url("amqp://localhost"), [])
+    assert [(each.status, each.check) for each in found] == [
+        (Status.UNCHECKED, "configure"),
+        (Status.UNCHECKED, "read"),
+    ]
+    assert [step.arguments["x-expires"] for step in performed if isinstance(step, DeclareQueue)] == [1]
+
+
+def test_a_host_whose_name_begins_with_queue_comes_first() -> None:
+    subjects = ["queue 'q'", "queues", "permissions", "broker", "queue-1.example.com:5672"]
+    ordered = sorted((Finding(Status.OK, subject, "check", "text") for subject in subjects), key=examine._place)
+    assert [finding.subject for finding in ordered] == [
+        "queue-1.example.com:5672",
+        "broker",
+        "permissions",
+        "queue 'q'",
+        "queues",
+    ]
 
 
 def test_the_report_shows_and_counts_findings_with_their_fixes(monkeypatch: pytest.MonkeyPatch) -> None:

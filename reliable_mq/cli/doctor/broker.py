@@ -18,7 +18,8 @@ from typing import Any, Final, NamedTuple
 from reliable_mq.cli.doctor.finding import Finding, Status
 from reliable_mq.cli.doctor.management import Snapshot
 from reliable_mq.core.channel_setup import ServerInfo
-from reliable_mq.errors import BrokerUnavailable, ConfigurationError
+from reliable_mq.core.reconnect import is_permanent
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ReliableMQError
 from reliable_mq.monitoring.management import ManagementAPI, ManagementError
 from reliable_mq.settings import ConnectionSettings, Endpoint
 from reliable_mq.sync.admin_channel import AdminChannel
@@ -143,7 +144,7 @@ def remaining_validity(host: str, version: str, not_after: object, now: datetime
     return Finding(Status.OK, host, "TLS", text)
 
 
-def _refused(settings: ConnectionSettings, endpoint: Endpoint, error: Exception) -> Finding:
+def _refused(settings: ConnectionSettings, endpoint: Endpoint, error: ReliableMQError) -> Finding:
     """Explain a failed handshake: credentials, virtual host, limit or another cause."""
     match = _BY_BROKER.search(str(error))
     code, text = (int(match["code"]), match["text"]) if match else (0, str(error))
@@ -151,7 +152,7 @@ def _refused(settings: ConnectionSettings, endpoint: Endpoint, error: Exception)
     if code == 403:
         fix = "Check user and password. The user guest is let in from the broker's own machine only."
         return Finding(Status.PROBLEM, host, "credentials", f"{_user(settings)} is not let in: {text}", fix)
-    if code == 530 and "limit" not in text:
+    if code == 530 and is_permanent(error):  # else a limit on the number of connections is reached
         virtual_host = settings.virtual_host
         fix = f"rabbitmqctl set_permissions -p {virtual_host!r} USER CONFIGURE WRITE READ"
         if "not found" in text:

@@ -33,7 +33,8 @@ _NO_API: Final = (
 )
 _ACCESS_REFUSED: Final = 403
 _EXPECTED: Final = frozenset({404, 406})
-_NO_TYPE: Final = {"x-queue-type": "no-such-type"}
+# A broker that does not know queue types makes the queue; it is to be gone at once.
+_NO_TYPE: Final = {"x-queue-type": "no-such-type", "x-expires": 1}
 _NO_PRIORITY: Final = {"x-priority": "none"}
 _GRANT_CONFIGURE: Final = "Grant configure, or let somebody else declare and use plain names."
 _GRANT_READ: Final = "Grant read, if this user is to consume."
@@ -236,4 +237,5 @@ def _place(finding: Finding) -> tuple[int, str]:
     order = ("broker", "permissions")
     if finding.subject in order:
         return order.index(finding.subject) + 1, ""
-    return (3, finding.subject) if finding.subject.startswith("queue") else (0, "")
+    is_queue = finding.subject == "queues" or finding.subject.startswith("queue ")
+    return (3, finding.subject) if is_queue else (0, "")
