@@ -109,6 +109,7 @@ def test_limits_are_sent_under_their_names_and_in_their_units() -> None:
     assert Queue("q", type="classic", max_priority=9).arguments_for(V4_3)["x-max-priority"] == 9
     assert Queue("q", message_ttl=timedelta(minutes=1)).arguments_for(V4_3)["x-message-ttl"] == 60_000
     assert Queue("q", message_ttl=0).arguments_for(V4_3)["x-message-ttl"] == 0
+    assert Queue("q", message_ttl=0.0004).arguments_for(V4_3)["x-message-ttl"] == 1, "0 would expire it at once"
     age = Queue("q", type="stream", max_age=timedelta(days=1)).arguments_for(V4_3)["x-max-age"]
     assert age == "86400s"
 

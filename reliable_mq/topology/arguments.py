@@ -115,15 +115,12 @@ class Argument:
 
 
 def _milliseconds(field: str, value: Any) -> int:
-    return round(seconds(field, value) * 1000)
+    """Return a duration in milliseconds, at least 1 unless it is 0.
 
-
-def _shortest(field: str, delays: Any) -> int:
-    return max(1, _milliseconds(field, delays[0]))
-
-
-def _longest(field: str, delays: Any) -> int:
-    return max(1, _milliseconds(field, delays[1]))
+    A TTL of 0 has another meaning: the message expires unless it can be delivered at once.
+    """
+    duration = seconds(field, value)
+    return round(duration * 1000) or int(duration > 0)
 
 
 _KEPT_ON_DISK: Final = "quorum queues keep messages on disk"
@@ -165,8 +162,20 @@ ARGUMENTS: Final[Mapping[str, Argument]] = {
             field="delayed_retry",
             encode=lambda _field, _delays: "failed",
         ),
-        Argument("x-delayed-retry-min", since=(4, 3), least=0, field="delayed_retry", encode=_shortest),
-        Argument("x-delayed-retry-max", since=(4, 3), least=0, field="delayed_retry", encode=_longest),
+        Argument(
+            "x-delayed-retry-min",
+            since=(4, 3),
+            least=0,
+            field="delayed_retry",
+            encode=lambda name, delays: _milliseconds(name, delays[0]),
+        ),
+        Argument(
+            "x-delayed-retry-max",
+            since=(4, 3),
+            least=0,
+            field="delayed_retry",
+            encode=lambda name, delays: _milliseconds(name, delays[1]),
+        ),
         Argument("x-consumer-timeout", since=(4, 3)),
         Argument("x-consumer-disconnected-timeout", since=(4, 3)),
         Argument("x-max-priority", kinds=_CLASSIC, field="max_priority", field_range=(1, 255)),
