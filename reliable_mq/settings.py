@@ -148,7 +148,7 @@ class ConnectionSettings:
         self._check_authentication()
         # aiormq turns 65535 into 0, which switches heartbeats off.
         whole_number("heartbeat", self.heartbeat, 1, 65534, unit="seconds; heartbeats cannot be switched off")
-        seconds("connect_timeout", self.connect_timeout, positive=True)
+        object.__setattr__(self, "connect_timeout", seconds("connect_timeout", self.connect_timeout, positive=True))
         if self.connection_name is not None:
             _check_short_string("connection_name", self.connection_name)
         whole_number("frame_max", self.frame_max, 8192, 131072, unit="bytes")

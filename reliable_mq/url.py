@@ -26,7 +26,7 @@ from typing import Any, Final, get_args
 from urllib.parse import unquote_to_bytes
 
 from reliable_mq._util.logs import get_logger
-from reliable_mq._util.validation import Duration, is_host, seconds
+from reliable_mq._util.validation import Duration, is_host
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.settings import ConnectionSettings, Credentials, CredentialsCallback, Endpoint, Mechanism
 from reliable_mq.tls import TLSOptions
@@ -98,7 +98,7 @@ def parse_url(
     arguments = {
         "mechanism": mechanism,
         "heartbeat": heartbeat,
-        "connect_timeout": None if connect_timeout is None else seconds("connect_timeout", connect_timeout),
+        "connect_timeout": connect_timeout,
         "connection_name": connection_name,
         "frame_max": frame_max,
         "channel_max": channel_max,

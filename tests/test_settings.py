@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import pickle
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -100,6 +101,10 @@ def test_a_value_out_of_range_is_refused_by_name(options: dict[str, Any], messag
     with pytest.raises(ConfigurationError, match=message) as caught:
         settings(**options)
     assert CANARY not in str(caught.value)
+
+
+def test_a_timeout_given_as_a_timedelta_is_kept_in_seconds() -> None:
+    assert settings(connect_timeout=timedelta(seconds=5)).first_attempts_timeout == 6.0
 
 
 @pytest.mark.parametrize(("host", "port"), [("", 1), (None, 1), ("h", 0), ("h", 65536), ("h", "5672")])
