@@ -122,23 +122,21 @@ def _not_asked(api: ManagementAPI) -> tuple[str, str]:
 def _existence(entry: HostEntry, queues: Sequence[str]) -> Iterator[Finding]:
     """Check queues by AMQP alone."""
     try:
-        yield from _existence_of_each(entry, queues)
+        with AdminChannel(entry.settings, name="reliable-mq doctor") as channel:
+            counts = channel.counts(queues)
     except BrokerUnavailable as error:
         fix = "Run it again; if that happens again, the broker's log says more."
         yield Finding(Status.PROBLEM, "queues", "exists", f"the connection was lost: {error}", fix)
-
-
-def _existence_of_each(entry: HostEntry, queues: Sequence[str]) -> Iterator[Finding]:
-    with AdminChannel(entry.settings, name="reliable-mq doctor") as channel:
-        for name, count in channel.counts(queues).items():
-            subject = f"queue {name!r}"
-            if isinstance(count, StepRefused):
-                fix = "Declare it, or look for a typing error; names are case-sensitive." if count.code == 404 else ""
-                yield Finding(Status.PROBLEM, subject, "exists", f"{count.code} {count.text}", fix)
-            else:
-                doubt = _UNSURE if count.in_doubt else ""
-                text = f"{count.messages:,} messages ready, {count.consumers} consumers{doubt}"
-                yield Finding(Status.OK, subject, "exists", text)
+        return
+    for name, count in counts.items():
+        subject = f"queue {name!r}"
+        if isinstance(count, StepRefused):
+            fix = "Declare it, or look for a typing error; names are case-sensitive." if count.code == 404 else ""
+            yield Finding(Status.PROBLEM, subject, "exists", f"{count.code} {count.text}", fix)
+        else:
+            doubt = _UNSURE if count.in_doubt else ""
+            text = f"{count.messages:,} messages ready, {count.consumers} consumers{doubt}"
+            yield Finding(Status.OK, subject, "exists", text)
 
 
 def examine_permissions(url: str, settings: ConnectionSettings, queues: Sequence[str]) -> list[Finding]:
