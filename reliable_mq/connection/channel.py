@@ -139,7 +139,8 @@ class Channel:
         self._gate = ReadyGate(sink)
         self._open = False
         self._closing = False
-        self._awaited: deque[tuple[tuple[int, int], Callable[[MethodReply], None]]] = deque()
+        self._awaited: deque[tuple[tuple[int, int], Callable[[MethodReply], None]]]
+        self._awaited = deque([(methods.CHANNEL_OPEN_OK, self._opened)])
         reader.attach(number, self._gate)
         write(methods.encode_channel_open(number))
 
@@ -193,10 +194,7 @@ class Channel:
         if method == methods.CHANNEL_CLOSE_OK:
             self._report_closed(200, "closed by us", by_broker=False)
             return True
-        if method == methods.CHANNEL_OPEN_OK:
-            self._open = True
-            self._events.channel_opened(self)
-        elif method == methods.CANCELLED:
+        if method == methods.CANCELLED:
             self._gate.pass_on(partial(self._events.consumer_cancelled, self, methods.decode_text(frame)))
         elif self._awaited and method == self._awaited[0][0]:
             _, done = self._awaited.popleft()
@@ -204,6 +202,10 @@ class Channel:
         elif not self._closing:
             raise CodecError(f"the broker answered nothing that was asked, with method {method}")
         return False
+
+    def _opened(self, _reply: MethodReply) -> None:
+        self._open = True
+        self._events.channel_opened(self)
 
     def _report_closed(self, code: int, text: str, *, by_broker: bool) -> None:
         self._open, self._closing = False, True

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from reliable_mq.codec import InboundReader, methods
+import pytest
+
+from reliable_mq.codec import CodecError, InboundReader, methods
 from reliable_mq.codec.methods import ConfirmSelect
 from reliable_mq.connection.channel import Channel, ChannelTable
 from reliable_mq.connection.interfaces import NullListener
@@ -106,6 +108,14 @@ def test_two_channels_of_a_connection_have_each_their_own() -> None:
         connection.reader.feed(frame)
     assert (one.bodies, two.bodies) == ([b"paid"], [b"shipped", b"paid"])
     assert connection.sent == [(1, OPEN), (2, OPEN), (2, SELECT), (1, CLOSE_OK)]
+
+
+def test_a_second_reply_to_the_open_breaks_the_connection() -> None:
+    """It would count as the reply to a step of the set-up."""
+    connection = Connection()
+    channel = connection.open(1, Owner())
+    with pytest.raises(CodecError, match="answered nothing that was asked"):
+        connection.answer(channel, OPEN_OK, bytes(4))
 
 
 def test_a_number_is_used_again_once_its_channel_is_closed() -> None:
