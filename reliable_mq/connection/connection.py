@@ -435,10 +435,10 @@ class Connector:
         link.report_reads(_do_nothing)
         if link is self._link:
             self._link = self._channel = None
-            self._renewer.lost(loss)
+            token_refused = self._renewer.lost(loss)
             if self._state in (*_ESTABLISHED, ConnectionState.WAITING):  # WAITING to open another channel on the link
                 self._plan_reconnect(loss)
-            elif self._step_outstanding is not None and is_refusal(loss):
+            elif self._step_outstanding is not None and is_refusal(loss) and not token_refused:
                 self._step_outstanding.refuse(loss.code or 0, loss.text, connection=True)
             elif self._state in _ATTEMPT:
                 self._attempt_failed(error)

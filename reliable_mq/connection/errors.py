@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["as_ours", "broker_unavailable", "is_certificate_problem", "is_refusal", "system_problem"]
 
-_CONNECTION_FORCED = 320  # the broker shuts down, and does not refuse the outstanding step
+_CONNECTION_FORCED = 320  # the broker shuts down, and refuses no outstanding method
 
 _LIMIT = re.compile(r": (node |user )?connection limit [^']*$")  # behind the names of the virtual host and the user
 
@@ -81,7 +81,7 @@ def system_problem(cause: BaseException | None) -> str | None:
 
 
 def is_refusal(loss: ConnectionLoss) -> bool:
-    """Return whether the broker closed the connection over the outstanding step."""
+    """Return whether the broker closed the connection over an outstanding method."""
     return loss.by_broker and loss.code != _CONNECTION_FORCED
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 from reliable_mq._util.logs import get_logger
 from reliable_mq._util.threads import call_in_background
 from reliable_mq.codec import methods
+from reliable_mq.connection.errors import is_refusal
 from reliable_mq.core.consumer.attempts import printable
 from reliable_mq.core.statistics import TokenStatistics
 from reliable_mq.core.token_renewal import RenewalState, TokenRenewal
@@ -104,22 +105,27 @@ class TokenRenewer:
         if self._renewal.state is RenewalState.SENT:
             self._set_timer(self._settings.connect_timeout, self._on_unanswered)
 
-    def lost(self, loss: ConnectionLoss | None = None) -> None:
-        """Forget the connection. ``loss`` is given if the broker or the network ended it."""
+    def lost(self, loss: ConnectionLoss | None = None) -> bool:
+        """Forget the connection. Return whether the broker ended it to refuse a token.
+
+        ``loss`` is given if the broker or the network ended it.
+        """
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         self._link = None
         unanswered = self._renewal.lost()
-        if unanswered and loss is not None and loss.by_broker:
-            self.statistics.refused += 1
-            logger.error(
-                "%s: the broker refused the renewed token and closed the connection: %s %s; the next attempt asks "
-                "for another token",
-                self._name,
-                loss.code,
-                printable(loss.text),
-            )
+        if not unanswered or loss is None or not is_refusal(loss):
+            return False
+        self.statistics.refused += 1
+        logger.error(
+            "%s: the broker refused the renewed token and closed the connection: %s %s; the next attempt asks "
+            "for another token",
+            self._name,
+            loss.code,
+            printable(loss.text),
+        )
+        return True
 
     def _plan(self) -> None:
         if self._renewal.due_at is not None:

@@ -569,6 +569,30 @@ def test_the_time_for_a_renewed_token_starts_again_after_a_block() -> None:
         machine.teardown()
 
 
+def test_a_token_refused_during_a_set_up_refuses_no_step() -> None:
+    """RabbitMQ closes the connection. The next attempt gets another token."""
+    machine = ConnectorMachine()
+    try:
+        with (
+            patch.object(renewer_module, "time", SimpleNamespace(monotonic=lambda: machine.loop.now)),
+            patch.object(renewer_module, "call_in_background", lambda _name, _fn, done: machine.asking.append(done)),
+        ):
+            machine.credentials(Credentials("guest", "first", CONNECT_TIMEOUT))
+            machine.proceed(2)
+            machine.connector._setup = lambda _server: publisher_setup([Queue("q")], (4, 3))
+            machine.answer()
+            machine.loop.pass_time(0.6 * CONNECT_TIMEOUT)
+            machine.asking.pop()(Credentials("guest", "refused", CONNECT_TIMEOUT))
+            machine.loop.turn()
+            assert machine.state is ConnectionState.SETTING_UP
+            errors: list[Any] = []
+            machine.owner.failed = lambda error, _will_retry: errors.append(error)  # type: ignore[method-assign]
+            machine.lose_link(530, which=-1)
+            assert [error.permanent for error in errors] == [False]
+    finally:
+        machine.teardown()
+
+
 def test_a_full_connection_is_replaced_while_its_channel_closes() -> None:
     """The set-up fails, and the channel is closed.
 

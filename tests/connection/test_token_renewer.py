@@ -10,7 +10,7 @@ import pytest
 from reliable_mq.codec.methods import encode_update_secret
 from reliable_mq.connection import token_renewer as renewer_module
 from reliable_mq.connection.token_renewer import TokenRenewer
-from reliable_mq.core.reconnect import CredentialsCalls
+from reliable_mq.core.reconnect import ConnectionLoss, CredentialsCalls
 from reliable_mq.core.statistics import TokenStatistics
 from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
 from tests.connection.test_connector import Loop
@@ -64,6 +64,15 @@ def test_a_token_that_comes_after_connect_timeout_is_sent(monkeypatch: pytest.Mo
     assert renewal.renewer.statistics == TokenStatistics(accepted=1, failed=1)
     renewal.loop.pass_time(RENEWED_AFTER + CONNECT_TIMEOUT)
     assert renewal.renewer.statistics == TokenStatistics(accepted=1, failed=2)
+
+
+@pytest.mark.parametrize(("code", "refused"), [(530, True), (320, False)], ids=["refusal", "shutdown"])
+def test_a_broker_that_shuts_down_refuses_no_token(monkeypatch: pytest.MonkeyPatch, code: int, refused: bool) -> None:
+    renewal = Renewal(monkeypatch, takes=0.1)
+    renewal.loop.pass_time(RENEWED_AFTER + 0.2)
+    assert len(renewal.sent) == 1
+    assert renewal.renewer.lost(ConnectionLoss(code, "text", "connection", by_broker=True)) is refused
+    assert renewal.renewer.statistics == TokenStatistics(refused=int(refused))
 
 
 def test_a_call_that_fails_after_connect_timeout_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
