@@ -128,7 +128,10 @@ class ReconnectPolicy:
         self._connections = _Budget(CONNECTION_BURST, CONNECTION_REFILL)
 
     def begin(self, now: float) -> None:
-        self._outage(now)
+        """Begin an outage, as at the start."""
+        self._outage_began = now
+        self._rounds = 0
+        self._new_round()
 
     def ready(self) -> None:
         """End the outage: a connection and its channel are set up."""
@@ -175,16 +178,11 @@ class ReconnectPolicy:
             same connection.
         """
         if was_ready:
-            self._outage(now)
+            self.begin(now)
         if loss.scope == "channel":
             return self._channels.take(now)
         self._next_host()
         return self._connections.take(now)
-
-    def _outage(self, now: float) -> None:
-        self._outage_began = now
-        self._rounds = 0
-        self._new_round()
 
     def _new_round(self) -> None:
         self._tried = self._permanent = 0
