@@ -20,7 +20,7 @@ from reliable_mq._util.logs import get_logger
 from reliable_mq._util.validation import check_flag, is_host
 from reliable_mq.errors import ConfigurationError
 
-__all__ = ["TLSOptions"]
+__all__ = ["TLSOptions", "server_hostname"]
 
 logger = get_logger(__name__)
 
@@ -188,6 +188,14 @@ class TLSOptions:
         return ConfigurationError(
             f"{key} {key_shown} holds no PEM private key that can be read{wrong_password}: {error}"
         )
+
+
+def server_hostname(options: TLSOptions, host: str) -> str:
+    """Return the name to send (SNI) and to verify for a host of the URL.
+
+    The zone of a link-local address names an interface of this machine, so no certificate contains it.
+    """
+    return options.server_name or host.partition("%")[0]
 
 
 def _require_file(name: str, path: FilePath) -> None:

@@ -21,7 +21,7 @@ from cryptography.x509.oid import NameOID
 
 from integration.support.certificates import SIGNING
 from reliable_mq.errors import ConfigurationError
-from reliable_mq.tls import TLSOptions
+from reliable_mq.tls import TLSOptions, server_hostname
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -203,6 +203,18 @@ def test_a_server_name_is_verified_in_place_of_the_host(authority: Authority) ->
     other = authority.issue("named", "other.example")
     with broker(other) as port:
         assert greeting(port, TLSOptions(ca_file=authority.file, server_name="other.example")) == "nobody"
+
+
+@pytest.mark.parametrize(
+    ("options", "host", "name"),
+    [
+        (TLSOptions(), "fe80::1%eth0", "fe80::1"),
+        (TLSOptions(), "broker.example", "broker.example"),
+        (TLSOptions(server_name="other.example"), "fe80::1%eth0", "other.example"),
+    ],
+)
+def test_the_zone_of_an_address_is_in_no_certificate(options: TLSOptions, host: str, name: str) -> None:
+    assert server_hostname(options, host) == name
 
 
 def test_authorities_can_be_given_as_data_and_as_a_directory(

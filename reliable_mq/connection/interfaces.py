@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
 
 __all__ = [
+    "ADDRESSES_TRIED",
     "TAKES_NOTHING",
     "ChannelEvents",
     "ConnectCredentials",
@@ -35,6 +36,9 @@ __all__ = [
     "Output",
     "TimerHandle",
 ]
+
+ADDRESSES_TRIED: Final = 2
+"""The addresses that share the time to connect to a host: an unresponsive one leaves half of it for the next."""
 
 TAKES_NOTHING: Final = sys.maxsize
 """The size of a write buffer into which nothing can be written."""

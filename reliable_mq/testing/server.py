@@ -29,6 +29,7 @@ from reliable_mq.testing.faults import (
     checked_direction,
 )
 from reliable_mq.testing.frames import key_of, name_of
+from reliable_mq.tls import server_hostname
 
 if TYPE_CHECKING:
     import random
@@ -286,7 +287,7 @@ class Server:
         """Return asyncio's TLS options for a connection to the broker."""
         if not self.upstream.secure:
             return {}
-        return {"ssl": self._tls.build_context(), "server_hostname": self._tls.server_name or self.upstream.host}
+        return {"ssl": self._tls.build_context(), "server_hostname": server_hostname(self._tls, self.upstream.host)}
 
     def _opened(self, connection: ProxiedConnection, client: socket.socket) -> None:
         del self._opening[connection.number]

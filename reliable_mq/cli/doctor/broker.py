@@ -23,7 +23,7 @@ from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ReliableMQ
 from reliable_mq.monitoring.management import ManagementAPI, ManagementError
 from reliable_mq.settings import ConnectionSettings, Endpoint
 from reliable_mq.sync.admin_channel import AdminChannel
-from reliable_mq.tls import TLSOptions
+from reliable_mq.tls import TLSOptions, server_hostname
 from reliable_mq.topology.arguments import REPLICATED
 
 __all__ = [
@@ -110,7 +110,7 @@ def _tls(options: TLSOptions, endpoint: Endpoint, connection: socket.socket) -> 
     host = str(endpoint)
     try:
         context = options.build_context()
-        with context.wrap_socket(connection, server_hostname=options.server_name or endpoint.host) as wrapped:
+        with context.wrap_socket(connection, server_hostname=server_hostname(options, endpoint.host)) as wrapped:
             certificate, version = wrapped.getpeercert() or {}, wrapped.version()
     except ssl.SSLCertVerificationError as error:
         text = f"the certificate does not verify: {error.verify_message}"

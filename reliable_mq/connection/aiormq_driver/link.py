@@ -20,11 +20,12 @@ from reliable_mq.codec import CodecError, InboundReader, methods
 from reliable_mq.connection.aiormq_driver.connection import Connection, Transports
 from reliable_mq.connection.aiormq_driver.errors import Aborted, link_error
 from reliable_mq.connection.channel import ChannelTable
-from reliable_mq.connection.interfaces import TAKES_NOTHING
+from reliable_mq.connection.interfaces import ADDRESSES_TRIED, TAKES_NOTHING
 from reliable_mq.core.channel_setup import ServerInfo
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.reconnect import ConnectionLoss
 from reliable_mq.settings import Endpoint
+from reliable_mq.tls import server_hostname
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +40,6 @@ __all__ = ["Link"]
 
 logger = get_logger(__name__)
 
-_ADDRESSES_TRIED = 2  # an unresponsive address may take half of the time to connect, before the next one is tried
 _NUMERIC = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
 _PAUSE_BYTES, _RESUME_BYTES = 256 * 1024, 64 * 1024  # limits of the write buffer; ``link_drained`` below the second
 _HEARTBEAT_FRAME = b"\x08\0\0\0\0\0\0\xce"
@@ -241,12 +241,12 @@ class Link:
         error: Exception = OSError("the host name has no address")
         server_name = None
         if self._settings.tls is not None:
-            server_name = self._settings.tls.server_name or self.endpoint.host
+            server_name = server_hostname(self._settings.tls, self.endpoint.host)
         for family, _, _, _, address in self._loop.addresses.sort(await self._addresses()):
             self._loop.addresses.tried(address)
             stream = asyncio.StreamReader(loop=loop)
             try:
-                async with asyncio.timeout(self._settings.connect_timeout / _ADDRESSES_TRIED):
+                async with asyncio.timeout(self._settings.connect_timeout / ADDRESSES_TRIED):
                     transport, protocol = await loop.create_connection(
                         lambda stream=stream: _Protocol(self, stream, loop),
                         host=socket.getnameinfo(address, _NUMERIC)[0],  # with the zone of a link-local address

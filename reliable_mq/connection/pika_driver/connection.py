@@ -15,10 +15,11 @@ from pika.credentials import ExternalCredentials, PlainCredentials
 from reliable_mq._util.version import client_properties
 from reliable_mq.codec import CodecError, InboundReader, methods
 from reliable_mq.connection.channel import ChannelTable
-from reliable_mq.connection.interfaces import TAKES_NOTHING
+from reliable_mq.connection.interfaces import ADDRESSES_TRIED, TAKES_NOTHING
 from reliable_mq.connection.pika_driver.errors import Aborted
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.settings import Endpoint
+from reliable_mq.tls import server_hostname
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +34,6 @@ __all__ = ["Connection", "connection_parameters"]
 
 _RECEIVE_BYTES = 256 * 1024  # pika's default of 4 KiB costs a system call and a pass through four layers per delivery
 _NO_CHANNEL = b"\0\0"
-_ADDRESSES_TRIED = 2  # an unresponsive address may take half of the time to connect, before the next one is tried
 
 
 class Connection(SelectConnection):  # type: ignore[misc]
@@ -193,7 +193,7 @@ def connection_parameters(
         credentials = PlainCredentials(given.username, given.password, erase_on_connect=True)
     tls = None
     if settings.tls is not None:
-        tls = pika.SSLOptions(secrets.context, settings.tls.server_name or endpoint.host)
+        tls = pika.SSLOptions(secrets.context, server_hostname(settings.tls, endpoint.host))
     return pika.ConnectionParameters(
         host=endpoint.host,
         port=endpoint.port,
@@ -204,7 +204,7 @@ def connection_parameters(
         heartbeat=settings.heartbeat,
         ssl_options=tls,
         connection_attempts=1,
-        socket_timeout=settings.connect_timeout / _ADDRESSES_TRIED,
+        socket_timeout=settings.connect_timeout / ADDRESSES_TRIED,
         stack_timeout=None,  # pika restarts it for each address; the caller limits the time of the whole attempt
         blocked_connection_timeout=None,  # a block is a state that is reported, not an error
         client_properties=client_properties(settings.connection_name or name, f"pika {pika.__version__}"),
