@@ -79,23 +79,19 @@ class ManagementAPI:
         Raises:
             ConfigurationError: If the URL is invalid, or there is no user.
         """
-        parts, host = _checked(url, settings, option)
-        if parts.username is not None:
-            credentials: Credentials | None = Credentials(unquote(parts.username), unquote(parts.password or ""))
-        else:
-            credentials = settings.resolve_credentials()
+        parts, host, credentials = _checked(url, settings, option)
         return cls(
             parts.scheme,
             host,
             parts.port or _PORTS[parts.scheme],
-            credentials,
+            credentials or settings.resolve_credentials(),
             context=_context(settings) if parts.scheme == "https" else None,
             prefix=parts.path.rstrip("/"),
         )
 
     @staticmethod
     def check(url: str, settings: ConnectionSettings, *, option: str) -> None:
-        """Raise the errors of `at` for an invalid URL, without getting credentials."""
+        """Raise the errors of `at` for an invalid URL, without resolving credentials."""
         _checked(url, settings, option)
 
     @classmethod
@@ -267,8 +263,8 @@ def _reason(content: bytes) -> str:
     return str(answer.get("reason") or answer.get("error") if isinstance(answer, dict) else answer)[:_SHOWN]
 
 
-def _checked(url: str, settings: ConnectionSettings, option: str) -> tuple[SplitResult, str]:
-    """Return the parts of a management URL and its host, after checking them."""
+def _checked(url: str, settings: ConnectionSettings, option: str) -> tuple[SplitResult, str, Credentials | None]:
+    """Return the checked parts of a management URL, its host, and its credentials."""
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
@@ -276,6 +272,8 @@ def _checked(url: str, settings: ConnectionSettings, option: str) -> tuple[Split
         parts, host = urlsplit(""), None
     if not host or not _HOST.fullmatch(host) or not is_host(host) or parts.scheme not in _PORTS:
         raise ConfigurationError(f"{option} must be http[s]://[user:password@]host[:port]")
-    if parts.username is None and settings.credentials is None:
+    if parts.username is not None:
+        return parts, host, Credentials(unquote(parts.username), unquote(parts.password or ""))
+    if settings.credentials is None:
         raise ConfigurationError(f"{option} needs a user: http[s]://user:password@host[:port]")
-    return parts, host
+    return parts, host, None

@@ -174,6 +174,15 @@ def test_a_wrong_management_url_is_refused_before_any_check() -> None:
     result = CliRunner().invoke(app, ["doctor", "amqp://127.0.0.1:1", "--management-url", "ftp://localhost"])
     assert isinstance(result.exception, ConfigurationError)
     assert "--management-url" in str(result.exception)
+    result = CliRunner().invoke(app, ["doctor", "amqp://127.0.0.1:1", "--management-url", "http://user@localhost"])
+    assert str(result.exception) == "the password of user 'user' is empty, which RabbitMQ refuses"
+
+
+@pytest.mark.parametrize("name", ["", "x" * 256], ids=["empty", "too long"])
+def test_a_name_that_no_queue_has_is_refused_before_any_check(name: str) -> None:
+    result = CliRunner().invoke(app, ["doctor", "amqp://127.0.0.1:1", "--queue", name])
+    assert isinstance(result.exception, ConfigurationError)
+    assert str(result.exception).startswith("--queue ")
 
 
 # -- the management API ------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from reliable_mq.monitoring.management import ManagementAPI, ManagementError
 from reliable_mq.settings import ConnectionSettings
 from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.sync.publisher import Publisher
+from reliable_mq.topology.arguments import check_name
 
 __all__ = ["examine", "examine_permissions"]
 
@@ -44,7 +45,13 @@ _PATIENCE: Final = 5.0  # seconds for the broker to return one message
 
 
 def examine(url: str, settings: ConnectionSettings, queues: Sequence[str], management_url: str | None) -> list[Finding]:
-    """Run all checks. Blocks for connections and round trips."""
+    """Run all checks. Blocks for connections and round trips.
+
+    Raises:
+        ConfigurationError: If an option is invalid. Nothing was checked.
+    """
+    for name in queues:
+        check_name("--queue", name)
     if management_url is not None:
         ManagementAPI.check(management_url, settings, option="--management-url")
     findings: list[Finding] = []
