@@ -64,6 +64,16 @@ def test_a_delay_queue_with_other_arguments_is_a_problem(changed: dict[str, obje
     assert "delete it" in problems[0].fix
 
 
+@pytest.mark.parametrize(
+    "arguments", [{}, {"x-message-ttl": 60_000, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "orders"}]
+)
+def test_a_queue_of_another_program_is_no_delay_queue(arguments: dict[str, object]) -> None:
+    """It counts attempts in its name, and nobody is told to delete it."""
+    other = QueueView({"name": "orders.retry.1", "type": "classic", "durable": True, "arguments": arguments})
+    assert not_well(examine(view(ORDERS), view(DEAD), other)) == []
+    assert not_well(examine(view(ORDERS), view(DEAD), other, names=("orders",))) == []
+
+
 def test_a_policy_that_shortens_the_delays_is_a_problem() -> None:
     """Declaring the delay queue again would not help."""
     delay = view(DELAY, effective_policy_definition={"message-ttl": 1000})

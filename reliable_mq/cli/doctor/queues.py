@@ -4,8 +4,9 @@ The checks are pure functions from a snapshot to findings. A problem loses confi
 configured. A warning loses them when something fails, or may be intended.
 
 A delay queue of this package is named ``<queue>.retry.<milliseconds>``. Its messages expire back into its queue, at
-least once. ``<queue>.quarantine`` holds messages that may have killed their consumer, which handles them one at a time.
-A dead-letter queue is one that another queue dead-letters into and that is not the work queue of a delay queue.
+least once. A queue of another program with such a name has neither that time to live nor that guarantee.
+``<queue>.quarantine`` holds messages that may have killed their consumer, which handles them one at a time. A
+dead-letter queue is one that another queue dead-letters into and that is not the work queue of a delay queue.
 
 A quorum queue and a stream work while more than half of their members are online. A queue's members are chosen when it
 is declared: a node that joins the cluster later holds no copy until a member is added on it.
@@ -52,9 +53,18 @@ def _of_policy(argument: str) -> str:
     return f"Take {argument} out of the policy that matches this queue: it prevails over x-{argument}."
 
 
+def _delay_queue(queue: QueueView) -> DelayQueue | None:
+    """Return the decoded name of a delay queue of this package; else None."""
+    name, arguments = DelayQueue.of(queue.name), queue.raw.get("arguments") or {}
+    if name is None:
+        return None
+    at_least_once = arguments.get("x-dead-letter-strategy") == "at-least-once"
+    return name if at_least_once or arguments.get("x-message-ttl") == name.milliseconds else None
+
+
 def waits_to_come_back(snapshot: Snapshot, queue: QueueView) -> bool:
     """Return whether the queue only delays messages, for this package or another."""
-    if DelayQueue.of(queue.name) is not None:
+    if _delay_queue(queue) is not None:
         return True
     return queue.argument("message-ttl") is not None and not snapshot.consumers_of(queue)
 
@@ -106,7 +116,7 @@ def examine_copies(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
 
 def examine_delay_queue(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
     """Check a delay queue of this package, or a possible one of another package."""
-    name = DelayQueue.of(queue.name)
+    name = _delay_queue(queue)
     if name is None:
         yield from _mixed_delays(snapshot, queue)
         return
@@ -247,7 +257,9 @@ def _examine(
 def _around(snapshot: Snapshot, names: Sequence[str], routes: Mapping[str, Route | None]) -> set[str]:
     """Return the dead-letter queues, delay queues and quarantines of some queues."""
     targets = {target for name in names if (route := routes.get(name)) for target in route.targets}
-    delays = {name for name in snapshot.queues if (delay := DelayQueue.of(name)) is not None and delay.queue in names}
+    delays = {
+        name for name, queue in snapshot.queues.items() if (delay := _delay_queue(queue)) and delay.queue in names
+    }
     suspects = {f"{name}{QUARANTINE_SUFFIX}" for name in names}
     return (targets | delays | suspects) & snapshot.queues.keys()
 
@@ -301,7 +313,7 @@ def _delivery_limit(queue: QueueView, route: Route | None, version: tuple[int, .
 
 
 def _dead_lettering(queue: QueueView, route: Route | None) -> Iterator[Finding]:
-    if route is None or DelayQueue.of(queue.name) is not None:  # `examine_delay_queue` checks these
+    if route is None or _delay_queue(queue) is not None:  # `examine_delay_queue` checks these
         return
     overflow = queue.argument("overflow") or ARGUMENTS["x-overflow"].default
     at_least_once = queue.type == "quorum" and queue.argument("dead-letter-strategy") == "at-least-once"
