@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from reliable_mq import RetryLater
 
-__all__ = ["NotYet", "Textless"]
+__all__ = ["NotYet", "Textless", "Wordless"]
 
 
 class NotYet(RetryLater):
@@ -19,3 +19,10 @@ class Textless(Exception):
 
     def __str__(self) -> str:
         raise SystemExit(3)
+
+
+class Wordless(Exception):
+    """Raises another exception when it is formatted."""
+
+    def __str__(self) -> str:
+        raise AttributeError("no text")

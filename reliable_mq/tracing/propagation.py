@@ -230,6 +230,9 @@ class _PassedOnSpan(NonRecordingSpan):
             self._decoded = get_current_span(context).get_span_context()
         return self._decoded
 
+    def __repr__(self) -> str:
+        return repr(NonRecordingSpan(self.get_span_context()))
+
 
 _new_span: Final = _PassedOnSpan.__new__
 

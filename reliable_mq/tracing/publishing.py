@@ -142,18 +142,22 @@ class PublisherTracer:
         elif random.random() >= self._root_ratio:
             return None
         span = self._start(message, exchange, routing_key, operation, context, theirs)
-        head, headers = None, _NOTHING
-        if theirs is None and self._injects:
-            head = propagation.head_of(span, context) if properties is None else None
-            if head is None:
-                headers = propagation.headers(set_span_in_context(span, context))
-                if properties is not None:
-                    headers = propagation.added(headers, properties)
-        if not span.is_recording():
-            return SendTrace(head, headers) if head or headers else None
-        if properties is not None and (correlation_id := message.correlation_id) is not None:
-            span.set_attribute(conventions.CONVERSATION_ID, correlation_id)
-        return RecordedTrace(head, headers, self._errors, span)
+        try:
+            head, headers = None, _NOTHING
+            if theirs is None and self._injects:
+                head = propagation.head_of(span, context) if properties is None else None
+                if head is None:
+                    headers = propagation.headers(set_span_in_context(span, context))
+                    if properties is not None:
+                        headers = propagation.added(headers, properties)
+            if not span.is_recording():
+                return SendTrace(head, headers) if head or headers else None
+            if properties is not None and (correlation_id := message.correlation_id) is not None:
+                span.set_attribute(conventions.CONVERSATION_ID, correlation_id)
+            return RecordedTrace(head, headers, self._errors, span)
+        except BaseException:  # for example of the user's propagator
+            span.end()
+            raise
 
     def _start(
         self,
@@ -341,12 +345,14 @@ class RecordedTrace(SendTrace):
         if span is None:
             return
         try:
-            if error is not None:
-                attributes[conventions.ERROR_TYPE] = type(error).__name__
-                span.set_status(StatusCode.ERROR, str(error))
-            if attributes:
-                span.set_attributes(attributes)
-            span.end(at)
+            try:
+                if error is not None:
+                    attributes[conventions.ERROR_TYPE] = type(error).__name__
+                    span.set_status(StatusCode.ERROR, str(error))
+                if attributes:
+                    span.set_attributes(attributes)
+            finally:
+                span.end(at)
         except Exception as raised:  # noqa: BLE001  # logged
             self._errors.log(raised, "failed to end a span; the publish itself is not affected")
 

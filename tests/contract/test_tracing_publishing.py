@@ -33,8 +33,10 @@ from reliable_mq import (
 from reliable_mq.health import HealthServer
 from reliable_mq.outbox import SQLAlchemyOutbox, SQLiteOutbox
 from reliable_mq.testing.waiting import wait_until
+from reliable_mq.tracing.publishing import PublisherTracer
+from tests.hostile_exceptions import Wordless
 from tests.refused_threads import refusing_threads
-from tests.tracing.spans import BrokenEnd, BrokenSampler, Recorder, context_of, traceparent
+from tests.tracing.spans import BrokenEnd, BrokenPropagator, BrokenSampler, Recorder, context_of, traceparent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -615,6 +617,27 @@ def test_a_tracer_that_raises_is_logged_once(
     [logged] = [record for record in caplog.records if record.levelname == "ERROR"]
     assert logged.getMessage().startswith("OpenTelemetry raised, 1 times")
     assert len(broker.published) == 3
+
+
+def test_a_span_ends_although_its_context_cannot_be_written(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    broker.script = acking
+    recorder = Recorder(propagator=BrokenPropagator())
+    with new_publisher(tracing=recorder.tracing) as publisher:
+        publisher.publish(Message(b""), routing_key="orders")
+    assert len(broker.published) == 1
+    assert recorder.started
+    assert len(recorder.spans) == len(recorder.started)
+
+
+def test_a_span_ends_with_an_error_that_has_no_text() -> None:
+    """For example, an exception of a signal handler."""
+    recorder = Recorder()
+    trace = PublisherTracer(recorder.tracing, name="shop", endpoints=()).begin(Message(b""), "", "orders")
+    assert trace is not None
+    trace.failed(Wordless())
+    assert len(recorder.spans) == 1
 
 
 def test_a_span_that_cannot_end_leaves_the_error_of_a_publish(

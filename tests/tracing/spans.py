@@ -9,6 +9,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import Sampler, SamplingResult
 from opentelemetry.trace import format_span_id, format_trace_id
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from reliable_mq import Tracing
 from reliable_mq.testing.waiting import wait_until
@@ -89,6 +90,13 @@ class BrokenEnd(SpanProcessor):
 
     def on_end(self, span: ReadableSpan) -> None:
         raise RuntimeError("no end")
+
+
+class BrokenPropagator(TraceContextTextMapPropagator):
+    """Raises whenever it writes a context."""
+
+    def inject(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("no header")
 
 
 class _Started(SpanProcessor):

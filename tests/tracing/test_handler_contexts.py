@@ -15,7 +15,7 @@ from reliable_mq.tracing import Tracing
 from reliable_mq.tracing.consuming import ConsumerTracer
 from reliable_mq.tracing.publishing import PublisherTracer
 from tests.core.deliveries import delivery
-from tests.hostile_exceptions import Textless
+from tests.hostile_exceptions import Textless, Wordless
 from tests.tracing.spans import Recorder
 
 if TYPE_CHECKING:
@@ -49,11 +49,6 @@ def test_a_context_ends_with_its_handler(context: str, thrown_away: bool, caplog
         assert task.run(get_current) == {}
     assert get_current() == {}
     assert caplog.messages == []
-
-
-class Wordless(Exception):
-    def __str__(self) -> str:
-        raise AttributeError("no text")
 
 
 @pytest.mark.parametrize("error", [Wordless(), Textless()], ids=["raises", "leaves"])
@@ -102,3 +97,13 @@ def test_a_handler_passes_on_baggage_without_a_trace() -> None:
     consumer = ConsumerTracer(tracing, name="test", queue="orders", endpoints=())
     consumer.traced(handle, batch=False)(delivery(headers={"baggage": "tenant=acme"}))
     assert passed_on == [{"baggage": "tenant=acme"}]
+
+
+def test_a_handler_can_print_its_context() -> None:
+    """The context of an unsampled message shows the decoded ids, like any other."""
+    printed: list[str] = []
+    tracer = ConsumerTracer(Recorder().tracing, name="test", queue="orders", endpoints=())
+    tracer.traced(lambda _: printed.append(repr(get_current())), batch=False)(
+        delivery(headers={"traceparent": SAMPLED[:-1] + "0"})
+    )
+    assert all(part in printed[0] for part in ("NonRecordingSpan", "a" * 32, "b" * 16))
