@@ -1,18 +1,39 @@
-"""The handler of SIGTERM is restored after each test.
+"""Signal handlers of tests.
 
-Spark's readers replace it, and their handler ends the process. A later test in the same process may send SIGTERM to
-itself.
+The handler of SIGTERM is restored after each test. Spark's readers replace it, and their handler ends the process. A
+later test in the same process may send SIGTERM to itself.
 """
 
 from __future__ import annotations
 
 import signal
+import threading
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+
+class Interrupted(BaseException):
+    """The exception of a signal handler."""
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], None]]:
+    """Yield a function that raises Interrupted on the current thread, by a signal."""
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        yield partial(signal.pthread_kill, threading.get_ident(), signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.fixture(autouse=True)

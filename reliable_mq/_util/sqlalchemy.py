@@ -229,13 +229,14 @@ class AsyncTransactionRunner:
         except TimeoutError as error:
             if call.done():  # an error of the work
                 raise
-            handle.cut()  # psycopg waits for an answer even when it is cancelled
-            call.cancel()
             raise TimeoutError(f"no answer within {timeout:g} s") from error
         except concurrent.futures.CancelledError as error:
             raise OSError("the outbox was closed before there was an answer") from error
         finally:
             running.discard(call)
+            if not call.done():  # or a signal handler raised
+                handle.cut()  # psycopg waits for an answer even when it is cancelled
+                call.cancel()
         return result
 
     def close(self) -> None:

@@ -32,6 +32,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
+from reliable_mq._util.hooks import ForkStage, each_at_fork
 from reliable_mq._util.logs import get_logger
 
 __all__ = [
@@ -154,7 +155,9 @@ class DaemonExecutor:
     def __init__(self, name: str, most: int = 64) -> None:
         self._name = name
         self._most = most
+        self._closed = False
         self._reset()
+        _executors.add(self)
 
     def start(self) -> None:
         """Start a thread unless one is idle.
@@ -175,7 +178,6 @@ class DaemonExecutor:
             TimeoutError: If the call did not return in time, ``most`` earlier calls that did not return in time still
                 run, or no thread can be started.
         """
-        self._reset_in_child()
         if self._hanging >= self._most and not beyond:
             raise TimeoutError(f"{self._hanging} earlier questions are without an answer")
         handle = CancelHandle()
@@ -190,9 +192,14 @@ class DaemonExecutor:
             ended.release()
 
         self._submit_or_time_out(partial(fn, handle), report)
-        if not ended.acquire(timeout=timeout):
-            self._give_up(wait)
-            handle.cut()
+        in_time = False
+        try:
+            in_time = ended.acquire(timeout=timeout)
+        finally:
+            if not in_time:  # or a signal handler raised
+                self._give_up(wait)
+                handle.cut()
+        if not in_time:
             raise TimeoutError(f"no answer within {timeout:g} s")
         result: T
         result, error = outcome
@@ -246,7 +253,6 @@ class DaemonExecutor:
 
         A later call, for example of a task that is being cancelled, runs on a new thread, which ends with the call.
         """
-        self._reset_in_child()
         with self._lock:
             self._closed = True
             for _ in range(self._threads):
@@ -254,17 +260,12 @@ class DaemonExecutor:
             self._threads = 0
 
     def _reset(self) -> None:
-        self._pid = os.getpid()
+        """Begin without threads, also in a forked child. A thread may have held the lock."""
         self._lock = threading.RLock()  # a signal handler may acquire it again
         self._calls: SimpleQueue[tuple[Callable[[], object], _Report] | None] = SimpleQueue()
         self._threads = 0
         self._busy = 0
         self._hanging = 0
-        self._closed = False
-
-    def _reset_in_child(self) -> None:
-        if os.getpid() != self._pid:  # no thread exists in a forked child; one of them may have held the lock
-            self._reset()
 
     def _returned(self, wait: _Wait) -> None:
         with self._lock:
@@ -285,7 +286,6 @@ class DaemonExecutor:
 
     def _submit(self, fn: Callable[[], T], report: _Report, *, queue: bool = False) -> None:
         """Call `fn` on a thread, count the thread as idle, and report the outcome."""
-        self._reset_in_child()
         with self._lock:
             closed = self._closed
             if closed:
@@ -299,9 +299,8 @@ class DaemonExecutor:
             self._calls.put((fn, report))  # one step with the line above
             if self._closed:  # closed meanwhile by a signal handler: there may be no thread left, or one too many
                 start_daemon(f"{self._name}-late", self._run, self._calls)
-                for _ in range(self._threads + 1):
-                    self._calls.put(None)
-                self._threads = 0
+                self._threads += 1
+                self.close()
 
     def _run(self, calls: SimpleQueue[tuple[Callable[[], object], _Report] | None]) -> None:
         while (call := calls.get()) is not None:
@@ -318,6 +317,9 @@ class DaemonExecutor:
             self._busy -= 1  # before the caller continues, so that its next call finds this thread idle
         report(result, failure)
         del failure  # otherwise the traceback keeps this frame alive, and this frame the error
+
+
+_executors = each_at_fork(ForkStage.RENEW, DaemonExecutor._reset)  # noqa: SLF001  # of this module
 
 
 def _settle(future: asyncio.Future[T], result: T, error: BaseException | None) -> None:
@@ -462,6 +464,7 @@ class CallbackThread:
                 due = due or time.monotonic() + _LATER
             else:
                 _run_one(callback)
+            del callback  # otherwise an idle thread keeps it alive
 
     def _run_later(self) -> bool:
         """Run the callbacks of `put_later`; return whether there were any."""

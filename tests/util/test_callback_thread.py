@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+from weakref import WeakSet
 
 from reliable_mq._util.threads import CallbackThread
 from reliable_mq.testing.waiting import wait_until
@@ -51,3 +53,24 @@ def test_callbacks_that_may_wait_run_together_and_at_the_end() -> None:
     callbacks.put_later(lambda: called.append(253))
     wait_until(lambda: not threads(), timeout=10, what="the end of the threads")
     assert sorted(called) == list(range(254))
+
+
+def test_an_idle_thread_keeps_no_callback_alive() -> None:
+    """A callback may hold a large message."""
+    callbacks = CallbackThread(NAME)
+    kept: WeakSet[threading.Event] = WeakSet()
+
+    def put() -> None:
+        done = threading.Event()
+        kept.add(done)
+        callbacks.put(done.set)
+        assert done.wait(10)
+
+    def is_gone() -> bool:
+        gc.collect()
+        return not kept
+
+    put()
+    wait_until(is_gone, timeout=10, what="the end of the callback")
+    callbacks.stop()
+    assert callbacks.join(10)

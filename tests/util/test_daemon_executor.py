@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import threading
+
+import pytest
 
 from reliable_mq._util.threads import DaemonExecutor, call_on_thread
 from reliable_mq.testing.waiting import until
@@ -68,3 +71,30 @@ def test_without_a_thread_a_call_runs_on_the_current_one() -> None:
         assert await call_on_thread("end", threading.get_ident) != threading.get_ident()
 
     asyncio.run(main())
+
+
+def test_a_forked_child_makes_calls_of_its_own() -> None:
+    """The lock may be held at the fork. No call hangs in the child, and a closed executor stays closed."""
+    go_on, context = threading.Event(), multiprocessing.get_context("fork")
+    threads, closed, answers = DaemonExecutor("test", 1), DaemonExecutor("test"), context.SimpleQueue()
+    with pytest.raises(TimeoutError):
+        threads.call(lambda _: go_on.wait(20), 0.02)
+    closed.close()
+
+    def ask() -> None:
+        answers.put([threads.hanging, threads.call(lambda _: 7, 20), closed.call(lambda _: 8, 20)])
+        for thread in threading.enumerate():
+            if thread.name.startswith("test-late"):
+                thread.join(20)
+        answers.put(running())
+
+    with threads._lock:
+        child = context.Process(target=ask, daemon=True)
+        child.start()
+        child.join(30)
+    assert child.exitcode == 0
+    assert answers.get() == [0, 7, 8]
+    assert answers.get() == ["test-1"]
+    assert threads.hanging == 1
+    go_on.set()
+    threads.close()

@@ -9,6 +9,8 @@ import time
 import pytest
 
 from reliable_mq._util.threads import CancelHandle, DaemonExecutor
+from reliable_mq.testing.waiting import wait_until
+from tests.signal_handlers import Interrupted, interruptible
 
 
 class Connection:
@@ -60,6 +62,25 @@ def test_a_call_that_waits_for_its_socket_is_ended() -> None:
             break
         except TimeoutError:
             assert time.monotonic() < deadline
+    calls.close()
+    close(connection)
+
+
+def test_a_call_whose_caller_is_interrupted_is_ended() -> None:
+    """As nobody waits for it any more, it counts as hanging until then."""
+    calls, connection = DaemonExecutor("test"), Connection()
+    hanging: list[int] = []
+
+    def wait(lifeline: CancelHandle) -> None:
+        with lifeline.using(connection, lambda: hanging.append(calls.hanging)):
+            interrupt()
+            connection.near.recv(1)
+
+    with interruptible() as interrupt, pytest.raises(Interrupted):
+        calls.call(wait, 60)
+    wait_until(lambda: hanging, timeout=10, what="the end of the call")
+    assert hanging == [1]
+    wait_until(lambda: not calls.hanging, timeout=10, what="no call that hangs")
     calls.close()
     close(connection)
 

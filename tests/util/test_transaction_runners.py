@@ -19,6 +19,7 @@ from reliable_mq.core.outbox import NewRow
 from reliable_mq.outbox import SQLAlchemyOutbox
 from reliable_mq.testing.waiting import wait_until
 from tests.refused_threads import refusing_threads
+from tests.signal_handlers import Interrupted, interruptible
 
 
 def _threads() -> list[threading.Thread]:
@@ -65,6 +66,25 @@ def test_work_that_hangs_on_a_loop_is_cancelled_in_time(tmp_path: Path) -> None:
         assert runner.run(one, None, 20) == 1
         with pytest.raises(TimeoutError, match="its own"):
             runner.run(fail, None, 20)
+    asyncio.run(engine.dispose())
+
+
+def test_work_whose_caller_is_interrupted_is_cancelled(tmp_path: Path) -> None:
+    engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path}/database")
+    cancelled = threading.Event()
+
+    async def hang() -> None:
+        interrupt()
+        try:
+            await asyncio.sleep(20)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    with closing(AsyncTransactionRunner(engine)) as runner:
+        with interruptible() as interrupt, pytest.raises(Interrupted):
+            runner.run(lambda _: await_only(hang()), None)
+        assert cancelled.wait(10)
     asyncio.run(engine.dispose())
 
 
