@@ -85,7 +85,7 @@ class LogLimit:
     def __init__(self, interval: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._interval = interval
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may acquire it again
         self._count = 0  # not logged yet
         self._logged_at = float("-inf")
 
