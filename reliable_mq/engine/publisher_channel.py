@@ -297,7 +297,7 @@ class BasePublisherChannel(BaseChannel[P]):
             unanswered_since=self._watch.look(now, self._io.call_soon),
             patience=self._heartbeat,
             work=self.outstanding,
-            worked_at=max(self._settled_at, self._oldest or 0.0),
+            worked_at=max(self._settled_at, self._oldest or now),  # a message that is just being taken has no time yet
             blocked_reason=self.session.blocked_reason,
             blocked_at=self._blocked_since,
             outbox=outbox,

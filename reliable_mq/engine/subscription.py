@@ -386,11 +386,11 @@ class BaseSubscription(NullListener):
     def _run(self) -> None:
         """Poll the session, and carry out its actions."""
         self._woken = False
-        now, idle = time.monotonic(), not self.session.running
+        now = time.monotonic()
+        if not self.session.running:
+            self._vitals.worked(now)  # before any delivery runs, as a probe may look in between
         self._take_in(now)
         actions = self._decide(now)
-        if idle:
-            self._vitals.worked(now)
         self._carry_out(actions)
         if actions.state is ConsumerState.ENDED:
             self._finish(now)

@@ -84,6 +84,32 @@ def test_a_publisher_without_confirms_does_not_progress(broker: ScriptedBroker, 
         assert inner(publisher).health(stuck_after=0.2).progressing
 
 
+def idle_since(moment: float) -> None:
+    """Wait until less is done than a client that is looked at with ``stuck_after=0.2`` must have done."""
+    wait_until(lambda: time.monotonic() - moment > 0.2, timeout=10, what="an idle client")
+
+
+def test_a_publisher_progresses_while_it_takes_a_message(
+    broker: ScriptedBroker, new_publisher: NewClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A probe on another thread may look amid any step, after hours without a message."""
+    found: list[Health] = []
+    broker.script = lambda published: published.channel.ack(published.number)
+    with new_publisher() as publisher:
+        publisher.publish(Message(b"x"), routing_key="orders")
+        channel = inner(publisher)._channel
+        take = channel.window.take
+
+        def take_and_look(size: int) -> None:
+            take(size)
+            found.append(inner(publisher).health(stuck_after=0.2))
+
+        monkeypatch.setattr(channel.window, "take", take_and_look)
+        idle_since(channel._settled_at)
+        publisher.publish(Message(b"x"), routing_key="orders")
+    assert [(health.progressing, health.reason) for health in found] == [(True, "")]
+
+
 def test_what_has_given_up_is_not_live(broker: ScriptedBroker, new_publisher: NewClient) -> None:
     with new_publisher(reconnect_stop=lambda _rounds: True) as publisher:
         assert inner(publisher).health().live
@@ -245,6 +271,29 @@ def test_a_consumer_whose_handlers_are_stuck_does_not_progress(broker: ScriptedB
         assert inner(consumer).health().progressing
         go_on.set()
         wait_health(consumer, lambda health: health.progressing, stuck_after=0.2)
+
+
+def test_a_consumer_progresses_while_it_takes_a_delivery(
+    broker: ScriptedBroker, new_consumer: NewClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Health] = []
+    handled = threading.Event()
+    with new_consumer(lambda _: handled.set()) as consumer:
+        wait_health(consumer, lambda health: health.ready)
+        subscription = inner(consumer)._subscription
+        poll = subscription.session.poll
+
+        def poll_and_look(now: float) -> Any:
+            actions = poll(now)
+            if actions.dispatch:
+                found.append(inner(consumer).health(stuck_after=0.2))
+            return actions
+
+        monkeypatch.setattr(subscription.session, "poll", poll_and_look)
+        idle_since(time.monotonic())
+        broker.consuming.deliver(b"late")
+        assert handled.wait(20)
+    assert [(health.progressing, health.reason) for health in found] == [(True, "")]
 
 
 def test_a_consumer_that_stops_is_not_shown_as_disconnected(broker: ScriptedBroker, new_consumer: NewClient) -> None:
