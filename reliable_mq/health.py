@@ -96,21 +96,10 @@ class _Probes:
         return _Answer(HTTPStatus.NOT_FOUND, _TEXT, f"there are {known}\n".encode())
 
     def _judged(self, question: str) -> _Answer:
-        reports = [(repr(part), _health(part)) for part in self._parts]
+        parts = [_report(part) for part in self._parts]
         if question == "ready" and self._draining:
-            reports.append(("this process", Health(True, False, True, time.time(), "draining")))
-        ok = all(getattr(health, question) for _, health in reports)
-        parts = [
-            {
-                "part": name,
-                "live": health.live,
-                "ready": health.ready,
-                "progressing": health.progressing,
-                "since": datetime.fromtimestamp(health.since, UTC).isoformat(timespec="seconds"),
-                "reason": health.reason,
-            }
-            for name, health in reports
-        ]
+            parts.append(_entry("this process", Health(True, False, True, time.time(), "draining")))
+        ok = all(part[question] for part in parts)
         body = json.dumps({question: ok, "parts": parts}, indent=2).encode() + b"\n"
         return _Answer(HTTPStatus.OK if ok else HTTPStatus.SERVICE_UNAVAILABLE, _JSON, body)
 
@@ -129,15 +118,28 @@ def _exposed(registry: CollectorRegistry, accept: str) -> _Answer:
         return _Answer(HTTPStatus.INTERNAL_SERVER_ERROR, _TEXT, b"a collector of the metrics raised an error\n")
 
 
-def _health(part: Part | Callable[[], Health]) -> Health:
+def _report(part: Part | Callable[[], Health]) -> dict[str, Any]:
+    """Return the entry of a part. A part whose health cannot be shown is not live."""
     try:
         found: object = part() if callable(part) else part.health()
+        if isinstance(found, Health):
+            return _entry(repr(part), found)
+        reason = f"its health() returned {type(found).__name__}, not Health"
     except Exception as error:
         logger.exception("health() of %r raised", part)
-        return Health(False, False, False, time.time(), f"its health() raised {type(error).__name__}")
-    if isinstance(found, Health):
-        return found
-    return Health(False, False, False, time.time(), f"its health() returned {type(found).__name__}, not Health")
+        reason = f"its health() raised {type(error).__name__}"
+    return _entry(repr(part), Health(False, False, False, time.time(), reason))
+
+
+def _entry(name: str, health: Health) -> dict[str, Any]:
+    return {
+        "part": name,
+        "live": health.live,
+        "ready": health.ready,
+        "progressing": health.progressing,
+        "since": datetime.fromtimestamp(health.since, UTC).isoformat(timespec="seconds"),
+        "reason": health.reason,
+    }
 
 
 class HealthServer(_Probes):
@@ -189,15 +191,20 @@ class HealthServer(_Probes):
         if self._thread is not None:
             raise UsageError("this HealthServer was started before: make another")
         try:
-            self._listener = _listen(self._host, self._port)
+            listener = _listen(self._host, self._port)
         except (OSError, UnicodeError) as error:  # UnicodeError: a host name that no resolver accepts
             why = getattr(error, "strerror", None) or error
             raise ConfigurationError(f"host {self._host!r}, port {self._port}: cannot be listened at: {why}") from error
-        self._port = self._listener.getsockname()[1]
+        self._port = listener.getsockname()[1]
         started = threading.Event()
-        self._thread = start_daemon("reliable_mq health", self._serve, self._listener, started)
-        started.wait()
+        try:
+            self._thread = start_daemon("reliable_mq health", self._serve, listener, started)
+        except BaseException:  # for example, no thread can be started at the moment
+            listener.close()
+            raise
+        self._listener = listener
         _servers.add(self)
+        started.wait()
 
     def close(self) -> None:
         """Stop listening. Do nothing if the server is closed."""

@@ -32,6 +32,7 @@ from reliable_mq.engine.publisher import CLOSE_TIMEOUT
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.health import Health, HealthApp, HealthServer
 from reliable_mq.testing.waiting import wait_until
+from tests.refused_threads import refusing_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -230,6 +231,28 @@ def test_a_port_in_use_is_named() -> None:
     with pytest.raises(OSError, match=r"refused|reset"):
         socket.create_connection(("127.0.0.1", port), timeout=5)
     assert not [one for one in threading.enumerate() if one.name == "reliable_mq health"]
+
+
+def test_a_server_without_a_thread_leaves_its_port() -> None:
+    server = HealthServer(Part(), port=0)
+    with refusing_threads("health"), pytest.raises(RuntimeError, match="can't start new thread"):
+        server.start()
+    with pytest.raises(OSError, match=r"refused|reset"):
+        socket.create_connection(("127.0.0.1", urlsplit(server.url).port or 0), timeout=5)
+    with server:
+        assert get(server, "/livez")[0] == 200
+
+
+@pytest.mark.parametrize("since", [float("nan"), 1e30, None])
+def test_a_part_of_no_known_time_is_not_live(since: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The other parts are shown as well, so that it is known which one is wrong."""
+    part, well = Part(), Part()
+    part.answer = Health(True, True, True, since)
+    with HealthServer(part, well, port=0) as server:
+        status, _, body = get(server, "/livez")
+    assert status == 503
+    assert [part["live"] for part in json.loads(body)["parts"]] == [False, True]
+    assert "<Part> raised" in caplog.text
 
 
 def test_it_answers_until_publishers_have_ended_at_exit() -> None:

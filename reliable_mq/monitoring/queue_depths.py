@@ -106,7 +106,11 @@ class QueueDepths:
         if self._thread is not None:
             raise UsageError("these queue depths were entered before, and run once: make others")
         self._registration = register(self._registry, self._readings)
-        self._thread = start_daemon(_NAME, self._run)
+        try:
+            self._thread = start_daemon(_NAME, self._run)
+        except BaseException:  # for example, no thread can be started at the moment
+            self._registration.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

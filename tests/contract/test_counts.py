@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
 from reliable_mq.cli.doctor.broker import HostEntry
 from reliable_mq.cli.doctor.examine import _existence
@@ -102,6 +102,21 @@ def test_depths_are_measured_again_once_threads_can_start(broker: ScriptedBroker
             wait_until(lambda: value("depth_failures_total") >= several, timeout=20, what="several failures")
         broker.greeting = None
         wait_until(lambda: value("messages") == 5, timeout=20, what="the gauge")
+
+
+def test_depths_without_a_thread_leave_nothing_behind(broker: ScriptedBroker) -> None:
+    registry = CollectorRegistry()
+    broker.count = (5, 0)
+    depths = QueueDepths(broker.url, [QUEUE], registry=registry, interval=0.05)
+    with refusing_threads("queue depths"), pytest.raises(RuntimeError, match="can't start new thread"):
+        depths.__enter__()
+    with depths:
+        wait_until(
+            lambda: registry.get_sample_value("reliable_mq_queue_messages", {"queue": QUEUE, "role": "dead_letters"}),
+            timeout=20,
+            what="the gauge",
+        )
+    assert "reliable_mq_queue_messages" not in generate_latest(registry).decode()
 
 
 @pytest.mark.parametrize(("last", "told"), [((5, 0), "5 messages"), (UNKNOWN, "0 messages ready, 0 consumers (Rabb")])
