@@ -86,7 +86,7 @@ class ManagementAPI:
             parts.port or _PORTS[parts.scheme],
             credentials or settings.resolve_credentials(),
             context=_context(settings) if parts.scheme == "https" else None,
-            prefix=parts.path.rstrip("/"),
+            prefix=quote(parts.path.rstrip("/"), safe="/%"),
         )
 
     @staticmethod

@@ -86,6 +86,19 @@ def test_an_answer_is_bounded_in_time_as_a_whole(where: str, monkeypatch: pytest
         api.get("queues")
 
 
+def test_a_path_is_sent_as_a_browser_sends_it() -> None:
+    paths: list[str] = []
+
+    def write(handler: http.server.BaseHTTPRequestHandler) -> None:
+        paths.append(handler.path)
+        json_of("[]")(handler)
+
+    with answering(write) as api:
+        for prefix in ("/caf\u00e9 1/", "/caf%C3%A9%201"):
+            assert ManagementAPI.at(f"{api}{prefix}", SETTINGS, option="url").get("queues", "a/b") == []
+    assert paths == ["/caf%C3%A9%201/api/queues/a%2Fb"] * 2
+
+
 def test_an_answer_that_ends_early_is_an_error() -> None:
     with answering(json_of("[]", length=10**12)) as api, pytest.raises(ManagementError, match="IncompleteRead"):
         api.get("queues")
