@@ -18,7 +18,7 @@ import threading
 import warnings
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from reliable_mq._util.logs import get_logger
 from reliable_mq._util.signals import ReplacedHandlers
@@ -64,6 +64,7 @@ class _SignalWatch:
         self._loop = loop
         self._stops: list[Callable[[], None]] = []
         self._replaced = ReplacedHandlers(on_loop=True)
+        self._of_loop: Any = None  # Python's handler of every signal that is added to the loop
 
     def add(self, stop: Callable[[], None]) -> None:
         if not self._stops and threading.current_thread() is threading.main_thread():
@@ -78,14 +79,22 @@ class _SignalWatch:
             if self._loop.is_closed():
                 self._replaced.restore()
             else:
-                self._replaced.restore(self._loop.remove_signal_handler)
+                self._replaced.restore(self._remove)
 
     def _take(self, number: signal.Signals) -> None:
         if not _is_default(signal.getsignal(number)):
             return
-        install = partial(self._loop.add_signal_handler, number, self._on_signal)
         with suppress(NotImplementedError, RuntimeError):  # not supported on this platform or by this loop
-            self._replaced.replace(number, install)
+            self._replaced.replace(number, partial(self._install, number))
+
+    def _install(self, number: signal.Signals) -> None:
+        self._loop.add_signal_handler(number, self._on_signal)
+        self._of_loop = signal.getsignal(number)
+        signal.signal(number, partial(self._of_loop))  # another object, to tell whether the program has added its own
+
+    def _remove(self, number: int) -> None:
+        if signal.getsignal(number) != self._of_loop:
+            self._loop.remove_signal_handler(number)
 
     def _on_signal(self) -> None:
         for stop in list(self._stops):

@@ -126,6 +126,19 @@ def test_a_handler_that_is_set_meanwhile_stays(run: Any) -> None:
         signal.signal(signal.SIGTERM, before)
 
 
+def test_a_handler_added_to_the_loop_meanwhile_stays(run: Any) -> None:
+    async def main() -> None:
+        received, loop = asyncio.Event(), asyncio.get_running_loop()
+        with on_signals(lambda: None):
+            loop.add_signal_handler(signal.SIGTERM, received.set)
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(received.wait(), 10)
+        loop.remove_signal_handler(signal.SIGTERM)
+
+    run(main())
+
+
 def test_off_the_main_thread_signals_are_left_alone(run: Any) -> None:
     async def main() -> None:
         with on_signals(lambda: None):
