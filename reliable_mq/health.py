@@ -125,7 +125,7 @@ def _report(part: Part | Callable[[], Health]) -> dict[str, Any]:
         if isinstance(found, Health):
             return _entry(repr(part), found)
         reason = f"its health() returned {type(found).__name__}, not Health"
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit() would end the probes and not the program
         logger.exception("health() of %r raised", part)
         reason = f"its health() raised {type(error).__name__}"
     return _entry(repr(part), Health(False, False, False, time.time(), reason))

@@ -50,7 +50,7 @@ class Part:
         return "<Part>"
 
     def health(self) -> Health:
-        if isinstance(self.answer, Exception):
+        if isinstance(self.answer, BaseException):
             raise self.answer
         found: Health = self.answer
         return found
@@ -241,6 +241,16 @@ def test_a_server_without_a_thread_leaves_its_port() -> None:
         socket.create_connection(("127.0.0.1", urlsplit(server.url).port or 0), timeout=5)
     with server:
         assert get(server, "/livez")[0] == 200
+
+
+def test_a_part_that_exits_does_not_end_the_server() -> None:
+    part = Part()
+    part.answer = SystemExit(3)
+    with HealthServer(part, port=0) as server:
+        for _ in range(2):
+            status, _, body = get(server, "/livez")
+            assert status == 503
+            assert "its health() raised SystemExit" in body.decode()
 
 
 @pytest.mark.parametrize("since", [float("nan"), 1e30, None])
