@@ -75,14 +75,10 @@ class ReplacedHandlers:
             _active.remove(self)
 
     def restore_in_child(self) -> None:
-        """Restore the handlers from before that are still replaced."""
+        """Restore the handlers from before; leave the event loop to the parent."""
         if self._on_loop and self._before:
             signal.set_wakeup_fd(-1)
-        for number, before in self._before.items():
-            current = signal.getsignal(number)
-            if current is self._after.get(number, current):
-                signal.signal(number, before)
-        self._before.clear()
+        self.restore()
 
 
 _active: list[ReplacedHandlers] = []  # the newest last
@@ -90,8 +86,8 @@ _forking = threading.local()
 
 
 def _restore_in_child() -> None:
-    while _active:
-        _active.pop().restore_in_child()
+    for replaced in reversed(_active.copy()):
+        replaced.restore_in_child()
 
 
 def _block() -> None:

@@ -12,8 +12,8 @@ Invariants:
   limits their number. They also fail at once if they need a thread and none can be started. Calls with a waiting caller
   are not limited.
 - A connection is shut down only while the hanging call uses it.
-- Callbacks (`CallbackThread`) run one at a time, in the order in which they were added, and never on an I/O thread. An
-  exception of a callback is logged and affects no other callback.
+- Callbacks (`CallbackThread`) run one at a time, in the order in which they were added, until their thread is stopped,
+  and never on an I/O thread. An exception of a callback is logged and affects no other callback.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ def _call(fn: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
         outcome = error
     finally:
         done(outcome)
+        del outcome  # otherwise the traceback of an error keeps this frame alive, and this frame the error
 
 
 class CancelHandle:
@@ -386,7 +387,7 @@ class CallbackThread:
                     raise
 
     def put(self, callback: Callable[[], object]) -> None:
-        """Run ``callback`` soon; after `stop`, on a new thread. Does not block."""
+        """Run ``callback`` soon; after `stop`, on a new thread, unordered. Does not block."""
         self.start()
         self._queue.put(callback)
         if self._over:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from reliable_mq._util.threads import DaemonExecutor, call_on_thread
-from reliable_mq.testing.waiting import until
+from reliable_mq._util.threads import DaemonExecutor, call_in_background, call_on_thread
+from reliable_mq.testing.waiting import until, wait_until
 from tests.refused_threads import refusing_threads
 
 
@@ -73,6 +76,30 @@ def test_without_a_thread_a_call_runs_on_the_current_one() -> None:
     asyncio.run(main())
 
 
+def test_a_background_call_that_failed_keeps_nothing_alive() -> None:
+    """Its error has a traceback. The collector of cycles may run much later."""
+
+    class Caller:
+        def fail(self) -> None:
+            raise OSError("no answer")
+
+        def done(self, outcome: object) -> None:
+            outcomes.append(type(outcome))
+
+    outcomes: list[type] = []
+    caller = Caller()
+    kept = weakref.ref(caller)
+    gc.disable()
+    try:
+        call_in_background("test-background", caller.fail, caller.done)
+        del caller
+        wait_until(lambda: not running(), timeout=10, what="the end of the thread")
+        assert kept() is None
+    finally:
+        gc.enable()
+    assert outcomes == [OSError]
+
+
 def test_a_forked_child_makes_calls_of_its_own() -> None:
     """The lock may be held at the fork. No call hangs in the child, and a closed executor stays closed."""
     go_on, context = threading.Event(), multiprocessing.get_context("fork")
@@ -88,10 +115,12 @@ def test_a_forked_child_makes_calls_of_its_own() -> None:
                 thread.join(20)
         answers.put(running())
 
-    with threads._lock:
+    with ThreadPoolExecutor(1) as other:
+        other.submit(threads._lock.acquire).result(10)
         child = context.Process(target=ask, daemon=True)
         child.start()
         child.join(30)
+        other.submit(threads._lock.release).result(10)
     assert child.exitcode == 0
     assert answers.get() == [0, 7, 8]
     assert answers.get() == ["test-1"]
