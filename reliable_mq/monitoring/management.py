@@ -27,6 +27,7 @@ __all__ = ["ManagementAPI", "ManagementError", "rows"]
 
 _PORTS: Final = {"http": 15672, "https": 15671}
 _HOST: Final = re.compile(r"[A-Za-z0-9._:-]+")
+_PATH: Final = "/%:@!$&'()*+,;="  # may stand in a path as they are, RFC 3986
 _MOST: Final = 64 * 1024 * 1024  # bytes of a response
 _CHUNK: Final = 64 * 1024
 _TOTAL: Final = 60.0  # seconds for a whole response
@@ -86,7 +87,7 @@ class ManagementAPI:
             parts.port or _PORTS[parts.scheme],
             credentials or settings.resolve_credentials(),
             context=_context(settings) if parts.scheme == "https" else None,
-            prefix=quote(parts.path.rstrip("/"), safe="/%"),
+            prefix=quote(parts.path.rstrip("/"), safe=_PATH),
         )
 
     @staticmethod
