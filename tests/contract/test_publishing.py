@@ -265,9 +265,9 @@ def test_a_return_of_nothing_that_is_outstanding_changes_nothing(
 
 
 def test_no_two_messages_with_one_id_are_outstanding_at_once(
-    broker: ScriptedBroker, new_publisher: NewPublisher
+    broker: ScriptedBroker, new_publisher: NewPublisher, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A return has an id but no number, so only one publish per id is outstanding."""
+    """A return has an id but no number, so only one publish per id is outstanding. The log says so."""
     with new_publisher() as publisher:
         same = [
             publisher.submit(Message(b"%d" % n, message_id="same"), routing_key="nowhere" if n == 1 else KEY)
@@ -276,6 +276,8 @@ def test_no_two_messages_with_one_id_are_outstanding_at_once(
         other = publisher.submit(Message(b"other"), routing_key=KEY)
         published = broker.wait_published(2)
         assert [one.body for one in published] == [b"0", b"other"]
+        [line] = [each.getMessage() for each in caplog.records if "message_id" in each.getMessage()]
+        assert line.endswith("make a new Message for each message")
         published[0].channel.ack(2, multiple=True)
         second = broker.wait_published(3)[2]
         assert second.body == b"1"

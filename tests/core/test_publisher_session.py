@@ -998,7 +998,7 @@ def test_a_message_that_cannot_be_encoded_fails_alone(shell: Shell, sent_before:
     assert "cannot be encoded: RuntimeError: no bytes for this one" in str(error)
     assert error.reply_code == 0
     assert error.may_have_arrived is bool(sent_before)
-    assert (shell.session.outstanding, shell.session.freed_count, len(shell.session._ids)) == (0, 5, 0)
+    assert (shell.session.outstanding, shell.session.freed_count, len(shell.session.ids)) == (0, 5, 0)
     assert shell.session.statistics.refused == 1
 
 

@@ -784,7 +784,7 @@ class PublishingMachine(RuleBasedStateMachine):
         self.all_invariants()
         assert all(expected.outcome is not None for expected in self.everyone)
         assert self.session.freed_count == len(self.everyone)
-        assert self.session.outstanding == self.session.on_wire == len(self.session._ids) == 0
+        assert self.session.outstanding == self.session.on_wire == len(self.session.ids) == 0
 
 
 TestPublishing = PublishingMachine.TestCase

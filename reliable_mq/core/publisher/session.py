@@ -106,7 +106,7 @@ class PublisherSession(Generic[P]):
         self._random = random
         self._tracker: ConfirmTracker[P] = ConfirmTracker()
         self._deadlines: PublishDeadlines[P] = PublishDeadlines(delivery_timeout)
-        self._ids: MessageIdQueue[P] = MessageIdQueue()
+        self.ids: MessageIdQueue[P] = MessageIdQueue()
         self._bisector: ChannelErrorBisector[P] = ChannelErrorBisector()
         self._ready: deque[P] = deque()
         self._probe: deque[P] = deque()  # the part of the probed group that is not written
@@ -134,7 +134,7 @@ class PublisherSession(Generic[P]):
     def accept(self, publications: Collection[P]) -> None:
         """Accept publishes in the order of ``accepted_at``, each admitted to the window."""
         self._deadlines.enter(publications)
-        self._ready.extend(self._ids.enter(publications))
+        self._ready.extend(self.ids.enter(publications))
         if self.blocked_reason is not None:
             record(publications, PublicationEvent.BLOCKED)
 
@@ -215,7 +215,7 @@ class PublisherSession(Generic[P]):
         ``message_id`` comes from the returned properties. None matches the publish whose ``message.message_id`` is
         empty: publishes without an id are tracked under the empty id, one at a time.
         """
-        publication = self._ids.holder(message_id or "")
+        publication = self.ids.holder(message_id or "")
         state = None if publication is None or generation != self._tracker.generation else publication.state
         if publication is not None and state is _ON_WIRE:
             publication.reply = BrokerReply(code, text)
@@ -405,7 +405,7 @@ class PublisherSession(Generic[P]):
     @property
     def is_empty(self) -> bool:
         """Whether no publish has a place in the window. Abandoned ones keep theirs."""
-        return not self._ids
+        return not self.ids
 
     @property
     def on_wire(self) -> int:
@@ -523,7 +523,7 @@ class PublisherSession(Generic[P]):
             else:
                 self._no_longer_abandoned(publication)
         self._deadlines.settled(len(self.settled) - before)
-        self._ready.extend(self._ids.leave(acked))
+        self._ready.extend(self.ids.leave(acked))
         self.freed_count += len(acked)
         self.freed_bytes += freed
         self.statistics.returned += len(self.settled) - before - len(waited)
@@ -591,9 +591,9 @@ class PublisherSession(Generic[P]):
         self.freed_count += 1
         self.freed_bytes += publication.size
         if waiting:
-            self._ids.withdraw(publication)
+            self.ids.withdraw(publication)
         else:
-            self._ready.extend(self._ids.leave((publication,)))
+            self._ready.extend(self.ids.leave((publication,)))
 
     def _no_longer_abandoned(self, publication: P) -> None:
         self.abandoned_count -= 1

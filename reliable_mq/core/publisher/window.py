@@ -150,9 +150,13 @@ class MessageIdQueue(Generic[P]):
     """The admission of one publication per ``message_id`` at a time.
 
     The other publications wait in the state `PublicationState.WAITING`. Not thread-safe.
+
+    Attributes:
+        delayed: The number of publications that had to wait, since the caller last reset it.
     """
 
     def __init__(self) -> None:
+        self.delayed = 0
         self._admitted: dict[str, P] = {}
         self._waiting: dict[str, deque[P]] = {}
 
@@ -169,6 +173,7 @@ class MessageIdQueue(Generic[P]):
                 admitted.append(publication)
             else:
                 publication.state = PublicationState.WAITING
+                self.delayed += 1
                 self._waiting.setdefault(key, deque()).append(publication)
         return admitted
 
