@@ -19,11 +19,13 @@ class Replica:
     """The replica of the stream ``events`` on one node.
 
     Each read of its end takes the next of the given pairs of end and count; the last pair stays. It delivers nothing
-    and counts nothing until the channel has waited for `silent_for` seconds.
+    and counts nothing until the channel has waited for `silent_for` seconds. The last `coming` messages are published
+    after the subscriptions.
     """
 
-    def __init__(self, *looks: tuple[int, int], first: int = 0, silent_for: float = 0.0) -> None:
+    def __init__(self, *looks: tuple[int, int], first: int = 0, silent_for: float = 0.0, coming: int = 0) -> None:
         self.first = first
+        self.coming = coming
         self.silent_for = silent_for
         self._looks = list(looks)
         self.end, self.count = looks[0]
@@ -63,10 +65,11 @@ class ScriptedChannel:
     ) -> str:
         if offset == "last":
             self.replica.look()
-        places = {"first": self.replica.first, "last": self.replica.end - 1}
-        at = offset if isinstance(offset, int) else places.get(str(offset), self.replica.end)  # no message is that new
+        end = self.replica.end
+        places = {"first": self.replica.first, "last": end - 1, "next": end - self.replica.coming}
+        at = offset if isinstance(offset, int) else places.get(str(offset), end)  # no message is that new
         self._tags += 1
-        if self.replica.first <= at < self.replica.end:
+        if self.replica.first <= at < end:
             value = b"\x0fx-stream-offsetl" + at.to_bytes(8)
             properties = join_properties({"headers": len(value).to_bytes(4) + value})
             self._arrived += [RawDelivery(str(self._tags), 1, False, "", "", properties, b"")]
@@ -76,7 +79,8 @@ class ScriptedChannel:
         if self._arrived and timeout >= self.replica.silent_for:
             type(self).waited += self.replica.silent_for
             self.replica.silent_for = 0.0
-            taken, self._arrived = self._arrived, []
+            taken = [delivery for delivery in self._arrived if not of or delivery.consumer_tag in of]
+            self._arrived = [delivery for delivery in self._arrived if delivery not in taken]
             return taken
         type(self).waited += timeout
         self.replica.silent_for = max(self.replica.silent_for - timeout, 0.0)
@@ -90,7 +94,7 @@ class ScriptedChannel:
         return QueueState(step.name, self.replica.count if self.replica.silent_for <= 0 else 0, 0)
 
     def cancel(self, *consumer_tags: str, delivery_tag: int = 0) -> None:
-        self._arrived = []
+        self._arrived = [delivery for delivery in self._arrived if delivery.consumer_tag not in consumer_tags]
 
     def ack(self, delivery_tag: int) -> None:
         pass

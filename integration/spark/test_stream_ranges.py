@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -531,6 +532,19 @@ def test_a_query_begins_where_it_is_told_to(vhost: VirtualHost) -> None:
         pinned = restored(reader.latestOffset(restored(reader.initialOffset()), ANY))
         reader.stop()
         assert pinned == {"events": first}
+
+
+def test_latest_is_before_what_comes_while_a_query_starts(vhost: VirtualHost) -> None:
+    """A stream without messages is waited for. A message that comes in that time is read."""
+    with Publisher(vhost.url, topology=[EVENTS]) as publisher, ThreadPoolExecutor(1) as starting:
+        publisher.connect()
+        reader = source(vhost.url)
+        start = starting.submit(reader.initialOffset)
+        channel = wait_until(lambda: reader._planner._channel, timeout=10, what="the reader's channel")
+        wait_until(lambda: len(channel._subscribed) == 2, timeout=10, what="the reader's subscriptions")
+        publisher.publish(Message(b"new"), routing_key=EVENTS.name)
+        assert restored(start.result(30)) == {"initial": {"events": 0}}
+        reader.stop()
 
 
 def test_a_batch_waits_for_as_many_messages_as_it_shall_have(vhost: VirtualHost) -> None:

@@ -51,6 +51,7 @@ __all__ = [
     "end_of",
     "exists",
     "first_offsets",
+    "first_offsets_and_next",
     "is_shorter",
     "offset_of",
     "offsets_at",
@@ -281,6 +282,21 @@ def first_offsets(channel: StreamChannel, streams: Collection[str], patience: fl
         if name not in found and (slow := _first_offset(channel, name)) is not None:
             found[name] = slow
     return found
+
+
+def first_offsets_and_next(
+    channel: StreamChannel, streams: Collection[str], latest: Collection[str], patience: float
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the result of `first_offsets`, and the offsets that came meanwhile.
+
+    The latter has, for each stream of ``latest``, the offset of the first message after the call, if there is one. The
+    broker finds the place of "next" in the log of its replica, also while that replica does not deliver yet.
+    """
+    tags = {channel.consume(name, "next", 1): name for name in latest}
+    first = first_offsets(channel, streams, patience)  # ends with a round trip, after the deliveries of the same event
+    came = {tags[each.consumer_tag]: _offset(each, tags[each.consumer_tag]) for each in channel.take(0.0, of=tags)}
+    channel.cancel(*tags)
+    return first, came
 
 
 def offsets_at(channel: StreamChannel, places: Mapping[str, str | datetime], patience: float) -> dict[str, int]:

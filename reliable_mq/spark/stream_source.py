@@ -42,6 +42,7 @@ from reliable_mq.spark.stream_broker import (
     end_of,
     exists,
     first_offsets,
+    first_offsets_and_next,
     is_shorter,
     offsets_at,
 )
@@ -99,8 +100,7 @@ class StreamSource(_Ranges, DataSourceStreamReader, SupportsTriggerAvailableNow)
         """Return the positions where a new query begins, marked as such."""
         given = self._options.starting_offsets
         positions = self._planner.positions("startingOffsets", given)
-        if not isinstance(given, str):
-            self._planner.check_begun(positions)
+        self._planner.check_begun(given)
         return marked_initial(positions)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
@@ -386,15 +386,11 @@ class _Planner:
         by_name = dict.fromkeys(names, given) if isinstance(given, str) else self._by_name(option, given, names)
         # Streams that are known to be empty are skipped, because confirming that takes long.
         asked = [name for name in names if self._ends.get(name) != _EMPTY and isinstance(by_name[name], str)]
-        first = first_offsets(channel, asked, _CERTAIN)
-        return {
-            name: position
-            if not isinstance(position, str)
-            else first.get(name, 0)
-            if position == "earliest" or name not in first
-            else end_of(channel, name, _SURE).position
-            for name, position in by_name.items()
-        }
+        latest = [name for name in asked if by_name[name] == "latest"]
+        first, came = first_offsets_and_next(channel, asked, latest, _CERTAIN)
+        ends = {name: end_of(channel, name, _SURE).position for name in latest if name in first and name not in came}
+        found = dict.fromkeys(names, 0) | first | ends | came
+        return {name: found[name] if isinstance(at, str) else at for name, at in by_name.items()}
 
     def ending(self, given: StartingPositions) -> dict[str, int]:
         ends = {name: end.position for name, end in self.ends(sure=True).items()}
@@ -429,12 +425,13 @@ class _Planner:
                 )
         return begin
 
-    def check_begun(self, begin: Mapping[str, int]) -> None:
-        """Refuse to begin after the end of a stream: it would look like data loss."""
-        for name, end in self.ends(sure=True).items():
-            if begin[name] > end.position:
+    def check_begun(self, given: StartingPositions) -> None:
+        """Refuse an offset after the end of a stream: it would look like data loss."""
+        offsets = {} if isinstance(given, str) else {name: at for name, at in given.items() if isinstance(at, int)}
+        for name, end in self.ends(sure=True).items() if any(offsets.values()) else ():
+            if offsets.get(name, 0) > end.position:
                 raise ConfigurationError(
-                    f"startingOffsets of stream {name!r} is {begin[name]}, and its next message will have offset "
+                    f"startingOffsets of stream {name!r} is {offsets[name]}, and its next message will have offset "
                     f"{end.position}: begin there, or at 'latest'"
                 )
 

@@ -62,6 +62,13 @@ def test_latest_is_not_the_first_offset_of_a_restarted_stream() -> None:
     assert StreamSource(options(), ["body"]).initialOffset() == {"initial": {"events": 12}}
 
 
+def test_latest_is_before_what_comes_while_a_query_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message that is published to a silent stream, while the query waits for that stream, is read."""
+    monkeypatch.setattr(ScriptedChannel, "replicas", {"localhost": Replica((12, 12), silent_for=9.0, coming=2)})
+    assert StreamSource(options(), ["body"]).initialOffset() == {"initial": {"events": 10}}
+    assert ScriptedChannel.waited == 9.0
+
+
 def test_latest_for_a_time_is_the_end_of_a_restarted_stream() -> None:
     """No message is as new as the given time."""
     assert StreamSource(options(**LATER), ["body"]).initialOffset() == {"initial": {"events": 12}}
@@ -87,6 +94,15 @@ def test_a_stream_without_messages_costs_no_more_than_it_must() -> None:
     ScriptedChannel.waited = 0.0
     assert StreamBatch(options(startingOffsets="earliest"), ["body"]).partitions() == []
     assert ScriptedChannel.waited == 12.0
+
+
+@pytest.mark.usefixtures("empty")
+@pytest.mark.parametrize(("start", "seconds"), [("0", 0.0), ('"earliest"', 12.0), ('"latest"', 12.0)])
+def test_a_beginning_is_waited_for_once_and_zero_is_not(start: str, seconds: float) -> None:
+    """Offset 0 is not beyond the end of any stream."""
+    query = StreamSource(options(startingOffsets=f'{{"events": {start}}}'), ["body"])
+    assert query.initialOffset() == {"initial": {"events": 0}}
+    assert ScriptedChannel.waited == seconds
 
 
 @pytest.mark.usefixtures("empty")
