@@ -20,15 +20,16 @@ class Replica:
 
     Each read of its end takes the next of the given pairs of end and count; the last pair stays. It delivers nothing
     and counts nothing until the channel has waited for `silent_for` seconds. The last `coming` messages are published
-    after the subscriptions.
+    after the subscriptions. Without any pairs, the node has no replica.
     """
 
     def __init__(self, *looks: tuple[int, int], first: int = 0, silent_for: float = 0.0, coming: int = 0) -> None:
+        self.exists = bool(looks)
         self.first = first
         self.coming = coming
         self.silent_for = silent_for
         self._looks = list(looks)
-        self.end, self.count = looks[0]
+        self.end, self.count = looks[0] if looks else (0, 0)
 
     def look(self) -> None:
         self.end, self.count = self._looks.pop(0) if len(self._looks) > 1 else self._looks[0]
@@ -63,6 +64,8 @@ class ScriptedChannel:
     def consume(
         self, stream: str, offset: int | str | datetime, prefetch: int, arguments: Mapping[str, object] | None = None
     ) -> str:
+        if not self.replica.exists:
+            raise BrokerUnavailable("the stream has no replica on this node")
         if offset == "last":
             self.replica.look()
         end = self.replica.end

@@ -265,3 +265,19 @@ def test_a_query_on_a_lagging_replica_reads_nothing_again(
         what="the replica catches up",
     )
     query.stop()
+
+
+def test_a_host_without_a_replica_is_passed_over(rabbitmq_cluster: RabbitMQCluster, cluster_vhost: VirtualHost) -> None:
+    """As a node that joined the cluster after the stream was declared."""
+    alone = Queue(EVENTS.name, type="stream", arguments={"x-initial-cluster-size": 1})
+    with Publisher(cluster_vhost.url, topology=[alone], **OPTIONS) as publisher:
+        assert publisher.publish_many((Message(b"%d" % n) for n in range(50)), routing_key=EVENTS.name).ok
+    leader = rabbitmq_cluster.leader_of(EVENTS.name, cluster_vhost.name)
+    url = url_of(cluster_vhost, [*(node for node in rabbitmq_cluster.nodes if node is not leader), leader])
+    found = RabbitMQDataSource({"url": url, "stream": EVENTS.name})
+    query: Any = found.streamReader(found.schema())
+    assert query.initialOffset() == {"initial": {EVENTS.name: 50}}
+    query.stop()
+    reader: Any = found.reader(found.schema())
+    assert reader.partitions() == [StreamRange(EVENTS.name, 0, 50)]
+    assert [body for _, body in read(url, 50)] == [b"%d" % n for n in range(50)]

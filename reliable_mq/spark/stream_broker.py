@@ -20,7 +20,7 @@ from __future__ import annotations
 import http
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from struct import Struct
 from typing import Any, Final
@@ -52,6 +52,7 @@ __all__ = [
     "exists",
     "first_offsets",
     "first_offsets_and_next",
+    "from_host",
     "is_shorter",
     "offset_of",
     "offsets_at",
@@ -201,6 +202,12 @@ class StreamChannel(AdminChannel):
                 self._arrived += self._arriving
                 self._changed.notify_all()
             self._arriving = []
+
+
+def from_host(settings: ConnectionSettings, number: int) -> ConnectionSettings:
+    """Return settings that begin with another host: the first may have no replica."""
+    first = number % len(settings.endpoints)
+    return replace(settings, endpoints=settings.endpoints[first:] + settings.endpoints[:first])
 
 
 def offset_of(delivery: RawDelivery) -> int | None:

@@ -32,7 +32,7 @@ from reliable_mq.spark.metrics import exporter
 from reliable_mq.spark.options import StreamOptions
 from reliable_mq.spark.queue_batches import size_of
 from reliable_mq.spark.queue_subscriptions import PrefetchController
-from reliable_mq.spark.stream_broker import StreamChannel, end_of, first_offsets, is_shorter, offset_of
+from reliable_mq.spark.stream_broker import StreamChannel, end_of, first_offsets, from_host, is_shorter, offset_of
 from reliable_mq.spark.stream_offsets import StreamRange
 
 __all__ = ["RangeReader", "ValueFilter"]
@@ -61,6 +61,7 @@ class RangeReader:
         self._names = names
         self._position = each.start  # all messages before it were returned
         self._prefetch = PrefetchController(most=options.prefetch, most_bytes=_HELD, queues=1, first=_FIRST)
+        self._passed = 0  # hosts at which reading failed
         self._patience = patience
         self._progress_at = time.monotonic()
         self._metrics = exporter(options.metrics_directory)
@@ -101,6 +102,7 @@ class RangeReader:
                         f"{self._left} could not be read within {self._patience:g} s: {error}"
                     ) from error
                 logger.warning("%s: %s; continuing at offset %d", self._range, error, self._position)
+                self._passed += 1
                 if self._metrics is not None:
                     self._metrics.streams.reconnects[self._range.stream] += 1
                 threading.Event().wait(_BETWEEN_ATTEMPTS)
@@ -216,7 +218,7 @@ class RangeReader:
         return offset
 
     def _connected(self, what: str) -> StreamChannel:
-        return StreamChannel(self._settings, name=f"spark-{what}")
+        return StreamChannel(from_host(self._settings, self._passed), name=f"spark-{what}")
 
     @property
     def _waited(self) -> float:

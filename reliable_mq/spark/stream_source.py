@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, TypeVar
@@ -31,6 +31,7 @@ from pyspark.sql.streaming.datasource import (
 from reliable_mq._util.logs import get_logger
 from reliable_mq.codec.methods import CheckQueue, QueueState
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError, TopologyMismatch
+from reliable_mq.settings import ConnectionSettings
 from reliable_mq.spark.metrics import exporter
 from reliable_mq.spark.options import StartingPositions, StreamOptions, Timestamps
 from reliable_mq.spark.pickling import PicklableByName
@@ -43,6 +44,7 @@ from reliable_mq.spark.stream_broker import (
     exists,
     first_offsets,
     first_offsets_and_next,
+    from_host,
     is_shorter,
     offsets_at,
 )
@@ -71,6 +73,7 @@ _LATEST: Final = 253_402_300_799  # the last second of the year 9999, the last y
 
 
 _Value = TypeVar("_Value", int, int | str)
+_Found = TypeVar("_Found")
 
 
 class _Ranges(PicklableByName):
@@ -98,9 +101,9 @@ class StreamSource(_Ranges, DataSourceStreamReader, SupportsTriggerAvailableNow)
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
         """Return the positions where a new query begins, marked as such."""
-        given = self._options.starting_offsets
-        positions = self._planner.positions("startingOffsets", given)
-        self._planner.check_begun(given)
+        planner, given = self._planner, self._options.starting_offsets
+        positions = planner.at_some_host(lambda: planner.positions("startingOffsets", given))
+        planner.at_some_host(lambda: planner.check_begun(given))
         return marked_initial(positions)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
@@ -113,7 +116,8 @@ class StreamSource(_Ranges, DataSourceStreamReader, SupportsTriggerAvailableNow)
         return ReadMaxRows(self._options.max_messages or _NO_LIMIT)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        self._target = {name: end.position for name, end in self._planner.ends(sure=True).items()}
+        ends = self._planner.at_some_host(lambda: self._planner.ends(sure=True))
+        self._target = {name: end.position for name, end in ends.items()}
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
         """Return the end of the next batch, or ``start`` if nothing new is available.
@@ -141,6 +145,7 @@ class StreamSource(_Ranges, DataSourceStreamReader, SupportsTriggerAvailableNow)
         except BrokerUnavailable as error:
             if error.permanent or self._target is not None:
                 raise
+            self._planner.pass_host()
             if self._away_until is None:
                 logger.warning("cannot look for new messages: %s", error)
             self._away_until = time.monotonic() + _AWAY
@@ -215,8 +220,8 @@ class StreamBatch(_Ranges, DataSourceReader):
     def partitions(self) -> Sequence[InputPartition]:
         planner = _Planner(self._options)
         try:
-            end = planner.ending(self._options.ending_offsets)
-            begin = planner.beginning(self._options.starting_offsets, end)
+            end = planner.at_some_host(lambda: planner.ending(self._options.ending_offsets))
+            begin = planner.at_some_host(lambda: planner.beginning(self._options.starting_offsets, end))
         finally:
             planner.close()
         return self._split(ranges_of(begin, end))
@@ -232,7 +237,24 @@ class _Planner:
         self._ends: dict[str, StreamEnd] = {}
         self._looked_at = float("-inf")
         self._anew: frozenset[str] = frozenset()  # streams that did not exist when the query began
-        self._passed = 0  # hosts that others are preferred to, since a replica there lagged behind
+        self._passed = 0  # hosts that others are preferred to, since a replica there lagged behind or was missing
+
+    def at_some_host(self, look: Callable[[], _Found]) -> _Found:
+        """Return the result of a lookup at the first host at which it does not fail."""
+        for _ in self._settings().endpoints[1:]:
+            try:
+                return look()
+            except BrokerUnavailable as error:
+                if error.permanent or self._channel is None:  # no host can be reached
+                    raise
+                logger.warning("%s; continuing at another host", error)
+                self.pass_host()
+        return look()
+
+    def pass_host(self) -> None:
+        """Continue at the next host, if one was reached: a lookup has failed there."""
+        self._passed += self._channel is not None
+        self.close()
 
     def missing(self, names: Iterable[str], timeout: float) -> list[str]:
         """Return the streams that do not exist. Waits while the broker is unreachable.
@@ -326,7 +348,7 @@ class _Planner:
         With one host in the URL, nothing is asked, and the answer is not complete.
         """
         found: dict[str, StreamEnd] = {}
-        settings = self._options.connection.settings(self._options.url)
+        settings = self._settings()
         complete = len(settings.endpoints) > 1
         for endpoint in settings.endpoints if complete else ():
             try:
@@ -482,8 +504,6 @@ class _Planner:
             not is_shorter(self._connected(), name, found, begin, _SURE)
             or self._elsewhere([name])[0].get(name, _EMPTY).position >= begin
         ):
-            self.close()
-            self._passed += 1
             raise BrokerUnavailable(
                 f"stream {name!r} was read up to offset {begin - 1}, and the replica on this node ends at "
                 f"{found.position - 1}: it lags behind, or its leader does not respond"
@@ -521,21 +541,17 @@ class _Planner:
 
     def _names(self, channel: StreamChannel) -> list[str]:
         if self._finder is None:
-            options = self._options
-            self._finder = PartitionFinder(
-                options.connection.settings(options.url), options.streams, options.management_url
-            )
+            self._finder = PartitionFinder(self._settings(), self._options.streams, self._options.management_url)
         return self._finder.streams(channel)
 
     def _connected(self) -> StreamChannel:
         if self._channel is None or not self._channel.usable:
             self.close()
-            settings = self._options.connection.settings(self._options.url)
-            first = self._passed % len(settings.endpoints)
-            endpoints = settings.endpoints[first:] + settings.endpoints[:first]
-            channel = StreamChannel(replace(settings, endpoints=endpoints), name="spark-streams")
-            self._channel = channel.__enter__()
+            self._channel = StreamChannel(from_host(self._settings(), self._passed), name="spark-streams").__enter__()
         return self._channel
+
+    def _settings(self) -> ConnectionSettings:
+        return self._options.connection.settings(self._options.url)
 
 
 def _position(end: StreamEnd) -> int:

@@ -115,6 +115,46 @@ def test_a_stream_that_is_left_out_is_recorded_at_once(
     assert caplog.text.count("'old' is in the checkpoint and no longer read") == 1
 
 
+# -- a node without a replica ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", ["earliest", "latest", '{"events": 12}'])
+def test_a_query_begins_at_a_node_that_has_a_replica(monkeypatch: pytest.MonkeyPatch, start: str) -> None:
+    """A node that joined a cluster has no replicas of the streams that existed."""
+    cluster(monkeypatch, near=Replica(), far=Replica((12, 12)))
+    reader = StreamSource(options(BOTH, startingOffsets=start), ["body"])
+    assert reader.initialOffset() == {"initial": {"events": 0 if start == "earliest" else 12}}
+
+
+def test_a_query_continues_at_a_node_that_has_a_replica(source: StreamSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that is removed from the replicas of a stream stays in the URL."""
+    cluster(monkeypatch, near=Replica(), far=Replica((12, 12)))
+    assert source.latestOffset({"events": 10}, ANY) == {"events": 10}
+    assert source.latestOffset({"events": 10}, ANY) == {"events": 12}
+
+
+def test_a_batch_is_planned_at_a_node_that_has_a_replica(source: StreamSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same holds for a query with AvailableNow."""
+    cluster(monkeypatch, near=Replica(), far=Replica((12, 12)))
+    assert planned_end(BOTH) == 12
+    source.prepareForTriggerAvailableNow()
+    assert source.latestOffset({"events": 10}, ANY) == {"events": 12}
+
+
+def test_a_stream_without_a_replica_at_any_host_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each host is asked once."""
+    cluster(monkeypatch, near=Replica(), far=Replica())
+    with pytest.raises(BrokerUnavailable, match="no replica"):
+        StreamSource(options(BOTH), ["body"]).initialOffset()
+
+
+def test_a_task_reads_at_a_node_that_has_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A retry of the task would begin at the same host."""
+    cluster(monkeypatch, near=Replica(), far=Replica((12, 12)))
+    (only,) = RangeReader(options(BOTH), StreamRange("events", 11, 12), ("offset",), patience=1.0).batches()
+    assert only.to_pylist() == [{"offset": 11}]
+
+
 # -- the end of a batch ------------------------------------------------------------------------------------------------
 
 
