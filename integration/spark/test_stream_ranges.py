@@ -464,6 +464,9 @@ def test_empty_partitions_are_waited_for_together(vhost: VirtualHost) -> None:
     assert ranges_from(reader, start) == [StreamRange("orders-7", 0, 5)]
     assert time.monotonic() - began < 25, "each of eleven was waited for, which takes 33 s"
     reader.stop()
+    named = source(vhost.url, stream="orders", startingOffsets=json.dumps(start))
+    assert named.initialOffset() == {"initial": start}
+    named.stop()
 
 
 def bind(vhost: VirtualHost, partitions: dict[str, int]) -> None:

@@ -301,9 +301,9 @@ def first_offsets_and_next(
     """
     tags = {channel.consume(name, "next", 1): name for name in latest}
     first = first_offsets(channel, streams, patience)  # ends with a round trip, after the deliveries of the same event
-    came = {tags[each.consumer_tag]: _offset(each, tags[each.consumer_tag]) for each in channel.take(0.0, of=tags)}
+    arrived = channel.take(0.0, of=tags) if tags else []
     channel.cancel(*tags)
-    return first, came
+    return first, {tags[each.consumer_tag]: _offset(each, tags[each.consumer_tag]) for each in arrived}
 
 
 def offsets_at(channel: StreamChannel, places: Mapping[str, str | datetime], patience: float) -> dict[str, int]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from reliable_mq.codec import RawDelivery, encode_table, join_properties
-from reliable_mq.spark.stream_broker import StreamChannel, offset_of
+from reliable_mq.core.reconnect import ConnectionLoss
+from reliable_mq.spark.stream_broker import StreamChannel, first_offsets_and_next, offset_of
 from reliable_mq.url import parse_url
 
 
@@ -50,3 +51,10 @@ def test_what_came_before_an_answer_is_there_with_it() -> None:
     channel.delivered([before])
     channel._performed([], None)
     assert channel.take(0.0) == [before]
+
+
+def test_a_query_that_names_all_offsets_subscribes_to_nothing() -> None:
+    """The lookup of the partitions of a super stream ends with a refusal, which ends the channel."""
+    channel = StreamChannel(parse_url("amqp://localhost/"), name="test")
+    channel.lost(1, ConnectionLoss(404, "NOT_FOUND - no queue 'orders-3'", "channel", by_broker=True))
+    assert first_offsets_and_next(channel, (), (), 0.0) == ({}, {})
