@@ -300,7 +300,7 @@ class StaleDelivery(ConsumeError):
 class IdempotencyStoreError(ConsumeError):
     """The idempotency store failed, timed out, or refused a stale token.
 
-    The delivery is not handled.
+    The delivery is not acked.
     """
 
 
