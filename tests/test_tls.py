@@ -415,6 +415,13 @@ def test_a_file_with_the_wrong_content_is_named_with_its_field(authority: Author
             "^key_password could not be had: its callable raised LookupError$",
             TLSOptions(cert_file=encrypted.cert_file, key_file=encrypted.key_file, key_password=refuse),
         ),
+        *(
+            (
+                "^key_password must be text or bytes, up to 1024 bytes in UTF-8$",
+                TLSOptions(cert_file=encrypted.cert_file, key_file=encrypted.key_file, key_password=wrong),
+            )
+            for wrong in (5, lambda: None, "x" * 1025, "\udcff")
+        ),
     ):
         with pytest.raises(ConfigurationError, match=message):
             options.build_context()
