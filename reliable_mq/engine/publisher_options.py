@@ -116,10 +116,10 @@ class PublisherOptions:
                 publishes stored messages until they are confirmed, including messages from earlier processes.
             reconnect_wait: The wait in seconds after each round over the hosts: a function of the number of rounds
                 since the connection was lost, or a tenacity wait. The default is exponential from 0.2 s to 30 s, with
-                jitter.
+                jitter. It runs on the I/O thread or event loop, and must not block.
             reconnect_stop: Whether to give up after a round over the hosts: a function of the number of rounds, or a
                 tenacity stop. The default is never. After giving up, all unconfirmed messages fail and the publisher
-                has ended.
+                has ended. Like ``reconnect_wait``, it must not block.
             credentials: One ``Credentials``, or a plain callable that returns ``(username, password)`` or
                 ``Credentials``, for passwords and tokens that change. The callable runs on a thread, at every connect
                 and before a token with ``expires_in`` expires.

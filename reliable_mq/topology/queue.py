@@ -73,7 +73,8 @@ class Queue:
         message_ttl: The time after which a message is dead-lettered, or dropped if there is no dead-letter queue, in
             seconds or as a timedelta, up to ten years. Rounded to milliseconds.
         max_age: The time after which a stream drops messages, by segments, in whole seconds or as a timedelta.
-        max_priority: The highest priority, 1 to 255. Only for classic queues (a quorum queue always has two levels).
+        max_priority: The highest priority, 1 to 255. Only for classic queues. A quorum queue has priorities without it:
+            32 levels on RabbitMQ 4.3 and newer, two before.
         single_active_consumer: Whether only one consumer at a time gets messages.
         delayed_retry: The shortest and the longest delay of the broker's delayed retry, in seconds or as timedeltas.
             Only for quorum queues on RabbitMQ 4.3 and newer. A message whose handler failed then waits in the queue
