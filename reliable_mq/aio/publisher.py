@@ -89,8 +89,8 @@ class AsyncPublisher(
     ) -> AsyncConfirmation:
         """Publish a message without waiting for its confirm.
 
-        Waits only while the window is full. See :meth:`publish` for the arguments and errors. The confirmation reports
-        the outcome.
+        Waits only while the window is full, and in the first call, until each host has had one attempt to connect. See
+        :meth:`publish` for the arguments and errors. The confirmation reports the outcome.
         """
         return await self._submit(message, exchange, routing_key, timeout)
 

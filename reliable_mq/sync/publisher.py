@@ -95,8 +95,8 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
     ) -> Confirmation:
         """Publish a message without waiting for its confirm.
 
-        Blocks only while the window is full. See :meth:`publish` for the arguments and errors. The confirmation reports
-        the outcome.
+        Blocks only while the window is full, and in the first call, until each host has had one attempt to connect. See
+        :meth:`publish` for the arguments and errors. The confirmation reports the outcome.
         """
         return self._submit(message, exchange, routing_key, timeout)
 
