@@ -207,9 +207,14 @@ class Message:
             properties: A ``pika.BasicProperties``, or None. Only ``delivery_mode`` 2 makes the message persistent.
 
         Raises:
-            ConfigurationError: If pika cannot encode the properties, or RabbitMQ would close the channel over them.
+            ConfigurationError: If pika cannot encode the body or the properties, or RabbitMQ would close the channel
+                over the properties.
         """
-        return cls._from_driver(body.encode() if isinstance(body, str) else body, drivers.pika_properties(properties))
+        try:
+            encoded = body.encode() if isinstance(body, str) else body
+        except UnicodeEncodeError as error:
+            raise ConfigurationError("body must be text that UTF-8 can carry: give bytes") from error
+        return cls._from_driver(encoded, drivers.pika_properties(properties))
 
     @classmethod
     def from_aio_pika(cls, message: object) -> Self:

@@ -118,6 +118,7 @@ def test_a_message_without_an_id_gets_one() -> None:
         (lambda: Message.from_aio_pika(b""), "must be an aio_pika.Message, not bytes"),
         (lambda: Message.from_aio_pika(aio_pika.Message(b"", headers={"a": object()})), "aio-pika cannot encode"),  # type: ignore[dict-item]
         (lambda: Message.from_aio_pika(aio_pika.Message(b"", expiration=-1)), "expiration must be"),
+        (lambda: Message.from_pika("\udcff"), "body must be text that UTF-8 can carry"),
     ],
 )
 def test_what_cannot_be_sent_is_refused(make: Callable[[], object], says: str) -> None:
