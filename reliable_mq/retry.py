@@ -105,9 +105,10 @@ class RetryPolicy:
             retried if each exception in it is.
         give_up_on: The exceptions that dead-letter at once, even if ``retry_on`` names one of their base classes.
         backend: The place where a delivery waits. ``"queues"``: in one delay queue per delay, declared beside the
-            queue; if that is impossible (a plain name, a stream, an auto-delete queue), in memory. ``"memory"``:
-            unacked, in the consumer's process; the sum of a message's delays must stay below the broker's consumer
-            timeout. ``"broker"``: in the queue itself, with ``Queue(..., delayed_retry=...)``, which sets the delays.
+            queue; if that is impossible (a plain name, a stream, an exclusive, auto-delete or transient queue), in
+            memory. ``"memory"``: unacked, in the consumer's process; the sum of a message's delays must stay below the
+            broker's consumer timeout. ``"broker"``: in the queue itself, with ``Queue(..., delayed_retry=...)``, which
+            sets the delays.
 
     Raises:
         ConfigurationError: If a value is invalid. The message names it.
@@ -242,18 +243,18 @@ class KillSwitch:
     """
 
     share: float = 0.9
-    window: float = 30.0
+    window: Duration = 30.0
     minimum: int = 20
-    pause: float = 5.0
-    longest_pause: float = 60.0
+    pause: Duration = 5.0
+    longest_pause: Duration = 60.0
 
     def __post_init__(self) -> None:
         if not is_number(self.share) or not 0 < self.share <= 1:
             raise ConfigurationError(f"share must be a number above 0, up to 1, not {self.share!r}")
         whole_number("minimum", self.minimum, 1)
-        for name in ("window", "pause", "longest_pause"):
-            object.__setattr__(self, name, seconds(name, getattr(self, name), positive=True))
-        if self.longest_pause < self.pause:
+        seconds("window", self.window, positive=True)
+        pause = seconds("pause", self.pause, positive=True)
+        if seconds("longest_pause", self.longest_pause, positive=True) < pause:
             raise ConfigurationError(f"longest_pause is below pause: {self.longest_pause!r} and {self.pause!r}")
 
 

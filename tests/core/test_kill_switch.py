@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -142,6 +143,16 @@ def test_whatever_happens_it_runs_or_has_a_time_to_look_again(results: list[tupl
         deadline = monitor.deadline
         assert deadline is None or now < deadline <= now + SWITCH.longest_pause
         assert deadline is not None or monitor.allows != 0 or monitor._probe
+
+
+def test_durations_may_be_timedeltas() -> None:
+    second = timedelta(seconds=1)
+    monitor = CheckedKillSwitch(KillSwitch(window=10 * second, minimum=1, pause=2 * second, longest_pause=3 * second))
+    monitor.settled(0, 1, 0.0)
+    assert monitor.deadline == 2.0
+    monitor.due(2.0)
+    monitor.settled(0, 1, 2.0)
+    assert monitor.deadline == 5.0
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ Nothing here runs.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from datetime import timedelta
 from typing import assert_type
 
 import tenacity
@@ -19,6 +20,7 @@ from reliable_mq import (
     Consumer,
     DeadLetter,
     Delivery,
+    KillSwitch,
     Message,
     Publisher,
     PublishError,
@@ -94,7 +96,9 @@ async def handle_on_the_loop(delivery: Delivery) -> None:
 
 
 def consuming() -> None:
-    Consumer(URL, ORDERS, handle, retry=RetryPolicy(3, delays=(1, 10))).run()
+    Consumer(URL, ORDERS, handle, retry=RetryPolicy(3, delays=(1, timedelta(seconds=10)))).run()
+    switch = KillSwitch(window=timedelta(minutes=1), pause=timedelta(seconds=10), longest_pause=timedelta(minutes=2))
+    Consumer(URL, ORDERS, handle, kill_switch=switch, stop_timeout=timedelta(seconds=10)).run()
     Consumer(URL, ORDERS, handle_batch, batch_size=10).stop()
     with Consumer(URL, "orders") as consumer, consumer.get(10, timeout=1) as deliveries:
         for delivery in deliveries:

@@ -20,6 +20,8 @@ from collections import deque
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
+from reliable_mq._util.validation import seconds
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -62,9 +64,12 @@ class KillSwitchMonitor:
 
     def __init__(self, switch: KillSwitch) -> None:
         self._switch = switch
+        self._window = seconds("window", switch.window)
+        self._first_pause = seconds("pause", switch.pause)
+        self._longest_pause = seconds("longest_pause", switch.longest_pause)
         self._state = KillSwitchState.RUNNING
         self._parts: deque[tuple[float, int, int]] = deque()  # since when, results, failures
-        self.pause = switch.pause  # the seconds of the current or next pause
+        self.pause = self._first_pause  # the seconds of the current or next pause
         self._until = 0.0
         self._probe: Sequence[Delivery] = ()  # the dispatched probe
         self._beside: Sequence[Delivery] = ()  # a probe dispatched beside it, for which no other waits
@@ -119,9 +124,9 @@ class KillSwitchMonitor:
             return None
         if self._state is KillSwitchState.PROBING:
             if failed:
-                self.pause = min(self.pause * 2, self._switch.longest_pause)
+                self.pause = min(self.pause * 2, self._longest_pause)
                 return self._paused(now)
-            self._state, self.pause = KillSwitchState.RUNNING, self._switch.pause
+            self._state, self.pause = KillSwitchState.RUNNING, self._first_pause
             return Transition.RESUMED
         self._count(handled, failed, now)
         total = sum(part[1] for part in self._parts)
@@ -137,9 +142,9 @@ class KillSwitchMonitor:
 
     def _count(self, handled: int, failed: int, now: float) -> None:
         parts = self._parts
-        while parts and parts[0][0] <= now - self._switch.window:
+        while parts and parts[0][0] <= now - self._window:
             parts.popleft()
-        if parts and now - parts[-1][0] < self._switch.window / _PARTS:
+        if parts and now - parts[-1][0] < self._window / _PARTS:
             since, all_before, failed_before = parts[-1]
             parts[-1] = since, all_before + handled + failed, failed_before + failed
         else:
