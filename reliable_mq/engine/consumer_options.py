@@ -31,7 +31,7 @@ from reliable_mq.core.retry.dead_letters import DeadLetters, Target
 from reliable_mq.core.retry.delay_queues import DelayQueues
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.retry import KillSwitch, RetryPolicy
-from reliable_mq.stores.protocol import IdempotencyStore
+from reliable_mq.stores.protocol import AsyncIdempotencyStore, IdempotencyStore
 from reliable_mq.topology import DEFAULT, Declaration, DefaultDeadLetter, Queue, declarations
 from reliable_mq.topology.arguments import Arguments, check_name
 from reliable_mq.tracing.tracing import CopyTracing, Tracing
@@ -95,7 +95,7 @@ class ConsumerOptions:
         concurrency: int = 1,
         retry: RetryPolicy | None = None,
         kill_switch: KillSwitch | None = None,
-        idempotency: IdempotencyStore | None = None,
+        idempotency: IdempotencyStore | AsyncIdempotencyStore | None = None,
         idempotency_key: Callable[[Delivery], str | None] | None = None,
         idempotency_lease: Duration = 300.0,
         idempotency_namespace: str | None = None,

@@ -30,6 +30,7 @@ from reliable_mq import (
     RetryLater,
     RetryPolicy,
 )
+from reliable_mq.stores import AsyncIdempotencyStore, IdempotencyStore
 
 URL = "amqp://guest:guest@localhost/"
 ORDERS = Queue("orders")
@@ -106,7 +107,8 @@ def consuming() -> None:
             delivery.dead_letter("of no use")
 
 
-async def consuming_on_asyncio() -> None:
+async def consuming_on_asyncio(store: AsyncIdempotencyStore | IdempotencyStore) -> None:
+    await AsyncConsumer(URL, ORDERS, handle_on_the_loop, idempotency=store).run()
     await AsyncConsumer(URL, ORDERS, handle_on_the_loop, retry=RetryPolicy(3, delays=(1, 10))).run()
     AsyncConsumer(URL, ORDERS, handle_batch, batch_size=10).stop()
     async with AsyncConsumer(URL, "orders") as consumer, consumer.get(10, timeout=1) as deliveries:
