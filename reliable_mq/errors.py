@@ -82,11 +82,11 @@ class UsageError(ReliableMQError, RuntimeError):
 
 
 class BrokerUnavailable(ReliableMQError, ConnectionError):
-    """No configured host could be reached, or none accepted the credentials.
+    """No host could be reached, or none accepted the login or the channel set-up.
 
     Attributes:
-        permanent: Whether a retry cannot help: the credentials are wrong, the virtual host is unknown, or the
-            certificate does not verify.
+        permanent: Whether a retry cannot help: the credentials are wrong, the virtual host is unknown, a permission is
+            missing, or the certificate does not verify.
     """
 
     def __init__(self, message: str, *, permanent: bool = False) -> None:
