@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from reliable_mq._util.logs import get_logger
-from reliable_mq._util.validation import check_flag
+from reliable_mq._util.validation import check_flag, is_host
 from reliable_mq.errors import ConfigurationError
 
-__all__ = ["TLSOptions"]
+__all__ = ["TLSOptions", "server_hostname"]
 
 logger = get_logger(__name__)
 
@@ -71,7 +71,7 @@ class TLSOptions:
         if self.minimum_version not in _MINIMUM_VERSIONS:
             raise ConfigurationError(f"minimum_version must be TLSv1_2 or TLSv1_3, not {self.minimum_version!r}")
         server_name: object = self.server_name
-        if server_name is not None and not (isinstance(server_name, str) and server_name):
+        if server_name is not None and not (isinstance(server_name, str) and is_host(server_name)):
             raise ConfigurationError(f"server_name must be a host name, not {self.server_name!r}")
         if self.cert_file is None:
             for name in ("key_file", "key_password"):
@@ -188,6 +188,14 @@ class TLSOptions:
         return ConfigurationError(
             f"{key} {key_shown} holds no PEM private key that can be read{wrong_password}: {error}"
         )
+
+
+def server_hostname(options: TLSOptions, host: str) -> str:
+    """Return the name to send (SNI) and to verify for a host of the URL.
+
+    The zone of a link-local address names an interface of this machine, so no certificate contains it.
+    """
+    return options.server_name or host.partition("%")[0]
 
 
 def _require_file(name: str, path: FilePath) -> None:

@@ -270,15 +270,6 @@ def test_an_encrypted_key_is_opened_with_its_password(authority: Authority, good
         assert greeting(port, options) == "client-e"
 
 
-@pytest.mark.parametrize("password", [5, lambda: None, "x" * 1025], ids=["number", "none", "too long"])
-def test_a_key_password_that_openssl_cannot_take_is_named(authority: Authority, password: Any) -> None:
-    client = authority.issue("client-e", password=PASSWORD)
-    options = TLSOptions(cert_file=client.cert_file, key_file=client.key_file, key_password=password)
-    with pytest.raises(ConfigurationError, match="key_password cannot be used: ") as refused:
-        options.build_context()
-    assert "x" * 10 not in str(refused.value)
-
-
 def test_certificate_and_key_may_be_one_file(authority: Authority, good: Issued, tmp_path: Path) -> None:
     client = authority.issue("client-1")
     both = tmp_path / "both.pem"
