@@ -154,7 +154,7 @@ def queues() -> Iterable[dict[str, Any]]:
         made = queue(declared.name)
         yield made | {"arguments": dict(declared.arguments_for((4, 3)))}
     yield queue("bare")
-    yield queue("bare.retry.1000", arguments={"message_ttl": 10})
+    yield queue("bare.retry.1000", arguments={"message_ttl": 10, "dead_letter_strategy": "at-least-once"})
     yield queue("bare.quarantine", arguments={"overflow": "drop-head"})
     yield queue("exclusive", "classic", exclusive=True, messages_persistent=3)
     yield queue("auto", "classic", auto_delete=True, messages_persistent=3)
