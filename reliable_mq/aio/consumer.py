@@ -91,6 +91,7 @@ class _SignalWatch:
         self._loop.add_signal_handler(number, self._on_signal)
         self._of_loop = signal.getsignal(number)
         signal.signal(number, partial(self._of_loop))  # another object, to tell whether the program has added its own
+        signal.siginterrupt(number, False)  # which the line above has undone
 
     def _remove(self, number: int) -> None:
         if signal.getsignal(number) != self._of_loop:
