@@ -413,7 +413,9 @@ def test_a_sidecar_file_that_cannot_open_is_an_outbox_error(outbox: SQLiteOutbox
     assert not raised.value.may_have_arrived
     path.rmdir()
     store(outbox, 1, None)
-    assert len(outbox.claims().take(10).rows) == 1
+    claims = outbox.claims()
+    assert len(claims.take(10).rows) == 1
+    claims.close()
 
 
 def test_a_look_for_rows_passes_over_so_many_and_no_more(outbox: SQLiteOutbox, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,10 +196,12 @@ class Gated(SQLiteOutbox):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
+        self.begun = threading.Event()
         self.let = threading.Semaphore(0)
         self.bodies: list[bytes] = []
 
     def write(self, messages: Sequence[NewRow], settlements: Sequence[RowSettlement]) -> None:
+        self.begun.set()
         self.let.acquire()
         self.bodies += [row.message.body[:1] for row in messages]
         super().write(messages, settlements)
@@ -217,7 +219,7 @@ def test_small_messages_do_not_keep_a_large_one_from_the_outbox(tmp_path: Path) 
         publisher.submit(Message(b"s" * 100), routing_key="orders")
         lane = publisher._outbox_channel
         assert lane is not None
-        wait_until(lane._writer._queue.empty, timeout=10, what="the first transaction")
+        assert outbox.begun.wait(10)
         for _ in range(9):
             publisher.submit(Message(b"s" * 100), routing_key="orders")
         large = pool.submit(submit, b"l" * 900)
@@ -239,7 +241,7 @@ def test_closing_raises_what_a_hanging_outbox_has_not_stored(tmp_path: Path) -> 
     confirmations = [publisher.submit(Message(b""), routing_key="q")]
     channel = publisher._outbox_channel
     assert channel is not None
-    wait_until(channel._writer._queue.empty, timeout=10, what="the first transaction")
+    assert outbox.begun.wait(10)
     confirmations += [publisher.submit(Message(b""), routing_key="q") for _ in range(2)]
     called: Queue[Confirmation] = Queue()
     for confirmation in confirmations[1:]:
@@ -270,7 +272,7 @@ def test_a_write_that_hung_leaves_a_closed_outbox_closed(tmp_path: Path) -> None
     publisher.submit(Message(b"1"), routing_key="q")
     channel = publisher._outbox_channel
     assert channel is not None
-    wait_until(channel._writer._queue.empty, timeout=10, what="the first transaction")
+    assert outbox.begun.wait(10)
     publisher.submit(Message(b"2"), routing_key="q")
     with pytest.raises(PublishError, match="may be stored yet"):
         publisher.close(0.1)
