@@ -307,6 +307,26 @@ def test_a_dead_letter_that_is_not_taken_keeps_its_original(
     assert verdicts(broker.settlements) == [("ack", 1, False)]
 
 
+def test_copies_that_share_an_id_are_not_blamed_on_the_caller(
+    broker: ScriptedBroker, new_consumer: NewConsumer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their senders chose the ids, or none. The copies are published one after the other."""
+    count = 20
+    handler = Handler(then=Fails(DeadLetter("no")))
+
+    def script(published: Published) -> None:
+        handler.wait_begun(count)
+        confirming(published)
+
+    broker.script = script
+    with new_consumer(handler, ORDERS, ack_interval=0.02):
+        for _ in range(count):
+            broker.consuming.deliver(b"x")
+        wait_acked(broker, *range(1, count + 1))
+    assert len(broker.published) == count
+    assert "make a new Message" not in caplog.text
+
+
 def test_a_handler_chooses_with_what_it_raises(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
     broker.script = confirming
     later = Handler(then=Fails(RetryLater(0.01), times=1))
