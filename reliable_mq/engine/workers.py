@@ -12,10 +12,12 @@ Invariants:
   be recalled. Deliveries are started in the order in which they were put.
 - No exception ends a worker or affects another delivery. No lock is held while a handler runs. A batch handler gets its
   own list.
+- A child that a handler forks ends with the handler. It settles nothing and handles nothing else.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -24,6 +26,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from reliable_mq._util.hooks import ForkStage, at_fork
 from reliable_mq._util.logs import get_logger
 from reliable_mq._util.threads import Condition, InterruptibleEvent, start_daemon
 from reliable_mq.core.consumer.attempts import Failure, describe, shown
@@ -506,10 +509,44 @@ def call_handler(handler: Callable[[Any], object], argument: Work) -> object:
         RetryLater, DeadLetter: If the handler returned that for a single delivery.
         UsageError: If the handler returned a coroutine or a generator, which has not run yet.
     """
-    answer = copy_context().run(handler, argument)
+    forks = _Process.forks
+    try:
+        answer = copy_context().run(handler, argument)
+    except BaseException as error:
+        if _Process.forks != forks:
+            _end_child(error)
+        raise
+    if _Process.forks != forks:
+        _end_child(None)
     if answer is not None:
         check_answer(answer, batch=isinstance(argument, list))
     return answer
+
+
+class _Process:
+    """This process.
+
+    Attributes:
+        forks: The number of forks from the first process to this one.
+    """
+
+    forks = 0
+
+    @classmethod
+    def forked(cls) -> None:
+        cls.forks += 1
+
+
+at_fork(ForkStage.MARK, _Process.forked)
+
+
+def _end_child(error: BaseException | None) -> None:
+    """End a forked child, whose threads and connections are the parent's."""
+    if isinstance(error, SystemExit) and isinstance(error.code, int | None):
+        os._exit(error.code or 0)
+    if error is not None:
+        logger.error("a child process that a handler forked ended with %s", shown(error), exc_info=error)
+    os._exit(0 if error is None else 1)
 
 
 def batch_results(found: Iterable[tuple[Delivery, Exception | None]]) -> list[Result]:

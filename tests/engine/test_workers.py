@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -173,6 +174,33 @@ def test_any_exception_fails_its_delivery_and_ends_no_worker(error: BaseExceptio
     if store is not None:
         (claim,) = store.claim_many(["q|orders|m1"], 60.0)
         assert (claim.status, claim.attempts) == (ClaimStatus.NEW, 1), "its claim was not released"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(None, 0), (SystemExit(), 0), (SystemExit(3), 3), (SystemExit("no"), 1), (ValueError("no"), 1)],
+)
+def test_a_child_that_a_handler_forks_ends_with_the_handler(
+    error: BaseException | None, status: int, store: MemoryStore | None
+) -> None:
+    """Otherwise it would handle the other deliveries of its parent, too, and then wait for more without an end."""
+    parent = os.getpid()
+    ends: list[int] = []
+
+    def handle(_delivery: object) -> None:
+        if os.getpid() != parent:
+            os._exit(99)  # a delivery in the child
+        child = os.fork()
+        if child:
+            ends.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        elif error is not None:
+            raise error
+
+    work = items(3)
+    with running(handle, store=store) as (workers, sink):
+        workers.put(work)
+        assert sink.wait_for(3) == work
+    assert ends == [status] * 3
 
 
 def test_a_handler_that_returns_what_has_not_run_has_failed(store: MemoryStore | None) -> None:
