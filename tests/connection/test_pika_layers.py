@@ -24,7 +24,6 @@ LAYERS: list[tuple[Any, str, tuple[str, ...]]] = [
     (Connection, "_process_frame", ("self", "frame_value")),
     (Connection, "_output_marshaled_frames", ("self", "marshaled_frames")),
     (Connection, "_terminate_stream", ("self", "error")),
-    (Connection, "_on_connection_close_from_broker", ("self", "method_frame")),
     (BaseConnection, "_proto_connection_made", ("self", "transport")),
     (BaseConnection, "_proto_connection_lost", ("self", "error")),
     (io_services_utils._AsyncTransportBase, "_consume", ("self",)),
@@ -83,7 +82,6 @@ def test_what_the_driver_relies_on_inside_the_layers() -> None:
     assert "if not self._channels:" in source(Connection.close), f"{moved}a connection without channels closes at once"
     assert "if self._callbacks" in source(IOLoop._get_remaining_interval), f"{moved}the length of a poll"
     assert "self._callbacks.popleft()" in source(IOLoop.process_timeouts), f"{moved}the queue of calls"
-    assert "self._on_connection_close_from_broker" in source(Connection._init_connection_state), f"{moved}close"
     failed = connection_workflow.AMQPConnectionWorkflowFailed([ValueError()])
     assert isinstance(failed.exceptions, tuple), f"{moved}the exceptions of a failed attempt"
     phase = connection_workflow.AMQPConnectorSocketConnectError(ValueError())

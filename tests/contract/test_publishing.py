@@ -42,6 +42,8 @@ from reliable_mq import (
     TopologyMismatch,
     UsageError,
 )
+from reliable_mq.codec.frames import method_frame
+from reliable_mq.codec.methods import CONNECTION_BLOCKED, CONNECTION_CLOSED
 from reliable_mq.core.reconnect import MOST_UNANSWERED
 from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.testing.containers import free_port
@@ -365,7 +367,7 @@ def test_a_reconnect_republishes_unconfirmed_in_order_and_marked(
         assert publisher.statistics.republished == 6
 
 
-@pytest.mark.parametrize("how", ["reset", "320", "garbage"])
+@pytest.mark.parametrize("how", ["reset", "320", "not UTF-8", "garbage"])
 def test_a_connection_that_ends_anyhow_is_replaced(
     broker: ScriptedBroker, new_publisher: NewPublisher, how: str
 ) -> None:
@@ -377,6 +379,8 @@ def test_a_connection_that_ends_anyhow_is_replaced(
                 channel.connection.cut()
             case "320":
                 channel.connection.close(320, "CONNECTION_FORCED - broker forced connection closure")
+            case "not UTF-8":
+                channel.connection.send_bytes(method_frame(0, *CONNECTION_CLOSED, b"\x01\x40\x01\xff" + bytes(4)))
             case _:
                 channel.connection.send_bytes(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         again = broker.wait_published(10)[5:]
@@ -724,6 +728,14 @@ def test_a_block_without_a_reason_is_a_block(broker: ScriptedBroker, new_publish
         with pytest.raises(PublishBlocked) as caught:
             publisher.submit(Message(b"x"), routing_key=KEY)
         assert caught.value.reason == publisher.blocked == "no reason given"
+
+
+def test_the_reason_of_a_block_need_not_be_utf8(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    with new_publisher() as publisher:
+        publisher.connect()
+        broker.connection.send_bytes(method_frame(0, *CONNECTION_BLOCKED, b"\x04low\xff"))
+        wait_until(lambda: publisher.blocked, timeout=30, what="the blocked state")
+        assert publisher.blocked == "low\N{REPLACEMENT CHARACTER}"
 
 
 def test_losing_a_blocked_connection_ends_the_block(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:

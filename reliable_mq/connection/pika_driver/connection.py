@@ -24,8 +24,6 @@ from reliable_mq.tls import server_hostname
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pika import spec
-
     from reliable_mq.connection.interfaces import ConnectCredentials
     from reliable_mq.connection.pika_driver.loop import EventLoop
     from reliable_mq.settings import ConnectionSettings
@@ -48,6 +46,8 @@ class Connection(SelectConnection):  # type: ignore[misc]
         on_closed: Callable[[Connection, BaseException | None], None],
         on_drained: Callable[[], None],
         on_secret_updated: Callable[[], None],
+        on_blocked: Callable[[str], None],
+        on_unblocked: Callable[[], None],
     ) -> None:
         self.reader = InboundReader(self._on_foreign_frame, Delivery)
         self.channels = ChannelTable(self.send, self.reader)
@@ -63,6 +63,8 @@ class Connection(SelectConnection):  # type: ignore[misc]
         self.on_read: Callable[[], None] | None = None
         self._on_drained = on_drained
         self._on_secret_updated = on_secret_updated
+        self._on_blocked = on_blocked
+        self._on_unblocked = on_unblocked
         super().__init__(
             parameters,
             on_open_callback=self._opened_now,
@@ -166,21 +168,25 @@ class Connection(SelectConnection):  # type: ignore[misc]
         if data[1:3] != _NO_CHANNEL:
             self.channels.receive(data)
             return
-        if methods.method_of(data) == methods.CONNECTION_SECRET_UPDATED:
+        # pika makes bytes of a text that is not UTF-8, and drops the code and the text of a close in the handshake.
+        method = methods.method_of(data)
+        if method == methods.CONNECTION_BLOCKED:
+            self._on_blocked(methods.decode_text(data))
+            return
+        if method == methods.CONNECTION_UNBLOCKED:
+            self._on_unblocked()
+            return
+        if method == methods.CONNECTION_SECRET_UPDATED:
             self._on_secret_updated()
             return
+        if method == methods.CONNECTION_CLOSED:
+            self.closed_with = methods.decode_close(data)
         try:
             _, value = frame.decode_frame(data)
         except Exception as error:  # noqa: BLE001  # pika's decoder raises whatever struct, dict and codecs raise
             self.abort(Aborted(f"what the broker sent cannot be decoded: {error!r}"))
         else:
             self._process_frame(value)
-
-    def _on_connection_close_from_broker(self, method_frame: Any) -> None:
-        # pika drops the code and the text if the handshake was not completed.
-        method: spec.Connection.Close = method_frame.method
-        self.closed_with = (method.reply_code, method.reply_text)
-        super()._on_connection_close_from_broker(method_frame)
 
 
 def connection_parameters(

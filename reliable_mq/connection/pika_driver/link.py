@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reliable_mq.connection.pika_driver.connection import Connection, connection_parameters
 from reliable_mq.connection.pika_driver.errors import Aborted, broker_error
@@ -54,11 +54,11 @@ class Link:
             on_closed=self._on_closed,
             on_drained=partial(events.link_drained, self),
             on_secret_updated=partial(events.link_secret_updated, self),
+            on_blocked=partial(events.link_blocked, self),
+            on_unblocked=partial(events.link_unblocked, self),
         )
         self.write: Callable[[bytes], None] = self._connection.send
         self.write_buffer_size: Callable[[], int] = self._connection.buffered
-        self._connection.add_on_connection_blocked_callback(self._on_blocked)
-        self._connection.add_on_connection_unblocked_callback(self._on_unblocked)
         self._server: ServerInfo | None = None
 
     @property
@@ -118,9 +118,3 @@ class Link:
         self._events.link_closed(
             self, error, ConnectionLoss(code, text, "connection", connection.closed_with is not None)
         )
-
-    def _on_blocked(self, _connection: Connection, method: Any) -> None:
-        self._events.link_blocked(self, str(method.method.reason))
-
-    def _on_unblocked(self, _connection: Connection, _method: Any) -> None:
-        self._events.link_unblocked(self)
