@@ -520,7 +520,7 @@ class Connector:
             self._report_blocked()
 
     def link_unblocked(self, link: Link) -> None:
-        if link is self._link:
+        if link is self._link and self._blocked is not None:
             self._unblock()
             self._runs.restart_timer()
             self._renewer.unblocked()

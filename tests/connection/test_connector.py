@@ -545,6 +545,22 @@ def test_the_time_for_a_reply_starts_again_after_a_block(state: ConnectionState)
         machine.teardown()
 
 
+@pytest.mark.parametrize("state", [ConnectionState.SETTING_UP, ConnectionState.READY, ConnectionState.REOPENING])
+def test_the_end_of_no_block_extends_no_time_limit(state: ConnectionState) -> None:
+    """A broker that repeats ``connection.unblocked`` does not hold up the client."""
+    machine = reached(state)
+    try:
+        if state is ConnectionState.READY:
+            machine.run(unencodable=False)
+            machine.loop.turn()
+        machine.loop.pass_time(0.9 * CONNECT_TIMEOUT)
+        machine.block(blocked=False)
+        machine.loop.pass_time(0.2 * CONNECT_TIMEOUT)
+        assert machine.links[-1].aborted
+    finally:
+        machine.teardown()
+
+
 def test_the_time_for_a_renewed_token_starts_again_after_a_block() -> None:
     machine = ConnectorMachine()
     try:
