@@ -27,7 +27,7 @@ ORIGINAL_CC            list[str]  its ``CC``, which would route a re-published m
 ORIGINAL_BCC           list[str]  its ``BCC``, for the same reason
 ORIGINAL_USER_ID       str        its ``user_id``, which RabbitMQ accepts from its owner only
 ORIGINAL_EXPIRATION    str        its ``expiration`` (milliseconds, as on the wire), which would cut a delay short
-ORIGINAL_PROPERTIES    bytes      all its properties, as on the wire, where they are broken and cannot be sent as such
+ORIGINAL_PROPERTIES    bytes      its properties, as on the wire, where they cannot be sent as such; cut to fit a frame
 ORIGINAL_COLUMNS       table      of a row of Spark's that could not be sent: columns that no message can carry, as text
 ORIGINAL_SIZE          int        bytes of its body, which was too large to be sent, and is cut here
 ====================== ========== =====================================================================================

@@ -109,7 +109,7 @@ class DeadMessage:
             self.properties = rewrite_properties(delivery.properties, drop_headers=BROKER_COUNTS)
         self.headers: Mapping[str, object] = {name: table[name] for name in table if name not in BROKER_COUNTS}
         self.message_id = _readable(view, "message_id")
-        self.unreadable = _newer_format(table) or _cut(table, len(self.body))
+        self.unreadable = _newer_format(table) or _cut(table, len(self.body)) or _enclosed(table)
         ours = table if table.get(headers.FORMAT) == headers.FORMAT_VERSION else _NOTHING
         death = _first_death(table)
         self.origin = _origin(ours, table, death)
@@ -241,6 +241,15 @@ def _cut(table: Mapping[str, object], size: int) -> str:
     return (
         f"its body had {whole} bytes, more than the broker takes, and {size} of them are here: send the row again from "
         "where it came, in parts or with a higher max_message_size of the broker"
+    )
+
+
+def _enclosed(table: Mapping[str, object]) -> str:
+    if headers.ORIGINAL_PROPERTIES not in table:
+        return ""
+    return (
+        f"its properties were broken or too large, and are in its header {headers.ORIGINAL_PROPERTIES}: publish it "
+        "again by a program that sets them"
     )
 
 

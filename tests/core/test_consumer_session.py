@@ -13,6 +13,7 @@ from reliable_mq.core import headers
 from reliable_mq.core.consumer.attempts import describe
 from reliable_mq.core.consumer.handler import Failed, Skipped, SkipReason
 from reliable_mq.core.consumer.settlement import LogEventKind
+from reliable_mq.core.publisher.window import CONTENT_TOO_LARGE
 from tests.core.deliveries import BROKEN_TABLE, delivery, failure
 from tests.core.sessions import (
     CHANNEL,
@@ -165,6 +166,30 @@ def test_an_unpublishable_dead_letter_is_left_to_the_broker() -> None:
     assert session.take_output(0.0) == encode_reject(CHANNEL, 1, False)
     assert (session.statistics.rejected, session.statistics.republish_failed) == (1, 1)
     assert session.outstanding == 0
+
+
+def test_properties_too_large_for_a_dead_letter_are_cut() -> None:
+    """Otherwise the message would stay unacked, and as many as the prefetch allows would stop the consumer.
+
+    The broker does not know the dead-letter queue.
+    """
+    session = make(max_attempts=1, broker_dead_letters=False)
+    [item] = deliver(session, [delivery(headers={"h": "x" * 1000}, message_id="m1")])
+    fail(session, item)
+    republish = only_republish(session)
+    refused = PublishRefused("too large", reply_code=CONTENT_TOO_LARGE, reply_text="refused before sending")
+    for kept in (2, 4, 8):
+        session.published(republish, refused, 0.0)
+        assert session.deadline is not None
+        session.tick(session.deadline)
+        assert only_republish(session) is republish
+        properties = Properties(republish.properties)
+        assert properties.message_id == "m1"
+        assert properties.headers[headers.DEAD_LETTER_REASON] == "1 of 1 attempts failed"
+        half = item.properties[: len(item.properties) // kept]
+        assert properties.headers[headers.ORIGINAL_PROPERTIES] == half
+    session.published(republish, None, 9.0)
+    assert session.take_output(9.0) == encode_ack(CHANNEL, 1, False)
 
 
 def test_giving_up_without_a_dead_letter_queue_rejects_loudly() -> None:

@@ -38,6 +38,11 @@ def test_a_body_that_was_cut_is_not_replayed() -> None:
     assert with_headers({headers.ORIGINAL_SIZE: 0}).unreadable == ""
 
 
+def test_properties_that_travel_in_a_header_are_not_replayed() -> None:
+    """They may be cut, and the copy would not have them."""
+    assert "its properties were broken" in with_headers({headers.ORIGINAL_PROPERTIES: b"\x20"}).unreadable
+
+
 def test_what_was_in_no_queue_has_the_exchange_of_its_publish() -> None:
     """For example, a row that a Spark sink could not send."""
     table = {headers.FORMAT: 1, headers.ORIGINAL_EXCHANGE: "events", headers.ORIGINAL_ROUTING_KEY: "k"}

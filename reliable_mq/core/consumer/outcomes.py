@@ -18,6 +18,7 @@ from reliable_mq.core.consumer.handler import Failed, Result, Skipped, SkipReaso
 from reliable_mq.core.consumer.kill_switch import Transition
 from reliable_mq.core.consumer.quarantine import Quarantine, QuarantineState
 from reliable_mq.core.consumer.settlement import LogEventKind
+from reliable_mq.core.publisher.window import CONTENT_TOO_LARGE
 from reliable_mq.core.retry.dead_letters import RepublishReason, RepublishRequest
 from reliable_mq.errors import (
     ConfigurationError,
@@ -344,6 +345,8 @@ class OutcomeHandler:
             if self._broker_dead_letters and (refused or (blocked and republish.tries >= _BLOCKED_TRIES)):
                 self._settlement.reject(delivery, republish.reason)
                 return
+            if isinstance(error, PublishRefused) and error.reply_code == CONTENT_TOO_LARGE:
+                self._settlement.republish.cut(republish)
         elif refused or (
             blocked
             and republish.purpose is RepublishReason.RETRY

@@ -27,9 +27,9 @@ from reliable_mq.message import Message
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["MessageIdQueue", "MessageLimits", "PublishWindow"]
+__all__ = ["CONTENT_TOO_LARGE", "MessageIdQueue", "MessageLimits", "PublishWindow"]
 
-_CONTENT_TOO_LARGE: Final = 311  # the AMQP reply code for a body that is too large
+CONTENT_TOO_LARGE: Final = 311  # the AMQP reply code for a message that is too large
 _TARGETS_KEPT: Final = 4096  # pairs of exchange and routing key known to be valid
 _DUPLICATE_HEADER_BYTES: Final = 64  # the maximum size of the header that marks a possible duplicate
 
@@ -95,7 +95,7 @@ class MessageLimits:
                 f"message {message.message_id} was not sent: its body has {size} bytes, and max_message_bytes is "
                 f"{self._max_message_bytes}; split it, or raise the limit here and in the broker (max_message_size)",
                 message_id=message.message_id,
-                reply_code=_CONTENT_TOO_LARGE,
+                reply_code=CONTENT_TOO_LARGE,
                 reply_text="refused before sending",
             )
         header = header_frame_size(message.encoded_properties or b"")
@@ -104,7 +104,7 @@ class MessageLimits:
                 f"message {message.message_id} was not sent: its properties and headers take {header} bytes, "
                 f"and one frame of this connection holds {frame_max}; move data into the body",
                 message_id=message.message_id,
-                reply_code=_CONTENT_TOO_LARGE,
+                reply_code=CONTENT_TOO_LARGE,
                 reply_text="refused before sending",
             )
 

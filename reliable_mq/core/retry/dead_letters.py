@@ -15,10 +15,18 @@ Invariants:
 from __future__ import annotations
 
 import enum
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from reliable_mq.codec import CodecError, Properties, encode_table, join_properties, rewrite_properties
+from reliable_mq.codec import (
+    CodecError,
+    Properties,
+    encode_table,
+    join_properties,
+    rewrite_properties,
+    split_properties,
+)
 from reliable_mq.core import headers
 from reliable_mq.core.consumer.attempts import BROKER_COUNTS, printable
 from reliable_mq.core.headers import wire_text
@@ -106,6 +114,16 @@ class DeadLetters:
         reason = printable(reason)
         return RepublishRequest(delivery, self._target, self._properties(delivery, reason), reason)
 
+    def cut(self, republish: RepublishRequest) -> None:
+        """Cut the original properties of a dead letter to half, and more at each try.
+
+        It is for a message whose properties leave no room for ours in a frame. Otherwise it would stay unacked for
+        good, and as many of them as the prefetch allows would stop the consumer.
+        """
+        delivery = republish.delivery
+        kept = delivery.properties[: len(delivery.properties) >> republish.tries]
+        republish.properties = _enclosing(delivery.properties, kept, self._ours(delivery, _EMPTY, republish.reason))
+
     def _properties(self, delivery: Delivery, reason: str) -> bytes:
         raw = delivery.properties
         view = Properties(raw)
@@ -124,8 +142,7 @@ class DeadLetters:
                 )
             except (CodecError, ConfigurationError):
                 pass  # the properties are broken, or their CC is no list of names
-        ours[headers.ORIGINAL_PROPERTIES] = raw
-        return join_properties({"headers": encode_table(ours), "delivery_mode": _PERSISTENT})
+        return _enclosing(raw, raw, ours)
 
     def _ours(self, delivery: Delivery, theirs: Mapping[str, object], reason: str) -> dict[str, object]:
         table: dict[str, object] = {
@@ -153,6 +170,15 @@ class DeadLetters:
                 table[headers.EXCEPTION_TYPE] = failures.last.exception_type
                 table[headers.EXCEPTION_MESSAGE] = failures.last.exception_message
         return table
+
+
+def _enclosing(raw: bytes, kept: bytes, ours: Mapping[str, object]) -> bytes:
+    """Return the properties of a dead letter with ``kept`` of ``raw`` in a header."""
+    table = {**ours, headers.ORIGINAL_PROPERTIES: kept}
+    segments = {"headers": encode_table(table), "delivery_mode": _PERSISTENT}
+    with suppress(CodecError, KeyError):
+        segments["message_id"] = split_properties(raw)["message_id"]
+    return join_properties(segments)
 
 
 def _moved(view: Properties, theirs: Mapping[str, object]) -> dict[str, object]:
