@@ -358,7 +358,7 @@ class ConsumerTracer:
         if found is None:
             found = {
                 conventions.DESTINATION: conventions.consumed_from(exchange, routing_key, self._queue),
-                **({conventions.ROUTING_KEY: routing_key} if routing_key else {}),
+                **({conventions.ROUTING_KEY: conventions.exportable(routing_key)} if routing_key else {}),
             }
             if len(self._destinations) >= _DESTINATIONS_KEPT:
                 self._destinations.clear()
@@ -455,4 +455,4 @@ def _text(delivery: Delivery, name: str) -> str | None:
     except ConsumeError:
         delivery.flaw = flaw
         return None
-    return value
+    return None if value is None else conventions.exportable(value)

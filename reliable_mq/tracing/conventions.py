@@ -42,15 +42,23 @@ RABBITMQ: Final = "rabbitmq"
 _DEFAULT_EXCHANGE: Final = "amq.default"
 
 
+def exportable(text: str) -> str:
+    """Return a text with a question mark for each byte that is not UTF-8.
+
+    An exporter loses an attribute with such a byte, and all spans of an export if a name or a status has one.
+    """
+    return text if text.isascii() else text.encode(errors="replace").decode()
+
+
 def published_to(exchange: str, routing_key: str) -> str:
     """Return the name of a destination for a producer."""
-    return ":".join(part for part in (exchange, routing_key) if part) or _DEFAULT_EXCHANGE
+    return exportable(":".join(part for part in (exchange, routing_key) if part)) or _DEFAULT_EXCHANGE
 
 
 def consumed_from(exchange: str, routing_key: str, queue: str) -> str:
     """Return the name of a destination for a consumer."""
     parts = [exchange, routing_key] if routing_key == queue else [exchange, routing_key, queue]
-    return ":".join(part for part in parts if part)
+    return exportable(":".join(part for part in parts if part))
 
 
 def server(endpoints: Sequence[Endpoint]) -> Mapping[str, str | int]:

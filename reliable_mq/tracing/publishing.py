@@ -153,7 +153,7 @@ class PublisherTracer:
             if not span.is_recording():
                 return SendTrace(head, headers) if head or headers else None
             if properties is not None and (correlation_id := message.correlation_id) is not None:
-                span.set_attribute(conventions.CONVERSATION_ID, correlation_id)
+                span.set_attribute(conventions.CONVERSATION_ID, conventions.exportable(correlation_id))
             return RecordedTrace(head, headers, self._errors, span)
         except BaseException:  # for example of the user's propagator
             span.end()
@@ -171,7 +171,7 @@ class PublisherTracer:
         destination, common = self._destination(exchange, routing_key)
         attributes = {  # set at once, because setting a single attribute is slow
             **common,
-            conventions.MESSAGE_ID: message.message_id,
+            conventions.MESSAGE_ID: conventions.exportable(message.message_id),
             conventions.BODY_SIZE: len(message.body),
         }
         if operation != "send":
@@ -213,7 +213,7 @@ class PublisherTracer:
             **self._server,
         }
         if routing_key:
-            attributes[conventions.ROUTING_KEY] = str(routing_key)
+            attributes[conventions.ROUTING_KEY] = conventions.exportable(str(routing_key))
         if len(self._destinations) >= _DESTINATIONS_KEPT:
             self._destinations.clear()
         found = self._destinations[exchange, routing_key] = destination, attributes
@@ -315,7 +315,7 @@ class RecordedTrace(SendTrace):
             attributes[conventions.ATTEMPT] = publication.sends
         if event is PublicationEvent.RETURNED and publication.reply is not None:
             attributes[conventions.REPLY_CODE] = publication.reply.code
-            attributes[conventions.REPLY_TEXT] = publication.reply.text
+            attributes[conventions.REPLY_TEXT] = conventions.exportable(publication.reply.text)
         try:
             span.add_event(f"reliable_mq.{event.value}", attributes)
         except Exception as error:  # noqa: BLE001  # logged
@@ -332,7 +332,7 @@ class RecordedTrace(SendTrace):
             attributes[conventions.POSSIBLE_DUPLICATE] = True
         if publication.reply is not None and publication.reply.code:
             attributes[conventions.REPLY_CODE] = publication.reply.code
-            attributes[conventions.REPLY_TEXT] = publication.reply.text
+            attributes[conventions.REPLY_TEXT] = conventions.exportable(publication.reply.text)
         self._end(attributes, publication.failure(), at)
 
     def failed(self, error: BaseException) -> None:
@@ -348,7 +348,7 @@ class RecordedTrace(SendTrace):
             try:
                 if error is not None:
                     attributes[conventions.ERROR_TYPE] = type(error).__name__
-                    span.set_status(StatusCode.ERROR, str(error))
+                    span.set_status(StatusCode.ERROR, conventions.exportable(str(error)))
                 if attributes:
                     span.set_attributes(attributes)
             finally:

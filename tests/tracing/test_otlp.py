@@ -19,7 +19,9 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from integration.support.blocking import BlockingPublisher
 from integration.support.blocking_consumer import BlockingConsumer
+from integration.support.consuming import Handler
 from reliable_mq import Consumer, Message, Publisher, RetryPolicy, Tracing
+from reliable_mq.core import headers
 from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.tracing.tracing import SCHEMA_URL
 from tests.contract.scripted_broker import ScriptedBroker
@@ -317,3 +319,21 @@ def test_a_collector_gets_the_spans_of_get(
         "status": ("STATUS_CODE_UNSET", ""),
     }
     assert ack == settled(broker, "ack", receipt.message_id, trace="receive orders", parent="receive orders")
+
+
+@pytest.mark.parametrize("consumer", [Consumer, BlockingConsumer], ids=["sync", "aio"])
+def test_text_that_is_not_utf8_costs_no_span(collector: Collector, broker: ScriptedBroker, consumer: type[Any]) -> None:
+    """Any client can send it, and OpenTelemetry loses all spans of an export with one such name."""
+    traces = Traces(collector)
+    waited = {headers.FORMAT: 1, headers.ATTEMPT: 2, headers.RETRY: {"routing-key": b"\xff"}}
+    message = Message(b"x", message_id="m\udcff", correlation_id="c\udcff", headers=waited)
+    traces.tracing.create(message, routing_key="\udcff")
+    with consumer(broker.url, "orders", Handler(), tracing=traces.tracing, dead_letter=None):
+        broker.consuming.deliver_raw(b"x", message.encoded_properties or b"")
+        broker.wait_settled(1)
+    create, process, ack = traces.golden()
+    assert [span["name"] for span in (create, process, ack)] == ["create ?", "process ?:orders", "ack ?:orders"]
+    for span in (create, process, ack):
+        assert span["attributes"]["messaging.message.id"] == "m?"
+        assert span["attributes"]["messaging.rabbitmq.destination.routing_key"] == "?"
+    assert process["attributes"]["messaging.message.conversation_id"] == "c?"
