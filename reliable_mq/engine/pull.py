@@ -20,7 +20,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from reliable_mq.codec import encode_get
+from reliable_mq.codec import CodecError, encode_get
 from reliable_mq.core.channel_setup import is_missing
 from reliable_mq.core.consumer.attempts import describe
 from reliable_mq.core.consumer.delivery import Delivery
@@ -355,20 +355,26 @@ class BasePullSubscription(BaseSubscription):
 
     def got(self, delivery: RawDelivery, message_count: int) -> None:
         """Accept the delivery that answers a request."""
-        self._unanswered -= 1
+        self._answered()
         self._poll = _POLL_FIRST
         super().got(delivery, message_count)
 
     def oversized(self, delivery: RawDelivery, size: int, message_count: int | None) -> None:
         """Accept a delivery that answers a request and is passed to no caller."""
-        self._unanswered -= 1
+        self._answered()
         self._poll = _POLL_FIRST
         super().oversized(delivery, size, message_count)
 
     def got_empty(self) -> None:
         """Note that the queue is empty."""
-        self._unanswered -= 1
+        self._answered()
         self._empty = True
+
+    def _answered(self) -> None:
+        """Count the answer to a request. Without one, the stream cannot be trusted."""
+        if not self._unanswered:
+            raise CodecError("the broker answered a get that was not sent")
+        self._unanswered -= 1
 
     def _subscribe(self, server: ServerInfo) -> SetupGenerator:
         return self._options.pull_setup(server, self._maker)

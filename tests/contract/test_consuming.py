@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from pamqp import commands
 from prometheus_client import CollectorRegistry
 
 from integration.support.consuming import Gate, Handler
@@ -452,6 +453,19 @@ def test_a_get_rejects_a_far_too_large_body_and_takes_the_next(
         assert delivery.body == b"small"
     broker.wait_settled(2)
     assert {(one.verdict, one.tag) for one in broker.settlements} == {("reject", 1), ("ack", 2)}
+
+
+def test_an_answer_to_no_get_costs_a_reconnect_and_no_later_get(
+    broker: ScriptedBroker, new_consumer: NewConsumer
+) -> None:
+    with new_consumer(queue=ORDERS) as consumer:
+        channel = broker.wait(lambda: broker.connections and broker.connections[0].channels.get(1), "a channel")
+        wait_until(lambda: consumer.connected, timeout=30, what="the connection")
+        channel.send(commands.Basic.GetEmpty())
+        broker.wait(lambda: len(broker.connections) == 2, "another connection")
+        broker.ready.append(b"x")
+        with consumer.get(timeout=10) as [delivery]:
+            assert delivery.body == b"x"
 
 
 @pytest.mark.parametrize(
