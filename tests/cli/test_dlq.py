@@ -27,10 +27,17 @@ def letter(body: bytes, **table: object) -> DeadMessage:
     return DeadMessage(delivery, 1)
 
 
-def shown(what: object) -> str:
+def shown(what: object, width: int = 120) -> str:
     out = io.StringIO()
-    Console(file=out, width=120, force_terminal=False).print(what)
+    Console(file=out, width=width, force_terminal=False).print(what)
     return out.getvalue()
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_a_long_header_name_leaves_room_for_the_values(width: int) -> None:
+    """A narrow terminal, or a long name that a foreign client chose, hides no value."""
+    text = shown(details(letter(b"body", **{"x" * 100: "value", "y" * 100: "other"}), 100), width)
+    assert all(value in text for value in ("value", "other", "body", "id\\x1b[2J"))
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def details(message: DeadMessage, most: int) -> Table:
     from reliable_mq.deadletters.jsonl import write_line
 
     table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="dim", no_wrap=True)
+    table.add_column(style="dim", overflow="fold")
     table.add_column(overflow="fold")
 
     def row(name: str, value: object) -> None:
