@@ -144,6 +144,13 @@ def test_dead_letters_that_wait_are_told_with_what_to_do() -> None:
     assert "queue 'orders', which they are to go back to, does not exist" in orphans.text
 
 
+def test_the_queues_of_a_shared_dead_letter_queue_exist() -> None:
+    """Its own name says nothing about the queues that its letters go back to."""
+    shared = view(Queue("shop.dead", dead_letter=None), messages=12)
+    waiting, _ = examine(view(Queue("orders", dead_letter="shop.dead")), shared)
+    assert waiting.text == "a dead-letter queue that holds 12 messages"
+
+
 def test_a_dead_letter_queue_that_loses_messages_is_warned_of() -> None:
     kept = [
         each.text

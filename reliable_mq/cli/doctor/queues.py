@@ -177,7 +177,7 @@ def examine_quarantine(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding
     yield _warning(queue, "quarantine", text, fix)
 
 
-def examine_dead_letters(snapshot: Snapshot, queue: QueueView, version: tuple[int, ...]) -> Iterator[Finding]:
+def examine_dead_letters(queue: QueueView, dead: frozenset[str], version: tuple[int, ...]) -> Iterator[Finding]:
     """Check that letters are kept in a dead-letter queue, and report waiting ones."""
     ttl = queue.argument("message-ttl")
     if ttl is not None and queue.argument("dead-letter-exchange") is None:
@@ -190,14 +190,13 @@ def examine_dead_letters(snapshot: Snapshot, queue: QueueView, version: tuple[in
             f"management UI) counts, and after {limit + 1} they are dropped"
         )
         yield _warning(queue, "dead letters kept", text, "Set delivery-limit -1 on it (by a policy).")
-    owner = queue.name.removesuffix(DEAD_SUFFIX)
     if not queue.messages:
         return
     text = f"a dead-letter queue that holds {queue.messages:,} messages"
     if queue.growth > 0:
         text += f" and grows by {queue.growth:g} a second"
-    if owner != queue.name and owner not in snapshot.queues:
-        text += f"; queue {owner!r}, which they are to go back to, does not exist"
+    if queue.name not in dead:  # it is one by its name alone
+        text += f"; queue {queue.name.removesuffix(DEAD_SUFFIX)!r}, which they are to go back to, does not exist"
     fix = (
         f"reliable-mq dlq stats URL {queue.name}: what they died of, and when. Mend the cause, then dlq replay, or dlq "
         "purge."
@@ -225,7 +224,7 @@ def examine_queues(snapshot: Snapshot, names: Sequence[str], version: tuple[int,
     # Queues around a named queue are checked too.
     for name in sorted(_around(snapshot, names, routes) - set(names)):
         if name in dead:
-            findings += examine_dead_letters(snapshot, snapshot.queues[name], version)
+            findings += examine_dead_letters(snapshot.queues[name], dead, version)
         findings += examine_delay_queue(snapshot, snapshot.queues[name])
         findings += examine_quarantine(snapshot, snapshot.queues[name])
     if not names:
@@ -251,7 +250,7 @@ def _examine(
     if queue.name in dead or (
         queue.name.endswith(DEAD_SUFFIX) and queue.name.removesuffix(DEAD_SUFFIX) not in snapshot.queues
     ):
-        yield from examine_dead_letters(snapshot, queue, version)
+        yield from examine_dead_letters(queue, dead, version)
 
 
 def _around(snapshot: Snapshot, names: Sequence[str], routes: Mapping[str, Route | None]) -> set[str]:
