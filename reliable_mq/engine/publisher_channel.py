@@ -416,8 +416,9 @@ class BasePublisherChannel(BaseChannel[P]):
             self._refuse_waiting()
 
     def unblocked(self) -> None:
-        """Resume publishing after ``connection.unblocked``."""
-        logger.warning("the broker accepts publishes again")  # at the level of the message about blocking
+        """Resume publishing after ``connection.unblocked``, or the end of the connection."""
+        if self.connected:  # else the connection has ended, and its block may continue
+            logger.warning("the broker accepts publishes again")  # at the level of the message about blocking
         self._blocked_seconds, self._blocked_since = self.blocked_seconds, None
         self.session.unblocked(time.monotonic())
         with self._guard:

@@ -777,6 +777,23 @@ def test_a_publish_held_by_a_block_survives_a_connection_error(
         assert errors([confirmation]) == [None]
 
 
+def test_only_the_end_of_a_block_is_logged_as_one(
+    broker: ScriptedBroker, new_publisher: NewPublisher, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A connection that is lost or closed tells nothing about the broker's alarm."""
+    with new_publisher() as publisher:
+        publisher.connect()
+        block(broker, publisher)
+        broker.connection.unblock()
+        wait_until(lambda: publisher.blocked is None, timeout=30, what="the end of it")
+        assert caplog.text.count("the broker accepts publishes again") == 1
+        block(broker, publisher)
+        broker.connection.cut()
+        wait_until(lambda: len(broker.connections) == 2 and publisher.connected, timeout=30, what="another connection")
+        block(broker, publisher)
+    assert caplog.text.count("the broker accepts publishes again") == 1
+
+
 def test_closing_while_blocked_ends_in_time(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
     publisher = new_publisher()
     publisher.connect()
