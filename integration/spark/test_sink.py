@@ -51,6 +51,24 @@ def test_a_batch_is_there_when_the_write_returns(spark: SparkSession, vhost: Vir
     assert {properties.delivery_mode for properties, _ in taken} == {2}
 
 
+def test_sql_writes_into_a_view_and_not_into_a_table(spark: SparkSession, vhost: VirtualHost) -> None:
+    """Spark passes the options of a view to the sink, and those of a table to nobody."""
+    options = f"USING rabbitmq OPTIONS (url '{vhost.url}', routingKey 'orders')"
+    numbers(spark, 10).createOrReplaceTempView("numbers")
+    spark.sql(f"CREATE TEMPORARY VIEW sent (body string, message_id string) {options}")
+    try:
+        spark.sql("INSERT INTO sent SELECT body, concat('id-', body) FROM numbers")
+        with pytest.raises(PySparkException, match="INSERT INTO a view made by CREATE TEMPORARY VIEW"):
+            spark.sql(f"CREATE TABLE kept {options} AS SELECT body FROM numbers")
+    finally:
+        spark.sql("DROP VIEW sent")
+        spark.sql("DROP VIEW numbers")
+    taken = drain(vhost, "orders")
+    assert sorted((properties.message_id, body) for properties, body in taken) == sorted(
+        (f"id-{number}", str(number).encode()) for number in range(10)
+    )
+
+
 def test_a_write_does_not_return_before_the_broker_has_confirmed(
     spark: SparkSession, vhost: VirtualHost, fault_proxy: Callable[..., FaultProxy]
 ) -> None:

@@ -442,6 +442,11 @@ def staged_options(given: Mapping[str, str], *, streaming: bool) -> StagedOption
 
 def write_options(given: Mapping[str, str]) -> WriteOptions:
     """Check the options of a sink. See `read_options`."""
+    if not given:
+        _refuse(
+            "no options: give url. A table made by CREATE TABLE ... USING rabbitmq is given none by Spark: INSERT INTO a "
+            "view made by CREATE TEMPORARY VIEW name (body binary) USING rabbitmq OPTIONS (url '...', routingKey '...')"
+        )
     values = _values({name: text for name, text in given.items() if name.lower() not in _SPARKS_OWN}, _SINK)
     values.pop("async_progress", None)
     _connect(values)

@@ -172,6 +172,8 @@ def test_without_any_option_a_table_is_explained() -> None:
     """Spark passes no options to a table of a Python data source."""
     with pytest.raises(ConfigurationError, match="CREATE TEMPORARY VIEW"):
         read_options({}, streaming=False)
+    with pytest.raises(ConfigurationError, match="INSERT INTO a view made by CREATE TEMPORARY VIEW"):
+        write_options({})
 
 
 def test_each_call_of_spark_at_a_refused_query_raises_why() -> None:
