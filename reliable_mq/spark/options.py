@@ -170,6 +170,12 @@ def _whole(least: int, most: int | None = None) -> Callable[[str, str], int]:
     return read
 
 
+def _milliseconds(name: str, text: str) -> int:
+    if not _WHOLE.fullmatch(text) or int(text) > _LATEST:
+        _refuse(f"{name} must be milliseconds since 1970, from 0 to {_LATEST}, not {text[:40]!r}")
+    return int(text)
+
+
 def _duration(name: str, text: str) -> float:
     match = _DURATION.fullmatch(text.strip().lower())
     if match is None:
@@ -291,7 +297,7 @@ _STREAM: Final = (
     *_of_sources(None),
     _Option("stream", "streams", _names),
     _Option("startingOffsets", "starting_offsets", _positions),
-    _Option("startingTimestamp", "starting_timestamp", _whole(0, _LATEST)),
+    _Option("startingTimestamp", "starting_timestamp", _milliseconds),
     _Option("startingOffsetsByTimestamp", "starting_timestamp", _timestamps),
     _Option(
         "startingOffsetsByTimestampStrategy",
@@ -299,7 +305,7 @@ _STREAM: Final = (
         _one_of("'error' or 'latest'", {"error": False, "latest": True}),
     ),
     _Option("endingOffsets", "ending_offsets", _positions),
-    _Option("endingTimestamp", "ending_timestamp", _whole(0, _LATEST)),
+    _Option("endingTimestamp", "ending_timestamp", _milliseconds),
     _Option("endingOffsetsByTimestamp", "ending_timestamp", _timestamps),
     _Option("streamFilter", "stream_filter", _names),
     _Option("streamFilterMatchUnfiltered", "match_unfiltered", _truth),
@@ -444,8 +450,9 @@ def write_options(given: Mapping[str, str]) -> WriteOptions:
     """Check the options of a sink. See `read_options`."""
     if not given:
         _refuse(
-            "no options: give url. A table made by CREATE TABLE ... USING rabbitmq is given none by Spark: INSERT INTO a "
-            "view made by CREATE TEMPORARY VIEW name (body binary) USING rabbitmq OPTIONS (url '...', routingKey '...')"
+            "no options: give url. A table made by CREATE TABLE ... USING rabbitmq is given none by Spark: INSERT INTO "
+            "a view made by CREATE TEMPORARY VIEW name (body binary) USING rabbitmq "
+            "OPTIONS (url '...', routingKey '...')"
         )
     values = _values({name: text for name, text in given.items() if name.lower() not in _SPARKS_OWN}, _SINK)
     values.pop("async_progress", None)

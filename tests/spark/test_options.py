@@ -102,6 +102,7 @@ def test_every_option_of_a_stream_is_taken() -> None:
         ({"stream": "s", "startingOffsets": "[" * 100_000}, "startingOffsets must be"),
         ({"stream": "s", "startingOffsets": "latest", "startingTimestamp": "1"}, "are both given"),
         ({"stream": "s", "startingTimestamp": "1700000000000000"}, "startingTimestamp must be .* to 253402300799999"),
+        ({"stream": "s", "startingTimestamp": "2026-01-01"}, "startingTimestamp must be milliseconds since 1970"),
         ({"stream": "s", "endingOffsets": "latest"}, "endingOffsets and endingTimestamp are for batch reads"),
         ({"stream": "s", "endingTimestamp": "5"}, "endingOffsets and endingTimestamp are for batch reads"),
         ({"stream": "s", "startingTimestamp": "1", "startingOffsetsByTimestamp": "{}"}, "are both given"),
