@@ -212,7 +212,9 @@ def metrics(tmp_path: Path) -> Iterator[Exporter]:
     made.close()
 
 
-def test_unsendable_rows_are_dead_lettered_the_others_written(vhost: VirtualHost, metrics: Exporter) -> None:
+def test_unsendable_rows_are_dead_lettered_the_others_written(
+    vhost: VirtualHost, metrics: Exporter, caplog: pytest.LogCaptureFixture
+) -> None:
     """Rows are invalid, unroutable, for a missing exchange, or too large."""
     raw = pa.array([b"x"] * 5 + [b"\xff"] + [b"x"] * 4, pa.binary())
     batch = pa.RecordBatch.from_pydict(
@@ -230,6 +232,7 @@ def test_unsendable_rows_are_dead_lettered_the_others_written(vhost: VirtualHost
     written = write(vhost, batch, dead_letter_queue="dead", metrics_directory=str(metrics.path.parent))
     assert (written.rows, written.dead_lettered) == (10, 8)
     assert 'reliable_mq_spark_sink_dead_lettered_total{queue="dead",worker="0"} 8.0' in metrics.path.read_text()
+    assert "no caller waits" not in caplog.text
     assert set(bodies_of(drain(vhost, "orders"))) == {b"a", b"j"}  # perhaps twice: channels were lost
     letters = dead_letters(vhost)
     reasons = {

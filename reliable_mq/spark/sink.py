@@ -41,6 +41,7 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 
 from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, at_fork
 from reliable_mq._util.logs import get_logger
+from reliable_mq._util.validation import Duration
 from reliable_mq.core import headers
 from reliable_mq.errors import ConfigurationError, PublishError, PublishRefused, PublishReturned, ReliableMQError
 from reliable_mq.message import Message
@@ -68,6 +69,15 @@ _lock = threading.Lock()
 _idle: dict[_Key, tuple[Publisher, threading.Timer]] = {}
 
 
+class _RowPublisher(Publisher):
+    """A publisher that does not log failures, because the task reads every outcome."""
+
+    def submit(
+        self, message: Message, *, exchange: str = "", routing_key: str = "", timeout: Duration | None = None
+    ) -> Confirmation:
+        return self._submit(message, exchange, routing_key, timeout, reported=True)
+
+
 @contextmanager
 def publisher_pool(options: WriteOptions) -> Iterator[Publisher]:
     """Lend a publisher. Keep it after a clean exit, discard it after an exception."""
@@ -77,7 +87,7 @@ def publisher_pool(options: WriteOptions) -> Iterator[Publisher]:
     arguments: dict[str, Any] = options.connection.arguments() | dict(options.publisher)
     if options.dead_letter_queue is not None:
         arguments["topology"] = [Queue(options.dead_letter_queue, dead_letter=None)]
-    publisher = _take(key) or Publisher(options.url, name="spark-sink", registry=registry, **arguments)
+    publisher = _take(key) or _RowPublisher(options.url, name="spark-sink", registry=registry, **arguments)
     try:
         yield publisher
     except BaseException:
