@@ -69,7 +69,7 @@ _lock = threading.Lock()
 _idle: dict[_Key, tuple[Publisher, threading.Timer]] = {}
 
 
-class _RowPublisher(Publisher):
+class _TaskPublisher(Publisher):
     """A publisher that does not log failures, because the task reads every outcome."""
 
     def submit(
@@ -87,7 +87,7 @@ def publisher_pool(options: WriteOptions) -> Iterator[Publisher]:
     arguments: dict[str, Any] = options.connection.arguments() | dict(options.publisher)
     if options.dead_letter_queue is not None:
         arguments["topology"] = [Queue(options.dead_letter_queue, dead_letter=None)]
-    publisher = _take(key) or _RowPublisher(options.url, name="spark-sink", registry=registry, **arguments)
+    publisher = _take(key) or _TaskPublisher(options.url, name="spark-sink", registry=registry, **arguments)
     try:
         yield publisher
     except BaseException:

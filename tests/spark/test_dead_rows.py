@@ -155,7 +155,7 @@ class FullBroker:
 @pytest.mark.parametrize("at_once", [True, False])
 def test_the_first_failed_letter_ends_a_task_of_many_rows(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows after it are failures, and get no dead letters."""
-    monkeypatch.setattr(sink, "_RowPublisher", lambda *_, **__: FullBroker(at_once=at_once))
+    monkeypatch.setattr(sink, "_TaskPublisher", lambda *_, **__: FullBroker(at_once=at_once))
     writer = sink.BatchSink(WriteOptions(url="amqp://localhost/", dead_letter_queue="dead"), ("body", "routing_key"))
     rows = pa.RecordBatch.from_pydict({"body": ["b"] * 3000, "routing_key": ["k"] * 3000})
     with pytest.raises(
@@ -188,7 +188,7 @@ class SlowRow:
 def test_bodies_behind_an_unconfirmed_row_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as rows of one full queue among others, while the publisher tries again."""
     publisher = SlowRow()
-    monkeypatch.setattr(sink, "_RowPublisher", lambda *_, **__: publisher)
+    monkeypatch.setattr(sink, "_TaskPublisher", lambda *_, **__: publisher)
     writer = sink.BatchSink(WriteOptions(url="amqp://localhost/", routing_key="orders"), ("body",))
     rows = pa.RecordBatch.from_pydict({"body": [bytes(2**20)]})
     written = writer.write(iter([rows] * 200))
