@@ -87,7 +87,7 @@ class Profile:
 
 def publish(profile: Profile) -> None:
     """Publish a message that opens the connection, and then the measured ones."""
-    with ScriptedBroker() as broker, profile.running(), Publisher(broker.url, delivery_timeout=20) as publisher:
+    with ScriptedBroker() as broker, profile.running(), Publisher(broker.url, delivery_timeout=20, heartbeat=3600) as publisher:
         for number in range(MESSAGES + 1):
             message = Message(b"paid")
             profile.enter("publish" if number else None)
@@ -122,7 +122,7 @@ def consume(profile: Profile, **options: Any) -> None:
 
     queue = Queue("orders", dead_letter=None)
     with ScriptedBroker() as broker, profile.running():
-        consumer = Consumer(broker.url, queue, handle, **options)
+        consumer = Consumer(broker.url, queue, handle, heartbeat=3600, **options)  # no heartbeat is sent
         with consumer:
             broker.wait(lambda: broker.consumed, "a subscription")
             for number in range(MESSAGES + 1):
