@@ -40,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 EVERY = 1 if soaking() else 12  # steps
-WAITS = ("_await_first_attempts", "wait_connected")  # both wait for connect_timeout
+WAITS = ("_await_first_attempts", "wait_connected", "_wait_until")  # all wait for connect_timeout
 
 entered: list[str] = []  # the blocks that were reached
 
