@@ -112,7 +112,7 @@ def publisher_with_outbox(url: str, path: Path) -> None:
 
 
 def consumer(url: str, _: Path) -> None:
-    with Consumer(url, Queue("orders"), lambda _: None, name="interrupted"):
+    with Consumer(url, Queue("orders"), lambda _: None, name="interrupted", connect_timeout=0.5):
         entered.append(url)
 
 
