@@ -310,7 +310,14 @@ def test_the_queues_around_a_queue_are_looked_at(any_vhost: VirtualHost) -> None
     with Publisher(any_vhost.url, topology=[Queue("orders"), sound]) as publisher:
         publisher.connect()
     assert not_well(doctor(any_vhost)[1]) == []
-    declare(any_vhost, "orders.retry.5000", queue_type="quorum", message_ttl=500, delivery_limit=-1)
+    declare(
+        any_vhost,
+        "orders.retry.5000",
+        queue_type="quorum",
+        message_ttl=500,
+        delivery_limit=-1,
+        dead_letter_strategy="at-least-once",
+    )
     declare(any_vhost, "spelt", queue_type="quorum", delivery_limit=-1, mesage_ttl=5)
     status, findings = doctor(any_vhost)
     assert status == 1

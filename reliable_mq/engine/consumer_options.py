@@ -438,7 +438,7 @@ class ConsumerOptions:
         publisher = kind(
             **self._republishing, delivery_timeout=_REPUBLISH_TIMEOUT, retry=RetryPolicy(1), on_blocked="raise"
         )
-        publisher._options.proven = publisher._options.copies = True  # noqa: SLF001  # no user has this publisher
+        publisher._options.proven = True  # noqa: SLF001  # no user has this publisher
         return publisher
 
     def new_tracer(self) -> ConsumerTracer | None:

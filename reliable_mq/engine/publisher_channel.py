@@ -113,7 +113,7 @@ class BasePublisherChannel(BaseChannel[P]):
         self._oldest: float | None = None  # when the oldest unsettled publish was submitted
         self._woken = False
         self._unwatched_log = LogLimit(_LOG_FAILURES_EVERY)
-        self._delayed_log = None if options.copies else LogLimit(_LOG_FAILURES_EVERY)
+        self._repeated_log = LogLimit(_LOG_FAILURES_EVERY)
         self._attempts_failed = 0
         self._last_error: ReliableMQError | None = None
         self._generation = 0
@@ -472,8 +472,8 @@ class BasePublisherChannel(BaseChannel[P]):
         session, io = self.session, self._io
         now = time.monotonic()
         session.tick(now)
-        if session.ids.delayed and self._delayed_log is not None:
-            self._log_delayed(self._delayed_log)
+        if session.ids.repeated:
+            self._log_repeated()
         if session.channel_in_doubt(now):
             doubt = session.doubt
             session.abandon_overdue()
@@ -537,12 +537,12 @@ class BasePublisherChannel(BaseChannel[P]):
                 extra=None if latest.trace is None else latest.trace.ids,
             )
 
-    def _log_delayed(self, limit: LogLimit) -> None:
-        delayed, self.session.ids.delayed = self.session.ids.delayed, 0
-        if due := limit.count(delayed):
+    def _log_repeated(self) -> None:
+        repeated, self.session.ids.repeated = self.session.ids.repeated, 0
+        if due := self._repeated_log.count(repeated):
             logger.warning(
-                "%d messages had the message_id of an outstanding one, so each waits until the one before is settled; "
-                "make a new Message for each message",
+                "%d times, a Message was published that was still outstanding, so each waits until the one before is "
+                "settled; make a new Message for each message",
                 due,
             )
 

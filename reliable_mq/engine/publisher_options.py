@@ -53,8 +53,6 @@ class PublisherOptions:
         limits: The limits for each message.
         window: The window of unconfirmed messages.
         proven: As in `ReconnectPolicy`. To be set before the publisher connects.
-        copies: Whether the messages are copies of deliveries, whose ids the caller does not choose. To be set before
-            the publisher connects.
     """
 
     def __init__(
@@ -180,7 +178,6 @@ class PublisherOptions:
         self.limits = MessageLimits(max_message_bytes, mandatory=mandatory)
         self.window = PublishWindow(max_outstanding, max_outstanding_bytes)
         self.proven = False
-        self.copies = False
         self._reconnect = reconnect_wait, reconnect_stop
         self.new_reconnect_policy()  # refuses an invalid reconnect_wait or reconnect_stop
 

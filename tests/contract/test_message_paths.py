@@ -87,7 +87,11 @@ class Profile:
 
 def publish(profile: Profile) -> None:
     """Publish a message that opens the connection, and then the measured ones."""
-    with ScriptedBroker() as broker, profile.running(), Publisher(broker.url, delivery_timeout=20, heartbeat=3600) as publisher:
+    with (
+        ScriptedBroker() as broker,
+        profile.running(),
+        Publisher(broker.url, delivery_timeout=20, heartbeat=3600) as publisher,
+    ):
         for number in range(MESSAGES + 1):
             message = Message(b"paid")
             profile.enter("publish" if number else None)

@@ -152,11 +152,11 @@ class MessageIdQueue(Generic[P]):
     The other publications wait in the state `PublicationState.WAITING`. Not thread-safe.
 
     Attributes:
-        delayed: The number of publications that had to wait, since the caller last reset it.
+        repeated: The number of publications of a `Message` that was outstanding, since the caller last reset it.
     """
 
     def __init__(self) -> None:
-        self.delayed = 0
+        self.repeated = 0
         self._admitted: dict[str, P] = {}
         self._waiting: dict[str, deque[P]] = {}
 
@@ -169,11 +169,12 @@ class MessageIdQueue(Generic[P]):
         enter = self._admitted.setdefault
         for publication in publications:
             key = publication.message.message_id
-            if enter(key, publication) is publication:
+            holder = enter(key, publication)
+            if holder is publication:
                 admitted.append(publication)
             else:
                 publication.state = PublicationState.WAITING
-                self.delayed += 1
+                self.repeated += holder.message is publication.message
                 self._waiting.setdefault(key, deque()).append(publication)
         return admitted
 
