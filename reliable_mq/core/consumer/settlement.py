@@ -89,8 +89,8 @@ class RepublishQueue:
 
     def cut(self, republish: RepublishRequest) -> None:
         """Cut the properties of a dead letter that are too large for a frame."""
-        if self._dead_letters is not None:
-            self._dead_letters.cut(republish)
+        assert self._dead_letters is not None, "it was made here"  # noqa: S101
+        self._dead_letters.cut(republish)
 
     def delay(self, delivery: Delivery, delay: float, *, suspect: bool = False, tries: int = 0) -> bool:
         """Delay a delivery in delay queues. Return False if it must be held instead.
