@@ -26,7 +26,6 @@ from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from reliable_mq._util.hooks import ForkStage, at_fork
 from reliable_mq._util.logs import get_logger
 from reliable_mq._util.threads import Condition, InterruptibleEvent, start_daemon
 from reliable_mq.core.consumer.attempts import Failure, describe, shown
@@ -509,35 +508,18 @@ def call_handler(handler: Callable[[Any], object], argument: Work) -> object:
         RetryLater, DeadLetter: If the handler returned that for a single delivery.
         UsageError: If the handler returned a coroutine or a generator, which has not run yet.
     """
-    forks = _Process.forks
+    process = os.getpid()
     try:
         answer = copy_context().run(handler, argument)
     except BaseException as error:
-        if _Process.forks != forks:
+        if os.getpid() != process:
             _end_child(error)
         raise
-    if _Process.forks != forks:
+    if os.getpid() != process:
         _end_child(None)
     if answer is not None:
         check_answer(answer, batch=isinstance(argument, list))
     return answer
-
-
-class _Process:
-    """This process.
-
-    Attributes:
-        forks: The number of forks from the first process to this one.
-    """
-
-    forks = 0
-
-    @classmethod
-    def forked(cls) -> None:
-        cls.forks += 1
-
-
-at_fork(ForkStage.MARK, _Process.forked)
 
 
 def _end_child(error: BaseException | None) -> None:

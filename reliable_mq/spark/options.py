@@ -160,20 +160,14 @@ def _names(name: str, text: str) -> tuple[str, ...]:
     return names
 
 
-def _whole(least: int, most: int | None = None) -> Callable[[str, str], int]:
+def _whole(least: int, most: int | None = None, kind: str = "a whole number") -> Callable[[str, str], int]:
     def read(name: str, text: str) -> int:
         if not _WHOLE.fullmatch(text) or int(text) < least or (most is not None and int(text) > most):
             limits = f"of at least {least}" if most is None else f"from {least} to {most}"
-            _refuse(f"{name} must be a whole number {limits}, not {text[:40]!r}")
+            _refuse(f"{name} must be {kind} {limits}, not {text[:40]!r}")
         return int(text)
 
     return read
-
-
-def _milliseconds(name: str, text: str) -> int:
-    if not _WHOLE.fullmatch(text) or int(text) > _LATEST:
-        _refuse(f"{name} must be milliseconds since 1970, from 0 to {_LATEST}, not {text[:40]!r}")
-    return int(text)
 
 
 def _duration(name: str, text: str) -> float:
@@ -293,11 +287,12 @@ _QUEUE: Final = (
     _Option("queue", "queues", _names),
     _Option("missingQueueTimeout", "missing_queue_timeout", _duration),
 )
+_MILLISECONDS: Final = _whole(0, _LATEST, "milliseconds since 1970,")
 _STREAM: Final = (
     *_of_sources(None),
     _Option("stream", "streams", _names),
     _Option("startingOffsets", "starting_offsets", _positions),
-    _Option("startingTimestamp", "starting_timestamp", _milliseconds),
+    _Option("startingTimestamp", "starting_timestamp", _MILLISECONDS),
     _Option("startingOffsetsByTimestamp", "starting_timestamp", _timestamps),
     _Option(
         "startingOffsetsByTimestampStrategy",
@@ -305,7 +300,7 @@ _STREAM: Final = (
         _one_of("'error' or 'latest'", {"error": False, "latest": True}),
     ),
     _Option("endingOffsets", "ending_offsets", _positions),
-    _Option("endingTimestamp", "ending_timestamp", _milliseconds),
+    _Option("endingTimestamp", "ending_timestamp", _MILLISECONDS),
     _Option("endingOffsetsByTimestamp", "ending_timestamp", _timestamps),
     _Option("streamFilter", "stream_filter", _names),
     _Option("streamFilterMatchUnfiltered", "match_unfiltered", _truth),

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, Final, Literal
 
 from reliable_mq._util.validation import SHORT_STRING_BYTES, is_text, is_whole_number, seconds
@@ -123,6 +124,10 @@ def _milliseconds(field: str, value: Any) -> int:
     return round(duration * 1000) or int(duration > 0)
 
 
+def _one_delay(place: int, field: str, delays: Any) -> int:
+    return _milliseconds(field, delays[place])
+
+
 _KEPT_ON_DISK: Final = "quorum queues keep messages on disk"
 _MOST: Final = 2**63 - 1
 
@@ -162,20 +167,8 @@ ARGUMENTS: Final[Mapping[str, Argument]] = {
             field="delayed_retry",
             encode=lambda _field, _delays: "failed",
         ),
-        Argument(
-            "x-delayed-retry-min",
-            since=(4, 3),
-            least=0,
-            field="delayed_retry",
-            encode=lambda name, delays: _milliseconds(name, delays[0]),
-        ),
-        Argument(
-            "x-delayed-retry-max",
-            since=(4, 3),
-            least=0,
-            field="delayed_retry",
-            encode=lambda name, delays: _milliseconds(name, delays[1]),
-        ),
+        Argument("x-delayed-retry-min", since=(4, 3), least=0, field="delayed_retry", encode=partial(_one_delay, 0)),
+        Argument("x-delayed-retry-max", since=(4, 3), least=0, field="delayed_retry", encode=partial(_one_delay, 1)),
         Argument("x-consumer-timeout", since=(4, 3)),
         Argument("x-consumer-disconnected-timeout", since=(4, 3)),
         Argument("x-max-priority", kinds=_CLASSIC, field="max_priority", field_range=(1, 255)),
