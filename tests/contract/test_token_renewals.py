@@ -230,6 +230,7 @@ def test_a_set_up_with_an_expired_token_gets_another_one(broker: ScriptedBroker,
         publisher.connect()
         (channel,) = broker.connection.channels.values()
         credentials.expire(channel, "Queue.Declare", "configure access to queue 'orders'")
+        broker.wait(lambda: credentials.calls == 2, "another token")
         publisher.publish(Message(b"x"), routing_key="orders", timeout=20)
         assert credentials.calls == 2
 
