@@ -113,6 +113,13 @@ class TestEventLoop:
         assert errors == ["call", "timer"]
         assert ran == ["call", "timer", "late"]
 
+    def test_a_call_queued_before_the_close_can_be_withdrawn(self) -> None:
+        """Otherwise a thread that queues it at this moment believes that it will run."""
+        loop = EventLoop(lambda _: None)
+        call = loop.queue(lambda: None)
+        loop.close()
+        assert loop.withdraw(call)
+
     def test_a_call_from_another_thread_wakes_it(self) -> None:
         loop = EventLoop(lambda _: None)
         threading.Timer(0.05, lambda: loop.call_soon(loop.stop)).start()

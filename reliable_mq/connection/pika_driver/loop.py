@@ -116,6 +116,8 @@ class EventLoop:
 class _GuardedLoop(IOLoop):  # type: ignore[misc]  # pika has no types
     """A loop that an exception of a callback does not end."""
 
+    _callbacks: Any  # pika's queue of calls
+
     def __init__(self, on_error: Callable[[Exception], None]) -> None:
         super().__init__()
         self._on_error = on_error
@@ -148,7 +150,9 @@ class _GuardedLoop(IOLoop):  # type: ignore[misc]  # pika has no types
         waker, self._waker = self._waker, None
         if waker is not None:
             self.remove_handler(waker.fileno())
+        queued = self._callbacks
         super().close()
+        self._callbacks = queued  # pika sets an empty list, where `withdraw` would not find a call queued meanwhile
 
     def call_later(self, delay: float, callback: Callable[[], None]) -> Any:
         return super().call_later(delay, partial(self._guard, callback))
