@@ -6,7 +6,7 @@ It holds whatever the handler, the key function and the store do.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -681,6 +681,21 @@ def test_a_handler_that_runs_long_holds_up_no_others() -> None:
     assert settled == [["m2"], ["m3"]]
     assert runner.progress.interrupted
     assert runner.progress.left(items) == [items[2]]
+
+
+def test_deliveries_that_are_being_begun_are_not_taken_over() -> None:
+    """Otherwise another thread could take the first ones, and the last ones would begin before them."""
+
+    def taken_over_meanwhile() -> Iterator[Delivery]:
+        for item in items:
+            taken.extend(group.take_over().unbegun)
+            yield item
+
+    items = [delivery(number) for number in range(3)]
+    taken: list[Delivery] = []
+    group = GroupProgress()
+    assert list(group.begin(taken_over_meanwhile())) == items
+    assert not taken
 
 
 @given(st.lists(st.sampled_from(["returns", "raises", "is taken over"]), min_size=1, max_size=6), st.booleans())

@@ -558,6 +558,7 @@ def test_a_hanging_handler_holds_up_no_result_of_its_group(monkeypatch: pytest.M
     This happens if the connection is lost and the leases end.
     """
     let_groups_run_long(monkeypatch)
+    monkeypatch.setattr(claim_groups, "PATIENCE", 0.5)  # the group must get as far as the delivery that hangs
     store = Watched()
     handler = Hanging(100, refused=[80])
     with running(handler, store=store) as (workers, sink):

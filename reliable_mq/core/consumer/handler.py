@@ -234,9 +234,9 @@ class _Handover(Generic[T]):
         self._added: list[T] = []
         self._own: list[T] = []
 
-    def add(self, item: T) -> None:
-        self._added.append(item)
-        self._items.append(item)
+    def add(self, *items: T) -> None:
+        self._added += items
+        self._items += items
 
     def take(self, *, own: bool) -> Iterator[T]:
         """Yield the items that belong to the caller, which is the owner if ``own``."""
@@ -285,8 +285,7 @@ class GroupProgress:
 
     def begin(self, deliveries: Iterable[Delivery]) -> Iterator[Delivery]:
         """Yield the deliveries that the group is to begin, one after the other."""
-        for delivery in deliveries:
-            self._waiting.add(delivery)
+        self._waiting.add(*deliveries)  # all at once: another thread must not take over the first ones alone
         return self._waiting.take(own=True)
 
     def add(self, result: Delivery | Failed) -> None:
