@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
-from sqlalchemy.orm import Session
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_scoped_session
+from sqlalchemy.orm import Session, scoped_session
 
 from reliable_mq._util.boottime import boot, since_boot
 from reliable_mq._util.logs import get_logger
@@ -226,6 +226,11 @@ class _SQLAlchemyBase(SQLStoreBase):
             one.recorded_in = connection.get_transaction()
 
 
+def _check_maker(session: object, kind: str) -> None:
+    if session is not None and (not callable(session) or isinstance(session, scoped_session | async_scoped_session)):
+        raise ConfigurationError(f"session must be {kind} or None, not {session!r}")
+
+
 def _worth_repeating(error: Exception, attempt: int) -> bool:
     """Return whether to repeat a transaction.
 
@@ -292,7 +297,7 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
         timeout: The time within which a call ends, including repetitions, in seconds. A SQLite file has no server: a
             call waits for other calls up to the busy timeout of the engine (``connect_args``).
         table: The name of the table, with or without its schema.
-        session: A function that makes the sessions of `transaction`, instead of ``Session(engine)``.
+        session: A function that makes a new session for each `transaction`, instead of ``Session(engine)``.
 
     Raises:
         ConfigurationError: If an argument is invalid.
@@ -312,8 +317,7 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
         super().__init__(engine, retention, timeout, table)
         if engine.url.database in (None, "", ":memory:") and engine.dialect.name == "sqlite":
             raise ConfigurationError("engine is of a database in memory; use MemoryStore, or a file")
-        if session is not None and not callable(session):
-            raise ConfigurationError(f"session must be a sessionmaker or None, not {session!r}")
+        _check_maker(session, "a sessionmaker")
         self._engine = engine
         self._session = session
         # SQLite limits its waiting itself, and has no server that could hang.
@@ -474,8 +478,7 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
         if not isinstance(engine, AsyncEngine):
             raise ConfigurationError(f"engine must be one of create_async_engine(), not {type(engine).__name__}")
         super().__init__(engine, retention, timeout, table)
-        if session is not None and not callable(session):
-            raise ConfigurationError(f"session must be an async_sessionmaker or None, not {session!r}")
+        _check_maker(session, "an async_sessionmaker")
         self._engine = engine
         self._session = session
         self._given_up: set[asyncio.Task[Any]] = set()

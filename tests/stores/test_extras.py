@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import redis
 from sqlalchemy import create_engine
-from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
-from sqlalchemy.orm import Session
+from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 import reliable_mq.stores
 from reliable_mq import ConfigurationError, Consumer
@@ -173,3 +173,13 @@ def test_a_session_is_no_maker_of_sessions() -> None:
         SQLAlchemyStore(engine, session=Session(engine))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="session must be an async_sessionmaker"):
         AsyncSQLAlchemyStore(asynchronous, session=AsyncSession(asynchronous))  # type: ignore[arg-type]
+
+
+def test_a_scoped_session_makes_no_sessions() -> None:
+    """Its session belongs to a thread or task, and the store begins transactions on threads and tasks of its own."""
+    engine, asynchronous = create_engine("sqlite:///x"), create_async_engine("sqlite+aiosqlite:///x")
+    shared, tasks = scoped_session(sessionmaker(engine)), async_scoped_session(async_sessionmaker(asynchronous), object)
+    with pytest.raises(ConfigurationError, match=r"session must be a sessionmaker .*scoped_session"):
+        SQLAlchemyStore(engine, session=shared)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"session must be an async_sessionmaker .*scoped_session"):
+        AsyncSQLAlchemyStore(asynchronous, session=tasks)  # type: ignore[arg-type]
