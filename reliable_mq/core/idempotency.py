@@ -19,10 +19,12 @@ import enum
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reliable_mq.errors import ConfigurationError
+
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
 
-__all__ = ["Claim", "ClaimStatus", "CommitStatus", "InboxClaim", "SettlementRetries", "namespace_of"]
+__all__ = ["Claim", "ClaimStatus", "CommitStatus", "InboxClaim", "SettlementRetries", "checked_key", "namespace_of"]
 
 
 def namespace_of(cluster: str, virtual_host: str) -> str:
@@ -31,6 +33,17 @@ def namespace_of(cluster: str, virtual_host: str) -> str:
     The name is the same for connections to every node of a cluster.
     """
     return f"{cluster.replace('%', '%25').replace('/', '%2F')}/{virtual_host}"
+
+
+def checked_key(key: object) -> str | None:
+    """Return the result of a function ``idempotency_key`` after checking it.
+
+    Raises:
+        ConfigurationError: If it is neither None nor text.
+    """
+    if key is not None and not isinstance(key, str):
+        raise ConfigurationError(f"idempotency_key must give text or None, not {type(key).__name__}")
+    return key
 
 
 class ClaimStatus(enum.Enum):

@@ -311,7 +311,7 @@ class AsyncRedisStore(_RedisBase, AsyncStore):
             async with asyncio.timeout(self._timeout):
                 return await super()._run(queries)
         except TimeoutError as error:
-            raise self._failed(error) from error
+            raise self._failed(TimeoutError(f"no answer within {self._timeout:g} s")) from error
 
     async def _send(self, query: list[tuple[Any, ...]]) -> list[Any]:
         if len(query) == 1:

@@ -433,6 +433,15 @@ def test_the_variables_of_a_key_function_reach_no_handler() -> None:
     assert seen == ["", ""]
 
 
+@pytest.mark.parametrize(("given", "kind"), [(7, "int"), (0, "int"), (b"7", "bytes"), (("7",), "tuple")])
+def test_a_key_that_is_no_text_is_named(given: Any, kind: str) -> None:
+    runner = Runner(key=lambda _: given)
+    result = only(runner(delivery()))
+    assert isinstance(result, Failed)
+    assert result.failure.exception_message == f"idempotency_key must give text or None, not {kind}"
+    assert runner.kinds == []
+
+
 def test_a_key_function_that_fails_is_a_failed_attempt() -> None:
     runner = Runner(key=lambda item: item.json()["order"])
     result = only(runner(delivery(body=b"no json")))

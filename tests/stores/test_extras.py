@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import sys
 from typing import Any
 
@@ -12,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_ses
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 import reliable_mq.stores
-from reliable_mq import ConfigurationError, Consumer
+from reliable_mq import ConfigurationError, Consumer, IdempotencyStoreError
 from reliable_mq.stores import (
     AsyncIdempotencyStore,
     AsyncRedisStore,
@@ -183,3 +185,13 @@ def test_a_scoped_session_makes_no_sessions() -> None:
         SQLAlchemyStore(engine, session=shared)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"session must be an async_sessionmaker .*scoped_session"):
         AsyncSQLAlchemyStore(asynchronous, session=tasks)  # type: ignore[arg-type]
+
+
+def test_an_asyncio_call_without_an_answer_names_its_timeout() -> None:
+    async def call(url: str) -> None:
+        async with AsyncRedisStore(url, timeout=0.1) as store:
+            with pytest.raises(IdempotencyStoreError, match=r"failed: TimeoutError: no answer within 0\.1 s"):
+                await store.claim_many(["key"], 1.0)
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        asyncio.run(call(f"redis://127.0.0.1:{silent.getsockname()[1]}"))

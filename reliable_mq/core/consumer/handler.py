@@ -55,7 +55,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 from reliable_mq.core.consumer.attempts import Failure, describe, printable, shown
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.dispatch import verdicts
-from reliable_mq.core.idempotency import Claim, ClaimStatus, CommitStatus, InboxClaim, SettlementRetries
+from reliable_mq.core.idempotency import Claim, ClaimStatus, CommitStatus, InboxClaim, SettlementRetries, checked_key
 from reliable_mq.errors import ConfigurationError, UsageError
 from reliable_mq.retry import DeadLetter, RetryLater
 
@@ -86,7 +86,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-_STALE: Final = "the lease ended before the handler did, and another holder took over"
+_STALE: Final = "the lease ended before the handler did, and another holder took over; or the store lost the claim"
 _COMMITTED: Final = "its handler raised after its transaction was committed"
 _UNKNOWN: Final = "whether its transaction was committed is not known, and asked again"
 _UNREADABLE: Final = "its record was written by a newer version of this package: use that version here, too"
@@ -214,7 +214,7 @@ class ClaimPolicy:
 
     def key_of(self, delivery: Delivery) -> str | None:
         """Return the key to claim for a delivery, or None without a key."""
-        key = delivery.message_id if self.key is None else copy_context().run(self.key, delivery)
+        key = delivery.message_id if self.key is None else checked_key(copy_context().run(self.key, delivery))
         if not key:
             return None
         namespace = delivery.source.namespace if self._namespace is None else self._namespace
