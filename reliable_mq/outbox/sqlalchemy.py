@@ -90,9 +90,14 @@ class _MessagesLast:
         """Order the changes that are known so far.
 
         SQLAlchemy calls this again until it knows all of them.
+
+        Raises:
+            ConfigurationError: If the session's connection is in autocommit. Nothing was flushed yet.
         """
         actions = flush.postsort_actions.values()
         messages = [action for action in actions if _inserts_messages(action)]
+        for message in messages:
+            refuse_connection_in_autocommit(flush.transaction.connection(message.mapper), begun=False)
         others = [action for action in actions if not _inserts_messages(action)]
         flush.dependencies.update((other, message) for other in others for message in messages)
         return False
@@ -198,7 +203,8 @@ class SQLAlchemyOutbox:
             mandatory: Whether the message is set aside if no queue is bound for it. If False, the broker drops it.
 
         Raises:
-            ConfigurationError: If an argument is invalid, or the connection commits each statement by itself.
+            ConfigurationError: If an argument is invalid, or the connection commits each statement by itself. For that
+                of a session, the flush raises it.
         """
         if not isinstance(message, Message):
             raise ConfigurationError(f"message must be a Message, not {type(message).__name__}: wrap it, Message(body)")

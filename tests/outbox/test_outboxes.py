@@ -79,6 +79,24 @@ def test_a_connection_that_commits_each_statement_is_refused() -> None:
     engine.dispose()
 
 
+@pytest.mark.parametrize("by_engine", [True, False])
+def test_a_session_that_commits_each_statement_is_refused(tmp_path: Path, by_engine: bool) -> None:
+    """The flush fails before it has written anything."""
+    engine = create_engine(f"sqlite:///{tmp_path}/orders.db")
+    outbox = SQLAlchemyOutbox(engine)
+    outbox.create_table()
+    autocommit = create_engine(engine.url, isolation_level="AUTOCOMMIT") if by_engine else engine
+    with Session(autocommit) as session:
+        if not by_engine:
+            session.connection(execution_options={"isolation_level": "AUTOCOMMIT"})
+        outbox.add(session, Message(b""), routing_key="q")
+        with pytest.raises(ConfigurationError, match="commits every statement"):
+            session.commit()
+    assert outbox.status().rows == 0
+    autocommit.dispose()
+    engine.dispose()
+
+
 def test_an_ordering_key_must_be_a_function_that_gives_text(tmp_path: Path) -> None:
     """The error names the argument or the type of the result."""
     with pytest.raises(ConfigurationError, match="ordering_key"):
