@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.usefixtures("baseline"), pytest.mark.timeout(900)]
 
 GOES_ON = 15.0  # seconds without a confirm that are allowed after a leader is killed, plus `Lag.worst`
 AT_ONCE = 10.0  # seconds until all clients of a killed node are connected to another one, plus `Lag.worst`
+MINORITY = 10.0 if soaking() else 6.0  # seconds without a majority
 TRANSFERS = 10 if soaking() else 3  # of the leader, one after the other
 MINUTES = "RELIABLE_MQ_MIXED_MINUTES"  # the minutes for which a soak mixes faults
 
@@ -35,16 +36,20 @@ def lasts(seconds: float) -> None:
     Event().wait(seconds)
 
 
-# When one of these functions returns, its fault is over: all nodes are back, and messages flow.
-
-
-def leaders_are_killed(flow: Traffic, rng: Random, node: ClusterNode | None = None) -> None:
-    node = node or rng.choice(flow.cluster.nodes)
+def kill_leaders(flow: Traffic, node: ClusterNode) -> None:
+    """Make a node the leader of all queues, and kill it; messages then flow without it."""
     for queue in (ORDERS.name, DELAY_QUEUE, DEAD_LETTERS):
         flow.cluster.transfer_leader(queue, node, flow.vhost.name)
     flow.fault(20, "leaders killed")
     node.kill()
     flow.wait_progress()
+
+
+# When one of these functions returns, its fault is over: all nodes are back, and messages flow.
+
+
+def leaders_are_killed(flow: Traffic, rng: Random) -> None:
+    kill_leaders(flow, rng.choice(flow.cluster.nodes))
     flow.cluster.start()
 
 
@@ -61,7 +66,7 @@ def a_node_without_leaders_is_killed(flow: Traffic, rng: Random, node: ClusterNo
     flow.cluster.start()
 
 
-def a_majority_is_killed(flow: Traffic, rng: Random, seconds: float = 10 if soaking() else 6) -> None:
+def a_majority_is_killed(flow: Traffic, rng: Random, seconds: float = MINORITY) -> None:
     """Calls with a deadline end by it; all others settle once the majority is back."""
     flow.fault(21, "majority killed")
     for node in rng.sample(flow.cluster.nodes, 2):
@@ -86,13 +91,13 @@ def the_leader_is_cut_off(flow: Traffic, rng: Random, seconds: float = 8) -> Non
 
 
 def each_node_is_restarted(flow: Traffic, rng: Random) -> None:
-    """One node is drained first."""
+    """One node is drained first. It has then lost its clients, and is restarted in a soak only."""
     flow.fault(23, "node drained, each restarted")
     node = rng.choice(flow.cluster.nodes)
     flow.cluster.drain(node)
     flow.wait_progress()
     flow.cluster.revive(node)
-    nodes = list(flow.cluster.nodes)
+    nodes = [each for each in flow.cluster.nodes if soaking() or each is not node]
     for each in rng.sample(nodes, len(nodes)):
         flow.cluster.wait_ready()
         each.restart()
@@ -121,9 +126,9 @@ def a_node_loses_its_disk(flow: Traffic, rng: Random) -> None:
     flow.cluster.start()
 
 
-def a_disk_is_lost_then_the_leaders_are_killed(flow: Traffic, rng: Random) -> None:
-    """Rows 67, 63 and 20 with two restarts of a node, not four."""
-    leader, node = rng.sample(flow.cluster.nodes, 2)
+def a_disk_is_lost_then_the_others_die(flow: Traffic, rng: Random) -> None:
+    """Rows 67, 63, 20 and 21 with three restarts of a node, not six."""
+    leader, node, third = rng.sample(flow.cluster.nodes, 3)
     for queue in (ORDERS.name, PLAIN.name):
         flow.cluster.transfer_leader(queue, leader, flow.vhost.name)
     flow.fault(63, "disk lost by a node without leaders")
@@ -132,7 +137,12 @@ def a_disk_is_lost_then_the_leaders_are_killed(flow: Traffic, rng: Random) -> No
     flow.wait_progress()
     flow.cluster.start()
     flow.cluster.wait_ready()
-    leaders_are_killed(flow, rng, leader)
+    kill_leaders(flow, leader)
+    flow.fault(21, "another node killed, and so a majority")
+    rng.choice([node, third]).kill()
+    with flow.without_majority(by=DIRECT):
+        lasts(MINORITY)
+    flow.cluster.start()
 
 
 def the_leader_is_transferred(flow: Traffic, rng: Random) -> None:
@@ -156,8 +166,7 @@ FAULTS = (
 
 
 TOGETHER = (
-    a_disk_is_lost_then_the_leaders_are_killed,
-    a_majority_is_killed,
+    a_disk_is_lost_then_the_others_die,
     the_leader_is_cut_off,
     each_node_is_restarted,
     the_leader_is_frozen,

@@ -31,6 +31,7 @@ pytestmark = [pytest.mark.usefixtures("baseline"), pytest.mark.timeout(600)]
 TAKE_OVER = {} if soaking() else {"x-consumer-disconnected-timeout": 5_000}
 ORDERS = Queue("orders", single_active_consumer=True, arguments=TAKE_OVER)
 MORE = 50 if soaking() else 20  # messages between two steps
+PAUSE = 0.01 if soaking() else 0.03  # seconds between two messages
 
 
 def test_f66_one_consumer_is_active_at_a_time_and_order_is_kept(
@@ -61,7 +62,7 @@ def test_f66_one_consumer_is_active_at_a_time_and_order_is_kept(
         handled[name] += 1
 
     def load() -> None:
-        while not over.wait(0.01):
+        while not over.wait(PAUSE):
             message = Message(b"x")
             operation = history.begin(OperationKind.PUBLISH, message.message_id, key="orders", timeout=300)
             confirmation = publisher.submit(message, routing_key=ORDERS.name)

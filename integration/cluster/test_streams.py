@@ -36,6 +36,7 @@ pytestmark = [pytest.mark.usefixtures("baseline"), pytest.mark.timeout(600)]
 
 EVENTS = Queue("events", type="stream")
 MORE = 100 if soaking() else 30  # messages between two steps
+PAUSE = 0.005 if soaking() else 0.02  # seconds between two messages
 
 
 def content(vhost: VirtualHost) -> list[tuple[int, bytes]]:
@@ -110,7 +111,7 @@ def test_f65_reads_after_a_leaders_death_give_what_is_there(
 
     def load() -> None:
         number = 0
-        while not over.wait(0.005):
+        while not over.wait(PAUSE):
             message = Message(b"%d" % number, message_id=str(number))
             checker.attempted(message.message_id)
             publisher.submit(message, routing_key=EVENTS.name).add_done_callback(settled)

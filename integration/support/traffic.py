@@ -48,7 +48,7 @@ RETRY = RetryPolicy(max_attempts=3, delays=(0.3,))
 DELAY_QUEUE, DEAD_LETTERS = "orders.retry.300", "orders.dead"
 DIRECT, STORED = ("sync publisher", "asyncio publisher"), ("sync outbox", "asyncio outbox")
 BODIES = {b"fine": 90, b"fails once": 6, b"fails always": 4}
-PAUSE = 0.02 if soaking() else 0.05  # seconds between two messages of a publisher
+PAUSE = 0.02 if soaking() else 0.15  # seconds between two messages of a publisher
 LONG = 300.0  # seconds, longer than any fault here
 LATE = 3.0  # seconds by which a call may exceed its deadline, in addition to the measured `Lag`
 UNCERTAIN = 2.0  # seconds within which a client reports a received confirm, in addition to `Lag`
@@ -68,7 +68,7 @@ def url_of(vhost: VirtualHost, nodes: Iterable[ClusterNode]) -> str:
 
 
 class Source:
-    """A thread that publishes a message every few milliseconds; records the outcomes."""
+    """A thread that publishes several messages per second; records the outcomes."""
 
     def __init__(self, name: str, publisher: Any, traffic: Traffic, rng: Random, *, stored: bool) -> None:
         self.name = name
