@@ -6,6 +6,7 @@ It fires after the time in the settings.
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
@@ -191,30 +192,40 @@ def test_each_alert_has_a_fault() -> None:
     assert {fault.alert for fault in FAULTS} == {alert.name for alert in ALERTS}
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.alert}-{'-'.join(fault.series).partition('{')[0]}")
-def test_an_alert_fires_under_its_fault_and_not_before(fault: Fault, rules: Path) -> None:
-    alert = next(alert for alert in ALERTS if alert.name == fault.alert)
-    fired = f'ALERTS{{alertname="{alert.name}",alertstate="firing",severity="{alert.severity}",{fault.labels}}}'
-    at = [
-        (fault.quiet, False),
-        (fault.fires, True),
-        *([(fault.over - 2 * MINUTES, True), (fault.over, False)] if fault.over else []),
-    ]
-    check(
-        rules,
-        {
-            "interval": f"{EVERY}s",
-            "input_series": series({**HEALTHY, **fault.series}),
-            "promql_expr_test": [
-                {
-                    "expr": f'ALERTS{{alertname="{fault.alert}",alertstate="firing"}}',
-                    "eval_time": f"{20 * MINUTES + seconds:.0f}s",
-                    "exp_samples": [{"labels": fired, "value": 1}] if fires else [],
-                }
-                for seconds, fires in at
-            ],
-        },
-    )
+def of(job: str, text: str) -> str:
+    """Return series or labels for another job."""
+    return text.replace('job="j"', f'job="{job}"')
+
+
+def test_each_alert_fires_under_its_fault_and_not_before(rules: Path) -> None:
+    """promtool evaluates the rules once for all faults.
+
+    Each fault has a job, with the series that the alert's expression names.
+    """
+    given: dict[str, str] = {}
+    expected = []
+    for number, fault in enumerate(FAULTS):
+        job = f"j{number}"
+        alert = next(alert for alert in ALERTS if alert.name == fault.alert)
+        healthy = {name: values for name, values in HEALTHY.items() if name.partition("{")[0] in alert.expression}
+        assert healthy.keys() >= fault.series.keys()
+        given |= {of(job, name): values for name, values in (healthy | fault.series).items()}
+        firing = f'alertname="{alert.name}",alertstate="firing"'
+        fired = of(job, f'ALERTS{{{firing},severity="{alert.severity}",{fault.labels}}}')
+        at = [
+            (fault.quiet, False),
+            (fault.fires, True),
+            *([(fault.over - 2 * MINUTES, True), (fault.over, False)] if fault.over else []),
+        ]
+        expected += [
+            {
+                "expr": f'ALERTS{{{firing},job="{job}"}}',
+                "eval_time": f"{20 * MINUTES + seconds:.0f}s",
+                "exp_samples": [{"labels": fired, "value": 1}] if fires else [],
+            }
+            for seconds, fires in at
+        ]
+    check(rules, {"interval": f"{EVERY}s", "input_series": series(given), "promql_expr_test": expected})
 
 
 def test_no_alert_fires_or_is_pending_while_all_is_well(rules: Path) -> None:
@@ -223,33 +234,32 @@ def test_no_alert_fires_or_is_pending_while_all_is_well(rules: Path) -> None:
     check(rules, {"interval": f"{EVERY}s", "input_series": series(HEALTHY), "promql_expr_test": quiet})
 
 
-@pytest.mark.parametrize(
-    ("name", "counter"),
-    [
-        ("ReliableMQRejected", f"reliable_mq_consumer_rejected_total{{{CONSUMER}}}"),
-        ("ReliableMQDeadLetters", f"reliable_mq_consumer_dead_lettered_total{{{CONSUMER}}}"),
-        ("ReliableMQMessagesNotConfirmed", f'reliable_mq_publisher_settled_total{{{PUBLISHER},outcome="returned"}}'),
-        ("ReliableMQTokensNotRenewed", f'reliable_mq_consumer_token_renewals_total{{{CONSUMER},outcome="failed"}}'),
-    ],
-)
-@pytest.mark.parametrize(
-    "values",
-    [
-        pytest.param("_x120 500+0x160", id="of a new instance"),
-        pytest.param("0+0x10 _x109 500+0x160", id="after a gap in the scrapes"),
-        pytest.param("7+0x10 _x109 500+0x160", id="of an instance that was restarted"),
-    ],
-)
-def test_events_before_the_first_scrape_count(name: str, counter: str, values: str, rules: Path) -> None:
+COUNTERS = {
+    "ReliableMQRejected": f"reliable_mq_consumer_rejected_total{{{CONSUMER}}}",
+    "ReliableMQDeadLetters": f"reliable_mq_consumer_dead_lettered_total{{{CONSUMER}}}",
+    "ReliableMQMessagesNotConfirmed": f'reliable_mq_publisher_settled_total{{{PUBLISHER},outcome="returned"}}',
+    "ReliableMQTokensNotRenewed": f'reliable_mq_consumer_token_renewals_total{{{CONSUMER},outcome="failed"}}',
+}
+FIRST_SEEN = {  # at 30 minutes, by job
+    "of a new instance": "_x120 500+0x160",
+    "after a gap in the scrapes": "0+0x10 _x109 500+0x160",
+    "of an instance that was restarted": "7+0x10 _x109 500+0x160",
+}
+
+
+def test_events_before_the_first_scrape_count(rules: Path) -> None:
     """The first sample of them is at 30 minutes."""
-    firing = f'count by (alertname) (ALERTS{{alertname="{name}",alertstate="firing"}})'
-    found = [{"labels": f'{{alertname="{name}"}}', "value": 1}]
+    given = {of(job, counter): values for job, values in FIRST_SEEN.items() for counter in COUNTERS.values()}
+    firing = 'count by (alertname, job) (ALERTS{alertstate="firing"})'
+    found = [
+        {"labels": f'{{alertname="{name}",job="{job}"}}', "value": 1} for job, name in product(FIRST_SEEN, COUNTERS)
+    ]
     at = [("29m45s", []), ("30m", found), ("44m", found), ("46m", [])]
     check(
         rules,
         {
             "interval": f"{EVERY}s",
-            "input_series": series({counter: values}),
+            "input_series": series(given),
             "promql_expr_test": [{"expr": firing, "eval_time": time, "exp_samples": exp} for time, exp in at],
         },
     )
