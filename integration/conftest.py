@@ -11,6 +11,7 @@ fixture              scope      value
 `any_vhost`          test       the same on each of both lines
 `private_broker`     test       a separate container to kill, pause or starve; healed for each test
 `private_vhost`      test       a fresh virtual host on `private_broker`
+`authority`          session    the `Authority` of `private_broker`, whose TLS port requires a certificate of it
 `new_vhost`          test       a function `(broker) -> VirtualHost`, for more virtual hosts
 `rabbitmq_cluster`   test       in `cluster/`: three nodes, shared; may be harmed, healed after each test
 `cluster_vhost`      test       in `cluster/`: a fresh virtual host on the cluster
@@ -43,7 +44,7 @@ import random
 import signal
 from contextlib import ExitStack, contextmanager
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import pytest
@@ -54,6 +55,7 @@ from integration.support.asyncio_thread import AsyncioThread
 from integration.support.baseline import back_to_baseline
 from integration.support.blocking import BlockingPublisher, UvloopPublisher
 from integration.support.blocking_consumer import BlockingConsumer
+from integration.support.certificates import TLS_CONF, Authority
 from integration.support.databases import Database
 from integration.support.event_loops import _uvloop, run_async
 from integration.support.processes import start_server
@@ -139,7 +141,6 @@ _LONGEST = (
 )
 _APIS = ("sync", "aio")
 _CLUSTER = "cluster"  # the directory of the tests on a cluster, which take longer than any file
-_LONGEST_OF_CLUSTER = "test_nodes.py"
 _OLD_LINE = "4.0"  # the tests on this line share one broker
 _TESTS_BETWEEN_FREEZES = 20
 _tests_begun = count(1)
@@ -184,8 +185,8 @@ class _Scheduling(LoadFileScheduling):
         folder, _, name = file.rpartition("/")
         if _OLD_LINE in nodeid.partition("[")[2]:
             return _OLD_LINE
-        if folder.rpartition("/")[2] == _CLUSTER:  # two clusters: these tests take as long as all others
-            return file if name == _LONGEST_OF_CLUSTER else folder
+        if folder.rpartition("/")[2] == _CLUSTER:  # they share one cluster
+            return folder
         return nodeid if name in _SPLIT else file
 
 
@@ -258,14 +259,14 @@ def _chosen(metafunc: pytest.Metafunc, name: str) -> bool:
 
 
 @contextmanager
-def _brokers() -> Iterator[Callable[[str], RabbitMQ]]:
+def _brokers(**options: Any) -> Iterator[Callable[[str], RabbitMQ]]:
     remove_leftovers()
     running: dict[str, RabbitMQ] = {}
     with ExitStack() as stack:
 
         def get(line: str) -> RabbitMQ:
             if line not in running:
-                running[line] = stack.enter_context(RabbitMQ(broker_image(line)))
+                running[line] = stack.enter_context(RabbitMQ(broker_image(line), **options))
             return running[line]
 
         yield get
@@ -297,9 +298,15 @@ def any_broker(request: pytest.FixtureRequest, _shared_brokers: Callable[[str], 
 
 
 @pytest.fixture(scope="session")
-def _private_brokers() -> Iterator[Callable[[str], RabbitMQ]]:
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """The authority of the certificates of private brokers and their clients."""
+    return Authority(tmp_path_factory.mktemp("tls"), "ca")
+
+
+@pytest.fixture(scope="session")
+def _private_brokers(authority: Authority) -> Iterator[Callable[[str], RabbitMQ]]:
     """One more broker per requested line, because starting one is slow."""
-    with _brokers() as get:
+    with _brokers(conf=TLS_CONF, files=authority.files_of_broker()) as get:
         yield get
 
 

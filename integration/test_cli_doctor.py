@@ -10,16 +10,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pika.exceptions import UnroutableError
 
-from integration.support.certificates import Authority
 from integration.support.command_line import run_cli
 from reliable_mq import Publisher, Queue
-from reliable_mq.testing import RabbitMQ
 from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from reliable_mq.testing import FaultProxyFactory, VirtualHost
+    from integration.support.certificates import Authority
+    from reliable_mq.testing import FaultProxyFactory, RabbitMQ, VirtualHost
 
 SECRET = "canary-password"
 
@@ -265,28 +262,6 @@ def test_an_alarm_is_seen_with_and_without_the_management_api(
     assert "publishing is blocked (low on memory)" in about(findings, "blocked")["text"]
 
 
-# -- TLS ---------------------------------------------------------------------------------------------------------------
-
-CONF = """
-listeners.ssl.default = 5671
-ssl_options.certfile = /tls/broker.crt
-ssl_options.keyfile = /tls/broker.key
-"""
-
-
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("tls"), "ca")
-
-
-@pytest.fixture(scope="module")
-def tls_broker(authority: Authority) -> Iterator[RabbitMQ]:
-    own = authority.issue("broker", "localhost")
-    files = {"/tls/broker.crt": own.cert_file.read_bytes(), "/tls/broker.key": own.key_file.read_bytes()}
-    with RabbitMQ(conf=CONF, files=files) as broker:
-        yield broker
-
-
 @pytest.mark.parametrize(
     ("host", "trusted", "status", "text"),
     [
@@ -296,10 +271,12 @@ def tls_broker(authority: Authority) -> Iterator[RabbitMQ]:
     ],
 )
 def test_tls_is_verified_and_dated(
-    tls_broker: RabbitMQ, authority: Authority, host: str, trusted: bool, status: str, text: str
+    private_broker: RabbitMQ, authority: Authority, host: str, trusted: bool, status: str, text: str
 ) -> None:
-    trust = f"?cacertfile={authority.file}" if trusted else ""
-    done = run_cli("doctor", f"amqps://guest:guest@{host}:{tls_broker.tls_port}/{trust}", "--json")
+    client = authority.issue("client")
+    files = f"certfile={client.cert_file}&keyfile={client.key_file}"
+    trust = f"&cacertfile={authority.file}" if trusted else ""
+    done = run_cli("doctor", f"amqps://guest:guest@{host}:{private_broker.tls_port}/?{files}{trust}", "--json")
     found = about(json.loads(done.stdout)["findings"], "TLS")
     assert (found["status"], text in found["text"]) == (status, True), found
 

@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 DAY = timedelta(days=1)
+TLS_CONF = """
+listeners.ssl.default = 5671
+ssl_options.cacertfile = /tls/ca.pem
+ssl_options.certfile = /tls/broker.crt
+ssl_options.keyfile = /tls/broker.key
+ssl_options.verify = verify_peer
+ssl_options.fail_if_no_peer_cert = true
+"""
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,12 @@ class Authority:
             )
         )
         return issued
+
+    def files_of_broker(self) -> dict[str, bytes]:
+        """Issue a certificate for ``localhost``; return the files of a broker with `TLS_CONF`."""
+        own = self.issue("broker", "localhost")
+        paths = {"ca.pem": self.file, "broker.crt": own.cert_file, "broker.key": own.key_file}
+        return {f"/tls/{name}": path.read_bytes() for name, path in paths.items()}
 
     def _builder(
         self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, ends_in: timedelta, key_identifier: bytes
