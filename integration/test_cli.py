@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -14,7 +12,7 @@ import pytest
 
 from integration.support.command_line import run_cli, start_cli
 from integration.support.new_queues import let_new_queues_age
-from integration.support.programs import environment
+from integration.support.processes import run
 from integration.support.spark import bodies_of, drain
 from reliable_mq import Consumer, Message, Publisher, Queue
 from reliable_mq.codec import encode_properties, join_properties
@@ -124,9 +122,10 @@ def test_json_lines_say_where_they_go(vhost: VirtualHost) -> None:
     assert (ready(vhost, "a"), ready(vhost, "b")) == (1, 1)
 
 
-def test_what_is_known_before_the_command_asks_is_reported_once(vhost: VirtualHost) -> None:
+def test_what_is_known_before_the_command_asks_is_reported_once(vhost: VirtualHost, tmp_path: Path) -> None:
     """The log does not repeat it."""
-    program = (
+    program = tmp_path / "settled.py"
+    program.write_text(
         "import sys, time\n"
         "from reliable_mq.cli import main\n"
         "from reliable_mq.sync.publisher import Publisher\n"
@@ -139,14 +138,7 @@ def test_what_is_known_before_the_command_asks_is_reported_once(vhost: VirtualHo
         "Publisher.submit = settled\n"
         "sys.exit(main())\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, "publish", vhost.url, "--queue", "nowhere"],
-        input=b"x\nx\n",
-        capture_output=True,
-        timeout=60,
-        check=False,
-        env=environment(),
-    )
+    done = run(str(program), "publish", vhost.url, "--queue", "nowhere", given=b"x\nx\n")
     assert done.returncode == 1
     first, second, total = done.stderr.decode().splitlines()
     assert "NO_ROUTE" in first

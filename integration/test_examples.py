@@ -19,17 +19,16 @@ import pytest
 from sqlalchemy import create_engine, inspect
 
 from integration.support import processes
-from integration.support.certificates import Authority
 from integration.support.programs import output_of
 from integration.support.seeds import soaking
 from reliable_mq import Message, Publisher, Queue
-from reliable_mq.testing import RabbitMQ
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable
 
+    from integration.support.certificates import Authority
     from integration.support.databases import Database
-    from reliable_mq.testing import VirtualHost
+    from reliable_mq.testing import RabbitMQ, VirtualHost
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -56,9 +55,11 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", **more}
 
 
-def run(*command: str, deadline: float = DEADLINE, **variables: str) -> str:
-    """Run Python in ``examples/`` to a successful end; return its output."""
-    return output_of([sys.executable, *command], cwd=EXAMPLES, env=environment(**variables), timeout=deadline)
+def run(name: str, *arguments: str, cwd: Path = EXAMPLES, deadline: float = DEADLINE, **variables: str) -> str:
+    """Run a program or module to a successful end; return its output."""
+    ran = processes.run(name, *arguments, cwd=cwd, env=environment(**variables), timeout=deadline)
+    assert ran.returncode == 0, f"exit status {ran.returncode}\n{ran.stdout.decode()}\n{ran.stderr.decode()}"
+    return ran.stdout.decode()
 
 
 def assert_prints(example: str, printed: str) -> None:
@@ -69,16 +70,12 @@ def assert_prints(example: str, printed: str) -> None:
 
 @pytest.mark.parametrize("example", sorted({path.stem for path in EXAMPLES.glob("*.py")} - SPECIAL - SPARK))
 def test_an_example_prints_what_it_says(vhost: VirtualHost, example: str) -> None:
-    """It runs twice, so the first run must not affect the second.
-
-    In a soak, the first run is in a new Python process.
-    """
+    """In a soak it runs again, after the first run and in a new Python process."""
+    variables = {"RELIABLE_MQ_URL": vhost.url}
+    assert_prints(example, run(f"{example}.py", **variables))
     if soaking():
-        assert_prints(example, run(f"{example}.py", RELIABLE_MQ_URL=vhost.url))
-    for _ in range(2):
-        ran = processes.run(f"{example}.py", cwd=EXAMPLES, env=environment(RELIABLE_MQ_URL=vhost.url), timeout=DEADLINE)
-        assert ran.returncode == 0, ran.stderr
-        assert_prints(example, ran.stdout.decode())
+        command = [sys.executable, f"{example}.py"]
+        assert_prints(example, output_of(command, cwd=EXAMPLES, env=environment(**variables), timeout=DEADLINE))
 
 
 @pytest.mark.parametrize(
@@ -104,9 +101,7 @@ def test_an_example_with_a_database_runs_on_postgresql(
 def test_the_service_stops_in_good_order_on_sigterm(vhost: VirtualHost, service: str) -> None:
     """The service runs until SIGTERM and ends with everything settled."""
     wanted = expected(service).splitlines()
-    printed, status = run_until(
-        [f"{service}.py"], len(wanted) - 1, environment(RELIABLE_MQ_URL=vhost.url, PYTHONUNBUFFERED="1"), EXAMPLES
-    )
+    printed, status = run_until(EXAMPLES / f"{service}.py", len(wanted) - 1, RELIABLE_MQ_URL=vhost.url)
     assert printed == wanted
     assert status == 0
     assert vhost.live_counts()[f"example.{service}.orders"] == 0
@@ -116,7 +111,7 @@ def test_the_service_stops_in_good_order_on_sigterm(vhost: VirtualHost, service:
 def test_the_tests_under_faults_pass(vhost: VirtualHost) -> None:
     """A user's own tests with the fault proxy pass outside of this suite."""
     printed = run(
-        "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:asyncio", "-c", os.devnull, "--rootdir",
+        "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:asyncio", "-c", os.devnull, "--rootdir",
         str(EXAMPLES), "test_with_faults.py", RELIABLE_MQ_URL=vhost.url,
     )  # fmt: skip
     assert_prints("test_with_faults", printed)
@@ -126,7 +121,7 @@ def test_the_tests_under_faults_pass(vhost: VirtualHost) -> None:
 def test_the_tests_of_a_service_with_another_library_pass() -> None:
     """The example with kombu passes in the lab, which starts its own broker."""
     printed = run(
-        "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:asyncio", "-c", os.devnull, "--rootdir",
+        "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:asyncio", "-c", os.devnull, "--rootdir",
         str(EXAMPLES), "test_kombu.py", deadline=4 * DEADLINE,
     )  # fmt: skip
     assert_prints("test_kombu", printed)
@@ -135,52 +130,39 @@ def test_the_tests_of_a_service_with_another_library_pass() -> None:
 def test_the_tests_of_asyncio_code_pass(vhost: VirtualHost) -> None:
     """The example of tests with pytest-asyncio passes, too."""
     printed = run(
-        "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(EXAMPLES),
+        "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(EXAMPLES),
         "-o", "asyncio_default_fixture_loop_scope=function", "test_asyncio.py", RELIABLE_MQ_URL=vhost.url,
     )  # fmt: skip
     assert_prints("test_asyncio", printed)
 
 
-@pytest.fixture
-def tls(tmp_path: Path) -> Iterator[Mapping[str, str]]:
-    """The environment of a broker with TLS that requires a client certificate."""
-    authority = Authority(tmp_path, "ca")
-    own, client = authority.issue("broker", "localhost", "127.0.0.1"), authority.issue("client")
-    conf = """
-        listeners.ssl.default = 5671
-        ssl_options.cacertfile = /tls/ca.pem
-        ssl_options.certfile = /tls/broker.crt
-        ssl_options.keyfile = /tls/broker.key
-        ssl_options.verify = verify_peer
-        ssl_options.fail_if_no_peer_cert = true
-    """
-    files = {
-        "/tls/ca.pem": authority.file.read_bytes(),
-        "/tls/broker.crt": own.cert_file.read_bytes(),
-        "/tls/broker.key": own.key_file.read_bytes(),
+def test_the_example_of_tls_prints_what_it_says(private_broker: RabbitMQ, authority: Authority) -> None:
+    """The broker requires a client certificate. All certificates are from a private authority."""
+    client = authority.issue("client")
+    variables = {
+        "RELIABLE_MQ_URL": f"amqps://guest:guest@localhost:{private_broker.tls_port}/",
+        "RELIABLE_MQ_CA_FILE": str(authority.file),
+        "RELIABLE_MQ_CERT_FILE": str(client.cert_file),
+        "RELIABLE_MQ_KEY_FILE": str(client.key_file),
     }
-    with RabbitMQ(conf=textwrap.dedent(conf), files=files) as broker:
-        yield {
-            "RELIABLE_MQ_URL": f"amqps://guest:guest@localhost:{broker.tls_port}/",
-            "RELIABLE_MQ_CA_FILE": str(authority.file),
-            "RELIABLE_MQ_CERT_FILE": str(client.cert_file),
-            "RELIABLE_MQ_KEY_FILE": str(client.key_file),
-        }
-
-
-def test_the_example_of_tls_prints_what_it_says(tls: Mapping[str, str]) -> None:
-    """The broker's certificates are from a private authority."""
-    assert_prints("tls", run("tls.py", **tls))
+    assert_prints("tls", run("tls.py", **variables))
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["sync", "asyncio"])
 def test_the_first_programs_of_the_readme_run(vhost: VirtualHost, tmp_path: Path, number: int) -> None:
-    """They publish and handle until stopped, and leave nothing behind."""
+    """They publish and handle until stopped, and leave nothing behind.
+
+    A new Python process runs them.
+    """
     programs = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
     url = '"amqp://guest:guest@localhost/"'
     assert programs[number].count(url) == 1, "the URL stands in one place, for a reader to change"
-    (tmp_path / "first.py").write_text(programs[number].replace(url, repr(vhost.url)))
-    printed, status = run_until(["first.py"], 2, environment(PYTHONUNBUFFERED="1"), tmp_path)
+    first = tmp_path / "first.py"
+    first.write_text(programs[number].replace(url, repr(vhost.url)))
+    with subprocess.Popen(
+        [sys.executable, first], env=environment(PYTHONUNBUFFERED="1"), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+    ) as process:
+        printed, status = stopped_after(2, process)
     assert printed == ["handling order 1, attempt 1", "handling order 2, attempt 1"]
     assert status == 0
     assert not any(vhost.live_counts().values())
@@ -191,8 +173,8 @@ def test_the_programs_of_the_tutorial_run(vhost: VirtualHost, tmp_path: Path) ->
     place, ship = re.findall(r"^```python\n(.*?)^```", TUTORIAL.read_text(), re.MULTILINE | re.DOTALL)[:2]
     for name, program in (("place.py", place), ("ship.py", ship)):
         (tmp_path / name).write_text(program.replace('"amqp://guest:guest@localhost/"', repr(vhost.url)))
-    assert run_in(tmp_path, "place.py") == "10 orders are confirmed\n"
-    printed, status = run_until(["ship.py"], 9, environment(PYTHONUNBUFFERED="1"), tmp_path)
+    assert run("place.py", cwd=tmp_path) == "10 orders are confirmed\n"
+    printed, status = run_until(tmp_path / "ship.py", 9)
     assert printed == [f"order {number} is shipped, attempt 1" for number in (1, 2, 4, 5, 6, 8, 9, 10)] + [
         "order 7 is shipped, attempt 3"
     ]
@@ -214,10 +196,10 @@ def test_the_programs_of_each_migration_guide_run(vhost: VirtualHost, tmp_path: 
         name = f"program_{number}.py"
         (tmp_path / name).write_text(program.replace('"amqp://guest:guest@localhost/"', repr(vhost.url)))
         if ".run()" in program:
-            printed, status = run_until([name], 1, environment(PYTHONUNBUFFERED="1"), tmp_path)
+            printed, status = run_until(tmp_path / name, 1)
             assert (printed, status) == (["order 1 is shipped"], 0)
         else:
-            assert run_in(tmp_path, name) == "order 1 is confirmed\n"
+            assert run(name, cwd=tmp_path) == "order 1 is confirmed\n"
 
 
 @pytest.mark.parametrize(("guide", "programs"), [("publish", 2), ("consume", 7), ("retries", 1), ("outbox", 2)])
@@ -240,10 +222,10 @@ def test_the_programs_of_a_guide_run(vhost: VirtualHost, tmp_path: Path, guide: 
                 publisher.publish(order, routing_key=queue[1])
             if ".run()" in program:
                 lines = 1 + program.count("print(")
-                printed, status = run_until([name], lines, environment(PYTHONUNBUFFERED="1"), tmp_path)
+                printed, status = run_until(tmp_path / name, lines)
                 assert (printed[-1], len(printed), status) == ("order 1 is shipped", lines, 0)
             else:
-                printed = run_in(tmp_path, name).splitlines()
+                printed = run(name, cwd=tmp_path).splitlines()
                 assert printed == ["order 1 is shipped"] or "Consumer(" not in program
     published = sum("publisher.publish(" in program for program in found)
     counts = vhost.live_counts()
@@ -285,32 +267,26 @@ def undefined(block: str) -> set[str]:
     return used - defined
 
 
-def run_in(directory: Path, program: str) -> str:
-    return output_of([sys.executable, program], cwd=directory, env=environment(), timeout=DEADLINE)
+def run_until(program: Path, lines: int, **variables: str) -> tuple[list[str], int]:
+    """Run a program in its directory until it has printed `lines` lines; see `stopped_after`."""
+    env = environment(PYTHONUNBUFFERED="1", **variables)
+    with processes.Process(program.name, cwd=program.parent, env=env, stderr=sys.__stderr__.fileno()) as process:
+        return stopped_after(lines, process)
 
 
-def run_until(command: list[str], lines: int, variables: Mapping[str, str], directory: Path) -> tuple[list[str], int]:
-    """Run Python until it has printed `lines` lines, then send SIGTERM.
+def stopped_after(lines: int, process: processes.Process | subprocess.Popen[bytes]) -> tuple[list[str], int]:
+    """Wait until a process has printed `lines` lines, then send SIGTERM.
 
     Return its output and its exit status.
     """
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        cwd=directory,
-        env=variables,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
     deadline = threading.Timer(DEADLINE, process.kill)
     deadline.start()
     try:
-        with process:
-            assert process.stdout is not None
-            printed = [process.stdout.readline().rstrip("\n") for _ in range(lines)]
-            process.send_signal(signal.SIGTERM)
-            printed += process.stdout.read().splitlines()
-            return printed, process.wait(DEADLINE)
+        assert process.stdout is not None
+        printed = [process.stdout.readline() for _ in range(lines)]
+        process.send_signal(signal.SIGTERM)
+        printed += process.stdout.readlines()
+        return b"".join(printed).decode().splitlines(), process.wait(DEADLINE)
     finally:
         deadline.cancel()
         deadline.join()

@@ -6,17 +6,15 @@ The tests call them as a kubelet does.
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from typing import TYPE_CHECKING, Any, Self
 
+from integration.support.command_line import run_cli
 from integration.support.consuming import numbered, publish
-from integration.support.programs import ROOT, environment
+from integration.support.processes import Process
 from reliable_mq import Publisher, Queue
 from reliable_mq.testing.waiting import wait_until
 
@@ -32,14 +30,7 @@ class Pod:
 
     def __init__(self, url: str, api: str, stop_timeout: float = 30.0) -> None:
         self.said: list[str] = []
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "integration.programs.probed", url, str(stop_timeout), api],
-            cwd=ROOT,
-            env=environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-        )
+        self._process = Process("integration.programs.probed", url, str(stop_timeout), api, stderr=2)
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
@@ -68,15 +59,15 @@ class Pod:
 
     def exec_probe(self, path: str) -> int:
         """Return the exit status of the command that an exec probe runs."""
-        command = [sys.executable, "-m", "reliable_mq.cli", "health", self.said[0] + path, "--timeout", "20"]
-        return subprocess.run(command, env=environment(), capture_output=True, timeout=60, check=False).returncode
+        return run_cli("health", self.said[0] + path, "--timeout", "20").returncode
 
     def terminate(self) -> None:
-        self._process.send_signal(signal.SIGTERM)
+        self._process.terminate()
 
     def let_through(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(b"x")
+        self._process.stdin.flush()
 
     def end(self) -> int:
         """Return the exit status of a process that ends within its grace period."""

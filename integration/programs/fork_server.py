@@ -9,8 +9,9 @@ the number of a socket. A request is a JSON object in one packet:
 
 Each request has a ``number``, which precedes the answer.
 
-A child behaves like ``python -m NAME``, from its arguments and streams to its exit. It does not suit a program that
-depends on environment variables that are read while Python starts, or while one of the modules below is imported.
+A child behaves like ``python -m NAME``, from its arguments and streams to its exit. With ``PYTHONWARNINGS=error``, its
+warnings are errors. It does not suit a program that depends on other environment variables that are read while Python
+starts, or while one of the modules below is imported.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import os
 import runpy
 import socket
 import sys
+import warnings
 from typing import Any, TextIO
 
 _IMPORTED = (
@@ -60,6 +62,8 @@ def become(request: dict[str, Any]) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    if os.environ.get("PYTHONWARNINGS") == "error":
+        warnings.simplefilter("error")
     sys.argv[1:] = request["run"][2:]
     stdin = io.BufferedReader(io.FileIO(0, closefd=False))
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(stdin, errors=sys.stdin.errors)
