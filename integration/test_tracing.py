@@ -118,8 +118,15 @@ def take_and_lose(vhost: VirtualHost) -> None:
         assert connection.channel().basic_get("orders")[0] is not None
 
 
-@pytest.mark.parametrize("run", [consume, consume_on_asyncio])
-@pytest.mark.parametrize("failed_before", [False, True])
+@pytest.mark.parametrize(
+    ("run", "failed_before"),
+    [
+        (consume, True),
+        (consume_on_asyncio, False),
+        pytest.param(consume, False, marks=pytest.mark.soak),
+        pytest.param(consume_on_asyncio, True, marks=pytest.mark.soak),
+    ],
+)
 def test_a_suspect_goes_through_quarantine_in_its_trace(
     vhost: VirtualHost, run: Callable[..., None], failed_before: bool
 ) -> None:

@@ -27,7 +27,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the wheel, which uses the installed dependencies."""
     directory = tmp_path_factory.mktemp("site")
-    pip("install", "--no-deps", "--target", str(directory), str(wheel))
+    pip("install", "--no-deps", "--no-compile", "--target", str(directory), str(wheel))
     return directory
 
 
