@@ -3,15 +3,15 @@
 ===================  =========  ========================================================================================
 fixture              scope      value
 ===================  =========  ========================================================================================
-`broker`             session    the newest line, shared: never harm it as a whole
+`broker`             session    the newest line, shared: a test that harms it as a whole takes `private_broker`
 `broker_40`          session    RabbitMQ 4.0, shared
 `any_broker`         session    both lines, one after the other
 `vhost`              test       a fresh virtual host on `broker` (url, connect, queue, counts); deleted afterwards
 `vhost_40`           test       the same on `broker_40`
 `any_vhost`          test       the same on each of both lines
-`private_broker`     test       a separate container to kill, pause or starve; healed for each test
+`private_broker`     test       the same broker, for a test that kills, pauses or starves it; healed afterwards
 `private_vhost`      test       a fresh virtual host on `private_broker`
-`authority`          session    the `Authority` of `private_broker`, whose TLS port requires a certificate of it
+`authority`          session    the `Authority` of the brokers, whose TLS ports require a certificate of it
 `new_vhost`          test       a function `(broker) -> VirtualHost`, for more virtual hosts
 `rabbitmq_cluster`   test       in `cluster/`: three nodes, shared; may be harmed, healed after each test
 `cluster_vhost`      test       in `cluster/`: a fresh virtual host on the cluster
@@ -42,9 +42,9 @@ from __future__ import annotations
 import gc
 import random
 import signal
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from zlib import crc32
 
 import pytest
@@ -258,24 +258,25 @@ def _chosen(metafunc: pytest.Metafunc, name: str) -> bool:
 # -- brokers -----------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _brokers(**options: Any) -> Iterator[Callable[[str], RabbitMQ]]:
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """The authority of the certificates of the brokers and their clients."""
+    return Authority(tmp_path_factory.mktemp("tls"), "ca")
+
+
+@pytest.fixture(scope="session")
+def _shared_brokers(authority: Authority) -> Iterator[Callable[[str], RabbitMQ]]:
+    """The shared brokers, one per requested line."""
     remove_leftovers()
     running: dict[str, RabbitMQ] = {}
+    files = authority.files_of_broker()
     with ExitStack() as stack:
 
         def get(line: str) -> RabbitMQ:
             if line not in running:
-                running[line] = stack.enter_context(RabbitMQ(broker_image(line), **options))
+                running[line] = stack.enter_context(RabbitMQ(broker_image(line), conf=TLS_CONF, files=files))
             return running[line]
 
-        yield get
-
-
-@pytest.fixture(scope="session")
-def _shared_brokers() -> Iterator[Callable[[str], RabbitMQ]]:
-    """The shared brokers, one per requested line."""
-    with _brokers() as get:
         yield get
 
 
@@ -297,26 +298,13 @@ def any_broker(request: pytest.FixtureRequest, _shared_brokers: Callable[[str], 
     return _shared_brokers(request.param)
 
 
-@pytest.fixture(scope="session")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    """The authority of the certificates of private brokers and their clients."""
-    return Authority(tmp_path_factory.mktemp("tls"), "ca")
-
-
-@pytest.fixture(scope="session")
-def _private_brokers(authority: Authority) -> Iterator[Callable[[str], RabbitMQ]]:
-    """One more broker per requested line, because starting one is slow."""
-    with _brokers(conf=TLS_CONF, files=authority.files_of_broker()) as get:
-        yield get
-
-
 @pytest.fixture
-def private_broker(request: pytest.FixtureRequest, _private_brokers: Callable[[str], RabbitMQ]) -> Iterator[RabbitMQ]:
-    """A broker for one test at a time, without earlier faults.
+def private_broker(request: pytest.FixtureRequest, _shared_brokers: Callable[[str], RabbitMQ]) -> Iterator[RabbitMQ]:
+    """The shared broker, which has no other client while a test of this process runs.
 
-    The test may kill, pause and starve it.
+    The test may kill, pause and starve it. A separate broker would cost a start, and CPU time while it is idle.
     """
-    broker = _private_brokers(getattr(request, "param", "newest"))
+    broker = _shared_brokers(getattr(request, "param", "newest"))
     broker.heal()
     yield broker
     broker.heal()
