@@ -173,10 +173,13 @@ def test_use_after_close_is_refused(vhost: VirtualHost) -> None:
         unused.publish(Message(b"x"), routing_key="orders")
 
 
-def test_closing_during_an_outage_ends_in_time_and_reports(
+def test_close_and_connect_report_an_outage_and_with_waits(
     private_broker: RabbitMQ, private_vhost: VirtualHost
 ) -> None:
-    """close() gives up after its timeout and reports the unconfirmed messages."""
+    """close() gives up after its timeout and reports the unconfirmed messages.
+
+    connect() raises at once; publishes in a with block wait for the broker.
+    """
     publisher = Publisher(private_vhost.url, topology=[ORDERS])
     publisher.connect()
     private_broker.kill()
@@ -186,14 +189,6 @@ def test_closing_during_an_outage_ends_in_time_and_reports(
         publisher.close(timeout=1)
     assert time.monotonic() - started < 20  # by default, close waits for 30 s
     assert confirmation.done()
-    private_broker.start()
-
-
-def test_connect_reports_an_unreachable_broker_and_with_waits(
-    private_broker: RabbitMQ, private_vhost: VirtualHost
-) -> None:
-    """connect() raises at once; publishes in a with block wait for the broker."""
-    private_broker.kill()
     publisher = Publisher(private_vhost.url, topology=[ORDERS])
     with pytest.raises(BrokerUnavailable, match=r"127\.0\.0\.1"):
         publisher.connect()

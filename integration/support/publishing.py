@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Self
 
 from reliable_mq import Message, PublishError
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -94,6 +95,11 @@ class Load:
     def confirmed(self) -> int:
         """The number of messages that the publisher has reported as confirmed so far."""
         return self._publisher.statistics.confirmed
+
+    def wait_for_confirms(self, more: int) -> None:
+        """Wait until the publisher has reported this many more messages as confirmed."""
+        count = self.confirmed + more
+        wait_until(lambda: self.confirmed >= count, timeout=120, what=lambda: f"{self.confirmed} of {count} confirms")
 
     def _run(self) -> None:
         try:
