@@ -972,10 +972,11 @@ def test_no_log_of_ours_or_of_the_driver_holds_a_password(
     """All loggers are at DEBUG through connect, refusal, reset, reconnect and close."""
     driver = "aiormq" if connection_api == "aio" else "pika"
     canary = "canary-0f7c9e"
-    broker = vhost.broker
-    broker.rabbitmqctl("add_user", "canary-user", canary)
+    api = vhost.broker.management
+    api.call("PUT", "users", "canary-user", body={"password": canary, "tags": ""})
     try:
-        broker.rabbitmqctl("set_permissions", "--vhost", vhost.name, "canary-user", ".*", ".*", ".*")
+        allowed = {"configure": ".*", "write": ".*", "read": ".*"}
+        api.call("PUT", "permissions", vhost.name, "canary-user", body=allowed)
         proxy = fault_proxy(vhost.url.replace("guest:guest", f"canary-user:{canary}"))
         with caplog.at_level(logging.DEBUG):
             logging.getLogger(driver).setLevel(logging.DEBUG)
@@ -989,7 +990,7 @@ def test_no_log_of_ours_or_of_the_driver_holds_a_password(
                 recorded.client.wait_for("failed")
     finally:
         logging.getLogger(driver).setLevel(logging.NOTSET)
-        broker.rabbitmqctl("delete_user", "canary-user")
+        api.call("DELETE", "users", "canary-user")
     assert any(record.name.startswith(driver) and record.levelno == logging.DEBUG for record in caplog.records)
     formatter = logging.Formatter()
     assert not [text for text in map(formatter.format, caplog.records) if canary in text]

@@ -139,7 +139,8 @@ def test_handlers_are_acked_without_permission_for_quarantine(any_vhost: Virtual
     with Publisher(any_vhost.url, topology=[queue]) as publisher:
         publisher.publish(Message(b"slow"), routing_key="orders")
     any_vhost.add_user("worker")
-    any_vhost.broker.rabbitmqctl("set_permissions", "--vhost", any_vhost.name, "worker", ".*", ".*", "^orders$")
+    allowed = {"configure": ".*", "write": ".*", "read": "^orders$"}
+    any_vhost.broker.management.call("PUT", "permissions", any_vhost.name, "worker", body=allowed)
 
     def outlast(delivery: Delivery) -> None:
         if delivery.redelivered:
@@ -269,7 +270,7 @@ def check(program: Killed, bodies: list[str], load: Load, dead: list[dict[str, A
 
 
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize("store", ["", "done"], ids=["plain", "idempotent"])
+@pytest.mark.parametrize("store", [pytest.param("", marks=pytest.mark.soak), "done"], ids=["plain", "idempotent"])
 @pytest.mark.parametrize("load", [SMALL, pytest.param(WHOLE, marks=pytest.mark.soak)], ids=["small", "whole"])
 def test_f27_f30_poison_killers_and_failures_spare_neighbours(
     vhost: VirtualHost, tmp_path: Path, checker: Audit, consumer_api: str, load: Load, store: str

@@ -46,10 +46,16 @@ pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 ORDERS = Queue("orders")
 DELAYED = Queue("orders", delayed_retry=(0.2, 0.4))
 
-#: Every backend on every broker that has it.
+#: Every backend on every broker that has it. The one in memory does the same on each.
 BACKENDS = pytest.mark.parametrize(
     ("any_broker", "backend"),
-    [("newest", "queues"), ("4.0", "queues"), ("newest", "memory"), ("4.0", "memory"), ("newest", "broker")],
+    [
+        ("newest", "queues"),
+        ("4.0", "queues"),
+        ("newest", "memory"),
+        pytest.param("4.0", "memory", marks=pytest.mark.soak),
+        ("newest", "broker"),
+    ],
     indirect=["any_broker"],
 )
 PREFIX = headers.PREFIX
