@@ -49,7 +49,7 @@ MILLISECONDS = table(b"\x02atT" + struct.pack(">Q", 1_700_000_000_000))
 
 @pytest.mark.parametrize(
     ("headers", "error"),
-    [(MILLISECONDS, "ValueError"), (nested(2000), "RecursionError")],
+    [(MILLISECONDS, "ValueError"), pytest.param(nested(2000), "RecursionError", marks=pytest.mark.soak)],
     ids=["ms timestamp", "nested 2000 deep"],
 )
 def test_pika_02_undecodable_headers_do_not_cost_the_connection(vhost: VirtualHost, headers: bytes, error: str) -> None:

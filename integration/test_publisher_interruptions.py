@@ -11,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from integration.support.programs import environment
+from integration.support.seeds import soaking
 from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 def test_f48_exceptions_of_signal_handlers_cost_only_the_call(vhost: VirtualHost, seed: int) -> None:
     """Thousands of random interruptions lose no wake-up, window place or outcome."""
-    command = [sys.executable, "-m", "integration.programs.interrupted", vhost.url, str(seed), "5", "100"]
+    seconds = "5" if soaking() else "2"
+    command = [sys.executable, "-m", "integration.programs.interrupted", vhost.url, str(seed), seconds, "100"]
     done = subprocess.run(command, check=True, timeout=120, env=environment(), stdout=subprocess.PIPE, text=True)
     print(done.stdout)
     interruptions, confirmed = (int(word) for word in done.stdout.split() if word.isdigit())

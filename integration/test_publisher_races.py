@@ -48,7 +48,9 @@ QUICK = tenacity.wait_fixed(0.05)
 # -- windows -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("count", "size"), [(1, 1_000_000), (2, 1), (1000, 1), (3, 150)])
+@pytest.mark.parametrize(
+    ("count", "size"), [(1, 1_000_000), pytest.param(2, 1, marks=pytest.mark.soak), (1000, 1), (3, 150)]
+)
 def test_the_smallest_windows_let_everything_through(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, count: int, size: int
 ) -> None:
@@ -60,16 +62,16 @@ def test_the_smallest_windows_let_everything_through(
 
         def work(number: int) -> None:
             for body in (b"", b"x", b"x" * 100, b"x" * 1000):
-                confirmations = [submit(checker, publisher, "orders", body) for _ in range(5)]
+                confirmations = [submit(checker, publisher, "orders", body) for _ in range(3)]
                 if number == 0:
                     proxy.cut()
-                assert [book(checker, confirmation) for confirmation in confirmations] == [None] * 5
+                assert [book(checker, confirmation) for confirmation in confirmations] == [None] * 3
 
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(work, range(8)))
         wait_until(lambda: publisher.outstanding == 0, timeout=10, what="none outstanding")  # counted after its outcome
     checker.drain(vhost, ["orders"])
-    assert checker.close().confirmed == 8 * 20
+    assert checker.close().confirmed == 8 * 4 * 3
 
 
 def test_a_large_message_is_not_kept_out_by_small_ones(

@@ -700,18 +700,18 @@ def test_a_flapping_connection_loses_nothing(
 
     handler = Handler(then=fail_some, account=checker)
     policy = RetryPolicy(2, delays=(0.05,))
-    good = [body for body in numbered(3000) if int(body) % 50]
+    good = [body for body in numbered(1500) if int(body) % 50]
     with Consumer(
         proxy.url, ORDERS, handler, concurrency=4, prefetch=40, retry=policy, reconnect_wait=SOON
     ) as consumer:
-        publish(vhost, "orders", numbered(3000), checker)
+        publish(vhost, "orders", numbered(1500), checker)
         for _ in range(12):
-            more = len(handler.done) + rng.randrange(1, 100)
+            more = len(handler.done) + rng.randrange(1, 50)
             handler.wait_done(min(more, len(good)))  # there may be no more, if this thread was delayed
             proxy.cut()
             wait_until(lambda: consumer.connected, timeout=20, what="reconnected")
         handler.wait_bodies(good)
-        wait_until(lambda: consumer.statistics.dead_lettered >= 60, timeout=30, what="dead letters")
+        wait_until(lambda: consumer.statistics.dead_lettered >= 30, timeout=30, what="dead letters")
     checker.drain(vhost, ["orders.retry.50", "orders"], dead_letters=["orders.dead"])
     balance = checker.close()
-    assert (balance.handled, balance.dead_lettered + balance.left) == (2940, 60)
+    assert (balance.handled, balance.dead_lettered + balance.left) == (1470, 30)

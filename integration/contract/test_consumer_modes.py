@@ -130,14 +130,14 @@ def test_acks_are_batched_by_count(vhost: VirtualHost, fault_proxy: FaultProxyFa
         Gate() as gate,
         Consumer(proxy.url, ORDERS, Handler(then=gate), prefetch=300, ack_every=100) as consumer,
     ):
-        publish(vhost, "orders", numbered(5000))
+        publish(vhost, "orders", numbered(2000))
         gate.open()
-        wait_until(lambda: consumer.statistics.acked == 5000, timeout=60, what="acked")
+        wait_until(lambda: consumer.statistics.acked == 2000, timeout=60, what="acked")
         frames = consumer.statistics.acks_sent
-        assert frames < 5000 / 20
+        assert frames < 2000 / 20
         wait_until(lambda: proxy.forwarded("basic.ack", "to_broker") >= frames, timeout=30, what="forwarded")
         assert proxy.forwarded("basic.ack", "to_broker") == frames
-        assert consumer.statistics.acks_saved == 5000 - frames
+        assert consumer.statistics.acks_saved == 2000 - frames
 
 
 @pytest.mark.parametrize("store", [False, True])

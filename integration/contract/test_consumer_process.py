@@ -190,21 +190,21 @@ def test_f34_after_a_sigkill_the_next_active_one_keeps_order(any_vhost: VirtualH
 def test_a_stop_amid_the_work_loses_and_repeats_nothing(any_vhost: VirtualHost, acks: str) -> None:
     """Handled messages are acked before the close; the next consumer gets the rest."""
     declare(any_vhost)
-    publish(any_vhost, "orders", numbered(3000))
+    publish(any_vhost, "orders", numbered(1200))
     handled: list[bytes] = []
-    while len(handled) < 3000:
+    while len(handled) < 1200:
         handler = Handler()
         consumer = Consumer(
             any_vhost.url, ORDERS, handler, concurrency=3, ack_every=1 if acks == "each" else None, prefetch=100
         )
         with consumer:
-            handler.wait_done(min(300, 3000 - len(handled)))
+            handler.wait_done(min(300, 1200 - len(handled)))
             consumer.stop()
         handled += handler.bodies
         assert consumer.statistics.delivered == consumer.statistics.acked + consumer.statistics.requeued
         moved = consumer.statistics.quarantined + consumer.statistics.delayed
         assert len(handler.done) == consumer.statistics.acked - moved
-    assert sorted(handled, key=int) == numbered(3000)
+    assert sorted(handled, key=int) == numbered(1200)
     assert left(any_vhost) == 0
 
 

@@ -191,9 +191,9 @@ def test_no_more_are_unsettled_than_the_prefetch(vhost: VirtualHost) -> None:
 
 def test_without_a_prefetch_there_is_no_limit(vhost: VirtualHost) -> None:
     with Consumer(vhost.url, ORDERS, prefetch=0) as consumer:
-        publish(vhost, "orders", numbered(500))
+        publish(vhost, "orders", numbered(300))
         with consumer.get(1000) as deliveries:
-            assert bodies(deliveries) == numbered(500)
+            assert bodies(deliveries) == numbered(300)
 
 
 def test_a_lost_channel_makes_deliveries_stale(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
@@ -319,11 +319,11 @@ def test_a_get_without_an_answer_ends_in_seconds(
 def test_several_threads_take_turns(vhost: VirtualHost, checker: Audit) -> None:
     """Each message goes to one of them."""
     with Consumer(vhost.url, ORDERS, prefetch=100) as consumer:
-        publish(vhost, "orders", numbered(600), checker)
+        publish(vhost, "orders", numbered(300), checker)
         taken: list[bytes] = []
 
         def work() -> None:
-            while len(taken) < 600:
+            while len(taken) < 300:
                 with consumer.get(7, timeout=1) as deliveries:
                     taken.extend(bodies(deliveries))
                     for delivery in deliveries:
@@ -336,7 +336,7 @@ def test_several_threads_take_turns(vhost: VirtualHost, checker: Audit) -> None:
         for thread in threads:
             thread.join(60)
     checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
-    assert checker.close(effects_once=True).handled == 600
+    assert checker.close(effects_once=True).handled == 300
 
 
 def test_a_deleted_queue_is_declared_again(vhost: VirtualHost) -> None:

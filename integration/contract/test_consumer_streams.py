@@ -112,7 +112,7 @@ def test_a_loss_before_the_first_delivery_skips_no_message(
     assert handler.bodies == numbered(20)
 
 
-@pytest.mark.parametrize("concurrency", [1, 4])
+@pytest.mark.parametrize("concurrency", [pytest.param(1, marks=pytest.mark.soak), 4])
 def test_after_a_loss_it_goes_on_where_it_was(
     any_vhost: VirtualHost, fault_proxy: FaultProxyFactory, rng: Random, concurrency: int
 ) -> None:

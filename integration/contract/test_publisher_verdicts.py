@@ -203,7 +203,7 @@ def test_f15_nacked_messages_are_exactly_those_reported(vhost: VirtualHost, chec
 
     The others are in the queue. A quorum queue notices with a delay that it is full, hence the number of messages.
     """
-    count = 5000 if queue_type == "quorum" else 500
+    count = 3000 if queue_type == "quorum" else 500
     full = Queue(
         "full",
         type=queue_type,
