@@ -99,6 +99,7 @@ def test_aio_13_a_channel_closed_under_load_costs_no_connection(
     assert proxy.connections == 1
 
 
+@pytest.mark.soak
 def test_aio_02_of_two_messages_with_one_id_the_unroutable_fails(vhost: VirtualHost, run_async: Any) -> None:
     """aio-pika finds a returned message by its id alone.
 
@@ -127,6 +128,7 @@ def test_aio_02_of_two_messages_with_one_id_the_unroutable_fails(vhost: VirtualH
     run_async(main())
 
 
+@pytest.mark.soak
 def test_aio_03_unroutable_publishes_raise_after_reconnects_too(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, run_async: Any
 ) -> None:

@@ -104,6 +104,7 @@ def test_aio_04_poison_costs_no_connection_and_holds_up_nothing(vhost: VirtualHo
     assert handler.handled == [b"poison"] * 4 + numbered(20)
 
 
+@pytest.mark.soak
 def test_aio_05_buffered_deliveries_of_a_loss_are_handled_once(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, run_async: Any
 ) -> None:
@@ -139,6 +140,7 @@ def test_aio_05_buffered_deliveries_of_a_loss_are_handled_once(
     vhost.wait_for_messages("orders", 0)
 
 
+@pytest.mark.soak
 def test_aio_05_a_cancel_by_the_broker_is_not_the_end(vhost: VirtualHost, run_async: Any) -> None:
     """After such a cancel, aio-pika's robust consumer never consumed again.
 

@@ -413,7 +413,7 @@ def test_threads_that_publish_while_the_interpreter_exits(vhost: VirtualHost) ->
         "    except UsageError:\n"
         "        pass\n"
         "def finite():\n"
-        "    for _ in range(500):\n"
+        "    for _ in range(200):\n"
         "        publisher.submit(Message(b'worker'), routing_key='orders')\n"
         "for _ in range(3):\n"
         "    threading.Thread(target=endless, daemon=True).start()\n"
@@ -425,7 +425,7 @@ def test_threads_that_publish_while_the_interpreter_exits(vhost: VirtualHost) ->
     with vhost.connect() as connection:
         channel = connection.channel()
         bodies = [body for *_, body in iter(lambda: channel.basic_get("orders", auto_ack=True), (None, None, None))]
-    assert bodies.count(b"worker") == 500
+    assert bodies.count(b"worker") == 200
 
 
 def test_an_exit_during_an_outage_reconnects_calls_back_and_ends(

@@ -303,7 +303,7 @@ def test_f05_connection_is_reset_in_the_middle_of_a_body(
     ("consumer_api", "direction"),
     list(product(["sync", "aio"], ["both", "to_broker", "to_client"]))
     if soaking()
-    else [("sync", "to_broker"), ("aio", "both"), ("aio", "to_client")],
+    else [("sync", "to_broker"), ("aio", "to_client")],
     indirect=["consumer_api"],
 )
 def test_f06_f07_connection_is_a_black_hole(
@@ -607,6 +607,7 @@ def test_f37_f38_unfinished_work_returns_late_results_are_stale(
     assert vhost.live_counts(["orders"])["orders"] == 0
 
 
+@pytest.mark.soak
 def test_f38_a_late_result_acks_nothing_on_the_new_channel(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
     """Each late result has the delivery tag of an unfinished delivery.
 
@@ -635,7 +636,7 @@ def test_f38_a_late_result_acks_nothing_on_the_new_channel(vhost: VirtualHost, f
     assert vhost.live_counts()["orders"] == 0
 
 
-@pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.parametrize("batch", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_f51_a_handler_that_blocks_for_long_keeps_the_connection(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, batch: bool
 ) -> None:

@@ -142,6 +142,7 @@ def test_a_failing_handler_is_retried_then_dead_lettered(any_vhost: VirtualHost)
     assert any_vhost.live_counts(["orders"])["orders"] == 0
 
 
+@pytest.mark.soak
 def test_retry_later_chooses_the_delay_but_counts(vhost: VirtualHost) -> None:
     """The handler's delay replaces the policy's, which is an hour.
 
@@ -215,7 +216,7 @@ def changed() -> RetryLater:
     return later
 
 
-@pytest.mark.parametrize("store", [False, True])
+@pytest.mark.parametrize("store", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_an_undescribable_exception_costs_only_one_attempt(vhost: VirtualHost, store: bool) -> None:
     """Workers, tasks and the connection survive."""
     raised = {
@@ -240,6 +241,7 @@ def test_an_undescribable_exception_costs_only_one_attempt(vhost: VirtualHost, s
         assert consumer.reconnects == 0
 
 
+@pytest.mark.soak
 def test_retry_later_without_a_delay_follows_the_policy(vhost: VirtualHost) -> None:
     """The message is handled when an attempt succeeds."""
 
@@ -256,6 +258,7 @@ def test_retry_later_without_a_delay_follows_the_policy(vhost: VirtualHost) -> N
     assert handler.attempts == [1, 2, 3]
 
 
+@pytest.mark.soak
 def test_dead_letter_ends_it_at_once_with_its_reason(vhost: VirtualHost) -> None:
     """This happens on the first attempt, whatever the policy is."""
     handler = Handler(then=raises(DeadLetter("customer 7 is blocked\nfor good")))
@@ -267,13 +270,13 @@ def test_dead_letter_ends_it_at_once_with_its_reason(vhost: VirtualHost) -> None
     assert dead["properties"]["headers"][PREFIX + "dead-letter-reason"] == "customer 7 is blocked\\nfor good"
 
 
-@pytest.mark.parametrize("store", [False, True])
+@pytest.mark.parametrize("store", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_a_handler_that_would_end_its_thread_has_failed(vhost: VirtualHost, store: bool) -> None:
     """sys.exit() in a handler ends neither the worker nor the program."""
     check_that_only_the_attempt_ends(vhost, [SystemExit(3), GeneratorExit()], store)
 
 
-@pytest.mark.parametrize("store", [False, True])
+@pytest.mark.parametrize("store", [False, pytest.param(True, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("consumer_api", ["sync"], indirect=True)
 def test_a_handler_that_raises_keyboardinterrupt_has_failed(vhost: VirtualHost, store: bool) -> None:
     """In a thread, KeyboardInterrupt comes from the handler itself.
@@ -297,6 +300,7 @@ def check_that_only_the_attempt_ends(vhost: VirtualHost, errors: list[BaseExcept
     assert sorted(handler.bodies) == numbered(3)
 
 
+@pytest.mark.soak
 def test_messages_waiting_for_a_retry_hold_up_no_others(vhost: VirtualHost) -> None:
     """A long delay does not delay a message with a short one (row 56, in the process)."""
 
@@ -332,6 +336,7 @@ def test_redelivered_and_attempt_are_told_apart(any_vhost: VirtualHost) -> None:
     assert second.attempts == [1, 1]
 
 
+@pytest.mark.soak
 def test_f27_a_requeue_loop_ends_at_our_cap_on_every_broker(any_vhost: VirtualHost) -> None:
     """The broker's own counts and limits do not matter; only failures count."""
     handler = Handler(then=raises(ValueError("never")))

@@ -56,7 +56,7 @@ def test_f36_each_message_is_delivered_ten_times_concurrently(
     assert checker.close(effects_once=True).effects == 100
 
 
-@pytest.mark.parametrize("concurrency", [1, 4])
+@pytest.mark.parametrize("concurrency", [pytest.param(1, marks=pytest.mark.soak), 4])
 def test_the_cap_on_attempts_is_exact_across_duplicates(any_vhost: VirtualHost, concurrency: int) -> None:
     """Five copies of a failing message get three attempts in total.
 

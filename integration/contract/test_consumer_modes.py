@@ -29,7 +29,7 @@ def seen_by_the_broker(vhost: VirtualHost) -> list[tuple[str, int, bool]]:
 # Prefetch
 
 
-@pytest.mark.parametrize("kind", ["quorum", "classic"])
+@pytest.mark.parametrize("kind", ["quorum", pytest.param("classic", marks=pytest.mark.soak)])
 def test_the_prefetch_may_change_in_flight(any_vhost: VirtualHost, kind: str) -> None:
     """The broker uses the new prefetch; no message is lost, repeated or interrupted."""
     orders = Queue("orders", type=kind)
@@ -140,7 +140,7 @@ def test_acks_are_batched_by_count(vhost: VirtualHost, fault_proxy: FaultProxyFa
         assert consumer.statistics.acks_saved == 2000 - frames
 
 
-@pytest.mark.parametrize("store", [False, True])
+@pytest.mark.parametrize("store", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_acks_do_not_wait_for_the_next_handler(vhost: VirtualHost, store: bool) -> None:
     """A finished delivery is acked within ack_interval while the next one runs."""
     with Gate(lambda delivery: delivery.body == b"3") as gate:

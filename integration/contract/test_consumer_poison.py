@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from reliable_mq import Delivery
     from reliable_mq.testing import Audit, FaultProxyFactory, VirtualHost
 
-pytestmark = [pytest.mark.usefixtures("baseline", "consumer_api"), pytest.mark.both_lines]
+pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 
 ORDERS = Queue("orders")
 NOT_UTF_8 = b"\xff\xfe\xc3("
@@ -107,6 +107,7 @@ POISON: dict[str, tuple[dict[str, bytes], Callable[[Delivery], object], object]]
 }
 
 
+@pytest.mark.both_lines
 def test_f29_headers_that_drivers_cannot_decode_are_read(any_vhost: VirtualHost) -> None:
     """The handler reads the values, and nothing is redelivered.
 
@@ -132,6 +133,7 @@ def test_f29_headers_that_drivers_cannot_decode_are_read(any_vhost: VirtualHost)
     }
 
 
+@pytest.mark.both_lines
 def test_f29_nesting_that_nobody_can_decode(any_vhost: VirtualHost) -> None:
     """A message nested 2000 levels deep is handled unless the handler reads it.
 
@@ -245,6 +247,7 @@ def test_f32_what_is_above_the_limits_is_quarantined_unseen(any_vhost: VirtualHo
     checker.close()
 
 
+@pytest.mark.both_lines
 def test_f32_an_oversized_body_is_dead_lettered_by_the_broker(any_vhost: VirtualHost, checker: Audit) -> None:
     """The dead letter is identical, byte for byte, and other messages are handled.
 
@@ -265,6 +268,7 @@ def test_f32_an_oversized_body_is_dead_lettered_by_the_broker(any_vhost: Virtual
     checker.close()
 
 
+@pytest.mark.both_lines
 def test_f32_headers_larger_than_a_frame_cost_no_connection(any_vhost: VirtualHost) -> None:
     """RabbitMQ sends properties in one frame, whatever frame size was negotiated."""
     handler = Handler()
@@ -277,6 +281,7 @@ def test_f32_headers_larger_than_a_frame_cost_no_connection(any_vhost: VirtualHo
     assert {len(str(one.headers.get("h", ""))) for one in handler.begun} == {0, 100_000}
 
 
+@pytest.mark.both_lines
 def test_f28_foreign_claims_of_earlier_attempts_are_not_trusted(any_vhost: VirtualHost) -> None:
     """A client's x-death, x-delivery-count or attempt header changes no attempt."""
     spoofs: list[dict[str, object]] = [

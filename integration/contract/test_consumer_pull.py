@@ -140,6 +140,7 @@ def test_each_delivery_may_be_settled_by_itself(vhost: VirtualHost) -> None:
     assert count(vhost) == 0
 
 
+@pytest.mark.soak
 def test_retries_end_in_a_dead_letter(any_vhost: VirtualHost) -> None:
     """The policy applies as with a handler."""
     attempts: list[int] = []
@@ -155,6 +156,7 @@ def test_retries_end_in_a_dead_letter(any_vhost: VirtualHost) -> None:
     dead_letters(any_vhost, "orders.dead", 1)
 
 
+@pytest.mark.soak
 def test_a_delay_may_be_chosen(vhost: VirtualHost) -> None:
     """It replaces the policy's delay, which would be an hour."""
     with Consumer(vhost.url, ORDERS, retry=RetryPolicy(3, delays=(3600,))) as consumer:

@@ -252,6 +252,7 @@ def test_f27_f30_the_cap_holds_and_the_dead_letter_says_why(
     checker.close()
 
 
+@pytest.mark.soak
 @BACKENDS
 def test_f28_f58_headers_of_ours_from_elsewhere_are_not_misread(any_vhost: VirtualHost, backend: str) -> None:
     """An attempt count forged by a client is ignored.

@@ -48,7 +48,7 @@ def fail(_delivery: Delivery) -> None:
     raise ValueError("no")
 
 
-@pytest.mark.parametrize("kind", ["quorum", "classic"])
+@pytest.mark.parametrize("kind", ["quorum", pytest.param("classic", marks=pytest.mark.soak)])
 def test_f24_a_declared_queue_that_is_deleted_is_declared_again(
     vhost: VirtualHost, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:

@@ -156,7 +156,7 @@ def test_f05_connection_is_reset_in_the_middle_of_a_body(
     checker.close()
 
 
-@pytest.mark.parametrize("direction", ["both", "to_broker", "to_client"])
+@pytest.mark.parametrize("direction", [pytest.param("both", marks=pytest.mark.soak), "to_broker", "to_client"])
 def test_f06_f07_connection_is_a_black_hole(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random, direction: str
 ) -> None:

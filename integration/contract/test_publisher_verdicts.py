@@ -203,7 +203,7 @@ def test_f15_nacked_messages_are_exactly_those_reported(vhost: VirtualHost, chec
 
     The others are in the queue. A quorum queue notices with a delay that it is full, hence the number of messages.
     """
-    count = 3000 if queue_type == "quorum" else 500
+    count = 2000 if queue_type == "quorum" else 500
     full = Queue(
         "full",
         type=queue_type,
@@ -356,6 +356,7 @@ def test_f18_publishing_goes_on_when_the_alarm_is_over(
     checker.close()
 
 
+@pytest.mark.soak
 def test_f18_a_connection_lost_under_an_alarm_costs_no_message(
     private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
 ) -> None:
@@ -374,6 +375,7 @@ def test_f18_a_connection_lost_under_an_alarm_costs_no_message(
     checker.close()
 
 
+@pytest.mark.soak
 def test_f18_blocked_may_be_raised_at_once(private_broker: RabbitMQ, private_vhost: VirtualHost) -> None:
     """With on_blocked="raise", a new message is refused at once."""
     with Publisher(private_vhost.url, topology=[ORDERS], on_blocked="raise") as publisher:
