@@ -31,7 +31,7 @@ from reliable_mq.testing.waiting import wait_until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reliable_mq.testing import Audit, FaultProxyFactory, RabbitMQ, VirtualHost
+    from reliable_mq.testing import Audit, FaultProxyFactory, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline", "publisher_api")
 
@@ -174,29 +174,29 @@ def test_use_after_close_is_refused(vhost: VirtualHost) -> None:
         unused.publish(Message(b"x"), routing_key="orders")
 
 
-def test_close_and_connect_report_an_outage_and_with_waits(
-    private_broker: RabbitMQ, private_vhost: VirtualHost
-) -> None:
+def test_close_and_connect_report_an_outage_and_with_waits(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
     """close() gives up after its timeout and reports the unconfirmed messages.
 
     connect() raises at once; publishes in a with block wait for the broker.
     """
-    publisher = Publisher(private_vhost.url, topology=[ORDERS])
+    proxy = fault_proxy(vhost.url)
+    publisher = Publisher(proxy.url, topology=[ORDERS])
     publisher.connect()
-    private_broker.kill()
+    proxy.refuse_connections()
+    proxy.cut()
     confirmation = publisher.submit(Message(b"x"), routing_key="orders")
     started = time.monotonic()
     with pytest.raises(PublishUnconfirmed):
         publisher.close(timeout=1)
     assert time.monotonic() - started < 20  # by default, close waits for 30 s
     assert confirmation.done()
-    publisher = Publisher(private_vhost.url, topology=[ORDERS])
+    publisher = Publisher(proxy.url, topology=[ORDERS])
     with pytest.raises(BrokerUnavailable, match=r"127\.0\.0\.1"):
         publisher.connect()
     publisher.close()
-    with Publisher(private_vhost.url, topology=[ORDERS]) as publisher:
+    with Publisher(proxy.url, topology=[ORDERS]) as publisher:
         confirmation = publisher.submit(Message(b"x"), routing_key="orders")
-        private_broker.start()
+        proxy.accept_connections()
         assert confirmation.result(60).attempts == 1
 
 

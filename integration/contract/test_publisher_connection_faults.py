@@ -200,36 +200,6 @@ def test_f06_every_connection_is_a_black_hole(
     checker.close()
 
 
-def test_f08_slow_and_jittery_network(
-    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, seed: int
-) -> None:
-    """A delay of 200 ms with jitter fails no publish and replaces no connection."""
-    proxy = fault_proxy(vhost.url, seed=seed)
-    proxy.delay(0.2, jitter=0.1)
-    with Publisher(proxy.url, topology=[ORDERS]) as publisher:
-        confirmations = [submit(checker, publisher, "orders") for _ in range(3000)]
-        assert [error for one in confirmations if (error := book(checker, one))] == []
-        assert publisher.statistics.in_doubt == 0
-    assert proxy.connections == 1
-    checker.drain(vhost, ["orders"])
-    checker.close()
-
-
-def test_f08_network_that_loses_packets(
-    private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Audit, rng: Random
-) -> None:
-    """With 5 % packet loss each way, no publish fails and no connection is replaced."""
-    private_broker.lose_packets(0.05)
-    with Publisher(private_broker.direct_url_of(private_vhost.name), topology=[ORDERS]) as publisher:
-        confirmations = [submit(checker, publisher, "orders", body) for body in bodies(rng, 1000, most=20_000)]
-        assert [error for one in confirmations if (error := book(checker, one))] == []
-        assert (publisher.statistics.in_doubt, publisher.statistics.republished) == (0, 0)
-    assert private_broker.lost_packets() > 10
-    private_broker.lose_packets(0)
-    checker.drain(private_vhost, ["orders"])
-    checker.close()
-
-
 def test_f09_narrow_network(vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random) -> None:
     """At 64 kbit/s, the window limits the memory for messages that cannot be sent yet."""
     proxy = fault_proxy(vhost.url)
