@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -242,10 +243,10 @@ def test_a_queue_is_not_new_for_ever_after_its_loop_has_ended(broker: ScriptedBr
     broker.script = acking
     broker.missing.add("orders")
     broker.declare_seconds = 1.0
-    kept = AsyncPublisher(broker.url, topology=topology("orders"), new_queue_grace=SHORT)
+    kept = [AsyncPublisher(broker.url, topology=topology("orders"), new_queue_grace=SHORT)]
 
     async def leave_a_set_up() -> None:
-        connecting = asyncio.create_task(kept.connect())
+        connecting = asyncio.create_task(kept[0].connect())
         await asyncio.to_thread(broker.wait, lambda: broker.seen.count("Queue.Declare") == 2, "the declaration")
         assert not connecting.done()
 
@@ -256,3 +257,5 @@ def test_a_queue_is_not_new_for_ever_after_its_loop_has_ended(broker: ScriptedBr
         began = time.monotonic()
         publisher.publish(Message(b"y"), exchange="events", timeout=30)
         assert time.monotonic() - began < SHORT
+    kept.clear()
+    gc.collect()  # so that it warns here, and in no later test

@@ -149,7 +149,7 @@ def test_others_publish_after_an_interrupted_publish() -> None:
                 assert (window.count, window.bytes) == (0, 0)
 
             publish()
-            interrupt_everywhere(publish, check, least=40)
+            interrupt_everywhere(publish, check, least=20)
 
 
 @pytest.mark.slow
