@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from integration.support.spark import HOME, session
+from integration.support.spark import HOME, forked_pythons, session
 from reliable_mq.spark import register
 
 if TYPE_CHECKING:
@@ -46,12 +46,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     """The session of this process."""
-    started = session(tmp_path_factory.mktemp("spark"))
-    register(started)
-    yield started
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        started.stop()
+    directory = tmp_path_factory.mktemp("spark")
+    with forked_pythons(directory) as python:
+        started = session(directory, python=python)
+        register(started)
+        yield started
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            started.stop()
 
 
 @pytest.fixture

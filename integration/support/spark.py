@@ -15,17 +15,22 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
+import subprocess
 import sys
 import tempfile
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from integration.support.programs import ROOT
+from integration.programs import spark_python
+from integration.support.programs import ROOT, environment
+from integration.support.seeds import soaking
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from pika import BasicProperties
     from pyspark.sql import DataFrame, SparkSession
@@ -53,9 +58,16 @@ SETTINGS = {
 }
 
 
-def session(directory: Path, master: str = "local[2,3]", **settings: str) -> SparkSession:
-    """Start Spark in this process. It writes into ``directory``."""
-    os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+def session(directory: Path, master: str = "local[2,3]", python: str = sys.executable, **settings: str) -> SparkSession:
+    """Start Spark in this process.
+
+    Args:
+        directory: Where Spark writes.
+        master: Where Spark runs.
+        python: The program for Spark's Python processes; see `forked_pythons`.
+        settings: Spark settings.
+    """
+    os.environ["PYSPARK_PYTHON"], os.environ["PYSPARK_DRIVER_PYTHON"] = python, sys.executable
     os.environ["PYTHONPATH"] = str(ROOT)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PySpark's own warnings
@@ -66,6 +78,37 @@ def session(directory: Path, master: str = "local[2,3]", **settings: str) -> Spa
         for name, value in {**SETTINGS, **own, **settings}.items():
             builder = builder.config(name, value)
         return builder.getOrCreate()
+
+
+@contextmanager
+def forked_pythons(directory: Path) -> Iterator[str]:
+    """Start `integration.programs.spark_server`, which forks Spark's Python processes.
+
+    Return the program that Spark has to start for each. In `make soak` it is Python itself, because some tests kill
+    these processes.
+    """
+    if soaking():
+        yield sys.executable
+        return
+    client = Path(spark_python.__file__)
+    python = directory / "python"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(directory / "socket"))
+        listener.listen(100)
+        command = [sys.executable, "-m", "integration.programs.spark_server", str(listener.fileno())]
+        server = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**environment(), "OPENBLAS_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            pass_fds=[listener.fileno()],
+        )
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -ISE {client} {directory}/socket "$@"\n')
+    python.chmod(0o700)
+    try:
+        yield str(python)
+    finally:
+        server.communicate()
 
 
 def requeued_counts(vhost: VirtualHost) -> set[int | None]:
@@ -196,6 +239,7 @@ def archive_classes(directory: Path) -> None:
     rows = spark.range(10).selectExpr("id", "cast(id as string) as text", "map('a', 'b') as headers")
     rows.write.parquet(files)
     assert spark.read.parquet(files).groupBy("text").count().count() == 10
+    assert rows.mapInArrow(iter, rows.schema).count() == 10
     reader = spark.readStream.schema(rows.schema).parquet(files)
     writer = reader.writeStream.option("checkpointLocation", str(directory / "checkpoint")).trigger(availableNow=True)
     query = writer.foreachBatch(lambda batch, _: batch.collect()).start()
