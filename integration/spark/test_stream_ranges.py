@@ -106,19 +106,16 @@ def ranges_from(reader: StreamSource, start: dict[str, Any]) -> list[StreamRange
 # -- ranges ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("start", "end", "prefetch"), [(0, 5000, "2000"), (1, 2, "1"), (2499, 3777, "7"), (4999, 5000, "100")]
-)
-def test_a_range_is_read_exactly(vhost: VirtualHost, start: int, end: int, prefetch: str) -> None:
+def test_a_range_is_read_exactly(vhost: VirtualHost) -> None:
     """Ranges start and end inside chunks.
 
     A range has each message once, in order, however often it is read.
     """
     publish(vhost, 5000)
-    for _ in range(2):
-        assert read(
-            RangeReader(options(vhost.url, prefetch=prefetch), StreamRange("events", start, end), COLUMNS)
-        ) == numbered(start, end)
+    for start, end, prefetch in ((0, 5000, "2000"), (1, 2, "1"), (2499, 3777, "7"), (4999, 5000, "100")):
+        for _ in range(2):
+            reader = RangeReader(options(vhost.url, prefetch=prefetch), StreamRange("events", start, end), COLUMNS)
+            assert read(reader) == numbered(start, end)
 
 
 def test_a_filter_reads_the_messages_of_its_values_and_no_other(
@@ -200,8 +197,8 @@ def test_a_task_asks_for_as_many_messages_as_it_can_hold(vhost: VirtualHost, mon
 
     monkeypatch.setattr(StreamChannel, "consume", asking)
     publish(vhost, 80, size=2**20)
-    publish(vhost, 5000, first=80)
-    for (start, end), prefetches in {(0, 80): [64, 31], (80, 5080): [64, 2000]}.items():
+    publish(vhost, 500, first=80)
+    for (start, end), prefetches in {(0, 80): [64, 31], (80, 580): [64, 2000]}.items():
         asked.clear()
         assert read(RangeReader(options(vhost.url), StreamRange("events", start, end), COLUMNS)) == numbered(start, end)
         assert asked == prefetches
