@@ -4,6 +4,7 @@
 fixture              scope      value
 ===================  =========  ========================================================================================
 `spark`              session    ``local[2]``, three attempts per task; ``format("rabbitmq")`` is registered
+`spark_python`       session    the program that Spark starts as Python: it forks, see `support.spark.forked_pythons`
 `checkpoint`         test       a directory for a query's checkpoint
 ===================  =========  ========================================================================================
 """
@@ -44,16 +45,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+def spark_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The program that Spark starts as Python."""
+    with forked_pythons(tmp_path_factory.mktemp("python")) as python:
+        yield python
+
+
+@pytest.fixture(scope="session")
+def spark(tmp_path_factory: pytest.TempPathFactory, spark_python: str) -> Iterator[SparkSession]:
     """The session of this process."""
-    directory = tmp_path_factory.mktemp("spark")
-    with forked_pythons(directory) as python:
-        started = session(directory, python=python)
-        register(started)
-        yield started
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            started.stop()
+    started = session(tmp_path_factory.mktemp("spark"), python=spark_python)
+    register(started)
+    yield started
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        started.stop()
 
 
 @pytest.fixture

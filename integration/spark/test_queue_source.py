@@ -137,13 +137,15 @@ def test_available_now_ends_at_what_was_ready_beside_a_consumer(
     vhost.wait_for_messages("orders", 0)
 
 
-def test_an_application_says_how_far_it_reads_ahead_and_why(vhost: VirtualHost, tmp_path: Path) -> None:
+def test_an_application_says_how_far_it_reads_ahead_and_why(
+    vhost: VirtualHost, spark_python: str, tmp_path: Path
+) -> None:
     """The line is in its error stream once, whatever the logging settings are."""
     with Publisher(vhost.url, topology=[Queue("orders")]) as publisher:
         assert publisher.publish_many([Message(b"x"), Message(b"y")], routing_key="orders").ok
     sources = {"read": {"url": vhost.url, "queue": "orders", "maxMessagesPerTrigger": "1"}}
     settings = {"sources": sources, "directory": str(tmp_path), "drain": True}
-    with Application("spark_queries", settings, tmp_path / "log") as application:
+    with Application("spark_queries", settings, tmp_path / "log", python=spark_python) as application:
         application.wait(300)
     assert batches_in(tmp_path / "read" / "checkpoint", "commits") >= 2
     line = "prefetch 65535 for orders: no queue has a delivery limit: maxBytesPerTrigger bounds what is read ahead"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import sys
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from reliable_mq.testing import VirtualHost
 
 NAMES = ("spark_files", "spark_once")
+PARTITIONS = "spark.sql.shuffle.partitions"
 
 # They run in one program, one after the other. Each starts and stops a session, and all share the JVM, which is slow
 # to start.
@@ -34,9 +36,25 @@ for name in sys.argv[1:]:
 """
 
 
+def test_the_examples_print_what_they_say(
+    spark: SparkSession, vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are given the session of the tests, and do not stop it."""
+    monkeypatch.setenv("RELIABLE_MQ_URL", vhost.url)
+    monkeypatch.setattr(type(spark), "stop", lambda _session: None)
+    partitions = spark.conf.get(PARTITIONS)
+    try:
+        for name in NAMES:
+            runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+            assert_prints(name, capsys.readouterr().out)
+    finally:
+        spark.conf.set(PARTITIONS, str(partitions))  # one of them changes it
+
+
+@pytest.mark.soak
 @pytest.mark.timeout(400)
-def test_the_examples_print_what_they_say(vhost: VirtualHost) -> None:
-    """They start their own sessions."""
+def test_the_examples_start_their_own_sessions(vhost: VirtualHost) -> None:
+    """They print the same."""
     output = output_of(
         [sys.executable, "-c", PROGRAM, *NAMES],
         cwd=EXAMPLES,

@@ -67,7 +67,7 @@ def session(directory: Path, master: str = "local[2,3]", python: str = sys.execu
         python: The program for Spark's Python processes; see `forked_pythons`.
         settings: Spark settings.
     """
-    os.environ["PYSPARK_PYTHON"], os.environ["PYSPARK_DRIVER_PYTHON"] = python, sys.executable
+    os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = python
     os.environ["PYTHONPATH"] = str(ROOT)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PySpark's own warnings

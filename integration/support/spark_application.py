@@ -41,11 +41,21 @@ class Application:
         settings: Passed to the program as JSON. With ``held``, the program waits for `go`.
         log: The file for its output.
         discovered: Whether Spark finds the data source by itself, as it does with the wheel.
+        python: The program for Spark's Python processes.
     """
 
-    def __init__(self, program: str, settings: Mapping[str, Any], log: Path, *, discovered: bool = False) -> None:
+    def __init__(
+        self,
+        program: str,
+        settings: Mapping[str, Any],
+        log: Path,
+        *,
+        discovered: bool = False,
+        python: str = sys.executable,
+    ) -> None:
         self.log = log
-        own = {**environment(), "PYSPARK_PYTHON": sys.executable, "SPARK_TEST_SETTINGS": json.dumps(SETTINGS)}
+        own = {**environment(), "SPARK_TEST_SETTINGS": json.dumps(SETTINGS)}
+        own["PYSPARK_PYTHON"] = own["PYSPARK_DRIVER_PYTHON"] = python
         if discovered:
             wheel = log.parent / "wheel"
             wheel.mkdir(exist_ok=True)
