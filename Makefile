@@ -77,7 +77,7 @@ test-brokers: compiled images databases prometheus chromium
 	$(PYTEST) integration --ignore=integration/spark -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-spark: compiled images java
-	$(PYTEST) integration/spark -n 4 --dist worksteal $(ARGS)
+	$(PYTEST) integration/spark -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-pythons:  ## run the tests that need no broker on every Python found, and on those of Debian sid
 	@tests/pythons.sh

@@ -140,6 +140,10 @@ _LONGEST = (
     "test_stream_ranges.py",
 )
 _APIS = ("sync", "aio")
+# Spark's session, which is slow to start, is needed in two processes: for the tests of these files, and for the others
+# that use it.
+_SPARK = ("test_queue_source.py", "test_queue_kills.py", "test_outages.py", "test_metrics.py")
+_WITHOUT_SPARK = ("test_queue_reader.py", "test_sink_rows.py", "test_stream_ranges.py", "test_memory.py")
 _CLUSTER = "cluster"  # the directory of the tests on a cluster, which take longer than any file
 _OLD_LINE = "4.0"  # the tests on this line share one broker
 _TESTS_BETWEEN_FREEZES = 20
@@ -187,6 +191,8 @@ class _Scheduling(LoadFileScheduling):
             return _OLD_LINE
         if folder.rpartition("/")[2] == _CLUSTER:  # they share one cluster
             return folder
+        if folder.rpartition("/")[2] == "spark" and not soaking() and name not in _WITHOUT_SPARK:
+            return "with Spark" if name in _SPARK else "also with Spark"
         return nodeid if name in _SPLIT else file
 
 
