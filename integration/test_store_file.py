@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
-from integration.support.programs import output_of
+from integration.support.processes import run
 from integration.support.syncs import traced
 
 if TYPE_CHECKING:
@@ -35,5 +34,5 @@ def test_f39_a_store_on_a_full_disk_refuses_and_later_goes_on(tmp_path: Path) ->
 
     Earlier completions are known, and held claims can be completed.
     """
-    program = [sys.executable, "-m", "integration.programs.full_store", str(tmp_path)]
-    assert output_of(["unshare", "--user", "--map-root-user", "--mount", *program]) == "end\n"
+    done = run("integration.programs.full_store", str(tmp_path))
+    assert done.stdout == b"end\n", done.stderr.decode()

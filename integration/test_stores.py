@@ -114,7 +114,7 @@ IN_SQL = ("postgresql", "postgresql+psycopg_async", "mariadb", "mysql")
 
 @pytest.mark.parametrize("subject", IN_SQL if soaking() else IN_SQL[:1], indirect=True)
 def test_a_table_holds_what_is_not_over_and_little_more(subject: Subject) -> None:
-    grow(subject)
+    grow(subject, seconds=LEASE)
 
 
 def over(engine: Engine, count: int = 300) -> None:

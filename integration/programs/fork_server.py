@@ -29,8 +29,10 @@ from typing import Any, TextIO
 
 _IMPORTED = (
     *("aiosqlite", "prometheus_client", "psycopg", "pymysql", "redis", "sqlalchemy.ext.asyncio"),
+    *("sqlalchemy.dialects.mysql", "sqlalchemy.dialects.postgresql", "sqlalchemy.dialects.sqlite"),
     *("rich.live", "rich.progress", "rich.table", "shlex", "typer", "typer.rich_utils"),
     *("reliable_mq", "reliable_mq.deadletters", "reliable_mq.outbox", "reliable_mq.stores", "reliable_mq.testing"),
+    *("reliable_mq.aio.consumer", "reliable_mq.aio.publisher", "reliable_mq.stage"),
 )
 
 

@@ -1,6 +1,6 @@
 """Fill a small file system with a SQLite outbox; then empty the outbox, and store one more message.
 
-Usage: ``unshare --mount python -m integration.programs.full_disk DIRECTORY MEGABYTES SIZE [read | open | URL API]``.
+Usage: ``python -m integration.programs.full_disk DIRECTORY MEGABYTES SIZE [read | open | URL API]``.
 Mounts a tmpfs of MEGABYTES on DIRECTORY, and fills it with messages of SIZE bytes. With URL, publishers store the
 messages without a broker and then flush them to URL, and ``attempt ID``, ``accepted ID`` and ``refused ID`` are written
 to stdout for each message. Without URL, each row is removed in its own transaction, as a relay does if the broker
@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
-import subprocess
 import sys
 from contextlib import closing, suppress
 from pathlib import Path
 
 from integration.programs.outboxing import ORDERS, tell
 from integration.support.blocking import BlockingPublisher
+from integration.support.small_disk import mount
 from reliable_mq import Message, OutboxError, Publisher
 from reliable_mq.core.outbox import NewRow, RowOutcome, RowSettlement
 from reliable_mq.outbox import SQLiteOutbox
@@ -126,7 +126,7 @@ def open_and_remove(path: Path, size: int) -> None:
 
 
 def main(directory: str, megabytes: str, size: str, what: str = "", api: str = "") -> None:
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", directory], check=True)
+    mount(directory, int(megabytes))
     path = Path(directory) / "outbox"
     if api:
         publish_and_flush(path, int(size), what, api)

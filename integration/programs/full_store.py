@@ -1,15 +1,15 @@
 """Use a `SQLiteStore` on a file system that fills up and then has space again.
 
-Usage: ``unshare --mount python -m integration.programs.full_store DIRECTORY``. Mounts a tmpfs of 4 MB on DIRECTORY.
+Usage: ``python -m integration.programs.full_store DIRECTORY``. Mounts a tmpfs of 4 MB on DIRECTORY.
 """
 
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import sys
 from pathlib import Path
 
+from integration.support.small_disk import mount
 from reliable_mq import IdempotencyStoreError
 from reliable_mq.stores import ClaimStatus, SQLiteStore
 
@@ -32,7 +32,7 @@ def refused(store: SQLiteStore, number: int) -> bool:
 
 
 def main(directory: str) -> None:
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", directory], check=True)
+    mount(directory, 4)
     ballast = Path(directory) / "ballast"
     store = SQLiteStore(Path(directory) / "store.db")
     done, held = store.claim_many(["done", "held"], 60.0)

@@ -33,7 +33,7 @@ def new_outbox(where: str) -> Outbox:
 
 def wait_for_row(claims: RowLeases) -> OutboxRow:
     while not (rows := claims.take(1).rows):
-        threading.Event().wait(0.02)  # libfaketime changes time.sleep(), too
+        threading.Event().wait(0.1)  # libfaketime changes time.sleep(), too
     return rows[0]
 
 
