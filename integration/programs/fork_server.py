@@ -27,13 +27,26 @@ import sys
 import warnings
 from typing import Any, TextIO
 
+import typer
+
 _IMPORTED = (
     *("aiosqlite", "prometheus_client", "psycopg", "pymysql", "redis", "sqlalchemy.ext.asyncio"),
     *("sqlalchemy.dialects.mysql", "sqlalchemy.dialects.postgresql", "sqlalchemy.dialects.sqlite"),
-    *("rich.live", "rich.progress", "rich.table", "shlex", "typer", "typer.rich_utils"),
+    *("rich.live", "rich.progress", "rich.table", "shlex", "typer.rich_utils"),
     *("reliable_mq", "reliable_mq.deadletters", "reliable_mq.outbox", "reliable_mq.stores", "reliable_mq.testing"),
     *("reliable_mq.aio.consumer", "reliable_mq.aio.publisher", "reliable_mq.stage"),
 )
+
+
+def load_typer() -> None:
+    """Parse a command line, because typer imports most of what it needs only then."""
+    app = typer.Typer()
+
+    @app.command()
+    def run(*, number: int = 0) -> None:
+        """Do nothing."""
+
+    typer.main.get_command(app)(["--number", "1"], standalone_mode=False)
 
 
 def serve(requests: socket.socket) -> dict[str, Any] | None:
@@ -81,6 +94,7 @@ def _writer(former: TextIO, *, by_line: bool) -> io.TextIOWrapper:
 if __name__ == "__main__":
     for name in _IMPORTED:
         importlib.import_module(name)
+    load_typer()
     gc.freeze()
     _request = serve(socket.socket(fileno=int(sys.argv[1])))
     if _request is not None:  # a child, which only runs its program from here on
