@@ -166,7 +166,7 @@ def test_an_export_that_fails_leaves_the_file_of_an_earlier_one(vhost: VirtualHo
 
 def test_a_cut_off_dlq_export_is_quiet_and_keeps_every_message(vhost: VirtualHost) -> None:
     """`dlq export | head -1`: the status is that of a tool ended by SIGPIPE."""
-    publish(vhost, 2000)
+    publish(vhost, 1000)
     with start_cli("dlq", "export", vhost.url, DEAD) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -174,7 +174,7 @@ def test_a_cut_off_dlq_export_is_quiet_and_keeps_every_message(vhost: VirtualHos
         process.stdout.close()
         assert process.wait(30) == 141
         assert process.stderr.read() == b""
-    wait_until(lambda: ready(vhost, DEAD) == 2000, timeout=30, what="everything requeued")
+    wait_until(lambda: ready(vhost, DEAD) == 1000, timeout=30, what="everything requeued")
 
 
 def test_a_wrong_command_line_says_what_is_wrong(vhost: VirtualHost) -> None:
@@ -218,7 +218,7 @@ def test_a_replay_that_is_killed_goes_on_with_the_next(
     Messages published and not acked are duplicated, at most a batch per kill.
     """
     proxy = fault_proxy(any_vhost.url)
-    letters = publish(any_vhost, 2000)
+    letters = publish(any_vhost, 800)
     for letter in letters:
         checker.attempted(letter.message_id)
         checker.confirmed(letter.message_id)

@@ -306,7 +306,7 @@ def test_f33_after_one_of_two_relays_is_killed_all_is_published(vhost: VirtualHo
     outbox.open()
     store_more()
     with Relay(vhost.url, where, "--lease", "1") as killed, Relay(vhost.url, where, "--lease", "1") as other:
-        for _ in range(20):
+        for _ in range(8):
             store_more()
         assert killed.end(signal.SIGKILL) == -signal.SIGKILL
         store_more()

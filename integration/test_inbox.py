@@ -185,6 +185,11 @@ def test_a_transaction_of_the_users_own_takes_the_record_in(vhost: VirtualHost, 
     assert inbox.effects() == sorted(ids)
 
 
+@pytest.mark.parametrize(
+    "inbox",
+    ["sqlite", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("postgresql", "mariadb", "mysql"))],
+    indirect=True,
+)
 def test_the_users_own_sessions_are_used(vhost: VirtualHost, inbox: Inbox) -> None:
     class Mine(Session):
         pass
