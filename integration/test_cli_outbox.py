@@ -310,7 +310,7 @@ def test_f33_after_one_of_two_relays_is_killed_all_is_published(vhost: VirtualHo
             store_more()
         assert killed.end(signal.SIGKILL) == -signal.SIGKILL
         store_more()
-        wait_until(lambda: outbox.status().rows == 0, timeout=30, what="an empty outbox")
+        wait_until(lambda: outbox.status().rows == 0, timeout=90, what="an empty outbox")
         assert other.end(signal.SIGTERM) == 0
     found = list(dict.fromkeys(name for name, _ in vhost.bodies("orders")))
     assert sorted(found, key=int) == names
