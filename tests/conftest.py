@@ -17,8 +17,9 @@ from zlib import crc32
 
 import pytest
 
+from integration.support.seeds import soaking
 from tests import properties, reports
-from tests.collecting import pytest_collection
+from tests.collecting import pytest_collection, pytest_runtest_teardown
 from tests.log_records import records_can_be_formatted
 from tests.new_queues import treat_new_queues_as_old
 from tests.signal_handlers import restored_handler
@@ -26,8 +27,8 @@ from tests.signal_handlers import restored_handler
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# A hook and fixtures for all tests in this directory.
-__all__ = ["pytest_collection", "records_can_be_formatted", "restored_handler"]
+# Hooks and fixtures for all tests in this directory.
+__all__ = ["pytest_collection", "pytest_runtest_teardown", "records_can_be_formatted", "restored_handler"]
 
 pytest.register_assert_rewrite("reliable_mq.testing.store_contract", "reliable_mq.testing.outbox_contract")
 treat_new_queues_as_old()
@@ -45,8 +46,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(trylast=True)  # after hypothesis has marked its own tests
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     properties.allow_time(items)
+    if not soaking():
+        left = [item for item in items if item.get_closest_marker("soak")]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if not item.get_closest_marker("soak")]
     # Mix modules that wait with modules that compute, so that all processors are busy until the end.
     items.sort(key=lambda item: crc32(item.nodeid.partition("::")[0].encode()))
     _begin_with_slow_tests(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
