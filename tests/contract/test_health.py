@@ -202,12 +202,12 @@ def test_a_flush_that_the_broker_prevents_says_why(
         publisher.publish(Message(b"stored"), routing_key="orders")
         assert "INTERNAL_ERROR - starting" in cause_of_failed_flush(publisher)
         del broker.refusals["Connection.Open"]
-        wait_until(lambda: inner(publisher).connected, timeout=30, what="a connection")
+        [published] = broker.wait_published(1)
         broker.connection.block("low on memory")
         wait_until(lambda: inner(publisher).blocked, timeout=30, what="the block")
         assert "low on memory" in cause_of_failed_flush(publisher)
-        broker.script = lambda published: published.channel.ack(published.number)
         broker.connection.unblock()
+        published.channel.ack(published.number)
 
 
 def test_an_idle_outbox_publisher_recovers_from_a_refusal(
