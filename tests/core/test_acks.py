@@ -274,7 +274,7 @@ def test_a_delivery_costs_the_same_among_a_thousand_or_a_million(
     """
     source = random.Random(1)
     tags: list[int] = []
-    for start in range(1, 50_001, 50):
+    for start in range(1, 10_001, 50):
         part = list(range(start, start + 50))
         source.shuffle(part)
         tags += part
@@ -308,7 +308,7 @@ def test_a_straggler_costs_the_same_after_few_and_many_others(
         assert acks.flush() == [(behind, True)]
         return spent
 
-    assert_same_cost(lambda: cost(1_000), lambda: cost(1_000_000))
+    assert_same_cost(lambda: cost(1_000), lambda: cost(200_000))
 
 
 @pytest.mark.parametrize("others", [10, 1_000])

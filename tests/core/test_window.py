@@ -246,4 +246,4 @@ def test_the_gate_costs_the_same_with_few_and_many_inside(
                 gate.leave([second])
         return process_time() - began
 
-    assert_same_cost(lambda: cost(1_000, 5), lambda: cost(100_000, 5))
+    assert_same_cost(lambda: cost(1_000, 3), lambda: cost(50_000, 3))
