@@ -1,6 +1,6 @@
 """Fixtures: a scripted broker for each test, and clients of each API.
 
-A contract test runs once for each API.
+A contract test runs once for each API, and in `make soak` on uvloop, too. The tests of `test_event_loop` always do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from reliable_mq import Consumer, Publisher
 from tests.contract.scripted_broker import ScriptedBroker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 
 PUBLISHERS: dict[str, type[Any]] = {"sync": Publisher, "aio": BlockingPublisher, "uvloop": UvloopPublisher}
@@ -32,13 +32,18 @@ CONSUMERS: dict[str, type[Any]] = {
 }
 
 
+def _left_to_soak(apis: Iterable[str]) -> list[Any]:
+    """Leave uvloop to `make soak`."""
+    return [pytest.param(api, marks=pytest.mark.soak if api == "uvloop" else ()) for api in apis]
+
+
 @pytest.fixture
 def broker() -> Iterator[ScriptedBroker]:
     with ScriptedBroker() as broker:
         yield broker
 
 
-@pytest.fixture(params=PUBLISHERS)
+@pytest.fixture(params=_left_to_soak(PUBLISHERS))
 def new_publisher(request: pytest.FixtureRequest, broker: ScriptedBroker) -> Callable[..., Any]:
     """Return a function that makes publishers of one API.
 
@@ -53,7 +58,7 @@ def new_publisher(request: pytest.FixtureRequest, broker: ScriptedBroker) -> Cal
     return make
 
 
-@pytest.fixture(params=CONSUMERS)
+@pytest.fixture(params=_left_to_soak(CONSUMERS))
 def new_consumer(
     request: pytest.FixtureRequest, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Any]:
