@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from integration.support.seeds import soaking
 from integration.support.stages import DEADLINE, check_each_once, publish, relaying, wait_emptied
 from integration.support.traffic import url_of
 from reliable_mq.testing import wait_until
@@ -61,6 +62,8 @@ def test_f68_broken_links_of_nodes_move_each_message_once(
     """The relay's channel survives; the leader redelivers on it with new tags."""
     publish(cluster_vhost.url, "orders", 1, type="quorum")
     leader, *others = rabbitmq_cluster.nodes
+    # RabbitMQ may take minutes to restart the stage's replica on the leader's node, whose links were broken by then.
+    steps = [*pairwise([*others, leader])][: None if soaking() else 1]
     with (
         fault_proxy(others[0].url_of(cluster_vhost.name)) as proxy,
         relaying(proxy.url, confirm_timeout=DEADLINE) as relay,
@@ -73,7 +76,7 @@ def test_f68_broken_links_of_nodes_move_each_message_once(
             return False
 
         wait_until(lambda: moved(relay) == 1, timeout=DEADLINE, what="the first one moved")
-        for number, (near, next_node) in enumerate(pairwise([*others, leader]), 1):
+        for number, (near, next_node) in enumerate(steps, 1):
             rabbitmq_cluster.transfer_leader("orders", leader, cluster_vhost.name)
             proxy.hold_confirms()
             publish(url_of(cluster_vhost, [leader]), "orders", PART, first=1 + (number - 1) * PART)
@@ -91,7 +94,7 @@ def test_f68_broken_links_of_nodes_move_each_message_once(
                 what="the relay active again",  # it needs confirms for that
             )
     home = rabbitmq_cluster.leader_of("stage", cluster_vhost.name)  # a replica on another node may still have to start
-    check_each_once(home.url_of(cluster_vhost.name), "stage", count=1 + len(others) * PART)
+    check_each_once(home.url_of(cluster_vhost.name), "stage", count=1 + len(steps) * PART)
     assert relay.statistics.moved_before >= 8
 
 
